@@ -1,0 +1,107 @@
+"""What can go wrong, one class for each thing a caller would do differently.
+
+::
+
+    OomProbeError
+     +-- InvalidArgumentError (ValueError)    the call itself is wrong; nothing was run
+     +-- NoDeviceError (RuntimeError)         the device named is not here
+     +-- NothingFitsError (MemoryError)       not even the smallest size fits
+     +-- StepFailedError (RuntimeError)       a bug in the step: the user's own exception, with the batch size
+     +-- DeviceLostError (RuntimeError)       a sticky error; the process can give no further verdict
+     +-- TimeLimitError (RuntimeError)        the time passed with nothing confirmed
+     +-- UnreliableError (RuntimeError)       a number would be a guess: no work, a leak, state not restored
+
+Every one carries ``.trials``: what had been run until then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oomprobe.result import Trial
+
+
+class OomProbeError(Exception):
+    """Base of all errors raised by this package. ``trials`` holds what was run before it."""
+
+    def __init__(self, message: str = "", *, trials: tuple[Trial, ...] = ()) -> None:
+        super().__init__(message)
+        self.trials = trials
+
+
+class InvalidArgumentError(OomProbeError, ValueError):
+    """An argument is not what the contract asks for. Nothing was run."""
+
+
+class NoDeviceError(OomProbeError, RuntimeError):
+    """The device asked for is not available to this process."""
+
+
+class NothingFitsError(OomProbeError, MemoryError):
+    """The smallest size allowed does not fit in the memory allowed."""
+
+
+class DeviceLostError(OomProbeError, RuntimeError):
+    """A sticky error: no later answer of this process can be trusted.
+
+    ``snapshot`` is the state taken before the first step, in host memory; the device's own copy is lost.
+    """
+
+    def __init__(self, message: str = "", *, trials: tuple[Trial, ...] = (), snapshot: object = None) -> None:
+        super().__init__(message, trials=trials)
+        self.snapshot = snapshot
+
+
+class TimeLimitError(OomProbeError, RuntimeError):
+    """The time allowed passed before a size was confirmed."""
+
+
+class UnreliableError(OomProbeError, RuntimeError):
+    """A number could be given but would not be the truth."""
+
+
+class StepFailedError(OomProbeError, RuntimeError):
+    """The step failed with an error that is not about memory.
+
+    Raised ``from`` the user's own exception, and an instance of its class too, so that an ``except KeyError``
+    around the probe goes on working. ``batch_size`` is the size that was being tried.
+
+    Example:
+        >>> try:
+        ...     raise step_failed(KeyError("labels"), batch_size=4, trials=())
+        ... except KeyError as error:
+        ...     print(error.batch_size, isinstance(error, StepFailedError))
+        4 True
+    """
+
+    batch_size: int = 0
+
+    def __str__(self) -> str:
+        return str(self.__dict__.get("message", ""))
+
+
+def step_failed(error: BaseException, *, batch_size: int, trials: tuple[Trial, ...]) -> StepFailedError:
+    """Make the `StepFailedError` for a user's exception; the caller raises it ``from`` that exception."""
+    failed = _of_both_classes(error)
+    failed.__dict__.update(getattr(error, "__dict__", {}))
+    failed.__dict__.pop("__notes__", None)
+    failed.batch_size, failed.trials = batch_size, trials
+    failed.__dict__["message"] = (
+        f"the step failed at batch size {batch_size} with {type(error).__name__}: {error}\n"
+        "This is not about memory, so no batch size would answer it: the same error comes without oomprobe. "
+        f"Run step_fn(model, {batch_size}) once by itself to see it."
+    )
+    return failed
+
+
+def _of_both_classes(error: BaseException) -> StepFailedError:
+    try:
+        both = type(f"StepFailedError[{type(error).__name__}]", (StepFailedError, type(error)), {})
+        failed = both.__new__(both, *error.args)
+        if isinstance(failed, StepFailedError):
+            failed.args = error.args
+            return failed
+    except Exception:  # a class that cannot be inherited from or made without its own arguments
+        pass
+    return StepFailedError(str(error))

@@ -1,0 +1,112 @@
+"""Gradient accumulation: splitting a global batch into micro-batches that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from oomprobe.errors import InvalidArgumentError
+
+GOOD_SHARE = 0.5  # a micro-batch under half of what fits wastes more on launches than an exact split is worth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEntry:
+    """``micro_batch * accumulation_steps * world_size == global_batch``.
+
+    Attributes:
+        micro_batch: Samples a rank handles at once; at most the size that fits.
+        accumulation_steps: Micro-batches for one optimizer step.
+        world_size: Ranks.
+        global_batch: Samples for one optimizer step over all ranks.
+        exact: Whether `global_batch` is the one asked for.
+        ran: Whether the probe executed this micro-batch and it passed. A plan is arithmetic until then.
+        ran_accumulated: Whether it was also executed with gradients accumulating over micro-batches.
+    """
+
+    micro_batch: int
+    accumulation_steps: int
+    world_size: int
+    global_batch: int
+    exact: bool
+    ran: bool
+    ran_accumulated: bool = False
+
+
+def plan(
+    global_batch: int,
+    *,
+    world_size: int,
+    max_micro_batch: int,
+    multiple_of: int = 1,
+    ran: Set[tuple[int, int]] = frozenset(),
+) -> tuple[PlanEntry, ...]:
+    """List ways to reach a global batch, best first.
+
+    An exact split comes first when its micro-batch is at least half of what fits; otherwise the nearest global
+    batches that split well do, and the exact one closes the list.
+
+    Args:
+        global_batch: Samples for one optimizer step, at least 1.
+        world_size: Ranks, at least 1.
+        max_micro_batch: Largest size that fits on a rank.
+        multiple_of: What a micro-batch must be a multiple of.
+        ran: Pairs of (micro-batch, accumulation steps) that were executed and passed.
+
+    Returns:
+        Entries, best first; empty only when no micro-batch is possible.
+
+    Raises:
+        InvalidArgumentError: a size is not a positive integer.
+
+    Example:
+        >>> for entry in plan(1009, world_size=1, max_micro_batch=64):
+        ...     print(entry.micro_batch, "x", entry.accumulation_steps, "=", entry.global_batch, entry.exact)
+        63 x 16 = 1008 False
+        64 x 16 = 1024 False
+        1 x 1009 = 1009 True
+    """
+    for name, value in (("global_batch", global_batch), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}")
+    exact = _exact_micro_batch(global_batch, world_size, max_micro_batch, multiple_of)
+    splits = list(_near_splits(global_batch, world_size, max_micro_batch, multiple_of))
+    if exact is not None:
+        pair = (exact, global_batch // (world_size * exact))
+        good = exact >= GOOD_SHARE * min(max_micro_batch, global_batch / world_size)
+        splits = [pair, *(s for s in splits if s != pair)] if good else [*(s for s in splits if s != pair), pair]
+    return tuple(
+        PlanEntry(
+            micro_batch=micro,
+            accumulation_steps=steps,
+            world_size=world_size,
+            global_batch=micro * steps * world_size,
+            exact=micro * steps * world_size == global_batch,
+            ran=any(micro == size for size, _ in ran),
+            ran_accumulated=any(micro == size and accumulated > 1 for size, accumulated in ran),
+        )
+        for micro, steps in splits
+    )
+
+
+def _exact_micro_batch(global_batch: int, world_size: int, max_micro_batch: int, multiple_of: int) -> int | None:
+    """Largest micro-batch that divides the share of a rank."""
+    if global_batch % world_size:
+        return None
+    share = global_batch // world_size
+    divisors = {d for low in range(1, int(share**0.5) + 1) if share % low == 0 for d in (low, share // low)}
+    return max((d for d in divisors if d <= max_micro_batch and d % multiple_of == 0), default=None)
+
+
+def _near_splits(
+    global_batch: int, world_size: int, max_micro_batch: int, multiple_of: int
+) -> list[tuple[int, int]]:
+    """With as few accumulation steps as possible: the micro-batches around an even split, nearest first."""
+    largest = max_micro_batch - max_micro_batch % multiple_of
+    if largest < multiple_of:
+        return []
+    steps = max(1, -(-global_batch // (largest * world_size)))
+    even = global_batch / (steps * world_size)
+    below = int(even // multiple_of) * multiple_of
+    sizes = {micro for micro in (below, below + multiple_of) if multiple_of <= micro <= largest}
+    return sorted(((micro, steps) for micro in sizes), key=lambda s: abs(s[0] * s[1] * world_size - global_batch))

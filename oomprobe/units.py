@@ -1,0 +1,63 @@
+"""Bytes and seconds as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from oomprobe.errors import InvalidArgumentError
+
+_FACTOR = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+    "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as ``"4GiB"``.
+
+    Args:
+        text: A number and an optional unit: B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (of 1024).
+
+    Returns:
+        The size in bytes, at least 1.
+
+    Raises:
+        InvalidArgumentError: the text is not a positive size.
+
+    Example:
+        >>> parse_bytes("4GiB"), parse_bytes("1.5 MB")
+        (4294967296, 1500000)
+    """
+    match = _SIZE.fullmatch(text)
+    size_bytes = 0 if match is None else int(float(match[1]) * _FACTOR.get(match[2].lower(), 0))
+    if size_bytes < 1:
+        raise InvalidArgumentError(f"{text!r} is not a size in memory: write it like '24GiB' or '800MB'")
+    return size_bytes
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Write a size in the largest binary unit that leaves a number of at least one.
+
+    Example:
+        >>> format_bytes(8_519_680), format_bytes(512), format_bytes(-3 * 2**30)
+        ('8.12 MiB', '512 B', '-3.00 GiB')
+    """
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size_bytes) >= factor:
+            return f"{size_bytes / factor:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_seconds(duration_s: float) -> str:
+    """Write a duration with three figures, in the unit that suits it.
+
+    Example:
+        >>> format_seconds(0.00042), format_seconds(3.14159), format_seconds(754)
+        ('0.42 ms', '3.14 s', '12 min 34 s')
+    """
+    if duration_s < 1:
+        return f"{duration_s * 1000:.3g} ms"
+    if duration_s < 120:
+        return f"{duration_s:.3g} s"
+    return f"{int(duration_s // 60)} min {int(duration_s % 60)} s"
