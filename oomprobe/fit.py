@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,30 +36,48 @@ def fit_line(points: Iterable[tuple[int, int]], budget_bytes: int) -> LinearFit 
         budget_bytes: Memory the line is asked to stay within.
 
     Returns:
-        The fit, or None with fewer than three different sizes: two points are always on a line.
+        The fit, or None with fewer than three different sizes: two points are always on a line. Also None for
+        numbers beyond what floats can square.
 
     Example:
         >>> line = fit_line([(1, 110), (2, 120), (4, 140)], budget_bytes=1105)
         >>> round(line.fixed_bytes), round(line.bytes_per_sample), line.predicted_max_batch
         (100, 10, 100)
     """
-    pairs = sorted(set(points))
+    try:
+        pairs = sorted({(float(size), float(peak)) for size, peak in points})
+    except OverflowError:
+        return None
     if len({size for size, _ in pairs}) < 3:
         return None
-    sizes, peaks = (np.asarray(column, dtype=np.float64) for column in zip(*pairs, strict=True))
-    slope, fixed = (float(x) for x in np.polyfit(sizes, peaks, 1))
-    residuals = peaks - (fixed + slope * sizes)
-    spread = float(((peaks - peaks.mean()) ** 2).sum())
+    with np.errstate(all="ignore"):
+        line = _least_squares(np.asarray(pairs, dtype=np.float64), budget_bytes)
+    numbers = (line.fixed_bytes, line.bytes_per_sample, line.r_squared, line.max_relative_error)
+    return line if all(map(math.isfinite, numbers)) else None
+
+
+def _least_squares(pairs: np.ndarray[tuple[int, int], np.dtype[np.float64]], budget_bytes: int) -> LinearFit:
+    sizes, peaks = pairs.T
+    # Differences first: neighbouring large sizes stay apart, and equal peaks give a slope of exactly zero.
+    from_first = peaks - peaks[0]
+    run, rise = sizes - sizes.mean(), from_first - from_first.mean()
+    slope = float((run @ rise) / (run @ run))
+    fixed = float(peaks[0] + from_first.mean() - slope * sizes.mean())
+    residuals, spread = rise - slope * run, float(rise @ rise)
     return LinearFit(
         fixed_bytes=fixed,
         bytes_per_sample=slope,
-        r_squared=1.0 - float((residuals**2).sum()) / spread if spread > 0 else 1.0,
+        r_squared=1.0 - float(residuals @ residuals) / spread if spread > 0 else 1.0,
         max_relative_error=float(np.max(np.abs(residuals) / np.maximum(peaks, 1.0))),
         predicted_max_batch=_crossing(fixed, slope, budget_bytes),
     )
 
 
 def _crossing(fixed: float, slope: float, budget_bytes: int) -> int | None:
-    if slope <= 0:
+    if not slope > 0:
         return None
-    return max(0, int((budget_bytes - fixed) // slope + 1e-9))
+    try:
+        size = (budget_bytes - fixed) / slope
+        return max(0, math.floor(size + 1e-9 * max(1.0, size)))  # 99.9999999999 is 100, rounded
+    except (OverflowError, ValueError):  # infinite, or not a number
+        return None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 from dataclasses import dataclass
 
 from oomprobe.errors import InvalidArgumentError
 
 GOOD_SHARE = 0.5  # a micro-batch under half of what fits wastes more on launches than an exact split is worth
+
+SEARCHED = 100_000  # no run has that many accumulation steps, and a plan must not take longer than a trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +46,8 @@ def plan(
 ) -> tuple[PlanEntry, ...]:
     """List ways to reach a global batch, best first.
 
-    An exact split comes first when its micro-batch is at least half of what fits; otherwise the nearest global
-    batches that split well do, and the exact one closes the list.
+    An exact split comes first when its micro-batch is at least half of what fits; otherwise the nearest
+    global batches that split well do, and the exact one closes the list.
 
     Args:
         global_batch: Samples for one optimizer step, at least 1.
@@ -66,15 +69,22 @@ def plan(
         64 x 16 = 1024 False
         1 x 1009 = 1009 True
     """
-    for name, value in (("global_batch", global_batch), ("world_size", world_size)):
+    sizes = {
+        "global_batch": global_batch,
+        "world_size": world_size,
+        "max_micro_batch": max_micro_batch,
+        "multiple_of": multiple_of,
+    }
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}")
     exact = _exact_micro_batch(global_batch, world_size, max_micro_batch, multiple_of)
-    splits = list(_near_splits(global_batch, world_size, max_micro_batch, multiple_of))
+    splits = _near_splits(global_batch, world_size, max_micro_batch, multiple_of)
     if exact is not None:
         pair = (exact, global_batch // (world_size * exact))
-        good = exact >= GOOD_SHARE * min(max_micro_batch, global_batch / world_size)
-        splits = [pair, *(s for s in splits if s != pair)] if good else [*(s for s in splits if s != pair), pair]
+        good = exact / min(max_micro_batch, global_batch // world_size) >= GOOD_SHARE
+        near = [split for split in splits if split != pair]
+        splits = [pair, *near] if good else [*near, pair]
     return tuple(
         PlanEntry(
             micro_batch=micro,
@@ -89,12 +99,15 @@ def plan(
     )
 
 
-def _exact_micro_batch(global_batch: int, world_size: int, max_micro_batch: int, multiple_of: int) -> int | None:
-    """Largest micro-batch that divides the share of a rank."""
+def _exact_micro_batch(
+    global_batch: int, world_size: int, max_micro_batch: int, multiple_of: int
+) -> int | None:
+    """Largest micro-batch that divides the share of a rank, if it or its steps are among those searched."""
     if global_batch % world_size:
         return None
     share = global_batch // world_size
-    divisors = {d for low in range(1, int(share**0.5) + 1) if share % low == 0 for d in (low, share // low)}
+    low_end = min(math.isqrt(share), max_micro_batch, SEARCHED)
+    divisors = {d for low in range(1, low_end + 1) if share % low == 0 for d in (low, share // low)}
     return max((d for d in divisors if d <= max_micro_batch and d % multiple_of == 0), default=None)
 
 
@@ -106,7 +119,7 @@ def _near_splits(
     if largest < multiple_of:
         return []
     steps = max(1, -(-global_batch // (largest * world_size)))
-    even = global_batch / (steps * world_size)
-    below = int(even // multiple_of) * multiple_of
+    below = global_batch // (steps * world_size * multiple_of) * multiple_of
     sizes = {micro for micro in (below, below + multiple_of) if multiple_of <= micro <= largest}
-    return sorted(((micro, steps) for micro in sizes), key=lambda s: abs(s[0] * s[1] * world_size - global_batch))
+    nearest = sorted(sizes, key=lambda micro: (abs(micro * steps * world_size - global_batch), micro))
+    return [(micro, steps) for micro in nearest]

@@ -15,6 +15,19 @@ from oomprobe.plan import PlanEntry, plan
 from oomprobe.verdict import Verdict
 
 SCHEMA_VERSION = 1
+_JSON_TYPES: dict[str, tuple[type, ...]] = {  # by annotation
+    "bool": (bool,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "tuple[str, ...]": (list, tuple),
+    "tuple[Trial, ...]": (list, tuple),
+    "Mapping[str, Any]": (Mapping,),
+    "Mapping[str, float | None]": (Mapping,),
+}
 
 
 class Phase(StrEnum):
@@ -37,7 +50,7 @@ class Trial:
         steps: Calls of the step that completed.
         cap_bytes: What the allocator was held to; None where the device itself was the limit.
         peak_allocated_bytes: Most memory in live tensors during the trial; None where it is not measured.
-        peak_reserved_bytes: Most memory held by the allocator during the trial; None where it is not measured.
+        peak_reserved_bytes: Most memory held by the allocator during the trial; None where not measured.
         step_s: Median wall time of a call once every optimizer had stepped; None when none completed.
         samples_per_s: ``batch_size / step_s``.
         alloc_retries: Times the allocator had to give its cache back to serve a request.
@@ -135,7 +148,7 @@ class ProbeResult:
             global_batch,
             world_size=world_size,
             max_micro_batch=self.batch_size,
-            multiple_of=int(self.options.get("multiple_of", 1)),
+            multiple_of=int(self.options.get("multiple_of") or 1),
             ran=frozenset((t.batch_size, t.accumulation_steps) for t in self.trials if t.passed),
         )
 
@@ -157,16 +170,20 @@ class ProbeResult:
         Raises:
             InvalidArgumentError: the data is of another schema version, or not a result.
         """
+        if not isinstance(data, Mapping):
+            raise InvalidArgumentError(f"this is not a result that oomprobe wrote: {data!r}")
         if data.get("schema_version") != SCHEMA_VERSION:
             raise InvalidArgumentError(
                 f"this result has schema_version {data.get('schema_version')!r}; "
-                f"this oomprobe reads {SCHEMA_VERSION}: run the probe again, or read it with the oomprobe that wrote it"
+                f"this oomprobe reads {SCHEMA_VERSION}: run the probe again, "
+                "or read it with the oomprobe that wrote it"
             )
         try:
-            known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+            known = _known(cls, data)
             known["trials"] = tuple(_trial(t) for t in data["trials"])
-            known["fit"] = None if data.get("fit") is None else LinearFit(**data["fit"])
-            known["notes"], known["not_covered"] = tuple(data["notes"]), tuple(data["not_covered"])
+            known["fit"] = None if data.get("fit") is None else LinearFit(**_known(LinearFit, data["fit"]))
+            for name in ("notes", "not_covered"):
+                known[name] = tuple(map(str, data[name]))
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgumentError(f"this is not a result that oomprobe wrote: {error!r}") from error
@@ -178,4 +195,19 @@ class ProbeResult:
 
 
 def _trial(data: Mapping[str, Any]) -> Trial:
-    return Trial(**{**data, "verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])})
+    known = _known(Trial, data)
+    return Trial(**{**known, "verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])})
+
+
+def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the keys `cls` has a field for; a newer oomprobe of the same schema may have written more."""
+    known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+    for f in fields(cls):
+        if f.name in known and not _is_of(known[f.name], _JSON_TYPES.get(str(f.type), (object,))):
+            raise TypeError(f"{f.name} is {known[f.name]!r}, not {f.type}")
+    return known
+
+
+def _is_of(value: object, types: tuple[type, ...]) -> bool:
+    """Like isinstance, but true is no batch size though bool is an int to Python."""
+    return type(value) in types if isinstance(value, bool) else isinstance(value, types)

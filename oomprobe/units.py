@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
 
 from oomprobe.errors import InvalidArgumentError
 
@@ -10,7 +12,7 @@ _FACTOR = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
     "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
@@ -30,10 +32,23 @@ def parse_bytes(text: str) -> int:
         (4294967296, 1500000)
     """
     match = _SIZE.fullmatch(text)
-    size_bytes = 0 if match is None else int(float(match[1]) * _FACTOR.get(match[2].lower(), 0))
+    size_bytes = 0 if match is None else int(Fraction(match[1]) * _FACTOR.get(match[2].lower(), 0))
     if size_bytes < 1:
         raise InvalidArgumentError(f"{text!r} is not a size in memory: write it like '24GiB' or '800MB'")
     return size_bytes
+
+
+def byte_unit(size_bytes: float) -> tuple[str, int]:
+    """Choose the largest binary unit that leaves a number of at least one; for a column, of its largest size.
+
+    Example:
+        >>> byte_unit(8_519_680)
+        ('MiB', 1048576)
+    """
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size_bytes) >= factor:
+            return unit, factor
+    return "B", 1
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -43,10 +58,8 @@ def format_bytes(size_bytes: float) -> str:
         >>> format_bytes(8_519_680), format_bytes(512), format_bytes(-3 * 2**30)
         ('8.12 MiB', '512 B', '-3.00 GiB')
     """
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size_bytes) >= factor:
-            return f"{size_bytes / factor:.2f} {unit}"
-    return f"{size_bytes:.0f} B"
+    unit, factor = byte_unit(size_bytes)
+    return f"{size_bytes / factor:.{2 if factor > 1 else 0}f} {unit}"
 
 
 def format_seconds(duration_s: float) -> str:
@@ -56,7 +69,9 @@ def format_seconds(duration_s: float) -> str:
         >>> format_seconds(0.00042), format_seconds(3.14159), format_seconds(754)
         ('0.42 ms', '3.14 s', '12 min 34 s')
     """
-    if duration_s < 1:
+    if not math.isfinite(duration_s):
+        return f"{duration_s} s"
+    if duration_s < 0.9995:  # from here on three figures of milliseconds would read 1e+03
         return f"{duration_s * 1000:.3g} ms"
     if duration_s < 120:
         return f"{duration_s:.3g} s"

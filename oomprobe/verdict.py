@@ -1,8 +1,24 @@
-"""Exception -> verdict (table to come)."""
+"""Exception -> verdict, by a fixed order of rules over a table of error texts.
+
+Two steps, so that nothing of a failed trial stays alive: `facts_of` turns an exception into strings and
+numbers, `judge` weighs those against what was seen around the failure. Torch is not imported: classes are
+known by name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from oomprobe import error_texts as table
+from oomprobe.error_texts import ERROR_TEXTS, ErrorText
+
+_SPEAKERS = frozenset({"builtins.RuntimeError", "builtins.MemoryError"})
+MAX_LINKS = 64  # a chain deeper than this was not made by torch
+MAX_TEXT = 16_000  # characters kept of each end of a text: the cause stands first, or last below a traceback
 
 
 class Verdict(StrEnum):
@@ -16,3 +32,219 @@ class Verdict(StrEnum):
     CRASHED = "crashed"
     TIMED_OUT = "timed out"
     BUG = "bug"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One exception of a chain: ``module.Name`` of each class, its text, its ``error_code`` if it has one."""
+
+    classes: tuple[str, ...]
+    text: str
+    error_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of an exception, and of those it was made from, once the exception itself is gone."""
+
+    links: tuple[Link, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What was seen around a failure.
+
+    Attributes:
+        smaller_size_passed: A smaller size ran in this probe.
+        memory_pressure: The allocator saw failures or retries, or free memory was near zero.
+        healthy: The health check after the failure passed.
+        on_host: The probed device is host memory.
+        integrated: The device shares the host's memory, such as Jetson.
+    """
+
+    smaller_size_passed: bool
+    memory_pressure: bool
+    healthy: bool = True
+    on_host: bool = False
+    integrated: bool = False
+
+
+def classify_error(exc: object, evidence: Evidence | None = None) -> Verdict:
+    """Say what an exception means for the size that was tried.
+
+    Total: whatever it is given, it answers and does not raise. What it does not know is a BUG.
+
+    Args:
+        exc: The exception. The chain of ``inner_exception``, ``__cause__`` and group members is read with it,
+            but not ``__context__``: an out of memory that was handled already must not excuse a later bug.
+        evidence: What was seen around the failure. Without it an ambiguous text gets the verdict of its row.
+
+    Returns:
+        OOM, HOST_OOM (with evidence only), SIZE_LIMIT, POISONED or BUG.
+
+    Example:
+        >>> classify_error(RuntimeError("CUDA error: out of memory")).name
+        'OOM'
+        >>> engine = RuntimeError("GET was unable to find an engine to execute this computation")
+        >>> classify_error(engine, Evidence(smaller_size_passed=False, memory_pressure=False)).name
+        'BUG'
+        >>> classify_error(KeyError("CUDA error: out of memory")).name
+        'BUG'
+    """
+    return judge(facts_of(exc), evidence)
+
+
+def facts_of(exc: object) -> Facts:
+    """Read an exception and the chain it carries; keep no reference to any of it."""
+    links: list[Link] = []
+    waiting: list[object] = [exc]
+    seen: set[int] = set()
+    while waiting and len(links) < MAX_LINKS:
+        error = waiting.pop(0)
+        if issubclass(type(error), BaseException) and id(error) not in seen:
+            seen.add(id(error))
+            links.append(_link_of(error))
+            waiting.extend(_carried_by(error))
+    return Facts(links=tuple(links))
+
+
+def is_ambiguous(facts: Facts) -> bool:
+    """Whether the row that decides has other causes too, so that `judge` would need evidence."""
+    row = _deciding_row(facts)
+    return row is not None and row.ambiguous
+
+
+def judge(facts: Facts, evidence: Evidence | None = None) -> Verdict:
+    """Weigh facts against evidence; a process that failed its health check is POISONED whatever they say."""
+    row = _deciding_row(facts)
+    if evidence is None:
+        return Verdict[row.verdict] if row else Verdict.BUG
+    if not evidence.healthy:
+        return Verdict.POISONED
+    return _weighed(row, evidence) if row else Verdict.BUG
+
+
+def _weighed(row: ErrorText, evidence: Evidence) -> Verdict:
+    out_of_memory = Verdict.HOST_OOM if row.where == "host" and not evidence.on_host else Verdict.OOM
+    corroborated = evidence.smaller_size_passed and evidence.memory_pressure
+    if row.only_integrated:
+        corroborated = corroborated and evidence.integrated
+    if row.redeemable or (row.verdict == "OOM" and row.ambiguous):
+        return out_of_memory if corroborated else Verdict.BUG
+    if row.verdict == "SIZE_LIMIT" and row.ambiguous and not evidence.smaller_size_passed:
+        return Verdict.BUG
+    return out_of_memory if row.verdict == "OOM" else Verdict[row.verdict]
+
+
+# Rules, strongest first. The first one that any link of the chain meets decides.
+
+
+def _sticky_code(link: Link) -> ErrorText | None:
+    return table.STICKY_CODE if _device_code(link) in table.STICKY_CODES else None
+
+
+def _out_of_memory_class(link: Link) -> ErrorText | None:
+    named = any(
+        _root(name) in table.LIBRARIES and name.endswith(".OutOfMemoryError") for name in link.classes
+    )
+    return table.OUT_OF_MEMORY_CLASS if named or _device_code(link) == table.OUT_OF_MEMORY_CODE else None
+
+
+def _memory_error_class(link: Link) -> ErrorText | None:
+    return table.MEMORY_ERROR_CLASS if "builtins.MemoryError" in link.classes else None
+
+
+def _text(rows: tuple[ErrorText, ...], link: Link) -> ErrorText | None:
+    said = (row for row in rows if _may_say(link, row) and row.pattern.search(link.text))
+    return next(said, None)
+
+
+def _text_but_for_bugs(rows: tuple[ErrorText, ...], link: Link) -> ErrorText | None:
+    return None if _text(_BUGS, link) else _text(rows, link)
+
+
+def _rows(verdict: Verdict, *, ambiguous: bool) -> tuple[ErrorText, ...]:
+    return tuple(row for row in ERROR_TEXTS if row.verdict == verdict.name and row.ambiguous is ambiguous)
+
+
+_BUGS = _rows(Verdict.BUG, ambiguous=False) + _rows(Verdict.BUG, ambiguous=True)
+_RULES: tuple[Callable[[Link], ErrorText | None], ...] = (
+    _sticky_code,
+    partial(_text, _rows(Verdict.POISONED, ambiguous=False)),
+    partial(_text, _rows(Verdict.POISONED, ambiguous=True)),
+    partial(_text_but_for_bugs, _rows(Verdict.SIZE_LIMIT, ambiguous=False)),
+    _out_of_memory_class,
+    partial(_text_but_for_bugs, _rows(Verdict.OOM, ambiguous=False)),
+    partial(_text_but_for_bugs, _rows(Verdict.SIZE_LIMIT, ambiguous=True)),
+    partial(_text_but_for_bugs, _rows(Verdict.OOM, ambiguous=True)),
+    _memory_error_class,
+    partial(_text, _BUGS),
+)
+
+
+def _deciding_row(facts: Facts) -> ErrorText | None:
+    found = (rule(link) for rule in _RULES for link in facts.links)
+    return next((row for row in found if row is not None), None)
+
+
+def _may_say(link: Link, row: ErrorText) -> bool:
+    """Texts count only from what torch and its libraries raise: a user's ValueError may say anything."""
+    if not row.also_raised_as.isdisjoint(link.classes) or not _SPEAKERS.isdisjoint(link.classes):
+        return True
+    return any(_root(name) in table.LIBRARIES for name in link.classes)
+
+
+def _device_code(link: Link) -> int | None:
+    """The ``error_code``, where it is a device's: other libraries count their own errors under that name."""
+    plain = link.classes[:1] == ("builtins.RuntimeError",)
+    accelerator = any(name.endswith("AcceleratorError") or _root(name) == "torch" for name in link.classes)
+    return link.error_code if plain or accelerator else None
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]
+
+
+# Reading an exception. Nothing here may raise or be kept: each value is copied to a plain str or int. Only
+# `Exception` is swallowed, so that a real Ctrl-C passes.
+
+
+def _link_of(error: object) -> Link:
+    code = _attribute(error, "error_code")
+    is_code = issubclass(type(code), int) and type(code) is not bool
+    return Link(
+        classes=tuple(_class_name(cls) for cls in type(error).__mro__),
+        text=_text_of(error),
+        error_code=int.__index__(code) if is_code else None,
+    )
+
+
+def _carried_by(error: object) -> list[object]:
+    members = _attribute(error, "exceptions") if issubclass(type(error), BaseExceptionGroup) else None
+    inner = [_attribute(error, "inner_exception"), _attribute(error, "__cause__")]
+    return inner + (list(members[:MAX_LINKS]) if type(members) is tuple else [])
+
+
+def _attribute(error: object, name: str) -> Any:
+    try:
+        return getattr(error, name, None)
+    except Exception:
+        return None
+
+
+def _class_name(cls: type) -> str:
+    return f"{_plain(_attribute(cls, '__module__'))}.{_plain(_attribute(cls, '__name__'))}"
+
+
+def _text_of(error: object) -> str:
+    try:
+        return _plain(str(error))
+    except Exception:
+        return ""
+
+
+def _plain(text: object) -> str:
+    if not issubclass(type(text), str):
+        return ""
+    exact = str.__str__(text)
+    return exact if len(exact) <= 2 * MAX_TEXT else f"{exact[:MAX_TEXT]}\n...\n{exact[-MAX_TEXT:]}"

@@ -1,0 +1,65 @@
+"""The largest batch size that truly fits, found by running it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Loaded on first use: importing oomprobe costs next to nothing, and its pure
+# modules can be used without torch.
+_HOMES = {
+    "DeviceLostError": "errors",
+    "InvalidArgumentError": "errors",
+    "NoDeviceError": "errors",
+    "NothingFitsError": "errors",
+    "OomProbeError": "errors",
+    "StepFailedError": "errors",
+    "TimeLimitError": "errors",
+    "UnreliableError": "errors",
+    "Device": "devices",
+    "Evidence": "verdict",
+    "LinearFit": "fit",
+    "Phase": "result",
+    "PlanEntry": "plan",
+    "ProbeResult": "result",
+    "Trial": "result",
+    "Verdict": "verdict",
+    "check": "probe",
+    "classify_error": "verdict",
+    "find_max_batch": "probe",
+    "probe_target": "target",
+}
+
+if TYPE_CHECKING:
+    from oomprobe.devices import Device as Device
+    from oomprobe.errors import DeviceLostError as DeviceLostError
+    from oomprobe.errors import InvalidArgumentError as InvalidArgumentError
+    from oomprobe.errors import NoDeviceError as NoDeviceError
+    from oomprobe.errors import NothingFitsError as NothingFitsError
+    from oomprobe.errors import OomProbeError as OomProbeError
+    from oomprobe.errors import StepFailedError as StepFailedError
+    from oomprobe.errors import TimeLimitError as TimeLimitError
+    from oomprobe.errors import UnreliableError as UnreliableError
+    from oomprobe.fit import LinearFit as LinearFit
+    from oomprobe.plan import PlanEntry as PlanEntry
+    from oomprobe.probe import check as check
+    from oomprobe.probe import find_max_batch as find_max_batch
+    from oomprobe.result import Phase as Phase
+    from oomprobe.result import ProbeResult as ProbeResult
+    from oomprobe.result import Trial as Trial
+    from oomprobe.target import probe_target as probe_target
+    from oomprobe.verdict import Evidence as Evidence
+    from oomprobe.verdict import Verdict as Verdict
+    from oomprobe.verdict import classify_error as classify_error
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'oomprobe' has no attribute {name!r}")
+    return getattr(import_module(f"oomprobe.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

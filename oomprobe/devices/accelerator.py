@@ -1,0 +1,119 @@
+"""CUDA, ROCm and XPU: real memory, real out-of-memory errors, through the device's own torch module.
+
+`torch.cuda` and `torch.xpu` name these functions alike; ROCm is `torch.cuda`. Sources: torch/cuda/memory.py and
+c10/cuda/CUDACachingAllocator.cpp, where the cap (`set_per_process_memory_fraction`) compares what this process's
+allocator has *reserved* with ``fraction * total``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from oomprobe.devices.base import Usage
+
+NEARLY_NOTHING = 0.01  # share of the device: less than this free counts as full
+
+
+class AcceleratorDevice:
+    """One accelerator with a caching allocator."""
+
+    on_host = False
+
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        """Open a device.
+
+        Args:
+            device: With or without an index; without, the current one is meant.
+            module: Stand-in for ``torch.get_device_module(device)``, for tests.
+        """
+        self._torch = torch.get_device_module(device) if module is None else module
+        index = self._torch.current_device() if device.index is None else device.index
+        self.torch_device = torch.device(device.type, index)
+        properties = self._torch.get_device_properties(self.torch_device)
+        self.name = str(properties.name)
+        self.total_bytes = int(properties.total_memory)
+        self.integrated = bool(getattr(properties, "is_integrated", False))
+        self._counters = (0, 0)
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def warm(self, step: Callable[[], object]) -> None:
+        """Nothing: the first trial that passes has loaded the kernels."""
+
+    def available_bytes(self) -> int:
+        self.release()
+        free, _ = self._torch.mem_get_info(self.torch_device)
+        own = self._torch.memory_reserved(self.torch_device)
+        return min(int(free + own), int(self._fraction() * self.total_bytes))
+
+    @contextmanager
+    def cap(self, limit_bytes: int | None) -> Iterator[None]:
+        if limit_bytes is None:
+            yield
+            return
+        before = self._fraction()
+        share = min(before, limit_bytes / self.total_bytes)
+        self._torch.set_per_process_memory_fraction(float(share), self.torch_device)
+        try:
+            yield
+        finally:
+            self._torch.set_per_process_memory_fraction(float(before), self.torch_device)
+
+    def _fraction(self) -> float:
+        return float(self._torch.get_per_process_memory_fraction(self.torch_device))
+
+    def start_trial(self) -> None:
+        self._torch.reset_peak_memory_stats(self.torch_device)
+        self._counters = self._read_counters()
+
+    def usage(self) -> Usage:
+        ooms, retries = (now - then for now, then in zip(self._read_counters(), self._counters, strict=True))
+        free, _ = self._torch.mem_get_info(self.torch_device)
+        return Usage(
+            peak_allocated_bytes=int(self._torch.max_memory_allocated(self.torch_device)),
+            peak_reserved_bytes=int(self._torch.max_memory_reserved(self.torch_device)),
+            alloc_retries=retries,
+            under_pressure=ooms > 0 or retries > 0 or free < NEARLY_NOTHING * self.total_bytes,
+        )
+
+    def _read_counters(self) -> tuple[int, int]:
+        stats = self._torch.memory_stats(self.torch_device)
+        return int(stats.get("num_ooms", 0)), int(stats.get("num_alloc_retries", 0))
+
+    def live_bytes(self) -> int:
+        return int(self._torch.memory_allocated(self.torch_device))
+
+    def outside_bytes(self) -> int:
+        free, total = self._torch.mem_get_info(self.torch_device)
+        return int(total - free - self._torch.memory_reserved(self.torch_device))
+
+    def synchronize(self) -> None:
+        self._torch.synchronize(self.torch_device)
+
+    def release(self) -> None:
+        self.synchronize()
+        self._torch.empty_cache()
+
+    def healthy(self) -> bool:
+        return kernel_answers(self.torch_device, self.synchronize)
+
+
+def kernel_answers(device: torch.device, synchronize: Callable[[], object]) -> bool:
+    """Run a one-element kernel, wait for it and check its value.
+
+    An out-of-memory error here is an answer too: the device is full and alive.
+    """
+    try:
+        synchronize()
+        value = torch.ones(1, device=device).add_(1)
+        synchronize()
+        return float(value.item()) == 2.0
+    except torch.OutOfMemoryError:
+        return True
+    except Exception:
+        return False

@@ -1,0 +1,89 @@
+"""What a device answers for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Memory used since `Device.start_trial`.
+
+    Attributes:
+        peak_allocated_bytes: Most memory in live tensors; None where it is not measured.
+        peak_reserved_bytes: Most memory held by the allocator; None where it is not measured.
+        alloc_retries: Times the allocator gave its cache back to serve a request.
+        under_pressure: Whether a failure now can be one of memory: the allocator saw an out-of-memory or a retry,
+            or next to nothing was free.
+    """
+
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    alloc_retries: int = 0
+    under_pressure: bool = False
+
+
+@runtime_checkable
+class Device(Protocol):
+    """A place with memory where steps run. Tests and other packages may bring their own.
+
+    Attributes:
+        name: What people call it.
+        torch_device: Where the model's parameters are expected.
+        total_bytes: All of its memory.
+        on_host: Whether its memory is the host's own.
+    """
+
+    name: str
+    torch_device: torch.device
+    total_bytes: int
+    on_host: bool
+
+    def session(self) -> AbstractContextManager[None]:
+        """The world in which steps run; nothing on a real device."""
+        ...
+
+    def warm(self, step: Callable[[], object]) -> None:
+        """Bring the process to the state in which memory is counted; may run `step` once, at the smallest size."""
+        ...
+
+    def available_bytes(self) -> int:
+        """Memory this process may use: what is free and what its allocator holds."""
+        ...
+
+    def cap(self, limit_bytes: int | None) -> AbstractContextManager[None]:
+        """Hold the allocator to `limit_bytes`; beyond it allocations fail for real. None: all there is."""
+        ...
+
+    def start_trial(self) -> None:
+        """Reset peaks and counters."""
+        ...
+
+    def usage(self) -> Usage:
+        """Peaks and counters since `start_trial`."""
+        ...
+
+    def live_bytes(self) -> int:
+        """Memory in live tensors now."""
+        ...
+
+    def outside_bytes(self) -> int | None:
+        """Memory of the device that this process's allocator does not hold; None where it is not known."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all work is done; errors of that work are raised here."""
+        ...
+
+    def release(self) -> None:
+        """Give cached memory back."""
+        ...
+
+    def healthy(self) -> bool:
+        """Run a small kernel and check its value. Never raises."""
+        ...

@@ -1,0 +1,127 @@
+"""From the `device` argument to a `Device`."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from oomprobe.devices.accelerator import AcceleratorDevice
+from oomprobe.devices.base import Device
+from oomprobe.devices.host import HostDevice
+from oomprobe.devices.mps import MpsDevice
+from oomprobe.errors import InvalidArgumentError, NoDeviceError
+from oomprobe.units import format_bytes, parse_bytes
+
+
+def choose_device(device: object, model: torch.nn.Module) -> Device:
+    """Resolve the `device` argument.
+
+    Args:
+        device: None (where the model's parameters are), a string such as ``"cuda:1"`` or ``"cpu:4GiB"``, a
+            `torch.device`, or an object that is a `Device` already.
+        model: The model to be probed.
+
+    Raises:
+        InvalidArgumentError: the model is not on that device, is on several, or has meta parameters.
+        NoDeviceError: the device is not here.
+    """
+    if isinstance(device, Device):
+        return device
+    home = model_device(model)
+    chosen = _open(home or _default_device()) if device is None else _open(device)
+    if home is not None and not _same(home, chosen.torch_device):
+        raise InvalidArgumentError(
+            f"device={str(device)!r}, but the model's parameters are on {home}: call model.to({str(device)!r}) first, "
+            f"or leave device out to probe where the model is"
+        )
+    return chosen
+
+
+def model_device(model: torch.nn.Module) -> torch.device | None:
+    """Where all parameters and buffers of the model are; None for a model without any."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    places: dict[torch.device, str] = {}
+    for name, tensor in tensors:
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+            raise InvalidArgumentError(
+                f"{name} is a lazy parameter without a shape yet: run one forward pass, then probe"
+            )
+        places.setdefault(tensor.device, name)
+    for place, name in places.items():
+        if place.type == "meta":
+            raise InvalidArgumentError(
+                f"{name} is on the meta device and has no memory: materialise the model with "
+                "model.to_empty(device=...) and initialise it, then probe"
+            )
+    if len(places) > 1:
+        listed = ", ".join(f"{name} on {place}" for place, name in places.items())
+        raise InvalidArgumentError(
+            f"the model is on {len(places)} devices ({listed}): oomprobe measures one device's memory; "
+            "move the model to one device with model.to(...)"
+        )
+    return next(iter(places), None)
+
+
+def list_devices() -> list[Device]:
+    """Every device of this machine that can be probed."""
+    found: list[Device] = []
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        found += [_open_accelerator(torch.device(kind.type, i)) for i in range(torch.accelerator.device_count())]
+    try:
+        found.append(HostDevice())
+    except NoDeviceError:
+        pass
+    return found
+
+
+def _open(device: object) -> Device:
+    if isinstance(device, str):
+        kind, _, rest = device.partition(":")
+        if kind == "sim":
+            raise NoDeviceError(f"device={device!r}: simulated devices are not in this version yet; use 'cuda' or 'cpu:4GiB'")
+        if kind == "cpu":
+            return HostDevice(parse_bytes(rest) if rest else None)
+        try:
+            return _open_accelerator(torch.device(device))
+        except RuntimeError as error:
+            if isinstance(error, NoDeviceError):
+                raise
+            raise InvalidArgumentError(f"device={device!r} is not a device that torch knows: use 'cuda', 'cuda:1' or 'cpu:4GiB'") from None
+    if isinstance(device, torch.device):
+        return HostDevice() if device.type == "cpu" else _open_accelerator(device)
+    raise InvalidArgumentError(f"device must be None, a string, a torch.device or a Device, not {type(device).__name__}")
+
+
+def _open_accelerator(device: torch.device) -> Device:
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if here is not None else 0
+    if here is None or here.type != device.type or (device.index or 0) >= count:
+        there = "no accelerator" if here is None else f"{count} of type {here.type}"
+        raise NoDeviceError(
+            f"no device {str(device)!r} here: torch {torch.__version__} sees {there}. "
+            "Type `oomprobe devices` to list what can be probed; 'cpu:4GiB' probes host memory"
+        )
+    return MpsDevice() if device.type == "mps" else AcceleratorDevice(device)
+
+
+def _default_device() -> torch.device:
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return here or torch.device("cpu")
+
+
+def _same(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.index is None or other.index is None or one.index == other.index)
+
+
+def describe_device(device: Device) -> str:
+    """One line for `oomprobe devices`.
+
+    Example:
+        >>> from oomprobe.devices.host import HostDevice
+        >>> describe_device(HostDevice(2**30)).split("  ")[0]
+        'cpu'
+    """
+    return f"{device.torch_device!s}  {device.name}  {format_bytes(device.total_bytes)}"

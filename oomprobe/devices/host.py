@@ -1,0 +1,119 @@
+"""Host memory: a CPU model, held to a budget by the operating system, so that allocations fail for real.
+
+``RLIMIT_AS`` limits the address space of this process, so torch's own CPU allocator fails with its own error and no
+OOM killer comes. Address space is not memory: thread pools reserve far more of it than they use (64 cold threads:
+1.4 GiB for 21 MiB), which is why the budget begins at the *warm* process, after one step at the smallest size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from oomprobe.devices import linux
+from oomprobe.devices.accelerator import kernel_answers
+from oomprobe.devices.base import Usage
+from oomprobe.errors import NoDeviceError, OomProbeError
+from oomprobe.units import format_bytes
+
+# What a cold process may add in address space alone: a stack (8 MiB) and a malloc arena (64 MiB) for each thread.
+THREAD_ADDRESS_SPACE_BYTES = 80 * 2**20
+# A text such as "could not create a primitive" is about memory only when the trial had used this share of its cap.
+PRESSURE_SHARE = 0.5
+
+
+class HostDevice:
+    """The memory of this machine, or a stated part of it.
+
+    Args:
+        stated_bytes: Address space beyond the warm process; None: what the machine and its cgroup have free.
+    """
+
+    on_host = True
+
+    def __init__(self, stated_bytes: int | None = None) -> None:
+        free = linux.free_bytes()
+        if sys.platform != "linux" or free is None:
+            raise NoDeviceError(
+                f"host memory can be probed on Linux only, and this is {sys.platform}: only there can the system hold "
+                "a process to a budget (RLIMIT_AS). Use device='cuda' or 'mps'"
+            )
+        self.torch_device = torch.device("cpu")
+        self.name = "host memory" if stated_bytes is None else f"host memory, {format_bytes(stated_bytes)} of it"
+        self.total_bytes = linux.machine_bytes("MemTotal") or free
+        self._stated_bytes = stated_bytes
+        self._available_bytes = free if stated_bytes is None else stated_bytes
+        self._base_bytes = self._resident_base = 0
+        self._cap_bytes = self._available_bytes
+        self._peak_is_fresh = False
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def warm(self, step: Callable[[], object]) -> None:
+        free = linux.free_bytes() or 0
+        slack = torch.get_num_threads() * THREAD_ADDRESS_SPACE_BYTES + 2**30
+        try:
+            with _address_space((linux.process_bytes("VmSize") or 0) + free + slack):
+                step()
+        except OomProbeError:
+            raise
+        except Exception:  # noqa: S110 (the first trial meets the same failure, and judges it)
+            pass
+        self.release()
+        self._base_bytes = linux.process_bytes("VmSize") or 0
+        self._resident_base = linux.process_bytes("VmRSS") or 0
+        if self._stated_bytes is None:
+            self._available_bytes = linux.free_bytes() or self._available_bytes
+
+    def available_bytes(self) -> int:
+        return self._available_bytes
+
+    @contextmanager
+    def cap(self, limit_bytes: int | None) -> Iterator[None]:
+        self._cap_bytes = self._available_bytes if limit_bytes is None else limit_bytes
+        with _address_space(self._base_bytes + self._cap_bytes):
+            yield
+
+    def start_trial(self) -> None:
+        self._peak_is_fresh = linux.reset_resident_peak()
+
+    def usage(self) -> Usage:
+        peak = linux.process_bytes("VmHWM") if self._peak_is_fresh else None
+        reached = (linux.process_bytes("VmPeak") or 0) - self._base_bytes
+        return Usage(
+            peak_allocated_bytes=None if peak is None else max(0, peak - self._resident_base),
+            under_pressure=reached >= PRESSURE_SHARE * self._cap_bytes,
+        )
+
+    def live_bytes(self) -> int:
+        return linux.malloced_bytes() or linux.process_bytes("VmRSS") or 0
+
+    def outside_bytes(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        """Steps on the host are done when they return."""
+
+    def release(self) -> None:
+        linux.trim_heap()
+
+    def healthy(self) -> bool:
+        return kernel_answers(self.torch_device, self.synchronize)
+
+
+@contextmanager
+def _address_space(limit_bytes: int) -> Iterator[None]:
+    """Hold this process to an address space, and lift the limit before anything else runs."""
+    import resource  # Linux only, like this device
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    stricter = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([limit_bytes, *stricter]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,0 +1,117 @@
+"""What Linux says about memory: of the machine, of the cgroup, of this process."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+PAGE_TABLE_OF_CGROUPS = Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def machine_bytes(name: str, meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """A figure of /proc/meminfo such as ``MemAvailable``, in bytes; None where there is none."""
+    return _kib_field(meminfo, name)
+
+
+def process_bytes(name: str) -> int | None:
+    """A figure of /proc/self/status: ``VmSize`` (address space), ``VmRSS`` (resident), ``VmHWM``, ``VmPeak``."""
+    return _kib_field(Path("/proc/self/status"), name)
+
+
+def _kib_field(path: Path, name: str) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.split()[1] for line in lines if line.startswith(name + ":"))
+    return next((int(kib) * 1024 for kib in found), None)
+
+
+def reset_resident_peak() -> bool:
+    """Reset ``VmHWM``; False where the kernel refuses (proc_pid_clear_refs(5))."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def free_bytes(
+    meminfo: Path = Path("/proc/meminfo"), table: Path = PAGE_TABLE_OF_CGROUPS, root: Path = CGROUP_ROOT
+) -> int | None:
+    """Memory this process could still use: the least of what the machine and each of its cgroups have free.
+
+    None where nothing says (not Linux).
+    """
+    figures = [machine_bytes("MemAvailable", meminfo), *(_cgroup_free(d) for d in _cgroup_folders(table, root))]
+    return min((f for f in figures if f is not None), default=None)
+
+
+def _cgroup_folders(table: Path, root: Path) -> list[Path]:
+    """The folders that can hold a limit for us: our cgroup and its parents, version 2 and 1."""
+    try:
+        entries = [line.split(":", 2) for line in table.read_text().splitlines()]
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for _, controllers, path in (entry for entry in entries if len(entry) == 3):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        own = top / path.lstrip("/")
+        folders += [own, *(p for p in own.parents if p == top or top in p.parents)]
+    return folders
+
+
+def _cgroup_free(folder: Path) -> int | None:
+    """Limit less use, where page cache that can be dropped does not count as use."""
+    for limit_name, used_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit_text = (folder / limit_name).read_text().strip()
+            used = int((folder / used_name).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit_text == "max":
+            return None
+        return max(0, int(limit_text) - used + _stat(folder, cache_name))
+    return None
+
+
+def _stat(folder: Path, name: str) -> int:
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
+
+
+class _Mallinfo2(ctypes.Structure):  # mallinfo(3), glibc 2.33
+    _fields_ = [  # noqa: RUF012 (ctypes asks for a plain list)
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def malloced_bytes() -> int | None:
+    """Bytes that malloc has handed out and not got back; None where the C library cannot say."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return None
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def trim_heap() -> None:
+    """Give the free top and free pages of the heap back to the system, where the C library can."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):
+        return

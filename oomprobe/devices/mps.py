@@ -1,0 +1,69 @@
+"""Apple's GPU. Its module measures no peaks and cannot read its own limit back (torch/mps/__init__.py)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from oomprobe.devices.accelerator import NEARLY_NOTHING, kernel_answers
+from oomprobe.devices.base import Usage
+
+# aten/src/ATen/mps/MPSAllocator.h: the high watermark when nothing else was asked for
+DEFAULT_HIGH_WATERMARK = 1.7
+
+
+class MpsDevice:
+    """The one Metal device of a Mac."""
+
+    on_host = False
+    name = "Apple MPS"
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("mps", 0)
+        self.total_bytes = int(torch.mps.recommended_max_memory())
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def warm(self, step: Callable[[], object]) -> None:
+        """Nothing to do."""
+
+    def available_bytes(self) -> int:
+        self.release()
+        return self.total_bytes
+
+    @contextmanager
+    def cap(self, limit_bytes: int | None) -> Iterator[None]:
+        # Unified memory: without a limit of our own the whole machine would swap before an error comes.
+        torch.mps.set_per_process_memory_fraction((limit_bytes or self.total_bytes) / self.total_bytes)
+        try:
+            yield
+        finally:
+            before = os.environ.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO", DEFAULT_HIGH_WATERMARK)
+            torch.mps.set_per_process_memory_fraction(float(before))
+
+    def start_trial(self) -> None:
+        """No peaks to reset."""
+
+    def usage(self) -> Usage:
+        held = torch.mps.driver_allocated_memory()
+        return Usage(under_pressure=self.total_bytes - held < NEARLY_NOTHING * self.total_bytes)
+
+    def live_bytes(self) -> int:
+        return int(torch.mps.current_allocated_memory())
+
+    def outside_bytes(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        torch.mps.synchronize()
+
+    def release(self) -> None:
+        self.synchronize()
+        torch.mps.empty_cache()
+
+    def healthy(self) -> bool:
+        return kernel_answers(self.torch_device, self.synchronize)

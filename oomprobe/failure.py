@@ -1,0 +1,69 @@
+"""A failed call as strings: what an exception said and where, without the exception and what it holds alive."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from oomprobe.verdict import Facts, facts_of
+
+MAX_TEXT = 600
+_LIBRARY_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What is kept of an exception.
+
+    Attributes:
+        facts: What the verdict is judged from.
+        text: Class and message, shortened.
+        where: Part of the step and the user's line, such as ``"backward, model.py:142"``.
+    """
+
+    facts: Facts
+    text: str
+    where: str | None
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Read an exception; nothing of it is kept."""
+    return Failure(facts=facts_of(error), text=_text(error), where=_where(error))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        message = str(error)
+    except Exception:
+        message = "(no text)"
+    text = f"{type(error).__name__}: {message}".strip()
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."
+
+
+def _where(error: BaseException) -> str | None:
+    frames = [
+        (Path(frame.f_code.co_filename), frame.f_code.co_name, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    of_user = [(path.name, line) for path, _, line in frames if not _is_library(path)]
+    if not of_user:
+        return None
+    name, line = of_user[-1]
+    return f"{_part(frames)}, {name}:{line}"
+
+
+def _is_library(path: Path) -> bool:
+    return path.name != "demo.py" and any(folder in path.parents for folder in _LIBRARY_FOLDERS)
+
+
+def _part(frames: list[tuple[Path, str, int]]) -> str:
+    """Forward, backward or optimizer, by the functions of torch that the failure went through."""
+    for path, function, _ in reversed(frames):
+        if "optim" in path.parts and "torch" in path.parts:
+            return "optimizer"
+        if function == "backward" and path.name in {"_tensor.py", "__init__.py"}:
+            return "backward"
+    return "forward"

@@ -1,0 +1,84 @@
+"""Ctrl-C, SIGTERM and time limits: they reach the step, never the code that cleans up after it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports for a process that SIGTERM ended
+
+
+class TimeUp(BaseException):
+    """Raised inside a step when its time has passed. Not an Exception, so that no step swallows it."""
+
+
+class Interrupts:
+    """Holds signals back except while a step runs; what came in between is delivered afterwards.
+
+    SIGTERM, where nobody handles it, becomes ``SystemExit`` so that ``finally`` blocks run. Outside the main thread
+    Python allows no handlers: there, time limits are only seen between calls of the step.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._pending: list[int] = []
+        self._open = False
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._receive)
+            if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+                self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open = False
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._deliver_pending()
+
+    @contextmanager
+    def allowed(self, deadline_s: float | None) -> Iterator[None]:
+        """Let signals through, and raise `TimeUp` at `deadline_s` on the monotonic clock."""
+        self._deliver_pending()
+        armed = deadline_s is not None and signal.SIGALRM in self._before
+        try:
+            if armed and deadline_s is not None:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline_s - time.monotonic()))
+            self._open = True
+            yield
+        finally:
+            self._open = False
+            if armed:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            raise TimeUp
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._open:
+            self._open = False  # a second signal waits until everything is restored
+            self._deliver(number, frame)
+        elif number != signal.SIGALRM:
+            self._pending.append(number)
+
+    def _deliver_pending(self) -> None:
+        while self._pending:
+            self._deliver(self._pending.pop(0), None)
+
+    def _deliver(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGALRM:
+            raise TimeUp
+        before = self._before[number]
+        if callable(before):
+            before(number, frame)
+        elif number == signal.SIGTERM:
+            raise SystemExit(EXIT_TERMINATED)
+        else:
+            raise KeyboardInterrupt

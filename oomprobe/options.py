@@ -1,0 +1,129 @@
+"""The arguments of a probe, checked before anything runs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.search import Sizes
+
+StepFn = Callable[[torch.nn.Module, int], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of `find_max_batch` that are numbers; see there for their meaning."""
+
+    memory_fraction: float = 0.9
+    min_batch: int = 1
+    max_batch: int | None = None
+    multiple_of: int = 1
+    steps: int = 2
+    confirm_steps: int = 5
+    global_batch: int | None = None
+    resolution: float = 0.0
+    time_limit_s: float | None = None
+    trial_time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_batch", "multiple_of", "steps", "confirm_steps"):
+            check_size(name, getattr(self, name))
+        for name in ("max_batch", "global_batch"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+        for name in ("time_limit_s", "trial_time_limit_s"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), "a positive number of seconds", lambda x: 0 < x < math.inf)
+        _check_number("memory_fraction", self.memory_fraction, "above 0 and at most 1", lambda x: 0 < x <= 1)
+        _check_number("resolution", self.resolution, "at least 0 and under 1", lambda x: 0 <= x < 1)
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        if self.max_batch is None:
+            return
+        if self.min_batch > self.max_batch:
+            raise InvalidArgumentError(f"min_batch={self.min_batch} is larger than max_batch={self.max_batch}: swap them")
+        if self.sizes.last is None or self.sizes.first > self.sizes.last:
+            raise InvalidArgumentError(
+                f"no multiple of {self.multiple_of} lies between min_batch={self.min_batch} and "
+                f"max_batch={self.max_batch}: lower multiple_of or raise max_batch"
+            )
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes that may be tried."""
+        return Sizes.between_limits(self.min_batch, self.max_batch, self.multiple_of)
+
+
+def check_size(name: str, value: object) -> None:
+    """Refuse what is not a positive integer; True is not a batch size."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}")
+
+
+def _check_number(name: str, value: object, wanted: str, holds: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
+        raise InvalidArgumentError(f"{name} must be {wanted}, not {value!r}")
+
+
+def named_steps(step_fn: object) -> dict[str, StepFn]:
+    """The steps by name; a single one has the name ``"step"``.
+
+    Raises:
+        InvalidArgumentError: a step is not callable with ``(model, batch_size)``, or there is none.
+    """
+    steps: Mapping[Any, Any] = step_fn if isinstance(step_fn, Mapping) else {"step": step_fn}
+    if not steps:
+        raise InvalidArgumentError("step_fn is an empty mapping: give at least one step, {'train': step_fn}")
+    for name, step in steps.items():
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"names of steps must be strings, not {name!r}")
+        _check_step(name, step)
+    return dict(steps)
+
+
+def _check_step(name: str, step: object) -> None:
+    if not callable(step):
+        raise InvalidArgumentError(
+            f"{name} must be a function (model, batch_size) that runs one full optimisation step, "
+            f"not {type(step).__name__}"
+        )
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # a callable of C has none to look at
+        return
+    try:
+        signature.bind(torch.nn.Identity(), 1)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"{name}{signature} cannot be called with (model, batch_size): {error}. "
+            "Write it as def step_fn(model, batch_size): ..."
+        ) from None
+
+
+def check_model(model: object) -> torch.nn.Module:
+    """Refuse what is not a module."""
+    if not isinstance(model, torch.nn.Module) or isinstance(model, type):
+        raise InvalidArgumentError(f"model must be a torch.nn.Module, not {_kind(model)}")
+    return model
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}: make an instance" if isinstance(value, type) else type(value).__name__
+
+
+def refuse_ranks() -> None:
+    """Refuse to run where other ranks would wait for a step that this one abandons."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise InvalidArgumentError(
+            f"torch.distributed is initialised with {distributed.get_world_size()} ranks: an out-of-memory error on one "
+            "would leave the others waiting in a collective. Not supported yet; probe in one process before the ranks "
+            "are started"
+        )

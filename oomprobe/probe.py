@@ -1,0 +1,231 @@
+"""`find_max_batch` and `check`: grow, bisect under the cap, recheck, confirm, and give everything back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from oomprobe import search, summary
+from oomprobe.devices import Device, choose_device
+from oomprobe.errors import DeviceLostError, InvalidArgumentError, UnreliableError
+from oomprobe.interrupts import Interrupts
+from oomprobe.options import Options, StepFn, check_model, check_size, named_steps, refuse_ranks
+from oomprobe.progress import reporter
+from oomprobe.result import ProbeResult, Trial
+from oomprobe.state import Keeper
+from oomprobe.trial import Trials
+from oomprobe.watch import OptimizerWatch
+from oomprobe.workbench import Workbench
+
+Progress = str | Callable[[Trial], object]
+
+
+def find_max_batch(
+    model: torch.nn.Module,
+    step_fn: StepFn | Mapping[str, StepFn],
+    *,
+    device: str | torch.device | Device | None = None,
+    memory_fraction: float = 0.9,
+    min_batch: int = 1,
+    max_batch: int | None = None,
+    multiple_of: int = 1,
+    steps: int = 2,
+    confirm_steps: int = 5,
+    preserve: Iterable[Any] = (),
+    global_batch: int | None = None,
+    resolution: float = 0.0,
+    time_limit_s: float | None = None,
+    trial_time_limit_s: float | None = None,
+    journal: object = None,
+    progress: Progress = "auto",
+) -> ProbeResult:
+    """Find the largest batch size that truly fits, by running it.
+
+    The batch doubles until the device runs out of memory; then the allocator is held to `memory_fraction` of what
+    was available, and the size is bisected, run once more where it failed, and confirmed. The model, and everything
+    else the step changes, comes back as it was.
+
+    Args:
+        model: The model to train, where it is trained.
+        step_fn: ``step_fn(model, batch_size)`` runs one full optimisation step: make a batch, forward, backward,
+            optimizer step. Or several by name, ``{"train": f, "eval": g}``: each trial runs them all.
+        device: None: where the parameters are. Or "cuda", "cuda:1", "xpu", "mps", "cpu", "cpu:4GiB" (of address
+            space beyond the warm process), a torch.device, or a `Device`.
+        memory_fraction: Share of the memory available to this process that the answer may use, in (0, 1].
+        min_batch: Smallest size to try, at least 1.
+        max_batch: Largest size to try; None: until the memory ends.
+        multiple_of: Every size tried is a multiple of this.
+        steps: Full steps a trial runs after every optimizer has stepped once.
+        confirm_steps: Full steps the answer runs before it is returned.
+        preserve: Further objects with ``state_dict()`` and ``load_state_dict()`` to give back as they were. Those
+            that the step closes over, names or is bound to are found without it.
+        global_batch: Plan gradient accumulation for this many samples, and run the planned micro-batch with it.
+        resolution: Stop bisecting when the bracket is within this fraction of the size, in [0, 1); 0: exact.
+        time_limit_s: Seconds for the whole probe; None: no limit. A step that hangs inside one call of C code is
+            not interrupted.
+        trial_time_limit_s: Seconds for one trial; None: no limit.
+        journal: Not in this version yet.
+        progress: "auto" (a live line on a terminal, otherwise a line for each trial, on stderr), "plain", "off", or
+            a function that is called with each `Trial`.
+
+    Returns:
+        The answer and everything it rests on.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong; nothing was run.
+        NoDeviceError: the device is not here.
+        NothingFitsError: not even the smallest size fits.
+        StepFailedError: the step has a bug; an instance of the class of the step's own exception, and chained from it.
+        DeviceLostError: a sticky error ended what this process can say.
+        TimeLimitError: the time passed with nothing confirmed.
+        UnreliableError: the step did no work, memory did not come back, or the state could not be restored.
+
+    Example:
+        >>> model = torch.nn.Linear(256, 256)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(model, batch_size):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(batch_size, 256)).square().mean().backward()
+        ...     optimizer.step()
+        >>> result = find_max_batch(model, step, device="cpu:1GiB", max_batch=64, progress="off")
+        >>> result.batch_size, result.limited_by, result.state_verified
+        (64, 'max_batch', True)
+    """
+    options = Options(
+        memory_fraction=memory_fraction,
+        min_batch=min_batch,
+        max_batch=max_batch,
+        multiple_of=multiple_of,
+        steps=steps,
+        confirm_steps=confirm_steps,
+        global_batch=global_batch,
+        resolution=resolution,
+        time_limit_s=time_limit_s,
+        trial_time_limit_s=trial_time_limit_s,
+    )
+    _refuse_journal(journal)
+    with _workbench(model, step_fn, device, preserve, options, progress) as bench:
+        bench.warm(options.sizes.first)
+        found = search.find(bench.ask, options.sizes, capped=memory_fraction < 1, enough=bench.enough)
+        if found.batch_size is None:
+            raise summary.nothing_fits(bench)
+        bench.run_plan(found.batch_size)
+    return summary.result(bench, found)
+
+
+def check(
+    model: torch.nn.Module,
+    step_fn: StepFn | Mapping[str, StepFn],
+    batch_size: int,
+    *,
+    device: str | torch.device | Device | None = None,
+    memory_fraction: float = 0.9,
+    min_batch: int | None = None,
+    confirm_steps: int = 5,
+    preserve: Iterable[Any] = (),
+    time_limit_s: float | None = None,
+    progress: Progress = "auto",
+) -> ProbeResult:
+    """Answer whether one size will survive, in one confirmed trial under the cap.
+
+    Args:
+        model: As for `find_max_batch`.
+        step_fn: As for `find_max_batch`.
+        batch_size: The size in your config, at least 1.
+        device: As for `find_max_batch`.
+        memory_fraction: As for `find_max_batch`.
+        min_batch: Size of the step that warms a host process; None: 2, or `batch_size` if that is smaller.
+        confirm_steps: Full steps to run after every optimizer has stepped once.
+        preserve: As for `find_max_batch`.
+        time_limit_s: As for `find_max_batch`.
+        progress: As for `find_max_batch`.
+
+    Returns:
+        A result whose `batch_size` is the one asked for.
+
+    Raises:
+        NothingFitsError: it does not fit.
+        OomProbeError: as for `find_max_batch`.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 8)
+        >>> step = lambda model, batch_size: model(torch.randn(batch_size, 8)).sum().backward()
+        >>> check(model, step, 32, device="cpu:1GiB", progress="off").batch_size
+        32
+    """
+    check_size("batch_size", batch_size)
+    warm_size = min(2, batch_size) if min_batch is None else min_batch
+    options = Options(
+        memory_fraction=memory_fraction,
+        min_batch=batch_size,
+        max_batch=batch_size,
+        confirm_steps=confirm_steps,
+        time_limit_s=time_limit_s,
+    )
+    with _workbench(model, step_fn, device, preserve, options, progress) as bench:
+        bench.warm(warm_size)
+        found = bench.confirm_only(batch_size)
+        if found.batch_size is None:
+            raise summary.nothing_fits(bench)
+    return summary.result(bench, found)
+
+
+@contextmanager
+def _workbench(
+    model: torch.nn.Module,
+    step_fn: StepFn | Mapping[str, StepFn],
+    device: object,
+    preserve: Iterable[Any],
+    options: Options,
+    progress: Progress,
+) -> Iterator[Workbench]:
+    """Everything a probe needs while it runs; on every way out the state is put back and compared."""
+    check_model(model)
+    steps = named_steps(step_fn)
+    refuse_ranks()
+    chosen = choose_device(device, model)
+    status = reporter(progress)
+    with Interrupts() as interrupts:
+        keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
+        with OptimizerWatch(keeper.add) as watch, chosen.session():
+            trials = Trials(chosen, model, steps, optimizers=keeper.optimizers, watch=watch, interrupts=interrupts)
+            bench = Workbench(chosen, trials, keeper, options, status)
+            bench.notes |= dict.fromkeys(_slips(device, chosen))
+            lost = False
+            try:
+                yield bench
+            except DeviceLostError as error:
+                lost, error.snapshot = True, keeper.host_copy()
+                raise
+            finally:
+                status.close()
+                keeper.put_back(device_lost=lost)
+                bench.state_verified = not lost and _verified(keeper, bench)
+
+
+def _verified(keeper: Keeper, bench: Workbench) -> bool:
+    differences = keeper.differences()
+    if differences:
+        raise UnreliableError(
+            "not everything came back as it was before the probe: " + ", ".join(differences[:5]) + ". Do not train with "
+            "this model: load it again. The step may be changing it from another thread",
+            trials=tuple(bench.trials),
+        )
+    return True
+
+
+def _slips(device: object, chosen: Device) -> list[str]:
+    if device is None and chosen.on_host and torch.accelerator.is_available():
+        return [
+            "THE MODEL IS ON THE CPU and an accelerator is here: this number is about host memory. "
+            "Call model.to('cuda') before probing"
+        ]
+    return []
+
+
+def _refuse_journal(journal: object) -> None:
+    if journal is not None:
+        raise InvalidArgumentError("journal is not in this version yet: leave it out")

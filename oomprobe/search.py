@@ -1,0 +1,245 @@
+"""Doubling and bisection over integers. Pure: it asks whether a size runs and never looks at memory itself.
+
+A search has four acts. *grow* doubles with all the memory until a size fails. *bisect* closes the bracket under the
+cap. *recheck* tries the failure that decided once more. *confirm* runs the answer for longer, and moves down when
+that fails. Whatever the replies are, a size is only ever returned after it was asked for, under the cap, and passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from oomprobe.result import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a trial says: whether it passed, and whether its peak has shown that it passes under the cap too."""
+
+    passed: bool
+    within_cap: bool = False
+
+
+class Ask(Protocol):
+    """Runs one size; `capped` asks for the cap, otherwise all the memory is there."""
+
+    def __call__(self, size: int, phase: Phase, *, capped: bool) -> Reply: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes that may be asked for: `first`, ``first + step``, ... up to `last` (None: no end)."""
+
+    first: int
+    last: int | None
+    step: int
+
+    @classmethod
+    def between_limits(cls, min_batch: int, max_batch: int | None, multiple_of: int) -> Sizes:
+        """The multiples of `multiple_of` within both limits.
+
+        Example:
+            >>> Sizes.between_limits(5, 100, 8)
+            Sizes(first=8, last=96, step=8)
+        """
+        first = -(-min_batch // multiple_of) * multiple_of
+        last = None if max_batch is None else max_batch - max_batch % multiple_of
+        return cls(first=first, last=last, step=multiple_of)
+
+    def up(self, size: int, distance: int) -> int:
+        """`size` moved up by `distance`, but not beyond the last."""
+        return size + distance if self.last is None else min(size + distance, self.last)
+
+    def middle(self, good: int | None, bad: int) -> int | None:
+        """A size halfway between, or None when the two are neighbours."""
+        low = self.first - self.step if good is None else good
+        half = (bad - low) // self.step // 2
+        return low + half * self.step if half else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """How a search ended.
+
+    Attributes:
+        batch_size: The confirmed answer; None when nothing fits.
+        limit: Largest size that passed at all; None when nothing did.
+        first_failing: Smallest size that failed with all the memory and was not struck out.
+        deciding: Smallest failure above the answer, under the cap or in confirmation; None at the last size.
+        struck: Failures that passed when tried again.
+        unconfirmed: Sizes that passed as a trial and failed in confirmation.
+    """
+
+    batch_size: int | None
+    limit: int | None = None
+    first_failing: int | None = None
+    deciding: int | None = None
+    struck: tuple[int, ...] = ()
+    unconfirmed: tuple[int, ...] = ()
+
+
+def find(ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], bool]) -> Found:
+    """Find the largest size that runs under the cap.
+
+    Args:
+        ask: Runs a size and replies.
+        sizes: What may be asked for.
+        capped: Whether there is a cap at all; without one, grow's replies hold for bisect too.
+        enough: Called with (largest good, smallest bad); True stops bisecting early.
+
+    Returns:
+        The answer and the bracket around it. On a monotone limit the answer is exact.
+
+    Example:
+        >>> def ask(size, phase, *, capped):
+        ...     return Reply(passed=size <= (90 if capped else 100))
+        >>> find(ask, Sizes(first=1, last=None, step=1), capped=True, enough=lambda good, bad: False).batch_size
+        90
+    """
+    search = _Search(ask, sizes, capped, enough)
+    search.grow()
+    if search.full_good is not None:
+        search.enter_cap()
+        search.bisect(Phase.BISECT)
+        search.recheck()
+    answer, deciding = search.confirm()
+    return Found(
+        batch_size=answer,
+        limit=max(search.passed, default=None),
+        first_failing=min(search.failed_full - search.passed, default=None),
+        deciding=deciding,
+        struck=tuple(search.struck),
+        unconfirmed=tuple(search.unconfirmed),
+    )
+
+
+@dataclass(slots=True)
+class _Search:
+    ask_: Ask
+    sizes: Sizes
+    has_cap: bool
+    enough: Callable[[int, int], bool]
+    full_good: int | None = None  # the bracket with all the memory
+    full_bad: int | None = None
+    good: int | None = None  # the bracket under the cap
+    bad: int | None = None
+    shown: int | None = None  # largest size whose peak has shown that it stays within the cap
+    passed: set[int] = field(default_factory=set)
+    failed_full: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)  # under the cap
+    struck: list[int] = field(default_factory=list)
+    unconfirmed: list[int] = field(default_factory=list)
+
+    def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
+        reply = self.ask_(size, phase, capped=capped and self.has_cap)
+        if reply.passed:
+            self.passed.add(size)
+        else:
+            under_cap = capped or not self.has_cap
+            (self.failed if under_cap else self.failed_full).add(size)
+            if not self.has_cap:
+                self.failed_full.add(size)
+        return reply
+
+    def grow(self) -> None:
+        size = self.sizes.first
+        while True:
+            reply = self.ask(size, Phase.GROW, capped=False)
+            if not reply.passed and size == self.sizes.first:
+                reply = self._again(size)
+            if not reply.passed:
+                self.full_bad = size
+                return
+            self.full_good = size
+            if reply.within_cap:
+                self.shown = size
+            if size == self.sizes.last:
+                return
+            size = self.sizes.up(size, size)
+
+    def _again(self, size: int) -> Reply:
+        """The first size failed: nothing below it can decide, so it is rechecked at once."""
+        reply = self.ask(size, Phase.RECHECK, capped=False)
+        if reply.passed:
+            self._strike(size)
+        return reply
+
+    def _strike(self, size: int) -> None:
+        self.struck.append(size)
+        self.failed.discard(size)
+        self.failed_full.discard(size)
+
+    def enter_cap(self) -> None:
+        """Carry the bracket over: does the last good size still run under the cap?"""
+        self.good, self.bad = self.full_good, self.full_bad
+        last_good = self.full_good
+        assert last_good is not None
+        if not self.has_cap or self.shown == last_good or self._only_choice():
+            return
+        if not self.ask(last_good, Phase.BISECT, capped=True).passed:
+            self.good, self.bad = self.shown, last_good
+
+    def _only_choice(self) -> bool:
+        """With no size below and none between, confirmation alone decides about the first."""
+        return self.good == self.sizes.first and self.bad == self.sizes.up(self.sizes.first, self.sizes.step)
+
+    def bisect(self, phase: Phase) -> None:
+        """Close the bracket under the cap; the size above the answer is run there too."""
+        stride = self.sizes.step
+        while (size := self._candidate(stride)) is not None:
+            if not self.ask(size, phase, capped=True).passed:
+                self.bad = size
+            elif size != self.bad and self.bad is not None:
+                self.good = size
+            else:  # it failed with all the memory and passes with less, or nothing above it has failed
+                if size == self.bad:
+                    self._strike(size)
+                    phase = Phase.RECHECK
+                self.good, self.bad = size, self._failure_above(size)
+                stride *= 2
+
+    def _candidate(self, stride: int) -> int | None:
+        if self.bad is None:
+            assert self.good is not None
+            return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)
+        if self.good is not None and self.enough(self.good, self.bad):
+            return None
+        middle = self.sizes.middle(self.good, self.bad)
+        if middle is None and self.bad not in self.failed:
+            return self.bad
+        return middle
+
+    def _failure_above(self, size: int) -> int | None:
+        return min((s for s in self.failed | self.failed_full if s > size), default=None)
+
+    def recheck(self) -> None:
+        """Try the deciding failure once more, once: a leak, a neighbour or fragmentation can fake it."""
+        if self.struck or self.bad is None or self.bad not in self.failed:
+            return
+        deciding = self.bad
+        if self.ask(deciding, Phase.RECHECK, capped=True).passed:
+            self._strike(deciding)
+            self.good, self.bad = deciding, self._failure_above(deciding)
+            self.bisect(Phase.RECHECK)
+
+    def confirm(self) -> tuple[int | None, int | None]:
+        """Run the answer for longer; while that fails, move down in growing strides, then close that bracket."""
+        good, bad, size, stride = None, self.bad, self.good, self.sizes.step
+        while size is not None:
+            if self.ask(size, Phase.CONFIRM, capped=True).passed:
+                good = size
+            else:
+                self.unconfirmed.append(size)
+                bad = size
+            if good is None:
+                size = self._down(bad, stride)
+                stride *= 2
+            else:
+                size = self.sizes.middle(good, bad) if self.unconfirmed and bad is not None else None
+        return good, bad
+
+    def _down(self, bad: int | None, stride: int) -> int | None:
+        assert bad is not None
+        return None if bad == self.sizes.first else max(bad - stride, self.sizes.first)

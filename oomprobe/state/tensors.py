@@ -1,0 +1,164 @@
+"""Tensors kept in host memory and put back in place, byte for byte."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage seen as a tensor of bytes, without a copy."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
+
+
+def keep_tensor(tensor: torch.Tensor, *, hold: bool) -> KeptTensor | KeptWhole | KeptParts:
+    """Remember a tensor; `copy_storages` then takes its bytes."""
+    if is_traceable_wrapper_subclass(tensor):
+        return KeptParts(tensor)
+    if tensor.layout is not torch.strided:
+        return KeptWhole(tensor)
+    return KeptTensor(tensor, hold=hold or isinstance(tensor, torch.nn.Parameter))
+
+
+class KeptTensor:
+    """One tensor as it was: which memory it looked at, how, and the bytes.
+
+    A parameter or buffer is held: its own memory comes back to it. Gradients and optimizer state are only watched,
+    so that a step which replaces them is not charged for the old ones; they are made anew when they have died.
+    """
+
+    def __init__(self, tensor: torch.Tensor, *, hold: bool) -> None:
+        self.watch: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+        self._held = (tensor, tensor.detach()) if hold else None
+        self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._dtype, self.device = tensor.dtype, tensor.device
+        self._requires_grad = tensor.requires_grad and tensor.is_leaf
+        self.kept_bytes = torch.empty(0, dtype=torch.uint8)
+        self.taken = False
+
+    @property
+    def held(self) -> bool:
+        return self._held is not None
+
+    def on_host(self) -> torch.Tensor:
+        """The tensor as it was, in host memory."""
+        return self._view_of(self.kept_bytes)
+
+    def _view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self._dtype, device=flat.device)
+        return empty.set_(flat.untyped_storage(), *self._geometry)  # type: ignore[call-overload, no-any-return]
+
+    def put_back(self) -> None:
+        """Restore it, in place where it is still there."""
+        with torch.no_grad():
+            tensor = self.watch()
+            if tensor is None:
+                tensor = self._made_anew()
+                self.watch = lambda: tensor
+                return
+            if self._held is not None:
+                tensor.data = self._held[1]
+            elif not self._looks_same(tensor):
+                tensor.data = self._made_anew().detach()
+            storage = tensor.untyped_storage()
+            if storage.nbytes() != self.kept_bytes.numel():
+                storage.resize_(self.kept_bytes.numel())
+            as_bytes(storage).copy_(self.kept_bytes)
+            if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
+                tensor.requires_grad_(self._requires_grad)
+
+    def recall(self) -> torch.Tensor:
+        """The tensor, once it was put back."""
+        tensor = self.watch()
+        assert tensor is not None
+        return tensor
+
+    def _made_anew(self) -> torch.Tensor:
+        return self._view_of(self.kept_bytes.to(self.device, copy=True)).requires_grad_(self._requires_grad)
+
+    def _looks_same(self, tensor: torch.Tensor) -> bool:
+        geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        return geometry == self._geometry and tensor.dtype == self._dtype and tensor.device == self.device
+
+    def differs(self, tensor: Any) -> bool:
+        """Whether a tensor is not, bit for bit, what was kept."""
+        if not isinstance(tensor, torch.Tensor) or not self._looks_same(tensor):
+            return True
+        if (tensor.requires_grad and tensor.is_leaf) != self._requires_grad:
+            return True
+        return not torch.equal(as_bytes(tensor.untyped_storage()).cpu(), self.kept_bytes)
+
+
+class KeptWhole:
+    """A sparse tensor, kept and compared as a whole; it comes back as a new tensor of equal value."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.device = tensor.device
+        self._copy = tensor.detach().to("cpu", copy=True)
+        self._anew: torch.Tensor | None = None
+
+    def put_back(self) -> None:
+        self._anew = self._copy.to(self.device, copy=True)
+
+    def recall(self) -> torch.Tensor:
+        assert self._anew is not None
+        return self._anew
+
+    def on_host(self) -> torch.Tensor:
+        return self._copy
+
+    def differs(self, tensor: Any) -> bool:
+        return not isinstance(tensor, torch.Tensor) or not torch.equal(tensor.detach().cpu().to_dense(), self._copy.to_dense())
+
+
+class KeptParts:
+    """A wrapper such as DTensor or a quantised weight: the tensors inside it are kept, the wrapper is held."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.device = tensor.device
+        self._tensor: Any = tensor
+        names, _ = self._tensor.__tensor_flatten__()
+        self.parts = {name: keep_tensor(getattr(tensor, name), hold=True) for name in names}
+
+    def put_back(self) -> None:
+        for part in self.parts.values():
+            part.put_back()
+
+    def recall(self) -> torch.Tensor:
+        return self._tensor  # type: ignore[no-any-return]
+
+    def on_host(self) -> dict[str, Any]:
+        return {name: part.on_host() for name, part in self.parts.items()}
+
+    def differs(self, tensor: Any) -> bool:
+        return tensor is not self._tensor or any(p.differs(getattr(tensor, n)) for n, p in self.parts.items())
+
+
+def plain_parts(kept: KeptTensor | KeptWhole | KeptParts) -> list[KeptTensor]:
+    """The tensors with a storage of their own in what was kept."""
+    if isinstance(kept, KeptParts):
+        return [plain for part in kept.parts.values() for plain in plain_parts(part)]
+    return [kept] if isinstance(kept, KeptTensor) else []
+
+
+def storages_of(kept: Iterable[KeptTensor]) -> dict[int, tuple[torch.UntypedStorage, list[KeptTensor]]]:
+    """Storages by identity, each with the tensors that look at it."""
+    found: dict[int, tuple[torch.UntypedStorage, list[KeptTensor]]] = {}
+    for one in kept:
+        tensor = one.watch()
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            found.setdefault(storage._cdata, (storage, []))[1].append(one)
+    return found
+
+
+def copy_storages(storages: dict[int, tuple[torch.UntypedStorage, list[KeptTensor]]]) -> None:
+    """Take the bytes, each storage once however many tensors look at it."""
+    for storage, lookers in storages.values():
+        copy = as_bytes(storage).to("cpu", copy=True)
+        for one in lookers:
+            one.kept_bytes, one.taken = copy, True

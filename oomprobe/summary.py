@@ -1,0 +1,192 @@
+"""From the trials of a finished probe to its result, or to the error that says why there is none."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import oomprobe
+from oomprobe.errors import NothingFitsError
+from oomprobe.fit import LinearFit, fit_line
+from oomprobe.result import Phase, ProbeResult, Trial
+from oomprobe.search import Found
+from oomprobe.units import format_bytes, format_seconds
+from oomprobe.verdict import Verdict
+from oomprobe.workbench import Workbench
+
+SLOW_FACTOR = 2.0  # a sample that takes this much longer than at a smaller size hints at paging or a slow fallback
+MOVED_SHARE = 0.02  # of the device: memory outside our allocator that moved more than this was moved by somebody
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+_LIMITED_BY = {Verdict.SIZE_LIMIT: "size_limit", Verdict.HOST_OOM: "host_memory"}
+
+
+def result(bench: Workbench, found: Found) -> ProbeResult:
+    """Put together what was found."""
+    assert found.batch_size is not None
+    answer = _last(bench.trials, found.batch_size, passed=True)
+    deciding = None if found.deciding is None else _last(bench.trials, found.deciding, passed=False)
+    fit = _fit(bench)
+    return ProbeResult(
+        batch_size=found.batch_size,
+        limit_batch_size=found.limit or found.batch_size,
+        first_failing_batch_size=found.first_failing,
+        limited_by="max_batch" if deciding is None else _LIMITED_BY.get(deciding.verdict, "memory"),
+        limiting_step=(deciding or answer).step_name,
+        trials=tuple(bench.trials),
+        fit=fit,
+        device=bench.device.name,
+        budget_bytes=bench.budget_bytes,
+        available_bytes=bench.available_bytes,
+        notes=tuple(_notes(bench, found, answer)),
+        not_covered=tuple(_not_covered(bench)),
+        contaminated=_contaminated(bench),
+        state_verified=bench.state_verified,
+        environment=environment(bench),
+        estimates={"straight line through the peaks": fit.predicted_max_batch} if fit else {},
+        options=asdict(bench.options),
+        elapsed_s=bench.elapsed_s,
+        in_steps_s=bench.in_steps_s,
+    )
+
+
+def nothing_fits(bench: Workbench) -> NothingFitsError:
+    """Say that not even the smallest size runs, and by how much."""
+    last = next(trial for trial in reversed(bench.trials) if not trial.passed)
+    with_all = not any(trial.passed for trial in bench.trials)
+    room = "all the memory there is" if with_all else f"a budget of {format_bytes(bench.budget_bytes)}"
+    margin = "" if with_all else f" (memory_fraction={bench.options.memory_fraction})"
+    advice = [
+        "a smaller model or sample, activation checkpointing or lower precision",
+        *([] if bench.options.min_batch == 1 else [f"min_batch below {bench.options.min_batch}"]),
+        *([] if with_all else ["a larger memory_fraction"]),
+    ]
+    return NothingFitsError(
+        f"batch {last.batch_size}, the smallest allowed, does not fit on {bench.device.name} in {room}{margin}: "
+        f"{last.verdict} {f'in the {last.where}' if last.where else ''}\n  {last.error}\nTry {'; or '.join(advice)}.",
+        trials=tuple(bench.trials),
+    )
+
+
+def environment(bench: Workbench) -> dict[str, Any]:
+    """What the number holds for."""
+    return {
+        "oomprobe": oomprobe.__version__,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": str(bench.device.torch_device),
+        "device_name": bench.device.name,
+        "device_total_bytes": bench.device.total_bytes,
+        "threads": torch.get_num_threads(),
+        "allocator_settings": {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ},
+    }
+
+
+def _last(trials: Iterable[Trial], batch_size: int, *, passed: bool) -> Trial:
+    return [t for t in trials if t.batch_size == batch_size and t.passed is passed and t.accumulation_steps == 1][-1]
+
+
+def _fit(bench: Workbench) -> LinearFit | None:
+    points = [
+        (t.batch_size, t.peak_allocated_bytes)
+        for t in bench.trials
+        if t.passed and t.peak_allocated_bytes is not None and t.accumulation_steps == 1
+    ]
+    return fit_line(points, bench.budget_bytes)
+
+
+def _contaminated(bench: Workbench) -> bool:
+    """Whether memory came free, or went, outside this process's allocator, more than libraries explain."""
+    moved = max(bench.outside_bytes, default=0) - min(bench.outside_bytes, default=0)
+    return moved > MOVED_SHARE * bench.device.total_bytes
+
+
+def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
+    return [
+        *bench.notes,
+        *(f"batch {size} failed once and passed when tried again: struck out" for size in found.struck),
+        *(f"batch {size} passed as a trial and failed in confirmation" for size in found.unconfirmed),
+        *_leaks(bench.trials),
+        *_pressure(answer),
+        *_slow(bench.trials, answer),
+        *_outside(bench),
+        *_stopped_early(bench, found),
+    ]
+
+
+def _leaks(trials: Iterable[Trial]) -> list[str]:
+    leaking = [t for t in trials if t.leaked_bytes]
+    if not leaking:
+        return []
+    worst = max(leaking, key=lambda t: t.leaked_bytes)
+    return [
+        f"leak: {format_bytes(worst.leaked_bytes)} had not come back after batch {worst.batch_size}, even after collecting "
+        "garbage; something keeps tensors of past steps, and the answer is smaller by as much"
+    ]
+
+
+def _pressure(answer: Trial) -> list[str]:
+    if not answer.alloc_retries:
+        return []
+    return [
+        f"batch {answer.batch_size} ran under pressure: the allocator gave its cache back {answer.alloc_retries} times; "
+        "a slightly smaller size may be faster"
+    ]
+
+
+def _slow(trials: Iterable[Trial], answer: Trial) -> list[str]:
+    rated = [t for t in trials if t.samples_per_s and t.batch_size < answer.batch_size and t.accumulation_steps == 1]
+    best = max(rated, key=lambda t: t.samples_per_s or 0.0, default=None)
+    if best is None or not best.samples_per_s or not answer.samples_per_s:
+        return []
+    factor = best.samples_per_s / answer.samples_per_s
+    if factor < SLOW_FACTOR:
+        return []
+    return [
+        f"a sample takes {factor:.1f} times as long at batch {answer.batch_size} as at {best.batch_size} "
+        f"({format_seconds(1 / answer.samples_per_s)} against {format_seconds(1 / best.samples_per_s)}): "
+        "memory may be spilling to the host, or a slow kernel was chosen for want of workspace"
+    ]
+
+
+def _outside(bench: Workbench) -> list[str]:
+    if not bench.outside_bytes:
+        return []
+    grown = bench.outside_bytes[-1] - bench.outside_bytes[0]
+    held = f"{format_bytes(bench.outside_bytes[-1])} of the device is held outside this process's allocator"
+    if grown <= 0:
+        return [f"{held} (context, libraries, other processes); the cap does not count it"]
+    return [
+        f"{held}; {format_bytes(grown)} of it came while probing (kernels loaded, library handles, other processes) and "
+        "eats into the margin"
+    ]
+
+
+def _stopped_early(bench: Workbench, found: Found) -> list[str]:
+    step = bench.options.multiple_of
+    if found.batch_size is None or found.deciding is None or found.deciding - found.batch_size <= step:
+        return []
+    return [f"not exact: sizes between {found.batch_size} and {found.deciding} were not tried"]
+
+
+def _not_covered(bench: Workbench) -> list[str]:
+    names = " ".join(bench.step_names).lower()
+    items = [
+        ("longest sequence or largest sample, unless the step makes such batches", ("long", "max")),
+        ("evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)", ("eval", "val", "test")),
+        ("saving and resuming checkpoints", ("checkpoint", "save")),
+        ("other ranks: DDP buckets, NCCL buffers, sharding", ("ddp", "fsdp")),
+        ("data loader workers and their host memory", ()),
+    ]
+    return [
+        *(text for text, words in items if not any(word in names for word in words)),
+        "state that is not restored: other Python attributes, generators of your own, positions of data loaders",
+    ]

@@ -1,0 +1,93 @@
+"""Targets: functions that build the model and its step, named by module or file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.options import StepFn
+from oomprobe.probe import find_max_batch
+from oomprobe.result import ProbeResult
+
+RECIPE = "Write it as 'path/to/train.py:build' or 'package.module:build', where build() returns (model, step_fn)"
+
+
+def probe_target(target: str, *, isolate: bool = True, **options: Any) -> ProbeResult:
+    """Probe what a target builds.
+
+    A target can be built anew, so that its trials can run in child processes that may die.
+
+    Args:
+        target: ``module:function`` or ``path/to/file.py:function``; the function takes no arguments and returns
+            ``(model, step_fn)``.
+        isolate: Run trials in child processes. Not in this version yet: pass False to run them in this process.
+        **options: As for `find_max_batch`.
+
+    Returns:
+        The result.
+
+    Raises:
+        InvalidArgumentError: the target cannot be found or does not return a model and a step; or `isolate` is True.
+        OomProbeError: whatever `find_max_batch` raises.
+    """
+    if isolate:
+        raise InvalidArgumentError(
+            "isolated trials are not in this version yet: pass isolate=False to run the trials in this process"
+        )
+    model, step_fn = build(target)
+    return find_max_batch(model, step_fn, **options)
+
+
+def build(target: str) -> tuple[torch.nn.Module, StepFn]:
+    """Import a target and call it.
+
+    Raises:
+        InvalidArgumentError: it is not found, or does not return ``(model, step_fn)``.
+    """
+    function = load(target)
+    built = function()
+    if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], torch.nn.Module):
+        raise InvalidArgumentError(f"{target} returned {type(built).__name__}, not a pair (model, step_fn). {RECIPE}")
+    return built
+
+
+def load(target: str) -> Callable[[], Any]:
+    """Find the function of a target without calling it."""
+    place, colon, name = str(target).rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise InvalidArgumentError(f"{target!r} is not a target. {RECIPE}")
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InvalidArgumentError(f"{place} has no function {name!r}. {RECIPE}")
+    return function  # type: ignore[no-any-return]
+
+
+def _from_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise InvalidArgumentError(f"there is no file {str(path)!r} here ({Path.cwd()}). {RECIPE}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.resolve()))  # a script finds the modules beside it
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_name(name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and name.startswith(error.name):
+            raise InvalidArgumentError(f"there is no module {error.name!r} to import. {RECIPE}") from None
+        raise

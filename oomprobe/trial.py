@@ -1,0 +1,223 @@
+"""Runs one batch size and returns a `Trial`: a value that keeps no exception, frame or tensor of what ran."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from oomprobe.devices import Device, Usage
+from oomprobe.errors import step_failed
+from oomprobe.failure import Failure, failure_of
+from oomprobe.interrupts import Interrupts, TimeUp
+from oomprobe.options import StepFn
+from oomprobe.result import Phase, Trial
+from oomprobe.verdict import Evidence, Verdict, judge
+from oomprobe.watch import OptimizerWatch, held_back
+
+MAX_CALLS = 32  # calls without an optimizer step before a step is taken to have none (design: promise 3)
+NO_OPTIMIZER = "no optimizer stepped in {calls} calls of {step!r}: the number holds for what the step did, forward or not"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to run.
+
+    Attributes:
+        batch_size: The size.
+        phase: Why.
+        steps: Full steps after every optimizer has stepped once.
+        cap_bytes: What to hold the allocator to; None: all there is.
+        accumulation_steps: Micro-batches for one optimizer step.
+        deadline_s: On the monotonic clock; None: no limit.
+        smaller_passed: Whether a smaller size has passed in this probe (it corroborates an ambiguous text).
+    """
+
+    batch_size: int
+    phase: Phase
+    steps: int
+    cap_bytes: int | None = None
+    accumulation_steps: int = 1
+    deadline_s: float | None = None
+    smaller_passed: bool = False
+
+
+@dataclass(slots=True)
+class _Run:
+    """What one trial gathers while it runs."""
+
+    calls: int = 0
+    durations_s: list[float] = field(default_factory=list)
+    step_name: str | None = None
+    peaks: dict[str, int] = field(default_factory=dict)
+    failure: Failure | None = None
+    verdict: Verdict = Verdict.FITS
+    usage: Usage = field(default_factory=Usage)
+
+
+class Trials:
+    """Runs trials of one model and its steps on one device.
+
+    Args:
+        device: Where they run.
+        model: Handed to the steps.
+        steps: By name.
+        optimizers: Known before the first step; others show themselves.
+        watch: Sees optimizers step.
+        interrupts: Lets signals reach the step.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: torch.nn.Module,
+        steps: Mapping[str, StepFn],
+        *,
+        optimizers: list[torch.optim.Optimizer],
+        watch: OptimizerWatch,
+        interrupts: Interrupts,
+    ) -> None:
+        self._device, self._model, self._steps = device, model, steps
+        self._optimizers, self._watch, self._interrupts = optimizers, watch, interrupts
+        self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
+        self.in_steps_s = 0.0
+        self.notes: dict[str, None] = {}
+
+    def run(self, request: Request) -> Trial:
+        """Run one size, and judge how it ended.
+
+        Raises:
+            StepFailedError: the step failed with a bug; chained from the user's own exception.
+        """
+        run = _Run()
+        self._device.start_trial()
+        try:
+            with self._device.cap(request.cap_bytes):
+                self._run_steps(request, run)
+        except TimeUp:
+            run.verdict = Verdict.TIMED_OUT
+        except Exception as error:
+            run.usage = self._usage()
+            run.failure = failure_of(error)
+            run.verdict = self._judge(run, request, healthy=True)
+            if run.verdict is Verdict.BUG:
+                raise step_failed(error, batch_size=request.batch_size, trials=()) from error
+        # Here the exception is gone, and with it the frames that held the failed step's tensors.
+        if run.failure is None:
+            run.usage = self._usage()
+        elif run.verdict is not Verdict.POISONED:
+            run.verdict = self._judge(run, request, healthy=self._device.healthy())
+        return _trial(request, run, several=len(self._steps) > 1)
+
+    def _judge(self, run: _Run, request: Request, *, healthy: bool) -> Verdict:
+        assert run.failure is not None
+        evidence = Evidence(
+            smaller_size_passed=request.smaller_passed,
+            memory_pressure=run.usage.under_pressure,
+            healthy=healthy,
+            on_host=self._device.on_host,
+            integrated=bool(getattr(self._device, "integrated", False)),
+        )
+        return judge(run.failure.facts, evidence)
+
+    def _usage(self) -> Usage:
+        try:
+            return self._device.usage()
+        except Exception:  # a poisoned process answers nothing
+            return Usage()
+
+    def _run_steps(self, request: Request, run: _Run) -> None:
+        for name, step in self._steps.items():
+            run.step_name = name
+            if request.accumulation_steps > 1:
+                self._accumulate(step, request, run)
+            else:
+                self._until_steady(name, step, request, run)
+                run.durations_s.clear()
+                for _ in range(request.steps):
+                    self._full_step(step, self._expected[name], request, run)
+            run.peaks[name] = self._usage().peak_allocated_bytes or 0
+
+    def _until_steady(self, name: str, step: StepFn, request: Request, run: _Run) -> None:
+        """Call until every optimizer of the step has stepped: only then does its state exist."""
+        if name in self._expected:
+            if self._expected[name]:
+                self._full_step(step, self._expected[name], request, run)
+            return
+        known = {id(optimizer) for optimizer in self._optimizers}
+        self._expected[name] = set()  # a failure on the way leaves it to the next trial
+        try:
+            stepped = self._full_step(step, known or {0}, request, run)
+        except BaseException:
+            del self._expected[name]
+            raise
+        self._expected[name] = stepped
+        if not stepped:
+            self.notes[NO_OPTIMIZER.format(calls=MAX_CALLS, step=name)] = None
+
+    def _full_step(self, step: StepFn, wanted: set[int], request: Request, run: _Run) -> set[int]:
+        """Call the step until all the wanted optimizers have stepped; once when none is wanted."""
+        self._watch.stepped.clear()
+        for _ in range(MAX_CALLS if wanted else 1):
+            self._call(step, request, run)
+            if self._watch.stepped and self._watch.stepped >= wanted - {0}:
+                break
+        return set(self._watch.stepped)
+
+    def _accumulate(self, step: StepFn, request: Request, run: _Run) -> None:
+        with held_back(self._optimizers, self._model):
+            for _ in range(request.accumulation_steps - 1):
+                self._call(step, request, run)
+        self._call(step, request, run)
+
+    def _call(self, step: StepFn, request: Request, run: _Run) -> None:
+        started = time.perf_counter()
+        try:
+            with self._interrupts.allowed(request.deadline_s):
+                step(self._model, request.batch_size)
+                self._device.synchronize()
+        finally:
+            duration = time.perf_counter() - started
+            self.in_steps_s += duration
+        run.calls += 1
+        run.durations_s.append(duration)
+
+    @property
+    def step_names(self) -> list[str]:
+        return list(self._steps)
+
+    @property
+    def nothing_stepped(self) -> bool:
+        """Whether no optimizer was seen to step in the first trial."""
+        return not any(self._expected.values())
+
+    def call_once(self, batch_size: int, deadline_s: float | None) -> None:
+        """Call every step once at one size, outside any trial."""
+        request = Request(batch_size=batch_size, phase=Phase.GROW, steps=1, deadline_s=deadline_s)
+        for step in self._steps.values():
+            self._call(step, request, _Run())
+
+
+def _trial(request: Request, run: _Run, *, several: bool) -> Trial:
+    step_s = statistics.median(run.durations_s) if run.durations_s and run.failure is None else None
+    failed = run.verdict is not Verdict.FITS
+    named = run.step_name if failed else max(run.peaks, key=lambda name: run.peaks[name], default=None)
+    return Trial(
+        batch_size=request.batch_size,
+        verdict=run.verdict,
+        phase=request.phase,
+        steps=run.calls,
+        cap_bytes=request.cap_bytes,
+        peak_allocated_bytes=run.usage.peak_allocated_bytes,
+        peak_reserved_bytes=run.usage.peak_reserved_bytes,
+        step_s=step_s,
+        samples_per_s=request.batch_size / step_s if step_s else None,
+        alloc_retries=run.usage.alloc_retries,
+        error=run.failure.text if run.failure else None,
+        where=run.failure.where if run.failure else None,
+        step_name=named if several else None,
+        accumulation_steps=request.accumulation_steps,
+    )

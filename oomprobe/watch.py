@@ -1,0 +1,56 @@
+"""Which optimizers really stepped, seen by torch's global hooks; and steps held back to accumulate gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class OptimizerWatch:
+    """Sees every `torch.optim.Optimizer` that steps, even where a GradScaler or an accumulation skips some steps.
+
+    Args:
+        before_step: Called with each optimizer just before it steps.
+    """
+
+    def __init__(self, before_step: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._before_step = before_step
+        self._handles: list[Any] = []
+        self.stepped: set[int] = set()
+
+    def __enter__(self) -> OptimizerWatch:
+        self._handles = [
+            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._before_step(optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self.stepped.add(id(optimizer))),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+@contextmanager
+def held_back(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module) -> Iterator[None]:
+    """Make `step` and `zero_grad` do nothing, so that calls of a full step accumulate like micro-batches."""
+    holders: list[Any] = [*optimizers, model]
+    replaced = [(holder, name) for holder in holders for name in ("step", "zero_grad") if hasattr(holder, name)]
+    before = [(holder, name, vars(holder).get(name)) for holder, name in replaced]
+    try:
+        for holder, name in replaced:
+            vars(holder)[name] = _do_nothing
+        yield
+    finally:
+        for holder, name, own in before:
+            if own is None:
+                vars(holder).pop(name, None)
+            else:
+                vars(holder)[name] = own
+
+
+def _do_nothing(*args: object, **kwargs: object) -> None:
+    return None

@@ -1,0 +1,43 @@
+"""How much work a step does: operators and elements, counted at torch's dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Operators dispatched and elements of their results."""
+
+    operators: int
+    elements: int
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.operators += 1
+        self.elements += sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
+
+
+def count_work(call: Callable[[], object]) -> Work:
+    """Run a call and count what it dispatches; compiled code runs as it was written.
+
+    Example:
+        >>> count_work(lambda: torch.ones(3) + 1)
+        Work(operators=2, elements=6)
+    """
+    with _Counter() as counter:
+        call()
+    return Work(operators=counter.operators, elements=counter.elements)

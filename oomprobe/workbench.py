@@ -1,0 +1,321 @@
+"""One probe while it runs: the trials so far, the budget, the baseline of memory, the clock."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import tenacity
+
+from oomprobe.devices import Device
+from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, TimeLimitError, UnreliableError
+from oomprobe.interrupts import TimeUp
+from oomprobe.options import Options
+from oomprobe.plan import plan
+from oomprobe.progress import Reporter
+from oomprobe.result import Phase, Trial
+from oomprobe.search import Found, Reply
+from oomprobe.state import Keeper
+from oomprobe.trial import MAX_CALLS, Request, Trials
+from oomprobe.units import format_bytes, format_seconds
+from oomprobe.verdict import Verdict
+from oomprobe.work import count_work
+
+LEAK_TOLERANCE_BYTES = 2**20  # handles, plans and small caches that libraries make for a new shape stay below it
+LEAK_SHARE = 0.05  # of the available memory: a leak beyond this moves the answer by more than the margin forgives
+IDLE_DOUBLINGS = 3  # doublings over which a step that uses its batch size must show more work
+IDLE_GROWTH = 1.5  # eight times the batch moves the peak of a working step more than this, or its work is counted
+PLAN_TRIALS = 5  # a gradient buffer beside the activations costs little; five times a tenth is far more
+PLAN_SHRINK = 0.9
+CONFIRM_SLACK = 1.5  # a confirmation step may take this much longer than a step of the search
+
+
+class Workbench:
+    """Runs what the search asks for and keeps the memory between trials at its baseline."""
+
+    def __init__(
+        self,
+        device: Device,
+        trials: Trials,
+        keeper: Keeper,
+        options: Options,
+        reporter: Reporter,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.device, self.options = device, options
+        self.trials: list[Trial] = []
+        self.notes: dict[str, None] = trials.notes  # ordered and without doubles
+        self.available_bytes = self.budget_bytes = 0
+        self.outside_bytes: list[int] = []
+        self.state_verified = False
+        self._trials, self._keeper, self._reporter, self._sleep = trials, keeper, reporter, sleep
+        self._baseline_bytes: int | None = None
+        self._started_s = time.monotonic()
+
+    # --- what the search asks ---
+
+    @property
+    def step_names(self) -> list[str]:
+        return self._trials.step_names
+
+    def warm(self, batch_size: int) -> None:
+        """Bring the process to the state in which its memory is counted."""
+        self.device.warm(lambda: self._one_step(batch_size))
+
+    def confirm_only(self, size: int) -> Found:
+        """Ask for one size under the cap, and again where that fails or the cap turns out too high.
+
+        The available memory is sampled before the trial and, once its kernels are loaded, after it.
+        """
+        self._measure_available()
+        cap_bytes = self.budget_bytes
+        trial = self.run(size, Phase.CONFIRM, steps=self.options.confirm_steps, cap_bytes=self._cap(cap_bytes))
+        if trial.passed:
+            self._measure_available()
+            peak = trial.peak_reserved_bytes
+            if self.budget_bytes < cap_bytes and (peak is None or peak > self.budget_bytes):
+                trial = self._once_more(size)
+        else:
+            trial = self._once_more(size)
+        passed = trial.passed
+        return Found(batch_size=size if passed else None, limit=size if passed else None)
+
+    def _once_more(self, size: int) -> Trial:
+        return self.run(
+            size, Phase.RECHECK, steps=self.options.confirm_steps, cap_bytes=self._cap(self.budget_bytes)
+        )
+
+    def _cap(self, budget_bytes: int) -> int | None:
+        return budget_bytes if self.options.memory_fraction < 1 else None
+
+    def run_plan(self, batch_size: int) -> None:
+        """Run the micro-batch planned for `global_batch` with its accumulation; move down while that fails."""
+        if self.options.global_batch is None:
+            return
+        largest = batch_size
+        for _ in range(PLAN_TRIALS):
+            entries = plan(
+                self.options.global_batch,
+                world_size=1,
+                max_micro_batch=largest,
+                multiple_of=self.options.multiple_of,
+            )
+            entry = next((e for e in entries if e.micro_batch >= self.options.min_batch), None)
+            if entry is None or entry.accumulation_steps == 1:
+                return
+            trial = self.run(
+                entry.micro_batch,
+                Phase.CONFIRM,
+                steps=1,
+                cap_bytes=self._cap(self.budget_bytes),
+                accumulation_steps=min(entry.accumulation_steps, MAX_CALLS),
+            )
+            if trial.passed:
+                return
+            largest = int(PLAN_SHRINK * entry.micro_batch)
+
+    def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
+        """Run one size for the search."""
+        steps = self.options.confirm_steps if phase is Phase.CONFIRM else self.options.steps
+        trial = self.run(size, phase, steps=steps, cap_bytes=self.budget_bytes if capped else None)
+        if phase is Phase.GROW:
+            self._check_work()
+        peak = trial.peak_reserved_bytes
+        return Reply(passed=trial.passed, within_cap=trial.passed and peak is not None and peak <= self.budget_bytes)
+
+    def enough(self, good: int, bad: int) -> bool:
+        """Whether the bracket is narrow enough, or only time for the confirmation is left."""
+        if bad - good <= self.options.resolution * good:
+            return True
+        if self._time_left_s() >= self._confirmation_s(good):
+            return False
+        self.notes[
+            f"time limit: bisecting stopped between {good}, which ran, and {bad}, which failed; "
+            "a larger size may fit (allow more with time_limit_s)"
+        ] = None
+        return True
+
+    def run(
+        self, size: int, phase: Phase, *, steps: int, cap_bytes: int | None, accumulation_steps: int = 1
+    ) -> Trial:
+        """Run one trial, put the memory back to its baseline, and record it.
+
+        Raises:
+            TimeLimitError: its time passed.
+            DeviceLostError: the process can give no further verdict.
+            StepFailedError: a bug in the step.
+            UnreliableError: memory did not come back.
+        """
+        self._reporter.started(size, phase)
+        request = Request(
+            batch_size=size,
+            phase=phase,
+            steps=steps,
+            cap_bytes=cap_bytes,
+            accumulation_steps=accumulation_steps,
+            deadline_s=self._deadline_s(),
+            smaller_passed=any(t.passed and t.batch_size < size for t in self.trials),
+        )
+        try:
+            trial = self._trials.run(request)
+        except StepFailedError as error:
+            error.trials = tuple(self.trials)
+            raise
+        trial = self._settle(trial)
+        self.trials.append(trial)
+        self._reporter.finished(trial)
+        self._stop_if_final(trial)
+        if trial.passed and self._baseline_bytes is None:
+            self._baseline_bytes = self.device.live_bytes()
+            self._measure_available()
+        return trial
+
+    # --- time ---
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    @property
+    def in_steps_s(self) -> float:
+        return self._trials.in_steps_s
+
+    def _time_left_s(self) -> float:
+        limit = self.options.time_limit_s
+        return float("inf") if limit is None else limit - self.elapsed_s
+
+    def _deadline_s(self) -> float | None:
+        left = [self._time_left_s(), self.options.trial_time_limit_s or float("inf")]
+        return None if min(left) == float("inf") else time.monotonic() + min(left)
+
+    def _confirmation_s(self, size: int) -> float:
+        rates = [t.step_s / t.batch_size for t in self.trials if t.step_s]
+        calls = 1 + self.options.confirm_steps
+        return CONFIRM_SLACK * calls * size * (rates[-1] if rates else 0.0)
+
+    def _time_is_up(self, batch_size: int) -> TimeLimitError:
+        return TimeLimitError(
+            f"time passed during batch {batch_size} after {format_seconds(self.elapsed_s)} and {len(self.trials)} trials "
+            f"(time_limit_s={self.options.time_limit_s}, trial_time_limit_s={self.options.trial_time_limit_s}), before a "
+            "size was confirmed. Allow more time, start nearer with min_batch, or stop earlier with resolution=0.05",
+            trials=tuple(self.trials),
+        )
+
+    # --- memory between trials ---
+
+    def _measure_available(self) -> None:
+        self.available_bytes = self.device.available_bytes()
+        self.budget_bytes = int(self.options.memory_fraction * self.available_bytes)
+        self._sample_outside()
+
+    def _sample_outside(self) -> None:
+        outside = self.device.outside_bytes()
+        if outside is not None:
+            self.outside_bytes.append(outside)
+
+    def _settle(self, trial: Trial) -> Trial:
+        """Clean up after a trial; what survives is its leak."""
+        if trial.verdict is Verdict.POISONED:
+            return trial
+        if not trial.passed:
+            self._keeper.drop_gradients()
+            gc.collect()
+        self.device.release()
+        leaked_bytes = self._leaked_bytes()
+        if leaked_bytes > LEAK_TOLERANCE_BYTES:
+            leaked_bytes = self._reclaim()
+        if self._baseline_bytes is not None:
+            self._sample_outside()
+        return trial if leaked_bytes <= LEAK_TOLERANCE_BYTES else replace(trial, leaked_bytes=leaked_bytes)
+
+    def _leaked_bytes(self) -> int:
+        return 0 if self._baseline_bytes is None else max(0, self.device.live_bytes() - self._baseline_bytes)
+
+    def _reclaim(self) -> int:
+        """Collect, then run the smallest size, which replaces what a step keeps of its last batch, and wait a little.
+
+        What is still there after that is not a cache of the last batch but a leak.
+        """
+        wait = tenacity.wait_none() if self.device.on_host else tenacity.wait_exponential(multiplier=0.05, max=0.4)
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(3),
+            wait=wait,
+            retry=tenacity.retry_if_result(lambda leaked_bytes: leaked_bytes > LEAK_TOLERANCE_BYTES),
+            retry_error_callback=lambda state: state.outcome.result() if state.outcome else 0,
+            sleep=self._sleep,
+        )
+        attempts = iter((lambda: None, self._flush, lambda: None))
+        return int(retrying(lambda: self._collected(next(attempts))))
+
+    def _collected(self, first: Callable[[], object]) -> int:
+        first()
+        gc.collect()
+        self.device.release()
+        return self._leaked_bytes()
+
+    def _flush(self) -> None:
+        try:
+            self._one_step(self.options.sizes.first)
+        except OomProbeError:
+            raise
+        except Exception:  # the leak itself may fill the memory; it is measured next
+            self._keeper.drop_gradients()
+
+    def _one_step(self, batch_size: int) -> None:
+        try:
+            self._trials.call_once(batch_size, self._deadline_s())
+        except TimeUp:
+            raise self._time_is_up(batch_size) from None
+
+    # --- when to stop ---
+
+    def _stop_if_final(self, trial: Trial) -> None:
+        trials = tuple(self.trials)
+        if trial.verdict is Verdict.POISONED:
+            raise DeviceLostError(
+                f"batch {trial.batch_size} ended in a sticky error ({trial.error}): this process can give no further "
+                "verdict on this device, and what was on the device is lost. The state from before the first step is "
+                "in this error's .snapshot; start a new process, with a max_batch below this size if it happens again",
+                trials=trials,
+            )
+        if trial.verdict is Verdict.TIMED_OUT:
+            raise self._time_is_up(trial.batch_size)
+        if trial.leaked_bytes > LEAK_SHARE * (self.available_bytes or float("inf")):
+            raise UnreliableError(
+                f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
+                "collecting garbage and a step at the smallest size, so every later trial would have less memory and "
+                "the answer would be too small. Something keeps tensors of each step: a list of losses that still have "
+                "their graph (append loss.item()), a cache keyed by shape, an output kept in an attribute",
+                trials=trials,
+            )
+
+    def _check_work(self) -> None:
+        """A step that does nothing, or the same whatever the batch size, has no largest batch."""
+        grown = [t for t in self.trials if t.phase is Phase.GROW and t.passed]
+        if len(grown) == 1 and self._trials.nothing_stepped:
+            work = count_work(lambda: self._one_step(grown[0].batch_size))
+            if work.operators == 0:
+                raise UnreliableError(
+                    "the step dispatched no torch operator, so there is nothing to measure: does it run the model, "
+                    "or has its data loader run out?",
+                    trials=tuple(self.trials),
+                )
+        if len(grown) <= IDLE_DOUBLINGS or (len(grown) - 1) % IDLE_DOUBLINGS:
+            return
+        then, now = grown[-1 - IDLE_DOUBLINGS], grown[-1]
+        if (now.peak_allocated_bytes or 0) > IDLE_GROWTH * (then.peak_allocated_bytes or 0) + LEAK_TOLERANCE_BYTES:
+            return
+        before, after = [count_work(partial(self._one_step, t.batch_size)) for t in (then, now)]
+        if before == after:
+            raise UnreliableError(
+                f"batch {then.batch_size} and batch {now.batch_size} do the same work ({after.operators} operators, "
+                f"{after.elements} elements) in the same memory: the step ignores batch_size, or its data ends before. "
+                f"If it is the data, pass max_batch={then.batch_size}",
+                trials=tuple(self.trials),
+            )
+
+

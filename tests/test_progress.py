@@ -1,0 +1,222 @@
+import io
+import re
+import sys
+
+import pytest
+from test_result import a_trial
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.progress import reporter
+from oomprobe.report import trial_line
+from oomprobe.result import Phase
+from oomprobe.verdict import Verdict
+
+
+class Terminal(io.StringIO):
+    """A terminal of one line: what a person sees after the last write."""
+
+    def isatty(self):
+        return True
+
+    @property
+    def screen(self):
+        lines = self.getvalue().split("\r\x1b[K")
+        assert all("\n" not in line and "\r" not in line for line in lines)
+        return lines[-1]
+
+
+class Broken(io.StringIO):
+    def __init__(self, error, terminal):
+        super().__init__()
+        self.error, self.terminal = error, terminal
+
+    def isatty(self):
+        return self.terminal
+
+    def write(self, text):
+        raise self.error
+
+
+@pytest.fixture(autouse=True)
+def plain_world(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture
+def terminal():
+    return Terminal()
+
+
+def clock(*seconds):
+    return iter(seconds).__next__
+
+
+def tell(told, *trials):
+    for trial in trials:
+        told.started(trial.batch_size, trial.phase)
+        told.finished(trial)
+    told.close()
+
+
+GOOD, BAD = a_trial(64), a_trial(128, Verdict.OOM)
+
+
+def test_the_status_line_says_what_runs_the_bracket_and_the_time(terminal):
+    told = reporter("auto", terminal, clock=clock(100, 100.2, 103, 112.5, 114))
+    told.started(64, Phase.GROW)
+    assert terminal.screen == "oomprobe: grow  batch 64 ... | last good --, first failing -- | 0 s"
+    told.finished(GOOD)
+    assert terminal.screen == "oomprobe: grow  batch 64 fits | last good 64, first failing -- | 3 s"
+    told.started(128, Phase.GROW)
+    assert terminal.screen == "oomprobe: grow  batch 128 ... | last good 64, first failing -- | 12 s"
+    told.finished(BAD)
+    assert (
+        terminal.screen == "oomprobe: grow  batch 128 out of memory | last good 64, first failing 128 | 14 s"
+    )
+    told.close()
+    assert terminal.screen == ""
+
+
+@pytest.mark.parametrize(
+    ("trials", "bracket"),
+    [
+        ([], "last good --, first failing --"),
+        ([a_trial(2), a_trial(1)], "last good 2, first failing --"),
+        (
+            [a_trial(9, Verdict.OOM), a_trial(7, Verdict.OOM), a_trial(8, Verdict.OOM)],
+            "last good --, first failing 7",
+        ),
+        # Under the cap less fits than before.
+        (
+            [a_trial(4), a_trial(8), a_trial(16, Verdict.OOM), a_trial(8, Verdict.OOM)],
+            "last good 4, first failing 8",
+        ),
+        # A failure that its recheck strikes out.
+        ([a_trial(16, Verdict.OOM), a_trial(9, Verdict.OOM), a_trial(9)], "last good 9, first failing 16"),
+    ],
+)
+def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
+    told = reporter("auto", terminal)
+    for trial in trials:
+        told.finished(trial)
+    told.started(1, Phase.CONFIRM)
+    assert f"| {bracket} |" in terminal.screen
+
+
+@pytest.mark.parametrize("columns", [1, 2, 10, 40, 79])
+def test_the_status_line_keeps_a_column_free(terminal, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    told = reporter("auto", terminal)
+    told.started(128, Phase.GROW)
+    assert len(terminal.screen) <= columns - 1
+
+
+def test_colour_is_garnish(terminal, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "")
+    told = reporter("auto", terminal, clock=lambda: 0)
+    told.started(128, Phase.GROW)
+    coloured = terminal.screen
+    monkeypatch.setenv("NO_COLOR", "1")
+    told.started(128, Phase.GROW)
+    assert "\x1b" in coloured
+    assert "\x1b" not in terminal.screen
+    assert re.sub(r"\x1b\[\d*m", "", coloured) == terminal.screen
+
+
+def test_auto_off_a_terminal_is_plain_lines():
+    stream = io.StringIO()
+    tell(reporter("auto", stream), GOOD, BAD)
+    assert stream.getvalue() == f"{trial_line(GOOD)}\n{trial_line(BAD)}\n"
+
+
+def test_a_terminal_that_cannot_erase_gets_plain_lines(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    tell(reporter("auto", terminal), GOOD)
+    assert terminal.getvalue() == f"{trial_line(GOOD)}\n"
+
+
+def test_plain_is_plain_on_a_terminal_too(terminal):
+    tell(reporter("plain", terminal), GOOD)
+    assert terminal.getvalue() == f"{trial_line(GOOD)}\n"
+
+
+def test_a_line_is_there_before_the_next_trial_starts():
+    raw = io.BytesIO()
+    buffered = io.TextIOWrapper(raw)
+    reporter("plain", buffered).finished(GOOD)
+    assert raw.getvalue().endswith(b"\n")
+
+
+def test_off_is_silent(terminal):
+    tell(reporter("off", terminal), GOOD, BAD)
+    assert terminal.getvalue() == ""
+
+
+def test_a_callable_gets_each_trial_once_and_nothing_is_written(capsys):
+    heard = []
+    tell(reporter(heard.append), GOOD, BAD)
+    assert heard == [GOOD, BAD]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_a_callable_raises_is_not_caught():
+    def refuse(trial):
+        raise BrokenPipeError("mine")
+
+    with pytest.raises(BrokenPipeError, match="mine"):
+        reporter(refuse).finished(GOOD)
+
+
+@pytest.mark.parametrize("progress", ["plain", "auto"])
+def test_stderr_is_looked_up_when_something_is_written(monkeypatch, progress):
+    told, later = reporter(progress), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", later)
+    told.finished(GOOD)
+    assert "batch 64" in later.getvalue()
+
+
+def test_nothing_goes_to_stdout(capsys):
+    tell(reporter("plain"), GOOD)
+    assert capsys.readouterr() == ("", f"{trial_line(GOOD)}\n")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [BrokenPipeError(), OSError(28, "No space left on device"), ValueError("I/O operation on closed file.")],
+)
+def test_a_broken_stream_does_not_end_a_probe(error, terminal):
+    tell(reporter("auto", Broken(error, terminal)), GOOD, BAD)
+
+
+@pytest.mark.parametrize("progress", ["auto", "plain"])
+def test_a_closed_stream_does_not_end_a_probe(progress):
+    stream = io.StringIO()
+    stream.close()
+    tell(reporter(progress, stream), GOOD)
+
+
+def test_a_terminal_closed_on_the_way_does_not_end_a_probe(terminal):
+    told = reporter("auto", terminal)
+    terminal.close()
+    tell(told, GOOD)
+
+
+@pytest.mark.parametrize("progress", ["auto", "plain", "off"])
+def test_a_process_without_stderr_can_be_probed(monkeypatch, progress):
+    monkeypatch.setattr(sys, "stderr", None)
+    tell(reporter(progress), GOOD)
+
+
+def test_an_interrupt_while_writing_goes_through():
+    with pytest.raises(KeyboardInterrupt):
+        reporter("plain", Broken(KeyboardInterrupt(), terminal=False)).finished(GOOD)
+
+
+@pytest.mark.parametrize("progress", ["AUTO", "", None, 1, True, ["auto"]])
+def test_an_unknown_value_is_answered_with_the_known_ones(progress):
+    words = f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}"
+    with pytest.raises(InvalidArgumentError, match=re.escape(words)):
+        reporter(progress)

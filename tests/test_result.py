@@ -1,0 +1,247 @@
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.fit import LinearFit, fit_line
+from oomprobe.result import SCHEMA_VERSION, Phase, ProbeResult, Trial
+from oomprobe.verdict import Verdict
+
+counts = st.integers(0, 2**63)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+words = st.text(max_size=30)
+
+
+def maybe(strategy):
+    return st.none() | strategy
+
+
+trials = st.builds(
+    Trial,
+    batch_size=counts,
+    verdict=st.sampled_from(Verdict),
+    phase=st.sampled_from(Phase),
+    steps=counts,
+    cap_bytes=maybe(counts),
+    peak_allocated_bytes=maybe(counts),
+    peak_reserved_bytes=maybe(counts),
+    step_s=maybe(floats),
+    samples_per_s=maybe(floats),
+    alloc_retries=counts,
+    leaked_bytes=st.integers(-(2**40), 2**40),
+    error=maybe(words),
+    where=maybe(words),
+    step_name=maybe(words),
+    accumulation_steps=st.integers(1, 64),
+)
+lines = st.builds(
+    LinearFit,
+    fixed_bytes=floats,
+    bytes_per_sample=floats,
+    r_squared=floats,
+    max_relative_error=floats,
+    predicted_max_batch=maybe(counts),
+)
+results = st.builds(
+    ProbeResult,
+    batch_size=st.integers(1, 2**63),
+    limit_batch_size=counts,
+    first_failing_batch_size=maybe(counts),
+    limited_by=st.sampled_from(["memory", "host_memory", "max_batch", "size_limit"]),
+    limiting_step=maybe(words),
+    trials=st.lists(trials, max_size=6).map(tuple),
+    fit=maybe(lines),
+    device=words,
+    budget_bytes=counts,
+    available_bytes=counts,
+    notes=st.lists(words, max_size=3).map(tuple),
+    not_covered=st.lists(words, max_size=3).map(tuple),
+    contaminated=st.booleans(),
+    state_verified=st.booleans(),
+    environment=st.dictionaries(words, maybe(words), max_size=3),
+    estimates=st.dictionaries(words, maybe(floats), max_size=3),
+    options=st.fixed_dictionaries({}, optional={
+        "memory_fraction": st.floats(0.01, 1),
+        "multiple_of": st.integers(1, 16),
+        "global_batch": maybe(st.integers(1, 2**40)),
+        "world_size": st.integers(1, 8),
+    }),
+    elapsed_s=floats,
+    in_steps_s=floats,
+)  # fmt: skip
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | floats | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def a_trial(batch_size=1, verdict=Verdict.FITS, phase=Phase.GROW, **rest):
+    return Trial(batch_size=batch_size, verdict=verdict, phase=phase, **rest)
+
+
+def a_result(**changes):
+    values = {
+        "batch_size": 4,
+        "limit_batch_size": 4,
+        "first_failing_batch_size": 5,
+        "limited_by": "memory",
+        "trials": (a_trial(4), a_trial(5, Verdict.OOM), a_trial(4, phase=Phase.CONFIRM)),
+        "fit": fit_line([(1, 10), (2, 20), (4, 40)], 40),
+        "device": "test device",
+        "budget_bytes": 90,
+        "available_bytes": 100,
+    }
+    return ProbeResult(**{**values, **changes})
+
+
+@given(results)
+def test_a_result_survives_json(result):
+    assert ProbeResult.from_dict(json.loads(result.to_json())) == result
+
+
+@given(results)
+def test_reading_gives_the_types_back(result):
+    read = ProbeResult.from_dict(result.to_dict())
+    assert all(type(t.verdict) is Verdict and type(t.phase) is Phase for t in read.trials)
+    assert isinstance(read.trials, tuple)
+    assert isinstance(read.notes, tuple)
+    assert isinstance(read.not_covered, tuple)
+
+
+def test_a_dict_is_json_types_only():
+    assert json.loads(json.dumps(a_result().to_dict())) == a_result().to_dict()
+
+
+def test_options_that_json_does_not_know_are_written_as_text(tmp_path):
+    written = a_result(options={"journal": tmp_path, "preserve": (1, object)}).to_dict()["options"]
+    assert written == {"journal": str(tmp_path), "preserve": [1, str(object)]}
+
+
+def test_to_json_writes_what_it_returns(tmp_path):
+    path = tmp_path / "result.json"
+    text = a_result(notes=("gr\u00f6\u00dfer",)).to_json(path)
+    assert path.read_text(encoding="utf-8") == text
+    assert ProbeResult.from_dict(json.loads(text)).notes == ("gr\u00f6\u00dfer",)
+
+
+def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a_result().to_json()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_schema_version_is_refused_by_number(version):
+    data = {**a_result().to_dict(), "schema_version": version}
+    with pytest.raises(
+        InvalidArgumentError, match=f"schema_version {version!r}; this oomprobe reads {SCHEMA_VERSION}"
+    ):
+        ProbeResult.from_dict(data)
+
+
+def test_without_a_schema_version_it_is_refused():
+    data = a_result().to_dict()
+    del data["schema_version"]
+    with pytest.raises(InvalidArgumentError, match="schema_version None"):
+        ProbeResult.from_dict(data)
+
+
+@given(json_values)
+def test_garbage_is_an_invalid_argument(data):
+    with pytest.raises(InvalidArgumentError):
+        ProbeResult.from_dict(data)
+
+
+@given(st.sampled_from([field.name for field in dataclasses.fields(ProbeResult)]), json_values)
+def test_garbage_in_one_place_is_refused_or_can_be_written_again(name, value):
+    data = {**a_result().to_dict(), name: value}
+    try:
+        result = ProbeResult.from_dict(data)
+    except InvalidArgumentError:
+        return
+    assert str(result)
+    assert ProbeResult.from_dict(result.to_dict()) == result
+
+
+@pytest.mark.parametrize("name", ["batch_size", "trials", "device", "notes", "limited_by"])
+def test_a_missing_key_is_named(name):
+    data = a_result().to_dict()
+    del data[name]
+    with pytest.raises(InvalidArgumentError, match=name):
+        ProbeResult.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch_size": "4"},
+        {"batch_size": True},
+        {"batch_size": None},
+        {"verdict": "fine"},
+        {"phase": "shrink"},
+        {"peak_allocated_bytes": "much"},
+        {"steps": 1.5},
+    ],
+)
+def test_a_trial_that_is_none_is_refused(changes):
+    data = a_result().to_dict()
+    data["trials"][0].update(changes)
+    with pytest.raises(InvalidArgumentError, match="not a result that oomprobe wrote"):
+        ProbeResult.from_dict(data)
+
+
+def test_keys_of_a_newer_oomprobe_are_ignored():
+    data = a_result().to_dict()
+    for part in (data, data["trials"][0], data["fit"]):
+        part["invented_later"] = {"a": 1}
+    assert ProbeResult.from_dict(data) == a_result()
+
+
+def test_keys_with_a_default_may_be_missing():
+    data = a_result().to_dict()
+    for name in ("environment", "estimates", "options", "elapsed_s", "limiting_step", "contaminated"):
+        del data[name]
+    del data["trials"][0]["step_name"]
+    assert ProbeResult.from_dict(data) == a_result()
+
+
+@pytest.mark.parametrize("thing", [a_trial(), a_result()])
+def test_data_are_frozen(thing):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        thing.batch_size = 8
+    assert not hasattr(thing, "__dict__")
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_only_fits_has_passed(verdict):
+    assert a_trial(verdict=verdict).passed == (verdict is Verdict.FITS)
+
+
+def test_a_plan_says_ran_only_of_passing_trials():
+    result = a_result(
+        batch_size=6, trials=(a_trial(6), a_trial(5, Verdict.OOM), a_trial(4, accumulation_steps=3))
+    )
+    ran = {e.micro_batch: (e.ran, e.ran_accumulated) for n in (6, 5, 4) for e in result.plan(n)}
+    assert (ran[6], ran[5], ran[4]) == ((True, False), (False, False), (True, True))
+
+
+def test_a_plan_keeps_to_the_answer_and_to_multiple_of():
+    result = a_result(batch_size=96, options={"multiple_of": 32})
+    assert (result.plan(512, world_size=2)[0].micro_batch, result.plan(512, world_size=2)[0].exact) == (
+        64,
+        True,
+    )
+    assert all(e.micro_batch % 32 == 0 and e.micro_batch <= 96 for e in result.plan(1000))
+
+
+def test_a_plan_for_no_samples_is_an_invalid_argument():
+    with pytest.raises(InvalidArgumentError, match="global_batch"):
+        a_result().plan(0)
+
+
+def test_as_text_a_result_is_its_report():
+    assert str(a_result()).endswith("verdict: batch 4 fits in 90 B (90 % of 100 B on test device)\n")

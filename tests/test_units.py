@@ -1,0 +1,101 @@
+import contextlib
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.units import byte_unit, format_bytes, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("1", 1),
+        ("512B", 512),
+        ("800MB", 800_000_000),
+        ("24GiB", 24 * 2**30),
+        ("24 gib", 24 * 2**30),
+        ("24Gi", 24 * 2**30),
+        (" 1.5 kB ", 1500),
+        ("0.5TiB", 2**39),
+        ("2T", 2 * 10**12),
+        ("9007199254740993", 2**53 + 1),  # a float has no such number
+        ("1.000000001GB", 1_000_000_001),
+    ],
+)
+def test_reads_sizes_as_people_write_them(text, size_bytes):
+    assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GiB",
+        "0",
+        "0.4B",
+        "-1GiB",
+        "1e9",
+        "1.GiB",
+        ".5GiB",
+        "5i",
+        "5iB",
+        "4 GiBs",
+        "4PiB",
+        "4,5GiB",
+        "nan",
+        "9" * 400,
+    ],
+)
+def test_refuses_what_is_no_size_and_shows_how_to_write_one(text):
+    with pytest.raises(InvalidArgumentError, match="write it like '24GiB'"):
+        parse_bytes(text)
+
+
+@given(st.text())
+def test_any_text_is_a_size_or_an_invalid_argument(text):
+    with contextlib.suppress(InvalidArgumentError):
+        assert parse_bytes(text) >= 1
+
+
+@given(st.integers(1, 2**50))
+def test_what_is_written_reads_back_within_the_two_decimals(size_bytes):
+    assert parse_bytes(format_bytes(size_bytes)) == pytest.approx(size_bytes, rel=0.005)
+
+
+@given(st.integers(0, 2**80))
+def test_a_negative_size_is_written_like_a_positive_one(size_bytes):
+    assert format_bytes(-size_bytes).lstrip("-") == format_bytes(size_bytes)
+
+
+@given(st.integers(1, 2**49))
+def test_the_unit_leaves_a_number_of_at_least_one(size_bytes):
+    _, factor = byte_unit(size_bytes)
+    assert 1 <= size_bytes / factor < 1024
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [
+        (0, "0 ms"),
+        (0.0123, "12.3 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (59.94, "59.9 s"),
+        (119.9, "120 s"),
+        (120, "2 min 0 s"),
+        (3601, "60 min 1 s"),
+        (float("inf"), "inf s"),
+        (float("nan"), "nan s"),
+    ],
+)
+def test_durations(duration_s, text):
+    assert format_seconds(duration_s) == text
+
+
+@given(st.floats(min_value=0, max_value=120))
+@example(0.99951)
+def test_no_duration_of_a_step_is_written_with_an_exponent_above_a_microsecond(duration_s):
+    if duration_s > 1e-6:
+        assert "e+" not in format_seconds(duration_s)

@@ -1,0 +1,564 @@
+import copy
+import errno
+import gc
+import json
+import re
+import subprocess
+import sys
+import weakref
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomprobe import error_texts
+from oomprobe.error_texts import ERROR_TEXTS
+from oomprobe.verdict import (
+    MAX_LINKS,
+    MAX_TEXT,
+    Evidence,
+    Facts,
+    Verdict,
+    classify_error,
+    facts_of,
+    is_ambiguous,
+    judge,
+)
+
+DATA = Path(__file__).parent / "data"
+SAID_BY_PYTHON = {
+    "ValueError": ValueError,
+    "OSError": OSError,
+    "ImportError": ImportError,
+    "MemoryError": MemoryError,
+}
+
+OOM_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
+HOST_TEXT = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+)
+ENGINE_TEXT = "GET was unable to find an engine to execute this computation"
+TEGRA_TEXT = (
+    'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/c10/cuda/CUDACachingAllocator.cpp":995, please'
+)
+EXECUTION_TEXT = "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"
+
+CORROBORATED = Evidence(smaller_size_passed=True, memory_pressure=True)
+UNCORROBORATED = Evidence(smaller_size_passed=False, memory_pressure=False)
+SICK = Evidence(smaller_size_passed=True, memory_pressure=True, healthy=False)
+ON_HOST = Evidence(smaller_size_passed=True, memory_pressure=True, on_host=True)
+ALL_EVIDENCE = [
+    Evidence(smaller_size_passed=a, memory_pressure=b, healthy=c, on_host=d, integrated=e)
+    for a, b, c, d, e in product((False, True), repeat=5)
+]
+
+
+def every_message():
+    for name in ("error_messages.json", "more_error_messages.json"):
+        for number, row in enumerate(json.loads((DATA / name).read_text(encoding="utf-8"))):
+            words = re.sub(r"[^A-Za-z0-9]+", "-", row["message"])[:48].strip("-")
+            yield pytest.param(row, id=f"{name[:4]}{number}-{row['verdict']}-{words}")
+
+
+MESSAGES = list(every_message())
+
+
+def as_raised(row):
+    kind = row["exception"]
+    if kind.startswith("torch.OutOfMemoryError") or kind == "torch.cuda.OutOfMemoryError":
+        return torch.OutOfMemoryError(row["message"])
+    if kind == "torch.AcceleratorError":
+        return torch.AcceleratorError(row["message"])
+    if kind.endswith("(MemoryError)"):
+        return MemoryError(row["message"])
+    return SAID_BY_PYTHON.get(kind, RuntimeError)(row["message"])
+
+
+def may_be_quoted(row):
+    """Whether the text alone tells: not what is known by its class, nor the one row that wants the whole text."""
+    return row["exception"] not in SAID_BY_PYTHON and row["message"] != "integer out of range"
+
+
+def caused(outer, inner):
+    outer.__cause__ = inner
+    return outer
+
+
+class TestTable:
+    @pytest.mark.parametrize("row", MESSAGES)
+    def test_each_message_gets_its_verdict(self, row):
+        facts = facts_of(as_raised(row))
+        assert judge(facts).name == row["verdict"]
+        assert is_ambiguous(facts) == row["ambiguous"]
+
+    @pytest.mark.parametrize("row", [p for p in MESSAGES if may_be_quoted(*p.values)])
+    def test_each_message_is_recognised_inside_a_worker_traceback(self, row):
+        text = "Caught RuntimeError in replica 0 on device 0.\nOriginal Traceback (most recent call last):\n"
+        wrapped = RuntimeError(f'{text}  File "train.py", line 26\nRuntimeError: {row["message"]}')
+        assert classify_error(wrapped).name == row["verdict"]
+
+    @pytest.mark.parametrize("row", MESSAGES)
+    def test_each_message_has_a_source(self, row):
+        assert row["source"].strip()
+
+    @pytest.mark.parametrize("row", ERROR_TEXTS, ids=lambda row: f"{row.verdict}-{row.pattern.pattern[:40]}")
+    def test_rows_are_sourced_and_do_not_match_everything(self, row):
+        assert len(row.source) > 5
+        assert not row.pattern.search("mat1 and mat2 shapes cannot be multiplied (3x4 and 3x4)")
+        assert not row.pattern.search("")
+        assert not row.redeemable or (row.verdict == "POISONED" and row.ambiguous)
+
+    def test_shared_messages_are_all_here(self):
+        shared = Path("/work/shared/data/error_messages.json")
+        if not shared.exists():
+            pytest.skip("the shared copy is not on this machine")
+        assert json.loads(shared.read_text()) == json.loads((DATA / "error_messages.json").read_text())
+
+
+class TestTraps:
+    def test_advice_on_device_side_assertions_is_not_an_assertion(self):
+        advice = "\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+        assert classify_error(RuntimeError("CUDA error: out of memory" + advice)) is Verdict.OOM
+        assert (
+            classify_error(RuntimeError("CUDA error: device-side assert triggered" + advice))
+            is Verdict.POISONED
+        )
+
+    def test_two_gibibytes_are_not_the_32_bit_limit(self):
+        for size in (2147483647, 2147483648, 4294967296, 65536):
+            text = f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes."
+            assert classify_error(RuntimeError(text)) is Verdict.OOM
+        assert (
+            classify_error(RuntimeError("only tensors with less than 2147483647 elements"))
+            is Verdict.SIZE_LIMIT
+        )
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            ValueError("the buffer ran out of memory"),
+            ValueError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            ValueError("batch too large"),
+            RuntimeError("batch too large"),
+            RuntimeError("the replay memory is full; out of memory slots"),
+            RuntimeError("image too large to fit into the canvas"),
+            RuntimeError("audio device not ready"),
+            KeyError("CUDA error: an illegal memory access was encountered"),
+            OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x"),
+            AssertionError(OOM_TEXT),
+            TypeError("unsupported operand"),
+        ],
+        ids=repr,
+    )
+    def test_a_users_sentence_is_a_bug(self, error):
+        assert classify_error(error) is Verdict.BUG
+        assert classify_error(error, CORROBORATED) is Verdict.BUG
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "out of resource: shared memory, Required: 131072, Hardware limit: 101376.",
+            "Unexpected bus error encountered in worker. Perhaps insufficient shared memory (shm).",
+            "unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)",
+        ],
+    )
+    def test_shared_memory_is_a_bug(self, text):
+        assert classify_error(RuntimeError(text), CORROBORATED) is Verdict.BUG
+
+    def test_jetsons_assert_is_memory_and_any_other_is_poison(self):
+        assert classify_error(RuntimeError(TEGRA_TEXT)) is Verdict.OOM
+        assert (
+            classify_error(RuntimeError(TEGRA_TEXT.replace("NVML_SUCCESS == r", "block"))) is Verdict.POISONED
+        )
+
+    def test_a_device_text_is_read_from_a_memory_error(self):
+        rmm = MemoryError("std::bad_alloc: out_of_memory: CUDA error at: rmm.hpp cudaErrorMemoryAllocation")
+        assert classify_error(rmm, UNCORROBORATED) is Verdict.OOM
+
+    def test_the_ends_of_a_long_text_are_read(self):
+        for text in (OOM_TEXT + "x" * 10 * MAX_TEXT, "x" * 10 * MAX_TEXT + "\n" + OOM_TEXT):
+            error = RuntimeError(text)
+            assert classify_error(error) is Verdict.OOM
+            assert len(facts_of(error).links[0].text) < 3 * MAX_TEXT
+
+
+class TestCodes:
+    @pytest.mark.parametrize("code", sorted(error_texts.STICKY_CODES))
+    def test_sticky(self, code):
+        error = torch.AcceleratorError(OOM_TEXT)
+        error.error_code = code
+        assert classify_error(error) is Verdict.POISONED
+        assert classify_error(error, CORROBORATED) is Verdict.POISONED
+
+    @pytest.mark.parametrize("code", [0, 1, 9, 101, 209, 701, 801, 901, True, None, "700", 700.0])
+    def test_not_sticky(self, code):
+        error = torch.AcceleratorError("a text that says nothing")
+        error.error_code = code
+        assert classify_error(error) is Verdict.BUG
+
+    def test_two_is_out_of_memory(self):
+        error = torch.AcceleratorError("a text that says nothing")
+        error.error_code = 2
+        assert classify_error(error, UNCORROBORATED) is Verdict.OOM
+
+    def test_other_peoples_codes_do_not_count(self):
+        class RequestFailed(RuntimeError):
+            error_code = 2
+
+        assert classify_error(RequestFailed("no such bucket")) is Verdict.BUG
+
+    def test_a_code_comes_before_any_text(self):
+        error = caused(torch.OutOfMemoryError(OOM_TEXT), torch.AcceleratorError("x"))
+        error.__cause__.error_code = 719
+        assert classify_error(error) is Verdict.POISONED
+
+
+class TestEvidence:
+    @pytest.mark.parametrize("evidence", ALL_EVIDENCE)
+    def test_a_sick_process_is_poisoned_whatever_the_text(self, evidence):
+        for text in (OOM_TEXT, ENGINE_TEXT, "invalid configuration argument", "a bug"):
+            verdict = classify_error(RuntimeError(text), evidence)
+            assert (verdict is Verdict.POISONED) == (not evidence.healthy)
+
+    @pytest.mark.parametrize("evidence", [e for e in ALL_EVIDENCE if e.healthy])
+    def test_rows_that_are_sure_ignore_it(self, evidence):
+        assert classify_error(RuntimeError(OOM_TEXT), evidence) is Verdict.OOM
+        assert classify_error(torch.OutOfMemoryError("?"), evidence) is Verdict.OOM
+        assert (
+            classify_error(RuntimeError("quantile() input tensor is too large"), evidence)
+            is Verdict.SIZE_LIMIT
+        )
+        assert classify_error(RuntimeError("CUDA error: misaligned address"), evidence) is Verdict.POISONED
+
+    @pytest.mark.parametrize("evidence", [e for e in ALL_EVIDENCE if e.healthy])
+    def test_an_unsure_memory_text_needs_both(self, evidence):
+        both = evidence.smaller_size_passed and evidence.memory_pressure
+        expected = Verdict.OOM if both else Verdict.BUG
+        assert classify_error(RuntimeError(ENGINE_TEXT), evidence) is expected
+        assert classify_error(RuntimeError(EXECUTION_TEXT), evidence) is expected
+        tegra = Verdict.OOM if both and evidence.integrated else Verdict.BUG
+        assert classify_error(RuntimeError(TEGRA_TEXT), evidence) is tegra
+
+    @pytest.mark.parametrize("evidence", [e for e in ALL_EVIDENCE if e.healthy])
+    def test_an_unsure_size_text_needs_a_smaller_size(self, evidence):
+        expected = Verdict.SIZE_LIMIT if evidence.smaller_size_passed else Verdict.BUG
+        assert classify_error(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), evidence) is expected
+
+    @pytest.mark.parametrize("evidence", ALL_EVIDENCE)
+    def test_device_not_ready_is_never_redeemed(self, evidence):
+        assert (
+            classify_error(RuntimeError("CUDA driver error: device not ready"), evidence) is Verdict.POISONED
+        )
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            RuntimeError(HOST_TEXT),
+            MemoryError(),
+            RuntimeError("std::bad_alloc"),
+            OSError(12, "Cannot allocate memory"),
+        ],
+        ids=repr,
+    )
+    def test_whose_memory_it_was(self, error):
+        assert classify_error(error) is Verdict.OOM
+        assert classify_error(error, ON_HOST) is Verdict.OOM
+        assert classify_error(error, UNCORROBORATED) is Verdict.HOST_OOM
+
+    def test_an_unsure_host_text_needs_both_too(self):
+        error = RuntimeError("could not create a primitive")
+        assert classify_error(error, ON_HOST) is Verdict.OOM
+        assert classify_error(error, CORROBORATED) is Verdict.HOST_OOM
+        assert classify_error(error, UNCORROBORATED) is Verdict.BUG
+
+    def test_no_facts_is_a_bug(self):
+        assert judge(Facts()) is Verdict.BUG
+        assert judge(Facts(), SICK) is Verdict.POISONED
+        assert not is_ambiguous(Facts())
+
+
+class TestChain:
+    def test_the_cause_is_read(self):
+        assert classify_error(caused(ValueError("step failed"), torch.OutOfMemoryError("?"))) is Verdict.OOM
+
+    def test_a_runtime_error_from_a_key_error_is_a_bug(self):
+        assert classify_error(caused(RuntimeError("step failed"), KeyError("labels"))) is Verdict.BUG
+
+    def test_the_context_is_not_read(self):
+        error = KeyError("labels")
+        error.__context__ = torch.OutOfMemoryError(OOM_TEXT)
+        assert classify_error(error) is Verdict.BUG
+
+    def test_the_stronger_link_decides_wherever_it_stands(self):
+        poison, memory = RuntimeError("CUDA error: misaligned address"), torch.OutOfMemoryError(OOM_TEXT)
+        assert classify_error(caused(poison, memory)) is Verdict.POISONED
+        poison.__cause__ = None
+        assert classify_error(caused(memory, poison)) is Verdict.POISONED
+
+    def test_a_sure_poison_is_not_redeemed_by_an_unsure_one(self):
+        error = caused(RuntimeError(EXECUTION_TEXT), RuntimeError("CUDA error: misaligned address"))
+        assert classify_error(error, CORROBORATED) is Verdict.POISONED
+
+    def test_a_sure_memory_text_needs_no_evidence_for_an_unsure_one(self):
+        error = caused(RuntimeError(ENGINE_TEXT), RuntimeError(OOM_TEXT))
+        assert classify_error(error, UNCORROBORATED) is Verdict.OOM
+        assert not is_ambiguous(facts_of(error))
+
+    def test_groups(self):
+        group = ExceptionGroup("ranks", [KeyError("x"), ExceptionGroup("inner", [RuntimeError(OOM_TEXT)])])
+        assert classify_error(group) is Verdict.OOM
+        assert classify_error(ExceptionGroup("ranks", [KeyError("x"), ValueError(OOM_TEXT)])) is Verdict.BUG
+
+    def test_cycles(self):
+        first, second = RuntimeError("one"), RuntimeError("two")
+        first.__cause__, second.__cause__ = second, first
+        first.inner_exception = first
+        assert len(facts_of(first).links) == 2
+
+    def test_depth_is_limited(self):
+        error = RuntimeError(OOM_TEXT)
+        for _ in range(10 * MAX_LINKS):
+            error = caused(RuntimeError("wrapped"), error)
+        assert len(facts_of(error).links) == MAX_LINKS
+        assert classify_error(error) is Verdict.BUG
+
+    def test_a_chain_that_never_ends(self):
+        class Endless(RuntimeError):
+            @property
+            def inner_exception(self):
+                return Endless()
+
+        assert 1 <= len(facts_of(Endless()).links) <= MAX_LINKS
+
+
+class Hostile(RuntimeError):
+    """Whatever is asked of it, it raises."""
+
+    def __str__(self):
+        raise ValueError("no text for you")
+
+    def __getattribute__(self, name):
+        raise ValueError(f"no {name} for you")
+
+
+class PlainFailure(RuntimeError):
+    """As RuntimeError, but a weak reference to it can be made."""
+
+
+class OddText(str):
+    __slots__ = ("kept",)
+
+
+class TestTotality:
+    @pytest.mark.parametrize(
+        "thing", [None, 42, "CUDA out of memory", RuntimeError, object(), [], Hostile], ids=repr
+    )
+    def test_what_is_no_exception_is_a_bug(self, thing):
+        assert classify_error(thing) is Verdict.BUG
+
+    def test_an_exception_that_raises(self):
+        assert classify_error(Hostile()) is Verdict.BUG
+        assert classify_error(caused(RuntimeError("x"), Hostile())) is Verdict.BUG
+        assert classify_error(ExceptionGroup("g", [Hostile(), RuntimeError(OOM_TEXT)])) is Verdict.OOM
+
+    def test_exits_are_bugs_here(self):
+        assert classify_error(KeyboardInterrupt()) is Verdict.BUG
+        assert classify_error(SystemExit(1)) is Verdict.BUG
+
+    def test_a_class_with_odd_names(self):
+        odd = type("Odd", (RuntimeError,), {"__module__": 42})
+        assert classify_error(odd(OOM_TEXT)) is Verdict.OOM
+
+    odd_values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.just(object()),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+        max_leaves=5,
+    )
+    kinds = st.sampled_from(
+        [RuntimeError, MemoryError, ValueError, KeyError, OSError, RecursionError, Hostile]
+    )
+    torch_kinds = st.sampled_from([torch.OutOfMemoryError, torch.AcceleratorError])
+    base_kinds = st.sampled_from([BaseException, SystemExit, KeyboardInterrupt, StopIteration])
+
+    @given(
+        kind=kinds | torch_kinds | base_kinds,
+        args=st.lists(odd_values, max_size=3),
+        attributes=st.dictionaries(
+            st.sampled_from(["error_code", "inner_exception", "exceptions", "args"]), odd_values, max_size=4
+        ),
+        evidence=st.none() | st.sampled_from(ALL_EVIDENCE),
+    )
+    def test_odd_exceptions(self, kind, args, attributes, evidence):
+        error = kind(*args)
+        for name, value in attributes.items():
+            try:
+                setattr(error, name, value)
+            except TypeError:  # args that are no sequence
+                continue
+        facts = facts_of(error)
+        assert isinstance(judge(facts, evidence), Verdict)
+        assert classify_error(error, evidence) is judge(facts, evidence)
+        assert isinstance(is_ambiguous(facts), bool)
+        assert_plain(facts)
+
+    @given(st.text(max_size=300), st.none() | st.sampled_from(ALL_EVIDENCE))
+    def test_odd_texts(self, text, evidence):
+        assert isinstance(classify_error(RuntimeError(text), evidence), Verdict)
+
+    @given(
+        st.lists(
+            st.sampled_from([OOM_TEXT, HOST_TEXT, ENGINE_TEXT, EXECUTION_TEXT, "a bug"]),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    def test_the_order_of_a_chain_does_not_matter(self, texts):
+        def chain(texts):
+            error = None
+            for text in texts:
+                error = caused(RuntimeError(text), error)
+            return error
+
+        for evidence in (None, CORROBORATED, UNCORROBORATED):
+            forward, backward = (classify_error(chain(t), evidence) for t in (texts, texts[::-1]))
+            memory = {Verdict.OOM, Verdict.HOST_OOM}
+            assert forward is backward or {forward, backward} <= memory
+
+
+def assert_plain(facts):
+    for link in facts.links:
+        assert type(link.text) is str
+        assert all(type(name) is str for name in link.classes)
+        assert link.error_code is None or type(link.error_code) is int
+
+
+class TestNothingIsKept:
+    @pytest.fixture(autouse=True)
+    def _no_collector(self):
+        gc.collect()
+        gc.disable()
+        yield
+        gc.enable()
+
+    @pytest.mark.parametrize(
+        "kind", [PlainFailure, torch.OutOfMemoryError, Hostile], ids=lambda k: k.__name__
+    )
+    def test_the_exception_dies_with_its_frames(self, kind):
+        class Activation:
+            pass
+
+        def fail():
+            tensor = Activation()
+            alive.append(weakref.ref(tensor))
+            raise caused(kind(OOM_TEXT), RuntimeError("inner"))
+
+        alive, facts = [], None
+        try:
+            fail()
+        except RuntimeError as error:
+            alive.append(weakref.ref(error))
+            facts = facts_of(error)
+            judge(facts, CORROBORATED)
+        assert facts is not None
+        assert [ref() for ref in alive] == [None, None]
+
+    def test_a_text_that_carries_more_than_text(self):
+        class Carrier(RuntimeError):
+            def __str__(self):
+                text = OddText(OOM_TEXT)
+                text.kept = self
+                return text
+
+        error = Carrier()
+        error.error_code = type("Code", (int,), {})(700)
+        facts, ref = facts_of(error), weakref.ref(error)
+        assert_plain(facts)
+        del error
+        gc.collect()  # the exception is its own text's owner
+        assert ref() is None
+        assert copy.deepcopy(facts) == facts
+
+
+class TestRealErrors:
+    def provoke(self, act):
+        with pytest.raises(BaseException) as caught:  # noqa: PT011  what it raises is the question
+            act()
+        return caught.value
+
+    @pytest.mark.parametrize(
+        ("act", "verdict"),
+        [
+            pytest.param(lambda: torch.empty(2**50, dtype=torch.uint8), Verdict.OOM, id="torch.empty"),
+            pytest.param(lambda: np.zeros(2**45), Verdict.OOM, id="numpy"),
+            pytest.param(lambda: bytearray(2**62), Verdict.OOM, id="python"),
+            pytest.param(lambda: np.zeros(2**62), Verdict.SIZE_LIMIT, id="numpy-too-big"),
+            pytest.param(lambda: np.zeros(2**63), Verdict.SIZE_LIMIT, id="numpy-dimension"),
+            pytest.param(lambda: torch.empty(2**40, 2**40), Verdict.SIZE_LIMIT, id="storage"),
+            pytest.param(lambda: torch.empty(2**63), Verdict.SIZE_LIMIT, id="unpack"),
+            pytest.param(lambda: torch.ones(1).expand(2**62, 4).sum(), Verdict.SIZE_LIMIT, id="numel"),
+            pytest.param(
+                lambda: torch.quantile(torch.zeros(2**24 + 1), 0.5), Verdict.SIZE_LIMIT, id="quantile"
+            ),
+            pytest.param(
+                lambda: torch.multinomial(torch.ones(2**24 + 1), 1), Verdict.SIZE_LIMIT, id="multinomial"
+            ),
+            pytest.param(lambda: torch.zeros(3, 4) @ torch.zeros(3, 4), Verdict.BUG, id="mat1-mat2"),
+            pytest.param(lambda: torch.empty(-5), Verdict.BUG, id="negative"),
+            pytest.param(lambda: torch.zeros(3)[5], Verdict.BUG, id="index"),
+            pytest.param(
+                lambda: torch.nn.BatchNorm1d(4)(torch.zeros(1, 4)), Verdict.BUG, id="batch-norm-of-one"
+            ),
+            pytest.param(lambda: torch.zeros(1, device="cuda"), Verdict.BUG, id="no-cuda"),
+        ],
+    )
+    def test_provoked(self, act, verdict):
+        if torch.cuda.is_available() and verdict is Verdict.BUG:
+            pytest.skip("one of these is about a machine without CUDA")
+        assert classify_error(self.provoke(act)) is verdict
+
+    def test_host_memory_beside_a_device(self):
+        error = self.provoke(lambda: torch.empty(2**50, dtype=torch.uint8))
+        assert classify_error(error, UNCORROBORATED) is Verdict.HOST_OOM
+
+    def test_a_compiler_that_ran_out_of_memory(self):
+        from torch._dynamo.exc import BackendCompilerFailed
+
+        def inductor():
+            pass
+
+        memory = BackendCompilerFailed(inductor, torch.OutOfMemoryError(OOM_TEXT), None)
+        assert not isinstance(memory, torch.OutOfMemoryError)
+        assert classify_error(memory, UNCORROBORATED) is Verdict.OOM
+        assert (
+            classify_error(BackendCompilerFailed(inductor, torch.OutOfMemoryError("?"), None)) is Verdict.OOM
+        )
+        assert classify_error(BackendCompilerFailed(inductor, KeyError("x"), None)) is Verdict.BUG
+
+    def test_a_worker(self):
+        class Failing(torch.utils.data.Dataset):
+            def __len__(self):
+                return 1
+
+            def __getitem__(self, index):
+                raise torch.OutOfMemoryError(OOM_TEXT)
+
+        loader = torch.utils.data.DataLoader(Failing(), num_workers=1)
+        error = self.provoke(lambda: list(loader))
+        assert str(error).startswith("Caught OutOfMemoryError in DataLoader worker")
+        assert classify_error(error) is Verdict.OOM
+
+
+@pytest.mark.parametrize(("module", "expected"), [("oomprobe.verdict", "False"), ("torch", "True")])
+def test_torch_is_not_imported(module, expected):
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, {module}; print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.stdout.strip() == expected
