@@ -86,8 +86,8 @@ _BLAS = (
 )
 _LIMIT = r"(?:>|<|<=|exceed\w*|than|at most|up to|maximum(?: of| is)?) ?"
 
-# The context is lost after these: "the process must be terminated and relaunched" in the enum's words, but for
-# 4, 709 (driver or context gone), 214 and 220 (uncorrectable ECC, NVLink). HIP uses the same numbers.
+# The context is lost after these: "the process must be terminated and relaunched" in the enum's words, but
+# for 4, 709 (driver or context gone), 214 and 220 (uncorrectable ECC, NVLink). HIP uses the same numbers.
 STICKY_CODES = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
 OUT_OF_MEMORY_CODE = 2  # cudaErrorMemoryAllocation, hipErrorOutOfMemory
 

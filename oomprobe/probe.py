@@ -14,6 +14,7 @@ from oomprobe.errors import DeviceLostError, InvalidArgumentError, UnreliableErr
 from oomprobe.interrupts import Interrupts
 from oomprobe.options import Options, StepFn, check_model, check_size, named_steps, refuse_ranks
 from oomprobe.progress import reporter
+from oomprobe.report import trials_table
 from oomprobe.result import ProbeResult, Trial
 from oomprobe.state import Keeper
 from oomprobe.trial import Trials
@@ -199,6 +200,9 @@ def _workbench(
                 yield bench
             except DeviceLostError as error:
                 lost, error.snapshot = True, keeper.host_copy()
+                raise
+            except (KeyboardInterrupt, SystemExit) as interruption:
+                interruption.add_note("oomprobe was interrupted; the trials so far:\n" + trials_table(bench.trials))
                 raise
             finally:
                 status.close()

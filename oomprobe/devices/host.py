@@ -75,8 +75,15 @@ class HostDevice:
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         self._cap_bytes = self._available_bytes if limit_bytes is None else limit_bytes
-        with _address_space(self._base_bytes + self._cap_bytes):
-            yield
+        plugs = linux.Plugs()
+        size = linux.process_bytes("VmSize") or 0
+        try:
+            with _address_space(size):
+                plugs.fill()
+            with _address_space(size + self._cap_bytes):
+                yield
+        finally:
+            plugs.drain()
 
     def start_trial(self) -> None:
         self._peak_is_fresh = linux.reset_resident_peak()

@@ -115,3 +115,31 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError):
         return
+
+
+LARGEST_HOLE_BYTES, SMALLEST_HOLE_BYTES = 2**36, 2**14
+
+
+class Plugs:
+    """Fills the holes that earlier trials left in malloc's heap, so that a trial cannot be served from them.
+
+    A fresh process has no such holes, and a limit on address space does not count them. Nothing is written to the
+    plugs, so they cost no memory. Only sensible while the address space cannot grow: otherwise malloc makes room.
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self._libc.malloc.restype, self._libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        self._libc.free.restype, self._libc.free.argtypes = None, [ctypes.c_void_p]
+        self._plugs: list[int] = []
+
+    def fill(self) -> None:
+        size = LARGEST_HOLE_BYTES
+        while size >= SMALLEST_HOLE_BYTES:
+            while plug := self._libc.malloc(size):
+                self._plugs.append(plug)
+            size //= 2
+
+    def drain(self) -> None:
+        while self._plugs:
+            self._libc.free(self._plugs.pop())
