@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
         result = dataclasses.replace(result, options={**result.options, **plan_options})
     if arguments.json not in (None, "-"):
         result.to_json(arguments.json)
-    print(result, file=sys.stderr if machine_reads else sys.stdout)  # noqa: T201
+    print(result, file=sys.stderr if machine_reads else sys.stdout)
     if arguments.json == "-":
         _write(sys.stdout, result.to_json())
     elif arguments.quiet:

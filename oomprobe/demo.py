@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -25,7 +27,8 @@ def conv_net() -> tuple[nn.Module, StepFn]:
         images = torch.randn(batch_size, 3, IMAGE_SIDE, IMAGE_SIDE, device=device)
         labels = torch.randint(CLASSES, (batch_size,), device=device)
         optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
+        loss: Any = F.cross_entropy(model(images), labels)
+        loss.backward()
         optimizer.step()
 
     return model, step
@@ -41,7 +44,8 @@ def small_gpt() -> tuple[nn.Module, StepFn]:
         tokens = torch.randint(VOCABULARY, (batch_size, CONTEXT + 1), device=device)
         optimizer.zero_grad()
         logits = model(tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        loss: Any = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
         optimizer.step()
 
     return model, step
@@ -75,7 +79,7 @@ class SmallGPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.blocks(self.tokens(tokens) + self.positions(places))
+        hidden: torch.Tensor = self.blocks(self.tokens(tokens) + self.positions(places))
         return F.linear(self.norm(hidden), self.tokens.weight)
 
 

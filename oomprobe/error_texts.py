@@ -94,9 +94,7 @@ OUT_OF_MEMORY_CODE = 2  # cudaErrorMemoryAllocation, hipErrorOutOfMemory
 # Rows for what is known by class or number instead of text; they match every text.
 STICKY_CODE = _row("POISONED", _CUDA_ENUM)
 OUT_OF_MEMORY_CLASS = _row("OOM", f"torch/cuda/__init__.py; error_code 2: {_CUDA_ENUM}")
-MEMORY_ERROR_CLASS = _row(
-    "OOM", "https://docs.python.org/3/library/exceptions.html#MemoryError", where="host"
-)
+MEMORY_ERROR_CLASS = _row("OOM", "https://docs.python.org/3/library/exceptions.html#MemoryError", where="host")
 
 ERROR_TEXTS: tuple[ErrorText, ...] = (
     # Poisoned: no later answer of this process can be trusted.
@@ -193,27 +191,18 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     ),
     _row(
         "POISONED",
-        (
-            "https://docs.nvidia.com/deploy/xid-errors/index.html (Xid 79); nvmlErrorString "
-            "NVML_ERROR_GPU_IS_LOST"
-        ),
+        ("https://docs.nvidia.com/deploy/xid-errors/index.html (Xid 79); nvmlErrorString NVML_ERROR_GPU_IS_LOST"),
         r"\bGPU is lost\b",
         r"has fallen off the bus",
     ),
     _row(
         "POISONED",
-        (
-            "pytorch/pytorch#119452, #139382, #188008 (every later allocation fails too); "
-            "mberr/torch-max-mem#45"
-        ),
+        ("pytorch/pytorch#119452, #139382, #188008 (every later allocation fails too); mberr/torch-max-mem#45"),
         r'(?<!NVML_SUCCESS == r )INTERNAL ASSERT FAILED at "?[^"\n]*Alloc\w*\.(?:cpp|cu|h|mm)\b',
     ),
     _row(
         "POISONED",
-        (
-            f"{_UR_ENUM}; pytorch/pytorch#177714, #190972, intel/torch-xpu-ops#1324, #3155, "
-            "vladmandic/sdnext#1526"
-        ),
+        (f"{_UR_ENUM}; pytorch/pytorch#177714, #190972, intel/torch-xpu-ops#1324, #3155, vladmandic/sdnext#1526"),
         r"(?:UR_RESULT|ZE_RESULT|PI)_ERROR_(?:DEVICE_LOST|OUT_OF_RESOURCES|DEVICE_REQUIRES_RESET)",
         r"UR_RESULT_ERROR_UNKNOWN\b",
         r"\bCL_OUT_OF_RESOURCES",
@@ -274,10 +263,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     ),
     _row(
         "POISONED",
-        (
-            "pytorch/pytorch:aten/src/THC/THCBlas.cu (1.x); cusparseGetErrorString, cusolverStatus_t 6: "
-            f"{_ATEN_CHECKS}"
-        ),
+        (f"pytorch/pytorch:aten/src/THC/THCBlas.cu (1.x); cusparseGetErrorString, cusolverStatus_t 6: {_ATEN_CHECKS}"),
         r"cublas runtime error ?: the GPU program failed to execute",
         r"cusolver error: 6,",
         r"CUDA error: execution failed when calling",
@@ -296,10 +282,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     # Size limits that are not memory.
     _row(
         "SIZE_LIMIT",
-        (
-            "pytorch/pytorch:test/test_cuda.py::test_out_of_memory; #51872 (17179869183.98 GiB), #33143 (16 "
-            "EiB)"
-        ),
+        ("pytorch/pytorch:test/test_cuda.py::test_out_of_memory; #51872 (17179869183.98 GiB), #33143 (16 EiB)"),
         r"Tried to allocate (?:more than 1EB|\d{7,}(?:\.\d+)? GiB|[\d.]+ [PE]i?B)",
     ),
     _row(
@@ -330,18 +313,12 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     ),
     _row(
         "SIZE_LIMIT",
-        (
-            "pytorch/pytorch:aten/src/ATen/native/mps/operations/Convolution.mm (Output channels > 65536); "
-            "#146704"
-        ),
+        ("pytorch/pytorch:aten/src/ATen/native/mps/operations/Convolution.mm (Output channels > 65536); #146704"),
         _LIMIT + r"(?:65,?53[56]|2\*\*16)\b",
     ),
     _row(
         "SIZE_LIMIT",
-        (
-            "measured, torch 2.13 (numel, storage, pixel_shuffle); pytorch/pytorch#107553, PR #43755; "
-            "TH/THGeneral.c"
-        ),
+        ("measured, torch 2.13 (numel, storage, pixel_shuffle); pytorch/pytorch#107553, PR #43755; TH/THGeneral.c"),
         r"Storage size calculation overflowed",
         r"Stride calculation overflowed",
         r"storage size overflowed",
@@ -354,10 +331,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     ),
     _row(
         "SIZE_LIMIT",
-        (
-            "measured, torch 2.13 (quantile, multinomial; MKL_INT in libtorch_cpu.so); "
-            "pytorch/pytorch#24401, #43476"
-        ),
+        ("measured, torch 2.13 (quantile, multinomial; MKL_INT in libtorch_cpu.so); pytorch/pytorch#24401, #43476"),
         r"\binput tensor is too large",
         r"\btoo large to fit into a MKL_INT\b",
         r"sizes too large for THCDeviceTensor",
@@ -432,10 +406,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     ),
     _row(
         "SIZE_LIMIT",
-        (
-            "pytorch/pytorch#3038, #4107, #11065 (batch too large); an unsupported dtype or stride says the "
-            "same"
-        ),
+        ("pytorch/pytorch#3038, #4107, #11065 (batch too large); an unsupported dtype or stride says the same"),
         _BLAS + r"NOT_SUPPORTED",
         r"CUFFT_INVALID_SIZE",
         r"HIPFFT_INVALID_SIZE",
@@ -570,10 +541,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     ),
     _row(
         "OOM",
-        (
-            "bitsandbytes/csrc/ops.cu (see #875); ROCm/MIOpen#47; cupy/cupy:cupy/cuda/memory.pyx; "
-            "cudaGetErrorString(2)"
-        ),
+        ("bitsandbytes/csrc/ops.cu (see #875); ROCm/MIOpen#47; cupy/cupy:cupy/cuda/memory.pyx; cudaGetErrorString(2)"),
         r"\bout of memory at line \d+ in file",
         r"Memory not available to allocate buffer",
         r"Out of memory allocating [\d,]+ bytes",
@@ -581,10 +549,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     ),
     _row(
         "OOM",
-        (
-            "measured, torch 2.13 (torch.empty(2**50)); HaoMood/blinear-cnn-faster#4; xinntao/ESRGAN#34; "
-            "libc10.so"
-        ),
+        ("measured, torch 2.13 (torch.empty(2**50)); HaoMood/blinear-cnn-faster#4; xinntao/ESRGAN#34; libc10.so"),
         r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",
         r"enforce fail at (?:alloc_cpu|CPUAllocator)\.cpp",
         r"Torch: (?:not enough memory|unable to mmap memory)",
@@ -602,10 +567,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     ),
     _row(
         "OOM",
-        (
-            "errno.h ENOMEM; "
-            "https://learn.microsoft.com/en-us/windows/win32/debug/system-error-codes--1300-1699-"
-        ),
+        ("errno.h ENOMEM; https://learn.microsoft.com/en-us/windows/win32/debug/system-error-codes--1300-1699-"),
         r"\[Errno 12\]",
         r"\[WinError (?:8|14|1455)\]",
         r"\bCannot allocate memory(?: \(12\)|[':]|\s*$)",
@@ -627,10 +589,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     ),
     _row(
         "OOM",
-        (
-            "gcc:libgomp/alloc.c; OpenMathLib/OpenBLAS:driver/others/memory.c; strings of libtorch_cpu.so "
-            "2.13 (oneMKL)"
-        ),
+        ("gcc:libgomp/alloc.c; OpenMathLib/OpenBLAS:driver/others/memory.c; strings of libtorch_cpu.so 2.13 (oneMKL)"),
         r"libgomp: Out of memory",
         r"OpenBLAS[^\n]*(?:malloc failed|Memory allocation still failed)",
         r"\bMKL\b[^\n]*(?:Not enough memory|cannot allocate memory)",
@@ -651,10 +610,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     ),
     _row(
         "OOM",
-        (
-            "pytorch/serve#1993; pytorch/pytorch#81620, #119420; "
-            "NVIDIA/NeMo:scripts/speech_recognition/oomptimizer.py"
-        ),
+        ("pytorch/serve#1993; pytorch/pytorch#81620, #119420; NVIDIA/NeMo:scripts/speech_recognition/oomptimizer.py"),
         _BLAS + r"(?:NOT_INITIALIZED|INTERNAL_ERROR|INITIALIZATION_FAILED)",
         r"(?:CU|HIP)FFT_(?:INTERNAL_ERROR|SETUP_FAILED)",
         r"roc\w+_status_internal_error",

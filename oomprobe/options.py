@@ -48,7 +48,9 @@ class Options:
         if self.max_batch is None:
             return
         if self.min_batch > self.max_batch:
-            raise InvalidArgumentError(f"min_batch={self.min_batch} is larger than max_batch={self.max_batch}: swap them")
+            raise InvalidArgumentError(
+                f"min_batch={self.min_batch} is larger than max_batch={self.max_batch}: swap them"
+            )
         if self.sizes.last is None or self.sizes.first > self.sizes.last:
             raise InvalidArgumentError(
                 f"no multiple of {self.multiple_of} lies between min_batch={self.min_batch} and "

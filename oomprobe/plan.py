@@ -99,9 +99,7 @@ def plan(
     )
 
 
-def _exact_micro_batch(
-    global_batch: int, world_size: int, max_micro_batch: int, multiple_of: int
-) -> int | None:
+def _exact_micro_batch(global_batch: int, world_size: int, max_micro_batch: int, multiple_of: int) -> int | None:
     """Largest micro-batch that divides the share of a rank, if it or its steps are among those searched."""
     if global_batch % world_size:
         return None
@@ -111,9 +109,7 @@ def _exact_micro_batch(
     return max((d for d in divisors if d <= max_micro_batch and d % multiple_of == 0), default=None)
 
 
-def _near_splits(
-    global_batch: int, world_size: int, max_micro_batch: int, multiple_of: int
-) -> list[tuple[int, int]]:
+def _near_splits(global_batch: int, world_size: int, max_micro_batch: int, multiple_of: int) -> list[tuple[int, int]]:
     """With as few accumulation steps as possible: the micro-batches around an even split, nearest first."""
     largest = max_micro_batch - max_micro_batch % multiple_of
     if largest < multiple_of:

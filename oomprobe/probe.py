@@ -10,7 +10,7 @@ import torch
 
 from oomprobe import search, summary
 from oomprobe.devices import Device, choose_device
-from oomprobe.errors import DeviceLostError, InvalidArgumentError, UnreliableError
+from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError, UnreliableError
 from oomprobe.interrupts import Interrupts
 from oomprobe.options import Options, StepFn, check_model, check_size, named_steps, refuse_ranks
 from oomprobe.progress import reporter
@@ -197,7 +197,8 @@ def _workbench(
             bench.notes |= dict.fromkeys(_slips(device, chosen))
             lost = False
             try:
-                yield bench
+                with _told_as_lost(bench):
+                    yield bench
             except DeviceLostError as error:
                 lost, error.snapshot = True, keeper.host_copy()
                 raise
@@ -210,11 +211,26 @@ def _workbench(
                 bench.state_verified = not lost and _verified(keeper, bench)
 
 
+@contextmanager
+def _told_as_lost(bench: Workbench) -> Iterator[None]:
+    """A sticky error may show itself outside a step, while memory is measured or given back."""
+    try:
+        yield
+    except OomProbeError:
+        raise
+    except Exception as error:
+        if bench.device.healthy():
+            raise
+        raise bench.device_lost(f"{type(error).__name__}: {error}") from error
+
+
 def _verified(keeper: Keeper, bench: Workbench) -> bool:
     differences = keeper.differences()
     if differences:
         raise UnreliableError(
-            "not everything came back as it was before the probe: " + ", ".join(differences[:5]) + ". Do not train with "
+            "not everything came back as it was before the probe: "
+            + ", ".join(differences[:5])
+            + ". Do not train with "
             "this model: load it again. The step may be changing it from another thread",
             trials=tuple(bench.trials),
         )

@@ -122,8 +122,7 @@ def _widths(columns: dict[str, list[str | None]]) -> dict[str, int]:
 def _row(cells: dict[str, str], widths: dict[str, int]) -> str:
     words = ("phase", "verdict", _STEP_NAME)
     aligned = (
-        f"{_clip(cell, widths[head]):{'<' if head in words else '>'}{widths[head]}}"
-        for head, cell in cells.items()
+        f"{_clip(cell, widths[head]):{'<' if head in words else '>'}{widths[head]}}" for head, cell in cells.items()
     )
     return ("  " + "  ".join(aligned)).rstrip()
 
@@ -348,9 +347,7 @@ def _bullets(heading: str, items: Iterable[str]) -> list[str]:
 
 
 def _wrap(sentence: str, *, first: str = "", rest: str = "") -> list[str]:
-    return textwrap.wrap(
-        _clean(sentence), WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
-    )
+    return textwrap.wrap(_clean(sentence), WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
 def _clip(line: str, width: int) -> str:

@@ -13,7 +13,7 @@ import torch
 import oomprobe
 from oomprobe.errors import NothingFitsError
 from oomprobe.fit import LinearFit, fit_line
-from oomprobe.result import Phase, ProbeResult, Trial
+from oomprobe.result import ProbeResult, Trial
 from oomprobe.search import Found
 from oomprobe.units import format_bytes, format_seconds
 from oomprobe.verdict import Verdict

@@ -19,7 +19,9 @@ from oomprobe.verdict import Evidence, Verdict, judge
 from oomprobe.watch import OptimizerWatch, held_back
 
 MAX_CALLS = 32  # calls without an optimizer step before a step is taken to have none (design: promise 3)
-NO_OPTIMIZER = "no optimizer stepped in {calls} calls of {step!r}: the number holds for what the step did, forward or not"
+NO_OPTIMIZER = (
+    "no optimizer stepped in {calls} calls of {step!r}: the number holds for what the step did, forward or not"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ class Trials:
             run.usage = self._usage()
             run.failure = failure_of(error)
             run.verdict = self._judge(run, request, healthy=True)
-            if run.verdict is Verdict.BUG:
+            if run.verdict is Verdict.BUG and self._device.healthy():
                 raise step_failed(error, batch_size=request.batch_size, trials=()) from error
         # Here the exception is gone, and with it the frames that held the failed step's tensors.
         if run.failure is None:

@@ -144,9 +144,7 @@ def _sticky_code(link: Link) -> ErrorText | None:
 
 
 def _out_of_memory_class(link: Link) -> ErrorText | None:
-    named = any(
-        _root(name) in table.LIBRARIES and name.endswith(".OutOfMemoryError") for name in link.classes
-    )
+    named = any(_root(name) in table.LIBRARIES and name.endswith(".OutOfMemoryError") for name in link.classes)
     return table.OUT_OF_MEMORY_CLASS if named or _device_code(link) == table.OUT_OF_MEMORY_CODE else None
 
 

@@ -88,9 +88,7 @@ class Workbench:
         return Found(batch_size=size if passed else None, limit=size if passed else None)
 
     def _once_more(self, size: int) -> Trial:
-        return self.run(
-            size, Phase.RECHECK, steps=self.options.confirm_steps, cap_bytes=self._cap(self.budget_bytes)
-        )
+        return self.run(size, Phase.RECHECK, steps=self.options.confirm_steps, cap_bytes=self._cap(self.budget_bytes))
 
     def _cap(self, budget_bytes: int) -> int | None:
         return budget_bytes if self.options.memory_fraction < 1 else None
@@ -142,9 +140,7 @@ class Workbench:
         ] = None
         return True
 
-    def run(
-        self, size: int, phase: Phase, *, steps: int, cap_bytes: int | None, accumulation_steps: int = 1
-    ) -> Trial:
+    def run(self, size: int, phase: Phase, *, steps: int, cap_bytes: int | None, accumulation_steps: int = 1) -> Trial:
         """Run one trial, put the memory back to its baseline, and record it.
 
         Raises:
@@ -284,15 +280,19 @@ class Workbench:
 
     # --- when to stop ---
 
+    def device_lost(self, what: str) -> DeviceLostError:
+        """The error for a device that can give no further verdict."""
+        return DeviceLostError(
+            f"a sticky error ({what}): this process can give no further verdict on {self.device.name}, and what was on "
+            "it is lost. The state from before the first step is in this error's .snapshot. Start a new process, with a "
+            "max_batch below this size if it happens again",
+            trials=tuple(self.trials),
+        )
+
     def _stop_if_final(self, trial: Trial) -> None:
         trials = tuple(self.trials)
         if trial.verdict is Verdict.POISONED:
-            raise DeviceLostError(
-                f"batch {trial.batch_size} ended in a sticky error ({trial.error}): this process can give no further "
-                "verdict on this device, and what was on the device is lost. The state from before the first step is "
-                "in this error's .snapshot; start a new process, with a max_batch below this size if it happens again",
-                trials=trials,
-            )
+            raise self.device_lost(f"batch {trial.batch_size}, {trial.error}")
         if trial.verdict is Verdict.TIMED_OUT:
             raise self._time_is_up(trial.batch_size)
         if trial.leaked_bytes > LEAK_REFUSED_SHARE[self._memory_kind] * (self.available_bytes or float("inf")):
@@ -328,5 +328,3 @@ class Workbench:
                 f"If it is the data, pass max_batch={then.batch_size}",
                 trials=tuple(self.trials),
             )
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from oomprobe.devices.accelerator import AcceleratorDevice
 from oomprobe.devices.base import Device
@@ -43,7 +44,7 @@ def model_device(model: torch.nn.Module) -> torch.device | None:
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     places: dict[torch.device, str] = {}
     for name, tensor in tensors:
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, UninitializedTensorMixin):
             raise InvalidArgumentError(
                 f"{name} is a lazy parameter without a shape yet: run one forward pass, then probe"
             )
@@ -81,7 +82,9 @@ def _open(device: object) -> Device:
     if isinstance(device, str):
         kind, _, rest = device.partition(":")
         if kind == "sim":
-            raise NoDeviceError(f"device={device!r}: simulated devices are not in this version yet; use 'cuda' or 'cpu:4GiB'")
+            raise NoDeviceError(
+                f"device={device!r}: simulated devices are not in this version yet; use 'cuda' or 'cpu:4GiB'"
+            )
         if kind == "cpu":
             return HostDevice(parse_bytes(rest) if rest else None)
         try:
@@ -89,10 +92,14 @@ def _open(device: object) -> Device:
         except RuntimeError as error:
             if isinstance(error, NoDeviceError):
                 raise
-            raise InvalidArgumentError(f"device={device!r} is not a device that torch knows: use 'cuda', 'cuda:1' or 'cpu:4GiB'") from None
+            raise InvalidArgumentError(
+                f"device={device!r} is not a device that torch knows: use 'cuda', 'cuda:1' or 'cpu:4GiB'"
+            ) from None
     if isinstance(device, torch.device):
         return HostDevice() if device.type == "cpu" else _open_accelerator(device)
-    raise InvalidArgumentError(f"device must be None, a string, a torch.device or a Device, not {type(device).__name__}")
+    raise InvalidArgumentError(
+        f"device must be None, a string, a torch.device or a Device, not {type(device).__name__}"
+    )
 
 
 def _open_accelerator(device: torch.device) -> Device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 PAGE_TABLE_OF_CGROUPS = Path("/proc/self/cgroup")
@@ -90,7 +91,7 @@ def _stat(folder: Path, name: str) -> int:
 
 
 class _Mallinfo2(ctypes.Structure):  # mallinfo(3), glibc 2.33
-    _fields_ = [  # noqa: RUF012 (ctypes asks for a plain list)
+    _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
             "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
@@ -98,15 +99,25 @@ class _Mallinfo2(ctypes.Structure):  # mallinfo(3), glibc 2.33
     ]  # fmt: skip
 
 
-def malloced_bytes() -> int | None:
-    """Bytes that malloc has handed out and not got back; None where the C library cannot say."""
+def _mallinfo2() -> _Mallinfo2 | None:
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):
         return None
     mallinfo2.restype = _Mallinfo2
-    info = mallinfo2()
-    return int(info.uordblks + info.hblkhd)
+    return mallinfo2()  # type: ignore[no-any-return]
+
+
+def malloced_bytes() -> int | None:
+    """Bytes that malloc has handed out and not got back; None where the C library cannot say."""
+    info = _mallinfo2()
+    return None if info is None else int(info.uordblks + info.hblkhd)
+
+
+def free_in_heap_bytes() -> int:
+    """Bytes in the holes of malloc's heap; 0 where the C library cannot say."""
+    info = _mallinfo2()
+    return 0 if info is None else int(info.fordblks)
 
 
 def trim_heap() -> None:
@@ -118,6 +129,9 @@ def trim_heap() -> None:
 
 
 LARGEST_HOLE_BYTES, SMALLEST_HOLE_BYTES = 2**36, 2**14
+# A malloc that finds nothing tries one other arena, each time the next one (glibc, arena.c: reused_arena): asked
+# often enough, it has looked into all of them. An arena reserves 64 MiB ahead, which no limit counts a second time.
+ARENAS = 8 * (os.cpu_count() or 1) + 1
 
 
 class Plugs:
@@ -136,8 +150,13 @@ class Plugs:
     def fill(self) -> None:
         size = LARGEST_HOLE_BYTES
         while size >= SMALLEST_HOLE_BYTES:
-            while plug := self._libc.malloc(size):
-                self._plugs.append(plug)
+            refused = 0
+            while refused < ARENAS:
+                plug = self._libc.malloc(size)
+                if plug:
+                    self._plugs.append(plug)
+                else:
+                    refused += 1
             size //= 2
 
     def drain(self) -> None:

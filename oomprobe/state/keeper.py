@@ -75,7 +75,7 @@ class Keeper:
             if not (device_lost and kept_tensor.device.type != "cpu"):
                 kept_tensor.put_back()
         if not device_lost:
-            for restorable in (*self._modules, *self._objects):
+            for restorable in self._restorables:
                 restorable.put_back()
             for parameter, kept in self._grads.values():
                 parameter.grad = kept.recall()
@@ -83,9 +83,13 @@ class Keeper:
 
     def differences(self) -> list[str]:
         """What is not, bit for bit, as it was kept; empty when everything is."""
-        found = [name for restorable in (*self._modules, *self._objects) for name in restorable.differences()]
+        found = [name for restorable in self._restorables for name in restorable.differences()]
         found += [f"a gradient of shape {tuple(p.shape)}" for p, kept in self._grads.values() if kept.differs(p.grad)]
         return found + self._surroundings.differences()
+
+    @property
+    def _restorables(self) -> list[KeptModule | KeptObject]:
+        return [*self._modules, *self._objects]
 
     def drop_gradients(self) -> None:
         """Let go of what a failed trial left in ``.grad``."""

@@ -20,7 +20,9 @@ class KeptModule:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             memory.keep(tensor, hold=True)
         registers = (module._parameters, module._buffers, module._modules, module._non_persistent_buffers_set)
-        self._registers: list[tuple[Any, Kept]] = [(register, memory.keep(register, hold=True)) for register in registers]
+        self._registers: list[tuple[Any, Kept]] = [
+            (register, memory.keep(register, hold=True)) for register in registers
+        ]
         self._extra = _extra_state(module)
 
     def put_back(self) -> None:

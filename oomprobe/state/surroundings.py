@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,10 @@ def global_flags(device_type: str) -> dict[str, Flag]:
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "deterministic algorithms": (
-            lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
             _deterministic,
         ),
         "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
@@ -67,11 +71,13 @@ def generators(device_type: str) -> dict[str, Flag]:
     count = 1 if device_type == "mps" else module.device_count()
     for index in range(count):
         args = () if device_type == "mps" else (index,)
-        found[f"torch ({device_type}:{index})"] = (
-            lambda args=args: module.get_rng_state(*args),
-            lambda state, args=args: module.set_rng_state(state, *args),
-        )
+        put = partial(_set_rng_state, module, args)
+        found[f"torch ({device_type}:{index})"] = (partial(module.get_rng_state, *args), put)
     return found
+
+
+def _set_rng_state(module: Any, args: tuple[int, ...], state: torch.Tensor) -> None:
+    module.set_rng_state(state, *args)
 
 
 class Surroundings:
@@ -102,7 +108,7 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+        return one.dtype == other.dtype and one.shape == other.shape and bool(torch.equal(_bits(one), _bits(other)))
     if isinstance(one, np.ndarray):
         return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
     if isinstance(one, dict):

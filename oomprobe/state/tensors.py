@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage seen as a tensor of bytes, without a copy."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def keep_tensor(tensor: torch.Tensor, *, hold: bool) -> KeptTensor | KeptWhole | KeptParts:
     """Remember a tensor; `copy_storages` then takes its bytes."""
-    if is_traceable_wrapper_subclass(tensor):
-        return KeptParts(tensor)
+    anything: Any = tensor  # the check below narrows to a class that mypy takes to be impossible
+    if is_traceable_wrapper_subclass(anything):
+        return KeptParts(anything)
     if tensor.layout is not torch.strided:
         return KeptWhole(tensor)
     return KeptTensor(tensor, hold=hold or isinstance(tensor, torch.nn.Parameter))
@@ -50,7 +51,7 @@ class KeptTensor:
 
     def _view_of(self, flat: torch.Tensor) -> torch.Tensor:
         empty = torch.empty(0, dtype=self._dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), *self._geometry)  # type: ignore[call-overload, no-any-return]
+        return empty.set_(flat.untyped_storage(), *self._geometry)
 
     def put_back(self) -> None:
         """Restore it, in place where it is still there."""
@@ -112,7 +113,9 @@ class KeptWhole:
         return self._copy
 
     def differs(self, tensor: Any) -> bool:
-        return not isinstance(tensor, torch.Tensor) or not torch.equal(tensor.detach().cpu().to_dense(), self._copy.to_dense())
+        return not isinstance(tensor, torch.Tensor) or not torch.equal(
+            tensor.detach().cpu().to_dense(), self._copy.to_dense()
+        )
 
 
 class KeptParts:
