@@ -97,4 +97,5 @@ class _Block(nn.Module):
         query, key, value = mixed.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, length, WIDTH))
-        return hidden + self.feed(self.norm_2(hidden))
+        fed: torch.Tensor = self.feed(self.norm_2(hidden))
+        return hidden + fed

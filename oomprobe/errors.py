@@ -16,10 +16,16 @@ Every one carries ``.trials``: what had been run until then.
 
 from __future__ import annotations
 
+import builtins
+from contextlib import suppress
+from types import GetSetDescriptorType, MemberDescriptorType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from oomprobe.result import Trial
+
+
+_TEXT = "_oomprobe_text"  # not "message": that is a common attribute of users' own exceptions
 
 
 class OomProbeError(Exception):
@@ -78,30 +84,56 @@ class StepFailedError(OomProbeError, RuntimeError):
     batch_size: int = 0
 
     def __str__(self) -> str:
-        return str(self.__dict__.get("message", ""))
+        return str(vars(self).get(_TEXT, ""))
 
 
 def step_failed(error: BaseException, *, batch_size: int, trials: tuple[Trial, ...]) -> StepFailedError:
     """Make the `StepFailedError` for a user's exception; the caller raises it ``from`` that exception."""
     failed = _of_both_classes(error)
-    failed.__dict__.update(getattr(error, "__dict__", {}))
-    failed.__dict__.pop("__notes__", None)
+    _copy_attributes(error, failed)
     failed.batch_size, failed.trials = batch_size, trials
-    failed.__dict__["message"] = (
-        f"the step failed at batch size {batch_size} with {type(error).__name__}: {error}\n"
+    vars(failed)[_TEXT] = (
+        f"the step failed at batch size {batch_size} with {type(error).__name__}: {_text_of(error)}\n"
         "This is not about memory, so no batch size would answer it: the same error comes without oomprobe. "
-        f"Run step_fn(model, {batch_size}) once by itself to see it."
+        f"Run step_fn(model, {batch_size}) once by itself to see it.{_hint(error, batch_size)}"
     )
     return failed
+
+
+def _hint(error: BaseException, batch_size: int) -> str:
+    """What to type, for the one bug that is about the size: BatchNorm needs two samples (torch/nn/functional.py)."""
+    if batch_size == 1 and "Expected more than 1 value per channel when training" in str(error):
+        return "\nBatchNorm cannot train on one sample: use min_batch=2."
+    return ""
 
 
 def _of_both_classes(error: BaseException) -> StepFailedError:
     try:
         both = type(f"StepFailedError[{type(error).__name__}]", (StepFailedError, type(error)), {})
-        failed = both.__new__(both, *error.args)
+        # The user's own __new__ and __init__ may want arguments that nobody has any more.
+        builtin = next(kind for kind in type(error).__mro__ if kind.__module__ == builtins.__name__)
+        failed = builtin.__new__(both, *error.args)
         if isinstance(failed, StepFailedError):
             failed.args = error.args
             return failed
     except Exception:  # a class that cannot be inherited from or made without its own arguments
         pass
-    return StepFailedError(str(error))
+    return StepFailedError(_text_of(error))
+
+
+def _copy_attributes(error: BaseException, failed: StepFailedError) -> None:
+    """What the user's exception carries: its ``__dict__``, and what slots and C hold (``errno``, ``start``)."""
+    vars(failed).update(vars(error))
+    vars(failed).pop("__notes__", None)  # a traceback shows them with the user's own exception
+    for kind in type(error).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, MemberDescriptorType | GetSetDescriptorType) and not name.startswith("__"):
+                with suppress(Exception):  # read-only, or never set
+                    setattr(failed, name, getattr(error, name))
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(no text)"

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
+LONGEST_TIMER_S = 10**8  # three years; the kernel's timer refuses about 300
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports for a process that SIGTERM ended
 
 
@@ -21,7 +23,8 @@ class Interrupts:
     """Holds signals back except while a step runs; what came in between is delivered afterwards.
 
     SIGTERM, where nobody handles it, becomes ``SystemExit`` so that ``finally`` blocks run. Outside the main thread
-    Python allows no handlers: there, time limits are only seen between calls of the step.
+    Python allows no handlers, and a process has one timer, which may be the user's own: in both cases time limits
+    are only seen between calls of the step.
     """
 
     def __init__(self) -> None:
@@ -34,24 +37,33 @@ class Interrupts:
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._receive)
-            if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
-                self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._receive)
+            if ALARM is not None and _timer_is_free(ALARM):
+                self._before[ALARM] = signal.signal(ALARM, self._receive)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._open = False
-        for number, handler in self._before.items():
+        if ALARM in self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in reversed(self._before.items()):  # SIGINT last: from then on it may raise anywhere
             signal.signal(number, handler)
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self._drop_repeated_ctrl_c()
         self._deliver_pending()
+
+    def _drop_repeated_ctrl_c(self) -> None:
+        """A second Ctrl-C is answered by the first, whose exception carries the trials so far."""
+        if self._before.get(signal.SIGINT) is signal.default_int_handler:
+            self._pending = [number for number in self._pending if number != signal.SIGINT]
 
     @contextmanager
     def allowed(self, deadline_s: float | None) -> Iterator[None]:
         """Let signals through, and raise `TimeUp` at `deadline_s` on the monotonic clock."""
         self._deliver_pending()
-        armed = deadline_s is not None and signal.SIGALRM in self._before
+        armed = deadline_s is not None and ALARM in self._before
         try:
             if armed and deadline_s is not None:
-                signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline_s - time.monotonic()))
+                signal.setitimer(signal.ITIMER_REAL, _timer_s(deadline_s))
             self._open = True
             yield
         finally:
@@ -65,7 +77,8 @@ class Interrupts:
         if self._open:
             self._open = False  # a second signal waits until everything is restored
             self._deliver(number, frame)
-        elif number != signal.SIGALRM:
+            self._open = True  # a handler that returns lets the step go on
+        elif number != ALARM:
             self._pending.append(number)
 
     def _deliver_pending(self) -> None:
@@ -73,7 +86,7 @@ class Interrupts:
             self._deliver(self._pending.pop(0), None)
 
     def _deliver(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGALRM:
+        if number == ALARM:
             raise TimeUp
         before = self._before[number]
         if callable(before):
@@ -82,3 +95,11 @@ class Interrupts:
             raise SystemExit(EXIT_TERMINATED)
         else:
             raise KeyboardInterrupt
+
+
+def _timer_is_free(alarm: int) -> bool:
+    return signal.getsignal(alarm) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def _timer_s(deadline_s: float) -> float:
+    return min(LONGEST_TIMER_S, max(1e-3, deadline_s - time.monotonic()))

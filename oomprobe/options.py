@@ -66,7 +66,14 @@ class Options:
 def check_size(name: str, value: object) -> None:
     """Refuse what is not a positive integer; True is not a batch size."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}")
+        raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}{_how_to_convert(value)}")
+
+
+def _how_to_convert(value: object) -> str:
+    """A numpy integer may print like Python's own, and has no place in a result that becomes JSON."""
+    if isinstance(value, int) or not hasattr(value, "__index__"):
+        return ""
+    return f" of type {type(value).__module__}.{type(value).__name__}: pass int({value})"
 
 
 def _check_number(name: str, value: object, wanted: str, holds: Callable[[float], bool]) -> None:

@@ -147,10 +147,17 @@ class ProbeResult:
         return plan(
             global_batch,
             world_size=world_size,
-            max_micro_batch=self.batch_size,
+            max_micro_batch=self._largest_micro_batch(),
             multiple_of=int(self.options.get("multiple_of") or 1),
             ran=frozenset((t.batch_size, t.accumulation_steps) for t in self.trials if t.passed),
         )
+
+    def _largest_micro_batch(self) -> int:
+        """Where accumulating was tried and failed, only what then passed counts."""
+        accumulated = [t for t in self.trials if t.accumulation_steps > 1]
+        if all(t.passed for t in accumulated):
+            return self.batch_size
+        return max((t.batch_size for t in accumulated if t.passed), default=1)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON types; `from_dict` reads it back."""

@@ -62,7 +62,7 @@ def build(target: str) -> tuple[torch.nn.Module, StepFn]:
 def load(target: str) -> Callable[[], Any]:
     """Find the function of a target without calling it."""
     place, colon, name = str(target).rpartition(":")
-    if not colon or not place or not name.isidentifier():
+    if not colon or not place or (place.startswith(".") and not place.endswith(".py")) or not name.isidentifier():
         raise InvalidArgumentError(f"{target!r} is not a target. {RECIPE}")
     module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
     function = getattr(module, name, None)
@@ -72,14 +72,28 @@ def load(target: str) -> Callable[[], Any]:
 
 
 def _from_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    path = path.resolve()
+    spec = importlib.util.spec_from_file_location(_module_name(path), path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise InvalidArgumentError(f"there is no file {str(path)!r} here ({Path.cwd()}). {RECIPE}")
+        raise InvalidArgumentError(f"there is no file {str(path)!r}. {RECIPE}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent.resolve()))  # a script finds the modules beside it
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # a script finds the modules beside it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
     return module
+
+
+def _module_name(path: Path) -> str:
+    """The stem, as for a script's imports; another name where that belongs to another module, such as ``types``."""
+    present = sys.modules.get(path.stem)
+    if present is None or getattr(present, "__file__", None) == str(path):
+        return path.stem
+    return f"_oomprobe_target_{path.stem}"
 
 
 def _from_name(name: str) -> ModuleType:
@@ -88,6 +102,6 @@ def _from_name(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(error.name):
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise InvalidArgumentError(f"there is no module {error.name!r} to import. {RECIPE}") from None
         raise

@@ -36,9 +36,12 @@ class OptimizerWatch:
 
 @contextmanager
 def held_back(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module) -> Iterator[None]:
-    """Make `step` and `zero_grad` do nothing, so that calls of a full step accumulate like micro-batches."""
-    holders: list[Any] = [*optimizers, model]
-    replaced = [(holder, name) for holder in holders for name in ("step", "zero_grad") if hasattr(holder, name)]
+    """Make `step` and `zero_grad` do nothing, so that calls of a full step accumulate like micro-batches.
+
+    Of the model only `zero_grad`: a module's `step` is the user's own, a method of a cell or a buffer that counts.
+    """
+    replaced: list[tuple[Any, str]] = [(model, "zero_grad")]
+    replaced += [(optimizer, name) for optimizer in optimizers for name in ("step", "zero_grad")]
     before = [(holder, name, vars(holder).get(name)) for holder, name in replaced]
     try:
         for holder, name in replaced:

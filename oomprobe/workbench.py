@@ -30,7 +30,8 @@ LEAK_TOLERANCE_BYTES = 2**20  # small caches that libraries make for a new shape
 LEAK_REPORTED_SHARE = {"device": 0.0, "host": 0.01}
 LEAK_REFUSED_SHARE = {"device": 0.05, "host": 0.2}
 IDLE_DOUBLINGS = 3  # doublings over which a step that uses its batch size must show more work
-IDLE_GROWTH = 1.5  # eight times the batch moves the peak of a working step more than this, or its work is counted
+# A peak that moved by more than its noise is proof enough; resident memory of a host process is the noisier one.
+IDLE_NOISE_BYTES = {"device": 0, "host": 16 * 2**20}
 PLAN_TRIALS = 5  # a gradient buffer beside the activations costs little; five times a tenth is far more
 PLAN_SHRINK = 0.9
 CONFIRM_SLACK = 1.5  # a confirmation step may take this much longer than a step of the search
@@ -57,6 +58,7 @@ class Workbench:
         self.state_verified = False
         self._trials, self._keeper, self._reporter, self._sleep = trials, keeper, reporter, sleep
         self._baseline_bytes: int | None = None
+        self._residue_bytes = 0  # above the baseline, and known not to come back
         self._started_s = time.monotonic()
 
     # --- what the search asks ---
@@ -222,11 +224,11 @@ class Workbench:
             return trial
         if not trial.passed:
             self._keeper.drop_gradients()
-            gc.collect()
+            gc.collect(1)  # what a trial of moments ago left behind is young; a full collection costs a tenth of a second
         self.device.release()
         leaked_bytes = self._leaked_bytes()
-        if leaked_bytes > self._tolerated_bytes:
-            leaked_bytes = self._reclaim()
+        if leaked_bytes > self._residue_bytes + self._tolerated_bytes:
+            leaked_bytes = self._residue_bytes = self._reclaim()
         if self._baseline_bytes is not None:
             self._sample_outside()
         return trial if leaked_bytes <= self._tolerated_bytes else replace(trial, leaked_bytes=leaked_bytes)
@@ -318,7 +320,8 @@ class Workbench:
         if len(grown) <= IDLE_DOUBLINGS or (len(grown) - 1) % IDLE_DOUBLINGS:
             return
         then, now = grown[-1 - IDLE_DOUBLINGS], grown[-1]
-        if (now.peak_allocated_bytes or 0) > IDLE_GROWTH * (then.peak_allocated_bytes or 0) + LEAK_TOLERANCE_BYTES:
+        peak_bytes = then.peak_allocated_bytes or 0
+        if (now.peak_allocated_bytes or 0) > peak_bytes + IDLE_NOISE_BYTES[self._memory_kind]:
             return
         before, after = [count_work(partial(self._one_step, t.batch_size)) for t in (then, now)]
         if before == after:

@@ -7,15 +7,18 @@ allocator has *reserved* with ``fraction * total``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
 from oomprobe.devices.base import Usage
+from oomprobe.verdict import Evidence, Verdict, classify_error
 
 NEARLY_NOTHING = 0.01  # share of the device: less than this free counts as full
+INTEGRATED_NAMES = ("is_integrated", "is_integrated_gpu")  # what torch.cuda and torch.xpu call it
 
 
 class AcceleratorDevice:
@@ -36,7 +39,7 @@ class AcceleratorDevice:
         properties = self._torch.get_device_properties(self.torch_device)
         self.name = str(properties.name)
         self.total_bytes = int(properties.total_memory)
-        self.integrated = bool(getattr(properties, "is_integrated", False))
+        self.integrated = any(bool(getattr(properties, name, False)) for name in INTEGRATED_NAMES)
         self._counters = (0, 0)
 
     def session(self) -> AbstractContextManager[None]:
@@ -57,15 +60,21 @@ class AcceleratorDevice:
             yield
             return
         before = self._fraction()
-        share = min(before, limit_bytes / self.total_bytes)
-        self._torch.set_per_process_memory_fraction(float(share), self.torch_device)
+        self._hold_to(min(before, limit_bytes / self.total_bytes))
         try:
             yield
-        finally:
-            self._torch.set_per_process_memory_fraction(float(before), self.torch_device)
+        except BaseException:
+            with suppress(Exception):  # a poisoned device refuses this too, and must not hide the step's own error
+                self._hold_to(before)
+            raise
+        self._hold_to(before)
 
     def _fraction(self) -> float:
         return float(self._torch.get_per_process_memory_fraction(self.torch_device))
+
+    def _hold_to(self, fraction: float) -> None:
+        # Torch keeps whole bytes and rounds down: without the next float up, each cap would cost the user a byte.
+        self._torch.set_per_process_memory_fraction(math.nextafter(fraction, 1.0), self.torch_device)
 
     def start_trial(self) -> None:
         self._torch.reset_peak_memory_stats(self.torch_device)
@@ -100,20 +109,20 @@ class AcceleratorDevice:
         self._torch.empty_cache()
 
     def healthy(self) -> bool:
-        return kernel_answers(self.torch_device, self.synchronize)
+        return kernel_answers(self.torch_device, self.release)
 
 
 def kernel_answers(device: torch.device, synchronize: Callable[[], object]) -> bool:
     """Run a one-element kernel, wait for it and check its value.
 
-    An out-of-memory error here is an answer too: the device is full and alive.
+    An out-of-memory error here is an answer too: the device is full and alive. It has many classes: what the driver
+    runs out of while it loads the kernel is no `torch.OutOfMemoryError`.
     """
     try:
         synchronize()
         value = torch.ones(1, device=device).add_(1)
         synchronize()
         return float(value.item()) == 2.0
-    except torch.OutOfMemoryError:
-        return True
-    except Exception:
-        return False
+    except Exception as error:
+        evidence = Evidence(smaller_size_passed=False, memory_pressure=False)  # an ambiguous text is no sign of life
+        return classify_error(error, evidence) in (Verdict.OOM, Verdict.HOST_OOM)

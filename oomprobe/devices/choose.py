@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import torch
@@ -33,8 +34,8 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     chosen = _open(home or _default_device()) if device is None else _open(device)
     if home is not None and not _same(home, chosen.torch_device):
         raise InvalidArgumentError(
-            f"device={str(device)!r}, but the model's parameters are on {home}: call model.to({str(device)!r}) first, "
-            f"or leave device out to probe where the model is"
+            f"device={str(device)!r}, but the model's parameters are on {home}: call "
+            f"model.to({str(chosen.torch_device)!r}) first, or leave device out to probe where the model is"
         )
     return chosen
 
@@ -71,27 +72,23 @@ def list_devices() -> list[Device]:
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         found += [_open_accelerator(torch.device(kind.type, i)) for i in range(torch.accelerator.device_count())]
-    try:
+    with contextlib.suppress(NoDeviceError):
         found.append(HostDevice())
-    except NoDeviceError:
-        pass
     return found
 
 
 def _open(device: object) -> Device:
     if isinstance(device, str):
-        kind, _, rest = device.partition(":")
+        kind, colon, rest = device.partition(":")
         if kind == "sim":
             raise NoDeviceError(
                 f"device={device!r}: simulated devices are not in this version yet; use 'cuda' or 'cpu:4GiB'"
             )
         if kind == "cpu":
-            return HostDevice(parse_bytes(rest) if rest else None)
+            return HostDevice(parse_bytes(rest) if colon else None)
         try:
-            return _open_accelerator(torch.device(device))
-        except RuntimeError as error:
-            if isinstance(error, NoDeviceError):
-                raise
+            device = torch.device(device)
+        except RuntimeError:
             raise InvalidArgumentError(
                 f"device={device!r} is not a device that torch knows: use 'cuda', 'cuda:1' or 'cpu:4GiB'"
             ) from None

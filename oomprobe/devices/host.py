@@ -72,6 +72,7 @@ class HostDevice:
         self._resident_base = linux.process_bytes("VmRSS") or 0
         if self._stated_bytes is None:
             self._available_bytes = linux.free_bytes() or self._available_bytes
+        self._available_bytes = min([self._available_bytes, *_left_by_own_limits()])
 
     def available_bytes(self) -> int:
         return self._available_bytes
@@ -115,6 +116,19 @@ class HostDevice:
 
     def healthy(self) -> bool:
         return kernel_answers(self.torch_device, self.synchronize)
+
+
+def _left_by_own_limits() -> list[int]:
+    """What the user's own ulimits leave to this process: a margin must be a share of that."""
+    import resource  # Linux only, like this device
+
+    used = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
+    limits = {name: resource.getrlimit(kind)[0] for kind, name in used.items()}
+    return [
+        max(0, limit - (linux.process_bytes(name) or 0))
+        for name, limit in limits.items()
+        if limit != resource.RLIM_INFINITY
+    ]
 
 
 @contextmanager

@@ -98,7 +98,8 @@ class Keeper:
 
     def host_copy(self) -> dict[str, Any]:
         """The model and the optimizers as they were, in host memory: what survives a lost device."""
-        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        model = self._model
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         return {
             "model": {name: self._memory.on_host(tensor) for name, tensor in named},
             "optimizers": [kept.on_host() for kept in self._objects if kept.is_optimizer],

@@ -116,7 +116,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, float) and one != one:
-        return other != other
+        return bool(other != other)
     try:
         return bool(one == other)
     except Exception:  # an object whose comparison is not a truth value

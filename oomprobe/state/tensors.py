@@ -15,11 +15,14 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def _is_wrapper(tensor: Any) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
 def keep_tensor(tensor: torch.Tensor, *, hold: bool) -> KeptTensor | KeptWhole | KeptParts:
     """Remember a tensor; `copy_storages` then takes its bytes."""
-    anything: Any = tensor  # the check below narrows to a class that mypy takes to be impossible
-    if is_traceable_wrapper_subclass(anything):
-        return KeptParts(anything)
+    if _is_wrapper(tensor):
+        return KeptParts(tensor)
     if tensor.layout is not torch.strided:
         return KeptWhole(tensor)
     return KeptTensor(tensor, hold=hold or isinstance(tensor, torch.nn.Parameter))
@@ -121,9 +124,9 @@ class KeptWhole:
 class KeptParts:
     """A wrapper such as DTensor or a quantised weight: the tensors inside it are kept, the wrapper is held."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.device = tensor.device
-        self._tensor: Any = tensor
+    def __init__(self, tensor: Any) -> None:
+        self.device: torch.device = tensor.device
+        self._tensor = tensor
         names, _ = self._tensor.__tensor_flatten__()
         self.parts = {name: keep_tensor(getattr(tensor, name), hold=True) for name in names}
 

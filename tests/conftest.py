@@ -1,0 +1,30 @@
+"""Shared by all tests: the library must leave no limit, hook, handler or flag behind."""
+
+import resource
+import signal
+
+import pytest
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+
+def _process_settings():
+    return {
+        "RLIMIT_AS": resource.getrlimit(resource.RLIMIT_AS),
+        "RLIMIT_DATA": resource.getrlimit(resource.RLIMIT_DATA),
+        "handlers": [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
+        "timer": signal.getitimer(signal.ITIMER_REAL)[0],
+        "optimizer hooks": (
+            len(torch_optimizer._global_optimizer_pre_hooks),
+            len(torch_optimizer._global_optimizer_post_hooks),
+        ),
+        "dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    before = _process_settings()
+    yield
+    assert _process_settings() == before

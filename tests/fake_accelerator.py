@@ -1,0 +1,197 @@
+"""A graphics card that is not there: what `torch.cuda` answers about memory, over a plain model of an allocator.
+
+`FakeModule` stands in for ``torch.get_device_module("cuda")``; names and arguments are those of torch/cuda/memory.py
+(tests/test_accelerator.py compares them). No tensor lives on it: steps call `alloc` and keep what it returns for as
+long as a tensor would live.
+
+The allocator: a request takes a cached segment of exactly its size, or a new one from the card. Where that would pass
+``fraction * total`` or what is free, it first gives its whole cache back and tries again, and only then is out of
+memory (CUDACachingAllocator.cpp, malloc). The fraction is kept as whole bytes, rounded down, as setMemoryFraction does.
+"""
+
+import weakref
+from types import SimpleNamespace
+
+import torch
+
+from oomprobe.devices.accelerator import AcceleratorDevice, kernel_answers
+
+MIB = 2**20
+CARD = torch.device("cuda", 0)
+ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered"
+
+
+class FakeModule:
+    """The functions of `torch.cuda` that a probe may use.
+
+    Args:
+        total_bytes: Memory of the card.
+        outside_bytes: Held by the context, libraries and neighbours.
+        properties: Further device properties.
+    """
+
+    def __init__(self, total_bytes=1024 * MIB, outside_bytes=0, **properties):
+        self.total_bytes, self.outside_bytes = total_bytes, outside_bytes
+        self.properties = SimpleNamespace(name="Fake Card", total_memory=total_bytes, **properties)
+        self.calls = []
+        self.poisoned = None
+        self._allowed_bytes = None  # no fraction set
+        self._cached, self._live_bytes = [], 0
+        self._peak_allocated = self._peak_reserved = 0
+        self._counters = {"num_ooms": 0, "num_alloc_retries": 0}
+
+    # --- what a step does ---
+
+    def alloc(self, size_bytes):
+        """Allocate; the memory goes back to the cache when the returned block is dropped."""
+        self._enter("alloc", None)
+        if size_bytes in self._cached:
+            self._cached.remove(size_bytes)
+        elif not self._fits(size_bytes):
+            self._cached.clear()
+            self._counters["num_alloc_retries"] += 1
+            if not self._fits(size_bytes):
+                self._counters["num_ooms"] += 1
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to allocate {size_bytes / MIB:.2f} MiB. GPU 0 has a total capacity of "
+                    f"{self.total_bytes / MIB:.2f} MiB of which {self._free() / MIB:.2f} MiB is free."
+                )
+        self._live_bytes += size_bytes
+        self._peak_allocated = max(self._peak_allocated, self._live_bytes)
+        self._peak_reserved = max(self._peak_reserved, self._reserved())
+        block = Block()
+        weakref.finalize(block, self._freed, size_bytes).atexit = False
+        return block
+
+    def poison(self, text=ILLEGAL_ADDRESS):
+        """From now on every call raises, as after a sticky error."""
+        self.poisoned = text
+
+    def _freed(self, size_bytes):
+        self._live_bytes -= size_bytes
+        self._cached.append(size_bytes)
+
+    def _fits(self, size_bytes):
+        allowed = self.total_bytes if self._allowed_bytes is None else self._allowed_bytes
+        return self._reserved() + size_bytes <= allowed and size_bytes <= self._free()
+
+    def _reserved(self):
+        return self._live_bytes + sum(self._cached)
+
+    def _free(self):
+        return max(0, self.total_bytes - self.outside_bytes - self._reserved())
+
+    def _enter(self, name, device):
+        self.calls.append(name)
+        if device is not None and not isinstance(device, int) and torch.device(device).type != "cuda":
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        if self.poisoned:
+            raise torch.AcceleratorError(self.poisoned)
+
+    # --- what torch.cuda answers ---
+
+    def current_device(self):
+        self._enter("current_device", None)
+        return 0
+
+    def get_device_properties(self, device=None):
+        self._enter("get_device_properties", device)
+        return self.properties
+
+    def mem_get_info(self, device=None):
+        self._enter("mem_get_info", device)
+        return self._free(), self.total_bytes
+
+    def memory_allocated(self, device=None):
+        self._enter("memory_allocated", device)
+        return self._live_bytes
+
+    def memory_reserved(self, device=None):
+        self._enter("memory_reserved", device)
+        return self._reserved()
+
+    def max_memory_allocated(self, device=None):
+        self._enter("max_memory_allocated", device)
+        return self._peak_allocated
+
+    def max_memory_reserved(self, device=None):
+        self._enter("max_memory_reserved", device)
+        return self._peak_reserved
+
+    def reset_peak_memory_stats(self, device=None):
+        self._enter("reset_peak_memory_stats", device)
+        self._peak_allocated, self._peak_reserved = self._live_bytes, self._reserved()
+
+    def memory_stats(self, device=None):
+        self._enter("memory_stats", device)
+        return dict(self._counters)
+
+    def get_per_process_memory_fraction(self, device=None):
+        self._enter("get_per_process_memory_fraction", device)
+        return 1.0 if self._allowed_bytes is None else self._allowed_bytes / self.total_bytes
+
+    def set_per_process_memory_fraction(self, fraction, device=None):
+        self._enter("set_per_process_memory_fraction", device)
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if fraction < 0 or fraction > 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        self._allowed_bytes = None if fraction == 1 else int(fraction * self.total_bytes)
+
+    def empty_cache(self):
+        self._enter("empty_cache", None)
+        self._cached.clear()
+
+    def synchronize(self, device=None):
+        self._enter("synchronize", device)
+
+
+class Block:
+    """What `FakeModule.alloc` returns: lives as long as a tensor would."""
+
+
+class LedgerDevice(AcceleratorDevice):
+    """A real `AcceleratorDevice` over the fake, so that a whole probe runs: tensors on the CPU, memory in the books."""
+
+    def __init__(self, fake):
+        super().__init__(CARD, module=fake)
+        self.fake = fake
+
+    def healthy(self):
+        """The kernel is the CPU's; what the fake says about its health comes in through `release`."""
+        return kernel_answers(torch.device("cpu"), self.release)
+
+
+def ledger(fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, after_alloc=None, **card):
+    """A card, a model and a step whose memory is known: `fixed_bytes` for good, and so much for each sample.
+
+    Args:
+        fixed_bytes: Held from the start, like parameters.
+        per_sample_bytes: Held during a step.
+        before_alloc: Called with (fake, batch_size, call number) at the start of each call of the step.
+        after_alloc: The same, while the memory of the step is held.
+        card: For `FakeModule`.
+
+    Returns:
+        The device, the model, the step, and the list of sizes the step was called with.
+    """
+    fake = FakeModule(**card)
+    device = LedgerDevice(fake)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    device.held = fake.alloc(fixed_bytes)
+    called = []
+
+    def step(model, batch_size):
+        called.append(batch_size)
+        if before_alloc is not None:
+            before_alloc(fake, batch_size, len(called))
+        activations = fake.alloc(per_sample_bytes * batch_size)
+        if after_alloc is not None:
+            after_alloc(fake, batch_size, len(called))
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, 2)).square().sum().backward()
+        optimizer.step()
+        return activations
+
+    return device, model, step, called

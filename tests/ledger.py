@@ -1,0 +1,84 @@
+"""A device made of a ledger: steps draw bytes from it, and it raises torch's own error when they are used up.
+
+For tests of the probe that need to know the truth to the byte and want no real memory.
+"""
+
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from oomprobe.devices import Usage
+
+MIB = 2**20
+
+
+class LedgerDevice:
+    name, on_host = "ledger", False
+    torch_device = torch.device("cpu")
+
+    def __init__(self, total_bytes=1000 * MIB, *, measures_reserved=True):
+        self.total_bytes = total_bytes
+        self.live = self.peak = self.retries = 0
+        self.limit = total_bytes
+        self.measures_reserved = measures_reserved
+        self.is_healthy = True
+        self.pressure = False
+        self.caps = []
+
+    def session(self):
+        return nullcontext()
+
+    def warm(self, step):
+        pass
+
+    def available_bytes(self):
+        return self.total_bytes
+
+    @contextmanager
+    def cap(self, limit_bytes):
+        self.caps.append(limit_bytes)
+        self.limit = self.total_bytes if limit_bytes is None else limit_bytes
+        try:
+            yield
+        finally:
+            self.limit = self.total_bytes
+
+    def start_trial(self):
+        self.peak, self.pressure = self.live, False
+
+    def usage(self):
+        reserved = self.peak if self.measures_reserved else None
+        return Usage(
+            peak_allocated_bytes=self.peak,
+            peak_reserved_bytes=reserved,
+            alloc_retries=self.retries,
+            under_pressure=self.pressure,
+        )
+
+    def live_bytes(self):
+        return self.live
+
+    def outside_bytes(self):
+        return None
+
+    def synchronize(self):
+        pass
+
+    def release(self):
+        pass
+
+    def healthy(self):
+        return self.is_healthy
+
+    # --- for steps ---
+
+    def take(self, size_bytes):
+        """Use memory until the step ends; peak counts."""
+        if self.live + size_bytes > self.limit:
+            self.pressure = True
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes (ledger)")
+        self.peak = max(self.peak, self.live + size_bytes)
+
+    def leak(self, size_bytes):
+        self.take(size_bytes)
+        self.live += size_bytes

@@ -1,0 +1,440 @@
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oomprobe.result import Phase
+from oomprobe.search import Found, Reply, Sizes, find
+
+BILLION = 10**9
+MANY = 2_000  # calls; no search over the sizes of these tests needs nearly as many
+
+
+def never(good, bad):
+    return False
+
+
+class Memory:
+    """An oracle that records: `limit` sizes fit with all the memory, `capped_limit` under the cap."""
+
+    def __init__(self, limit, capped_limit=None, *, shows_peak=False, fails_once_at=None, fails_confirming=()):
+        self.limit = limit
+        self.capped_limit = limit if capped_limit is None else capped_limit
+        self.shows_peak, self.fails_once_at, self.fails_confirming = shows_peak, fails_once_at, fails_confirming
+        self.calls = []
+
+    def __call__(self, size, phase, *, capped):
+        assert len(self.calls) < MANY, "the search does not end"
+        passed = size <= (self.capped_limit if capped else self.limit)
+        if len(self.calls) == self.fails_once_at or (phase is Phase.CONFIRM and size in self.fails_confirming):
+            passed = False
+        self.calls.append((size, phase, capped, passed))
+        return Reply(passed=passed, within_cap=passed and self.shows_peak and size <= self.capped_limit)
+
+    def trials(self, *phases):
+        return [(size, capped) for size, phase, capped, _ in self.calls if phase in phases]
+
+    def ran(self, size, *, capped):
+        return any(call[0] == size and call[2] == capped for call in self.calls)
+
+    def confirmed(self, size):
+        return any(call[0] == size and call[1] is Phase.CONFIRM and call[3] for call in self.calls)
+
+
+def largest(limit, sizes):
+    """By looking at every size, as the search may not."""
+    return max(
+        (n for n in range(sizes.first, limit + 1, sizes.step) if sizes.last is None or n <= sizes.last), default=None
+    )
+
+
+def multiples_up_to(limit, sizes):
+    """`largest` without looking at every size; compared with it below."""
+    top = limit if sizes.last is None else min(limit, sizes.last)
+    top -= top % sizes.step
+    return top if top >= sizes.first else None
+
+
+@st.composite
+def allowed_sizes(draw, most):
+    step = draw(st.integers(1, 64))
+    first = draw(st.integers(1, most))
+    last = draw(st.none() | st.integers(first + step, most + 2 * step + 64))
+    return Sizes.between_limits(first, last, step)
+
+
+@st.composite
+def memories(draw, most, **kwargs):
+    limit = draw(st.integers(0, most))
+    capped_limit = draw(st.just(limit) | st.integers(0, limit) | st.integers(max(0, limit - 3), limit))
+    return Memory(limit, capped_limit, shows_peak=draw(st.booleans()), **kwargs)
+
+
+# --- Sizes ---
+
+
+@given(st.integers(1, 300), st.none() | st.integers(1, 300), st.integers(1, 40))
+def test_limits_are_moved_inwards_to_multiples(low, high, step):
+    sizes = Sizes.between_limits(low, high, step)
+    inside = [n for n in range(low, (high or 1000) + 1) if n % step == 0]
+    if inside:
+        assert sizes.first == inside[0]
+        assert high is None or sizes.last == inside[-1]
+    else:
+        assert sizes.last < sizes.first
+    assert (sizes.last is None) == (high is None)
+
+
+@given(st.integers(0, 5_000), allowed_sizes(5_000))
+def test_the_oracle_agrees_with_looking_at_every_size(limit, sizes):
+    assert multiples_up_to(limit, sizes) == largest(limit, sizes)
+
+
+# --- exact on every monotone limit ---
+
+
+@pytest.mark.parametrize("shows_peak", [False, True])
+@pytest.mark.parametrize("last", [None, 1, 2, 5, 8, 13])
+def test_every_small_limit_is_found(last, shows_peak):
+    sizes = Sizes(first=1, last=last, step=1)
+    for limit in range(20):
+        for capped_limit in range(limit + 1):
+            memory = Memory(limit, capped_limit, shows_peak=shows_peak)
+            found = find(memory, sizes, capped=True, enough=never)
+            assert found.batch_size == largest(capped_limit, sizes), (limit, capped_limit)
+
+
+@given(memories(3_000), allowed_sizes(3_000))
+def test_the_answer_is_that_of_an_exhaustive_scan(memory, sizes):
+    found = find(memory, sizes, capped=True, enough=never)
+    assert found.batch_size == largest(memory.capped_limit, sizes)
+    assert found.struck == found.unconfirmed == ()
+
+
+@settings(max_examples=300)
+@given(memories(BILLION), allowed_sizes(BILLION))
+def test_exact_up_to_a_billion(memory, sizes):
+    found = find(memory, sizes, capped=True, enough=never)
+    assert found.batch_size == multiples_up_to(memory.capped_limit, sizes)
+
+
+@given(st.integers(0, BILLION), allowed_sizes(BILLION))
+def test_without_a_cap_the_answer_is_the_hard_limit_and_no_trial_is_capped(limit, sizes):
+    memory = Memory(limit, capped_limit=0)
+    found = find(memory, sizes, capped=False, enough=never)
+    assert found.batch_size == found.limit == multiples_up_to(limit, sizes)
+    assert not any(capped for _, _, capped, _ in memory.calls)
+
+
+@given(memories(BILLION), allowed_sizes(BILLION))
+def test_the_bracket_is_of_sizes_that_ran_with_all_the_memory(memory, sizes):
+    found = find(memory, sizes, capped=True, enough=never)
+    uncapped = {size: passed for size, _, capped, passed in memory.calls if not capped}
+    assert found.limit == max((size for size, *_, passed in memory.calls if passed), default=None)
+    assert found.first_failing == min((size for size, passed in uncapped.items() if not passed), default=None)
+    if found.limit is not None and found.first_failing is not None:
+        assert found.limit < found.first_failing
+
+
+# --- the order of the acts, by hand ---
+
+
+def test_the_acts_by_hand():
+    memory = Memory(11, 9)
+    found = find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never)
+    assert [(size, phase, capped) for size, phase, capped, _ in memory.calls] == [
+        *[(size, Phase.GROW, False) for size in (1, 2, 4, 8, 16)],
+        *[(size, Phase.BISECT, True) for size in (8, 12, 10, 9)],
+        (10, Phase.RECHECK, True),
+        (9, Phase.CONFIRM, True),
+    ]
+    assert found == Found(batch_size=9, limit=9, first_failing=16, deciding=10)
+
+
+def test_a_peak_within_the_cap_saves_the_trial_that_would_show_it():
+    silent, shown = Memory(11, 9), Memory(11, 9, shows_peak=True)
+    for memory in (silent, shown):
+        find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never)
+    assert len(shown.trials(Phase.BISECT)) == len(silent.trials(Phase.BISECT)) - 1
+    assert (8, True) not in shown.trials(Phase.BISECT)
+
+
+# --- the bound, and what must have run ---
+
+
+def bound(n):
+    return 2 * math.ceil(math.log2(n)) + 3
+
+
+def assert_within_the_bound(memory, found):
+    searched = memory.trials(Phase.GROW, Phase.BISECT)
+    assert len(searched) == len(set(searched)), "a size was run twice at the same cap"
+    if found.limit is not None:
+        assert len(searched) <= bound(found.limit)
+
+
+@pytest.mark.parametrize("shows_peak", [False, True])
+@pytest.mark.parametrize("clip", [0, 1, 3])
+def test_the_bound_holds_for_every_small_limit(clip, shows_peak):
+    for limit in range(1, 70):
+        for capped_limit in {0, limit // 2, *range(max(0, limit - 9), limit + 1)}:
+            memory = Memory(limit, capped_limit, shows_peak=shows_peak)
+            sizes = Sizes(first=1, last=limit + clip if clip else None, step=1)
+            assert_within_the_bound(memory, find(memory, sizes, capped=True, enough=never))
+
+
+@settings(max_examples=300)
+@given(memories(BILLION), st.none() | st.integers(1, BILLION), st.booleans())
+def test_the_bound_holds_up_to_a_billion(memory, last, capped):
+    found = find(memory, Sizes(first=1, last=last, step=1), capped=capped, enough=never)
+    assert_within_the_bound(memory, found)
+
+
+@given(memories(BILLION), allowed_sizes(BILLION))
+def test_no_size_runs_twice_at_the_same_cap_whatever_the_limits(memory, sizes):
+    find(memory, sizes, capped=True, enough=never)
+    searched = memory.trials(Phase.GROW, Phase.BISECT)
+    assert len(searched) == len(set(searched))
+
+
+@given(memories(BILLION), allowed_sizes(BILLION))
+def test_the_answer_and_the_next_size_above_it_ran_under_the_cap(memory, sizes):
+    answer = find(memory, sizes, capped=True, enough=never).batch_size
+    if answer is not None:
+        assert memory.ran(answer, capped=True)
+        assert answer == sizes.last or memory.ran(answer + sizes.step, capped=True)
+
+
+@given(memories(BILLION), allowed_sizes(BILLION))
+def test_only_allowed_sizes_are_run(memory, sizes):
+    find(memory, sizes, capped=True, enough=never)
+    for size, *_ in memory.calls:
+        assert size % sizes.step == 0
+        assert size >= sizes.first
+        assert sizes.last is None or size <= sizes.last
+
+
+# --- nothing fits ---
+
+
+@given(st.integers(1, BILLION), st.booleans())
+def test_nothing_fits_is_said_only_after_the_smallest_size_was_tried_again(first, capped):
+    memory = Memory(first - 1)
+    found = find(memory, Sizes(first=first, last=None, step=1), capped=capped, enough=never)
+    assert found.batch_size is found.limit is None
+    assert found.first_failing == first
+    assert [(size, phase) for size, phase, *_ in memory.calls] == [(first, Phase.GROW), (first, Phase.RECHECK)]
+
+
+@given(st.integers(1, BILLION), st.data())
+def test_nothing_fits_under_the_cap(limit, data):
+    first = data.draw(st.integers(1, limit))
+    memory = Memory(limit, data.draw(st.integers(0, first - 1)))
+    found = find(memory, Sizes(first=first, last=None, step=1), capped=True, enough=never)
+    assert found.batch_size is None
+    assert found.limit >= first
+    assert memory.trials(Phase.RECHECK), "no failure was tried again"
+    assert memory.ran(first, capped=True)
+
+
+# --- transient failures ---
+
+
+@given(memories(2_000), allowed_sizes(2_000), st.booleans())
+def test_one_transient_failure_anywhere_before_confirmation_does_not_change_the_answer(memory, sizes, capped):
+    capped_limit = memory.capped_limit if capped else memory.limit
+    find(memory, sizes, capped=capped, enough=never)
+    before_confirmation = len([1 for call in memory.calls if call[1] is not Phase.CONFIRM])
+    for call in range(before_confirmation):
+        shaken = Memory(memory.limit, memory.capped_limit, shows_peak=memory.shows_peak, fails_once_at=call)
+        found = find(shaken, sizes, capped=capped, enough=never)
+        assert found.batch_size == largest(capped_limit, sizes), call
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 9, 100])
+@pytest.mark.parametrize("shows_peak", [False, True])
+def test_the_deciding_transient_failure_is_struck_out_and_named(limit, shows_peak):
+    undisturbed = Memory(2 * limit, limit, shows_peak=shows_peak)
+    find(undisturbed, Sizes(first=1, last=None, step=1), capped=True, enough=never)
+    decided = 0
+    for call, (size, phase, _, passed) in enumerate(undisturbed.calls):
+        if passed and phase in (Phase.GROW, Phase.BISECT):
+            memory = Memory(2 * limit, limit, shows_peak=shows_peak, fails_once_at=call)
+            found = find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never)
+            if size <= limit:  # larger ones fail under the cap anyway, and decide nothing
+                decided += 1
+                assert found.struck == (size,)
+                assert found.first_failing != size
+            assert found.batch_size == limit
+    assert decided
+
+
+def test_a_true_failure_is_rechecked_once_and_stays():
+    memory = Memory(100, 90)
+    found = find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never)
+    assert memory.trials(Phase.RECHECK) == [(91, True)]
+    assert (found.deciding, found.struck) == (91, ())
+
+
+def test_the_last_size_has_no_deciding_failure_and_no_recheck():
+    memory = Memory(100, 90)
+    found = find(memory, Sizes(first=1, last=64, step=1), capped=True, enough=never)
+    assert (found.batch_size, found.deciding, found.first_failing) == (64, None, None)
+    assert memory.trials(Phase.RECHECK) == []
+
+
+# --- confirmation ---
+
+
+@given(memories(BILLION), allowed_sizes(BILLION), st.data())
+def test_a_failed_confirmation_moves_down_to_a_size_that_passes_it(memory, sizes, data):
+    exact = multiples_up_to(memory.capped_limit, sizes)
+    if exact is None:
+        return
+    sound = data.draw(st.integers(sizes.first - 1, exact - 1), label="largest that is confirmed")
+    memory.fails_confirming = range(sound + 1, exact + 1)
+    found = find(memory, sizes, capped=True, enough=never)
+    assert found.batch_size == multiples_up_to(sound, sizes)
+    assert found.unconfirmed[0] == exact
+    if found.batch_size is None:
+        assert found.deciding == sizes.first
+    else:
+        assert found.deciding == found.batch_size + sizes.step
+        assert memory.confirmed(found.batch_size)
+
+
+@given(st.sets(st.integers(1, 60)), st.integers(1, 60))
+def test_whatever_fails_in_confirmation_the_answer_passed_it(fails_confirming, limit):
+    memory = Memory(limit, fails_confirming=fails_confirming)
+    found = find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never)
+    if found.batch_size is None:
+        assert fails_confirming >= {1, limit}
+    else:
+        assert found.batch_size not in fails_confirming
+        assert memory.confirmed(found.batch_size)
+    assert set(found.unconfirmed) <= fails_confirming
+
+
+def test_confirmations_are_few():
+    memory = Memory(BILLION, fails_confirming=range(1, BILLION + 1))
+    assert find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never).batch_size is None
+    assert len(memory.trials(Phase.CONFIRM)) <= 2 + math.log2(BILLION)
+
+
+# --- resolution ---
+
+
+@given(memories(BILLION), st.floats(0, 0.99))
+def test_bisecting_stops_when_the_bracket_is_narrow_enough(memory, resolution):
+    def enough(good, bad):
+        return bad - good <= resolution * good
+
+    found = find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=enough)
+    exact = memory.capped_limit or None
+    if exact is None:
+        assert found.batch_size is None
+        return
+    assert memory.confirmed(found.batch_size)
+    assert found.batch_size <= exact < found.deciding
+    assert found.deciding == found.batch_size + 1 or enough(found.batch_size, found.deciding)
+
+
+def test_resolution_saves_trials():
+    exact, coarse = Memory(10_000, 9_000), Memory(10_000, 9_000)
+    find(exact, Sizes(first=1, last=None, step=1), capped=True, enough=never)
+    find(coarse, Sizes(first=1, last=None, step=1), capped=True, enough=lambda good, bad: bad - good < good / 10)
+    assert len(coarse.calls) < len(exact.calls) - 5
+
+
+def test_stopped_at_once_the_size_that_grew_is_the_answer():
+    memory = Memory(100, 90)
+    found = find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=lambda good, bad: True)
+    assert (found.batch_size, found.deciding) == (64, 128)
+
+
+# --- any oracle at all ---
+
+
+class Capricious:
+    """Replies drawn from anywhere, but none passes beyond `end`: memory ends somewhere."""
+
+    def __init__(self, reply, end):
+        self.reply, self.end, self.calls = reply, end, []
+
+    def __call__(self, size, phase, *, capped):
+        assert len(self.calls) < MANY, "the search does not end"
+        reply = self.reply(len(self.calls), size, phase, capped)
+        if size > self.end:
+            reply = Reply(passed=False)
+        self.calls.append((size, phase, capped, reply.passed))
+        return reply
+
+
+def assert_the_answer_was_run(oracle, found, sizes, capped):
+    passed = [(size, under_cap) for size, phase, under_cap, passed in oracle.calls if phase is Phase.CONFIRM and passed]
+    if found.batch_size is None:
+        assert passed == []
+    else:
+        assert (found.batch_size, capped) in passed
+        assert found.deciding is None or found.deciding > found.batch_size
+    for size, *_ in oracle.calls:
+        assert size % sizes.step == 0
+        assert sizes.first <= size
+        assert sizes.last is None or size <= sizes.last
+
+
+replies = st.builds(Reply, passed=st.booleans(), within_cap=st.booleans())
+
+
+@settings(max_examples=400)
+@given(st.lists(replies, min_size=1, max_size=60), allowed_sizes(3_000), st.integers(0, 5_000), st.booleans())
+def test_any_sequence_of_replies(sequence, sizes, end, capped):
+    oracle = Capricious(lambda call, *_: sequence[call % len(sequence)], end)
+    found = find(oracle, sizes, capped=capped, enough=never)
+    assert_the_answer_was_run(oracle, found, sizes, capped)
+
+
+@settings(max_examples=300)
+@given(st.randoms(use_true_random=False), st.floats(0, 1), allowed_sizes(3_000), st.integers(0, 5_000), st.booleans())
+def test_random_replies(random, share, sizes, end, capped):
+    def reply(*_):
+        return Reply(passed=random.random() < share, within_cap=random.random() < 0.5)
+
+    def enough(good, bad):
+        return random.random() < 0.1
+
+    oracle = Capricious(reply, end)
+    assert_the_answer_was_run(oracle, find(oracle, sizes, capped=capped, enough=enough), sizes, capped)
+
+
+@given(st.sets(st.integers(1, 200)), st.sets(st.integers(1, 200)), allowed_sizes(200), st.booleans())
+def test_limits_with_holes(fails, fails_capped, sizes, capped):
+    def reply(call, size, phase, under_cap):
+        return Reply(passed=size not in (fails_capped if under_cap else fails))
+
+    oracle = Capricious(reply, 250)
+    found = find(oracle, sizes, capped=capped, enough=never)
+    assert_the_answer_was_run(oracle, found, sizes, capped)
+    if found.batch_size is not None and found.batch_size != sizes.last:
+        above = found.batch_size + sizes.step
+        assert any(size == above and under_cap == capped for size, _, under_cap, _ in oracle.calls)
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize(
+    "passes",
+    [
+        lambda call, phase, under_cap: under_cap,  # more fits under the cap than without it
+        lambda call, phase, under_cap: not under_cap,
+        lambda call, phase, under_cap: phase is Phase.RECHECK or call == 0,  # everything passes when tried again
+        lambda call, phase, under_cap: phase is not Phase.CONFIRM,
+        lambda call, phase, under_cap: phase is Phase.CONFIRM or call < 4,
+        lambda call, phase, under_cap: call % 2 == 0,
+        lambda call, phase, under_cap: call % 3 != 2,
+    ],
+)
+def test_adversaries(passes, capped):
+    sizes = Sizes(first=3, last=None, step=3)
+    oracle = Capricious(lambda call, _, phase, under_cap: Reply(passed=passes(call, phase, under_cap)), 10**6)
+    assert_the_answer_was_run(oracle, find(oracle, sizes, capped=capped, enough=never), sizes, capped)

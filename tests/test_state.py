@@ -1,0 +1,416 @@
+import copy
+import gc
+import random
+import subprocess
+import sys
+import textwrap
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import oomprobe
+from oomprobe.errors import InvalidArgumentError, UnreliableError
+from oomprobe.state import Keeper, keeper
+from oomprobe.state.capture import reachable
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen BatchNorm in eval mode, a non-persistent buffer, a parameter without gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.frozen = nn.BatchNorm1d(8).eval()
+        self.decode = nn.Linear(8, 4, bias=False)
+        self.decode.weight = nn.Parameter(self.encode.weight.detach().T.clone())
+        self.tied = nn.Linear(4, 8, bias=False)
+        self.tied.weight = self.encode.weight
+        self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("count", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        self.count += 1
+        hidden = self.frozen(self.norm(self.encode(x) + self.tied(x)))
+        return self.decode(torch.nn.functional.dropout(hidden))
+
+
+def bits(value):
+    """Everything in it as bytes, for an exact comparison (NaN payloads and signed zeros included)."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(value.shape), value.detach().cpu().contiguous().numpy().tobytes())
+    if isinstance(value, dict):
+        return {repr(k): bits(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(v) for v in value]
+    return repr(value)
+
+
+def everything(model, *objects):
+    """An independent picture of the state, made without the package."""
+    return {
+        "parameters": [(n, id(p), p.data_ptr(), p.requires_grad, bits(p)) for n, p in model.named_parameters()],
+        "buffers": [(n, id(b), bits(b)) for n, b in model.named_buffers()],
+        "modes": [(n, m.training) for n, m in model.named_modules()],
+        "grads": [None if p.grad is None else bits(p.grad) for p in model.parameters()],
+        "objects": [bits(o.state_dict()) for o in objects],
+        "rng": [bits(torch.get_rng_state()), bits(list(np.random.get_state())), random.getstate()],
+    }
+
+
+class Training:
+    def __init__(self, *, warm_steps=0):
+        torch.manual_seed(3)
+        self.model = Net()
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.ema = torch.optim.swa_utils.AveragedModel(self.model)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(warm_steps):
+            self.step(self.model, 4)
+
+    def step(self, model, batch_size):
+        self.optimizer.zero_grad()
+        loss = model(torch.randn(batch_size, 4)).square().mean() + random.random() + np.random.rand()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        self.ema.update_parameters(model)
+
+    @property
+    def objects(self):
+        return (self.optimizer, self.scheduler, self.ema, self.scaler)
+
+
+class Stop(Exception):
+    pass
+
+
+def bug(model, batch_size):
+    raise Stop("a bug")
+
+
+def interrupted(model, batch_size):
+    raise KeyboardInterrupt
+
+
+def too_large(model, batch_size):
+    torch.empty(2**50)
+
+
+def slow(model, batch_size):
+    import time
+
+    time.sleep(5)
+
+
+WAYS_OUT = {
+    "answer": (lambda m, b: None, {"max_batch": 8}, None),
+    "nothing fits": (too_large, {}, oomprobe.NothingFitsError),
+    "bug in the step": (bug, {}, Stop),
+    "Ctrl-C": (interrupted, {}, KeyboardInterrupt),
+    "time limit": (slow, {"time_limit_s": 0.3}, oomprobe.TimeLimitError),
+}
+
+
+@pytest.mark.parametrize("warm_steps", [0, 3], ids=["fresh", "mid-training"])
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_everything_comes_back_on_every_way_out(way, warm_steps):
+    ending, options, error = WAYS_OUT[way]
+    training = Training(warm_steps=warm_steps)
+    calls = []
+
+    def step(model, batch_size):
+        training.step(model, max(2, batch_size))
+        model.train()  # flips the frozen BatchNorm, as careless code does
+        model.count = model.count * 2  # replaces a buffer
+        calls.append(batch_size)
+        if way == "nothing fits" or len(calls) > 3:
+            ending(model, batch_size)
+
+    before = everything(training.model, *training.objects)
+
+    def probe():
+        return oomprobe.find_max_batch(training.model, step, device="cpu:1GiB", progress="off", **options)
+
+    if error is None:
+        assert probe().state_verified
+    else:
+        with pytest.raises(error):
+            probe()
+    assert calls, "the step never ran"
+    assert everything(training.model, *training.objects) == before
+
+
+@pytest.mark.parametrize("skip", ["put_back", "surroundings"])
+def test_a_restore_that_is_skipped_is_noticed(monkeypatch, skip):
+    training = Training(warm_steps=1)
+    if skip == "put_back":
+        monkeypatch.setattr(keeper.Keeper, "put_back", lambda self, **_: None)
+    else:
+        monkeypatch.setattr(keeper.Surroundings, "put_back", lambda self, **_: None)
+    with pytest.raises(UnreliableError, match="not everything came back"):
+        oomprobe.find_max_batch(training.model, training.step, device="cpu:1GiB", min_batch=2, max_batch=4, progress="off")
+
+
+def test_training_goes_on_to_bit_equal_weights():
+    probed, plain = Training(), Training()
+    oomprobe.find_max_batch(probed.model, probed.step, device="cpu:1GiB", min_batch=2, max_batch=8, progress="off")
+    for training in (probed, plain):
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        for _ in range(4):
+            training.step(training.model, 4)
+    assert bits(probed.model.state_dict()) == bits(plain.model.state_dict())
+    assert bits(probed.optimizer.state_dict()) == bits(plain.optimizer.state_dict())
+
+
+def test_tied_weights_stay_tied():
+    training = Training()
+    oomprobe.find_max_batch(training.model, training.step, device="cpu:1GiB", min_batch=2, max_batch=4, progress="off")
+    assert training.model.tied.weight is training.model.encode.weight
+
+
+def test_an_optimizer_made_inside_a_step_is_found_when_it_steps():
+    model = nn.Linear(3, 3)
+    hidden = {}
+
+    def get():
+        if "optimizer" not in hidden:
+            hidden["optimizer"] = torch.optim.Adam(model.parameters(), lr=0.5)
+        return hidden["optimizer"]
+
+    def step(model, batch_size):
+        optimizer = get()
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, 3)).sum().backward()
+        optimizer.step()
+
+    before = bits(dict(model.named_parameters()))
+    result = oomprobe.find_max_batch(model, step, device="cpu:1GiB", max_batch=2, progress="off")
+    assert result.state_verified
+    assert bits(dict(model.named_parameters())) == before
+    assert not hidden["optimizer"].state, "the state it made while probing is gone"
+
+
+def test_optimizer_given_through_preserve_and_none_gradients():
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.full((2, 2), 7.0)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+    kept = Keeper(model, [], optimizers, "cpu")
+    original = model.weight.grad
+    model.weight.grad = None
+    model.bias.grad = torch.ones(2)
+    optimizers[0].step()
+    kept.put_back()
+    assert kept.differences() == []
+    assert model.bias.grad is None
+    assert torch.equal(model.weight.grad, torch.full((2, 2), 7.0))
+    assert model.weight.grad is original
+    assert optimizers[0].state == {}
+
+
+def test_replaced_gradients_are_not_kept_alive_and_come_back_by_value():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    kept = Keeper(model, [], [], "cpu")
+    died = weakref.ref(model.weight.grad)
+    value = model.weight.grad.clone()
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    assert died() is None
+    kept.put_back()
+    assert torch.equal(model.weight.grad, value)
+    assert kept.differences() == []
+
+
+def test_nan_bits_and_negative_zero_survive():
+    model = nn.Linear(1, 2, bias=False)
+    with torch.no_grad():
+        model.weight.view(-1).view(torch.int32).copy_(torch.tensor([0x7FC00001, -(2**31)], dtype=torch.int32))
+    before = bits(model.weight)
+    kept = Keeper(model, [], [], "cpu")
+    torch.nn.init.ones_(model.weight)
+    kept.put_back()
+    assert bits(model.weight) == before
+
+
+def test_swapped_data_comes_back_to_its_own_memory():
+    model = nn.Linear(2, 2)
+    pointer = model.weight.data_ptr()
+    kept = Keeper(model, [], [], "cpu")
+    model.weight.data = torch.zeros(5, 5)
+    kept.put_back()
+    assert model.weight.data_ptr() == pointer
+    assert model.weight.shape == (2, 2)
+    assert kept.differences() == []
+
+
+def test_expanded_and_shared_buffers():
+    model = nn.Module()
+    base = torch.arange(4.0)
+    model.register_buffer("base", base)
+    model.register_buffer("view", base[1:3])
+    model.register_buffer("wide", base[:1].expand(3, 1))
+    kept = Keeper(model, [], [], "cpu")
+    base.zero_()
+    assert kept.differences()
+    kept.put_back()
+    assert kept.differences() == []
+    assert model.view.tolist() == [1.0, 2.0]
+    assert model.view.untyped_storage().data_ptr() == model.base.untyped_storage().data_ptr()
+
+
+def test_sparse_gradients():
+    model = nn.Embedding(5, 2, sparse=True)
+    model(torch.tensor([1])).sum().backward()
+    value = model.weight.grad.to_dense().clone()
+    kept = Keeper(model, [], [], "cpu")
+    model.zero_grad()
+    kept.put_back()
+    assert torch.equal(model.weight.grad.to_dense(), value)
+    assert kept.differences() == []
+
+
+def test_parameters_added_or_removed_by_a_step():
+    model = nn.Linear(2, 2)
+    kept = Keeper(model, [], [], "cpu")
+    names = [n for n, _ in model.named_parameters()]
+    model.register_parameter("extra", nn.Parameter(torch.ones(1)))
+    del model.bias
+    assert kept.differences()
+    kept.put_back()
+    assert [n for n, _ in model.named_parameters()] == names
+
+
+FLAGS = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+    "threads": lambda: torch.set_num_threads(1),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "autocast cpu": lambda: torch.set_autocast_enabled("cpu", True),
+    "math attention": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "random": random.random,
+    "numpy.random": np.random.rand,
+    "torch (cpu)": lambda: torch.rand(1),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_global_flags_and_generators(name):
+    kept = Keeper(nn.Linear(1, 1), [], [], "cpu")
+    FLAGS[name]()
+    assert kept.differences() == [name]
+    kept.put_back()
+    assert kept.differences() == []
+
+
+class Counter:
+    """State behind attributes that only its own state_dict knows."""
+
+    class Inner:
+        value = torch.zeros(1)
+
+    def __init__(self):
+        self.inner = Counter.Inner()
+        self.inner.value = torch.zeros(1)
+
+    def state_dict(self):
+        return {"value": self.inner.value.clone()}
+
+    def load_state_dict(self, state):
+        self.inner.value = state["value"].clone()
+
+
+def test_objects_known_only_through_their_state_dict():
+    counter = Counter()
+    kept = Keeper(nn.Linear(1, 1), [lambda m, b: counter], [], "cpu")
+    counter.inner.value += 1
+    assert kept.differences() == ["state of Counter"]
+    kept.put_back()
+    assert counter.inner.value.item() == 0
+    assert kept.differences() == []
+
+
+def test_preserve_refuses_what_has_no_state():
+    with pytest.raises(InvalidArgumentError, match="preserve holds a list"):
+        Keeper(nn.Linear(1, 1), [], [[1]], "cpu")
+
+
+def test_a_snapshot_larger_than_host_memory_is_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setattr(keeper.linux, "free_bytes", lambda: 1000)
+    with pytest.raises(UnreliableError, match=r"needs a copy of 78\.52 KiB .* and 1000 B is free: nothing was run"):
+        Keeper(nn.Linear(200, 100), [], [], "cpu")
+
+
+def test_host_copy_is_a_state_dict_of_before():
+    training = Training(warm_steps=2)
+    kept = Keeper(training.model, [training.step], [], "cpu")
+    model_before = bits(training.model.state_dict())
+    optimizer_before = bits(training.optimizer.state_dict()["state"])
+    training.step(training.model, 4)
+    copied = kept.host_copy()
+    named = {name: copied["model"][name] for name in training.model.state_dict()}
+    assert bits(named) == model_before
+    assert bits(copied["optimizers"][0]["state"]) == optimizer_before
+    fresh = torch.optim.AdamW([p for p in training.model.parameters() if p.requires_grad])
+    fresh.load_state_dict(copy.deepcopy(copied["optimizers"][0]))
+
+
+class Holder:
+    def __init__(self, optimizer):
+        self.parts = {"list": [optimizer]}
+
+    def method(self, model, batch_size):
+        pass
+
+    def __call__(self, model, batch_size):
+        pass
+
+
+def test_what_a_step_can_reach():
+    from functools import partial
+
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)
+
+    def closes_over(model, batch_size):
+        optimizer.step()
+
+    def default(model, batch_size, optimizer=optimizer):
+        pass
+
+    def nested(model, batch_size):
+        return (lambda: [closes_over for _ in range(1)])()
+
+    holder = Holder(optimizer)
+    for root in (closes_over, default, nested, holder, holder.method, partial(default, optimizer=optimizer)):
+        assert optimizer in reachable([root]), root
+    assert optimizer not in reachable([lambda m, b: None])
+
+
+def test_a_step_of_a_script_names_its_optimizer(tmp_path):
+    """Globals of the module that defines the step, which is how scripts are written."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+            import torch, oomprobe
+            model = torch.nn.Linear(3, 3)
+            optimizer = torch.optim.Adam(model.parameters())
+            def loss_of(batch_size):
+                return model(torch.randn(batch_size, 3)).sum()
+            def step(model, batch_size):
+                optimizer.zero_grad(); loss_of(batch_size).backward(); optimizer.step()
+            before = model.weight.clone()
+            result = oomprobe.find_max_batch(model, step, device="cpu:1GiB", max_batch=2, progress="off")
+            assert torch.equal(before, model.weight) and not optimizer.state
+            print(result.batch_size)
+        """)
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.stdout == "2\n", done.stderr

@@ -1,0 +1,264 @@
+"""Steady state, leak freedom and what a trial keeps."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from ledger import MIB, LedgerDevice
+from torch import nn
+
+import oomprobe
+from oomprobe.result import Phase
+
+QUICK = {"progress": "off", "max_batch": 2}
+
+
+def linear():
+    model = nn.Linear(4, 4)
+    return model, torch.optim.Adam(model.parameters())
+
+
+def calls_by_trial(result, calls):
+    return [t.steps for t in result.trials], calls
+
+
+def test_a_plain_step_runs_until_its_optimizer_stepped_then_steps_more():
+    model, optimizer = linear()
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 4)).sum().backward()
+        optimizer.step()
+
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), steps=2, confirm_steps=5, **QUICK)
+    by_phase = {t.phase: t.steps for t in result.trials}
+    assert by_phase == {Phase.GROW: 3, Phase.CONFIRM: 6}
+
+
+def test_a_scaler_that_skips_six_steps_is_waited_for():
+    model, optimizer = linear()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**11)
+    stepped = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        overflow = float("inf") if len(calls) < 6 else 1.0
+        scaler.scale(model(torch.randn(batch_size, 4)).mean() * overflow).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        calls.append(len(stepped))
+
+    calls = []
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off", memory_fraction=1.0)
+    skipped = calls.index(1)
+    assert skipped == 6, calls
+    assert result.trials[0].steps == 6 + 1 + 2
+    assert result.notes == ()
+
+
+def test_accumulation_over_four_calls_runs_full_cycles():
+    model, optimizer = linear()
+    state = {"calls": 0}
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 4)).sum().backward()
+        state["calls"] += 1
+        if state["calls"] % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off", memory_fraction=1.0)
+    assert [t.steps for t in result.trials] == [4 + 2 * 4, 4 + 5 * 4]
+
+
+def test_no_optimizer_is_noted_after_32_calls():
+    calls = []
+
+    def step(model, batch_size):
+        calls.append(batch_size)
+        model(torch.randn(batch_size, 4))
+
+    result = oomprobe.find_max_batch(nn.Linear(4, 4), step, device=LedgerDevice(), **QUICK)
+    assert result.trials[0].steps == 32 + 2
+    assert [t.steps for t in result.trials[1:]] == [2, 5], "later trials know it"
+    assert any("no optimizer stepped in 32 calls" in note for note in result.notes)
+
+
+def test_two_optimizers_of_which_one_steps_every_third_call():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    often, rarely = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    state = {"calls": 0}
+
+    def step(model, batch_size):
+        for part in model:
+            part(torch.randn(batch_size, 4)).sum().backward()
+        often.step()
+        state["calls"] += 1
+        if state["calls"] % 3 == 0:
+            rarely.step()
+
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off", memory_fraction=1.0)
+    assert [t.steps for t in result.trials] == [3 + 2 * 3, 3 + 5 * 3]
+
+
+def test_memory_that_only_the_second_step_needs_counts():
+    """Adam's state appears in step 1, so step 2 is the first to see it."""
+    device = LedgerDevice(100 * MIB)
+    model, optimizer = linear()
+    state = {"resident": 0}
+
+    def step(model, batch_size):
+        device.take(state["resident"] + batch_size * MIB)
+        model(torch.randn(1, 4)).sum().backward()
+        optimizer.step()
+        state["resident"] = 40 * MIB
+
+    result = oomprobe.find_max_batch(model, step, device=device, memory_fraction=1.0, progress="off")
+    assert result.batch_size == 60
+
+
+def test_several_steps_run_in_each_trial_and_the_limiting_one_is_named():
+    device = LedgerDevice(64 * MIB)
+    steps = {
+        "train": lambda m, b: (device.take(b * MIB), torch.ones(b))[1],
+        "eval": lambda m, b: (device.take(2 * b * MIB), torch.ones(b))[1],
+    }
+    result = oomprobe.find_max_batch(nn.Linear(1, 1), steps, device=device, memory_fraction=1.0, progress="off")
+    assert (result.batch_size, result.limiting_step) == (32, "eval")
+    assert not any("evaluation" in line for line in result.not_covered)
+    assert "eval" in str(result)
+
+
+# --- leak freedom ---
+
+
+def failing_step(device, references, *, cycle=False, keep=None):
+    def step(model, batch_size):
+        activation = torch.ones(batch_size * 1000)
+        references.append((batch_size, weakref.ref(activation)))
+        if cycle:
+            loop = [activation]
+            loop.append(loop)
+        if keep is not None:
+            keep.append(activation)
+        device.take(batch_size * MIB)
+        del activation
+
+    return step
+
+
+def test_the_tensors_of_a_failed_trial_die_without_the_garbage_collector(monkeypatch):
+    device, references, alive_at_next = LedgerDevice(10 * MIB), [], []
+    inner = failing_step(device, references)
+
+    def step(model, batch_size):
+        alive_at_next.extend(size for size, ref in references if ref() is not None)
+        inner(model, batch_size)
+
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    gc.disable()
+    try:
+        result = oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, progress="off")
+        assert any(not t.passed for t in result.trials)
+        assert alive_at_next == []
+        assert [size for size, ref in references if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_the_check_above_can_fail(monkeypatch):
+    """A trial that kept its exception would keep the tensors."""
+    from oomprobe import trial
+
+    kept, real = [], trial.failure_of
+    monkeypatch.setattr(trial, "failure_of", lambda error: kept.append(error) or real(error))
+    device, references = LedgerDevice(10 * MIB), []
+    oomprobe.find_max_batch(nn.Linear(1, 1), failing_step(device, references), device=device, progress="off")
+    assert any(ref() is not None for _, ref in references)
+
+
+def test_cycles_of_a_failed_trial_are_collected():
+    device, references = LedgerDevice(10 * MIB), []
+    oomprobe.find_max_batch(
+        nn.Linear(1, 1), failing_step(device, references, cycle=True), device=device, progress="off"
+    )
+    alive = {size for size, ref in references if ref() is not None}
+    assert not any(size > 9 for size in alive), "9 fit; larger ones failed"
+
+
+def test_a_leak_is_an_error_with_its_bytes_and_not_a_small_maximum():
+    device = LedgerDevice(1000 * MIB)
+
+    def step(model, batch_size):
+        torch.ones(batch_size)
+        device.leak(batch_size * MIB)
+
+    with pytest.raises(oomprobe.UnreliableError, match=r"MiB did not come back after batch \d+") as caught:
+        oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, progress="off")
+    assert caught.value.trials[-1].leaked_bytes > 50 * MIB
+
+
+def test_a_small_leak_is_reported_with_its_bytes():
+    device, leaked = LedgerDevice(1000 * MIB), []
+
+    def step(model, batch_size):
+        torch.ones(batch_size)
+        device.take(batch_size * 100 * MIB)
+        if batch_size == 4 and not leaked:
+            leaked.append(True)
+            device.live += 3 * MIB
+
+    result = oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, progress="off")
+    assert result.trials[-1].leaked_bytes == 3 * MIB
+    assert any(note.startswith("leak: 3.00 MiB") for note in result.notes)
+    assert "LEAKED 3.00 MiB" in str(result)
+
+
+def test_a_step_that_keeps_its_last_batch_does_not_leak():
+    """What it keeps is replaced by the next, smaller batch: a cache, not a leak."""
+    device = LedgerDevice(1000 * MIB)
+
+    def step(model, batch_size):
+        torch.ones(batch_size)
+        device.live = 0
+        device.take(batch_size * 10 * MIB)
+        device.live = batch_size * 8 * MIB
+
+    result = oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, memory_fraction=1.0, progress="off")
+    assert result.batch_size == 100
+    assert not any(t.leaked_bytes for t in result.trials)
+
+
+# --- a step that does no work ---
+
+
+def test_a_step_that_dispatches_nothing():
+    with pytest.raises(oomprobe.UnreliableError, match="dispatched no torch operator"):
+        oomprobe.find_max_batch(nn.Linear(1, 1), lambda m, b: None, device=LedgerDevice(), progress="off")
+
+
+@pytest.mark.parametrize("device", [LedgerDevice(), "cpu:1GiB"], ids=["ledger", "host"])
+def test_a_step_that_ignores_its_batch_size(device):
+    model, optimizer = linear()
+
+    def step(model, batch_size):
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(oomprobe.UnreliableError, match="batch 1 and batch 8 do the same work"):
+        oomprobe.find_max_batch(model, step, device=device, progress="off")
+
+
+def test_a_data_set_that_ends_is_not_a_maximum():
+    device = LedgerDevice()
+    data = torch.randn(100, 4)
+
+    def step(model, batch_size):
+        batch = data[:batch_size]
+        device.take(len(batch) * MIB)
+        model(batch).sum().backward()
+
+    with pytest.raises(oomprobe.UnreliableError, match=r"pass max_batch=") as caught:
+        oomprobe.find_max_batch(nn.Linear(4, 4), step, device=device, progress="off")
+    assert max(t.batch_size for t in caught.value.trials) <= 8192
