@@ -110,15 +110,19 @@ def _hint(error: BaseException, batch_size: int) -> str:
 def _of_both_classes(error: BaseException) -> StepFailedError:
     try:
         both = type(f"StepFailedError[{type(error).__name__}]", (StepFailedError, type(error)), {})
-        # The user's own __new__ and __init__ may want arguments that nobody has any more.
-        builtin = next(kind for kind in type(error).__mro__ if kind.__module__ == builtins.__name__)
-        failed = builtin.__new__(both, *error.args)
+        failed: object = _builtin_base(both).__new__(both, *error.args)
         if isinstance(failed, StepFailedError):
-            failed.args = error.args
             return failed
     except Exception:  # a class that cannot be inherited from or made without its own arguments
         pass
     return StepFailedError(_text_of(error))
+
+
+def _builtin_base(kind: type[BaseException]) -> type[BaseException]:
+    """Whose ``__new__`` makes one: the user's own may want arguments that nobody has any more."""
+    while kind.__module__ != builtins.__name__ and kind.__base__ is not None:
+        kind = kind.__base__
+    return kind
 
 
 def _copy_attributes(error: BaseException, failed: StepFailedError) -> None:

@@ -11,7 +11,9 @@ import torch
 from oomprobe.verdict import Facts, facts_of
 
 MAX_TEXT = 600
-_LIBRARY_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent)
+_TORCH = Path(torch.__file__).parent
+_LIBRARY_FOLDERS = (_TORCH, Path(__file__).parent)
+_BACKWARD_FILES = {_TORCH / "_tensor.py", _TORCH / "autograd" / "__init__.py"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +64,8 @@ def _is_library(path: Path) -> bool:
 def _part(frames: list[tuple[Path, str, int]]) -> str:
     """Forward, backward or optimizer, by the functions of torch that the failure went through."""
     for path, function, _ in reversed(frames):
-        if "optim" in path.parts and "torch" in path.parts:
+        if _TORCH / "optim" in path.parents:
             return "optimizer"
-        if function == "backward" and path.name in {"_tensor.py", "__init__.py"}:
+        if function == "backward" and path in _BACKWARD_FILES:
             return "backward"
     return "forward"

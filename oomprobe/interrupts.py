@@ -77,6 +77,7 @@ class Interrupts:
         if self._open:
             self._open = False  # a second signal waits until everything is restored
             self._deliver(number, frame)
+            self._deliver_pending()  # what came while the handler ran
             self._open = True  # a handler that returns lets the step go on
         elif number != ALARM:
             self._pending.append(number)

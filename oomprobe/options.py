@@ -132,7 +132,7 @@ def refuse_ranks() -> None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise InvalidArgumentError(
-            f"torch.distributed is initialised with {distributed.get_world_size()} ranks: an out-of-memory error on one "
-            "would leave the others waiting in a collective. Not supported yet; probe in one process before the ranks "
-            "are started"
+            f"torch.distributed is initialised with {distributed.get_world_size()} ranks: an out-of-memory error on "
+            "one would leave the others waiting in a collective. Not supported yet; probe in one process before "
+            "the ranks are started"
         )

@@ -200,7 +200,7 @@ def _workbench(
                 with _told_as_lost(bench):
                     yield bench
             except DeviceLostError as error:
-                lost, error.snapshot = True, keeper.host_copy()
+                lost, error.snapshot = not chosen.on_host, keeper.host_copy()
                 raise
             except (KeyboardInterrupt, SystemExit) as interruption:
                 interruption.add_note("oomprobe was interrupted; the trials so far:\n" + trials_table(bench.trials))

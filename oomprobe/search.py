@@ -228,7 +228,7 @@ class _Search:
         """Run the answer for longer; while that fails, move down in growing strides, then close that bracket."""
         good, bad, size, stride = None, self.bad, self.good, self.sizes.step
         while size is not None:
-            if self.ask(size, Phase.CONFIRM, capped=True).passed:
+            if self._confirmed(size):
                 good = size
             else:
                 self.unconfirmed.append(size)
@@ -239,6 +239,14 @@ class _Search:
             else:
                 size = self.sizes.middle(good, bad) if self.unconfirmed and bad is not None else None
         return good, bad
+
+    def _confirmed(self, size: int) -> bool:
+        passed = self.ask(size, Phase.CONFIRM, capped=True).passed
+        if not passed and size == self.sizes.first:  # nothing is left below it: one failure is not enough to say so
+            passed = self.ask(size, Phase.CONFIRM, capped=True).passed
+            if passed:
+                self._strike(size)
+        return passed
 
     def _down(self, bad: int | None, stride: int) -> int | None:
         assert bad is not None

@@ -58,6 +58,8 @@ class Workbench:
         self.state_verified = False
         self._trials, self._keeper, self._reporter, self._sleep = trials, keeper, reporter, sleep
         self._baseline_bytes: int | None = None
+        self._warmed_at: int | None = None  # the size that ran, without a limit, to warm the process
+        self._primed: set[int] = set()
         self._residue_bytes = 0  # above the baseline, and known not to come back
         self._started_s = time.monotonic()
 
@@ -69,7 +71,12 @@ class Workbench:
 
     def warm(self, batch_size: int) -> None:
         """Bring the process to the state in which its memory is counted."""
-        self.device.warm(lambda: self._one_step(batch_size))
+
+        def step() -> None:
+            self._one_step(batch_size)
+            self._warmed_at = batch_size
+
+        self.device.warm(step)
 
     def confirm_only(self, size: int) -> Found:
         """Ask for one size under the cap, and again where that fails or the cap turns out too high.
@@ -152,6 +159,7 @@ class Workbench:
             UnreliableError: memory did not come back.
         """
         self._reporter.started(size, phase)
+        self._prime(size)
         request = Request(
             batch_size=size,
             phase=phase,
@@ -159,7 +167,7 @@ class Workbench:
             cap_bytes=cap_bytes,
             accumulation_steps=accumulation_steps,
             deadline_s=self._deadline_s(),
-            smaller_passed=any(t.passed and t.batch_size < size for t in self.trials),
+            smaller_passed=self._smaller_passed(size),
         )
         try:
             trial = self._trials.run(request)
@@ -174,6 +182,16 @@ class Workbench:
             self._baseline_bytes = self.device.live_bytes()
             self._measure_available()
         return trial
+
+    def _prime(self, size: int) -> None:
+        if size not in self._primed:
+            self._primed.add(size)
+            self.device.prime(lambda: self._one_step(size))
+
+    def _smaller_passed(self, size: int) -> bool:
+        """Whether what fails now has run at a smaller size, or at this one with more memory."""
+        warmed = self._warmed_at is not None and self._warmed_at <= size
+        return warmed or any(t.passed and t.batch_size < size for t in self.trials)
 
     # --- time ---
 
@@ -224,7 +242,9 @@ class Workbench:
             return trial
         if not trial.passed:
             self._keeper.drop_gradients()
-            gc.collect(1)  # what a trial of moments ago left behind is young; a full collection costs a tenth of a second
+            gc.collect(
+                1
+            )  # what a trial of moments ago left behind is young; a full collection costs a tenth of a second
         self.device.release()
         leaked_bytes = self._leaked_bytes()
         if leaked_bytes > self._residue_bytes + self._tolerated_bytes:

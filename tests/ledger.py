@@ -31,6 +31,9 @@ class LedgerDevice:
     def warm(self, step):
         pass
 
+    def prime(self, step):
+        pass
+
     def available_bytes(self):
         return self.total_bytes
 

@@ -25,9 +25,7 @@ def test_an_exact_line_is_recovered_with_the_size_where_it_meets_the_budget(xs, 
 
 @given(sizes, st.integers(0, 2 * GIB), st.integers(2, 2**28), st.integers(1, 4096))
 def test_one_byte_less_is_one_sample_less(xs, fixed, slope, largest):
-    line = fit_line(
-        [(x, fixed + slope * x) for x in xs], budget_bytes=fixed + slope * largest - 1 - slope // 2
-    )
+    line = fit_line([(x, fixed + slope * x) for x in xs], budget_bytes=fixed + slope * largest - 1 - slope // 2)
     assert line is not None
     assert line.predicted_max_batch == largest - 1
 

@@ -100,9 +100,7 @@ def test_ran_is_said_of_sizes_that_ran_and_of_no_other(shape, ran):
 
 
 def test_without_trials_nothing_ran():
-    assert not any(
-        entry.ran or entry.ran_accumulated for entry in plan(512, world_size=1, max_micro_batch=64)
-    )
+    assert not any(entry.ran or entry.ran_accumulated for entry in plan(512, world_size=1, max_micro_batch=64))
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.0, True, "8", None])

@@ -195,9 +195,10 @@ def test_batch_norm_at_one_says_min_batch():
     step = lambda model, batch_size: model(torch.randn(batch_size, 4)).sum().backward()  # noqa: E731
     with pytest.raises(ValueError, match="min_batch=2"):
         oomprobe.find_max_batch(model, step, device=LedgerDevice(), progress="off")
-    assert oomprobe.find_max_batch(
-        model, step, device=LedgerDevice(), min_batch=2, max_batch=4, progress="off"
-    ).batch_size == 4
+    assert (
+        oomprobe.find_max_batch(model, step, device=LedgerDevice(), min_batch=2, max_batch=4, progress="off").batch_size
+        == 4
+    )
 
 
 def test_a_poisoned_process_gives_no_further_verdict():
@@ -231,7 +232,9 @@ def test_an_out_of_memory_that_leaves_the_device_sick_is_poison():
 
 def test_nothing_fits_says_how_much_there_was():
     device = LedgerDevice(10 * MIB)
-    with pytest.raises(oomprobe.NothingFitsError, match=r"batch 1, the smallest allowed, does not fit on ledger") as caught:
+    with pytest.raises(
+        oomprobe.NothingFitsError, match=r"batch 1, the smallest allowed, does not fit on ledger"
+    ) as caught:
         probe(device, linear_step(device, fixed=20 * MIB))
     assert [t.phase for t in caught.value.trials] == [Phase.GROW, Phase.RECHECK]
     with pytest.raises(oomprobe.NothingFitsError, match=r"a budget of 9\.00 MiB \(memory_fraction=0\.9\)"):
@@ -331,9 +334,7 @@ def test_check():
     assert [(t.phase, t.cap_bytes) for t in result.trials] == [(Phase.CONFIRM, 90 * MIB)]
     with pytest.raises(oomprobe.NothingFitsError):
         oomprobe.check(nn.Linear(1, 1), linear_step(device), 91, device=device, progress="off")
-    full = oomprobe.check(
-        nn.Linear(1, 1), linear_step(device), 100, device=device, memory_fraction=1.0, progress="off"
-    )
+    full = oomprobe.check(nn.Linear(1, 1), linear_step(device), 100, device=device, memory_fraction=1.0, progress="off")
     assert full.batch_size == 100
 
 

@@ -72,9 +72,7 @@ def test_the_status_line_says_what_runs_the_bracket_and_the_time(terminal):
     told.started(128, Phase.GROW)
     assert terminal.screen == "oomprobe: grow  batch 128 ... | last good 64, first failing -- | 12 s"
     told.finished(BAD)
-    assert (
-        terminal.screen == "oomprobe: grow  batch 128 out of memory | last good 64, first failing 128 | 14 s"
-    )
+    assert terminal.screen == "oomprobe: grow  batch 128 out of memory | last good 64, first failing 128 | 14 s"
     told.close()
     assert terminal.screen == ""
 

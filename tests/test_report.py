@@ -105,9 +105,7 @@ def host():
                        step_s=0.2 * batch_size, samples_per_s=speed)  # fmt: skip
 
     def failed(batch_size, phase=Phase.GROW, cap=256 * MIB):
-        return a_trial(
-            batch_size, Verdict.HOST_OOM, phase, cap_bytes=cap, error=HOST_OOM, where="forward, net.py:9"
-        )
+        return a_trial(batch_size, Verdict.HOST_OOM, phase, cap_bytes=cap, error=HOST_OOM, where="forward, net.py:9")
 
     cap = 128 * MIB
     tried = (
@@ -385,17 +383,13 @@ def test_a_leak_shows_before_an_error_of_any_length_and_again_with_the_same_erro
 
 def test_an_error_is_shown_where_it_first_comes_and_when_it_changes():
     other = dataclasses.replace(gpu_oom(3), where="optimizer step")
-    _, rows = parse(
-        report.trials_table([gpu_oom(4), gpu_oom(3), gpu_trial(1), gpu_oom(2), other, gpu_oom(2)])
-    )
+    _, rows = parse(report.trials_table([gpu_oom(4), gpu_oom(3), gpu_trial(1), gpu_oom(2), other, gpu_oom(2)]))
     assert ["remark" in row for row in rows] == [True, False, False, False, True, True]
     assert rows[0]["remark"] == "backward, model.py:142: CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def test_all_columns_fit_in_100_and_the_step_name_gives_way():
-    full = dataclasses.replace(
-        gpu_oom(10**5, cap=24 * GIB), step_name="n" * 40, step_s=1.0, samples_per_s=9.0
-    )
+    full = dataclasses.replace(gpu_oom(10**5, cap=24 * GIB), step_name="n" * 40, step_s=1.0, samples_per_s=9.0)
     lines = report.trials_table([full]).splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[2].rstrip().endswith("nnn...")
@@ -465,9 +459,7 @@ def test_a_failed_or_accumulating_trial_is_no_throughput():
     assert "no smaller size" in report.text(dataclasses.replace(slow, trials=slow.trials + fast))
 
 
-@pytest.mark.parametrize(
-    "speeds", [{"b8": 5.0}, {"b8": 5.0, "b32": 0.0}, {"b32": None}, {"b32": float("nan")}]
-)
+@pytest.mark.parametrize("speeds", [{"b8": 5.0}, {"b8": 5.0, "b32": 0.0}, {"b32": None}, {"b32": float("nan")}])
 def test_without_a_speed_of_the_answer_nothing_is_said_of_throughput(speeds):
     assert "throughput" not in report.text(timed(**speeds))
 
@@ -570,6 +562,4 @@ def test_a_trial_has_no_field_that_the_table_forgets():
     }  # fmt: skip
     assert set(changed) == {field.name for field in dataclasses.fields(Trial)}
     for name, value in changed.items():
-        assert report.trials_table([dataclasses.replace(plain, **{name: value})]) != report.trials_table(
-            [plain]
-        )
+        assert report.trials_table([dataclasses.replace(plain, **{name: value})]) != report.trials_table([plain])

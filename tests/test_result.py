@@ -137,9 +137,7 @@ def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize("version", [0, 2, "1", None])
 def test_another_schema_version_is_refused_by_number(version):
     data = {**a_result().to_dict(), "schema_version": version}
-    with pytest.raises(
-        InvalidArgumentError, match=f"schema_version {version!r}; this oomprobe reads {SCHEMA_VERSION}"
-    ):
+    with pytest.raises(InvalidArgumentError, match=f"schema_version {version!r}; this oomprobe reads {SCHEMA_VERSION}"):
         ProbeResult.from_dict(data)
 
 
@@ -222,9 +220,7 @@ def test_only_fits_has_passed(verdict):
 
 
 def test_a_plan_says_ran_only_of_passing_trials():
-    result = a_result(
-        batch_size=6, trials=(a_trial(6), a_trial(5, Verdict.OOM), a_trial(4, accumulation_steps=3))
-    )
+    result = a_result(batch_size=6, trials=(a_trial(6), a_trial(5, Verdict.OOM), a_trial(4, accumulation_steps=3)))
     ran = {e.micro_batch: (e.ran, e.ran_accumulated) for n in (6, 5, 4) for e in result.plan(n)}
     assert (ran[6], ran[5], ran[4]) == ((True, False), (False, False), (True, True))
 

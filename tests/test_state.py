@@ -154,7 +154,9 @@ def test_a_restore_that_is_skipped_is_noticed(monkeypatch, skip):
     else:
         monkeypatch.setattr(keeper.Surroundings, "put_back", lambda self, **_: None)
     with pytest.raises(UnreliableError, match="not everything came back"):
-        oomprobe.find_max_batch(training.model, training.step, device="cpu:1GiB", min_batch=2, max_batch=4, progress="off")
+        oomprobe.find_max_batch(
+            training.model, training.step, device="cpu:1GiB", min_batch=2, max_batch=4, progress="off"
+        )
 
 
 def test_training_goes_on_to_bit_equal_weights():

@@ -50,7 +50,9 @@ def test_a_scaler_that_skips_six_steps_is_waited_for():
         calls.append(len(stepped))
 
     calls = []
-    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off", memory_fraction=1.0)
+    result = oomprobe.find_max_batch(
+        model, step, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off", memory_fraction=1.0
+    )
     skipped = calls.index(1)
     assert skipped == 6, calls
     assert result.trials[0].steps == 6 + 1 + 2
@@ -68,7 +70,9 @@ def test_accumulation_over_four_calls_runs_full_cycles():
             optimizer.step()
             optimizer.zero_grad()
 
-    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off", memory_fraction=1.0)
+    result = oomprobe.find_max_batch(
+        model, step, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off", memory_fraction=1.0
+    )
     assert [t.steps for t in result.trials] == [4 + 2 * 4, 4 + 5 * 4]
 
 
@@ -98,7 +102,9 @@ def test_two_optimizers_of_which_one_steps_every_third_call():
         if state["calls"] % 3 == 0:
             rarely.step()
 
-    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off", memory_fraction=1.0)
+    result = oomprobe.find_max_batch(
+        model, step, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off", memory_fraction=1.0
+    )
     assert [t.steps for t in result.trials] == [3 + 2 * 3, 3 + 5 * 3]
 
 

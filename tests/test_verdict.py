@@ -38,13 +38,9 @@ SAID_BY_PYTHON = {
 }
 
 OOM_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
-HOST_TEXT = (
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
-)
+HOST_TEXT = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
 ENGINE_TEXT = "GET was unable to find an engine to execute this computation"
-TEGRA_TEXT = (
-    'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/c10/cuda/CUDACachingAllocator.cpp":995, please'
-)
+TEGRA_TEXT = 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/c10/cuda/CUDACachingAllocator.cpp":995, please'
 EXECUTION_TEXT = "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"
 
 CORROBORATED = Evidence(smaller_size_passed=True, memory_pressure=True)
@@ -117,19 +113,13 @@ class TestTraps:
     def test_advice_on_device_side_assertions_is_not_an_assertion(self):
         advice = "\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
         assert classify_error(RuntimeError("CUDA error: out of memory" + advice)) is Verdict.OOM
-        assert (
-            classify_error(RuntimeError("CUDA error: device-side assert triggered" + advice))
-            is Verdict.POISONED
-        )
+        assert classify_error(RuntimeError("CUDA error: device-side assert triggered" + advice)) is Verdict.POISONED
 
     def test_two_gibibytes_are_not_the_32_bit_limit(self):
         for size in (2147483647, 2147483648, 4294967296, 65536):
             text = f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes."
             assert classify_error(RuntimeError(text)) is Verdict.OOM
-        assert (
-            classify_error(RuntimeError("only tensors with less than 2147483647 elements"))
-            is Verdict.SIZE_LIMIT
-        )
+        assert classify_error(RuntimeError("only tensors with less than 2147483647 elements")) is Verdict.SIZE_LIMIT
 
     @pytest.mark.parametrize(
         "error",
@@ -165,9 +155,7 @@ class TestTraps:
 
     def test_jetsons_assert_is_memory_and_any_other_is_poison(self):
         assert classify_error(RuntimeError(TEGRA_TEXT)) is Verdict.OOM
-        assert (
-            classify_error(RuntimeError(TEGRA_TEXT.replace("NVML_SUCCESS == r", "block"))) is Verdict.POISONED
-        )
+        assert classify_error(RuntimeError(TEGRA_TEXT.replace("NVML_SUCCESS == r", "block"))) is Verdict.POISONED
 
     def test_a_device_text_is_read_from_a_memory_error(self):
         rmm = MemoryError("std::bad_alloc: out_of_memory: CUDA error at: rmm.hpp cudaErrorMemoryAllocation")
@@ -222,10 +210,7 @@ class TestEvidence:
     def test_rows_that_are_sure_ignore_it(self, evidence):
         assert classify_error(RuntimeError(OOM_TEXT), evidence) is Verdict.OOM
         assert classify_error(torch.OutOfMemoryError("?"), evidence) is Verdict.OOM
-        assert (
-            classify_error(RuntimeError("quantile() input tensor is too large"), evidence)
-            is Verdict.SIZE_LIMIT
-        )
+        assert classify_error(RuntimeError("quantile() input tensor is too large"), evidence) is Verdict.SIZE_LIMIT
         assert classify_error(RuntimeError("CUDA error: misaligned address"), evidence) is Verdict.POISONED
 
     @pytest.mark.parametrize("evidence", [e for e in ALL_EVIDENCE if e.healthy])
@@ -244,9 +229,7 @@ class TestEvidence:
 
     @pytest.mark.parametrize("evidence", ALL_EVIDENCE)
     def test_device_not_ready_is_never_redeemed(self, evidence):
-        assert (
-            classify_error(RuntimeError("CUDA driver error: device not ready"), evidence) is Verdict.POISONED
-        )
+        assert classify_error(RuntimeError("CUDA driver error: device not ready"), evidence) is Verdict.POISONED
 
     @pytest.mark.parametrize(
         "error",
@@ -348,9 +331,7 @@ class OddText(str):
 
 
 class TestTotality:
-    @pytest.mark.parametrize(
-        "thing", [None, 42, "CUDA out of memory", RuntimeError, object(), [], Hostile], ids=repr
-    )
+    @pytest.mark.parametrize("thing", [None, 42, "CUDA out of memory", RuntimeError, object(), [], Hostile], ids=repr)
     def test_what_is_no_exception_is_a_bug(self, thing):
         assert classify_error(thing) is Verdict.BUG
 
@@ -372,9 +353,7 @@ class TestTotality:
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
         max_leaves=5,
     )
-    kinds = st.sampled_from(
-        [RuntimeError, MemoryError, ValueError, KeyError, OSError, RecursionError, Hostile]
-    )
+    kinds = st.sampled_from([RuntimeError, MemoryError, ValueError, KeyError, OSError, RecursionError, Hostile])
     torch_kinds = st.sampled_from([torch.OutOfMemoryError, torch.AcceleratorError])
     base_kinds = st.sampled_from([BaseException, SystemExit, KeyboardInterrupt, StopIteration])
 
@@ -438,9 +417,7 @@ class TestNothingIsKept:
         yield
         gc.enable()
 
-    @pytest.mark.parametrize(
-        "kind", [PlainFailure, torch.OutOfMemoryError, Hostile], ids=lambda k: k.__name__
-    )
+    @pytest.mark.parametrize("kind", [PlainFailure, torch.OutOfMemoryError, Hostile], ids=lambda k: k.__name__)
     def test_the_exception_dies_with_its_frames(self, kind):
         class Activation:
             pass
@@ -494,18 +471,12 @@ class TestRealErrors:
             pytest.param(lambda: torch.empty(2**40, 2**40), Verdict.SIZE_LIMIT, id="storage"),
             pytest.param(lambda: torch.empty(2**63), Verdict.SIZE_LIMIT, id="unpack"),
             pytest.param(lambda: torch.ones(1).expand(2**62, 4).sum(), Verdict.SIZE_LIMIT, id="numel"),
-            pytest.param(
-                lambda: torch.quantile(torch.zeros(2**24 + 1), 0.5), Verdict.SIZE_LIMIT, id="quantile"
-            ),
-            pytest.param(
-                lambda: torch.multinomial(torch.ones(2**24 + 1), 1), Verdict.SIZE_LIMIT, id="multinomial"
-            ),
+            pytest.param(lambda: torch.quantile(torch.zeros(2**24 + 1), 0.5), Verdict.SIZE_LIMIT, id="quantile"),
+            pytest.param(lambda: torch.multinomial(torch.ones(2**24 + 1), 1), Verdict.SIZE_LIMIT, id="multinomial"),
             pytest.param(lambda: torch.zeros(3, 4) @ torch.zeros(3, 4), Verdict.BUG, id="mat1-mat2"),
             pytest.param(lambda: torch.empty(-5), Verdict.BUG, id="negative"),
             pytest.param(lambda: torch.zeros(3)[5], Verdict.BUG, id="index"),
-            pytest.param(
-                lambda: torch.nn.BatchNorm1d(4)(torch.zeros(1, 4)), Verdict.BUG, id="batch-norm-of-one"
-            ),
+            pytest.param(lambda: torch.nn.BatchNorm1d(4)(torch.zeros(1, 4)), Verdict.BUG, id="batch-norm-of-one"),
             pytest.param(lambda: torch.zeros(1, device="cuda"), Verdict.BUG, id="no-cuda"),
         ],
     )
@@ -527,9 +498,7 @@ class TestRealErrors:
         memory = BackendCompilerFailed(inductor, torch.OutOfMemoryError(OOM_TEXT), None)
         assert not isinstance(memory, torch.OutOfMemoryError)
         assert classify_error(memory, UNCORROBORATED) is Verdict.OOM
-        assert (
-            classify_error(BackendCompilerFailed(inductor, torch.OutOfMemoryError("?"), None)) is Verdict.OOM
-        )
+        assert classify_error(BackendCompilerFailed(inductor, torch.OutOfMemoryError("?"), None)) is Verdict.OOM
         assert classify_error(BackendCompilerFailed(inductor, KeyError("x"), None)) is Verdict.BUG
 
     def test_a_worker(self):

@@ -48,6 +48,9 @@ class AcceleratorDevice:
     def warm(self, step: Callable[[], object]) -> None:
         """Nothing: the first trial that passes has loaded the kernels."""
 
+    def prime(self, step: Callable[[], object]) -> None:
+        """Nothing to do."""
+
     def available_bytes(self) -> int:
         self.release()
         free, _ = self._torch.mem_get_info(self.torch_device)

@@ -52,6 +52,10 @@ class Device(Protocol):
         """Bring the process to the state in which memory is counted; may run `step` once, at the smallest size."""
         ...
 
+    def prime(self, step: Callable[[], object]) -> None:
+        """Before a size is tried for the first time; may run `step` once, at that size, with room to spare."""
+        ...
+
     def available_bytes(self) -> int:
         """Memory this process may use: what is free and what its allocator holds."""
         ...

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from oomprobe.devices import linux
+from oomprobe.devices import linux, onednn
 from oomprobe.devices.accelerator import kernel_answers
 from oomprobe.devices.base import Usage
 from oomprobe.errors import NoDeviceError, OomProbeError
@@ -25,6 +25,8 @@ THREAD_ADDRESS_SPACE_BYTES = 80 * 2**20
 # ran batches up to 18 % larger than fresh processes did (scripts/host_truth.py, conv). What is free in the heap is
 # therefore charged, up to this share of the cap.
 HISTORY_SHARE = 1 / 6
+# Room for a step that only makes oneDNN's primitives: doubling asks for at most twice what fits.
+PRIME_FACTOR = 4
 # A text such as "could not create a primitive" is about memory only when the trial had used this share of its cap.
 PRESSURE_SHARE = 0.5
 
@@ -52,6 +54,8 @@ class HostDevice:
         self._available_bytes = free if stated_bytes is None else stated_bytes
         self._base_bytes = self._resident_base = 0
         self._cap_bytes = self._available_bytes
+        self._limit_bytes = 0  # of the address space, in the last trial
+        self._made_by_plugs = 0  # free in the heap only because plugs grew it into an arena's reserve: no history
         self._peak_is_fresh = False
 
     def session(self) -> AbstractContextManager[None]:
@@ -74,32 +78,57 @@ class HostDevice:
             self._available_bytes = linux.free_bytes() or self._available_bytes
         self._available_bytes = min([self._available_bytes, *_left_by_own_limits()])
 
+    def prime(self, step: Callable[[], object]) -> None:
+        """Let oneDNN make its primitives for a new shape while there is room, where the budget is a small one.
+
+        Without memory for code it fails in ways that are not about the size: an error that stays (see `onednn`), and
+        primitives with a missing kernel, which end the process (seen in its brgemm backward convolution). Its code
+        takes 256 KiB a kernel, so large budgets hardly ever meet this, and small ones can spare the room.
+        """
+        room = PRIME_FACTOR * self._available_bytes
+        if room > (linux.free_bytes() or 0):
+            return
+        try:
+            with _address_space((linux.process_bytes("VmSize") or 0) + room):
+                step()
+        except OomProbeError:
+            raise
+        except Exception:
+            pass
+        self.release()
+
     def available_bytes(self) -> int:
         return self._available_bytes
 
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         self._cap_bytes = self._available_bytes if limit_bytes is None else limit_bytes
-        room = self._cap_bytes - min(linux.free_in_heap_bytes(), int(HISTORY_SHARE * self._cap_bytes))
+        free_before = linux.free_in_heap_bytes()
+        history = max(0, free_before - self._made_by_plugs)
+        room = self._cap_bytes - min(history, int(HISTORY_SHARE * self._cap_bytes))
         plugs = linux.Plugs()
         size = linux.process_bytes("VmSize") or 0
         try:
             with _address_space(size):
                 plugs.fill()
-            with _address_space(size + room, room):
+            self._limit_bytes = size + room
+            with _address_space(self._limit_bytes, room):
                 yield
         finally:
+            left_by_trial = linux.free_in_heap_bytes()
             plugs.drain()
+            made = linux.free_in_heap_bytes() - left_by_trial - free_before
+            self._made_by_plugs = max(0, self._made_by_plugs + made)
 
     def start_trial(self) -> None:
         self._peak_is_fresh = linux.reset_resident_peak()
 
     def usage(self) -> Usage:
         peak = linux.process_bytes("VmHWM") if self._peak_is_fresh else None
-        reached = (linux.process_bytes("VmPeak") or 0) - self._base_bytes
+        now = linux.process_bytes("VmSize") or 0  # a failed step is still there when this is asked
         return Usage(
             peak_allocated_bytes=None if peak is None else max(0, peak - self._resident_base),
-            under_pressure=reached >= PRESSURE_SHARE * self._cap_bytes,
+            under_pressure=now >= self._limit_bytes - (1 - PRESSURE_SHARE) * self._cap_bytes,
         )
 
     def live_bytes(self) -> int:
@@ -115,7 +144,9 @@ class HostDevice:
         linux.trim_heap()
 
     def healthy(self) -> bool:
-        return kernel_answers(self.torch_device, self.synchronize)
+        if not kernel_answers(self.torch_device, self.synchronize):
+            return False
+        return onednn.makes_primitives() or (onednn.clear_error() and onednn.makes_primitives())
 
 
 def _left_by_own_limits() -> list[int]:

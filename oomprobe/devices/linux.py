@@ -73,12 +73,12 @@ def _cgroup_free(folder: Path) -> int | None:
     ):
         try:
             limit_text = (folder / limit_name).read_text().strip()
-            used = int((folder / used_name).read_text())
+            if limit_text == "max":
+                return None
+            unused = int(limit_text) - int((folder / used_name).read_text())
         except (OSError, ValueError):
             continue
-        if limit_text == "max":
-            return None
-        return max(0, int(limit_text) - used + _stat(folder, cache_name))
+        return max(0, unused + _stat(folder, cache_name))
     return None
 
 

@@ -31,6 +31,9 @@ class MpsDevice:
     def warm(self, step: Callable[[], object]) -> None:
         """Nothing to do."""
 
+    def prime(self, step: Callable[[], object]) -> None:
+        """Nothing to do."""
+
     def available_bytes(self) -> int:
         self.release()
         return self.total_bytes

@@ -1,0 +1,259 @@
+import builtins
+import contextlib
+import dataclasses
+import traceback
+
+import pytest
+import torch
+from test_result import a_trial
+
+from oomprobe import errors
+from oomprobe.errors import OomProbeError, StepFailedError, step_failed
+
+TREE = {
+    errors.InvalidArgumentError: ValueError,
+    errors.NoDeviceError: RuntimeError,
+    errors.NothingFitsError: MemoryError,
+    errors.StepFailedError: RuntimeError,
+    errors.DeviceLostError: RuntimeError,
+    errors.TimeLimitError: RuntimeError,
+    errors.UnreliableError: RuntimeError,
+}
+
+
+# --- the tree ---
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_each_error_is_the_builtin_its_caller_expects_and_carries_trials(kind):
+    trials = (a_trial(), a_trial())
+    error = kind("what happened", trials=trials)
+    assert isinstance(error, OomProbeError)
+    assert isinstance(error, TREE[kind])
+    assert error.trials is trials
+    assert error.args == ("what happened",)
+    assert kind("what happened").trials == ()
+
+
+def test_the_tree_in_the_docstring_is_the_tree():
+    drawn = [line.split("(") for line in errors.__doc__.splitlines() if line.strip().startswith("+--")]
+    pairs = {name.strip(" +-"): rest.split(")")[0] for name, rest in drawn}
+    assert pairs == {kind.__name__: base.__name__ for kind, base in TREE.items()}
+    assert set(pairs) == {kind.__name__ for kind in OomProbeError.__subclasses__()}
+
+
+def test_only_the_message_of_a_step_failure_is_made_elsewhere():
+    assert {str(kind("said")) for kind in TREE if kind is not StepFailedError} == {"said"}
+
+
+def test_a_lost_device_carries_the_snapshot():
+    snapshot = object()
+    assert errors.DeviceLostError("lost", snapshot=snapshot).snapshot is snapshot
+    assert errors.DeviceLostError("lost").snapshot is None
+
+
+# --- a failed step is an instance of the user's class too ---
+
+
+class NeedsArguments(Exception):
+    def __init__(self, code, *, hint):
+        super().__init__(f"code {code}")
+        self.code, self.hint = code, hint
+
+
+class MadeInNew(Exception):
+    def __new__(cls, code, *, hint):
+        made = super().__new__(cls, code)
+        made.hint = hint
+        return made
+
+    def __init__(self, code, *, hint):
+        super().__init__(code)
+
+
+class Slotted(Exception):
+    __slots__ = ("code", "never_set")
+
+    def __init__(self, code):
+        super().__init__(code)
+        self.code = code
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class HasMessage(Exception):
+    def __init__(self, message):
+        super().__init__()
+        self.message = message
+
+
+class Shouts(KeyError):
+    def __str__(self):
+        return "SHOUTED"
+
+
+class Meta(type):
+    pass
+
+
+class OfMeta(Exception, metaclass=Meta):
+    pass
+
+
+def raised_by(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+KINDS = {
+    "KeyError": (lambda: KeyError("labels"), {}),
+    "plain": (lambda: Exception("x"), {}),
+    "ValueError": (lambda: ValueError("x"), {}),
+    "RuntimeError": (lambda: RuntimeError("x"), {}),
+    "no arguments": (AssertionError, {}),
+    "MemoryError": (lambda: MemoryError("x"), {}),
+    "StopIteration": (lambda: StopIteration(7), {"value": 7}),
+    "OSError": (lambda: OSError(28, "No space left", "/data"), {"errno": 28, "strerror": "No space left"}),
+    "missing file": (lambda: raised_by(lambda: open("/nowhere/x").close()), {"errno": 2, "filename": "/nowhere/x"}),
+    "OSError of one argument": (lambda: OSError("x"), {"errno": None}),
+    "unicode": (lambda: raised_by(b"a\xff".decode), {"object": b"a\xff", "start": 1, "reason": "invalid start byte"}),
+    "import": (lambda: raised_by(lambda: __import__("no_such_module")), {"name": "no_such_module"}),
+    "attribute": (lambda: raised_by(lambda: (1).nope), {"name": "nope", "obj": 1}),
+    "syntax": (lambda: raised_by(lambda: compile("1 +", "f.py", "exec")), {"filename": "f.py", "lineno": 1}),
+    "group": (lambda: ExceptionGroup("m", [ValueError(1)]), {"message": "m"}),
+    "torch": (lambda: raised_by(lambda: torch.ones(2) @ torch.ones(3)), {}),
+    "torch's own class": (lambda: torch.OutOfMemoryError("x"), {}),
+    "required arguments": (lambda: NeedsArguments(3, hint="h"), {"code": 3, "hint": "h"}),
+    "required by __new__": (lambda: MadeInNew(3, hint="h"), {"hint": "h"}),
+    "slots": (lambda: Slotted(3), {"code": 3}),
+    "frozen": (lambda: Frozen(3), {"code": 3}),
+    "message": (lambda: HasMessage("the user's"), {"message": "the user's"}),
+    "own text": (lambda: Shouts("x"), {}),
+    "metaclass": (lambda: OfMeta("x"), {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_except_clause_for_the_users_class_goes_on_working(kind):
+    make, attributes = KINDS[kind]
+    own, trials = make(), (a_trial(),)
+    failed = step_failed(own, batch_size=16, trials=trials)
+    assert isinstance(failed, type(own))
+    assert isinstance(failed, StepFailedError)
+    assert (failed.batch_size, failed.trials) == (16, trials)
+    assert failed.args == own.args
+    assert {name: getattr(failed, name) for name in attributes} == attributes
+    assert str(failed) == (
+        f"the step failed at batch size 16 with {type(own).__name__}: {own}\n"
+        "This is not about memory, so no batch size would answer it: the same error comes without oomprobe. "
+        "Run step_fn(model, 16) once by itself to see it."
+    )
+    with pytest.raises(type(own)) as caught:
+        raise failed from own
+    assert caught.value.__cause__ is own
+
+
+def test_attributes_given_after_the_exception_was_made_are_copied():
+    own = KeyError("labels")
+    own.path = "train.csv"
+    assert step_failed(own, batch_size=1, trials=()).path == "train.csv"
+
+
+def test_slots_that_were_never_set_stay_unset():
+    with pytest.raises(AttributeError):
+        _ = step_failed(Slotted(3), batch_size=1, trials=()).never_set
+
+
+class Forbids(Exception):
+    def __init_subclass__(cls):
+        raise TypeError("no subclasses")
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise ValueError("no text either")
+
+
+class OtherStepFailed(StepFailedError):
+    pass
+
+
+@pytest.mark.parametrize("own", [Forbids("closed"), OtherStepFailed("nested"), StepFailedError("nested")])
+def test_a_class_that_cannot_be_joined_gives_a_plain_step_failure(own):
+    own.code = 3
+    failed = step_failed(own, batch_size=4, trials=())
+    assert type(failed) is StepFailedError
+    assert (failed.batch_size, failed.code) == (4, 3)
+    assert str(failed).startswith("the step failed at batch size 4 with ")
+
+
+def test_a_failure_inside_a_probe_inside_a_step_is_told_by_the_outer_one():
+    inner = step_failed(KeyError("labels"), batch_size=4, trials=(a_trial(),))
+    outer = step_failed(inner, batch_size=8, trials=())
+    assert isinstance(outer, StepFailedError)
+    assert (outer.batch_size, outer.trials, inner.batch_size) == (8, (), 4)
+
+
+def test_an_exception_without_text_is_still_told():
+    failed = step_failed(Speechless("x"), batch_size=4, trials=())
+    assert isinstance(failed, Speechless)
+    assert str(failed).startswith("the step failed at batch size 4 with Speechless: (no text)\n")
+
+
+def test_notes_are_shown_once():
+    own = KeyError("labels")
+    own.add_note("sample 7")
+    failed = step_failed(own, batch_size=4, trials=())
+    failed.__cause__ = own
+    assert "".join(traceback.format_exception(failed)).count("sample 7") == 1
+    assert own.__notes__ == ["sample 7"]
+
+
+def test_the_traceback_names_the_class_and_shows_the_users_line():
+    def step():
+        raise KeyError("labels")  # the user's line
+
+    try:
+        step()
+    except KeyError as own:
+        failed = step_failed(own, batch_size=4, trials=())
+        failed.__cause__ = own
+    text = "".join(traceback.format_exception(failed))
+    assert "# the user's line" in text
+    assert "StepFailedError[KeyError]: the step failed at batch size 4 with KeyError: 'labels'" in text
+
+
+def test_the_users_exception_is_not_changed():
+    own = OSError(28, "No space left", "/data")
+    own.extra = 1
+    before = (own.args, dict(vars(own)), str(own))
+    step_failed(own, batch_size=4, trials=())
+    assert (own.args, dict(vars(own)), str(own)) == before
+
+
+def test_stop_iteration_comes_through_a_context_manager():
+    @contextlib.contextmanager
+    def around():
+        yield
+
+    with pytest.raises(StopIteration) as caught, around():
+        raise step_failed(StopIteration(), batch_size=4, trials=())
+    assert isinstance(caught.value, StepFailedError)
+
+
+def test_every_builtin_exception_that_needs_no_arguments():
+    kinds = [
+        kind
+        for kind in vars(builtins).values()
+        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ExceptionGroup | Warning)
+    ]
+    assert len(kinds) > 40
+    for kind in kinds:
+        own = kind.__new__(kind)
+        assert isinstance(step_failed(own, batch_size=1, trials=()), kind), kind

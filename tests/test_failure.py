@@ -1,0 +1,206 @@
+import gc
+import inspect
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from oomprobe.failure import MAX_TEXT, Failure, failure_of
+
+HERE = Path(__file__).name
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("in backward")  # the line of FailsBackward
+
+
+class FailingSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        raise ValueError("in step")  # the line of FailingSGD
+
+
+def line_of(mark):
+    """The line of this file that ends in a comment."""
+    lines = Path(__file__).read_text().splitlines()
+    [number] = [n for n, line in enumerate(lines, 1) if line.endswith(f"# {mark}")]
+    return number
+
+
+def failure_in(call):
+    try:
+        call()
+    except Exception as error:
+        return failure_of(error)
+    raise AssertionError("nothing was raised")
+
+
+# --- where ---
+
+
+def test_a_failure_in_the_users_own_forward():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            raise ValueError("in forward")  # the line of Model
+
+    failure = failure_in(lambda: Model()(torch.ones(1)))
+    assert failure.where == f"forward, {HERE}:{line_of('the line of Model')}"
+
+
+def test_a_failure_inside_torch_is_placed_at_the_users_line():
+    layer = torch.nn.Linear(3, 2)
+
+    def step():
+        return layer(torch.ones(4, 5))  # the wrong shape
+
+    assert failure_in(step).where == f"forward, {HERE}:{line_of('the wrong shape')}"
+
+
+def test_a_failure_in_backward_inside_torch():
+    def step():
+        x = torch.ones(2, requires_grad=True)
+        (x * 2).backward()  # not a scalar
+
+    assert failure_in(step).where == f"backward, {HERE}:{line_of('not a scalar')}"
+
+
+def test_a_failure_in_the_users_own_backward():
+    def step():
+        FailsBackward.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+    assert failure_in(step).where == f"backward, {HERE}:{line_of('the line of FailsBackward')}"
+
+
+def test_a_failure_in_the_engine_called_without_a_tensor():
+    def step():
+        torch.autograd.backward([torch.ones(2, requires_grad=True) * 2])  # the engine itself
+
+    assert failure_in(step).where == f"backward, {HERE}:{line_of('the engine itself')}"
+
+
+def test_a_failure_in_an_optimizer_of_torch():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg"] = torch.ones(7)
+
+    def step():
+        optimizer.step()  # the state has another shape
+
+    assert failure_in(step).where == f"optimizer, {HERE}:{line_of('the state has another shape')}"
+
+
+def test_a_failure_in_the_users_own_optimizer():
+    optimizer = FailingSGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    assert failure_in(optimizer.step).where == f"optimizer, {HERE}:{line_of('the line of FailingSGD')}"
+
+
+def test_a_users_function_called_backward_is_not_torchs():
+    def backward():
+        raise ValueError("mine")  # my own backward
+
+    assert failure_in(backward).where == f"forward, {HERE}:{line_of('my own backward')}"
+
+
+def test_users_folders_may_be_called_like_torchs():
+    names = {"/home/me/torch/optim/train.py": "train", "/home/me/net/__init__.py": "backward"}
+    for path, function in names.items():
+        place = {}
+        exec(compile(f"def {function}():\n    raise ValueError", path, "exec"), place)
+        assert failure_in(place[function]).where == f"forward, {Path(path).name}:2"
+
+
+def test_an_exception_that_was_never_raised_is_nowhere():
+    assert failure_of(ValueError("x")).where is None
+
+
+# --- text ---
+
+
+def test_the_text_is_class_and_message():
+    assert failure_of(KeyError("labels")).text == "KeyError: 'labels'"
+    assert failure_of(AssertionError()).text == "AssertionError:"
+
+
+@pytest.mark.parametrize("length", [MAX_TEXT - 20, MAX_TEXT, MAX_TEXT + 1, 10**6])
+def test_long_texts_are_shortened_and_say_so(length):
+    whole = "ValueError: " + "x" * (length - len("ValueError: "))
+    text = failure_of(ValueError("x" * (length - len("ValueError: ")))).text
+    assert len(text) <= MAX_TEXT
+    assert text == whole if length <= MAX_TEXT else text == whole[: MAX_TEXT - 4] + " ..."
+
+
+def test_an_exception_whose_text_fails_has_none():
+    class Speechless(Exception):
+        def __str__(self):
+            raise ValueError
+
+    assert failure_of(Speechless()).text == "Speechless: (no text)"
+
+
+# --- nothing is kept alive ---
+
+
+class Activation:
+    """Something in a frame of the failed step that can be watched."""
+
+
+@pytest.fixture
+def no_gc():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def dead_after(keep):
+    watched = []
+
+    def step():
+        activation = Activation()
+        watched.append(weakref.ref(activation))
+        try:
+            raise KeyError("inner")
+        except KeyError:
+            raise RuntimeError(f"with {type(activation).__name__} in the frame")  # noqa: B904 - a chain, too
+
+    kept = None
+    try:
+        step()
+    except RuntimeError as error:
+        kept = keep(error)
+    return watched[0]() is None, kept
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_what_is_kept_of_an_exception_keeps_nothing_of_its_frames():
+    dead, kept = dead_after(failure_of)
+    assert isinstance(kept, Failure)
+    assert dead
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_the_exception_itself_would_have_kept_them():
+    dead, kept = dead_after(lambda error: error)
+    assert kept is not None
+    assert not dead
+
+
+def test_a_failure_is_made_of_plain_values():
+    def leaves(value):
+        if hasattr(value, "__dataclass_fields__"):
+            return [leaf for name in value.__dataclass_fields__ for leaf in leaves(getattr(value, name))]
+        if isinstance(value, tuple | list | frozenset):
+            return [leaf for item in value for leaf in leaves(item)]
+        return [value]
+
+    failure = failure_in(lambda: torch.ones(2) @ torch.ones(3))
+    assert {type(leaf) for leaf in leaves(failure)} <= {str, int, bool, type(None)}
+    assert not any(inspect.isframe(leaf) for leaf in leaves(failure))

@@ -1,0 +1,419 @@
+"""What only a real card can show. Skipped where there is none; scripts/gpu-check runs these and keeps the evidence."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_linux import run_python
+from torch import nn
+
+import oomprobe
+from oomprobe import Phase, StepFailedError, UnreliableError, Verdict, demo, find_max_batch
+from oomprobe.devices.accelerator import AcceleratorDevice
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # what drivers and libraries warn about differs from card to card
+]
+
+MIB = 2**20
+GIB = 2**30
+CARD = torch.device("cuda", 0)
+SMALL_BYTES = 2 * GIB
+
+
+def fraction():
+    return torch.cuda.get_per_process_memory_fraction(CARD)
+
+
+def clean():
+    gc.collect()
+    torch.cuda.synchronize(CARD)
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def card():
+    """The card, made small by the fraction that a user would set, so that trials take no time."""
+    clean()
+    before = fraction()
+    device = AcceleratorDevice(CARD)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, SMALL_BYTES / device.total_bytes), CARD)
+    yield device
+    torch.cuda.set_per_process_memory_fraction(before, CARD)
+    clean()
+
+
+def bytes_on_card(size_bytes):
+    return torch.empty(size_bytes, dtype=torch.uint8, device=CARD)
+
+
+def two_mebibytes_a_sample():
+    """A step whose memory is known: one block of the allocator's own granularity for each sample, and no cuBLAS."""
+    model = nn.Linear(8, 8).to(CARD)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        block = bytes_on_card(2 * MIB * batch_size)
+        optimizer.zero_grad()
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+        return block
+
+    return model, step
+
+
+# --- the device ---
+
+
+def test_the_cap_raises_torchs_own_error_at_the_budget_and_is_lifted(card):
+    before = fraction()
+    budget = GIB
+    with card.cap(budget):
+        assert fraction() == pytest.approx(budget / card.total_bytes, rel=1e-9)
+        block = bytes_on_card(budget - 64 * MIB)  # other tests may have left a library's workspace
+        del block
+        card.release()
+        with pytest.raises(torch.OutOfMemoryError):
+            bytes_on_card(budget + 2 * MIB)
+    assert fraction() == before
+    bytes_on_card(budget + 2 * MIB)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), KeyboardInterrupt()])
+def test_the_users_own_fraction_comes_back_to_the_bit_however_often(card, error):
+    before = fraction()
+    for size in range(50):
+        with pytest.raises(type(error)), card.cap(GIB + 7 * size):
+            raise error
+    assert fraction() == before
+
+
+def test_the_cap_never_goes_above_the_users_own_fraction(card):
+    with card.cap(4 * SMALL_BYTES), pytest.raises(torch.OutOfMemoryError):
+        bytes_on_card(SMALL_BYTES + 2 * MIB)
+
+
+def test_available_is_free_and_own_and_bounded_by_the_users_fraction(card):
+    assert card.available_bytes() == pytest.approx(SMALL_BYTES, abs=2)
+    torch.cuda.set_per_process_memory_fraction(1.0, CARD)
+    kept = bytes_on_card(256 * MIB)
+    available = card.available_bytes()
+    free, total = torch.cuda.mem_get_info(CARD)
+    assert available == pytest.approx(free + torch.cuda.memory_reserved(CARD), abs=64 * MIB)
+    assert available < total == pytest.approx(card.total_bytes, rel=0.02)
+    del kept
+    assert card.available_bytes() == pytest.approx(available, abs=64 * MIB)
+
+
+def test_outside_is_the_context_and_not_our_tensors(card):
+    before = card.outside_bytes()
+    kept = bytes_on_card(512 * MIB)
+    assert before > 0
+    assert card.outside_bytes() == pytest.approx(before, abs=64 * MIB)
+    assert card.live_bytes() >= kept.numel()
+
+
+def test_peaks_and_counters_are_those_of_the_trial(card):
+    bytes_on_card(900 * MIB)
+    card.release()
+    card.start_trial()
+    kept = bytes_on_card(100 * MIB)
+    usage = card.usage()
+    assert 100 * MIB <= usage.peak_allocated_bytes <= usage.peak_reserved_bytes < 300 * MIB
+    full = torch.cuda.mem_get_info(CARD)[0] < 0.01 * card.total_bytes
+    assert (usage.alloc_retries, usage.under_pressure) == (0, full)
+    with pytest.raises(torch.OutOfMemoryError), card.cap(200 * MIB):
+        bytes_on_card(300 * MIB)
+    assert card.usage().under_pressure is True
+    del kept
+
+
+def test_healthy_after_an_out_of_memory(card):
+    with pytest.raises(torch.OutOfMemoryError):
+        bytes_on_card(2 * SMALL_BYTES)
+    assert card.healthy() is True
+
+
+def test_healthy_while_the_allocator_may_not_take_a_byte_more(card):
+    kept = bytes_on_card(64 * MIB)
+    with card.cap(1):
+        assert card.healthy() is True
+    del kept
+
+
+# --- whole probes ---
+
+
+@pytest.mark.parametrize("memory_fraction", [0.9, 1.0])
+def test_a_step_of_known_memory_is_answered_to_the_segment(card, memory_fraction):
+    model, step = two_mebibytes_a_sample()
+    result = find_max_batch(model, step, memory_fraction=memory_fraction, progress="off")
+    held_bytes = torch.cuda.memory_reserved(CARD) + 8 * MIB  # small tensors live in segments of 2 MiB
+    assert result.budget_bytes == pytest.approx(memory_fraction * SMALL_BYTES, abs=4)
+    assert result.budget_bytes - held_bytes - 64 * MIB <= 2 * MIB * result.batch_size <= result.budget_bytes
+    assert (result.limited_by, result.state_verified) == ("memory", True)
+
+
+@pytest.mark.parametrize("build", [demo.conv_net, demo.small_gpt])
+def test_the_answer_ran_under_the_cap_and_the_size_above_failed_there(card, build):
+    before = fraction()
+    model, step = build()
+    result = find_max_batch(model, step, memory_fraction=0.8, progress="off")
+    assert fraction() == before
+    assert (result.limited_by, result.state_verified, result.contaminated) == ("memory", True, False)
+    assert result.budget_bytes == int(0.8 * result.available_bytes) <= 0.8 * SMALL_BYTES
+    confirmed = [t for t in result.trials if (t.batch_size, t.phase) == (result.batch_size, Phase.CONFIRM) and t.passed]
+    assert len(confirmed) == 1
+    assert confirmed[0].peak_allocated_bytes <= confirmed[0].peak_reserved_bytes <= result.budget_bytes
+    failed = [t for t in result.trials if not t.passed and t.cap_bytes == result.budget_bytes]
+    assert {t.verdict for t in failed} == {Verdict.OOM}
+    assert result.batch_size + 1 in [t.batch_size for t in failed]
+    assert all(t.leaked_bytes == 0 for t in result.trials)
+
+
+def test_a_second_probe_finds_the_memory_as_the_first_one_left_it(card):
+    model, step = demo.small_gpt()
+    first = find_max_batch(model, step, progress="off", resolution=0.05)
+    clean()
+    held = torch.cuda.memory_allocated(CARD)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    second = find_max_batch(model, step, progress="off", resolution=0.05)
+    clean()
+    assert torch.cuda.memory_allocated(CARD) == held
+    assert second.batch_size == pytest.approx(first.batch_size, rel=0.11)
+    assert any(t.verdict is Verdict.OOM for t in second.trials)
+
+
+def test_check_agrees_with_the_answer(card):
+    model, step = two_mebibytes_a_sample()
+    answer = find_max_batch(model, step, progress="off").batch_size
+    assert oomprobe.check(model, step, answer, progress="off").batch_size == answer
+    with pytest.raises(oomprobe.NothingFitsError):
+        oomprobe.check(model, step, answer + 32, progress="off")
+
+
+def test_everything_comes_back_as_it_was_and_so_does_the_random_state_of_the_card(card):
+    torch.cuda.manual_seed(7)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 1)).to(CARD)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, 64, device=CARD)).square().mean().backward()
+        optimizer.step()
+
+    model[2].eval()
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state, host_state = torch.cuda.get_rng_state(CARD), torch.get_rng_state()
+    result = find_max_batch(model, step, min_batch=2, max_batch=64, progress="off")
+    assert result.state_verified
+    assert torch.equal(torch.cuda.get_rng_state(CARD), random_state)
+    assert torch.equal(torch.get_rng_state(), host_state)
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state_dict()["state"]
+    assert [module.training for module in model] == [True, True, False, True]
+
+
+def test_a_scaler_that_skips_its_first_steps_is_waited_for_and_restored(card):
+    model = nn.Linear(64, 64).to(CARD)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**30)  # far too large: several steps overflow and are skipped
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(torch.ones(batch_size, 64, device=CARD)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    before = scaler.state_dict()
+    result = find_max_batch(model, step, max_batch=4, steps=2, progress="off")
+    assert scaler.state_dict() == before
+    assert result.trials[0].steps > 1 + 2
+    assert not any("no optimizer stepped" in note for note in result.notes)
+    assert result.state_verified
+
+
+def test_a_tensor_on_the_wrong_device_is_a_bug_and_not_a_limit(card):
+    model = nn.Linear(8, 8).to(CARD)
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 8)).sum().backward()
+
+    with pytest.raises(StepFailedError, match="same device") as raised:
+        find_max_batch(model, step, progress="off")
+    assert raised.value.batch_size == 1
+
+
+# --- leaks and neighbours ---
+
+
+def leaking(size_bytes):
+    model, step = two_mebibytes_a_sample()
+    kept = []
+
+    def leak(model, batch_size):
+        kept.append(bytes_on_card(size_bytes))
+        step(model, batch_size)
+
+    return model, leak
+
+
+def test_a_small_leak_is_reported(card):
+    model, step = leaking(2 * MIB)
+    result = find_max_batch(model, step, max_batch=4, progress="off")
+    assert any(note.startswith("leak:") for note in result.notes)
+    assert any(trial.leaked_bytes >= 2 * MIB for trial in result.trials)
+
+
+def test_a_large_leak_ends_the_probe(card):
+    model, step = leaking(64 * MIB)
+    with pytest.raises(UnreliableError, match="did not come back"):
+        find_max_batch(model, step, progress="off")
+
+
+NEIGHBOUR = """
+import sys, torch
+torch.ones(1, device="cuda:0")
+print("up", flush=True)
+size_bytes = int(input())
+x = torch.ones(size_bytes, dtype=torch.uint8, device="cuda:0")
+torch.cuda.synchronize()
+print("taken", flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def neighbour():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", NEIGHBOUR], text=True, **pipes)
+    if process.stdout.readline() != "up\n":
+        pytest.skip("this card is for one process: " + process.communicate()[1][-200:])
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_neighbour_that_takes_memory_while_probing_is_told(card, neighbour):
+    size_bytes = int(0.05 * card.total_bytes)
+    if torch.cuda.mem_get_info(CARD)[0] < size_bytes + 2 * SMALL_BYTES:
+        pytest.skip("too little is free for a neighbour")
+    model, inner = two_mebibytes_a_sample()
+    calls = []
+
+    def step(model, batch_size):
+        calls.append(batch_size)
+        if len(calls) == 12:
+            neighbour.stdin.write(f"{size_bytes}\n")
+            neighbour.stdin.flush()
+            assert neighbour.stdout.readline() == "taken\n"
+        inner(model, batch_size)
+
+    result = find_max_batch(model, step, progress="off")
+    assert result.contaminated is True
+    assert any("came while probing" in note for note in result.notes)
+
+
+# --- poison, in processes of their own ---
+
+
+def test_an_index_out_of_bounds_ends_the_process_and_the_error_carries_the_state():
+    out = run_python(
+        """
+        import os
+        import torch
+        import oomprobe
+        model = torch.nn.Embedding(8, 8).to("cuda:0")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        called = []
+
+        def step(model, batch_size):
+            called.append(batch_size)
+            index = torch.full((batch_size,), 99 if batch_size >= 8 else 1, device="cuda:0")
+            optimizer.zero_grad()
+            model(index).sum().backward()
+            optimizer.step()
+
+        before = model.weight.detach().cpu().clone()
+        try:
+            oomprobe.find_max_batch(model, step, max_batch=64, progress="off")
+        except oomprobe.DeviceLostError as error:
+            assert [t.batch_size for t in error.trials] == [1, 2, 4, 8], error.trials
+            assert error.trials[-1].verdict is oomprobe.Verdict.POISONED
+            assert called.count(8) == 1, called
+            weight = error.snapshot["model"]["weight"]
+            assert weight.device.type == "cpu"
+            assert torch.equal(weight, before)
+            print("lost:", error, flush=True)
+        else:
+            print("not lost", flush=True)
+        os._exit(0)  # what a dead context does at exit is not our matter
+        """,
+        timeout_s=180,
+        warnings="default",
+    )
+    assert out.startswith("lost: a sticky error (batch 8")
+
+
+LIMITS_THAT_ARE_NOT_MEMORY = {
+    "gemm with 2**31 rows": """
+        a = torch.ones(2**31 + 64, 1, dtype=torch.bfloat16, device="cuda:0")
+        a @ torch.ones(1, 1, dtype=torch.bfloat16, device="cuda:0")
+    """,
+    "nearest upsampling to 2**31 elements": """
+        a = torch.ones(33, 64, 256, 256, dtype=torch.bfloat16, device="cuda:0").to(memory_format=torch.channels_last)
+        torch.nn.functional.interpolate(a, scale_factor=4, mode="nearest")
+    """,
+    "attention over 65536 samples": """
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        q = torch.ones(70_000, 1, 16, 16, device="cuda:0", requires_grad=True)
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    """,
+    "grid of 65536 in z": """
+        a = torch.ones(70_000, 1, 4, 4, device="cuda:0")
+        torch.nn.functional.fold(torch.nn.functional.unfold(a, 2), (4, 4), 2)
+    """,
+    "median pooling indices of 2**31": """
+        a = torch.ones(2**31 + 4096, dtype=torch.float16, device="cuda:0").view(1, 1, -1, 4096)
+        torch.nn.functional.max_pool2d(a, 2, return_indices=True)
+    """,
+}
+
+
+@pytest.mark.parametrize("name", LIMITS_THAT_ARE_NOT_MEMORY)
+def test_a_size_limit_of_this_torch_is_not_called_memory_nor_a_bug(name):
+    if torch.cuda.mem_get_info(CARD)[0] < 48 * GIB:
+        pytest.skip("needs 48 GiB, so that memory is not the limit")
+    code = LIMITS_THAT_ARE_NOT_MEMORY[name]
+    out = run_python(
+        f"""
+        import os
+        import torch
+        from oomprobe import Evidence, classify_error
+
+        def step():
+        {"    ".join(code.splitlines(keepends=True))}
+
+        try:
+            step()
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            verdict = classify_error(error, Evidence(smaller_size_passed=True, memory_pressure=False))
+            print(verdict.name, "|", error, flush=True)
+        else:
+            print("PASSED", flush=True)
+        os._exit(0)
+        """,
+        timeout_s=180,
+        warnings="default",
+    )
+    if out.startswith("PASSED"):
+        pytest.skip("this torch has no such limit")
+    assert out.split(" | ")[0] in {"SIZE_LIMIT", "POISONED"}, out

@@ -1,0 +1,103 @@
+"""What importing costs. Each import is made in a fresh process, since this one has torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import oomprobe
+
+ROOT = Path(__file__).parents[1]
+
+
+def imported_by(statement):
+    """The modules present in a fresh process after a statement."""
+    code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "oomprobe",
+        "oomprobe.search",
+        "oomprobe.fit",
+        "oomprobe.result",
+        "oomprobe.units",
+        "oomprobe.verdict",
+        "oomprobe.report",
+        "oomprobe.errors",
+        "oomprobe.plan",
+        "oomprobe.cli",
+    ],
+)
+def test_the_pure_modules_import_no_torch(module):
+    modules = imported_by(f"import {module}")
+    assert module in modules
+    assert "torch" not in modules
+
+
+@pytest.mark.parametrize(
+    "statement", ["import oomprobe.probe", "import oomprobe; oomprobe.find_max_batch", "from oomprobe import check"]
+)
+def test_the_test_above_can_fail(statement):
+    assert "torch" in imported_by(statement)
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    modules = imported_by("import oomprobe")
+    assert modules.isdisjoint({"torch", "numpy", "tenacity", "rich", "matplotlib", "transformers"})
+    assert {name for name in modules if name.startswith("oomprobe")} == {"oomprobe"}
+
+
+def test_the_probe_needs_nothing_that_is_not_a_dependency():
+    assert imported_by("import oomprobe.probe, oomprobe.target").isdisjoint({"rich", "matplotlib", "transformers"})
+
+
+def test_a_public_name_brings_only_what_it_needs():
+    assert "torch" not in imported_by("from oomprobe import ProbeResult, Trial, Verdict, NothingFitsError")
+
+
+@pytest.mark.parametrize("name", oomprobe._HOMES)
+def test_every_public_name_is_there_and_listed(name):
+    value = getattr(oomprobe, name)
+    assert value.__name__ == name
+    assert value.__module__.startswith(f"oomprobe.{oomprobe._HOMES[name]}")
+    assert name in dir(oomprobe)
+
+
+def test_the_contracts_names_are_public():
+    contract = {
+        *("find_max_batch", "probe_target", "check", "classify_error"),
+        *("ProbeResult", "Trial", "LinearFit", "Verdict", "Device"),
+        *("OomProbeError", "InvalidArgumentError", "NoDeviceError", "NothingFitsError", "StepFailedError"),
+        *("DeviceLostError", "TimeLimitError", "UnreliableError"),
+    }
+    assert contract <= set(oomprobe._HOMES)
+
+
+def test_the_names_for_type_checkers_are_the_same_ones():
+    source = Path(oomprobe.__file__).read_text().split("if TYPE_CHECKING:")[1].split("def ")[0]
+    for_checkers = {
+        line.split(" as ")[1]: line.split()[1].removeprefix("oomprobe.")
+        for line in source.splitlines()
+        if " import " in line
+    }
+    assert for_checkers == oomprobe._HOMES
+
+
+def test_dir_is_sorted_and_has_each_name_once():
+    names = dir(oomprobe)
+    assert names == sorted(set(names))
+    assert "__version__" in names
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'oomprobe' has no attribute 'find_min_batch'"):
+        _ = oomprobe.find_min_batch

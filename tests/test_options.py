@@ -1,0 +1,335 @@
+import functools
+import math
+import operator
+import subprocess
+import sys
+import textwrap
+from collections import OrderedDict
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.options import Options, check_model, check_size, named_steps, refuse_ranks
+from oomprobe.search import Sizes
+
+ROOT = Path(__file__).parents[1]
+SIZES = ["min_batch", "multiple_of", "steps", "confirm_steps", "max_batch", "global_batch"]
+TIMES = ["time_limit_s", "trial_time_limit_s"]
+NOT_NUMBERS = [
+    math.nan,
+    -math.inf,
+    math.inf,
+    True,
+    False,
+    "0.9",
+    b"1",
+    None,
+    [0.9],
+    1j,
+    np.float32(0.9),
+    torch.tensor(0.9),
+]
+
+
+def refused(call):
+    with pytest.raises(InvalidArgumentError) as caught:
+        call()
+    return str(caught.value)
+
+
+# --- numbers ---
+
+
+@pytest.mark.parametrize("value", [0, -0.0, -1, 1.0000001, 2, 90, *NOT_NUMBERS])
+def test_a_memory_fraction_that_is_none(value):
+    text = refused(lambda: Options(memory_fraction=value))
+    assert text == f"memory_fraction must be above 0 and at most 1, not {value!r}"
+
+
+@pytest.mark.parametrize("value", [1e-9, 0.5, 0.9, 1.0, 1, np.float64(0.9)])
+def test_a_memory_fraction_that_is_one(value):
+    assert Options(memory_fraction=value).memory_fraction == value
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0, -1, True, False, 1.0, 8.0, 2.5, math.nan, math.inf, "8", [8], 1j])
+def test_a_size_that_is_none(name, value):
+    assert refused(lambda: Options(**{name: value})) == f"{name} must be an integer of at least 1, not {value!r}"
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("value", "kind"), [(np.int64(8), "numpy.int64"), (np.uint8(8), "numpy.uint8"), (torch.tensor(8), "torch.Tensor")]
+)
+def test_an_integer_of_another_library_is_refused_with_what_to_type(name, value, kind):
+    text = refused(lambda: Options(**{name: value}))
+    assert text.startswith(f"{name} must be an integer of at least 1, not ")
+    assert f" of type {kind}: pass int(" in text
+
+
+@pytest.mark.parametrize("name", ["min_batch", "multiple_of", "steps", "confirm_steps"])
+def test_a_size_with_a_default_is_never_none(name):
+    assert name in refused(lambda: Options(**{name: None}))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_of_one_and_a_billion(name):
+    assert getattr(Options(**{name: 1}), name) == 1
+    assert getattr(Options(**{name: 10**9}), name) == 10**9
+
+
+@pytest.mark.parametrize("name", TIMES)
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, -math.inf, True, "60"])
+def test_a_time_limit_that_is_none(name, value):
+    text = refused(lambda: Options(**{name: value}))
+    assert text == f"{name} must be a positive number of seconds, not {value!r}"
+
+
+@pytest.mark.parametrize("value", [1, 0.001, 10**12])
+@pytest.mark.parametrize("name", TIMES)
+def test_a_time_limit_that_is_one(name, value):
+    assert getattr(Options(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, 1.5, *NOT_NUMBERS])
+def test_a_resolution_that_is_none(value):
+    assert refused(lambda: Options(resolution=value)) == f"resolution must be at least 0 and under 1, not {value!r}"
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 0.05, 0.999])
+def test_a_resolution_that_is_one(value):
+    assert Options(resolution=value).resolution == value
+
+
+def test_the_check_of_a_single_size_names_it():
+    assert refused(lambda: check_size("batch_size", 0)) == "batch_size must be an integer of at least 1, not 0"
+    check_size("batch_size", 1)
+
+
+# --- limits together ---
+
+
+def test_limits_the_wrong_way_round():
+    text = refused(lambda: Options(min_batch=9, max_batch=8))
+    assert text == "min_batch=9 is larger than max_batch=8: swap them"
+
+
+def test_a_multiple_beyond_max_batch():
+    text = refused(lambda: Options(multiple_of=16, max_batch=15))
+    assert text == ("no multiple of 16 lies between min_batch=1 and max_batch=15: lower multiple_of or raise max_batch")
+
+
+def test_a_multiple_that_jumps_over_the_limits():
+    assert "no multiple of 8 lies between min_batch=9 and max_batch=15" in refused(
+        lambda: Options(min_batch=9, max_batch=15, multiple_of=8)
+    )
+
+
+@pytest.mark.parametrize(("low", "high", "step"), [(8, 8, 1), (8, 8, 8), (1, 16, 16), (9, 16, 8)])
+def test_limits_with_a_single_size_between_them(low, high, step):
+    sizes = Options(min_batch=low, max_batch=high, multiple_of=step).sizes
+    assert sizes.first == sizes.last == high
+
+
+def test_sizes_follow_the_options():
+    assert Options(min_batch=5, max_batch=100, multiple_of=8).sizes == Sizes(first=8, last=96, step=8)
+    assert Options().sizes == Sizes(first=1, last=None, step=1)
+
+
+def test_every_refusal_is_a_value_error_with_no_trials():
+    with pytest.raises(ValueError, match="min_batch") as caught:
+        Options(min_batch=0)
+    assert caught.value.trials == ()
+
+
+# --- steps ---
+
+
+def full_step(model, batch_size):
+    return "ran"
+
+
+class Trainer:
+    def step(self, model, batch_size):
+        return "ran"
+
+    @classmethod
+    def of_class(cls, model, batch_size):
+        return "ran"
+
+    @staticmethod
+    def static(model, batch_size):
+        return "ran"
+
+    def __call__(self, model, batch_size):
+        return "ran"
+
+
+GOOD = {
+    "function": full_step,
+    "lambda": lambda model, batch_size: "ran",
+    "any arguments": lambda *args, **kwargs: "ran",
+    "further ones with defaults": lambda model, batch_size, amp=False, *, clip=None: "ran",
+    "method": Trainer().step,
+    "class method": Trainer.of_class,
+    "static method": Trainer.static,
+    "object": Trainer(),
+    "partial by position": functools.partial(lambda amp, model, batch_size: "ran", True),
+    "partial by name": functools.partial(lambda model, batch_size, *, amp: "ran", amp=True),
+    "decorated": functools.wraps(full_step)(lambda *args: full_step(*args)),
+    "builtin with a signature": operator.getitem,
+    "builtin without one": max,
+}
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_anything_callable_with_a_model_and_a_size_is_a_step(kind):
+    assert named_steps(GOOD[kind]) == {"step": GOOD[kind]}
+    assert named_steps({"train": GOOD[kind]}) == {"train": GOOD[kind]}
+
+
+def test_a_builtin_without_a_signature_is_one():
+    with pytest.raises(ValueError, match="signature"):
+        __import__("inspect").signature(max)
+
+
+BAD = {
+    "one argument": (lambda model: None, "step(model) cannot be called with (model, batch_size): too many"),
+    "none": (lambda: None, "step() cannot be called"),
+    "three": (lambda model, size, amp: None, "missing a required argument: 'amp'"),
+    "a keyword without default": (lambda model, size, *, amp: None, "missing a required"),
+    "unbound method": (Trainer.step, "step(self, model, batch_size) cannot be called"),
+    "partial that took the place": (functools.partial(full_step, 1), "step(batch_size) cannot be called"),
+    "object": (type("Once", (), {"__call__": lambda self, model: None})(), "step(model) cannot be called"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_step_with_other_arguments_is_refused_before_it_runs(kind):
+    step, expected = BAD[kind]
+    text = refused(lambda: named_steps(step))
+    assert expected in text
+    assert text.endswith("Write it as def step_fn(model, batch_size): ...")
+
+
+@pytest.mark.parametrize(("step", "kind"), [(None, "NoneType"), (8, "int"), ("train", "str"), ([full_step], "list")])
+def test_a_step_that_is_not_callable(step, kind):
+    assert refused(lambda: named_steps(step)) == (
+        f"step must be a function (model, batch_size) that runs one full optimisation step, not {kind}"
+    )
+
+
+def test_a_bad_step_among_good_ones_is_named():
+    assert refused(lambda: named_steps({"train": full_step, "eval": 3})).startswith("eval must be a function")
+
+
+@pytest.mark.parametrize("empty", [{}, OrderedDict(), MappingProxyType({})])
+def test_no_step_at_all(empty):
+    assert refused(lambda: named_steps(empty)) == (
+        "step_fn is an empty mapping: give at least one step, {'train': step_fn}"
+    )
+
+
+@pytest.mark.parametrize("name", [1, None, ("train",), b"train"])
+def test_names_are_strings(name):
+    assert refused(lambda: named_steps({name: full_step})) == f"names of steps must be strings, not {name!r}"
+
+
+def test_steps_keep_their_order_and_are_a_copy():
+    given = MappingProxyType({"b": full_step, "a": max})
+    steps = named_steps(given)
+    assert list(steps.items()) == list(given.items())
+    assert isinstance(steps, dict)
+
+
+# --- the model ---
+
+
+def test_a_model_is_given_back():
+    model = torch.nn.Linear(1, 1)
+    assert check_model(model) is model
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (torch.nn.Linear, "the class Linear: make an instance"),
+        (dict, "the class dict: make an instance"),
+        (None, "NoneType"),
+        (full_step, "function"),
+        ({"weight": torch.ones(1)}, "dict"),
+        (torch.optim.SGD([torch.zeros(1)]), "SGD"),
+    ],
+)
+def test_what_is_not_a_model(value, kind):
+    assert refused(lambda: check_model(value)) == f"model must be a torch.nn.Module, not {kind}"
+
+
+# --- ranks ---
+
+RANK = """
+import sys
+import torch
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.options import refuse_ranks
+
+rank, world_size = int(sys.argv[1]), int(sys.argv[2])
+refuse_ranks()  # no group yet
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=world_size)
+try:
+    refuse_ranks()
+    print("accepted")
+except InvalidArgumentError as error:
+    print(error)
+finally:
+    torch.distributed.destroy_process_group()
+refuse_ranks()
+"""
+
+
+def said_by_ranks(world_size, path):
+    arguments = [sys.executable, "-c", textwrap.dedent(RANK)]
+    ranks = [
+        subprocess.Popen(
+            [*arguments, str(rank), str(world_size), str(path / "rendezvous")],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        said = [rank.communicate(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * world_size, said
+    return [out.strip() for out, _ in said]
+
+
+needs_gloo = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo"
+)
+
+
+@needs_gloo
+def test_two_ranks_are_refused_on_each(tmp_path):
+    said = said_by_ranks(2, tmp_path)
+    assert said[0] == said[1]
+    assert said[0].startswith(
+        "torch.distributed is initialised with 2 ranks: an out-of-memory error on one would leave"
+    )
+
+
+@needs_gloo
+def test_a_world_of_one_is_no_hindrance(tmp_path):
+    assert said_by_ranks(1, tmp_path) == ["accepted"]
+
+
+def test_without_a_group_nothing_is_refused():
+    refuse_ranks()

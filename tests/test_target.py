@@ -1,0 +1,266 @@
+import os
+import sys
+import textwrap
+import types
+
+import pytest
+import torch
+
+import oomprobe
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.target import RECIPE, build, load, probe_target
+
+TRAIN = """
+import torch
+
+def build():
+    model = torch.nn.Linear(2, 1)
+
+    def step(model, batch_size):
+        model(torch.ones(batch_size, 2)).sum().backward()
+
+    return model, step
+
+def a_list():
+    return list(build())
+
+def a_model_alone():
+    return torch.nn.Linear(2, 1)
+
+def three():
+    return (*build(), None)
+
+def the_wrong_way_round():
+    return build()[::-1]
+
+def fails():
+    raise KeyError("data")
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _imports_as_before(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = dict(sys.modules)
+    yield
+    for name in set(sys.modules) - set(before):
+        if not name.startswith(("torch", "oomprobe", "numpy")):
+            del sys.modules[name]
+    sys.modules.update(before)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path, text=TRAIN):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def refused(call):
+    with pytest.raises(InvalidArgumentError) as caught:
+        call()
+    text = str(caught.value)
+    assert text.endswith(RECIPE)
+    return text.removesuffix(RECIPE).strip()
+
+
+def assert_builds(target):
+    model, step = build(target)
+    step(model, 3)
+    assert torch.equal(model.bias.grad, torch.tensor([3.0]))
+
+
+# --- found ---
+
+
+def test_a_file_here_or_anywhere(folder):
+    write(folder / "my_train.py")
+    write(folder / "deep" / "er" / "my_other.py")
+    for target in ("my_train.py:build", "./my_train.py:build", f"{folder}/deep/er/my_other.py:build"):
+        assert_builds(target)
+
+
+def test_a_file_above(folder, monkeypatch):
+    write(folder / "my_train.py")
+    (folder / "below").mkdir()
+    monkeypatch.chdir("below")
+    assert_builds("../my_train.py:build")
+
+
+def test_a_module_here_and_in_a_package(folder):
+    write(folder / "my_train.py")
+    write(folder / "my_package" / "__init__.py", "")
+    write(folder / "my_package" / "train.py")
+    for target in ("my_train:build", "my_package.train:build"):
+        assert_builds(target)
+
+
+def test_a_file_imports_the_modules_beside_it_whenever_it_likes(folder):
+    write(folder / "there" / "my_layers.py", "width = 7")
+    write(
+        folder / "there" / "my_train.py",
+        """
+        def build():
+            import my_layers
+            return my_layers.width
+        """,
+    )
+    assert load("there/my_train.py:build")() == 7
+
+
+def test_the_search_path_grows_by_one_folder_however_often_a_target_is_loaded(folder):
+    write(folder / "my_train.py")
+    before = len(sys.path)
+    for _ in range(3):
+        load("my_train.py:build")
+    assert len(sys.path) == before + 1
+
+
+def test_a_target_is_built_anew_each_time(folder):
+    write(
+        folder / "my_train.py", "from time import perf_counter_ns\nmade = perf_counter_ns()\ndef build(): return made"
+    )
+    assert load("my_train.py:build")() != load("my_train.py:build")()
+
+
+def test_classes_of_a_target_can_be_found_by_name_again(folder):
+    write(folder / "my_train.py", "class Net: pass\ndef build(): return Net")
+    net = load("my_train.py:build")()
+    assert sys.modules[net.__module__].Net is net
+    assert net.__module__ == "my_train"
+
+
+def test_a_file_called_like_another_module_does_not_replace_it(folder):
+    write(folder / "types.py", "def build(): return 'mine'")
+    for _ in range(2):
+        assert load("types.py:build")() == "mine"
+    assert sys.modules["types"] is types
+
+
+def test_loading_does_not_call(folder):
+    write(folder / "my_train.py")
+    assert load("my_train.py:fails").__name__ == "fails"
+
+
+# --- not found ---
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "",
+        "train.py",
+        "train",
+        "train.py:",
+        ":build",
+        ":",
+        "train.py:build()",
+        "train.py:a b",
+        ".train:build",
+        "a:1",
+        None,
+    ],
+)
+def test_what_is_no_target(target):
+    assert refused(lambda: load(target)) == f"{target!r} is not a target."
+
+
+def test_a_file_that_is_not_there_is_named_in_full(folder):
+    assert refused(lambda: load("no_such.py:build")) == f"there is no file {os.path.realpath('no_such.py')!r}."
+
+
+def test_a_folder_is_no_file(folder):
+    (folder / "folder.py").mkdir()
+    assert refused(lambda: load("folder.py:build")).startswith("there is no file ")
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("no_such", "no_such"), ("no_such.train", "no_such"), ("os.no_such", "os.no_such"), ("a/b", "a/b")],
+)
+def test_a_module_that_is_not_there(folder, name, missing):
+    assert refused(lambda: load(f"{name}:build")) == f"there is no module {missing!r} to import."
+
+
+@pytest.mark.parametrize("name", ["my_train_big.py", "my_train_big"])
+@pytest.mark.parametrize("missing", ["my_train", "my_train_big_too", "my_trai"])
+def test_a_module_that_the_target_misses_is_the_targets_own_error(folder, name, missing):
+    write(folder / "my_train_big.py", f"import {missing}\ndef build(): pass")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        load(f"{name}:build")
+    assert caught.value.name == missing
+
+
+@pytest.mark.parametrize("name", ["my_train.py", "my_train"])
+@pytest.mark.parametrize("function", ["no_such", "not_a_function"])
+def test_a_function_that_is_not_there(folder, name, function):
+    write(folder / "my_train.py")
+    assert refused(lambda: load(f"{name}:{function}")) == f"{name} has no function {function!r}."
+
+
+@pytest.mark.parametrize("name", ["my_train.py", "my_train"])
+@pytest.mark.parametrize(("text", "error"), [("1 +", SyntaxError), ("raise KeyError('x')", KeyError)])
+def test_a_file_that_fails_raises_its_own_error_and_can_be_mended(folder, name, text, error):
+    write(folder / "my_train.py", text)
+    with pytest.raises(error):
+        load(f"{name}:build")
+    assert "my_train" not in sys.modules
+
+
+# --- built ---
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [("a_list", "list"), ("a_model_alone", "Linear"), ("three", "tuple"), ("the_wrong_way_round", "tuple")],
+)
+def test_what_is_not_a_pair_of_model_and_step(folder, function, kind):
+    write(folder / "my_train.py")
+    assert refused(lambda: build(f"my_train.py:{function}")) == (
+        f"my_train.py:{function} returned {kind}, not a pair (model, step_fn)."
+    )
+
+
+def test_an_error_while_building_is_the_users_own(folder):
+    write(folder / "my_train.py")
+    with pytest.raises(KeyError, match="data") as caught:
+        build("my_train.py:fails")
+    assert type(caught.value) is KeyError
+
+
+# --- probed ---
+
+
+def test_isolation_is_refused_before_the_target_is_looked_at():
+    with pytest.raises(InvalidArgumentError) as caught:
+        probe_target("no_such.py:build")
+    assert str(caught.value) == (
+        "isolated trials are not in this version yet: pass isolate=False to run the trials in this process"
+    )
+
+
+def test_a_target_is_probed_with_the_options_given(folder, monkeypatch):
+    write(folder / "my_train.py")
+    calls = []
+    monkeypatch.setattr(
+        "oomprobe.target.find_max_batch", lambda *args, **kwargs: calls.append((args, kwargs)) or "found"
+    )
+    assert probe_target("my_train.py:build", isolate=False, max_batch=4, device="cpu:1GiB") == "found"
+    [((model, step), options)] = calls
+    assert isinstance(model, torch.nn.Linear)
+    assert step.__name__ == "step"
+    assert options == {"max_batch": 4, "device": "cpu:1GiB"}
+
+
+def test_an_unknown_option_is_refused(folder):
+    write(folder / "my_train.py")
+    with pytest.raises(TypeError, match="batchsize"):
+        oomprobe.probe_target("my_train.py:build", isolate=False, batchsize=4)

@@ -1,0 +1,213 @@
+import pytest
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from oomprobe.watch import OptimizerWatch, held_back
+
+
+class PlainSteps(torch.optim.Optimizer):
+    """What users write: no hooks, no super().step()."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p -= p.grad
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+
+
+def backward(model):
+    model(torch.ones(4, 3)).square().sum().backward()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def global_hooks():
+    return dict(torch_optimizer._global_optimizer_pre_hooks), dict(torch_optimizer._global_optimizer_post_hooks)
+
+
+# --- seeing steps ---
+
+
+@pytest.mark.parametrize(
+    "kind", [sgd, lambda m: torch.optim.Adam(m.parameters()), lambda m: PlainSteps(m.parameters())]
+)
+def test_an_optimizer_that_steps_is_seen_before_and_after(model, kind):
+    optimizer = kind(model)
+    weight, weights_seen = model.weight.detach().clone(), []
+    with OptimizerWatch(lambda one: weights_seen.append((one, model.weight.detach().clone()))) as watch:
+        backward(model)
+        assert (watch.stepped, weights_seen) == (set(), [])
+        optimizer.step()
+    assert watch.stepped == {id(optimizer)}
+    [(seen, weight_before)] = weights_seen
+    assert seen is optimizer
+    assert torch.equal(weight_before, weight)
+    assert not torch.equal(model.weight, weight)
+
+
+def test_optimizers_are_told_apart_and_one_made_inside_is_seen(model):
+    first, asleep, before = sgd(model), sgd(model), []
+    with OptimizerWatch(before.append) as watch:
+        backward(model)
+        first.step()
+        made_inside = sgd(model)
+        made_inside.step()
+    assert watch.stepped == {id(first), id(made_inside)}
+    assert [id(one) for one in before] == [id(first), id(made_inside)]
+    assert id(asleep) not in watch.stepped
+
+
+def test_a_step_that_fails_half_way_has_not_stepped(model):
+    class Breaks(PlainSteps):
+        def step(self, closure=None):
+            raise ValueError("half way")
+
+    before = []
+    with OptimizerWatch(before.append) as watch, pytest.raises(ValueError, match="half way"):
+        Breaks(model.parameters()).step()
+    assert len(before) == 1
+    assert watch.stepped == set()
+
+
+def test_a_step_that_a_grad_scaler_skips_is_no_step(model):
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with OptimizerWatch(lambda one: None) as watch:
+        for factor, stepped in ((float("inf"), set()), (1.0, {id(optimizer)})):
+            optimizer.zero_grad()
+            scaler.scale(factor * model(torch.ones(4, 3)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert watch.stepped == stepped
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_the_hooks_are_gone_afterwards(model, error):
+    optimizer, before, calls = sgd(model), global_hooks(), []
+    backward(model)
+    try:
+        with OptimizerWatch(calls.append) as watch:
+            assert global_hooks() != before
+            if error:
+                raise error
+    except KeyError:
+        pass
+    assert global_hooks() == before
+    optimizer.step()
+    assert (calls, watch.stepped) == ([], set())
+
+
+def test_the_users_own_global_hooks_stay(model):
+    called = []
+    handle = torch_optimizer.register_optimizer_step_post_hook(lambda *_: called.append(1))
+    try:
+        with OptimizerWatch(lambda one: None):
+            pass
+        backward(model)
+        sgd(model).step()
+    finally:
+        handle.remove()
+    assert called == [1]
+
+
+# --- holding steps back ---
+
+
+def test_inside_nothing_steps_and_gradients_accumulate(model):
+    optimizer, weight = sgd(model), model.weight.detach().clone()
+    backward(model)
+    once = model.weight.grad.clone()
+    with OptimizerWatch(lambda one: None) as watch, held_back([optimizer], model):
+        for clear in (optimizer.zero_grad, model.zero_grad):
+            clear()
+            optimizer.step()
+            backward(model)
+        assert optimizer.step() is None
+    assert watch.stepped == set()
+    assert torch.equal(model.weight, weight)
+    assert torch.allclose(model.weight.grad, 3 * once)
+
+
+def test_afterwards_steps_step_and_gradients_are_cleared(model):
+    optimizer, weight = sgd(model), model.weight.detach().clone()
+    backward(model)
+    attributes = dict(vars(optimizer)), dict(vars(model))
+    with held_back([optimizer, optimizer], model):
+        assert dict(vars(optimizer)) != attributes[0]
+    assert (dict(vars(optimizer)), dict(vars(model))) == attributes
+    optimizer.step()
+    assert not torch.equal(model.weight, weight)
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+    backward(model)
+    model.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_a_step_that_a_scheduler_replaced_is_put_back_itself(model):
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    own = vars(optimizer)["step"]  # the scheduler counts steps through it
+    with held_back([optimizer], model):
+        assert vars(optimizer)["step"] is not own
+    assert vars(optimizer)["step"] is own
+    assert "zero_grad" not in vars(optimizer)
+    backward(model)
+    optimizer.step()
+    scheduler.step()  # would warn, and warnings are errors here, if the optimizer's step had not been counted
+    assert scheduler.get_last_lr() == [pytest.approx(0.01)]
+
+
+def test_an_exception_inside_comes_out_and_everything_is_put_back(model):
+    optimizer = sgd(model)
+    attributes = dict(vars(optimizer)), dict(vars(model))
+    with pytest.raises(KeyError, match="labels"), held_back([optimizer], model):
+        raise KeyError("labels")
+    assert (dict(vars(optimizer)), dict(vars(model))) == attributes
+
+
+def test_any_number_of_optimizers_is_held_back(model):
+    optimizers = [sgd(model), torch.optim.Adam(model.parameters()), PlainSteps(model.parameters())]
+    weight = model.weight.detach().clone()
+    backward(model)
+    with held_back(iter(optimizers), model):
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(model.weight, weight)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(optimizer.step.__name__ == "step" for optimizer in optimizers)
+    assert not torch.equal(model.weight, weight)
+
+
+def test_a_models_own_step_and_buffers_go_on_working():
+    class Cell(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+
+        def step(self, x):
+            self.steps += 1
+            return 2 * x
+
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("step", torch.zeros(()))
+
+    cell, counts = Cell(), Counts()
+    with held_back([], cell), held_back([], counts):
+        assert cell.step(21) == 42
+        counts.step += 1
+    assert (cell.steps, counts.step) == (1, 1)
