@@ -20,12 +20,13 @@ STEPS = 6
 
 def big_fixed_mlp():
     """Most of the memory is fixed: parameters, gradients and AdamW's state; a sample costs little."""
-    model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    model = nn.Sequential(nn.Linear(16, 16384), nn.ReLU(), nn.Linear(16384, 16))
+    model.table = nn.Parameter(torch.zeros(12_000_000))
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(model, batch_size):
         optimizer.zero_grad()
-        model(torch.randn(batch_size, 1024)).square().mean().backward()
+        (model(torch.randn(batch_size, 16)).square().mean() + model.table.mean()).backward()
         optimizer.step()
 
     return model, step

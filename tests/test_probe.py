@@ -299,7 +299,7 @@ def test_trial_time_limit():
         torch.ones(batch_size)
         time.sleep(0.01 * batch_size)
 
-    with pytest.raises(oomprobe.TimeLimitError, match="trial_time_limit_s=0.2") as caught:
+    with pytest.raises(oomprobe.TimeLimitError, match=r"trial_time_limit_s=0\.2") as caught:
         probe(device, step, trial_time_limit_s=0.2)
     assert caught.value.trials[-1].verdict is Verdict.TIMED_OUT
 

@@ -26,7 +26,7 @@ _widths = itertools.count(8)
 
 def makes_primitives() -> bool:
     """Whether oneDNN can make a primitive of a shape it has not seen; True where torch has no oneDNN."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return True
     width = next(_widths) % 1024 + 8
     with torch.no_grad():
@@ -102,14 +102,14 @@ def _thread_local_block(library: Path) -> int | None:
     """Address of this thread's copy of the library's thread-local variables."""
     found: list[int] = []
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadedObject), ctypes.c_size_t, ctypes.c_void_p)
     def look(loaded: ctypes._Pointer[_LoadedObject], size: int, data: object) -> int:
         if (loaded.contents.name or b"").endswith(b"/" + library.name.encode()) and loaded.contents.tls_data:
             found.append(int(loaded.contents.tls_data))
         return 0
 
+    callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadedObject), ctypes.c_size_t, ctypes.c_void_p)
     try:
-        ctypes.CDLL(None).dl_iterate_phdr(look, None)
+        ctypes.CDLL(None).dl_iterate_phdr(callback(look), None)
     except (AttributeError, OSError):
         return None
     return found[0] if len(found) == 1 else None
