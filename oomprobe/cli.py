@@ -1,8 +1,10 @@
 """The command line: ``oomprobe run | demo | show | devices``.
 
 The report goes to stdout. Where stdout is for a machine (``--quiet``, ``--json -``), everything for people goes to
-stderr. Exit codes: 0 an answer; 1 nothing fits; 2 usage; 3 the step failed; 4 no such device; 5 the size required
-does not fit; 6 no number that could be trusted (time limit, leak, lost device); 130 interrupted.
+stderr, also what the target writes to the file descriptor. Exit codes: 0 an answer; 1 nothing fits; 2 usage; 3 the
+target or its step failed, or called ``sys.exit``; 4 no such device; 5 the size required does not fit; 6 no number that
+could be trusted (time limit, leak, lost device); 70 an error nobody foresaw, with its traceback; 130 interrupted
+(Ctrl-C); 143 terminated (SIGTERM).
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
+import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 import oomprobe
@@ -22,14 +27,28 @@ from oomprobe import errors
 from oomprobe.report import trials_table
 
 if TYPE_CHECKING:
+    import torch
+
+    from oomprobe.options import StepFn
     from oomprobe.result import ProbeResult
 
 DEMO_BUDGET = "cpu:384MiB"  # large enough that activations dominate, small enough for two minutes on two cores
-INTERRUPTED = 130
+STEP_FAILED, UNFORESEEN, INTERRUPTED = 3, 70, 130
+# Options of a search, by their names in `find_max_batch`: what --require runs is no search and would ignore them.
+_SEARCH_OPTIONS = {
+    "min_batch": "min_batch",
+    "max_batch": "max_batch",
+    "multiple_of": "multiple_of",
+    "steps": "steps",
+    "resolution": "resolution",
+    "trial_time_limit": "trial_time_limit_s",
+    "global_batch": "global_batch",
+    "journal": "journal",
+}
 
 _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (errors.InvalidArgumentError, 2),
-    (errors.StepFailedError, 3),
+    (errors.StepFailedError, STEP_FAILED),
     (errors.NoDeviceError, 4),
     (errors.NothingFitsError, 1),
     (errors.OomProbeError, 6),
@@ -39,6 +58,7 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = _parser().parse_args(argv)
+    arguments.owns_process = argv is None
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
@@ -47,30 +67,128 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interruption:
         _tell("interrupted", *getattr(interruption, "__notes__", ()))
         return INTERRUPTED
+    except SystemExit as leaving:
+        return _explain_exit(leaving)
+    except BaseException as error:
+        _tell("".join(traceback.format_exception(error)).rstrip())
+        _tell(f"oomprobe: {type(error).__name__}, which nobody foresaw; no answer")
+        return UNFORESEEN
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    _check_run(arguments)
     machine_reads = arguments.quiet or arguments.json == "-"
     if not arguments.in_process:
         _tell("note: isolated trials are not in this version yet; they run in this process (--in-process)")
-    with contextlib.redirect_stdout(sys.stderr) if machine_reads else contextlib.nullcontext():
+    keeping = _stdout_kept(for_good=arguments.owns_process) if machine_reads else contextlib.nullcontext(sys.stdout)
+    with keeping as stdout:
         result = _probe(arguments)
-    if arguments.world_size > 1 or arguments.global_batch:
-        plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size}
-        result = dataclasses.replace(result, options={**result.options, **plan_options})
+        if arguments.world_size > 1 or arguments.global_batch:
+            plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size}
+            result = dataclasses.replace(result, options={**result.options, **plan_options})
+        _write(sys.stderr if machine_reads else stdout, f"{result}\n")
+        if arguments.json == "-":
+            _write(stdout, result.to_json())
+        elif arguments.quiet:
+            _write(stdout, f"{result.batch_size}\n")
     if arguments.json not in (None, "-"):
-        result.to_json(arguments.json)
-    print(result, file=sys.stderr if machine_reads else sys.stdout)
-    if arguments.json == "-":
-        _write(sys.stdout, result.to_json())
-    elif arguments.quiet:
-        _write(sys.stdout, f"{result.batch_size}\n")
+        _save(result, arguments.json)
     return 0
+
+
+def _check_run(arguments: argparse.Namespace) -> None:
+    """Refuse before the target is built what would fail, or be ignored, after minutes of probing."""
+    from oomprobe.options import check_size
+
+    check_size("--world-size", arguments.world_size)
+    for option in ("global_batch", "require"):
+        if getattr(arguments, option) is not None:
+            check_size(_flag(option), getattr(arguments, option))
+    ignored = [_flag(option) for option in _SEARCH_OPTIONS if getattr(arguments, option) is not None]
+    if arguments.require is not None and ignored:
+        raise errors.InvalidArgumentError(
+            f"--require runs one size and no search, so it would ignore {', '.join(ignored)}: leave that out"
+        )
+    if arguments.json not in (None, "-"):
+        path = Path(arguments.json)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise errors.InvalidArgumentError(
+                f"--json {arguments.json!r} cannot be written: name a file in a folder that exists and may be written to"
+            )
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
+def _save(result: ProbeResult, path: str) -> None:
+    try:
+        result.to_json(path)
+    except OSError as error:
+        raise errors.InvalidArgumentError(f"--json {path!r} cannot be written: {error}") from None
+
+
+@contextlib.contextmanager
+def _stdout_kept(*, for_good: bool) -> Iterator[IO[str]]:
+    """Give stdout to the answer alone: what anybody else writes to it, or to its descriptor, goes to stderr.
+
+    Args:
+        for_good: For the rest of the process too, where C libraries flush and ``atexit`` functions print.
+    """
+    stdout, kept = sys.stdout, None
+    try:
+        stdout.flush()
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except (AttributeError, OSError):  # there is no stdout or no stderr
+        pass
+    is_descriptor = kept is not None and _is_descriptor_1(stdout)
+    answers = os.fdopen(os.dup(kept), "w", encoding="utf-8") if kept is not None and is_descriptor else stdout
+    sys.stdout = sys.stderr
+    try:
+        yield answers
+    finally:
+        if answers is not stdout:
+            answers.close()
+        if not for_good:
+            sys.stdout = stdout
+            if kept is not None:
+                os.dup2(kept, 1)
+        if kept is not None:
+            os.close(kept)
+
+
+def _is_descriptor_1(stream: IO[str]) -> bool:
+    try:
+        return stream.fileno() == 1
+    except (AttributeError, OSError, ValueError):  # a stream that tests put there
+        return False
+
+
+def _build(target: str) -> tuple[torch.nn.Module, StepFn]:
+    from oomprobe.target import build
+
+    try:
+        return build(target)
+    except (errors.OomProbeError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        error.with_traceback(_users_part(error.__traceback__))
+        raise errors.target_failed(error, target) from error
+
+
+def _users_part(frames: TracebackType | None) -> TracebackType | None:
+    """Without the frames of this package and of the import machinery that come before the user's own."""
+    here = f"{Path(__file__).parent}{os.sep}"
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(
+        (here, "<frozen importlib", importlib.__file__)
+    ):
+        frames = frames.tb_next
+    return frames
 
 
 def _probe(arguments: argparse.Namespace) -> ProbeResult:
     from oomprobe.probe import check, find_max_batch
-    from oomprobe.target import build
 
     common = {
         "device": arguments.device,
@@ -80,23 +198,14 @@ def _probe(arguments: argparse.Namespace) -> ProbeResult:
         "progress": arguments.progress,
     }
     if arguments.require is not None:
-        model, step_fn = build(arguments.target)
+        model, step_fn = _build(arguments.target)
         return check(model, step_fn, arguments.require, **common)
-    share = None if arguments.global_batch is None else -(-arguments.global_batch // arguments.world_size)
-    model, step_fn = build(arguments.target)
-    return find_max_batch(
-        model,
-        step_fn,
-        min_batch=arguments.min_batch,
-        max_batch=arguments.max_batch,
-        multiple_of=arguments.multiple_of,
-        steps=arguments.steps,
-        resolution=arguments.resolution,
-        trial_time_limit_s=arguments.trial_time_limit,
-        journal=arguments.journal,
-        global_batch=share,
-        **common,
-    )
+    options = {name: getattr(arguments, option) for option, name in _SEARCH_OPTIONS.items()}
+    given = {name: value for name, value in options.items() if value is not None}
+    if "global_batch" in given:
+        given["global_batch"] = -(-arguments.global_batch // arguments.world_size)
+    model, step_fn = _build(arguments.target)
+    return find_max_batch(model, step_fn, **given, **common)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -143,13 +252,32 @@ def _explain(error: errors.OomProbeError, *, required: bool) -> int:
     return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
 
 
+def _explain_exit(leaving: SystemExit) -> int:
+    """A target that leaves has given no answer, whatever code it left with."""
+    from oomprobe.interrupts import EXIT_TERMINATED
+
+    notes = getattr(leaving, "__notes__", ())
+    if leaving.code == EXIT_TERMINATED:
+        _tell("terminated", *notes)
+        return EXIT_TERMINATED
+    frames = traceback.extract_tb(leaving.__traceback__)
+    place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    _tell(
+        *notes,
+        f"oomprobe: the target or its step left the process, sys.exit({leaving.code!r}){place}: no answer. "
+        "Take the call out; a target that reads sys.argv must not: those are the arguments of oomprobe",
+    )
+    return STEP_FAILED
+
+
 def _tell(*lines: str) -> None:
     _write(sys.stderr, "\n".join(lines) + "\n")
 
 
-def _write(stream: IO[str], text: str) -> None:
-    stream.write(text)
-    stream.flush()
+def _write(stream: IO[str] | None, text: str) -> None:
+    if stream is not None:  # Python's own where a shell closed it
+        stream.write(text)
+        stream.flush()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -174,12 +302,12 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("target", metavar="TARGET", help="module:function or path/to/file.py:function")
     run.add_argument("--device", help="cuda, cuda:1, xpu, mps, cpu, cpu:4GiB (default: where the model is)")
     run.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="share of the memory (0.9)")
-    run.add_argument("--min-batch", type=int, default=1, metavar="N", help="smallest size to try (1)")
+    run.add_argument("--min-batch", type=int, metavar="N", help="smallest size to try (1)")
     run.add_argument("--max-batch", type=int, metavar="N", help="largest size to try (no limit)")
-    run.add_argument("--multiple-of", type=int, default=1, metavar="N", help="try multiples of this only (1)")
-    run.add_argument("--steps", type=int, default=2, metavar="N", help="full steps in a trial (2)")
+    run.add_argument("--multiple-of", type=int, metavar="N", help="try multiples of this only (1)")
+    run.add_argument("--steps", type=int, metavar="N", help="full steps in a trial (2)")
     run.add_argument("--confirm-steps", type=int, default=5, metavar="N", help="full steps to confirm the answer (5)")
-    run.add_argument("--resolution", type=float, default=0.0, metavar="F", help="stop within this fraction (0: exact)")
+    run.add_argument("--resolution", type=float, metavar="F", help="stop within this fraction (0: exact)")
     run.add_argument("--time-limit", type=float, metavar="S", help="seconds for the whole probe")
     run.add_argument("--trial-time-limit", type=float, metavar="S", help="seconds for one trial")
     run.add_argument("--global-batch", type=int, metavar="N", help="plan gradient accumulation for it")

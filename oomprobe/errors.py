@@ -87,22 +87,51 @@ class StepFailedError(OomProbeError, RuntimeError):
         return str(vars(self).get(_TEXT, ""))
 
 
-def step_failed(error: BaseException, *, batch_size: int, trials: tuple[Trial, ...]) -> StepFailedError:
-    """Make the `StepFailedError` for a user's exception; the caller raises it ``from`` that exception."""
+def step_failed(
+    error: BaseException, *, batch_size: int, trials: tuple[Trial, ...], largest_passed: int | None = None
+) -> StepFailedError:
+    """Make the `StepFailedError` for a user's exception; the caller raises it ``from`` that exception.
+
+    Args:
+        error: The user's own.
+        batch_size: The size that was being tried.
+        trials: What had been run until then.
+        largest_passed: The largest size that ran; None: none did.
+    """
     failed = _of_both_classes(error)
-    _copy_attributes(error, failed)
-    failed.batch_size, failed.trials = batch_size, trials
+    if not _filled(failed, error, batch_size, trials):
+        failed = StepFailedError(_text_of(error))
+        _filled(failed, error, batch_size, trials)
     vars(failed)[_TEXT] = (
         f"the step failed at batch size {batch_size} with {type(error).__name__}: {_text_of(error)}\n"
-        "This is not about memory, so no batch size would answer it: the same error comes without oomprobe. "
+        f"This is not about memory{_no_answer(batch_size, largest_passed)}. "
         f"Run step_fn(model, {batch_size}) once by itself to see it.{_hint(error, batch_size)}"
     )
     return failed
 
 
+def target_failed(error: BaseException, target: str) -> StepFailedError:
+    """The same for an exception that came before there was a step: while a target was imported or built."""
+    failed = StepFailedError(_text_of(error))
+    vars(failed)[_TEXT] = (
+        f"the target {target} failed with {type(error).__name__} while it was imported and built: {_text_of(error)}\n"
+        "Nothing was probed. The same error comes without oomprobe: import the file and call the function by itself."
+    )
+    return failed
+
+
+def _no_answer(batch_size: int, largest_passed: int | None) -> str:
+    if largest_passed is None or largest_passed >= batch_size:
+        return ", so no batch size would answer it: the same error comes without oomprobe"
+    return (
+        f"; batch {largest_passed} ran: pass max_batch={largest_passed} if sizes above it are not meant to work "
+        "(a data set that ends?)"
+    )
+
+
 def _hint(error: BaseException, batch_size: int) -> str:
     """What to type, for the one bug that is about the size: BatchNorm needs two samples (torch/nn/functional.py)."""
-    if batch_size == 1 and "Expected more than 1 value per channel when training" in str(error):
+    if batch_size == 1 and "Expected more than 1 value per channel when training" in _text_of(error):
         return "\nBatchNorm cannot train on one sample: use min_batch=2."
     return ""
 
@@ -123,6 +152,16 @@ def _builtin_base(kind: type[BaseException]) -> type[BaseException]:
     while kind.__module__ != builtins.__name__ and kind.__base__ is not None:
         kind = kind.__base__
     return kind
+
+
+def _filled(failed: StepFailedError, error: BaseException, batch_size: int, trials: tuple[Trial, ...]) -> bool:
+    """Whether the attributes could be set: the user's class may have read-only properties of these names."""
+    try:
+        _copy_attributes(error, failed)
+        failed.batch_size, failed.trials = batch_size, trials
+        return bool(failed.batch_size == batch_size) and failed.trials is trials
+    except Exception:
+        return False
 
 
 def _copy_attributes(error: BaseException, failed: StepFailedError) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -56,22 +55,24 @@ class Interrupts:
         if self._before.get(signal.SIGINT) is signal.default_int_handler:
             self._pending = [number for number in self._pending if number != signal.SIGINT]
 
-    @contextmanager
-    def allowed(self, deadline_s: float | None) -> Iterator[None]:
+    def allowed(self, deadline_s: float | None) -> AbstractContextManager[None]:
         """Let signals through, and raise `TimeUp` at `deadline_s` on the monotonic clock."""
+        return _Allowed(self, deadline_s)
+
+    def _let_through(self, deadline_s: float | None) -> None:
         self._deliver_pending()
-        armed = deadline_s is not None and ALARM in self._before
         try:
-            if armed and deadline_s is not None:
-                signal.setitimer(signal.ITIMER_REAL, _timer_s(deadline_s))
             self._open = True
-            yield
-        finally:
-            self._open = False
-            if armed:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        if deadline_s is not None and time.monotonic() > deadline_s:
-            raise TimeUp
+            if deadline_s is not None and ALARM in self._before:
+                signal.setitimer(signal.ITIMER_REAL, _timer_s(deadline_s))
+        except BaseException:
+            self._hold_back(deadline_s)
+            raise
+
+    def _hold_back(self, deadline_s: float | None) -> None:
+        self._open = False
+        if deadline_s is not None and ALARM in self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._open:
@@ -96,6 +97,21 @@ class Interrupts:
             raise SystemExit(EXIT_TERMINATED)
         else:
             raise KeyboardInterrupt
+
+
+class _Allowed:
+    """Not a `contextlib.contextmanager`: that one sets ``__traceback__``, which a user's exception may refuse."""
+
+    def __init__(self, interrupts: Interrupts, deadline_s: float | None) -> None:
+        self._interrupts, self._deadline_s = interrupts, deadline_s
+
+    def __enter__(self) -> None:
+        self._interrupts._let_through(self._deadline_s)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._interrupts._hold_back(self._deadline_s)
+        if kind is None and self._deadline_s is not None and time.monotonic() > self._deadline_s:
+            raise TimeUp
 
 
 def _timer_is_free(alarm: int) -> bool:

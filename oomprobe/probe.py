@@ -192,7 +192,15 @@ def _workbench(
     with Interrupts() as interrupts:
         keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
         with OptimizerWatch(keeper.add) as watch, chosen.session():
-            trials = Trials(chosen, model, steps, optimizers=keeper.optimizers, watch=watch, interrupts=interrupts)
+            trials = Trials(
+                chosen,
+                model,
+                steps,
+                optimizers=lambda: keeper.optimizers,
+                restore_modes=keeper.restore_modes,
+                watch=watch,
+                interrupts=interrupts,
+            )
             bench = Workbench(chosen, trials, keeper, options, status)
             bench.notes |= dict.fromkeys(_slips(device, chosen))
             lost = False

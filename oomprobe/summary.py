@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -20,6 +21,7 @@ from oomprobe.verdict import Verdict
 from oomprobe.workbench import Workbench
 
 SLOW_FACTOR = 2.0  # a sample that takes this much longer than at a smaller size hints at paging or a slow fallback
+MEASURED_STEP_S = 5e-3  # a faster step is timed too roughly to call another one slow
 MOVED_SHARE = 0.02  # of the device: memory outside our allocator that moved more than this was moved by somebody
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -35,7 +37,7 @@ def result(bench: Workbench, found: Found) -> ProbeResult:
     return ProbeResult(
         batch_size=found.batch_size,
         limit_batch_size=found.limit or found.batch_size,
-        first_failing_batch_size=found.first_failing,
+        first_failing_batch_size=_first_failing(bench, found),
         limited_by="max_batch" if deciding is None else _LIMITED_BY.get(deciding.verdict, "memory"),
         limiting_step=(deciding or answer).step_name,
         trials=tuple(bench.trials),
@@ -58,16 +60,18 @@ def result(bench: Workbench, found: Found) -> ProbeResult:
 def nothing_fits(bench: Workbench) -> NothingFitsError:
     """Say that not even the smallest size runs, and by how much."""
     last = next(trial for trial in reversed(bench.trials) if not trial.passed)
-    with_all = not any(trial.passed for trial in bench.trials)
+    with_all = last.cap_bytes is None
+    one_size = bench.options.min_batch == bench.options.max_batch
     room = "all the memory there is" if with_all else f"a budget of {format_bytes(bench.budget_bytes)}"
     margin = "" if with_all else f" (memory_fraction={bench.options.memory_fraction})"
     advice = [
         "a smaller model or sample, activation checkpointing or lower precision",
-        *([] if bench.options.min_batch == 1 else [f"min_batch below {bench.options.min_batch}"]),
+        *([] if one_size or bench.options.min_batch == 1 else [f"min_batch below {bench.options.min_batch}"]),
         *([] if with_all else ["a larger memory_fraction"]),
     ]
+    what = " does not survive" if one_size else ", the smallest allowed, does not fit"
     return NothingFitsError(
-        f"batch {last.batch_size}, the smallest allowed, does not fit on {bench.device.name} in {room}{margin}: "
+        f"batch {last.batch_size}{what} on {bench.device.name} in {room}{margin}: "
         f"{last.verdict} {f'in the {last.where}' if last.where else ''}\n  {last.error}\nTry {'; or '.join(advice)}.",
         trials=tuple(bench.trials),
     )
@@ -88,6 +92,15 @@ def environment(bench: Workbench) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "allocator_settings": {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ},
     }
+
+
+def _first_failing(bench: Workbench, found: Found) -> int | None:
+    """The upper end of the bracket: above the limit also where failures do not grow with the size."""
+    limit = found.limit or found.batch_size or 0
+    if found.first_failing is None or found.first_failing > limit:
+        return found.first_failing
+    failed = {t.batch_size for t in bench.trials if not t.passed and t.cap_bytes is None and t.accumulation_steps == 1}
+    return min((size for size in failed - set(found.struck) if size > limit), default=None)
 
 
 def _last(trials: Iterable[Trial], batch_size: int, *, passed: bool) -> Trial:
@@ -114,7 +127,7 @@ def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
         *bench.notes,
         *(f"batch {size} failed once and passed when tried again: struck out" for size in found.struck),
         *(f"batch {size} passed as a trial and failed in confirmation" for size in found.unconfirmed),
-        *_leaks(bench.trials),
+        *_leaks(bench.trials, on_host=bench.device.on_host),
         *_pressure(answer),
         *_slow(bench.trials, answer),
         *_outside(bench),
@@ -122,14 +135,17 @@ def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
     ]
 
 
-def _leaks(trials: Iterable[Trial]) -> list[str]:
+def _leaks(trials: Iterable[Trial], *, on_host: bool) -> list[str]:
     leaking = [t for t in trials if t.leaked_bytes]
     if not leaking:
         return []
     worst = max(leaking, key=lambda t: t.leaked_bytes)
+    why = "something keeps tensors of past steps, and the answer is smaller by as much"
+    if on_host:
+        why = "something keeps tensors of past steps, or libraries keep what they cached for shapes they have seen"
     return [
         f"leak: {format_bytes(worst.leaked_bytes)} had not come back after batch {worst.batch_size}, even after collecting "
-        "garbage; something keeps tensors of past steps, and the answer is smaller by as much"
+        f"garbage; {why}"
     ]
 
 
@@ -143,7 +159,8 @@ def _pressure(answer: Trial) -> list[str]:
 
 
 def _slow(trials: Iterable[Trial], answer: Trial) -> list[str]:
-    rated = [t for t in trials if t.samples_per_s and t.batch_size < answer.batch_size and t.accumulation_steps == 1]
+    smaller = [t for t in trials if t.batch_size < answer.batch_size and t.accumulation_steps == 1]
+    rated = [t for t in smaller if t.samples_per_s and t.step_s and t.step_s >= MEASURED_STEP_S]
     best = max(rated, key=lambda t: t.samples_per_s or 0.0, default=None)
     if best is None or not best.samples_per_s or not answer.samples_per_s:
         return []
@@ -178,15 +195,21 @@ def _stopped_early(bench: Workbench, found: Found) -> list[str]:
 
 
 def _not_covered(bench: Workbench) -> list[str]:
-    names = " ".join(bench.step_names).lower()
+    words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(bench.step_names).lower()))
     items = [
-        ("longest sequence or largest sample, unless the step makes such batches", ("long", "max")),
-        ("evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)", ("eval", "val", "test")),
-        ("saving and resuming checkpoints", ("checkpoint", "save")),
-        ("other ranks: DDP buckets, NCCL buffers, sharding", ("ddp", "fsdp")),
-        ("data loader workers and their host memory", ()),
+        (
+            "longest sequence or largest sample, unless the step makes such batches",
+            "long longest large largest max maximum",
+        ),
+        (
+            "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)",
+            "eval evaluate evaluation val validate validation test",
+        ),
+        ("saving and resuming checkpoints", "checkpoint checkpoints save"),
+        ("other ranks: DDP buckets, NCCL buffers, sharding", "ddp fsdp"),
+        ("data loader workers and their host memory", ""),
     ]
     return [
-        *(text for text, words in items if not any(word in names for word in words)),
+        *(text for text, words in items if words_in_names.isdisjoint(words.split())),
         "state that is not restored: other Python attributes, generators of your own, positions of data loaders",
     ]

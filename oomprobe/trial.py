@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from oomprobe.devices import Device, Usage
-from oomprobe.errors import step_failed
+from oomprobe.errors import UnreliableError, step_failed
 from oomprobe.failure import Failure, failure_of
 from oomprobe.interrupts import Interrupts, TimeUp
 from oomprobe.options import StepFn
@@ -22,6 +22,17 @@ MAX_CALLS = 32  # calls without an optimizer step before a step is taken to have
 NO_OPTIMIZER = (
     "no optimizer stepped in {calls} calls of {step!r}: the number holds for what the step did, forward or not"
 )
+
+
+STOPPED_STEPPING = (
+    "at batch {size} the optimizer that stepped at smaller sizes did not step in {calls} calls, so this size was not "
+    "trained: does the step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let the "
+    "error out of step_fn"
+)
+
+
+class StoppedStepping(Exception):
+    """A step that trained at a smaller size does not at this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,7 @@ class Request:
         accumulation_steps: Micro-batches for one optimizer step.
         deadline_s: On the monotonic clock; None: no limit.
         smaller_passed: Whether a smaller size has passed in this probe (it corroborates an ambiguous text).
+        largest_passed: The largest size that has passed so far.
     """
 
     batch_size: int
@@ -45,6 +57,7 @@ class Request:
     accumulation_steps: int = 1
     deadline_s: float | None = None
     smaller_passed: bool = False
+    largest_passed: int | None = None
 
 
 @dataclass(slots=True)
@@ -52,7 +65,7 @@ class _Run:
     """What one trial gathers while it runs."""
 
     calls: int = 0
-    durations_s: list[float] = field(default_factory=list)
+    durations_s: dict[str, list[float]] = field(default_factory=dict)
     step_name: str | None = None
     peaks: dict[str, int] = field(default_factory=dict)
     failure: Failure | None = None
@@ -67,7 +80,8 @@ class Trials:
         device: Where they run.
         model: Handed to the steps.
         steps: By name.
-        optimizers: Known before the first step; others show themselves.
+        optimizers: Gives those known so far; others show themselves.
+        restore_modes: Puts every module's train or eval mode back.
         watch: Sees optimizers step.
         interrupts: Lets signals reach the step.
     """
@@ -78,12 +92,14 @@ class Trials:
         model: torch.nn.Module,
         steps: Mapping[str, StepFn],
         *,
-        optimizers: list[torch.optim.Optimizer],
+        optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
+        restore_modes: Callable[[], None],
         watch: OptimizerWatch,
         interrupts: Interrupts,
     ) -> None:
         self._device, self._model, self._steps = device, model, steps
         self._optimizers, self._watch, self._interrupts = optimizers, watch, interrupts
+        self._restore_modes = restore_modes
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self.in_steps_s = 0.0
         self.notes: dict[str, None] = {}
@@ -101,12 +117,16 @@ class Trials:
                 self._run_steps(request, run)
         except TimeUp:
             run.verdict = Verdict.TIMED_OUT
+        except StoppedStepping:
+            raise UnreliableError(STOPPED_STEPPING.format(calls=MAX_CALLS, size=request.batch_size)) from None
         except Exception as error:
             run.usage = self._usage()
             run.failure = failure_of(error)
             run.verdict = self._judge(run, request, healthy=True)
             if run.verdict is Verdict.BUG and self._device.healthy():
-                raise step_failed(error, batch_size=request.batch_size, trials=()) from error
+                raise step_failed(
+                    error, batch_size=request.batch_size, trials=(), largest_passed=request.largest_passed
+                ) from error
         # Here the exception is gone, and with it the frames that held the failed step's tensors.
         if run.failure is None:
             run.usage = self._usage()
@@ -134,11 +154,13 @@ class Trials:
     def _run_steps(self, request: Request, run: _Run) -> None:
         for name, step in self._steps.items():
             run.step_name = name
+            if len(self._steps) > 1:
+                self._restore_modes()
             if request.accumulation_steps > 1:
                 self._accumulate(step, request, run)
             else:
                 self._until_steady(name, step, request, run)
-                run.durations_s.clear()
+                run.durations_s.pop(name, None)
                 for _ in range(request.steps):
                     self._full_step(step, self._expected[name], request, run)
             run.peaks[name] = self._usage().peak_allocated_bytes or 0
@@ -149,10 +171,10 @@ class Trials:
             if self._expected[name]:
                 self._full_step(step, self._expected[name], request, run)
             return
-        known = {id(optimizer) for optimizer in self._optimizers}
+        known = {id(optimizer) for optimizer in self._optimizers()}
         self._expected[name] = set()  # a failure on the way leaves it to the next trial
         try:
-            stepped = self._full_step(step, known or {0}, request, run)
+            stepped = self._full_step(step, known or {0}, request, run, learned=False)
         except BaseException:
             del self._expected[name]
             raise
@@ -160,17 +182,31 @@ class Trials:
         if not stepped:
             self.notes[NO_OPTIMIZER.format(calls=MAX_CALLS, step=name)] = None
 
-    def _full_step(self, step: StepFn, wanted: set[int], request: Request, run: _Run) -> set[int]:
-        """Call the step until all the wanted optimizers have stepped; once when none is wanted."""
+    def _full_step(
+        self, step: StepFn, wanted: set[int], request: Request, run: _Run, *, learned: bool = True
+    ) -> set[int]:
+        """Call the step until all the wanted optimizers have stepped; once when none is wanted.
+
+        Raises:
+            StoppedStepping: one that stepped before does not any more, so that the size was not really run.
+        """
         self._watch.stepped.clear()
         for _ in range(MAX_CALLS if wanted else 1):
             self._call(step, request, run)
-            if self._watch.stepped and self._watch.stepped >= wanted - {0}:
-                break
+            if self._watch.stepped and self._all_stepped(wanted):
+                return set(self._watch.stepped)
+        if wanted and learned:
+            raise StoppedStepping
         return set(self._watch.stepped)
 
+    def _all_stepped(self, wanted: set[int]) -> bool:
+        """As many as were wanted, or all of them that still exist: a step may build its optimizer on each call."""
+        stepped = self._watch.stepped
+        there = wanted & {id(optimizer) for optimizer in self._optimizers()}
+        return stepped >= there or (bool(stepped - wanted) and len(stepped) >= len(wanted))
+
     def _accumulate(self, step: StepFn, request: Request, run: _Run) -> None:
-        with held_back(self._optimizers, self._model):
+        with held_back(self._optimizers(), self._model):
             for _ in range(request.accumulation_steps - 1):
                 self._call(step, request, run)
         self._call(step, request, run)
@@ -185,7 +221,7 @@ class Trials:
             duration = time.perf_counter() - started
             self.in_steps_s += duration
         run.calls += 1
-        run.durations_s.append(duration)
+        run.durations_s.setdefault(run.step_name or "", []).append(duration)
 
     @property
     def step_names(self) -> list[str]:
@@ -200,11 +236,14 @@ class Trials:
         """Call every step once at one size, outside any trial."""
         request = Request(batch_size=batch_size, phase=Phase.GROW, steps=1, deadline_s=deadline_s)
         for step in self._steps.values():
+            if len(self._steps) > 1:
+                self._restore_modes()
             self._call(step, request, _Run())
 
 
 def _trial(request: Request, run: _Run, *, several: bool) -> Trial:
-    step_s = statistics.median(run.durations_s) if run.durations_s and run.failure is None else None
+    medians = [statistics.median(durations_s) for durations_s in run.durations_s.values()]
+    step_s = sum(medians) if medians and run.failure is None else None
     failed = run.verdict is not Verdict.FITS
     named = run.step_name if failed else max(run.peaks, key=lambda name: run.peaks[name], default=None)
     return Trial(

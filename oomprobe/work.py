@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,12 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators += 1
         self.elements += sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
         return result
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def count_work(call: Callable[[], object]) -> Work:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-
-import tenacity
 
 from oomprobe.devices import Device
 from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, TimeLimitError, UnreliableError
+from oomprobe.idle import refuse_idle
 from oomprobe.interrupts import TimeUp
+from oomprobe.leaks import Baseline
 from oomprobe.options import Options
 from oomprobe.plan import plan
 from oomprobe.progress import Reporter
@@ -22,16 +20,8 @@ from oomprobe.state import Keeper
 from oomprobe.trial import MAX_CALLS, Request, Trials
 from oomprobe.units import format_bytes, format_seconds
 from oomprobe.verdict import Verdict
-from oomprobe.work import count_work
+from oomprobe.work import Work, compiled_graphs, count_work
 
-LEAK_TOLERANCE_BYTES = 2**20  # small caches that libraries make for a new shape stay below it
-# Shares of the available memory. On the host oneDNN keeps code for each new shape (measured: 0.1 MiB a convolution),
-# which malloc cannot tell from a leak, so more is forgiven there; a step that keeps its activations exceeds both.
-LEAK_REPORTED_SHARE = {"device": 0.0, "host": 0.01}
-LEAK_REFUSED_SHARE = {"device": 0.05, "host": 0.2}
-IDLE_DOUBLINGS = 3  # doublings over which a step that uses its batch size must show more work
-# A peak that moved by more than its noise is proof enough; resident memory of a host process is the noisier one.
-IDLE_NOISE_BYTES = {"device": 0, "host": 16 * 2**20}
 PLAN_TRIALS = 5  # a gradient buffer beside the activations costs little; five times a tenth is far more
 PLAN_SHRINK = 0.9
 CONFIRM_SLACK = 1.5  # a confirmation step may take this much longer than a step of the search
@@ -57,11 +47,11 @@ class Workbench:
         self.outside_bytes: list[int] = []
         self.state_verified = False
         self._trials, self._keeper, self._reporter, self._sleep = trials, keeper, reporter, sleep
-        self._baseline_bytes: int | None = None
+        self._baseline = Baseline(device, drop_gradients=keeper.drop_gradients, flush=self._flush, sleep=sleep)
         self._warmed_at: int | None = None  # the size that ran, without a limit, to warm the process
         self._primed: set[int] = set()
-        self._residue_bytes = 0  # above the baseline, and known not to come back
         self._started_s = time.monotonic()
+        self._graphs_before = compiled_graphs()
 
     # --- what the search asks ---
 
@@ -117,13 +107,18 @@ class Workbench:
             entry = next((e for e in entries if e.micro_batch >= self.options.min_batch), None)
             if entry is None or entry.accumulation_steps == 1:
                 return
-            trial = self.run(
-                entry.micro_batch,
-                Phase.CONFIRM,
-                steps=1,
-                cap_bytes=self._cap(self.budget_bytes),
-                accumulation_steps=min(entry.accumulation_steps, MAX_CALLS),
-            )
+            try:
+                trial = self.run(
+                    entry.micro_batch,
+                    Phase.CONFIRM,
+                    steps=1,
+                    cap_bytes=self._cap(self.budget_bytes),
+                    accumulation_steps=min(entry.accumulation_steps, MAX_CALLS),
+                )
+            except (TimeLimitError, StepFailedError) as error:
+                reason = str(error).splitlines()[0]
+                self.notes[f"the plan for global_batch was not run to its end ({reason})"] = None
+                return
             if trial.passed:
                 return
             largest = int(PLAN_SHRINK * entry.micro_batch)
@@ -133,7 +128,13 @@ class Workbench:
         steps = self.options.confirm_steps if phase is Phase.CONFIRM else self.options.steps
         trial = self.run(size, phase, steps=steps, cap_bytes=self.budget_bytes if capped else None)
         if phase is Phase.GROW:
-            self._check_work()
+            refuse_idle(
+                self.trials,
+                self.options.sizes,
+                self._work_at,
+                nothing_stepped=self._trials.nothing_stepped,
+                kind="host" if self.device.on_host else "device",
+            )
         peak = trial.peak_reserved_bytes
         return Reply(passed=trial.passed, within_cap=trial.passed and peak is not None and peak <= self.budget_bytes)
 
@@ -159,6 +160,7 @@ class Workbench:
             UnreliableError: memory did not come back.
         """
         self._reporter.started(size, phase)
+        self._keeper.start_over()
         self._prime(size)
         request = Request(
             batch_size=size,
@@ -168,19 +170,20 @@ class Workbench:
             accumulation_steps=accumulation_steps,
             deadline_s=self._deadline_s(),
             smaller_passed=self._smaller_passed(size),
+            largest_passed=max((t.batch_size for t in self.trials if t.passed), default=None),
         )
         try:
             trial = self._trials.run(request)
-        except StepFailedError as error:
+        except (StepFailedError, UnreliableError) as error:
             error.trials = tuple(self.trials)
             raise
         trial = self._settle(trial)
         self.trials.append(trial)
         self._reporter.finished(trial)
         self._stop_if_final(trial)
-        if trial.passed and self._baseline_bytes is None:
-            self._baseline_bytes = self.device.live_bytes()
+        if trial.passed and not self._baseline.known:
             self._measure_available()
+            self._baseline.take(self.available_bytes)
         return trial
 
     def _prime(self, size: int) -> None:
@@ -192,6 +195,10 @@ class Workbench:
         """Whether what fails now has run at a smaller size, or at this one with more memory."""
         warmed = self._warmed_at is not None and self._warmed_at <= size
         return warmed or any(t.passed and t.batch_size < size for t in self.trials)
+
+    @property
+    def graphs_compiled(self) -> int:
+        return compiled_graphs() - self._graphs_before
 
     # --- time ---
 
@@ -240,51 +247,10 @@ class Workbench:
         """Clean up after a trial; what survives is its leak."""
         if trial.verdict is Verdict.POISONED:
             return trial
-        if not trial.passed:
-            self._keeper.drop_gradients()
-            gc.collect(
-                1
-            )  # what a trial of moments ago left behind is young; a full collection costs a tenth of a second
-        self.device.release()
-        leaked_bytes = self._leaked_bytes()
-        if leaked_bytes > self._residue_bytes + self._tolerated_bytes:
-            leaked_bytes = self._residue_bytes = self._reclaim()
-        if self._baseline_bytes is not None:
+        leaked_bytes = self._baseline.settle(passed=trial.passed)
+        if self._baseline.known:
             self._sample_outside()
-        return trial if leaked_bytes <= self._tolerated_bytes else replace(trial, leaked_bytes=leaked_bytes)
-
-    @property
-    def _tolerated_bytes(self) -> float:
-        return max(LEAK_TOLERANCE_BYTES, LEAK_REPORTED_SHARE[self._memory_kind] * self.available_bytes)
-
-    @property
-    def _memory_kind(self) -> str:
-        return "host" if self.device.on_host else "device"
-
-    def _leaked_bytes(self) -> int:
-        return 0 if self._baseline_bytes is None else max(0, self.device.live_bytes() - self._baseline_bytes)
-
-    def _reclaim(self) -> int:
-        """Collect, then run the smallest size, which replaces what a step keeps of its last batch, and wait a little.
-
-        What is still there after that is not a cache of the last batch but a leak.
-        """
-        wait = tenacity.wait_none() if self.device.on_host else tenacity.wait_exponential(multiplier=0.05, max=0.4)
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(3),
-            wait=wait,
-            retry=tenacity.retry_if_result(lambda leaked_bytes: leaked_bytes > self._tolerated_bytes),
-            retry_error_callback=lambda state: state.outcome.result() if state.outcome else 0,
-            sleep=self._sleep,
-        )
-        attempts = iter((lambda: None, self._flush, lambda: None))
-        return int(retrying(lambda: self._collected(next(attempts))))
-
-    def _collected(self, first: Callable[[], object]) -> int:
-        first()
-        gc.collect()
-        self.device.release()
-        return self._leaked_bytes()
+        return replace(trial, leaked_bytes=leaked_bytes)
 
     def _flush(self) -> None:
         try:
@@ -317,7 +283,7 @@ class Workbench:
             raise self.device_lost(f"batch {trial.batch_size}, {trial.error}")
         if trial.verdict is Verdict.TIMED_OUT:
             raise self._time_is_up(trial.batch_size)
-        if trial.leaked_bytes > LEAK_REFUSED_SHARE[self._memory_kind] * (self.available_bytes or float("inf")):
+        if trial.leaked_bytes > self._baseline.refused_bytes:
             raise UnreliableError(
                 f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
                 "collecting garbage and a step at the smallest size, so every later trial would have less memory and "
@@ -326,28 +292,12 @@ class Workbench:
                 trials=trials,
             )
 
-    def _check_work(self) -> None:
-        """A step that does nothing, or the same whatever the batch size, has no largest batch."""
-        grown = [t for t in self.trials if t.phase is Phase.GROW and t.passed]
-        if len(grown) == 1 and self._trials.nothing_stepped:
-            work = count_work(lambda: self._one_step(grown[0].batch_size))
-            if work.operators == 0:
-                raise UnreliableError(
-                    "the step dispatched no torch operator, so there is nothing to measure: does it run the model, "
-                    "or has its data loader run out?",
-                    trials=tuple(self.trials),
-                )
-        if len(grown) <= IDLE_DOUBLINGS or (len(grown) - 1) % IDLE_DOUBLINGS:
-            return
-        then, now = grown[-1 - IDLE_DOUBLINGS], grown[-1]
-        peak_bytes = then.peak_allocated_bytes or 0
-        if (now.peak_allocated_bytes or 0) > peak_bytes + IDLE_NOISE_BYTES[self._memory_kind]:
-            return
-        before, after = [count_work(partial(self._one_step, t.batch_size)) for t in (then, now)]
-        if before == after:
-            raise UnreliableError(
-                f"batch {then.batch_size} and batch {now.batch_size} do the same work ({after.operators} operators, "
-                f"{after.elements} elements) in the same memory: the step ignores batch_size, or its data ends before. "
-                f"If it is the data, pass max_batch={then.batch_size}",
-                trials=tuple(self.trials),
-            )
+    def _work_at(self, batch_size: int) -> Work | None:
+        """None where that size does not run."""
+        try:
+            with self.device.cap(None):
+                return count_work(lambda: self._one_step(batch_size))
+        except OomProbeError:
+            raise
+        except Exception:
+            return None

@@ -1,6 +1,7 @@
 """The command line: streams and exit codes."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -108,7 +109,7 @@ def test_json_to_stdout_and_to_a_file(capsys, target, tmp_path):
         (["{}:bug"], 3, "KeyError: 'labels'"),
         (["{}:fits", "--device", "cuda:7"], 4, "no device 'cuda:7' here"),
         (["{}:fits", "--device", "sim:24GiB"], 4, "not in this version yet"),
-        (["{}:up_to_five", "--require", "6"], 5, "does not fit"),
+        (["{}:up_to_five", "--require", "6"], 5, "batch 6 does not survive"),
         (["{}:fits", "--time-limit", "1e-9"], 6, "time passed"),
     ],
 )
@@ -118,6 +119,203 @@ def test_exit_codes(capsys, target, arguments, code, said):
     got, out, err = run(capsys, "run", *arguments, *options, "--progress", "off", "--quiet")
     assert (got, out) == (code, "")
     assert said in err
+
+
+# --- what the target does wrong ---
+
+WRONG = r"""
+import atexit
+import os
+import sys
+
+import torch
+from train_target import fits
+
+
+def raises():
+    raise LookupError("config of mine")
+
+
+def bare():
+    class Bare(BaseException):
+        pass
+    raise Bare("not an Exception")
+
+
+def misses():
+    import no_such_module_at_all
+
+
+def leaves():
+    sys.exit(0)
+
+
+def parses():
+    import argparse
+    argparse.ArgumentParser().parse_args(["--unknown"])
+
+
+def step_leaves():
+    model, step = fits()
+
+    def leaving(model, batch_size):
+        step(model, batch_size)
+        if batch_size == 4:
+            sys.exit(0)
+
+    return model, leaving
+
+
+def step_is_bare():
+    model, _ = fits()
+
+    def bare_step(model, batch_size):
+        bare()
+
+    return model, bare_step
+
+
+def writes():
+    model, step = fits()
+
+    def writing(model, batch_size):
+        os.write(1, b"below python\n")
+        step(model, batch_size)
+
+    return model, writing
+
+
+def writes_to_the_end():
+    atexit.register(lambda: print("goodbye"))
+    atexit.register(lambda: os.write(1, b"goodbye from below"))
+    return writes()
+"""
+
+
+@pytest.fixture
+def wrong(target, tmp_path):
+    path = tmp_path / "wrong_target.py"
+    path.write_text(WRONG)
+    (tmp_path / "broken_target.py").write_text("def build(:\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        ("raises", 'raise LookupError("config of mine")'),
+        ("misses", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("bare", "Bare: not an Exception"),
+    ],
+)
+def test_a_target_that_cannot_be_built_is_3_with_its_own_traceback(capsys, wrong, function, shown):
+    code, out, err = run(capsys, "run", f"{wrong}:{function}", "--quiet", *RUN)
+    assert (code, out) == (3, "")
+    assert shown in err
+    assert f"oomprobe: the target {wrong}:{function} failed with " in err
+    assert "cli.py" not in err
+    assert "importlib" not in err
+
+
+def test_a_target_that_is_no_python_is_3(capsys, wrong):
+    broken = wrong.replace("wrong", "broken")
+    code, out, err = run(capsys, "run", f"{broken}:build", *RUN)
+    assert (code, out) == (3, "")
+    assert "SyntaxError" in err
+    assert f'File "{broken}", line 1' in err
+
+
+@pytest.mark.parametrize(("function", "said"), [("leaves", "sys.exit(0)"), ("parses", "sys.exit(2)")])
+def test_a_target_that_leaves_the_process_has_given_no_answer(capsys, wrong, function, said):
+    code, out, err = run(capsys, "run", f"{wrong}:{function}", "--quiet", *RUN)
+    assert (code, out) == (3, "")
+    assert said in err
+    assert "no answer" in err
+
+
+def test_a_step_that_leaves_the_process_is_3_with_the_table_so_far(capsys, wrong):
+    code, out, err = run(capsys, "run", f"{wrong}:step_leaves", "--quiet", *RUN)
+    assert (code, out) == (3, "")
+    assert re.search(r"^\s+2\s+grow\s+fits", err, re.MULTILINE)
+    assert re.search(r"sys\.exit\(0\) in .*wrong_target\.py:\d+: no answer", err)
+
+
+def test_what_nobody_foresaw_is_70_with_its_traceback(capsys, wrong, target, monkeypatch):
+    code, out, err = run(capsys, "run", f"{wrong}:step_is_bare", "--quiet", *RUN)
+    assert (code, out) == (70, "")
+    assert "Bare: not an Exception" in err
+
+    def broken(*_, **__):
+        raise ZeroDivisionError("a bug of oomprobe")
+
+    monkeypatch.setattr("oomprobe.probe.find_max_batch", broken)
+    code, _, err = run(capsys, "run", f"{target}:fits", *RUN)
+    assert code == 70
+    assert err.index("Traceback") < err.index("ZeroDivisionError: a bug of oomprobe")
+
+
+# --- refused before anything runs ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--json", "/nonexistent/x.json"], "--json '/nonexistent/x.json' cannot be written"),
+        (["--json", "/"], "--json '/' cannot be written"),
+        (["--world-size", "0"], "--world-size must be an integer of at least 1, not 0"),
+        (["--world-size", "-1", "--global-batch", "8"], "--world-size must be an integer of at least 1, not -1"),
+        (["--global-batch", "0", "--world-size", "2"], "--global-batch must be an integer of at least 1, not 0"),
+        (["--require", "0"], "--require must be an integer of at least 1, not 0"),
+        (["--require", "4", "--max-batch", "8"], "would ignore --max-batch:"),
+        (["--require", "4", "--min-batch", "1", "--steps", "2"], "would ignore --min-batch, --steps:"),
+        (["--require", "4", "--multiple-of", "8", "--resolution", "0"], "would ignore --multiple-of, --resolution:"),
+        (["--require", "4", "--trial-time-limit", "9"], "would ignore --trial-time-limit:"),
+        (["--require", "4", "--global-batch", "8", "--journal", "x"], "would ignore --global-batch, --journal:"),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_the_target_is_built(capsys, target, arguments, said):
+    code, out, err = run(capsys, "run", f"{target}:fits", *arguments, *RUN)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_a_file_that_cannot_be_written_in_the_end_costs_no_answer(capsys, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(ProbeResult, "to_json", lambda self, path=None: os.mkdir("/nonexistent/x"))
+    arguments = ["--max-batch", "4", "--quiet", "--json", str(tmp_path / "x.json"), *RUN]
+    code, out, err = run(capsys, "run", f"{target}:fits", *arguments)
+    assert (code, out) == (2, "4\n")
+    assert "cannot be written" in err
+
+
+# --- stdout is for the answer ---
+
+
+@pytest.mark.parametrize("capture", ["capsys", "capfd"])
+def test_what_comes_from_below_python_goes_to_stderr(request, wrong, capture):
+    captured = request.getfixturevalue(capture)
+    before = os.fstat(1)
+    code, out, err = run(captured, "run", f"{wrong}:writes", "--max-batch", "4", "--quiet", *RUN)
+    assert (code, out) == (0, "4\n")
+    assert os.path.samestat(os.fstat(1), before)
+    if capture == "capfd":
+        assert "below python\n" in err
+
+
+@pytest.mark.parametrize("answer", [["--quiet"], ["--json", "-"]])
+def test_stdout_of_a_process_holds_the_answer_alone(wrong, answer):
+    command = [sys.executable, "-m", "oomprobe", "run", f"{wrong}:writes_to_the_end", "--max-batch", "4", *answer, *RUN]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    number = int(done.stdout) if answer == ["--quiet"] else json.loads(done.stdout)["batch_size"]
+    assert number == 4
+    assert "below python\n" in done.stderr
+    assert "goodbye" in done.stderr
+    assert "goodbye from below" in done.stderr
+
+
+def test_a_process_without_stderr_still_answers(target):
+    command = f"{sys.executable} -m oomprobe run {target}:fits --max-batch 4 --quiet {' '.join(RUN)} 2>&-"
+    done = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "4\n"
 
 
 def test_require_that_survives(capsys, target):
@@ -155,7 +353,10 @@ def test_devices_lists_the_host(capsys):
     assert out.splitlines()[-1].startswith("cpu  host memory")
 
 
-def test_ctrl_c_gives_130_and_the_table_so_far(target, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_gives_its_exit_code_and_the_table_so_far(target, tmp_path, number, status, word):
     slow = tmp_path / "slow.py"
     slow.write_text(
         textwrap.dedent("""
@@ -178,10 +379,12 @@ def test_ctrl_c_gives_130_and_the_table_so_far(target, tmp_path):
     )
     while process.stderr.readline() != "ready\n":
         pass
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert out == ""
+    assert word in err
+    assert "left the process" not in err
     assert "trials so far" in err
     assert re.search(r"^\s+2\s+grow\s+fits", err, re.MULTILINE)
 

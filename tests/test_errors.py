@@ -1,6 +1,8 @@
 import builtins
 import contextlib
 import dataclasses
+import sys
+import time
 import traceback
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 from test_result import a_trial
 
 from oomprobe import errors
+from oomprobe.devices.host import HostDevice
 from oomprobe.errors import OomProbeError, StepFailedError, step_failed
+from oomprobe.interrupts import Interrupts
 
 TREE = {
     errors.InvalidArgumentError: ValueError,
@@ -200,10 +204,111 @@ def test_a_failure_inside_a_probe_inside_a_step_is_told_by_the_outer_one():
     assert (outer.batch_size, outer.trials, inner.batch_size) == (8, (), 4)
 
 
-def test_an_exception_without_text_is_still_told():
-    failed = step_failed(Speechless("x"), batch_size=4, trials=())
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_an_exception_without_text_is_still_told(batch_size):
+    failed = step_failed(Speechless("x"), batch_size=batch_size, trials=())
     assert isinstance(failed, Speechless)
-    assert str(failed).startswith("the step failed at batch size 4 with Speechless: (no text)\n")
+    assert str(failed).startswith(f"the step failed at batch size {batch_size} with Speechless: (no text)\n")
+
+
+class OwnTrials(Exception):
+    @property
+    def trials(self):
+        return 1
+
+
+class OwnBatchSize(Exception):
+    def __init__(self, text):
+        super().__init__(text)
+
+    @property
+    def batch_size(self):
+        return 1
+
+
+class Discards(Exception):
+    @property
+    def trials(self):
+        return 1
+
+    @trials.setter
+    def trials(self, value):
+        pass
+
+
+class Immutable(Exception):
+    def __setattr__(self, name, value):
+        raise RuntimeError("immutable")
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenTrials(Exception):
+    trials: int
+
+
+@pytest.mark.parametrize("own", [OwnTrials("x"), Discards("x"), Immutable("x"), FrozenTrials(3)])
+def test_a_class_that_lets_our_attributes_not_be_set_gives_a_plain_step_failure(own):
+    trials = (a_trial(),)
+    failed = step_failed(own, batch_size=4, trials=trials)
+    assert type(failed) is StepFailedError
+    assert (failed.batch_size, failed.trials) == (4, trials)
+    failed.trials = ()
+    assert str(failed).startswith(f"the step failed at batch size 4 with {type(own).__name__}: ")
+
+
+def test_our_batch_size_comes_before_a_property_of_that_name():
+    failed = step_failed(OwnBatchSize("x"), batch_size=4, trials=())
+    assert (failed.batch_size, isinstance(failed, OwnBatchSize)) == (4, True)
+
+
+# --- where a smaller size ran ---
+
+
+def test_a_step_that_ran_at_a_smaller_size_is_told_where_to_stop():
+    text = str(step_failed(ValueError("sample larger than population"), batch_size=1024, trials=(), largest_passed=512))
+    assert "batch 512 ran: pass max_batch=512 if sizes above it are not meant to work (a data set that ends?)" in text
+    assert "no batch size would answer it" not in text
+    assert text.endswith("Run step_fn(model, 1024) once by itself to see it.")
+
+
+@pytest.mark.parametrize("largest_passed", [None, 8, 16])
+def test_a_step_that_ran_at_no_smaller_size_is_told_that_none_will_do(largest_passed):
+    text = str(step_failed(ValueError("x"), batch_size=8, trials=(), largest_passed=largest_passed))
+    assert "so no batch size would answer it: the same error comes without oomprobe" in text
+    assert "max_batch" not in text
+
+
+def test_a_target_that_failed_is_a_step_failure_with_its_own_text():
+    failed = errors.target_failed(KeyError("config"), "train.py:build")
+    assert str(failed).startswith("the target train.py:build failed with KeyError while it was imported and built: ")
+    assert (failed.trials, failed.batch_size) == ((), 0)
+    assert str(errors.target_failed(Speechless("x"), "t:b")).count("(no text)") == 1
+
+
+# --- the user's exception on its way ---
+
+
+@pytest.mark.parametrize("own", [Frozen(3), Immutable("x"), StopIteration(3)])
+def test_exceptions_that_refuse_attributes_pass_unchanged_while_signals_are_allowed(own):
+    for deadline_s in (None, time.monotonic() + 60):
+        with pytest.raises(type(own)) as caught, Interrupts() as interrupts, interrupts.allowed(deadline_s):
+            raise own
+        assert caught.value is own
+        assert own.__context__ is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="host memory is probed on Linux only")
+@pytest.mark.parametrize("way", ["warm", "prime"])
+def test_an_error_of_our_kind_that_a_step_raises_outside_a_trial_is_left_to_its_trial(way):
+    device = HostDevice(2**24)
+
+    def step(kind):
+        raise kind("the step's own")
+
+    for kind in (errors.NothingFitsError, errors.UnreliableError, errors.InvalidArgumentError):
+        getattr(device, way)(lambda kind=kind: step(kind))
+    with pytest.raises(errors.TimeLimitError):
+        getattr(device, way)(lambda: step(errors.TimeLimitError))
 
 
 def test_notes_are_shown_once():

@@ -370,7 +370,7 @@ def test_real_host_memory_fails_for_real_and_the_answer_survives(tmp_path):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     truth = 230 * 2**20 / (3 * 512 * 64 * 4)  # the batch, what it is turned into, and the output; gradients come later
-    assert 0.2 * truth < int(out) < 1.03 * truth
+    assert 0.1 * truth < int(out) < 1.03 * truth
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
@@ -426,3 +426,17 @@ def test_a_cpu_model_beside_an_accelerator_is_noted_loudly(monkeypatch):
 
 
 assert os.name == "posix"
+
+
+def test_a_plan_that_runs_out_of_time_does_not_lose_the_answer():
+    import time
+
+    device = LedgerDevice(8 * MIB)
+
+    def step(model, batch_size):
+        torch.ones(batch_size)
+        device.take(batch_size * MIB)
+        time.sleep(0.03)
+
+    result = probe(device, step, memory_fraction=1.0, global_batch=256, time_limit_s=3.0, steps=1)
+    assert result.batch_size == 8

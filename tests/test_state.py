@@ -1,9 +1,12 @@
+import collections
 import copy
 import gc
+import io
 import random
 import subprocess
 import sys
 import textwrap
+import threading
 import weakref
 
 import numpy as np
@@ -416,3 +419,311 @@ def test_a_step_of_a_script_names_its_optimizer(tmp_path):
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.stdout == "2\n", done.stderr
+
+
+class Attributes:
+    """Something with state whose restoration is its own matter."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+    def state_dict(self):
+        return dict(self.__dict__)
+
+    def load_state_dict(self, state):
+        self.__dict__.update(state)
+
+
+class Plain:
+    """No comparison of its own."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+
+class Raises(Attributes):
+    def load_state_dict(self, state):
+        raise ValueError("another version")
+
+
+def test_what_cannot_be_restored_does_not_keep_the_rest_from_it():
+    model, stuck, other = nn.Linear(2, 2), Raises(inner=Plain()), Attributes(n=0)
+    kept = Keeper(model, [], [stuck, other], "cpu")
+    before, generator = bits(model.weight), torch.get_rng_state()
+    stuck.inner.value, other.n = 1, 1
+    nn.init.zeros_(model.weight)
+    torch.rand(1)
+    with pytest.raises(UnreliableError, match=r"state of Raises \(ValueError: another version\)\. Do not train"):
+        kept.put_back()
+    assert other.n == 0
+    assert bits(model.weight) == before
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_read_only_array_that_did_not_change_is_not_written():
+    data = np.zeros(3)
+    data.flags.writeable = False
+    holder = Attributes(data=data, n=0)
+    kept = Keeper(nn.Linear(1, 1), [], [holder], "cpu")
+    holder.n = 1
+    kept.put_back()
+    assert holder.n == 0
+    assert kept.differences() == []
+
+
+class Answers:
+    """Its state is made anew on every call, as most are."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def state_dict(self):
+        return {"made": self.make()}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def some_file(content=b"a"):
+    return io.BytesIO(content)
+
+
+UNCOMPARABLE = {
+    "object": lambda: Plain(3),
+    "object in an object": lambda: Plain(Plain(np.float32("nan"))),
+    "deque of tensors": lambda: collections.deque([torch.zeros(2)] * 2, maxlen=2),
+    "set of objects": lambda: {"a", 2},
+    "nan": lambda: np.float32("nan"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "file": some_file,
+    "numpy generator": lambda: np.random.default_rng(0),
+    "torch generator": lambda: torch.Generator().manual_seed(1),
+    "lock": threading.Lock,
+    "array of objects": lambda: np.array([Plain()], dtype=object),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    "ordered": lambda: collections.OrderedDict(a=torch.ones(1)),
+    "key without comparison": lambda: {Plain(): 1},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", UNCOMPARABLE)
+def test_equal_state_is_not_called_different(name):
+    answers = Answers(UNCOMPARABLE[name])
+    kept = Keeper(nn.Linear(1, 1), [], [answers], "cpu")
+    kept.put_back()
+    assert kept.differences() == []
+
+
+CHANGED = {
+    "object": lambda: Plain(4),
+    "deque of tensors": lambda: collections.deque([torch.ones(2)] * 2, maxlen=2),
+    "set of objects": lambda: {"a", 3},
+    "sparse": lambda: (2 * torch.eye(3)).to_sparse(),
+    "file": lambda: some_file(b"b"),
+    "numpy generator": lambda: np.random.default_rng(1),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(4), 0.2, 0, torch.qint8),
+    "array of objects": lambda: np.array([Plain(1)], dtype=object),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_state_is_called_different(name):
+    answers = Answers(UNCOMPARABLE[name])
+    kept = Keeper(nn.Linear(1, 1), [], [answers], "cpu")
+    kept._objects[0]._value.make = CHANGED[name]
+    assert kept.differences() == ["state of Answers"]
+
+
+def run_script(text):
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+def test_a_buffer_over_a_read_only_file_is_not_written(tmp_path):
+    run_script(f"""
+        import numpy as np, torch, warnings
+        from oomprobe.state import Keeper
+        warnings.simplefilter("ignore")
+        np.save({str(tmp_path / "a.npy")!r}, np.ones((4, 4), "f4"))
+        model = torch.nn.Linear(2, 2)
+        model.register_buffer("table", torch.from_numpy(np.load({str(tmp_path / "a.npy")!r}, mmap_mode="r")))
+        kept = Keeper(model, [], [], "cpu")
+        kept.put_back()
+        assert kept.differences() == []
+        """)
+
+
+def test_quantised_buffers_come_back():
+    run_script("""
+        import torch, warnings
+        from oomprobe.state import Keeper
+        warnings.simplefilter("ignore")
+        model = torch.nn.Linear(2, 2)
+        one, other = (torch.quantize_per_tensor(torch.full((4,), v), .1, 0, torch.qint8) for v in (1., 2.))
+        model.register_buffer("q", one)
+        kept = Keeper(model, [], [], "cpu")
+        kept.put_back()
+        assert kept.differences() == []
+        model.q = other
+        assert kept.differences()
+        kept.put_back()
+        assert kept.differences() == []
+        assert model.q is one
+        """)
+
+
+def test_optimizers_that_a_step_builds_anew_are_not_kept_alive():
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    before = bits(dict(model.named_parameters()))
+    kept = Keeper(model, [], [], "cpu")
+    other_before = bits(dict(other.named_parameters()))
+    died = []
+    for _ in range(50):
+        optimizer = torch.optim.Adam([*model.parameters(), *other.parameters()], lr=0.5)
+        (model(torch.ones(1, 3)).sum() + other(torch.ones(1, 3)).sum()).backward()
+        kept.add(optimizer)
+        optimizer.step()
+        died += [weakref.ref(optimizer), weakref.ref(optimizer.state[model.weight]["exp_avg"])]
+        assert kept.optimizers == [optimizer]
+    del optimizer
+    gc.collect()
+    assert not [ref for ref in died if ref() is not None]
+    assert kept.optimizers == []
+    kept.put_back()
+    assert kept.differences() == []
+    assert bits(dict(model.named_parameters())) == before
+    assert bits(dict(other.named_parameters())) == other_before
+
+
+def test_a_late_optimizer_in_the_middle_of_training_comes_back():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+
+    def step():
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    step()
+    kept = Keeper(model, [], [], "cpu")
+    before = bits(optimizer.state_dict())
+    averages = optimizer.state[model.weight]["exp_avg"]
+    kept.add(optimizer)
+    step()
+    optimizer.param_groups[0]["lr"] = 7.0
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert kept.differences()
+    kept.put_back()
+    assert kept.differences() == []
+    assert bits(optimizer.state_dict()) == before
+    assert optimizer.state[model.weight]["exp_avg"] is averages
+
+
+class Wrapper(torch.optim.Optimizer):
+    """The shape of accelerate's: everything belongs to another optimizer."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+
+def test_host_copy_is_of_before_and_never_raises():
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.eye(3).to_sparse())
+    model.register_buffer("empty", None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    kept = Keeper(model, [], [Wrapper(optimizer)], "cpu")
+    before = bits(model.weight)
+    model.weight = nn.Parameter(torch.zeros(5, 5))
+    model.empty = torch.ones(1)
+    optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    copied = kept.host_copy()
+    assert sorted(copied["model"]) == ["bias", "table", "weight"]
+    assert bits(copied["model"]["weight"]) == before
+    assert [len(state["param_groups"]) for state in copied["optimizers"]] == [1]
+
+
+def test_a_plain_attribute_does_not_hide_a_restored_parameter():
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    kept = Keeper(model, [], [], "cpu")
+    del model.weight
+    model.weight = torch.zeros(2, 2)
+    model.register_forward_pre_hook(lambda module, inputs: None)
+    model.register_forward_hook(lambda module, inputs, output: output * 0, with_kwargs=False)
+    assert {"parameters of Linear", "hooks of Linear"} < set(kept.differences())
+    kept.put_back()
+    assert model.weight is weight
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    model.__dict__["bias"] = torch.zeros(2)
+    assert kept.differences() == ["bias of Linear, hidden by an attribute"]
+
+
+def test_sparse_parameter_comes_back_in_place():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.eye(3).to_sparse())
+    weight = model.weight
+    kept = Keeper(model, [], [], "cpu")
+    weight.data = (2 * torch.eye(3)).to_sparse()
+    assert kept.differences()
+    kept.put_back()
+    assert model.weight is weight
+    assert torch.equal(weight.to_dense(), torch.eye(3))
+    assert kept.differences() == []
+
+
+def test_state_that_is_kept_already_is_not_copied_again(monkeypatch):
+    copied = []
+    original = keeper.copy_storages
+    monkeypatch.setattr(keeper, "copy_storages", lambda storages: (copied.append(len(storages)), original(storages)))
+    average = Attributes(shadow={"a": torch.ones(3)})
+    kept = Keeper(nn.Module(), [], [average], "cpu")
+    assert copied == [1]
+    average.shadow["a"].zero_()
+    assert kept.differences() == ["state of Attributes"]
+    kept.put_back()
+    assert average.shadow["a"].tolist() == [1, 1, 1]
+
+
+def test_state_counts_in_the_size_check(monkeypatch):
+    monkeypatch.setattr(keeper.linux, "free_bytes", lambda: 1000)
+    with pytest.raises(UnreliableError, match="nothing was run"):
+        Keeper(nn.Module(), [], [Answers(lambda: torch.ones(1000))], "cpu")
+
+
+def test_deep_and_long_lists():
+    deep = []
+    node = deep
+    for _ in range(3000):
+        node.append([])
+        node = node[0]
+    samples = [{"text": "x", "label": i} for i in range(2000)]
+    holder = Answers(lambda: 0)
+    holder.deep, holder.samples = deep, samples
+    kept = Keeper(nn.Linear(1, 1), [], [holder], "cpu")
+    first = samples[0]
+    samples[0] = None
+    kept.put_back()
+    assert samples[0] is first
+
+
+def test_a_storage_is_compared_and_written_once(monkeypatch):
+    flat = torch.ones(100)
+    model = nn.Module()
+    for i in range(100):
+        model.register_parameter(f"p{i}", nn.Parameter(flat[i : i + 1]))
+    kept = Keeper(model, [], [], "cpu")
+    flat.zero_()
+    calls = []
+    original = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: calls.append(1) or original(a, b))
+    kept.put_back()
+    from_tensors = len(calls)
+    assert kept.differences() == []
+    assert flat.sum() == 100
+    assert from_tensors < 20

@@ -268,3 +268,130 @@ def test_a_data_set_that_ends_is_not_a_maximum():
     with pytest.raises(oomprobe.UnreliableError, match=r"pass max_batch=") as caught:
         oomprobe.find_max_batch(nn.Linear(4, 4), step, device=device, progress="off")
     assert max(t.batch_size for t in caught.value.trials) <= 8192
+
+
+def test_random_lengths_that_ignore_the_batch_size_do_not_double_for_ever():
+    device = LedgerDevice()
+
+    def step(model, batch_size):
+        torch.ones(int(torch.randint(1, 100, ())))
+
+    with pytest.raises(oomprobe.UnreliableError, match="still runs, so memory is not what ends this"):
+        oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, progress="off")
+
+
+def test_a_step_that_rounds_up_to_chunks_is_not_refused():
+    device = LedgerDevice(1000 * MIB)
+
+    def step(model, batch_size):
+        chunks = -(-batch_size // 8)
+        torch.ones(8 * chunks)
+        device.take(8 * chunks * MIB)
+
+    result = oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, memory_fraction=1.0, progress="off")
+    assert result.batch_size == 1000
+
+
+# --- what must not pass for a size that ran ---
+
+
+def test_a_step_that_stops_training_at_a_size_is_not_a_size_that_fits():
+    model, optimizer = linear()
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 4)).sum().backward()
+        if batch_size < 8:
+            optimizer.step()
+
+    with pytest.raises(oomprobe.UnreliableError, match="at batch 8 the optimizer .* did not step in 32 calls"):
+        oomprobe.find_max_batch(model, step, device=LedgerDevice(), progress="off")
+
+
+def test_a_step_that_swallows_out_of_memory():
+    device = LedgerDevice(50 * MIB)
+    model, optimizer = linear()
+
+    def step(model, batch_size):
+        try:
+            device.take(batch_size * MIB)
+        except torch.OutOfMemoryError:
+            return
+        model(torch.randn(batch_size, 4)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(oomprobe.UnreliableError, match="at batch 64") as caught:
+        oomprobe.find_max_batch(model, step, device=device, progress="off")
+    assert [t.batch_size for t in caught.value.trials] == [1, 2, 4, 8, 16, 32]
+
+
+def test_an_optimizer_built_anew_on_each_call():
+    model = nn.Linear(4, 4)
+
+    def step(model, batch_size):
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(batch_size, 4)).sum().backward()
+        optimizer.step()
+
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), **QUICK)
+    assert [t.steps for t in result.trials] == [3, 3, 6]
+    assert result.state_verified
+
+
+def test_named_steps_begin_in_the_mode_the_model_was_in():
+    modes = []
+
+    def train(model, batch_size):
+        modes.append(model.training)
+        model(torch.randn(batch_size, 4)).sum().backward()
+
+    def evaluate(model, batch_size):
+        model.eval()
+        model(torch.randn(batch_size, 4))
+
+    oomprobe.find_max_batch(nn.Linear(4, 4), {"train": train, "eval": evaluate}, device=LedgerDevice(), **QUICK)
+    assert all(modes)
+
+
+def test_the_time_of_several_steps_is_their_sum():
+    import time
+
+    def slow(model, batch_size):
+        torch.ones(batch_size)
+        time.sleep(0.02)
+
+    steps = {"train": slow, "eval": lambda m, b: torch.ones(b)}
+    result = oomprobe.find_max_batch(nn.Linear(1, 1), steps, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off")
+    assert result.trials[-1].step_s >= 0.02
+
+
+def test_out_of_memory_between_unscale_and_update_is_not_a_bug():
+    device = LedgerDevice(10 * MIB)
+    model, optimizer = linear()
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(batch_size, 4)).mean()).backward()
+        scaler.unscale_(optimizer)
+        device.take(batch_size * MIB)
+        scaler.step(optimizer)
+        scaler.update()
+
+    result = oomprobe.find_max_batch(model, step, device=device, memory_fraction=1.0, progress="off")
+    assert result.batch_size == 10
+
+
+def test_a_scheduler_does_not_run_off_its_end():
+    model, optimizer = linear()
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=20)
+    before = scheduler.state_dict()
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, 4)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=64, progress="off")
+    assert result.batch_size == 64
+    assert scheduler.state_dict() == before

@@ -16,7 +16,7 @@ import torch
 from oomprobe.devices import linux, onednn
 from oomprobe.devices.accelerator import kernel_answers
 from oomprobe.devices.base import Usage
-from oomprobe.errors import NoDeviceError, OomProbeError
+from oomprobe.errors import NoDeviceError, TimeLimitError
 from oomprobe.units import format_bytes
 
 # What a cold process may add in address space alone: a stack (8 MiB) and a malloc arena (64 MiB) for each thread.
@@ -24,7 +24,7 @@ THREAD_ADDRESS_SPACE_BYTES = 80 * 2**20
 # A heap that has grown before fragments less than a fresh one: with its holes plugged a process with a history still
 # ran batches up to 18 % larger than fresh processes did (scripts/host_truth.py, conv). What is free in the heap is
 # therefore charged, up to this share of the cap.
-HISTORY_SHARE = 1 / 6
+HISTORY_SHARE = 1 / 4
 # Room for a step that only makes oneDNN's primitives: doubling asks for at most twice what fits.
 PRIME_FACTOR = 4
 # A text such as "could not create a primitive" is about memory only when the trial had used this share of its cap.
@@ -67,7 +67,7 @@ class HostDevice:
         try:
             with _address_space((linux.process_bytes("VmSize") or 0) + free + slack):
                 step()
-        except OomProbeError:
+        except TimeLimitError:  # ours; any other is the step's own, and its trial will tell
             raise
         except Exception:
             pass
@@ -91,7 +91,7 @@ class HostDevice:
         try:
             with _address_space((linux.process_bytes("VmSize") or 0) + room):
                 step()
-        except OomProbeError:
+        except TimeLimitError:  # ours; any other is the step's own, and its trial will tell
             raise
         except Exception:
             pass

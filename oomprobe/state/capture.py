@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+import sysconfig
 import types
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
 
 MAX_DEPTH = 6  # a trainer that holds a strategy that holds an optimizer is at depth 3
 MAX_OBJECTS = 20_000  # a walk that meets more has wandered into a data set
-MAX_CONTAINER = 1_000  # parameter lists and registries are shorter; data sets are not
+MAX_CONTAINER = 1_000  # parameter lists are shorter; data sets are not
+MAX_REGISTRY = 20_000  # entries of a longer container that are looked at for state of their own
+
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_MODULE_NAMES = frozenset(vars(torch.nn.Module()))  # its registers and hooks
 
 
 def has_state(value: object) -> bool:
@@ -64,8 +70,9 @@ def _children(value: object) -> Iterator[object]:
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, dict):
-        yield from _of_container([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple | set | frozenset):
+        yield from _of_container(value.keys())
+        yield from _of_container(value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from _of_container(value)
     elif isinstance(value, torch.nn.Module):
         yield from _of_module(value)
@@ -74,7 +81,7 @@ def _children(value: object) -> Iterator[object]:
 
 
 def _of_function(function: types.FunctionType) -> Iterator[object]:
-    if function.__module__.split(".")[0] == "torch":
+    if (function.__module__ or "").split(".")[0] == "torch":
         return
     for cell in function.__closure__ or ():
         try:
@@ -89,9 +96,23 @@ def _of_function(function: types.FunctionType) -> Iterator[object]:
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
         if isinstance(value, types.ModuleType):
-            yield from (vars(value)[n] for n in names & vars(value).keys() if has_state(vars(value)[n]))
+            yield from _of_named_module(value, names)
         else:
             yield value
+
+
+def _of_named_module(module: types.ModuleType, names: set[str]) -> Iterator[object]:
+    """What a function may use as ``module.name``: of the user's own modules everything, of libraries what has state."""
+    own = _is_own(module)
+    for name in names & vars(module).keys():
+        value = vars(module)[name]
+        if has_state(value) or (own and not isinstance(value, type | types.ModuleType)):
+            yield value
+
+
+def _is_own(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and not any(part in file for part in ("site-packages", "dist-packages", _STANDARD))
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -104,25 +125,39 @@ def _of_container(values: Iterable[object]) -> Iterator[object]:
     items = list(values)
     if len(items) <= MAX_CONTAINER:
         yield from items
+    elif len(items) <= MAX_REGISTRY:
+        yield from (item for item in items if _may_hold_state(item))
+
+
+def _may_hold_state(value: object) -> bool:
+    """Whether it has state, or is an object of the user's that holds one directly."""
+    return has_state(value) or any(has_state(part) for part in getattr(value, "__dict__", {}).values())
 
 
 def _of_module(module: torch.nn.Module) -> Iterator[object]:
     """Attributes that are not modules, parameters or buffers: a wrapper may keep its optimizer there."""
     for submodule in module.modules():
-        yield from (v for k, v in vars(submodule).items() if not k.startswith("_") and _may_lead_to_state(v))
+        own = not type(submodule).__module__.startswith("torch.")
+        for name, value in list(vars(submodule).items()):
+            if name not in _MODULE_NAMES and (own or not name.startswith("_")) and _may_lead_to_state(value):
+                yield value
 
 
 def _may_lead_to_state(value: object) -> bool:
-    return has_state(value) or isinstance(value, list | tuple | dict)
+    if has_state(value) or isinstance(value, list | tuple | dict | deque):
+        return True
+    return bool(getattr(value, "__dict__", None)) and not isinstance(value, type | types.ModuleType | torch.Tensor)
 
 
 def _attributes(value: object) -> Iterator[object]:
-    if type(value).__module__ in {"builtins", "numpy"} or not hasattr(value, "__dict__"):
-        yield from (getattr(value, n) for n in _slots(value) if hasattr(value, n))
+    if type(value).__module__ in {"builtins", "numpy"}:
         return
-    yield from list(vars(value).values())
+    yield from (getattr(value, name) for name in _slots(value) if hasattr(value, name))
+    yield from list(getattr(value, "__dict__", {}).values())
 
 
 def _slots(value: object) -> list[str]:
-    slots = getattr(type(value), "__slots__", ())
-    return [slots] if isinstance(slots, str) else list(slots)
+    """Of its class and of all classes above."""
+    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for one in slots for name in ([one] if isinstance(one, str) else one)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]

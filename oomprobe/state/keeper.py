@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +12,10 @@ import torch
 from oomprobe.devices import linux
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.state.capture import has_state, reachable
+from oomprobe.state.late import KeptLate
 from oomprobe.state.objects import KeptModule, KeptObject
 from oomprobe.state.surroundings import Surroundings
-from oomprobe.state.tensors import KeptTensor, copy_storages, plain_parts, storages_of
+from oomprobe.state.tensors import KeptTensor, KeptWhole, copy_storages, once_per_storage, plain_parts, storages_of
 from oomprobe.state.values import Kept, Memory
 from oomprobe.units import format_bytes
 
@@ -51,7 +54,8 @@ class Keeper:
                     f"preserve holds a {type(item).__name__}, which has no state_dict() and load_state_dict(): "
                     "pass schedulers, EMA or scalers; what is only Python attributes cannot be kept"
                 )
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._late: weakref.WeakKeyDictionary[torch.optim.Optimizer, KeptLate] = weakref.WeakKeyDictionary()
         self._model = model
         self._surroundings = Surroundings(device_type)
         self._memory = Memory()
@@ -61,35 +65,75 @@ class Keeper:
         self._seen: dict[int, object] = {}
         self._keep_all([model, *preserve, *reachable([model, *steps, *preserve])])
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that are kept and alive."""
+        return [*self._optimizers, *self._late]
+
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep an optimizer that shows itself by stepping, just before it does."""
-        if id(optimizer) not in self._seen:
+        """Keep an optimizer that shows itself by stepping, just before it does, for as long as it lives."""
+        if not self._knows(optimizer):
             self._keep_all([optimizer, *reachable([optimizer])], late=True)
 
     def put_back(self, *, device_lost: bool = False) -> None:
-        """Restore everything in place. With a lost device, only what lives on the host."""
-        for parameter, kept in self._grads.values():
-            if not device_lost and parameter.grad is not _watched(kept):
-                parameter.grad = None
-        for kept_tensor in self._memory.tensors:
-            if not (device_lost and kept_tensor.device.type != "cpu"):
-                kept_tensor.put_back()
+        """Restore everything in place. With a lost device, only what lives on the host.
+
+        Raises:
+            UnreliableError: something could not be restored; everything else was.
+        """
+        failed: list[str] = []
+        with once_per_storage():
+            for name, restore in self._restorations(device_lost=device_lost):
+                try:
+                    restore()
+                except Exception as error:  # whatever the user's own objects raise: the rest is still to be restored
+                    failed.append(f"{name} ({type(error).__name__}: {error})")
+        failed += self._surroundings.put_back(device_lost=device_lost) or []
+        if failed and not device_lost:
+            raise UnreliableError(
+                "not everything could be put back as it was before the probe: "
+                + ", ".join(failed[:5])
+                + ". Do not train with this model: load it again"
+            )
+
+    def _restorations(self, *, device_lost: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         if not device_lost:
-            for restorable in self._restorables:
-                restorable.put_back()
-            for parameter, kept in self._grads.values():
-                parameter.grad = kept.recall()
-        self._surroundings.put_back(device_lost=device_lost)
+            yield "gradients", self._drop_replaced_gradients
+        for tensor in self._memory.tensors:
+            if not (device_lost and tensor.device.type != "cpu"):
+                yield f"a tensor on {tensor.device}", tensor.put_back
+        if not device_lost:
+            for kept in self._restorables:
+                yield kept.name, kept.put_back
+            for parameter, grad in self._grads.values():
+                yield "a gradient", partial(_put_gradient_back, parameter, grad)
+
+    def _drop_replaced_gradients(self) -> None:
+        for parameter, kept in self._grads.values():
+            if parameter.grad is not _watched(kept):
+                parameter.grad = None
 
     def differences(self) -> list[str]:
         """What is not, bit for bit, as it was kept; empty when everything is."""
-        found = [name for restorable in self._restorables for name in restorable.differences()]
-        found += [f"a gradient of shape {tuple(p.shape)}" for p, kept in self._grads.values() if kept.differs(p.grad)]
+        with once_per_storage():
+            found = [name for restorable in self._restorables for name in restorable.differences()]
+            grads = self._grads.values()
+            found += [f"a gradient of shape {tuple(p.shape)}" for p, kept in grads if kept.differs(p.grad)]
         return found + self._surroundings.differences()
 
     @property
-    def _restorables(self) -> list[KeptModule | KeptObject]:
-        return [*self._modules, *self._objects]
+    def _restorables(self) -> list[KeptModule | KeptObject | KeptLate]:
+        return [*self._modules, *self._objects, *self._late.values()]
+
+    def start_over(self) -> None:
+        """Before each trial: what only counts steps begins anew, so that trials do not run it off its end."""
+        for kept in self._objects:
+            kept.start_over()
+
+    def restore_modes(self) -> None:
+        """Put every module's train or eval mode back, as training does between its phases."""
+        for kept in self._modules:
+            kept.restore_mode()
 
     def drop_gradients(self) -> None:
         """Let go of what a failed trial left in ``.grad``."""
@@ -97,22 +141,53 @@ class Keeper:
             parameter.grad = None
 
     def host_copy(self) -> dict[str, Any]:
-        """The model and the optimizers as they were, in host memory: what survives a lost device."""
-        model = self._model
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        """The model and the optimizers as they were, in host memory: what survives a lost device.
+
+        What cannot be copied is left out.
+        """
+        optimizers = [_on_host(kept) for kept in self._objects if kept.is_optimizer]
         return {
-            "model": {name: self._memory.on_host(tensor) for name, tensor in named},
-            "optimizers": [kept.on_host() for kept in self._objects if kept.is_optimizer],
+            "model": dict(self._host_entries(self._model, "", ())),
+            "optimizers": [state for state in optimizers if state is not None],
         }
+
+    def _host_entries(self, module: object, prefix: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+        kept = next((one for one in self._modules if one.module is module), None)
+        if kept is None or id(module) in above:
+            return
+        for register in ("_parameters", "_buffers"):
+            entries = {name: _on_host(value) for name, value in kept.was(register).items()}
+            yield from ((prefix + name, value) for name, value in entries.items() if value is not None)
+        for name, child in kept.was("_modules").items():
+            yield from self._host_entries(_on_host(child), f"{prefix}{name}.", (*above, id(module)))
+
+    def _knows(self, value: object) -> bool:
+        return id(value) in self._seen or (isinstance(value, torch.optim.Optimizer) and value in self._late)
 
     def _keep_all(self, values: Iterable[object], *, late: bool = False) -> None:
         for value in values:
             for part in _with_submodules(value):
-                if id(part) not in self._seen:
+                if self._knows(part):
+                    continue
+                if late and isinstance(part, torch.optim.Optimizer):
+                    self._keep_late(part)
+                else:
                     self._seen[id(part)] = part
                     self._keep(part, late=late)
-        _copy_checked([p for kept in self._memory.tensors for p in plain_parts(kept) if not p.taken])
+        kept = [*self._memory.tensors, *(tensor for one in self._late.values() for tensor in one.tensors)]
+        plain = [part for one in kept for part in plain_parts(one)]
+        _copy_checked([part for part in (*plain, *self._memory.aliases) if not part.taken])
         self._memory.let_go()
+
+    def _keep_late(self, optimizer: torch.optim.Optimizer) -> None:
+        self._late[optimizer] = KeptLate(optimizer)
+        self._keep_parameters(optimizer, late=True)
+
+    def _keep_parameters(self, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            self._memory.keep(parameter, hold=True)
+        self._keep_grads(parameters, late=late)
 
     def _keep(self, value: object, *, late: bool) -> None:
         if isinstance(value, torch.nn.Module):
@@ -124,11 +199,8 @@ class Keeper:
         elif not isinstance(value, torch.utils.data.DataLoader):  # positions of loaders are not covered
             self._objects.append(KeptObject(value, self._memory))
             if isinstance(value, torch.optim.Optimizer):
-                self.optimizers.append(value)
-                parameters = [p for group in value.param_groups for p in group["params"]]
-                for parameter in parameters:
-                    self._memory.keep(parameter, hold=True)
-                self._keep_grads(parameters, late=late)
+                self._optimizers.append(value)
+                self._keep_parameters(value, late=late)
 
     def _keep_grads(self, parameters: Iterable[torch.Tensor], *, late: bool) -> None:
         """A late optimizer's gradients are the step's own already: before it, there were none."""
@@ -144,8 +216,19 @@ def _with_submodules(value: object) -> Iterator[object]:
         yield value
 
 
+def _on_host(kept: Kept | KeptObject) -> Any:
+    try:
+        return kept.on_host()
+    except Exception:  # the error that this copy goes with matters more
+        return None
+
+
+def _put_gradient_back(parameter: torch.Tensor, kept: Kept) -> None:
+    parameter.grad = kept.recall()
+
+
 def _watched(kept: Kept) -> torch.Tensor | None:
-    return kept.watch() if isinstance(kept, KeptTensor) else None
+    return kept.watch() if isinstance(kept, KeptTensor | KeptWhole) else None
 
 
 def _copy_checked(tensors: list[KeptTensor]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from oomprobe.state.compare import same
+
 Flag = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
@@ -26,6 +28,32 @@ def _autocast(kind: str) -> list[Flag]:
 
 def _deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+_UNREADABLE = object()
+
+
+def _read(get: Callable[[], Any]) -> Any:
+    """A value, unless torch refuses to tell it, as it does where its two precision interfaces were mixed."""
+    try:
+        return get()
+    except Exception:
+        return _UNREADABLE
+
+
+def precisions() -> dict[str, Flag]:
+    """Torch's newer precision flags. The general ones come first: a flag that is not set shows the one above it."""
+    found: dict[str, Flag] = {}
+    for path in ("", "cudnn", "mkldnn", "cuda.matmul", "cudnn.conv", "cudnn.rnn", *_MKLDNN):
+        owner: Any = torch.backends
+        for name in filter(None, path.split(".")):
+            owner = getattr(owner, name, None)
+        if owner is not None and _read(partial(getattr, owner, "fp32_precision")) is not _UNREADABLE:
+            found[f"{path}.fp32_precision".lstrip(".")] = _attribute(owner, "fp32_precision")
+    return found
+
+
+_MKLDNN = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 
 def global_flags(device_type: str) -> dict[str, Flag]:
@@ -47,6 +75,7 @@ def global_flags(device_type: str) -> dict[str, Flag]:
         "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         "cudnn.enabled": _attribute(cudnn, "enabled"),
         "cudnn.benchmark": _attribute(cudnn, "benchmark"),
+        "cudnn.allow_tf32": _attribute(cudnn, "allow_tf32"),
         "cudnn.deterministic": _attribute(cudnn, "deterministic"),
         "flash attention": (sdp.flash_sdp_enabled, sdp.enable_flash_sdp),
         "memory-efficient attention": (sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp),
@@ -81,47 +110,32 @@ def _set_rng_state(module: Any, args: tuple[int, ...], state: torch.Tensor) -> N
 
 
 class Surroundings:
-    """Their values as they were."""
+    """Their values as they were; what could not be read is left out."""
 
     def __init__(self, device_type: str) -> None:
-        self._flags = {**global_flags(device_type), **generators(device_type)}
-        self._values = {name: get() for name, (get, _) in self._flags.items()}
+        self._flags = {**precisions(), **global_flags(device_type), **generators(device_type)}
+        read = {name: _read(get) for name, (get, _) in self._flags.items()}
+        self._values = {name: value for name, value in read.items() if value is not _UNREADABLE}
 
-    def put_back(self, *, device_lost: bool = False) -> None:
-        for name, (get, put) in self._flags.items():
-            lost = device_lost and name.startswith("torch (") and name != "torch (cpu)"
-            if not lost and not same(get(), self._values[name]):
+    def put_back(self, *, device_lost: bool = False) -> list[str]:
+        """Restore them all; the names of those that could not be set."""
+        failed: list[str] = []
+        for _ in range(2):  # torch's older precision flags and its newer ones set each other
+            failed = [name for name in self._values if not self._lost(name, device_lost) and not self._set(name)]
+        return failed
+
+    def _lost(self, name: str, device_lost: bool) -> bool:
+        return device_lost and name.startswith("torch (") and name != "torch (cpu)"
+
+    def _set(self, name: str) -> bool:
+        get, put = self._flags[name]
+        try:
+            if not same(_read(get), self._values[name]):
                 put(self._values[name])
+        except Exception:  # the rest is still to be restored
+            return False
+        return True
 
     def differences(self) -> list[str]:
         """Names of what is not as it was."""
-        return [name for name, (get, _) in self._flags.items() if not same(get(), self._values[name])]
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equality that looks into tuples, lists, dicts, arrays and tensors, and takes NaN bits as they are.
-
-    Example:
-        >>> same({"a": (1, np.zeros(2))}, {"a": (1, np.zeros(2))}), same([1], [2])
-        (True, False)
-    """
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and bool(torch.equal(_bits(one), _bits(other)))
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, float) and one != one:
-        return bool(other != other)
-    try:
-        return bool(one == other)
-    except Exception:  # an object whose comparison is not a truth value
-        return one is other
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return [name for name, value in self._values.items() if not same(_read(self._flags[name][0]), value)]

@@ -3,11 +3,51 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from oomprobe.state.compare import same_tensors
+
+# Answers of `_same_bytes` by storage and copy: many tensors may look at one storage.
+_COMPARED: ContextVar[dict[tuple[int, int], bool] | None] = ContextVar("_COMPARED", default=None)
+
+
+@contextmanager
+def once_per_storage() -> Iterator[None]:
+    """Inside, each storage is compared and written once, however many tensors look at it."""
+    token = _COMPARED.set({})
+    try:
+        yield
+    finally:
+        _COMPARED.reset(token)
+
+
+def _same_bytes(storage: torch.UntypedStorage, kept: torch.Tensor) -> bool:
+    known = _COMPARED.get()
+    key = (storage._cdata, id(kept))
+    if known is not None and key in known:
+        return known[key]
+    answer = storage.nbytes() == kept.numel() and torch.equal(as_bytes(storage).cpu(), kept)
+    if known is not None:
+        known[key] = answer
+    return answer
+
+
+def _write(storage: torch.UntypedStorage, kept: torch.Tensor) -> None:
+    """Only where it differs: memory that was never written may be read-only, such as a mapped file."""
+    if _same_bytes(storage, kept):
+        return
+    if storage.nbytes() != kept.numel():
+        storage.resize_(kept.numel())
+    as_bytes(storage).copy_(kept)
+    known = _COMPARED.get()
+    if known is not None:
+        known[storage._cdata, id(kept)] = True
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -23,9 +63,10 @@ def keep_tensor(tensor: torch.Tensor, *, hold: bool) -> KeptTensor | KeptWhole |
     """Remember a tensor; `copy_storages` then takes its bytes."""
     if _is_wrapper(tensor):
         return KeptParts(tensor)
-    if tensor.layout is not torch.strided:
-        return KeptWhole(tensor)
-    return KeptTensor(tensor, hold=hold or isinstance(tensor, torch.nn.Parameter))
+    hold = hold or isinstance(tensor, torch.nn.Parameter)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return KeptWhole(tensor, hold=hold)
+    return KeptTensor(tensor, hold=hold)
 
 
 class KeptTensor:
@@ -48,6 +89,10 @@ class KeptTensor:
     def held(self) -> bool:
         return self._held is not None
 
+    def let_go(self) -> None:
+        """Keep the bytes alone."""
+        self.watch, self._held = _nothing, None
+
     def on_host(self) -> torch.Tensor:
         """The tensor as it was, in host memory."""
         return self._view_of(self.kept_bytes)
@@ -68,10 +113,7 @@ class KeptTensor:
                 tensor.data = self._held[1]
             elif not self._looks_same(tensor):
                 tensor.data = self._made_anew().detach()
-            storage = tensor.untyped_storage()
-            if storage.nbytes() != self.kept_bytes.numel():
-                storage.resize_(self.kept_bytes.numel())
-            as_bytes(storage).copy_(self.kept_bytes)
+            _write(tensor.untyped_storage(), self.kept_bytes)
             if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
                 tensor.requires_grad_(self._requires_grad)
 
@@ -94,31 +136,51 @@ class KeptTensor:
             return True
         if (tensor.requires_grad and tensor.is_leaf) != self._requires_grad:
             return True
-        return not torch.equal(as_bytes(tensor.untyped_storage()).cpu(), self.kept_bytes)
+        return not _same_bytes(tensor.untyped_storage(), self.kept_bytes)
+
+
+def _nothing() -> None:
+    return None
 
 
 class KeptWhole:
-    """A sparse tensor, kept and compared as a whole; it comes back as a new tensor of equal value."""
+    """A sparse or quantised tensor, kept and compared as a whole; made anew where it has died."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *, hold: bool) -> None:
         self.device = tensor.device
-        self._copy = tensor.detach().to("cpu", copy=True)
-        self._anew: torch.Tensor | None = None
+        self.watch: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+        self._held = tensor if hold else None
+        self._requires_grad = tensor.requires_grad and tensor.is_leaf
+        self._copy = tensor.detach().cpu().clone()
+
+    @property
+    def held(self) -> bool:
+        return self._held is not None
 
     def put_back(self) -> None:
-        self._anew = self._copy.to(self.device, copy=True)
+        tensor = self.watch()
+        if tensor is None:
+            tensor = self._copy.to(self.device, copy=True)
+            self.watch = lambda: tensor
+        elif not same_tensors(tensor, self._copy):
+            tensor.data = self._copy.to(self.device, copy=True)
+        if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
+            tensor.requires_grad_(self._requires_grad)
 
     def recall(self) -> torch.Tensor:
-        assert self._anew is not None
-        return self._anew
+        tensor = self.watch()
+        assert tensor is not None
+        return tensor
 
     def on_host(self) -> torch.Tensor:
         return self._copy
 
     def differs(self, tensor: Any) -> bool:
-        return not isinstance(tensor, torch.Tensor) or not torch.equal(
-            tensor.detach().cpu().to_dense(), self._copy.to_dense()
-        )
+        if not isinstance(tensor, torch.Tensor) or tensor.device != self.device:
+            return True
+        if (tensor.requires_grad and tensor.is_leaf) != self._requires_grad:
+            return True
+        return not same_tensors(tensor, self._copy)
 
 
 class KeptParts:

@@ -1,0 +1,68 @@
+"""Steps that do no work, or the same work whatever the batch size: they have no largest batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from oomprobe.errors import UnreliableError
+from oomprobe.result import Phase, Trial
+from oomprobe.search import Sizes
+from oomprobe.work import Work
+
+DOUBLINGS = 3  # over which a step that uses its batch size must show a higher peak or more work
+ENDLESS_BATCH = 2**40  # a size that no memory holds: what gets here is random, or limited by something else
+# A peak that moved by more than its noise is proof enough; resident memory of a host process is the noisy one.
+NOISE_BYTES = {"device": 0, "host": 16 * 2**20}
+
+WorkAt = Callable[[int], Work | None]
+
+
+def refuse_idle(trials: Sequence[Trial], sizes: Sizes, work_at: WorkAt, *, nothing_stepped: bool, kind: str) -> None:
+    """Raise where growing on would be for nothing; called after each trial of grow.
+
+    Args:
+        trials: So far.
+        sizes: That may be tried.
+        work_at: Counts the work of one call at a size; None where it does not run.
+        nothing_stepped: Whether no optimizer was seen.
+        kind: ``"host"`` or ``"device"``, for the noise of a peak.
+
+    Raises:
+        UnreliableError: the step dispatches no torch operator, or ignores its batch size.
+    """
+    grown = [trial for trial in trials if trial.phase is Phase.GROW and trial.passed]
+    if len(grown) == 1 and nothing_stepped:
+        _refuse_nothing(trials, work_at(grown[0].batch_size))
+    if len(grown) > DOUBLINGS and (len(grown) - 1) % DOUBLINGS == 0:
+        _refuse_same(trials, grown[-1 - DOUBLINGS], grown[-1], sizes, work_at, NOISE_BYTES[kind])
+
+
+def _refuse_nothing(trials: Sequence[Trial], work: Work | None) -> None:
+    if work is not None and work.operators == 0:
+        raise UnreliableError(
+            "the step dispatched no torch operator, so there is nothing to measure: does it run the model, or has its "
+            "data loader run out?",
+            trials=tuple(trials),
+        )
+
+
+def _refuse_same(
+    trials: Sequence[Trial], then: Trial, now: Trial, sizes: Sizes, work_at: WorkAt, noise_bytes: int
+) -> None:
+    if now.batch_size >= ENDLESS_BATCH:
+        raise UnreliableError(
+            f"batch {now.batch_size} still runs, so memory is not what ends this: the step ignores batch_size. "
+            "Pass max_batch",
+            trials=tuple(trials),
+        )
+    if (now.peak_allocated_bytes or 0) > (then.peak_allocated_bytes or 0) + noise_bytes:
+        return
+    further = sizes.up(now.batch_size, now.batch_size)  # a step may round up to chunks
+    before, *after = (work_at(size) for size in (then.batch_size, now.batch_size, further))
+    if before is not None and all(work == before for work in after):
+        raise UnreliableError(
+            f"batch {then.batch_size} and batch {now.batch_size} do the same work ({before.operators} operators, "
+            f"{before.elements} elements) in the same memory: the step ignores batch_size, or its data ends before. "
+            f"If it is the data, pass max_batch={then.batch_size}",
+            trials=tuple(trials),
+        )

@@ -1,0 +1,86 @@
+"""Memory between trials: back at its baseline, or a leak with its bytes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import tenacity
+
+from oomprobe.devices import Device
+
+TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay below it
+# Shares of the available memory. On the host oneDNN keeps code for each new shape (measured: 0.1 MiB a convolution),
+# which malloc cannot tell from a leak, so more is forgiven there; a step that keeps its activations exceeds both.
+REPORTED_SHARE = {"device": 0.0, "host": 0.01}
+REFUSED_SHARE = {"device": 0.05, "host": 0.2}
+
+
+class Baseline:
+    """What is in use when no trial runs, and what a trial left above it.
+
+    Args:
+        device: Whose memory.
+        drop_gradients: Lets go of the gradients of a failed trial.
+        flush: Runs the step once at the smallest size, which replaces what a step keeps of its last batch.
+        sleep: Waits; tests do not.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        drop_gradients: Callable[[], None],
+        flush: Callable[[], None],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._device, self._drop_gradients, self._flush, self._sleep = device, drop_gradients, flush, sleep
+        self._kind = "host" if device.on_host else "device"
+        self._live_bytes: int | None = None
+        self._residue_bytes = 0  # above the baseline, and known not to come back
+        self._tolerated_bytes = float(TOLERATED_BYTES)
+        self.refused_bytes = float("inf")
+
+    @property
+    def known(self) -> bool:
+        """Whether it has been taken."""
+        return self._live_bytes is not None
+
+    def take(self, available_bytes: int) -> None:
+        """After the first trial that passed: optimizer state and library workspaces are there, and belong there."""
+        self._live_bytes = self._device.live_bytes()
+        self._tolerated_bytes = max(TOLERATED_BYTES, REPORTED_SHARE[self._kind] * available_bytes)
+        self.refused_bytes = REFUSED_SHARE[self._kind] * available_bytes
+
+    def settle(self, *, passed: bool) -> int:
+        """Clean up after a trial, and return the bytes that did not come back (0 when tolerably few)."""
+        if not passed:
+            self._drop_gradients()
+            gc.collect(1)  # what a failed trial left is young; a full collection takes a tenth of a second
+        self._device.release()
+        leaked_bytes = self._leaked_bytes()
+        if leaked_bytes > self._residue_bytes + self._tolerated_bytes:
+            leaked_bytes = self._residue_bytes = self._reclaim()
+        return leaked_bytes if leaked_bytes > self._tolerated_bytes else 0
+
+    def _leaked_bytes(self) -> int:
+        return 0 if self._live_bytes is None else max(0, self._device.live_bytes() - self._live_bytes)
+
+    def _reclaim(self) -> int:
+        """Collect, flush, and wait a little. What is still there then is no cache of the last batch but a leak."""
+        wait = tenacity.wait_none() if self._device.on_host else tenacity.wait_exponential(multiplier=0.05, max=0.4)
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(3),
+            wait=wait,
+            retry=tenacity.retry_if_result(lambda leaked_bytes: leaked_bytes > self._tolerated_bytes),
+            retry_error_callback=lambda state: state.outcome.result() if state.outcome else 0,
+            sleep=self._sleep,
+        )
+        attempts = iter((lambda: None, self._flush, lambda: None))
+        return int(retrying(lambda: self._collected(next(attempts))))
+
+    def _collected(self, first: Callable[[], None]) -> int:
+        first()
+        gc.collect()
+        self._device.release()
+        return self._leaked_bytes()

@@ -1,0 +1,142 @@
+"""What a result and an error say, from trials made by hand."""
+
+import dataclasses
+import types
+
+import pytest
+from test_result import a_trial
+
+from oomprobe import summary
+from oomprobe.options import Options
+from oomprobe.result import Phase
+from oomprobe.search import Found
+from oomprobe.verdict import Verdict
+
+MIB = 2**20
+
+
+def trial(batch_size, passed=True, **fields):
+    verdict = Verdict.FITS if passed else Verdict.OOM
+    plain = {"cap_bytes": None, "leaked_bytes": 0, "alloc_retries": 0, "step_s": None, "samples_per_s": None}
+    return dataclasses.replace(a_trial(), **{**plain, "batch_size": batch_size, "verdict": verdict, **fields})
+
+
+def timed(batch_size, step_s):
+    return trial(batch_size, step_s=step_s, samples_per_s=batch_size / step_s)
+
+
+def bench(*trials, on_host=True, step_names=("step",), **options):
+    device = types.SimpleNamespace(on_host=on_host, name="a device", total_bytes=2**30, torch_device="cpu")
+    return types.SimpleNamespace(
+        trials=list(trials),
+        device=device,
+        options=Options(**options),
+        budget_bytes=90 * MIB,
+        available_bytes=100 * MIB,
+        notes={},
+        outside_bytes=[],
+        step_names=list(step_names),
+        state_verified=True,
+        elapsed_s=1.0,
+        in_steps_s=0.5,
+    )
+
+
+def result(*trials, found=None, **fields):
+    return summary.result(bench(*trials, **fields), found or Found(batch_size=trials[-1].batch_size))
+
+
+# --- nothing fits ---
+
+
+def test_nothing_fits_in_all_the_memory():
+    text = str(summary.nothing_fits(bench(trial(1, passed=False))))
+    assert text.startswith(
+        "batch 1, the smallest allowed, does not fit on a device in all the memory there is: out of memory"
+    )
+    assert "memory_fraction" not in text
+
+
+@pytest.mark.parametrize("before", [[], [trial(4)]])
+def test_nothing_fits_in_a_budget_is_not_called_all_the_memory_there_is(before):
+    failed = trial(4, passed=False, cap_bytes=90 * MIB)
+    text = str(summary.nothing_fits(bench(*before, failed, min_batch=4)))
+    assert "does not fit on a device in a budget of 90.00 MiB (memory_fraction=0.9): out of memory" in text
+    assert "min_batch below 4" in text
+    assert text.endswith("or a larger memory_fraction.")
+
+
+def test_one_size_that_fails_is_not_the_smallest_of_several():
+    failed = trial(250, passed=False, cap_bytes=90 * MIB, phase=Phase.CONFIRM)
+    text = str(summary.nothing_fits(bench(failed, min_batch=250, max_batch=250)))
+    assert text.startswith(
+        "batch 250 does not survive on a device in a budget of 90.00 MiB (memory_fraction=0.9): out of memory"
+    )
+    assert "smallest" not in text
+    assert "min_batch" not in text
+
+
+# --- the bracket ---
+
+
+def test_a_failure_below_the_limit_is_not_its_upper_end():
+    trials = [trial(8, passed=False), trial(16), trial(32, passed=False, cap_bytes=MIB), trial(64, passed=False)]
+    found = Found(batch_size=16, limit=16, first_failing=8)
+    assert result(*trials, found=found).first_failing_batch_size == 64
+    assert result(*trials[:3], found=found).first_failing_batch_size is None
+    struck = dataclasses.replace(found, struck=(64,))
+    assert result(*trials, found=struck).first_failing_batch_size is None
+
+
+def test_a_failure_above_the_limit_stays_as_it_was_found():
+    found = Found(batch_size=16, limit=16, first_failing=20)
+    assert result(trial(16), trial(20, passed=False), found=found).first_failing_batch_size == 20
+
+
+# --- notes ---
+
+
+def test_a_sample_that_takes_longer_is_noted():
+    [note] = result(timed(8, 0.008), timed(32, 0.100)).notes
+    assert note.startswith("a sample takes 3.1 times as long at batch 32 as at 8 ")
+
+
+def test_steps_too_short_to_be_timed_are_no_measure():
+    assert result(timed(8, 0.0005), timed(32, 0.1)).notes == ()
+    [note] = result(timed(8, 0.0005), timed(16, 0.008), timed(32, 0.1)).notes
+    assert "as at 16 " in note
+
+
+def test_a_leak_on_the_host_may_be_a_librarys_cache():
+    [note] = result(trial(1, leaked_bytes=3 * MIB), trial(2), on_host=True).notes
+    assert note.startswith("leak: 3.00 MiB had not come back after batch 1, even after collecting garbage; ")
+    assert "libraries" in note
+    assert "smaller by as much" not in note
+    [note] = result(trial(1, leaked_bytes=3 * MIB), trial(2), on_host=False).notes
+    assert note.endswith("something keeps tensors of past steps, and the answer is smaller by as much")
+
+
+# --- not covered ---
+
+
+@pytest.mark.parametrize("name", ["eval", "eval_step", "Val2", "val-epoch", "validation", "my_test"])
+def test_a_step_named_for_evaluation_covers_it(name):
+    assert not any(line.startswith("evaluation") for line in result(trial(1), step_names=["train", name]).not_covered)
+
+
+@pytest.mark.parametrize("name", ["interval", "retrieval", "latest", "contest", "valley"])
+def test_a_word_inside_another_covers_nothing(name):
+    assert any(line.startswith("evaluation") for line in result(trial(1), step_names=[name]).not_covered)
+
+
+@pytest.mark.parametrize(
+    ("name", "covered"), [("longest", True), ("max_len", True), ("along", False), ("softmax", False)]
+)
+def test_the_longest_sequence(name, covered):
+    lines = result(trial(1), step_names=[name]).not_covered
+    assert any(line.startswith("longest") for line in lines) is not covered
+
+
+def test_what_is_never_covered():
+    lines = result(trial(1), step_names=["eval", "long", "save", "ddp"]).not_covered
+    assert [line.split()[0] for line in lines] == ["data", "state"]
