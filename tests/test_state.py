@@ -116,7 +116,7 @@ WAYS_OUT = {
     "nothing fits": (too_large, {}, oomprobe.NothingFitsError),
     "bug in the step": (bug, {}, Stop),
     "Ctrl-C": (interrupted, {}, KeyboardInterrupt),
-    "time limit": (slow, {"time_limit_s": 0.3}, oomprobe.TimeLimitError),
+    "time limit": (slow, {"time_limit_s": 2.0}, oomprobe.TimeLimitError),
 }
 
 

@@ -303,7 +303,7 @@ def test_a_step_that_stops_training_at_a_size_is_not_a_size_that_fits():
         if batch_size < 8:
             optimizer.step()
 
-    with pytest.raises(oomprobe.UnreliableError, match="at batch 8 the optimizer .* did not step in 32 calls"):
+    with pytest.raises(oomprobe.UnreliableError, match=r"at batch 8 the optimizer .* did not step in 32 calls"):
         oomprobe.find_max_batch(model, step, device=LedgerDevice(), progress="off")
 
 
@@ -360,7 +360,9 @@ def test_the_time_of_several_steps_is_their_sum():
         time.sleep(0.02)
 
     steps = {"train": slow, "eval": lambda m, b: torch.ones(b)}
-    result = oomprobe.find_max_batch(nn.Linear(1, 1), steps, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off")
+    result = oomprobe.find_max_batch(
+        nn.Linear(1, 1), steps, device=LedgerDevice(), min_batch=1, max_batch=1, progress="off"
+    )
     assert result.trials[-1].step_s >= 0.02
 
 
