@@ -131,6 +131,7 @@ def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
         *_pressure(answer),
         *_slow(bench.trials, answer),
         *_outside(bench),
+        *_compiled(bench),
         *_stopped_early(bench, found),
     ]
 
@@ -184,6 +185,16 @@ def _outside(bench: Workbench) -> list[str]:
     return [
         f"{held}; {format_bytes(grown)} of it came while probing (kernels loaded, library handles, other processes) and "
         "eats into the margin"
+    ]
+
+
+def _compiled(bench: Workbench) -> list[str]:
+    if not bench.graphs_compiled:
+        return []
+    return [
+        f"torch.compile made {bench.graphs_compiled} graphs while probing: several sizes make it compile for changing "
+        "shapes, or give up after its recompile limit and run without compiling, so the answer may not be what training "
+        "at one size needs; check it in a fresh process with oomprobe.check"
     ]
 
 
