@@ -203,7 +203,7 @@ def test_no_limit_means_what_is_available():
         assert limits()[0][0] <= size + 96 * MIB
 
 
-@pytest.mark.parametrize(("free_in_heap", "charged"), [(0, 0), (10 * MIB, 10 * MIB), (GIB, 20 * MIB)])
+@pytest.mark.parametrize(("free_in_heap", "charged"), [(0, 0), (10 * MIB, 10 * MIB), (GIB, 30 * MIB)])
 def test_what_is_free_in_a_grown_heap_is_charged_up_to_a_share(monkeypatch, free_in_heap, charged):
     wanted = []
     monkeypatch.setattr(linux, "Plugs", NoPlugs)
