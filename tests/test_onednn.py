@@ -1,0 +1,60 @@
+"""oneDNN's sticky error, provoked for real in a child process."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from oomprobe.devices import onednn
+
+POISON = """
+import torch
+from oomprobe.devices import host, linux, onednn
+
+def poison():
+    image, weight = torch.ones(2, 1, 3, 9999), torch.ones(1, 1, 3, 3)
+    plugs, size = linux.Plugs(), linux.process_bytes("VmSize")
+    with host._address_space(size):
+        plugs.fill()
+    try:
+        with host._address_space(size + 100 * 1024):  # its generator asks for 256 KiB
+            torch.mkldnn_convolution(image, weight, None, [0, 0], [1, 1], [1, 1], 1)
+    except RuntimeError:
+        pass
+    plugs.drain()
+
+assert onednn.makes_primitives() and not onednn.clear_error()
+poison()
+if onednn.makes_primitives():
+    print("this torch clears it itself")
+else:
+    assert not onednn.makes_primitives(), "it stays, with all the memory free"
+    device = host.HostDevice(2**30)
+    print("healthy", device.healthy(), onednn.makes_primitives(), onednn.clear_error())
+    poison()
+    onednn._library = lambda: None
+    print("healthy", device.healthy())
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.skipif(onednn._library() is None, reason="no library to look into")
+def test_the_error_stays_until_it_is_cleared():
+    done = subprocess.run([sys.executable, "-c", POISON], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    if said != ["this torch clears it itself"]:
+        assert said == ["healthy True True False", "healthy False"]
+
+
+def test_nothing_is_touched_where_there_is_no_error():
+    assert onednn.makes_primitives()
+    assert not onednn.clear_error()
+    assert onednn.makes_primitives()
+
+
+def test_another_library_has_no_such_symbol(tmp_path):
+    other = tmp_path / "libtorch_cpu.so"
+    other.write_bytes(b"not an ELF file" * 10)
+    assert onednn._offset_of_error(other) is None
