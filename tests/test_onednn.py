@@ -58,3 +58,19 @@ def test_another_library_has_no_such_symbol(tmp_path):
     other = tmp_path / "libtorch_cpu.so"
     other.write_bytes(b"not an ELF file" * 10)
     assert onednn._offset_of_error(other) is None
+
+
+def test_a_step_that_fails_while_warming_or_priming_does_not_poison_its_trial(monkeypatch):
+    from oomprobe.devices.host import HostDevice
+
+    looked = []
+    monkeypatch.setattr(HostDevice, "healthy", lambda self: looked.append(1) or True)
+    device = HostDevice(2**28)
+
+    def fails():
+        raise RuntimeError("could not create a primitive")
+
+    device.warm(fails)
+    device.prime(fails)
+    device.prime(lambda: None)
+    assert len(looked) == 2

@@ -52,7 +52,7 @@ class HostDevice:
         self.total_bytes = linux.machine_bytes("MemTotal") or free
         self._stated_bytes = stated_bytes
         self._available_bytes = free if stated_bytes is None else stated_bytes
-        self._base_bytes = self._resident_base = 0
+        self._resident_base = 0
         self._cap_bytes = self._available_bytes
         self._limit_bytes = 0  # of the address space, in the last trial
         self._made_by_plugs = 0  # free in the heap only because plugs grew it into an arena's reserve: no history
@@ -64,15 +64,7 @@ class HostDevice:
     def warm(self, step: Callable[[], object]) -> None:
         free = linux.free_bytes() or 0
         slack = torch.get_num_threads() * THREAD_ADDRESS_SPACE_BYTES + 2**30
-        try:
-            with _address_space((linux.process_bytes("VmSize") or 0) + free + slack):
-                step()
-        except TimeLimitError:  # ours; any other is the step's own, and its trial will tell
-            raise
-        except Exception:
-            pass
-        self.release()
-        self._base_bytes = linux.process_bytes("VmSize") or 0
+        self._run_once(step, free + slack)
         self._resident_base = linux.process_bytes("VmRSS") or 0
         if self._stated_bytes is None:
             self._available_bytes = linux.free_bytes() or self._available_bytes
@@ -88,13 +80,20 @@ class HostDevice:
         room = PRIME_FACTOR * self._available_bytes
         if room > (linux.free_bytes() or 0):
             return
+        self._run_once(step, room)
+
+    def _run_once(self, step: Callable[[], object], room_bytes: int) -> None:
+        """Run a step outside any trial; a failure is left to its trial, and must not poison that."""
+        failed = False
         try:
-            with _address_space((linux.process_bytes("VmSize") or 0) + room):
+            with _address_space((linux.process_bytes("VmSize") or 0) + room_bytes):
                 step()
-        except TimeLimitError:  # ours; any other is the step's own, and its trial will tell
+        except TimeLimitError:  # ours; any other is the step's own
             raise
         except Exception:
-            pass
+            failed = True
+        if failed:
+            self.healthy()
         self.release()
 
     def available_bytes(self) -> int:
