@@ -77,6 +77,7 @@ def global_flags(device_type: str) -> dict[str, Flag]:
         "cudnn.benchmark": _attribute(cudnn, "benchmark"),
         "cudnn.allow_tf32": _attribute(cudnn, "allow_tf32"),
         "cudnn.deterministic": _attribute(cudnn, "deterministic"),
+        "mkldnn.enabled": _attribute(torch.backends.mkldnn, "enabled"),
         "flash attention": (sdp.flash_sdp_enabled, sdp.enable_flash_sdp),
         "memory-efficient attention": (sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp),
         "math attention": (sdp.math_sdp_enabled, sdp.enable_math_sdp),
