@@ -1,0 +1,264 @@
+"""A GPU that is not there: the step runs for real in Python, on tensors without data, against a model of CUDA's allocator.
+
+What a card would do with a step is known without the card, as far as memory is concerned: which storages live when, and
+how CUDA's caching allocator serves them. What only the card knows, such as the workspaces of cuDNN, is not guessed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+
+from oomprobe.devices.base import Usage
+from oomprobe.errors import InvalidArgumentError, NothingFitsError
+from oomprobe.simulation import cuda_api
+from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.simulation.cards import Card, find_card, generic_card
+from oomprobe.simulation.memory import Memory
+from oomprobe.simulation.replay import Replayed, Replayer
+from oomprobe.simulation.session import session
+from oomprobe.simulation.settings import AllocatorSettings
+from oomprobe.simulation.tape import Call
+from oomprobe.simulation.world import World
+from oomprobe.units import format_bytes, parse_bytes
+
+NOT_COVERED = (
+    "workspaces of cuDNN and scratch inside kernels: only the card knows them (the upper end of the peak allows for those "
+    "of convolutions)",
+    "what CUDA loads later, other processes on the card, NCCL",
+)
+
+
+class SimulatedDevice:
+    """A card to probe for without having it. Each object is one card, empty at first.
+
+    Args:
+        card: A card of the catalogue (``"H100-80GB"``, see ``oomprobe devices``), a size in bytes or as text
+            (``"24GiB"``), which is all the allocator's, or a `Card` of your own.
+        settings: Of the allocator; None: what ``PYTORCH_ALLOC_CONF`` says.
+
+    Raises:
+        NoDeviceError: the catalogue has no such card.
+        InvalidArgumentError: the settings cannot be read.
+
+    Example:
+        >>> import torch, oomprobe
+        >>> model = torch.nn.Linear(256, 256)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> def step(model, batch_size):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(batch_size, 256, device="cuda")).square().mean().backward()
+        ...     optimizer.step()
+        >>> card = oomprobe.SimulatedDevice("1GiB")
+        >>> result = oomprobe.find_max_batch(model, step, device=card, multiple_of=1024, progress="off")
+        >>> result.device, result.batch_size % 1024
+        ('simulated GPU, 1.0 GiB', 0)
+    """
+
+    on_host = False
+    simulated = True
+    not_covered = NOT_COVERED
+
+    def __init__(self, card: str | int | Card, *, settings: AllocatorSettings | None = None) -> None:
+        self.card = _card(card)
+        self.torch_device = torch.device("cpu")  # where the model is expected: it stays there
+        self.name = self.card.full_name if card_is_generic(self.card) else f"simulated {self.card.full_name}"
+        self.total_bytes = self.card.total_bytes
+        self._settings = AllocatorSettings.from_environment() if settings is None else settings
+        self._memory = Memory(
+            CachingAllocator(self.card.available_bytes, self._settings, total_bytes=self.card.total_bytes)
+        )
+        self._world = World(self._memory, self.card.cublas_workspace_bytes)
+        self._replayer = Replayer()
+        self._calls: list[Call] = []
+        self._peaks_before = (0, 0)  # of this trial, before the step itself reset them
+        self._counts = (0, 0)
+
+    # --- the world ---
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        self._memory.tape.start()
+        major, minor = self.card.compute_capability
+        with session(self._world, self._functions(), (major, minor)):
+            yield
+            gc.collect(0)  # cycles made in this call die with it, not at a random moment of the next
+        self._calls.append(self._memory.tape.finish())
+
+    def place(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Put on the card what training would have there: parameters, buffers, gradients, optimizer state.
+
+        Raises:
+            InvalidArgumentError: a tensor is on a real accelerator.
+            NothingFitsError: the card is smaller than that.
+        """
+        tensors = list(tensors)
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                raise InvalidArgumentError(
+                    f"a tensor of the model is on {tensor.device}: a simulated card takes a model in host memory; build "
+                    "it there, or call model.cpu() before probing"
+                )
+        try:
+            for tensor in tensors:
+                self._world.settle(tensor)
+        except AllocatorOutOfMemory:
+            raise self._too_small(tensors) from None
+
+    def _too_small(self, tensors: list[torch.Tensor]) -> NothingFitsError:
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        needed, there = sum(storages.values()), self.card.available_bytes
+        return NothingFitsError(
+            f"the model alone (parameters, buffers, and gradients and optimizer state where they exist) takes "
+            f"{format_bytes(needed)}, and {self.name} has {format_bytes(there)} for the allocator: "
+            f"{format_bytes(max(0, needed - there))} too little, before the first step. Take a larger card, a smaller "
+            "dtype, or shard the model"
+        )
+
+    # --- what a Device answers for ---
+
+    def warm(self, step: Callable[[], object]) -> None:
+        """Nothing: a simulated process is warm."""
+
+    def prime(self, step: Callable[[], object]) -> None:
+        """Nothing to do."""
+
+    def available_bytes(self) -> int:
+        return int(self._settings.per_process_memory_fraction * self.card.available_bytes)
+
+    @contextmanager
+    def cap(self, limit_bytes: int | None) -> Iterator[None]:
+        before = self._memory.allocator.limit_bytes
+        self._hold_to(limit_bytes)
+        try:
+            yield
+        finally:
+            self._hold_to(before)
+
+    def _hold_to(self, limit_bytes: int | None) -> None:
+        for allocator in (self._memory.allocator, self._memory.roomy):
+            if allocator is not None:
+                allocator.limit_bytes = limit_bytes
+
+    def start_trial(self) -> None:
+        self._memory.begin()
+        self._calls = []
+        self._peaks_before = (0, 0)
+        self._counts = self._read_counts()
+
+    def usage(self) -> Usage:
+        allocated, reserved = self._peaks()
+        retries, ooms = (now - then for now, then in zip(self._read_counts(), self._counts, strict=True))
+        roomy = self._memory.roomy
+        return Usage(
+            peak_allocated_bytes=max(allocated, self._peaks_before[0]),
+            peak_reserved_bytes=max(reserved, self._peaks_before[1]),
+            peak_upper_bytes=None if roomy is None else max(roomy.peak_reserved_bytes, reserved),
+            alloc_retries=retries,
+            under_pressure=ooms > 0 or retries > 0,
+        )
+
+    def live_bytes(self) -> int:
+        return self._memory.allocator.allocated_bytes
+
+    def outside_bytes(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        """Steps are done when they return."""
+
+    def release(self) -> None:
+        self._memory.empty_cache()
+
+    def healthy(self) -> bool:
+        return True
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the simulation assumed on the way."""
+        return tuple(self._world.notes)
+
+    # --- calls that need not be run ---
+
+    def repeat(self) -> bool:
+        """Do what the last call did once more, without running it, where that is known to be the same.
+
+        Raises:
+            torch.OutOfMemoryError: the card has no room for it.
+        """
+        steady = self._replayer.steady(self._calls) if self._calls else None
+        if steady is None:
+            return False
+        try:
+            self._memory.repeat(steady)
+        except AllocatorOutOfMemory as refusal:
+            raise torch.OutOfMemoryError(str(refusal)) from None
+        return True
+
+    def learn(self, batch_size: int) -> None:
+        """A trial of this size has passed: its last call shows what the step asks of the allocator."""
+        steady = self._replayer.steady(self._calls) if self._calls else None
+        if steady is not None:
+            self._replayer.learn(batch_size, steady, self._memory.allocator, self._memory.leftovers)
+
+    def rehearse(self, batch_size: int, *, calls: int, limit_bytes: int | None) -> Replayed | None:
+        """Try a size on the allocator alone; None where the step has not been seen to follow lines."""
+        if self._replayer.line is None:
+            return None
+        return self._replayer.try_size(batch_size, calls=calls, limit_bytes=limit_bytes)
+
+    def stop_rehearsing(self) -> None:
+        """A rehearsal was wrong: run every size from here on."""
+        self._replayer.give_up()
+
+    # --- torch.cuda ---
+
+    def _functions(self) -> dict[str, object]:
+        major, minor = self.card.compute_capability
+        properties = SimpleNamespace(
+            name=self.card.full_name, major=major, minor=minor, total_memory=self.total_bytes,
+            multi_processor_count=self.card.multi_processor_count, warp_size=32, is_integrated=0, is_multi_gpu_board=0,
+        )  # fmt: skip
+        return cuda_api.replacements(
+            properties,
+            lambda: self._memory.allocator,
+            empty_cache=lambda: self._memory.empty_cache(by_step=True),
+            reset_peaks=self._reset_peaks,
+            peaks=self._peaks,
+            total_bytes=self.total_bytes,
+        )
+
+    def _peaks(self) -> tuple[int, int]:
+        allocator = self._memory.allocator
+        return allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+
+    def _reset_peaks(self) -> None:
+        """The step's own reset: the trial keeps what it saw before."""
+        before, now = self._peaks_before, self._peaks()
+        self._peaks_before = max(before[0], now[0]), max(before[1], now[1])
+        self._memory.allocator.reset_peaks()
+
+    def _read_counts(self) -> tuple[int, int]:
+        return self._memory.allocator.alloc_retries, self._memory.allocator.ooms
+
+
+def card_is_generic(card: Card) -> bool:
+    """Whether only its memory is stated."""
+    return card.context_bytes == 0
+
+
+def _card(card: str | int | Card) -> Card:
+    if isinstance(card, Card):
+        return card
+    if isinstance(card, int):
+        return generic_card(card)
+    text = card.removeprefix("sim:").strip()
+    try:
+        is_a_size = not text.isdecimal() and parse_bytes(text)  # "4090" is a card
+    except InvalidArgumentError:
+        is_a_size = False
+    return generic_card(is_a_size) if is_a_size else find_card(text)

@@ -1,0 +1,1 @@
+"""What the simulated device is made of: a GPU that is not there, followed byte by byte."""

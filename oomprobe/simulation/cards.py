@@ -1,0 +1,218 @@
+"""GPU cards by name: what a card that is not here would leave to PyTorch's allocator."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from oomprobe.errors import InvalidArgumentError, NoDeviceError
+from oomprobe.simulation.catalogue import CONTEXTS, ROWS, Row
+from oomprobe.units import byte_unit
+
+_SMALL_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8  # ":4096:2:16:8"
+_LARGE_WORKSPACE_BYTES = 4096 * 8 * 1024
+_LARGE_SINCE = {9: (0, 0), 10: (2, 12), 11: (2, 14), 12: (2, 12)}  # compute capability's major: torch
+_WORKSPACE = re.compile(r":(\d+):(\d+)")
+
+_STATED_SIZE = re.compile(r"(?<![a-z0-9])(\d{1,4}) *g(?:i?b)?\b")
+_NOISE = re.compile(r"^ *sim *:|\b(?:nvidia|geforce|tesla|graphics|card|gpu)\b|\bhbm\d\w?|sxm\d?\b|[^a-z0-9]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A GPU as CUDA describes it, with what of its memory PyTorch's allocator cannot have.
+
+    Args:
+        name: What follows ``sim:``, such as ``"H100-80GB"``.
+        full_name: As ``torch.cuda.get_device_properties`` names it.
+        total_bytes: As the same reports it, which is less than the size on the box.
+        context_bytes: What the CUDA context and lazily loaded kernels take of it.
+        compute_capability: Major and minor.
+        multi_processor_count: Streaming multiprocessors.
+        source: Where ``total_bytes`` comes from, and how exact it is.
+        context_source: The same for ``context_bytes``.
+
+    Example:
+        >>> card = find_card("L4")
+        >>> card.total_bytes - card.available_bytes == card.context_bytes
+        True
+    """
+
+    name: str
+    full_name: str
+    total_bytes: int
+    context_bytes: int
+    compute_capability: tuple[int, int]
+    multi_processor_count: int
+    source: str
+    context_source: str
+
+    @property
+    def available_bytes(self) -> int:
+        """What the allocator may reserve when nothing else uses the card."""
+        return self.total_bytes - self.context_bytes
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """What cuBLAS takes for each thread and stream under the installed torch and this process's environment."""
+        return cublas_workspace_bytes(self.compute_capability, version("torch"), os.environ)
+
+
+def cublas_workspace_bytes(
+    compute_capability: tuple[int, int], torch_version: str, environ: Mapping[str, str] = os.environ
+) -> int:
+    """Say how much torch sets aside for cuBLAS, for each thread and stream, through its caching allocator.
+
+    Args:
+        compute_capability: Major and minor.
+        torch_version: As ``torch.__version__`` has it; only its first two numbers count.
+        environ: Where ``CUBLAS_WORKSPACE_CONFIG`` is looked up: pairs ``:SIZE:COUNT`` in KiB, which are summed; a text
+            without a pair is not understood, as in torch, and the default stays.
+
+    Returns:
+        Bytes; 0 where the configuration says ``":0:0"``.
+
+    Raises:
+        InvalidArgumentError: The version does not start with two numbers.
+
+    Source: ``parseChosenWorkspaceSize`` in torch's aten/src/ATen/cuda/CublasHandlePool.cpp. 32 MiB on Hopper since
+    pytorch/pytorch#91564; on majors 10 and 12 since #175344, which was opened on 2026-02-19, two days after the first
+    candidate of 2.11 (#175426), so from 2.12; on 11 since #189312 of July 2026, so from 2.14 (cut in August, #193034).
+    That neither was picked into the release before it is an inference from these dates.
+
+    Example:
+        >>> cublas_workspace_bytes((8, 9), "2.13.0"), cublas_workspace_bytes((9, 0), "2.13.0")
+        (8519680, 33554432)
+        >>> cublas_workspace_bytes((8, 9), "2.13.0", {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+        33554432
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", torch_version)
+    if numbers is None:
+        raise InvalidArgumentError(f"{torch_version!r} is not a version of torch: write it like '2.13.0'")
+    pairs = _WORKSPACE.findall(environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(size) * 1024 * int(count) for size, count in pairs)
+    since = _LARGE_SINCE.get(compute_capability[0])
+    large = since is not None and (int(numbers[1]), int(numbers[2])) >= since
+    return _LARGE_WORKSPACE_BYTES if large else _SMALL_WORKSPACE_BYTES
+
+
+def find_card(name: str) -> Card:
+    """Look a card up by its name as people write it.
+
+    Case, spaces, dashes, ``sim:``, NVIDIA, GeForce, Tesla, SXM and RTX or GTX do not count. The memory may be left out
+    where one card has the name, and must be right where it is given.
+
+    Args:
+        name: Such as ``"sim:H100-80GB"``, ``"NVIDIA GeForce RTX 4090"`` or ``"4090"``.
+
+    Raises:
+        NoDeviceError: No card has this name, or several have; the text lists those that are near.
+
+    Example:
+        >>> find_card("sim:RTX 4090").full_name, find_card("h100").name
+        ('NVIDIA GeForce RTX 4090', 'H100-80GB')
+        >>> find_card("A100")
+        Traceback (most recent call last):
+        oomprobe.errors.NoDeviceError: 'A100' may be A100-40GB or A100-80GB; 'sim:24GiB' states the memory itself
+    """
+    key, stated_gb = _key(name), _stated_gb(name)
+    found = [card for card in CARDS if key in _keys(card) and _fits(card, stated_gb)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        problem = f"may be {' or '.join(card.name for card in found)}"
+    else:
+        problem = f"is not a card of the catalogue; {_near(key)}"
+    raise NoDeviceError(f"{name!r} {problem}; 'sim:24GiB' states the memory itself")
+
+
+def generic_card(total: int) -> Card:
+    """Make a card of which nothing is known but its memory, all of which the allocator may use.
+
+    Args:
+        total: Bytes, at least 1.
+
+    Raises:
+        InvalidArgumentError: The size is not positive.
+
+    Example:
+        >>> card = generic_card(24 * 2**30)
+        >>> card.name, card.available_bytes == card.total_bytes
+        ('24.0 GiB', True)
+    """
+    if total < 1:
+        raise InvalidArgumentError(f"a card of {total} bytes is not possible: state a size such as 'sim:24GiB'")
+    unit, factor = byte_unit(total)
+    name = f"{total / factor:.1f} {unit}"
+    return Card(
+        name=name,
+        full_name=f"simulated GPU, {name}",
+        total_bytes=total,
+        context_bytes=0,
+        compute_capability=(8, 6),  # the commonest kind: everything but fp8 is there
+        multi_processor_count=82,  # of an RTX 3090
+        source="stated by the caller",
+        context_source="none: the memory stated is what the allocator may use",
+    )
+
+
+def _card(row: Row) -> Card:
+    """A card of the catalogue; without a measurement of its own it has its compute capability's context."""
+    context = row.context or CONTEXTS[row.compute_capability]
+    rule = "" if row.context else "by rule, the most known of its compute capability: "
+    return Card(
+        name=row.name,
+        full_name=row.full_name,
+        total_bytes=row.total_bytes,
+        context_bytes=context.nbytes,
+        compute_capability=row.compute_capability,
+        multi_processor_count=row.multi_processor_count,
+        source=row.source,
+        context_source=rule + context.source,
+    )
+
+
+def _keys(card: Card) -> set[str]:
+    return {_key(card.name), _key(card.full_name)}
+
+
+def _key(name: str) -> str:
+    """What of a name tells a card: ``"NVIDIA GeForce RTX 3080 10GB"`` -> ``"3080"``."""
+    key = _NOISE.sub("", _STATED_SIZE.sub("", _words(name)))
+    return key.removeprefix("rtx").removeprefix("gtx")
+
+
+def _words(name: str) -> str:
+    return name.lower().replace("_", " ")
+
+
+def _stated_gb(name: str) -> int | None:
+    match = _STATED_SIZE.search(_words(name))
+    return None if match is None else int(match[1])
+
+
+def _fits(card: Card, stated_gb: int | None) -> bool:
+    """Whether a size on a box may be this card's: what is reported is 0 to 9 % less (an A10 of 24 GB: 21.99 GiB)."""
+    return stated_gb is None or 0.9 * stated_gb <= card.total_bytes / 2**30 <= stated_gb
+
+
+def _near(key: str) -> str:
+    close = difflib.get_close_matches(key, [_key(card.name) for card in CARDS], n=5, cutoff=0.65)
+    near = [card.name for card in CARDS if _key(card.name) in close or _part(key, _key(card.name))]
+    if near:
+        return f"near it: {', '.join(near)}"
+    return f"it has {', '.join(card.name for card in CARDS)}"
+
+
+def _part(one: str, other: str) -> bool:
+    """Whether the shorter is in the longer, as the 4090 in a laptop's; too short a name is in everything."""
+    shorter, longer = sorted((one, other), key=len)
+    return len(shorter) > 3 and shorter in longer
+
+
+CARDS: tuple[Card, ...] = tuple(_card(row) for row in ROWS)

@@ -1,0 +1,158 @@
+"""From storages that are born and die to an allocator, and to the tape of one call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.simulation.replay import Alive, replay_call
+from oomprobe.simulation.tape import Call, Tape
+
+_Storage = Any  # torch.UntypedStorage, or a stand-in of one on the meta device
+
+
+@dataclass(slots=True)
+class _Held:
+    """A storage on the card: its block, its block in the roomy allocator, its name on the tape."""
+
+    block: int
+    roomy_block: int
+    name: tuple[int, int]
+    watch: weakref.ref[_Storage]
+
+
+class Memory:
+    """The memory of a simulated card: which storages are on it, and the allocator that serves them.
+
+    Args:
+        allocator: Serves the requests; beyond its capacity it refuses them.
+
+    Attributes:
+        roomy: A second allocator, asked for the workspaces that convolutions would like as well, for the upper end of
+            peaks; None once it had no room where the first one had.
+    """
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.roomy: CachingAllocator | None = None
+        self.tape = Tape()
+        self._held: dict[int, _Held] = {}
+
+    def begin(self) -> None:
+        """A trial begins: peaks start anew, and so does the roomy allocator."""
+        self.allocator.reset_peaks()
+        self.roomy = self.allocator.copy()
+        for held in self._held.values():
+            held.roomy_block = held.block
+
+    def holds(self, storage: _Storage) -> bool:
+        """Whether a storage is on the card."""
+        return storage._cdata in self._held
+
+    def take(self, storage: _Storage) -> None:
+        """Put a storage on the card, until it dies.
+
+        Raises:
+            AllocatorOutOfMemory: there is no room.
+        """
+        key = storage._cdata
+        if key in self._held:
+            return
+        nbytes = storage.nbytes()
+        block = self.allocator.malloc(nbytes)
+        watch = weakref.ref(storage, self._when_dead(key))
+        self._held[key] = _Held(block, self._malloc_roomy(nbytes), self.tape.born(nbytes), watch)
+
+    def resized(self, storage: _Storage) -> None:
+        """Serve a storage anew that changed its size."""
+        self._release(storage._cdata)
+        self.take(storage)
+
+    def workspace(self, nbytes: int) -> None:
+        """Memory that a library takes and never gives back."""
+        self.allocator.malloc(nbytes)
+        self._malloc_roomy(nbytes)
+        self.tape.born(nbytes)
+
+    def transient(self, nbytes: int) -> None:
+        """A workspace that a convolution takes where it can have it, for the time of one kernel."""
+        self.tape.transient(nbytes)
+        if self.roomy is not None and self.roomy.fits(nbytes):
+            self.roomy.free(self.roomy.malloc(nbytes))
+
+    def empty_cache(self, *, by_step: bool = False) -> None:
+        """Give cached memory back."""
+        self.allocator.empty_cache()
+        if self.roomy is not None:
+            self.roomy.empty_cache()
+        if by_step:
+            self.tape.released()
+
+    # --- calls that are replayed ---
+
+    @property
+    def leftovers(self) -> Alive:
+        """Blocks of storages alive now, as the next call would name them."""
+        following = self.tape.call_number + 1
+        return {(following - held.name[0], held.name[1]): held.block for held in self._held.values()}
+
+    def repeat(self, call: Call) -> None:
+        """Do to the allocators what this call would do once more; the storages alive get the blocks of that call.
+
+        Raises:
+            AllocatorOutOfMemory: there was no room; nothing was changed but peaks.
+        """
+        allocator = self.allocator.copy()
+        try:
+            after = replay_call(allocator, call, self.leftovers)
+        except AllocatorOutOfMemory:
+            self.refused = allocator
+            raise
+        roomy_after = self._repeat_roomy(call)
+        self.allocator = allocator
+        for held in self._held.values():
+            if held.name[0] == self.tape.call_number:
+                held.block = after[1, held.name[1]]
+                held.roomy_block = roomy_after.get((1, held.name[1]), 0)
+
+    def _repeat_roomy(self, call: Call) -> Alive:
+        if self.roomy is None:
+            return {}
+        following = self.tape.call_number + 1
+        alive = {(following - held.name[0], held.name[1]): held.roomy_block for held in self._held.values()}
+        try:
+            return replay_call(self.roomy, call, alive, soft=True)
+        except AllocatorOutOfMemory:
+            self.roomy = None
+            return {}
+
+    def _malloc_roomy(self, nbytes: int) -> int:
+        if self.roomy is None:
+            return 0
+        try:
+            return self.roomy.malloc(nbytes)
+        except AllocatorOutOfMemory:  # its answer is only the upper end; from here on there is none
+            self.roomy = None
+            return 0
+
+    def _when_dead(self, key: int) -> Callable[[object], None]:
+        watched = weakref.ref(self)
+
+        def died(_: object) -> None:
+            memory = watched()
+            if memory is not None:
+                memory._release(key)
+
+        return died
+
+    def _release(self, key: int) -> None:
+        held = self._held.pop(key, None)
+        if held is None:
+            return
+        self.allocator.free(held.block)
+        if self.roomy is not None:
+            self.roomy.free(held.roomy_block)
+        self.tape.died(held.name)

@@ -1,0 +1,134 @@
+"""Everything that makes code believe in the simulated card, put in place for the time of one call."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import autocast_mode
+from torch.amp.grad_scaler import GradScaler
+
+from oomprobe.simulation.choices import Choices
+from oomprobe.simulation.identity import Identity
+from oomprobe.simulation.places import CARD, HOST, SEEN_CARD
+from oomprobe.simulation.world import World
+
+_DEVICE = FakeTensor.device  # the property as torch made it
+
+
+@contextmanager
+def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[int, int]) -> Iterator[None]:
+    """Run what is inside in the simulated world, in this thread.
+
+    Args:
+        world: Takes the operators.
+        cuda_functions: Replacements in ``torch.cuda``, by name.
+        capability: Compute capability of the card.
+    """
+    thread = threading.get_ident()
+    with ExitStack() as stack:
+        stack.enter_context(_collected_by_hand())
+        stack.enter_context(mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        stack.enter_context(Choices(lambda: threading.get_ident() == thread, capability))
+        for owner, name, value in _patches(world, cuda_functions):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(world.fake_mode)
+        stack.enter_context(world)
+        stack.enter_context(Identity(world))
+        yield
+
+
+@contextmanager
+def _collected_by_hand() -> Iterator[None]:
+    """Cycles die before a call, not at a random moment inside it: the same call is to make the same tape."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _patches(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+    for name, function in cuda_functions.items():
+        for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+            if hasattr(owner, name):
+                yield owner, name, function
+    yield FakeTensor, "device", property(_seen_device(world), _DEVICE.fset)
+    yield torch.nn.Module, "_apply", _applied(world, torch.nn.Module._apply)
+    yield GradScaler, "_maybe_opt_step", _always_step
+    yield autocast_mode.autocast, "__init__", _on_cpu(autocast_mode.autocast.__init__)
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+        yield torch, name, _asked_of_cpu(getattr(torch, name))
+    yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")
+    for name, answer in _accelerator(cuda_functions).items():
+        if hasattr(torch.accelerator, name):
+            yield torch.accelerator, name, answer
+
+
+def _accelerator(cuda_functions: Mapping[str, Any]) -> dict[str, Any]:
+    same = ("is_available", "device_count", "synchronize", "empty_cache", "memory_allocated", "memory_reserved",
+            "max_memory_allocated", "max_memory_reserved", "memory_stats", "reset_peak_memory_stats", "current_stream",
+            "set_stream")  # fmt: skip
+    found = {name: cuda_functions[name] for name in same}
+    found["current_accelerator"] = lambda *_, **__: torch.device("cuda")
+    found["current_device_index"] = lambda: 0
+    found["get_memory_info"] = cuda_functions["mem_get_info"]
+    found["set_device_index"] = cuda_functions["set_device"]
+    return found
+
+
+def _seen_device(world: World) -> Any:
+    def device(tensor: FakeTensor) -> torch.device:
+        if tensor.fake_mode is not world.fake_mode or world.depth or tensor.fake_mode.in_kernel_invocation:
+            return _DEVICE.fget(tensor)  # type: ignore[misc, no-any-return]
+        return SEEN_CARD if tensor._fake_device == CARD else HOST
+
+    return device
+
+
+def _applied(world: World, apply: Any) -> Any:
+    """A module that is moved to the card is already there, or is put there as it is."""
+
+    def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+        tensors = [*module.parameters(), *module.buffers()]
+        probe = fn(torch.empty(0, dtype=tensors[0].dtype)) if tensors else None
+        if probe is None or any(t.is_floating_point() and t.dtype != probe.dtype for t in tensors):
+            return apply(module, fn, recurse)  # type: ignore[no-any-return]
+        if probe.device == SEEN_CARD:
+            for tensor in tensors:
+                if not world.is_on_card(tensor):
+                    world.settle(tensor)
+        return module
+
+    return _apply
+
+
+def _always_step(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gradients without values are finite: a skipped step would leave the optimizer's state out of the peak."""
+    return optimizer.step(*args, **kwargs)
+
+
+def _on_cpu(init: Any) -> Any:
+    def __init__(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.float16
+        init(self, device_type, dtype, *args, **kwargs)
+
+    return __init__
+
+
+def _asked_of_cpu(function: Any) -> Any:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("cpu" if arg == "cuda" else arg for arg in args)
+        return function(*(args or ("cpu",)), **kwargs)
+
+    return asked

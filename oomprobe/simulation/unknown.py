@@ -1,0 +1,70 @@
+"""What the simulated world cannot know: named, with the line of the user's file, and what to do instead."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from oomprobe.errors import UnreliableError
+
+_OWN = Path(__file__).parent.parent
+_TORCH = Path(torch.__file__).parent
+_INSTEAD = {
+    "aten::nonzero": "use torch.where(mask, a, b), or multiply by the mask",
+    "aten::masked_select": "multiply by the mask, or use torch.where(mask, a, b)",
+    "aten::index": "a boolean mask selects a number of rows that only data knows: multiply by the mask",
+    "aten::_unique2": "pass the number of classes instead of counting them",
+}
+
+
+class UnknownToSimulationError(UnreliableError):
+    """The step needs data, or a kind of tensor, that a simulated card does not have."""
+
+
+def refuse_operator(func: Any) -> NoReturn:
+    """Raise for an operator whose result depends on values."""
+    name = func.name().partition(".")[0]
+    instead = _INSTEAD.get(name, "give the shapes that training has at most, instead of counting them")
+    raise UnknownToSimulationError(
+        f"{name} at {user_line()} makes a shape that depends on values, and a simulated card has none: {instead}; "
+        "or probe on a real device"
+    )
+
+
+def refuse_missing_kernel(func: Any, why: BaseException) -> NoReturn:
+    """Raise for a custom operator that does not say what shapes it makes."""
+    raise UnknownToSimulationError(
+        f"{func} at {user_line()} cannot run without data ({type(why).__name__}): register what it returns with "
+        "torch.library.register_fake, or probe on a real device"
+    )
+
+
+def refuse_address() -> NoReturn:
+    """Raise for code that wants to know where the data of a tensor is, as kernels of its own do."""
+    raise UnknownToSimulationError(
+        f"{user_line()} asks for the address of a tensor's data, and a simulated card has none: a custom kernel needs "
+        "torch.library.custom_op and register_fake to run here; or probe on a real device"
+    )
+
+
+def refuse_layout(tensor: torch.Tensor) -> None:
+    """Raise for tensors whose memory the simulation does not know."""
+    if tensor.is_quantized or tensor.layout is not torch.strided:
+        kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise UnknownToSimulationError(
+            f"a {kind} tensor of shape {tuple(tensor.shape)} at {user_line()}: a simulated card knows dense tensors "
+            "only; probe on a real device"
+        )
+
+
+def user_line() -> str:
+    """File and line of the innermost frame that is neither torch's nor oomprobe's."""
+    for frame, line in reversed(list(traceback.walk_stack(None))[::-1]):
+        path = Path(frame.f_code.co_filename)
+        inside = _OWN in path.parents and path.name != "demo.py"
+        if not inside and _TORCH not in path.parents and path.exists():
+            return f"{path.name}:{line}"
+    return "an unknown line"

@@ -1,0 +1,257 @@
+"""The dispatch mode in which a real step runs on tensors without data.
+
+It stands above torch's `FakeTensorMode` and shows it fakes only: a real tensor that an operator is given (a parameter
+is one, and stays one) is replaced by a fake of the same storage, so nothing of the user's is ever written to. What an
+operator makes is put on the simulated card or on the host; a tensor of the host that meets one of the card is moved
+there, as the same code would have made it there in the first place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oomprobe.simulation import scalars, workspaces
+from oomprobe.simulation.allocator import AllocatorOutOfMemory
+from oomprobe.simulation.memory import Memory
+from oomprobe.simulation.places import CARD, HOST, STATED_HOST
+from oomprobe.simulation.unknown import refuse_layout, refuse_missing_kernel, refuse_operator
+
+SMALL_NUMEL = 4096  # tensors of the host up to this size are made for real, so that their values are there
+_aten = torch.ops.aten
+_RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
+
+
+class World(TorchDispatchMode):
+    """Runs operators on fakes, and tells the memory which storages they make.
+
+    Args:
+        memory: Of the card.
+        workspace_bytes: What the linear algebra library takes for each thread that uses it.
+    """
+
+    def __init__(self, memory: Memory, workspace_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = memory
+        self.fake_mode = FakeTensorMode()
+        self.depth = 0  # inside torch's own code, where a fake's device is what FakeTensorMode says
+        self.notes: dict[str, None] = {}
+        self._workspaces = workspaces.PerThread(memory, workspace_bytes)
+        self._storages: dict[int, torch.UntypedStorage] = {}  # of real tensors: their fakes' storages
+        self._kept: dict[int, weakref.ref[Any]] = {}
+        self._views: dict[tuple[Any, ...], FakeTensor] = {}
+        self._moved: dict[int, tuple[weakref.ref[Any], FakeTensor]] = {}
+
+    # --- what the device asks ---
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Put a real tensor of the user's, such as a parameter, on the card."""
+        refuse_layout(tensor)
+        self.memory.take(self._fake_storage(tensor))
+
+    def is_on_card(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, real or fake, is on the card."""
+        if isinstance(tensor, FakeTensor):
+            return tensor._fake_device == CARD or self.memory.holds(tensor.untyped_storage())
+        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        if storage is not None and self.memory.holds(storage):
+            return True
+        if isinstance(tensor, torch.nn.Parameter):  # nobody trains one on the host beside a card
+            self.settle(tensor)
+            return True
+        return False
+
+    # --- what torch asks ---
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return HOST  # autograd checks gradients against their real parameters
+        self.depth += 1
+        try:
+            return self._run(func, args, kwargs or {})
+        except AllocatorOutOfMemory as refusal:
+            raise torch.OutOfMemoryError(str(refusal)) from None
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            refuse_operator(func)
+        except UnsupportedOperatorException as missing:
+            refuse_missing_kernel(func, missing)
+        finally:
+            self.depth -= 1
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        found = _Found(self)
+        found.look(args)
+        if kwargs:
+            found.look(kwargs.values())
+        stated = kwargs.get("device")
+        if stated is not None and stated.type != "meta":
+            kwargs = {**kwargs, "device": _settled(stated, found)}
+        if func is _aten._local_scalar_dense.default:
+            return self._scalar(args[0])
+        if not found.fake and not found.on_card and (stated is None or kwargs["device"] == HOST):
+            return self._on_host(func, args, kwargs, found)
+        if found.on_card and found.on_host:
+            for tensor in found.on_host:
+                self._move(tensor)
+        args = self._lowered(args)
+        kwargs = {name: self._lowered(value) for name, value in kwargs.items()}
+        if workspaces.needs(func):
+            self._workspaces.ensure()
+        with self.fake_mode:
+            result = func(*args, **kwargs)
+        self._track(func, result, args, to_card=found.on_card and kwargs.get("device") != HOST)
+        return result
+
+    def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], found: _Found) -> Any:
+        """Real tensors of the host and small new ones keep their values; large new ones have none."""
+        if not found.any:
+            with self.fake_mode:
+                fake = func(*args, **kwargs)
+            if isinstance(fake, torch.Tensor) and fake.numel() > SMALL_NUMEL:
+                return fake
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs)
+
+    def _scalar(self, tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, FakeTensor) and not self.is_on_card(tensor):
+            with torch._C._DisableTorchDispatch():
+                return _aten._local_scalar_dense.default(tensor)
+        if isinstance(tensor, FakeTensor) and tensor.constant is not None:
+            return _aten._local_scalar_dense.default(tensor.constant)
+        return scalars.read(tensor, self.notes)
+
+    def _track(self, func: Any, result: Any, args: Any, *, to_card: bool) -> None:
+        if func in _RESIZING:
+            if self.is_on_card(args[0]):
+                self.memory.resized(args[0].untyped_storage())
+            return
+        workspace_bytes = workspaces.of_convolution(func, args)
+        if workspace_bytes:
+            self.memory.transient(workspace_bytes)
+        for value in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(value, FakeTensor):
+                self._take(value, to_card=to_card and not (args and value is args[0]))
+
+    def _take(self, made: FakeTensor, *, to_card: bool) -> None:
+        if to_card:  # a number on the host that meets the card goes there
+            made._fake_device = CARD
+        if made._fake_device == CARD:
+            refuse_layout(made)
+            self.memory.take(made.untyped_storage())
+
+    # --- real tensors as fakes ---
+
+    def _lowered(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._as_fake(value)
+        if type(value) in (list, tuple):
+            return type(value)(self._lowered(one) for one in value)
+        return value
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            moved = self._moved.get(id(tensor))
+            return tensor if moved is None or moved[0]() is not tensor else moved[1]
+        moved = self._moved.get(id(tensor))
+        if moved is not None and moved[0]() is tensor:
+            return moved[1]
+        refuse_layout(tensor)
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        fake = self._views.get(key)
+        if fake is None:
+            fake = self._views[key] = self._new_fake(tensor)
+        on_card = self.memory.holds(fake.untyped_storage())
+        fake._fake_device = CARD if on_card else HOST
+        return fake
+
+    def _new_fake(self, tensor: torch.Tensor) -> FakeTensor:
+        storage = self._fake_storage(tensor)
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+            meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return FakeTensor(self.fake_mode, meta, HOST)
+
+    def _fake_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
+        """The storage without data that stands for a real one, for as long as the real one lives."""
+        real = tensor.untyped_storage()
+        key = real._cdata
+        if key not in self._storages:
+            self._storages[key] = torch.UntypedStorage(real.nbytes(), device="meta")
+            self._kept[key] = weakref.ref(real, self._forgetter(key))
+        return self._storages[key]
+
+    def _forgetter(self, key: int) -> Any:
+        watched = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            world = watched()
+            if world is not None:
+                world._kept.pop(key, None)
+                world._storages.pop(key, None)
+                for view in [view for view in world._views if view[0] == key]:
+                    del world._views[view]
+
+        return forget
+
+    # --- from the host to the card ---
+
+    def _move(self, tensor: torch.Tensor) -> None:
+        """A host tensor meets the card: it, or the part of a data set that it is, belongs there."""
+        if isinstance(tensor, FakeTensor):
+            tensor._fake_device = CARD
+            self.memory.take(tensor.untyped_storage())
+            return
+        storage = tensor.untyped_storage()
+        if tensor.numel() * tensor.element_size() >= storage.nbytes():
+            self.memory.take(self._fake_storage(tensor))
+            return
+        with self.fake_mode:
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CARD)
+        self.memory.take(copy.untyped_storage())
+        key = id(tensor)
+        self._moved[key] = (weakref.ref(tensor, lambda _: self._moved.pop(key, None)), copy)
+
+
+class _Found:
+    """What the arguments of an operator are."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.any = self.fake = self.on_card = False
+        self.on_host: list[torch.Tensor] = []
+
+    def look(self, values: Any) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._meet(value)
+            elif type(value) in (list, tuple):
+                self.look(value)
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        self.any = True
+        self.fake = self.fake or isinstance(tensor, FakeTensor)
+        if self._world.is_on_card(tensor):
+            if isinstance(tensor, FakeTensor):
+                tensor._fake_device = CARD
+            self.on_card = True
+        elif tensor.dim() > 0:
+            self.on_host.append(tensor)
+
+
+def _settled(stated: torch.device, found: _Found) -> torch.device:
+    if stated in (CARD,) or stated.type == "cuda":
+        return CARD
+    if stated == STATED_HOST:
+        return HOST
+    return CARD if found.on_card and stated == HOST else stated  # torch's own default for a tensor like another

@@ -1,0 +1,245 @@
+import pytest
+import torch
+from simulation.worlds import Bench
+from torch import nn
+from torch.nn import functional as F
+
+MIB = 2**20
+AMPERE, VOLTA, HOPPER = "A100-40GB", "V100-16GB", "H100-80GB"
+
+
+def on(card, step, model=None):
+    bench = Bench(model, card=card)
+    return bench.run(lambda: step(bench)), bench
+
+
+# --- dropout ---
+
+
+def test_dropout_keeps_a_mask_of_one_byte():
+    def step(bench):
+        x = torch.zeros(MIB, device="cuda", requires_grad=True)
+        before = torch.cuda.memory_allocated()
+        y = F.dropout(x, 0.5)
+        return torch.cuda.memory_allocated() - before, type(y.grad_fn).__name__
+
+    (taken, kind), _ = on(AMPERE, step)
+    assert taken == 4 * MIB + MIB
+    assert "NativeDropout" in kind
+
+
+@pytest.mark.parametrize("how", [lambda x: F.dropout(x, 0.5, training=False), lambda x: F.dropout(x, 0.0), lambda x: nn.Dropout().eval()(x)])  # fmt: skip
+def test_dropout_that_does_nothing_keeps_nothing(how):
+    def step(bench):
+        x = torch.zeros(MIB, device="cuda", requires_grad=True)
+        before = torch.cuda.memory_allocated()
+        y = how(x)
+        return torch.cuda.memory_allocated() - before, y.shape
+
+    (taken, _), _ = on(AMPERE, step)
+    assert taken <= 4 * MIB
+
+
+# --- attention ---
+
+
+def attend(dtype=torch.float16, length=512, head=64, mask=False, **options):
+    def step(bench):
+        q, k, v = (torch.zeros(2, 8, length, head, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+        m = torch.ones(length, length, dtype=torch.bool, device="cuda") if mask else None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=m, **options)
+        out.sum().backward()
+        names, node = [], out.grad_fn
+        while node is not None:
+            names.append(type(node).__name__)
+            node = node.next_functions[0][0] if node.next_functions else None
+        return " ".join(names), out.shape
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("card", "options", "kind"),
+    [
+        (AMPERE, {}, "FlashAttention"),
+        (AMPERE, {"dtype": torch.bfloat16, "is_causal": True}, "FlashAttention"),
+        (AMPERE, {"dtype": torch.float32}, "EfficientAttention"),
+        (AMPERE, {"mask": True}, "EfficientAttention"),
+        (AMPERE, {"head": 36}, "FlashAttention"),  # padded
+        (VOLTA, {}, "EfficientAttention"),
+        (VOLTA, {"dtype": torch.float32, "head": 30}, "Math"),
+        (AMPERE, {"dtype": torch.float64}, "Math"),
+    ],
+)
+def test_the_attention_that_the_card_chooses(card, options, kind):
+    (names, shape), _ = on(card, attend(**options))
+    assert shape == (2, 8, 512, options.get("head", 64))
+    assert kind in names or (kind == "Math" and "Attention" not in names)
+
+
+def test_flash_does_not_keep_the_scores():
+    _, flash = on(AMPERE, attend(length=2048))
+    _, math = on(VOLTA, attend(length=2048, dtype=torch.float32, head=30))
+    assert flash.peak_bytes < 200 * MIB  # the scores alone would take 128 MiB, twice
+    assert math.peak_bytes > 2 * 2 * 8 * 2048**2 * 4
+
+
+def test_grouped_heads():
+    def step(bench):
+        q = torch.zeros(2, 8, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        k, v = (torch.zeros(2, 2, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).shape
+
+    assert on(AMPERE, step)[0] == (2, 8, 128, 64)
+
+
+def test_attention_can_be_told_to_use_math():
+    def step(bench):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return attend()(bench)[0]
+
+    assert "Attention" not in on(AMPERE, step)[0]
+
+
+def test_multi_head_attention_reaches_the_same_choice():
+    model = nn.MultiheadAttention(256, 4, batch_first=True)
+
+    def step(bench):
+        x = torch.zeros(2, 1024, 256, device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            model(x, x, x, need_weights=False)[0].sum().backward()
+
+    _, bench = on(AMPERE, step, model)
+    assert bench.peak_bytes < 8_519_680 * 2 + 60 * MIB
+
+
+# --- autocast ---
+
+LOW = {
+    "linear": lambda x: F.linear(x, x), "matmul": lambda x: x @ x, "bmm": lambda x: torch.bmm(x[None], x[None]),
+    "conv": lambda x: F.conv1d(x[None], x[:, :, None]), "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
+    "mv": lambda x: torch.mv(x, x[0]), "baddbmm": lambda x: torch.baddbmm(x[None], x[None], x[None]),
+    "same padding": lambda x: F.conv1d(x[None], x[:, :, None], padding="same"),
+    "prelu": lambda x: F.prelu(x, x[0, :1]),
+}  # fmt: skip
+HIGH = {
+    "softmax": lambda x: x.softmax(-1), "log_softmax": lambda x: x.log_softmax(-1), "sum": lambda x: x.sum(),
+    "layer_norm": lambda x: F.layer_norm(x, (64,)), "exp": lambda x: x.exp(), "pow": lambda x: x.pow(2),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(64, dtype=torch.long, device="cuda")),
+    "mse": lambda x: F.mse_loss(x, x), "cumsum": lambda x: x.cumsum(0), "norm": lambda x: torch.linalg.vector_norm(x),
+    "group_norm": lambda x: F.group_norm(x[None], 4), "rsqrt": lambda x: x.rsqrt(), "softplus": lambda x: F.softplus(x),
+    "bce": lambda x: F.binary_cross_entropy_with_logits(x, x), "cosine": lambda x: F.cosine_similarity(x, x),
+    "upsample": lambda x: F.interpolate(x[None], scale_factor=2), "rms": lambda x: F.rms_norm(x, (64,)),
+    "prod": lambda x: x.prod(), "smooth": lambda x: F.smooth_l1_loss(x, x),
+}  # fmt: skip
+AS_THEY_COME = {
+    "gelu": F.gelu, "relu": F.relu, "mean": lambda x: x.mean(), "add": lambda x: x + x, "cat": lambda x: torch.cat([x, x]),
+    "stack": lambda x: torch.stack([x, x]), "pool": lambda x: F.avg_pool1d(x[None], 2), "silu": F.silu,
+    "pool3": lambda x: F.avg_pool3d(x[None, None, None], (1, 2, 2)), "pad": lambda x: F.pad(x[None], (1, 1), mode="reflect"),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group", ["low", "high", "as they come"])
+def test_autocast_has_the_lists_of_cuda(group, dtype):
+    table = {"low": LOW, "high": HIGH, "as they come": AS_THEY_COME}[group]
+
+    def step(bench):
+        full = torch.zeros(64, 64, device="cuda")
+        with torch.autocast("cuda", dtype=dtype):
+            given = full if group == "low" else full.to(dtype)
+            return {name: call(given).dtype for name, call in table.items()}
+
+    wanted = torch.float32 if group == "high" else dtype
+    assert on(AMPERE, step)[0] == dict.fromkeys(table, wanted)
+
+
+def test_mixed_dtypes_are_promoted():
+    def step(bench):
+        full = torch.zeros(64, 64, device="cuda")
+        with torch.autocast("cuda"):
+            return torch.addcmul(full, full.half(), full.half()).dtype, torch.cat([full, full.half()]).dtype
+
+    assert on(AMPERE, step)[0] == (torch.float32, torch.float32)
+
+
+def test_weights_are_cast_once_and_let_go_at_the_end():
+    model = nn.Linear(1024, 1024, bias=False)
+
+    def step(bench):
+        x = torch.zeros(1, 1024, device="cuda")
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda"):
+            model(x)
+            once = torch.cuda.memory_allocated() - before
+            model(x)
+            twice = torch.cuda.memory_allocated() - before
+        return once >= 2 * MIB, twice - once < MIB, torch.cuda.memory_allocated() - before < 9 * MIB
+
+    assert on(AMPERE, step, model)[0] == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: torch.autocast("cuda"), lambda: torch.autocast(device_type="cuda", dtype=torch.float16),
+        lambda: torch.amp.autocast("cuda"),
+    ],
+)  # fmt: skip
+def test_what_code_asks_of_autocast(context):
+    def step(bench):
+        with context():
+            inside = torch.is_autocast_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        with torch.autocast("cuda", enabled=False):
+            return inside, torch.is_autocast_enabled("cuda")
+
+    assert on(AMPERE, step)[0] == ((True, True, torch.float16), False)
+
+
+def test_softmax_in_half_precision_makes_no_copy():
+    def step(bench):
+        x = torch.zeros(MIB, 4, device="cuda", dtype=torch.float16)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        x.softmax(-1, dtype=torch.float32)
+        return torch.cuda.max_memory_allocated() - before
+
+    assert on(AMPERE, step)[0] == 16 * MIB
+
+
+# --- workspaces ---
+
+
+def test_each_thread_has_a_workspace_of_the_cards_size():
+    model = nn.Linear(64, 64, bias=False)
+
+    def step(bench):
+        loss = model(torch.zeros(1, 64, device="cuda")).sum()
+        forward = torch.cuda.memory_allocated()
+        loss.backward()
+        return forward
+
+    weights = 64 * 64 * 4
+    forward, ampere = on(AMPERE, step, model)
+    assert 8_519_680 < forward < 8_519_680 + 2 * weights
+    model.weight.grad = None
+    assert ampere.allocated_bytes == weights + 2 * 8_519_680
+    _, hopper = on(HOPPER, step, model)
+    model.weight.grad = None
+    assert hopper.allocated_bytes == weights + 2 * 32 * MIB
+
+
+def test_convolutions_widen_the_upper_end_only():
+    model = nn.Conv2d(32, 32, 3, padding=1)
+    _, bench = on(AMPERE, lambda bench: model(torch.zeros(64, 32, 64, 64, device="cuda")).sum().backward(), model)
+    usage = bench.device.usage()
+    patches = 64 * 32 * 9 * 64 * 64 * 4
+    assert usage.peak_reserved_bytes < patches
+    assert patches < usage.peak_upper_bytes < 2 * patches
+
+
+def test_a_workspace_that_does_not_fit_refuses_nothing():
+    model = nn.Conv2d(32, 32, 3, padding=1)
+    _, bench = on("200MiB", lambda bench: model(torch.zeros(64, 32, 64, 64, device="cuda")).sum(), model)
+    assert bench.device.usage().peak_upper_bytes <= 200 * MIB

@@ -1,0 +1,492 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from simulation.worlds import Bench, bytes_of, rounded
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from oomprobe.errors import UnreliableError
+
+MIB = 2**20
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def train(model, optimizer, batch_size, device=None, **options):
+    def step():
+        x, y = torch.randn(batch_size, 64, device=device), torch.randint(10, (batch_size,), device=device)
+        optimizer.zero_grad(**options)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+# --- nothing real is touched ---
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cuda", "cuda:0"])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_step_changes_no_real_tensor(device, foreach):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    F.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.randint(10, (4,))).backward()
+    optimizer.step()  # mid-life: real state
+    optimizer.zero_grad()
+    kept = [(t, t.detach().clone()) for t in [*model.parameters(), *model.buffers()]]
+    state = copy.deepcopy(optimizer.state_dict())
+
+    def step():
+        optimizer.zero_grad()
+        x = torch.randn(64, 3, 8, 8, device=device)
+        loss = F.cross_entropy(model(x), torch.randint(10, (64,), device=device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    bench = Bench(model)
+    bench.device.place([t for one in optimizer.state.values() for t in one.values() if t.dim()])
+    bench.run(step, times=3)
+    assert all(torch.equal(tensor, before) for tensor, before in kept)
+    for after, before in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True):
+        assert all(torch.equal(after[name], before[name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
+def test_afterwards_a_real_step_runs():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    Bench(model).run(train(model, optimizer, 32), times=2)
+    for parameter in model.parameters():
+        parameter.grad = None
+    optimizer.state.clear()
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, 8)()
+    assert not torch.equal(model[0].weight, before)
+    assert type(model[0].weight.grad) is torch.Tensor
+
+
+def test_what_was_put_in_place_is_gone_afterwards():
+    before = (torch.cuda.is_available, torch.Tensor.backward, torch.amp.autocast.__init__, nn.Module._apply)
+    bench = Bench(net())
+    with pytest.raises(KeyError, match="mine"):
+        bench.run(lambda: {}["mine"])
+    assert before == (torch.cuda.is_available, torch.Tensor.backward, torch.amp.autocast.__init__, nn.Module._apply)
+    x = torch.randn(4, 4, requires_grad=True)
+    y = F.dropout(x, 0.5)
+    assert "NativeDropout" not in type(y.grad_fn).__name__  # the CPU's own branch again
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.stack([x.bfloat16(), x]).dtype is torch.float32  # of the CPU's list
+
+
+# --- what is counted ---
+
+
+def test_parameters_buffers_and_state_are_counted_to_the_block():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    bench = Bench(model)
+    weights = bytes_of(*model.parameters())
+    assert bench.allocated_bytes == weights
+    bench.run(train(model, optimizer, 32, "cuda"), times=2)
+    workspaces = 2 * 8_519_680  # the main thread's and backward's
+    assert bench.allocated_bytes == 4 * weights + workspaces  # with gradients and two moments; steps stay on the host
+    optimizer.zero_grad()
+    assert bench.allocated_bytes == 3 * weights + workspaces
+
+
+def test_activations_count_while_they_are_alive():
+    bench = Bench()
+
+    def step():
+        x = torch.zeros(MIB, device="cuda")
+        y = x + 1
+        del x
+        return y * 2
+
+    bench.run(step)
+    assert bench.peak_bytes == 8 * MIB
+    assert bench.allocated_bytes == 0  # the result died with the call's return value
+
+
+def test_a_host_batch_counts_from_when_it_is_moved():
+    bench = Bench(net())
+    weights = bench.allocated_bytes
+
+    def step():
+        x = torch.randn(MIB, 64)  # 256 MiB of the host's
+        at_host = torch.cuda.memory_allocated()
+        x = x.to("cuda")
+        return at_host, torch.cuda.memory_allocated()
+
+    assert bench.run(step) == (weights, weights + 256 * MIB)
+
+
+def test_a_host_batch_that_meets_the_model_is_on_the_card():
+    model = net()
+    bench = Bench(model)
+    weights = bench.allocated_bytes
+
+    def step():
+        x = torch.randn(MIB, 64)
+        with torch.no_grad():
+            model[0](x)
+        return x.device.type, torch.cuda.memory_allocated()
+
+    assert bench.run(step) == ("cuda", weights + 256 * MIB + 8_519_680)
+
+
+def test_a_slice_of_a_real_data_set_counts_as_what_it_is():
+    data, model = torch.randn(4096, 64), net()
+    bench = Bench(model)
+    weights = bench.allocated_bytes
+
+    def step():
+        x = data[:128]
+        with torch.no_grad():
+            model[0](x)
+            model[0](x)  # moved once
+        return torch.cuda.memory_allocated()
+
+    assert bench.run(step) == weights + 128 * 64 * 4 + 8_519_680
+
+
+@pytest.mark.parametrize("pull", [lambda t: t.cpu(), lambda t: t.to("cpu"), lambda t: t.detach().cpu().clone()])
+def test_what_is_pulled_to_the_host_does_not_count(pull):
+    def step():
+        kept = pull(torch.zeros(MIB, device="cuda"))
+        return kept.device.type, torch.cuda.memory_allocated()
+
+    assert Bench().run(step) == ("cpu", 0)
+
+
+def test_pinned_memory_does_not_count():
+    def step():
+        x = torch.zeros(MIB).pin_memory()
+        before = torch.cuda.memory_allocated()
+        return before, x.to("cuda", non_blocking=True).device.type
+
+    assert Bench().run(step) == (0, "cuda")
+
+
+def test_checkpointing_saves_memory_and_runs_its_forward_again():
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6))
+
+    def step(save):
+        x = torch.randn(4096, 256, device="cuda")
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False) if save else block(x)
+        x.sum().backward()
+
+    plain, saving = Bench(blocks), Bench(blocks)
+    plain.run(lambda: step(False))
+    for parameter in blocks.parameters():
+        parameter.grad = None
+    saving.run(lambda: step(True))
+    assert saving.peak_bytes < 0.5 * plain.peak_bytes
+    for parameter in blocks.parameters():
+        parameter.grad = None
+    old = Bench(blocks)
+
+    def reentrant():
+        x = torch.randn(4096, 256, device="cuda", requires_grad=True)
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        x.sum().backward()
+
+    old.run(reentrant)
+    assert old.peak_bytes < 0.5 * plain.peak_bytes
+
+
+def test_shared_storage_counts_once():
+    def step():
+        x = torch.zeros(MIB, device="cuda")
+        views = [x[:10], x.view(2, -1), x.detach(), x.t()]
+        return len(views), torch.cuda.memory_allocated()
+
+    assert Bench().run(step) == (4, 4 * MIB)
+
+
+def test_a_storage_that_is_resized_is_served_anew():
+    def step():
+        x = torch.zeros(16, device="cuda")
+        x.resize_(MIB)
+        return torch.cuda.memory_allocated()
+
+    assert Bench().run(step) == 4 * MIB
+
+
+# --- what code sees ---
+
+
+def test_devices_as_code_sees_them():
+    model = net()
+
+    def step():
+        x = torch.randn(4, 64, device=next(model.parameters()).device)
+        y = model(x)
+        y.sum().backward()
+        host = torch.zeros(3)
+        return [
+            next(model.parameters()).device, x.device, y.device, model[0].weight.grad.device,
+            torch.zeros_like(x).device, x.new_zeros(3).device, torch.tensor([1.0, 2.0], device="cuda").device,
+            torch.as_tensor(np.ones(3), device="cuda").device, host.cuda().device, host.to(0).device,
+            host.to(x).device, torch.arange(4, device="cuda").device, x.to(torch.float16).device,
+            x.half().device, x.type(torch.int32).device, torch.full((2,), 1.0, device=torch.device("cuda", 0)).device,
+        ], [host.device, x.cpu().device, torch.tensor([1]).device, x.to("cpu").device]  # fmt: skip
+
+    card, host = Bench(model).run(step)
+    assert {str(device) for device in card} == {"cuda:0"}
+    assert {str(device) for device in host} == {"cpu"}
+
+
+def test_is_cuda_and_its_like():
+    model = net()
+
+    def step():
+        x, host = torch.zeros(3, device="cuda"), torch.zeros(3)
+        return (x.is_cuda, x.is_cpu, x.get_device(), host.is_cuda, host.is_cpu, host.get_device()), model[0].weight.is_cuda
+
+    assert Bench(model).run(step) == ((True, False, 0, False, True, -1), True)
+
+
+def test_a_module_made_or_moved_inside():
+    model = net()
+
+    def step():
+        assert model.cuda() is model
+        assert model.to("cuda") is model
+        fresh = nn.Linear(8, 8).to("cuda")
+        there = nn.Linear(8, 8, device="cuda")
+        return {fresh.weight.device.type, there.weight.device.type, there(fresh(torch.zeros(2, 8, device="cuda"))).device.type}
+
+    assert Bench(model).run(step) == {"cuda"}
+
+
+def test_torch_cuda_answers_from_the_simulation():
+    def step():
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        x = torch.zeros(MIB, device="cuda")
+        end.record()
+        torch.cuda.synchronize()
+        del x
+        with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(0):
+            pass
+        answers = dict(
+            available=torch.cuda.is_available(), count=torch.cuda.device_count(), current=torch.cuda.current_device(),
+            allocated=torch.cuda.memory_allocated(), peak=torch.cuda.max_memory_allocated(),
+            reserved=torch.cuda.memory_reserved(), name=torch.cuda.get_device_name(),
+            total=torch.cuda.get_device_properties(0).total_memory, free=torch.cuda.mem_get_info()[0],
+            bf16=torch.cuda.is_bf16_supported(), stat=torch.cuda.memory_stats()["allocated_bytes.all.peak"],
+            took=start.elapsed_time(end) >= 0,
+        )  # fmt: skip
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        answers["after"] = torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
+        return answers
+
+    bench = Bench(card="H100-80GB")
+    answers = bench.run(step)
+    card = bench.device.card
+    assert answers == dict(
+        available=True, count=1, current=0, allocated=0, peak=4 * MIB, reserved=20 * MIB, name=card.full_name,
+        total=card.total_bytes, free=card.available_bytes - 20 * MIB, bf16=True, stat=4 * MIB, took=True, after=(0, 0),
+    )  # fmt: skip
+    assert bench.peak_bytes == 4 * MIB  # the trial's own peak is not the step's to reset
+
+
+# --- values that are not there ---
+
+
+def test_scalars():
+    def step():
+        loss = torch.zeros((), device="cuda") + 1
+        return loss.item(), float(loss), bool(torch.isnan(loss)), torch.tensor(3.5).item(), torch.arange(5)[2].item()
+
+    assert Bench().run(step) == (1.0, 1.0, False, 3.5, 2)
+
+
+def test_metrics_come_to_the_host():
+    def step():
+        loss, many = torch.zeros((), device="cuda"), torch.zeros(5, device="cuda")
+        return loss.detach().cpu().numpy(), many.cpu().numpy(), many.tolist(), many.cpu().tolist()
+
+    loss, many, listed, listed_at_host = Bench().run(step)
+    assert (float(loss), many.shape, listed, listed_at_host) == (1.0, (5,), [1.0] * 5, [1.0] * 5)
+    assert np.isfinite(many).all()
+
+
+def test_reading_a_count_is_noted_with_the_line():
+    bench = Bench()
+    assert bench.run(lambda: (torch.zeros(5, device="cuda") == 0).sum().item()) == 1
+    assert "test_world.py:" in bench.notes
+    assert "whole number" in bench.notes
+
+
+def test_a_card_tensor_is_no_array():
+    with pytest.raises(TypeError, match=r"Use Tensor\.cpu\(\)"):
+        Bench().run(lambda: torch.zeros(5, device="cuda").numpy())
+
+
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [
+        ("nonzero", lambda x: x.nonzero()),
+        ("index", lambda x: x[x > 0]),
+        ("masked_select", lambda x: x.masked_select(x > 0)),
+        ("unique", lambda x: x.unique()),
+    ],
+)
+def test_shapes_that_depend_on_values_are_refused_with_the_line(name, act):
+    with pytest.raises(UnreliableError, match=rf"aten::_?{name}.*test_world\.py:\d+.*real device"):
+        Bench().run(lambda: act(torch.zeros(5, device="cuda")))
+
+
+def test_small_host_tensors_keep_their_values():
+    def step():
+        lengths = torch.tensor([3, 5, 4])
+        mask = torch.arange(5)[None] < lengths[:, None]
+        return int(lengths.max()), mask.sum().item(), mask.nonzero().shape[0]
+
+    assert Bench().run(step) == (5, 12, 12)
+
+
+def test_large_host_tensors_cost_nothing():
+    def step():
+        return torch.randn(2**20, 2**20).shape  # 4 TiB
+
+    assert Bench().run(step) == (2**20, 2**20)
+
+
+def test_a_kernel_that_wants_addresses_is_refused():
+    with pytest.raises(UnreliableError, match=r"test_world\.py:\d+"):
+        Bench().run(lambda: torch.zeros(5, device="cuda").data_ptr())
+
+
+def test_sparse_tensors_are_named():
+    with pytest.raises(UnreliableError, match="sparse"):
+        Bench().run(lambda: torch.eye(3, device="cuda").to_sparse())
+
+
+def test_a_bug_of_the_step_stays_its_own():
+    bench = Bench(net())
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        bench.run(lambda: bench.model(torch.zeros(4, 63, device="cuda")))
+
+
+# --- out of memory ---
+
+
+def test_out_of_memory_is_torchs_own_and_leaves_nothing():
+    model = net()
+    bench = Bench(model, card="64MiB")
+    weights = bench.allocated_bytes
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory. Tried to allocate"):
+        bench.run(train(model, optimizer, 2**20, "cuda"))
+    for parameter in model.parameters():
+        parameter.grad = None
+    assert bench.allocated_bytes - weights in (0, 8_519_680, 2 * 8_519_680)
+
+
+def test_out_of_memory_in_backward_can_be_caught_by_the_step():
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+
+    def step():
+        try:
+            model(torch.randn(4096, 1024, device="cuda")).sum().backward()
+        except torch.OutOfMemoryError as error:
+            return "backward" in "".join(f.name for f in __import__("traceback").extract_tb(error.__traceback__))
+
+    bench = Bench(model, card="130MiB")
+    assert bench.run(step) is True
+
+
+# --- optimizers, scalers, averages ---
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
+        torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.ASGD,
+        torch.optim.Rprop, torch.optim.Adafactor,
+        lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True), lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.AdamW(p, foreach=False), lambda p: torch.optim.AdamW(p, amsgrad=True),
+        lambda p: torch.optim.Adam(p, capturable=True),
+    ],
+)  # fmt: skip
+def test_optimizers_run(make):
+    model = net()
+    bench = Bench(model)
+
+    def fresh():
+        bench.optimizer = getattr(bench, "optimizer", None) or make(model.parameters())
+        train(model, bench.optimizer, 16, "cuda")()
+
+    kept = [p.detach().clone() for p in model.parameters()]
+    bench.run(fresh, times=3)
+    assert all(torch.equal(p, k) for p, k in zip(model.parameters(), kept, strict=True))
+
+
+def test_foreach_is_chosen_as_on_a_card():
+    """A loop needs one temporary of the largest parameter at a time, foreach one of them all."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+
+    def peak(**options):
+        bench = Bench(model)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        bench.run(lambda: (model(torch.zeros(1, 1024, device="cuda")).sum().backward(), optimizer.step()), times=2)
+        for parameter in model.parameters():
+            parameter.grad = None
+        return bench.peak_bytes
+
+    assert peak() == peak(foreach=True) > peak(foreach=False)
+
+
+def test_a_scaler_steps_from_the_first_call():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        scaler = torch.amp.GradScaler("cuda")
+        assert scaler.is_enabled()
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = F.cross_entropy(model(torch.randn(8, 64, device="cuda")), torch.zeros(8, dtype=torch.long, device="cuda"))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    Bench(model).run(step, times=2)
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
+def test_averages_of_parameters():
+    model = net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    before = [p.detach().clone() for p in average.parameters()]
+    bench = Bench(model)
+    bench.device.place([*average.parameters(), *average.buffers()])
+    bench.run(lambda: average.update_parameters(model), times=2)
+    assert all(torch.equal(p, b) for p, b in zip(average.parameters(), before, strict=True))
+
+
+def test_the_same_call_twice_makes_the_same_tape():
+    model = net()
+    bench = Bench(model)
+    bench.run(train(model, torch.optim.AdamW(model.parameters()), 32), times=4)
+    _, second, third, fourth = bench.device._calls
+    assert (second.core, second.sizes) == (third.core, third.sizes)
+    assert third == fourth
+    assert third.closed
+    assert not second.closed  # it freed gradients that the first call had made among its optimizer state
+    assert rounded(1) == 512

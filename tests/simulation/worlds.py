@@ -1,0 +1,54 @@
+"""A simulated card for tests: place a model on it, run steps, and ask what they took."""
+
+import contextlib
+
+import torch
+
+from oomprobe.devices.simulated import SimulatedDevice
+
+
+class Bench:
+    """One card, one model; `run` calls a step in the simulated world and gives back what it returns."""
+
+    def __init__(self, model=None, card="8GiB", **options):
+        self.device = SimulatedDevice(card, **options)
+        self.model = model
+        if model is not None:
+            self.device.place([*model.parameters(), *model.buffers()])
+        self.device.start_trial()
+
+    def run(self, step, times=1):
+        with contextlib.ExitStack() as stack:
+            for _ in range(times):
+                with self.device.session():
+                    result = step()
+            stack.pop_all()
+        return result
+
+    @property
+    def allocated_bytes(self):
+        return self.device.live_bytes()
+
+    @property
+    def peak_bytes(self):
+        return self.device.usage().peak_allocated_bytes
+
+    @property
+    def notes(self):
+        return " ".join(self.device.notes)
+
+
+def rounded(nbytes):
+    return -(-nbytes // 512) * 512
+
+
+def bytes_of(*tensors):
+    return sum(rounded(t.numel() * t.element_size()) for t in tensors)
+
+
+def snapshot(model):
+    return [(t, t.detach().clone(), t.grad) for t in [*model.parameters(), *model.buffers()]]
+
+
+def unchanged(kept):
+    return all(torch.equal(t, copy) and t.grad is grad for t, copy, grad in kept)
