@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING
 import oomprobe
 from oomprobe import errors
 from oomprobe.report import trials_table
+from oomprobe.scope import scope
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +129,7 @@ def _save(result: ProbeResult, path: str) -> None:
         raise errors.InvalidArgumentError(f"--json {path!r} cannot be written: {error}") from None
 
 
-@contextlib.contextmanager
+@scope
 def _stdout_kept(*, for_good: bool) -> Iterator[IO[str]]:
     """Give stdout to the answer alone: what anybody else writes to it, or to its descriptor, goes to stderr.
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 
 from oomprobe.devices.base import Usage
+from oomprobe.scope import scope
 from oomprobe.verdict import Evidence, Verdict, classify_error
 
 NEARLY_NOTHING = 0.01  # share of the device: less than this free counts as full
@@ -57,7 +58,7 @@ class AcceleratorDevice:
         own = self._torch.memory_reserved(self.torch_device)
         return min(int(free + own), int(self._fraction() * self.total_bytes))
 
-    @contextmanager
+    @scope
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         if limit_bytes is None:
             yield

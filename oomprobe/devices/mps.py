@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from oomprobe.devices.accelerator import NEARLY_NOTHING, kernel_answers
 from oomprobe.devices.base import Usage
+from oomprobe.scope import scope
 
 # aten/src/ATen/mps/MPSAllocator.h: the high watermark when nothing else was asked for
 DEFAULT_HIGH_WATERMARK = 1.7
@@ -38,7 +39,7 @@ class MpsDevice:
         self.release()
         return self.total_bytes
 
-    @contextmanager
+    @scope
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         # Unified memory: without a limit of our own the whole machine would swap before an error comes.
         torch.mps.set_per_process_memory_fraction((limit_bytes or self.total_bytes) / self.total_bytes)

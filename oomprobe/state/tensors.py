@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from oomprobe.scope import scope
 from oomprobe.state.compare import same_tensors
 
 # Answers of `_same_bytes` by storage and copy: many tensors may look at one storage.
 _COMPARED: ContextVar[dict[tuple[int, int], bool] | None] = ContextVar("_COMPARED", default=None)
 
 
-@contextmanager
+@scope
 def once_per_storage() -> Iterator[None]:
     """Inside, each storage is compared and written once, however many tensors look at it."""
     token = _COMPARED.set({})
