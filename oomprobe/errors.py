@@ -144,6 +144,10 @@ def _hint(error: BaseException, batch_size: int) -> str:
 
 
 def _of_both_classes(error: BaseException) -> StepFailedError:
+    if isinstance(
+        error, OomProbeError
+    ):  # of another probe, inside the step: its class would say that this one failed so
+        return StepFailedError(_text_of(error))
     try:
         both = type(f"StepFailedError[{type(error).__name__}]", (StepFailedError, type(error)), {})
         failed: object = _builtin_base(both).__new__(both, *error.args)

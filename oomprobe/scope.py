@@ -22,7 +22,7 @@ class Scope(Generic[T]):
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> bool:
+    ) -> bool | None:
         if error is None:
             next(self._body, None)
             return False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from oomprobe.devices import Device
-from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, TimeLimitError, UnreliableError
+from oomprobe.errors import DeviceLostError, StepFailedError, TimeLimitError, UnreliableError
 from oomprobe.idle import refuse_idle
 from oomprobe.interrupts import TimeUp
 from oomprobe.leaks import Baseline
@@ -15,6 +15,7 @@ from oomprobe.options import Options
 from oomprobe.plan import plan
 from oomprobe.progress import Reporter
 from oomprobe.result import Phase, Trial
+from oomprobe.scope import scope
 from oomprobe.search import Found, Reply
 from oomprobe.state import Keeper
 from oomprobe.trial import MAX_CALLS, Request, Trials
@@ -63,10 +64,11 @@ class Workbench:
         """Bring the process to the state in which its memory is counted."""
 
         def step() -> None:
-            self._one_step(batch_size)
+            self._call_once(batch_size)
             self._warmed_at = batch_size
 
-        self.device.warm(step)
+        with self._in_time(batch_size):
+            self.device.warm(step)
 
     def confirm_only(self, size: int) -> Found:
         """Ask for one size under the cap, and again where that fails or the cap turns out too high.
@@ -189,7 +191,8 @@ class Workbench:
     def _prime(self, size: int) -> None:
         if size not in self._primed:
             self._primed.add(size)
-            self.device.prime(lambda: self._one_step(size))
+            with self._in_time(size):
+                self.device.prime(lambda: self._call_once(size))
 
     def _smaller_passed(self, size: int) -> bool:
         """Whether what fails now has run at a smaller size, or at this one with more memory."""
@@ -253,17 +256,23 @@ class Workbench:
         return replace(trial, leaked_bytes=leaked_bytes)
 
     def _flush(self) -> None:
-        try:
-            self._one_step(self.options.sizes.first)
-        except OomProbeError:
-            raise
-        except Exception:  # the leak itself may fill the memory; it is measured next
-            self._keeper.drop_gradients()
+        size = self.options.sizes.first
+        with self._in_time(size):
+            try:
+                self._call_once(size)
+            except Exception:  # the leak itself may fill the memory; it is measured next
+                self._keeper.drop_gradients()
 
-    def _one_step(self, batch_size: int) -> None:
+    def _call_once(self, batch_size: int) -> None:
+        self._trials.call_once(batch_size, self._deadline_s())
+
+    @scope
+    def _in_time(self, batch_size: int) -> Iterator[None]:
+        """Around calls outside any trial. Until here our time limit is a `TimeUp`: an error would pass for the step's."""
         try:
-            self._trials.call_once(batch_size, self._deadline_s())
-        except TimeUp:
+            yield
+        except TimeUp as up:
+            self._trials.interrupts.check_own(up)
             raise self._time_is_up(batch_size) from None
 
     # --- when to stop ---
@@ -294,10 +303,9 @@ class Workbench:
 
     def _work_at(self, batch_size: int) -> Work | None:
         """None where that size does not run."""
-        try:
-            with self.device.cap(None):
-                return count_work(lambda: self._one_step(batch_size))
-        except OomProbeError:
-            raise
-        except Exception:
-            return None
+        with self._in_time(batch_size):
+            try:
+                with self.device.cap(None):
+                    return count_work(lambda: self._call_once(batch_size))
+            except Exception:
+                return None
