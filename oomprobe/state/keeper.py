@@ -14,8 +14,9 @@ from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.state.capture import has_state, reachable
 from oomprobe.state.late import KeptLate
 from oomprobe.state.objects import KeptModule, KeptObject
+from oomprobe.state.storage import once_per_storage
 from oomprobe.state.surroundings import Surroundings
-from oomprobe.state.tensors import KeptTensor, KeptWhole, copy_storages, once_per_storage, plain_parts, storages_of
+from oomprobe.state.tensors import KeptTensor, KeptWhole, copy_storages, plain_parts, storages_of
 from oomprobe.state.values import Kept, Memory
 from oomprobe.units import format_bytes
 
