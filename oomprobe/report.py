@@ -176,6 +176,12 @@ def _facts(result: ProbeResult) -> list[str]:
 
 
 def _limit(result: ProbeResult) -> list[str]:
+    if _is_check(result):
+        step = "" if result.limiting_step is None else f"; step {result.limiting_step!r} takes the most memory"
+        return [
+            f"batch {result.batch_size} was asked for, and ran{step}",
+            "no other size was tried: larger ones may fit too (find_max_batch looks for them)",
+        ]
     failing = result.first_failing_batch_size
     failed = "no size" if failing is None else f"batch {failing}"
     step = "" if result.limiting_step is None else f", in step {result.limiting_step!r}"
@@ -183,6 +189,13 @@ def _limit(result: ProbeResult) -> list[str]:
         f"batch {result.limit_batch_size} is the largest that ran, {failed} failed with all the memory",
         f"limited by {_LIMITS.get(result.limited_by, result.limited_by)}{step}",
     ]
+
+
+def _is_check(result: ProbeResult) -> bool:
+    """Whether one size was checked, without a search, which would begin by growing."""
+    return {t.batch_size for t in result.trials} == {result.batch_size} and not any(
+        t.phase in ("grow", "bisect") for t in result.trials
+    )
 
 
 def _throughput(result: ProbeResult) -> list[str]:

@@ -518,6 +518,26 @@ def test_the_limiting_step_is_named():
     assert sentence(a_result(limiting_step="eval"), "limited by").endswith(", in step 'eval'")
 
 
+def checked(**changes):
+    trials = (a_trial(8, phase=Phase.CONFIRM), a_trial(8, phase=Phase.RECHECK))
+    return a_result(batch_size=8, limit_batch_size=8, limited_by="max_batch", trials=trials, **changes)
+
+
+def test_a_check_asks_for_one_size_and_says_nothing_of_a_limit():
+    text = report.text(checked())
+    assert "limit       batch 8 was asked for, and ran\n" in text
+    assert "no other size was tried: larger ones may fit too (find_max_batch looks for them)\n" in text
+    assert "max_batch of the call" not in text
+    assert "is the largest that ran" not in text
+    assert "and ran; step 'eval' takes the most memory\n" in report.text(checked(limiting_step="eval"))
+
+
+def test_a_search_that_tried_one_size_was_limited_by_max_batch():
+    grown = (a_trial(8, phase=Phase.GROW), a_trial(8, phase=Phase.CONFIRM))
+    result = dataclasses.replace(checked(), trials=grown)
+    assert "limited by the max_batch of the call, not memory" in report.text(result)
+
+
 def test_an_example_plan_is_the_power_of_two_of_at_least_four_batches():
     for batch_size, example in ((1, 4), (2, 8), (3, 16), (64, 256), (65, 512)):
         assert f"for example global batch {example} =" in report.text(a_result(batch_size=batch_size))
