@@ -11,7 +11,7 @@ from oomprobe.streams import stdout_kept, tell, write
 def test_what_others_print_goes_to_stderr_and_the_answer_to_stdout(capfd):
     before = sys.stdout
     with stdout_kept(for_good=False) as answers:
-        print("from Python")
+        sys.stdout.write("from Python\n")
         os.write(1, b"from below\n")
         write(answers, "42\n")
     assert sys.stdout is before
