@@ -13,6 +13,7 @@ from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError
 from oomprobe.interrupts import Interrupts
 from oomprobe.options import Options, StepFn, check_model, check_size, named_steps, refuse_ranks
 from oomprobe.progress import reporter
+from oomprobe.questions import confirm_only, run_plan
 from oomprobe.report import trials_table
 from oomprobe.result import ProbeResult, Trial
 from oomprobe.scope import scope
@@ -113,7 +114,7 @@ def find_max_batch(
         found = search.find(bench.ask, options.sizes, capped=memory_fraction < 1, enough=bench.enough)
         if found.batch_size is None:
             raise summary.nothing_fits(bench)
-        bench.run_plan(found.batch_size)
+        run_plan(bench, found.batch_size)
     return summary.result(bench, found)
 
 
@@ -168,7 +169,7 @@ def check(
     )
     with _workbench(model, step_fn, device, preserve, options, progress) as bench:
         bench.warm(warm_size)
-        found = bench.confirm_only(batch_size)
+        found = confirm_only(bench, batch_size)
         if found.batch_size is None:
             raise summary.nothing_fits(bench)
     return summary.result(bench, found)

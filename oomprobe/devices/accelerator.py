@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from oomprobe.devices.base import Usage
+from oomprobe.devices.plain import PlainDevice
 from oomprobe.scope import scope
 from oomprobe.verdict import Evidence, Verdict, classify_error
 
@@ -22,10 +23,8 @@ NEARLY_NOTHING = 0.01  # share of the device: less than this free counts as full
 INTEGRATED_NAMES = ("is_integrated", "is_integrated_gpu")  # what torch.cuda and torch.xpu call it
 
 
-class AcceleratorDevice:
+class AcceleratorDevice(PlainDevice):
     """One accelerator with a caching allocator."""
-
-    on_host = False
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         """Open a device.
@@ -42,15 +41,6 @@ class AcceleratorDevice:
         self.total_bytes = int(properties.total_memory)
         self.integrated = any(bool(getattr(properties, name, False)) for name in INTEGRATED_NAMES)
         self._counters = (0, 0)
-
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def warm(self, step: Callable[[], object]) -> None:
-        """Nothing: the first trial that passes has loaded the kernels."""
-
-    def prime(self, step: Callable[[], object]) -> None:
-        """Nothing to do."""
 
     def available_bytes(self) -> int:
         self.release()

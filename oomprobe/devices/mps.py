@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 
 import torch
 
 from oomprobe.devices.accelerator import NEARLY_NOTHING, kernel_answers
 from oomprobe.devices.base import Usage
+from oomprobe.devices.plain import PlainDevice
 from oomprobe.scope import scope
 
 # aten/src/ATen/mps/MPSAllocator.h: the high watermark when nothing else was asked for
 DEFAULT_HIGH_WATERMARK = 1.7
 
 
-class MpsDevice:
+class MpsDevice(PlainDevice):
     """The one Metal device of a Mac."""
 
-    on_host = False
     name = "Apple MPS"
 
     def __init__(self) -> None:
         self.torch_device = torch.device("mps", 0)
         self.total_bytes = int(torch.mps.recommended_max_memory())
-
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def warm(self, step: Callable[[], object]) -> None:
-        """Nothing to do."""
-
-    def prime(self, step: Callable[[], object]) -> None:
-        """Nothing to do."""
 
     def available_bytes(self) -> int:
         self.release()
