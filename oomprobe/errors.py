@@ -120,6 +120,13 @@ def target_failed(error: BaseException, target: str) -> StepFailedError:
     return failed
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to a user's exception, also where its class refuses attributes."""
+    notes = vars(error).setdefault("__notes__", [])
+    if isinstance(notes, list):
+        notes.append(text)
+
+
 def _no_answer(batch_size: int, largest_passed: int | None) -> str:
     if largest_passed is None or largest_passed >= batch_size:
         return ", so no batch size would answer it: the same error comes without oomprobe"
@@ -137,6 +144,10 @@ def _hint(error: BaseException, batch_size: int) -> str:
 
 
 def _of_both_classes(error: BaseException) -> StepFailedError:
+    if isinstance(
+        error, OomProbeError
+    ):  # of another probe, inside the step: its class would say that this one failed so
+        return StepFailedError(_text_of(error))
     try:
         both = type(f"StepFailedError[{type(error).__name__}]", (StepFailedError, type(error)), {})
         failed: object = _builtin_base(both).__new__(both, *error.args)

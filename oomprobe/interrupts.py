@@ -15,7 +15,14 @@ EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports for a process tha
 
 
 class TimeUp(BaseException):
-    """Raised inside a step when its time has passed. Not an Exception, so that no step swallows it."""
+    """Raised inside a step when its time has passed. Not an Exception, so that no step swallows it.
+
+    ``of`` is whose time: a step may run a probe of its own, through which this passes.
+    """
+
+    def __init__(self, of: Interrupts | None = None) -> None:
+        super().__init__()
+        self.of = of
 
 
 class Interrupts:
@@ -59,6 +66,11 @@ class Interrupts:
         """Let signals through, and raise `TimeUp` at `deadline_s` on the monotonic clock."""
         return _Allowed(self, deadline_s)
 
+    def check_own(self, up: TimeUp) -> None:
+        """Raise what is about the time of another probe, around this one."""
+        if up.of is not self:
+            raise up
+
     def _let_through(self, deadline_s: float | None) -> None:
         self._deliver_pending()
         try:
@@ -89,7 +101,7 @@ class Interrupts:
 
     def _deliver(self, number: int, frame: FrameType | None) -> None:
         if number == ALARM:
-            raise TimeUp
+            raise TimeUp(self)
         before = self._before[number]
         if callable(before):
             before(number, frame)
@@ -111,7 +123,7 @@ class _Allowed:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._interrupts._hold_back(self._deadline_s)
         if kind is None and self._deadline_s is not None and time.monotonic() > self._deadline_s:
-            raise TimeUp
+            raise TimeUp(self._interrupts)
 
 
 def _timer_is_free(alarm: int) -> bool:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 import tenacity
 
 from oomprobe.devices import Device
+from oomprobe.errors import UnreliableError
+from oomprobe.result import Trial
+from oomprobe.units import format_bytes
 
 TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay below it
 # Shares of the available memory. On the host oneDNN keeps code for each new shape (measured: 0.1 MiB a convolution),
@@ -39,7 +42,7 @@ class Baseline:
         self._live_bytes: int | None = None
         self._residue_bytes = 0  # above the baseline, and known not to come back
         self._tolerated_bytes = float(TOLERATED_BYTES)
-        self.refused_bytes = float("inf")
+        self._refused_bytes = float("inf")
 
     @property
     def known(self) -> bool:
@@ -50,7 +53,7 @@ class Baseline:
         """After the first trial that passed: optimizer state and library workspaces are there, and belong there."""
         self._live_bytes = self._device.live_bytes()
         self._tolerated_bytes = max(TOLERATED_BYTES, REPORTED_SHARE[self._kind] * available_bytes)
-        self.refused_bytes = REFUSED_SHARE[self._kind] * available_bytes
+        self._refused_bytes = REFUSED_SHARE[self._kind] * available_bytes
 
     def settle(self, *, passed: bool) -> int:
         """Clean up after a trial, and return the bytes that did not come back (0 when tolerably few)."""
@@ -62,6 +65,17 @@ class Baseline:
         if leaked_bytes > self._residue_bytes + self._tolerated_bytes:
             leaked_bytes = self._residue_bytes = self._reclaim()
         return leaked_bytes if leaked_bytes > self._tolerated_bytes else 0
+
+    def refuse(self, trial: Trial, trials: tuple[Trial, ...]) -> None:
+        """Raise where what a trial left would make the answer a wrong one."""
+        if trial.leaked_bytes > self._refused_bytes:
+            raise UnreliableError(
+                f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
+                "collecting garbage and a step at the smallest size, so every later trial would have less memory and "
+                "the answer would be too small. Something keeps tensors of each step: a list of losses that still have "
+                "their graph (append loss.item()), a cache keyed by shape, an output kept in an attribute",
+                trials=trials,
+            )
 
     def _leaked_bytes(self) -> int:
         return 0 if self._live_bytes is None else max(0, self._device.live_bytes() - self._live_bytes)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from oomprobe import search, summary
 from oomprobe.devices import Device, choose_device
-from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError, UnreliableError
+from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError, UnreliableError, add_note
 from oomprobe.interrupts import Interrupts
 from oomprobe.options import Options, StepFn, check_model, check_size, named_steps, refuse_ranks
 from oomprobe.progress import reporter
+from oomprobe.questions import confirm_only, run_plan
 from oomprobe.report import trials_table
 from oomprobe.result import ProbeResult, Trial
+from oomprobe.scope import scope
 from oomprobe.state import Keeper
 from oomprobe.trial import Trials
 from oomprobe.watch import OptimizerWatch
@@ -113,7 +114,7 @@ def find_max_batch(
         found = search.find(bench.ask, options.sizes, capped=memory_fraction < 1, enough=bench.enough)
         if found.batch_size is None:
             raise summary.nothing_fits(bench)
-        bench.run_plan(found.batch_size)
+        run_plan(bench, found.batch_size)
     return summary.result(bench, found)
 
 
@@ -168,13 +169,13 @@ def check(
     )
     with _workbench(model, step_fn, device, preserve, options, progress) as bench:
         bench.warm(warm_size)
-        found = bench.confirm_only(batch_size)
+        found = confirm_only(bench, batch_size)
         if found.batch_size is None:
             raise summary.nothing_fits(bench)
     return summary.result(bench, found)
 
 
-@contextmanager
+@scope
 def _workbench(
     model: torch.nn.Module,
     step_fn: StepFn | Mapping[str, StepFn],
@@ -211,7 +212,7 @@ def _workbench(
                 lost, error.snapshot = not chosen.on_host, keeper.host_copy()
                 raise
             except (KeyboardInterrupt, SystemExit) as interruption:
-                interruption.add_note("oomprobe was interrupted; the trials so far:\n" + trials_table(bench.trials))
+                add_note(interruption, "oomprobe was interrupted; the trials so far:\n" + trials_table(bench.trials))
                 raise
             finally:
                 status.close()
@@ -219,7 +220,7 @@ def _workbench(
                 bench.state_verified = not lost and _verified(keeper, bench)
 
 
-@contextmanager
+@scope
 def _told_as_lost(bench: Workbench) -> Iterator[None]:
     """A sticky error may show itself outside a step, while memory is measured or given back."""
     try:

@@ -98,7 +98,7 @@ class Trials:
         interrupts: Interrupts,
     ) -> None:
         self._device, self._model, self._steps = device, model, steps
-        self._optimizers, self._watch, self._interrupts = optimizers, watch, interrupts
+        self._optimizers, self._watch, self.interrupts = optimizers, watch, interrupts
         self._restore_modes = restore_modes
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self.in_steps_s = 0.0
@@ -115,7 +115,8 @@ class Trials:
         try:
             with self._device.cap(request.cap_bytes):
                 self._run_steps(request, run)
-        except TimeUp:
+        except TimeUp as up:
+            self.interrupts.check_own(up)
             run.verdict = Verdict.TIMED_OUT
         except StoppedStepping:
             raise UnreliableError(STOPPED_STEPPING.format(calls=MAX_CALLS, size=request.batch_size)) from None
@@ -214,7 +215,7 @@ class Trials:
     def _call(self, step: StepFn, request: Request, run: _Run) -> None:
         started = time.perf_counter()
         try:
-            with self._interrupts.allowed(request.deadline_s):
+            with self.interrupts.allowed(request.deadline_s):
                 step(self._model, request.batch_size)
                 self._device.synchronize()
         finally:
@@ -233,7 +234,11 @@ class Trials:
         return not any(self._expected.values())
 
     def call_once(self, batch_size: int, deadline_s: float | None) -> None:
-        """Call every step once at one size, outside any trial."""
+        """Call every step once at one size, outside any trial.
+
+        Raises:
+            TimeUp: its time passed. Whatever else comes, a `TimeLimitError` too, is the step's own.
+        """
         request = Request(batch_size=batch_size, phase=Phase.GROW, steps=1, deadline_s=deadline_s)
         for step in self._steps.values():
             if len(self._steps) > 1:

@@ -16,6 +16,9 @@ from typing import Any
 from oomprobe import error_texts as table
 from oomprobe.error_texts import ERROR_TEXTS, ErrorText
 
+# What another probe, run inside the step, has judged already: its text quotes an out of memory that it has handled, and
+# one class is a MemoryError. A lost device is lost to this probe too.
+_OURS, _LOST = "oomprobe.errors.OomProbeError", "oomprobe.errors.DeviceLostError"
 _SPEAKERS = frozenset({"builtins.RuntimeError", "builtins.MemoryError"})
 MAX_LINKS = 64  # a chain deeper than this was not made by torch
 MAX_TEXT = 16_000  # characters kept of each end of a text: the cause stands first, or last below a traceback
@@ -104,7 +107,7 @@ def facts_of(exc: object) -> Facts:
         if issubclass(type(error), BaseException) and id(error) not in seen:
             seen.add(id(error))
             links.append(_link_of(error))
-            waiting.extend(_carried_by(error))
+            waiting.extend([] if _is_judged(links[-1]) else _carried_by(error))
     return Facts(links=tuple(links))
 
 
@@ -181,8 +184,13 @@ _RULES: tuple[Callable[[Link], ErrorText | None], ...] = (
 
 
 def _deciding_row(facts: Facts) -> ErrorText | None:
-    found = (rule(link) for rule in _RULES for link in facts.links)
+    telling = [link for link in facts.links if not _is_judged(link)]
+    found = (rule(link) for rule in _RULES for link in telling)
     return next((row for row in found if row is not None), None)
+
+
+def _is_judged(link: Link) -> bool:
+    return _OURS in link.classes and _LOST not in link.classes
 
 
 def _may_say(link: Link, row: ErrorText) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from oomprobe.scope import scope
 
 
 class OptimizerWatch:
@@ -34,7 +35,7 @@ class OptimizerWatch:
             handle.remove()
 
 
-@contextmanager
+@scope
 def held_back(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module) -> Iterator[None]:
     """Make `step` and `zero_grad` do nothing, so that calls of a full step accumulate like micro-batches.
 

@@ -204,6 +204,13 @@ def test_a_failure_inside_a_probe_inside_a_step_is_told_by_the_outer_one():
     assert (outer.batch_size, outer.trials, inner.batch_size) == (8, (), 4)
 
 
+@pytest.mark.parametrize("kind", TREE)
+def test_an_error_of_ours_from_a_probe_inside_a_step_is_not_caught_as_ours(kind):
+    failed = step_failed(kind("of the inner probe"), batch_size=8, trials=())
+    assert [k for k in TREE if isinstance(failed, k)] == [StepFailedError]
+    assert f"with {kind.__name__}: {kind('of the inner probe')}" in str(failed)
+
+
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_an_exception_without_text_is_still_told(batch_size):
     failed = step_failed(Speechless("x"), batch_size=batch_size, trials=())
@@ -305,10 +312,8 @@ def test_an_error_of_our_kind_that_a_step_raises_outside_a_trial_is_left_to_its_
     def step(kind):
         raise kind("the step's own")
 
-    for kind in (errors.NothingFitsError, errors.UnreliableError, errors.InvalidArgumentError):
+    for kind in TREE:
         getattr(device, way)(lambda kind=kind: step(kind))
-    with pytest.raises(errors.TimeLimitError):
-        getattr(device, way)(lambda: step(errors.TimeLimitError))
 
 
 def test_notes_are_shown_once():

@@ -8,7 +8,8 @@ from test_linux import run_python
 
 from oomprobe.devices import Device, host, linux
 from oomprobe.devices.host import HostDevice
-from oomprobe.errors import NoDeviceError, TimeLimitError
+from oomprobe.errors import NoDeviceError
+from oomprobe.interrupts import TimeUp
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hold a process to a budget")
 
@@ -114,7 +115,7 @@ def test_a_warm_step_that_fails_is_left_to_the_first_trial(error):
     assert limits() == before
 
 
-@pytest.mark.parametrize("error", [TimeLimitError("over"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [TimeUp(), KeyboardInterrupt()])
 def test_a_warm_step_may_end_the_probe(error):
     def fail():
         raise error

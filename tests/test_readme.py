@@ -30,6 +30,8 @@ def test_the_house_is_the_house():
         assert (ROOT / "oomprobe" / name).exists(), name
     for path in (ROOT / "oomprobe").glob("*.py"):
         assert path.name.startswith("__") or path.name in drawn, f"{path.name} is not in the README's house"
+    for path in (ROOT / "oomprobe").glob("*/__init__.py"):
+        assert f"{path.parent.name}/" in drawn, f"{path.parent.name}/ is not in the README's house"
 
 
 def test_no_cuda_claim_without_evidence():

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from oomprobe.devices.base import Usage
+from oomprobe.devices.plain import PlainDevice
+from oomprobe.scope import scope
 from oomprobe.verdict import Evidence, Verdict, classify_error
 
 NEARLY_NOTHING = 0.01  # share of the device: less than this free counts as full
 INTEGRATED_NAMES = ("is_integrated", "is_integrated_gpu")  # what torch.cuda and torch.xpu call it
 
 
-class AcceleratorDevice:
+class AcceleratorDevice(PlainDevice):
     """One accelerator with a caching allocator."""
-
-    on_host = False
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         """Open a device.
@@ -42,22 +42,13 @@ class AcceleratorDevice:
         self.integrated = any(bool(getattr(properties, name, False)) for name in INTEGRATED_NAMES)
         self._counters = (0, 0)
 
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def warm(self, step: Callable[[], object]) -> None:
-        """Nothing: the first trial that passes has loaded the kernels."""
-
-    def prime(self, step: Callable[[], object]) -> None:
-        """Nothing to do."""
-
     def available_bytes(self) -> int:
         self.release()
         free, _ = self._torch.mem_get_info(self.torch_device)
         own = self._torch.memory_reserved(self.torch_device)
         return min(int(free + own), int(self._fraction() * self.total_bytes))
 
-    @contextmanager
+    @scope
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         if limit_bytes is None:
             yield

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from oomprobe.devices import linux, onednn
 from oomprobe.devices.accelerator import kernel_answers
 from oomprobe.devices.base import Usage
-from oomprobe.errors import NoDeviceError, TimeLimitError
+from oomprobe.errors import NoDeviceError
+from oomprobe.scope import scope
 from oomprobe.units import format_bytes
 
 # What a cold process may add in address space alone: a stack (8 MiB) and a malloc arena (64 MiB) for each thread.
@@ -88,8 +89,6 @@ class HostDevice:
         try:
             with _address_space((linux.process_bytes("VmSize") or 0) + room_bytes):
                 step()
-        except TimeLimitError:  # ours; any other is the step's own
-            raise
         except Exception:
             failed = True
         if failed:
@@ -99,7 +98,7 @@ class HostDevice:
     def available_bytes(self) -> int:
         return self._available_bytes
 
-    @contextmanager
+    @scope
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         self._cap_bytes = self._available_bytes if limit_bytes is None else limit_bytes
         free_before = linux.free_in_heap_bytes()
@@ -161,7 +160,7 @@ def _left_by_own_limits() -> list[int]:
     ]
 
 
-@contextmanager
+@scope
 def _address_space(limit_bytes: int, more_data_bytes: int | None = None) -> Iterator[None]:
     """Hold this process to an address space, and lift the limit before anything else runs.
 

@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
 
 import torch
 
 from oomprobe.devices.accelerator import NEARLY_NOTHING, kernel_answers
 from oomprobe.devices.base import Usage
+from oomprobe.devices.plain import PlainDevice
+from oomprobe.scope import scope
 
 # aten/src/ATen/mps/MPSAllocator.h: the high watermark when nothing else was asked for
 DEFAULT_HIGH_WATERMARK = 1.7
 
 
-class MpsDevice:
+class MpsDevice(PlainDevice):
     """The one Metal device of a Mac."""
 
-    on_host = False
     name = "Apple MPS"
 
     def __init__(self) -> None:
         self.torch_device = torch.device("mps", 0)
         self.total_bytes = int(torch.mps.recommended_max_memory())
 
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def warm(self, step: Callable[[], object]) -> None:
-        """Nothing to do."""
-
-    def prime(self, step: Callable[[], object]) -> None:
-        """Nothing to do."""
-
     def available_bytes(self) -> int:
         self.release()
         return self.total_bytes
 
-    @contextmanager
+    @scope
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         # Unified memory: without a limit of our own the whole machine would swap before an error comes.
         torch.mps.set_per_process_memory_fraction((limit_bytes or self.total_bytes) / self.total_bytes)

@@ -12,10 +12,12 @@ import torch
 from oomprobe.devices import linux
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.state.capture import has_state, reachable
+from oomprobe.state.hooks import KeptHooks
 from oomprobe.state.late import KeptLate
 from oomprobe.state.objects import KeptModule, KeptObject
+from oomprobe.state.storage import once_per_storage
 from oomprobe.state.surroundings import Surroundings
-from oomprobe.state.tensors import KeptTensor, KeptWhole, copy_storages, once_per_storage, plain_parts, storages_of
+from oomprobe.state.tensors import KeptTensor, KeptWhole, copy_storages, plain_parts, storages_of
 from oomprobe.state.values import Kept, Memory
 from oomprobe.units import format_bytes
 
@@ -60,6 +62,7 @@ class Keeper:
         self._surroundings = Surroundings(device_type)
         self._memory = Memory()
         self._modules: list[KeptModule] = []
+        self._hooks: list[KeptHooks] = []
         self._objects: list[KeptObject] = []
         self._grads: dict[int, tuple[torch.Tensor, Kept]] = {}
         self._seen: dict[int, object] = {}
@@ -122,8 +125,8 @@ class Keeper:
         return found + self._surroundings.differences()
 
     @property
-    def _restorables(self) -> list[KeptModule | KeptObject | KeptLate]:
-        return [*self._modules, *self._objects, *self._late.values()]
+    def _restorables(self) -> list[KeptModule | KeptHooks | KeptObject | KeptLate]:
+        return [*self._modules, *self._hooks, *self._objects, *self._late.values()]
 
     def start_over(self) -> None:
         """Before each trial: what only counts steps begins anew, so that trials do not run it off its end."""
@@ -187,26 +190,29 @@ class Keeper:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:
             self._memory.keep(parameter, hold=True)
-        self._keep_grads(parameters, late=late)
+        self._keep_grads_and_hooks(parameters, late=late)
 
     def _keep(self, value: object, *, late: bool) -> None:
         if isinstance(value, torch.nn.Module):
             self._modules.append(KeptModule(value, self._memory))
-            self._keep_grads(value.parameters(recurse=False), late=late)
+            self._hooks.append(KeptHooks(value, self._memory))
+            self._keep_grads_and_hooks(value.parameters(recurse=False), late=late)
         elif isinstance(value, torch.Tensor):
             self._memory.keep(value, hold=True)
-            self._keep_grads([value], late=late)
+            self._keep_grads_and_hooks([value], late=late)
         elif not isinstance(value, torch.utils.data.DataLoader):  # positions of loaders are not covered
             self._objects.append(KeptObject(value, self._memory))
             if isinstance(value, torch.optim.Optimizer):
                 self._optimizers.append(value)
                 self._keep_parameters(value, late=late)
 
-    def _keep_grads(self, parameters: Iterable[torch.Tensor], *, late: bool) -> None:
-        """A late optimizer's gradients are the step's own already: before it, there were none."""
+    def _keep_grads_and_hooks(self, parameters: Iterable[torch.Tensor], *, late: bool) -> None:
+        """A late optimizer's are the step's own already: before it, there were none."""
         for parameter in parameters:
             if id(parameter) not in self._grads:
                 self._grads[id(parameter)] = (parameter, self._memory.keep(None if late else parameter.grad))
+                if not late:
+                    self._hooks.append(KeptHooks(parameter, self._memory))
 
 
 def _with_submodules(value: object) -> Iterator[object]:

@@ -20,27 +20,19 @@ REGISTERS = {
     "_modules": "children",
     "_non_persistent_buffers_set": "non-persistent buffers",
 }
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
 
 
 class KeptModule:
-    """One module, without its children: parameters, buffers, mode, hooks, and which of each it had."""
+    """One module, without its children: parameters, buffers, mode, and which of each it had."""
 
     def __init__(self, module: torch.nn.Module, memory: Memory) -> None:
         self.module = module
         self._training = module.training
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             memory.keep(tensor, hold=True)
-        named = {**REGISTERS, **dict.fromkeys((name for name in HOOKS if name in vars(module)), "hooks")}
         self._registers: dict[str, tuple[str, Any, Kept]] = {
             name: (said, register, memory.keep(register, hold=True))
-            for name, said in named.items()
+            for name, said in REGISTERS.items()
             for register in [getattr(module, name)]
         }
         self._extra = _extra_state(module, memory)

@@ -3,56 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oomprobe.state.compare import same_tensors
-
-# Answers of `_same_bytes` by storage and copy: many tensors may look at one storage.
-_COMPARED: ContextVar[dict[tuple[int, int], bool] | None] = ContextVar("_COMPARED", default=None)
-
-
-@contextmanager
-def once_per_storage() -> Iterator[None]:
-    """Inside, each storage is compared and written once, however many tensors look at it."""
-    token = _COMPARED.set({})
-    try:
-        yield
-    finally:
-        _COMPARED.reset(token)
-
-
-def _same_bytes(storage: torch.UntypedStorage, kept: torch.Tensor) -> bool:
-    known = _COMPARED.get()
-    key = (storage._cdata, id(kept))
-    if known is not None and key in known:
-        return known[key]
-    answer = storage.nbytes() == kept.numel() and torch.equal(as_bytes(storage).cpu(), kept)
-    if known is not None:
-        known[key] = answer
-    return answer
-
-
-def _write(storage: torch.UntypedStorage, kept: torch.Tensor) -> None:
-    """Only where it differs: memory that was never written may be read-only, such as a mapped file."""
-    if _same_bytes(storage, kept):
-        return
-    if storage.nbytes() != kept.numel():
-        storage.resize_(kept.numel())
-    as_bytes(storage).copy_(kept)
-    known = _COMPARED.get()
-    if known is not None:
-        known[storage._cdata, id(kept)] = True
-
-
-def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage seen as a tensor of bytes, without a copy."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+from oomprobe.state.storage import KeptStorage
 
 
 def _is_wrapper(tensor: Any) -> bool:
@@ -82,12 +40,26 @@ class KeptTensor:
         self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
         self._dtype, self.device = tensor.dtype, tensor.device
         self._requires_grad = tensor.requires_grad and tensor.is_leaf
-        self.kept_bytes = torch.empty(0, dtype=torch.uint8)
-        self.taken = False
+        self._storage: KeptStorage | None = None
 
     @property
     def held(self) -> bool:
         return self._held is not None
+
+    @property
+    def taken(self) -> bool:
+        """Whether its bytes have been taken."""
+        return self._storage is not None
+
+    def take(self, storage: KeptStorage) -> None:
+        """Remember the memory it looks at."""
+        self._storage = storage
+
+    @property
+    def storage(self) -> KeptStorage:
+        """What was taken."""
+        assert self._storage is not None
+        return self._storage
 
     def let_go(self) -> None:
         """Keep the bytes alone."""
@@ -95,25 +67,22 @@ class KeptTensor:
 
     def on_host(self) -> torch.Tensor:
         """The tensor as it was, in host memory."""
-        return self._view_of(self.kept_bytes)
+        return self._view_of(self.storage.kept_bytes.untyped_storage())
 
-    def _view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        empty = torch.empty(0, dtype=self._dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), *self._geometry)
+    def _view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._geometry)
 
     def put_back(self) -> None:
         """Restore it, in place where it is still there."""
         with torch.no_grad():
-            tensor = self.watch()
+            tensor, storage = self.watch(), self.storage.put_back()
             if tensor is None:
-                tensor = self._made_anew()
+                tensor = self._view_of(storage)
                 self.watch = lambda: tensor
-                return
-            if self._held is not None:
+            elif self._held is not None:
                 tensor.data = self._held[1]
             elif not self._looks_same(tensor):
-                tensor.data = self._made_anew().detach()
-            _write(tensor.untyped_storage(), self.kept_bytes)
+                tensor.data = self._view_of(storage)
             if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
                 tensor.requires_grad_(self._requires_grad)
 
@@ -123,12 +92,10 @@ class KeptTensor:
         assert tensor is not None
         return tensor
 
-    def _made_anew(self) -> torch.Tensor:
-        return self._view_of(self.kept_bytes.to(self.device, copy=True)).requires_grad_(self._requires_grad)
-
     def _looks_same(self, tensor: torch.Tensor) -> bool:
         geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        return geometry == self._geometry and tensor.dtype == self._dtype and tensor.device == self.device
+        alike = geometry == self._geometry and tensor.dtype == self._dtype and tensor.device == self.device
+        return alike and self.storage.is_under(tensor)
 
     def differs(self, tensor: Any) -> bool:
         """Whether a tensor is not, bit for bit, what was kept."""
@@ -136,7 +103,7 @@ class KeptTensor:
             return True
         if (tensor.requires_grad and tensor.is_leaf) != self._requires_grad:
             return True
-        return not _same_bytes(tensor.untyped_storage(), self.kept_bytes)
+        return self.storage.differs(tensor.untyped_storage())
 
 
 def _nothing() -> None:
@@ -227,6 +194,6 @@ def storages_of(kept: Iterable[KeptTensor]) -> dict[int, tuple[torch.UntypedStor
 def copy_storages(storages: dict[int, tuple[torch.UntypedStorage, list[KeptTensor]]]) -> None:
     """Take the bytes, each storage once however many tensors look at it."""
     for storage, lookers in storages.values():
-        copy = as_bytes(storage).to("cpu", copy=True)
+        kept = KeptStorage(storage)
         for one in lookers:
-            one.kept_bytes, one.taken = copy, True
+            one.take(kept)

@@ -1,0 +1,84 @@
+"""Calls of the steps beside the trials: to warm the process, to prime a size, to flush a leak, to count work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from oomprobe.clock import Clock
+from oomprobe.devices import Device
+from oomprobe.interrupts import TimeUp
+from oomprobe.result import Trial
+from oomprobe.scope import scope
+from oomprobe.trial import Trials
+from oomprobe.work import Work, count_work
+
+
+class Aside:
+    """Calls each step once; what fails here is left to a trial, only the time limit ends the probe.
+
+    Args:
+        device: Where the steps run.
+        trials: Calls them.
+        recorded: The trials so far, for the error when time has passed.
+        clock: Knows until when.
+        drop_gradients: Lets go of the gradients of a failed call.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        trials: Trials,
+        recorded: Sequence[Trial],
+        clock: Clock,
+        drop_gradients: Callable[[], None],
+    ) -> None:
+        self._device, self._trials, self._recorded, self._clock = device, trials, recorded, clock
+        self._drop_gradients = drop_gradients
+        self._primed: set[int] = set()
+        self.warmed_at: int | None = None  # the size that ran, without a limit, to warm the process
+
+    def warm(self, size: int) -> None:
+        """Bring the process to the state in which its memory is counted."""
+
+        def step() -> None:
+            self._call(size)
+            self.warmed_at = size
+
+        with self._in_time(size):
+            self._device.warm(step)
+
+    def prime(self, size: int) -> None:
+        """Prepare the device for a size that was not tried before."""
+        if size not in self._primed:
+            self._primed.add(size)
+            with self._in_time(size):
+                self._device.prime(lambda: self._call(size))
+
+    def flush(self, size: int) -> None:
+        """Replace what a step keeps of its last batch."""
+        with self._in_time(size):
+            try:
+                self._call(size)
+            except Exception:  # the leak itself may fill the memory; it is measured next
+                self._drop_gradients()
+
+    def work_at(self, size: int) -> Work | None:
+        """The work of one call; None where that size does not run."""
+        with self._in_time(size):
+            try:
+                with self._device.cap(None):
+                    return count_work(lambda: self._call(size))
+            except Exception:
+                return None
+
+    def _call(self, size: int) -> None:
+        self._trials.call_once(size, self._clock.deadline_s())
+
+    @scope
+    def _in_time(self, size: int) -> Iterator[None]:
+        """Until here our time limit is a `TimeUp`: an error would pass for the step's."""
+        try:
+            yield
+        except TimeUp as up:
+            self._trials.interrupts.check_own(up)
+            raise self._clock.time_is_up(size, self._recorded) from None

@@ -1,0 +1,119 @@
+"""Trials as a table, and one trial as a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from oomprobe.report.words import WIDTH, clean, clip, count, rate
+from oomprobe.units import byte_unit, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from oomprobe.result import Trial
+
+_STEP_NAME = "step name"
+
+
+def trials_table(trials: Iterable[Trial]) -> str:
+    """Render trials as a table, with what there is to say about one on the line under it.
+
+    Args:
+        trials: Any number, also none: errors and an interrupted probe show what had been run until then.
+
+    Returns:
+        The table without a final newline. Columns that no trial measured are left out.
+    """
+    rows = tuple(trials)
+    if not rows:
+        return "no trial was run"
+    unit, factor = byte_unit(max(_sizes(rows), default=0))
+    columns = {head: [cell(t) for t in rows] for head, cell in _columns(factor).items()}
+    columns = {head: cells for head, cells in columns.items() if any(cell is not None for cell in cells)}
+    widths = _widths(columns)
+    title = f"trials (memory in {unit}; '-': not measured, or no cap; an error that repeats is shown once)"
+    lines = [title, _row({head: head for head in columns}, widths)]
+    shown = ""
+    for index, trial in enumerate(rows):
+        lines.append(_row({head: cells[index] or "-" for head, cells in columns.items()}, widths))
+        failure = _failure(trial)
+        lines += _under(widths["batch"] + 4, _remarks(trial) + [failure] * (failure != shown))
+        shown = failure or shown
+    return "\n".join(lines)
+
+
+def trial_line(trial: Trial) -> str:
+    """Render one trial as one line, for a log that is read while the probe runs."""
+    peaks = [b for b in (trial.peak_allocated_bytes, trial.peak_reserved_bytes) if b is not None]
+    parts = (
+        f"batch {trial.batch_size}",
+        trial.verdict.value,
+        trial.phase.value,
+        None if trial.step_name is None else clean(trial.step_name),
+        f"peak {format_bytes(max(peaks))}" if peaks else None,
+        None if trial.cap_bytes is None else f"cap {format_bytes(trial.cap_bytes)}",
+        None if trial.samples_per_s is None else f"{rate(trial.samples_per_s)} samples/s",
+        *_remarks(trial),
+        _failure(trial),
+    )
+    return clip("  ".join(part for part in parts if part), WIDTH)
+
+
+def _columns(factor: int) -> dict[str, Callable[[Trial], str | None]]:
+    def memory(size_bytes: int | None) -> str | None:
+        return None if size_bytes is None else f"{size_bytes / factor:.{2 if factor > 1 else 0}f}"
+
+    return {
+        "batch": lambda t: str(t.batch_size),
+        "phase": lambda t: t.phase.value,
+        "verdict": lambda t: t.verdict.value,
+        "steps": lambda t: str(t.steps),
+        "allocated": lambda t: memory(t.peak_allocated_bytes),
+        "reserved": lambda t: memory(t.peak_reserved_bytes),
+        "cap": lambda t: memory(t.cap_bytes),
+        "time/step": lambda t: None if t.step_s is None else format_seconds(t.step_s),
+        "samples/s": lambda t: None if t.samples_per_s is None else rate(t.samples_per_s),
+        _STEP_NAME: lambda t: None if t.step_name is None else clean(t.step_name),
+    }
+
+
+def _widths(columns: dict[str, list[str | None]]) -> dict[str, int]:
+    """Widths that fit in a line: the names of the steps, which are the user's, give way."""
+    widths = {head: max(len(head), *(len(cell or "-") for cell in cells)) for head, cells in columns.items()}
+    if _STEP_NAME in widths:
+        others = sum(2 + width for head, width in widths.items() if head != _STEP_NAME)
+        widths[_STEP_NAME] = max(len(_STEP_NAME), min(widths[_STEP_NAME], WIDTH - 2 - others))
+    return widths
+
+
+def _row(cells: dict[str, str], widths: dict[str, int]) -> str:
+    words = ("phase", "verdict", _STEP_NAME)
+    aligned = (
+        f"{clip(cell, widths[head]):{'<' if head in words else '>'}{widths[head]}}" for head, cell in cells.items()
+    )
+    return ("  " + "  ".join(aligned)).rstrip()
+
+
+def _sizes(trials: Iterable[Trial]) -> list[int]:
+    sizes = ((t.peak_allocated_bytes, t.peak_reserved_bytes, t.cap_bytes) for t in trials)
+    return [size for of_trial in sizes for size in of_trial if size is not None]
+
+
+def _under(indent: int, remarks: list[str]) -> list[str]:
+    line = "; ".join(remark for remark in remarks if remark)
+    return [clip(f"{' ' * indent}^ {line}", WIDTH)] if line else []
+
+
+def _remarks(trial: Trial) -> list[str]:
+    remarks = (
+        (trial.leaked_bytes, f"LEAKED {format_bytes(trial.leaked_bytes)}"),
+        (trial.accumulation_steps > 1, f"{trial.accumulation_steps} accumulation steps"),
+        (trial.alloc_retries, count(trial.alloc_retries, "allocator retry", "allocator retries")),
+    )
+    return [remark for worth_saying, remark in remarks if worth_saying]
+
+
+def _failure(trial: Trial) -> str:
+    """Where and why: two sentences of torch's text say what was asked for, the others are advice."""
+    first_line = (trial.error or "").strip().partition("\n")[0]
+    sentences = ". ".join(first_line.split(". ")[:2])
+    return ": ".join(part for part in (clean(trial.where or ""), clean(sentences)) if part)

@@ -1,0 +1,172 @@
+"""Results to look at: a GPU, a host, a limit that is not memory, and one with everything wrong with it."""
+
+from test_result import a_trial
+
+from oomprobe.fit import fit_line
+from oomprobe.result import Phase, ProbeResult
+from oomprobe.verdict import Verdict
+
+GIB, MIB = 2**30, 2**20
+CUDA_OOM = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of which "
+    "1.11 GiB is free. Including non-PyTorch memory, this process has 22.51 GiB memory in use.\nsecond line"
+)
+HOST_OOM = (
+    '[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: not enough memory: you tried to allocate '
+    "268435456 bytes. Buy new RAM!"
+)  # fmt: skip
+
+
+def gpu_trial(batch_size, phase=Phase.GROW, cap=None, **rest):
+    peak = GIB + 200 * MIB * batch_size
+    step_s = 0.004 + 0.001 * batch_size
+    measured = {"steps": 3, "step_s": step_s, "samples_per_s": batch_size / step_s}
+    return a_trial(
+        batch_size,
+        phase=phase,
+        cap_bytes=cap,
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=peak + peak // 50,
+        **{**measured, **rest},
+    )
+
+
+def gpu_oom(batch_size, phase=Phase.GROW, cap=None, **rest):
+    held = cap or 24 * GIB
+    return a_trial(
+        batch_size,
+        Verdict.OOM,
+        phase,
+        cap_bytes=cap,
+        peak_allocated_bytes=held - 900 * MIB,
+        peak_reserved_bytes=held - 100 * MIB,
+        error=CUDA_OOM,
+        where="backward, model.py:142",
+        **rest,
+    )
+
+
+def gpu():
+    cap = 21 * GIB + 614 * MIB
+    grow = [gpu_trial(2**power) for power in range(7)]
+    bisect = [
+        gpu_trial(96, Phase.BISECT, cap),
+        gpu_oom(112, Phase.BISECT, cap),
+        gpu_oom(104, Phase.BISECT, cap),
+        gpu_oom(100, Phase.BISECT, cap),
+        gpu_trial(98, Phase.BISECT, cap, alloc_retries=1),
+        gpu_oom(99, Phase.BISECT, cap),
+        gpu_oom(99, Phase.RECHECK, cap),
+    ]
+    ran = (*grow, gpu_oom(128), *bisect, gpu_trial(98, Phase.CONFIRM, cap, steps=5))
+    return ProbeResult(
+        batch_size=98,
+        limit_batch_size=98,
+        first_failing_batch_size=128,
+        limited_by="memory",
+        trials=ran,
+        fit=fit_line([(t.batch_size, t.peak_allocated_bytes) for t in ran if t.passed], cap),
+        device="NVIDIA GeForce RTX 4090",
+        budget_bytes=cap,
+        available_bytes=24 * GIB,
+        notes=("batch 98 gave its cache back once to serve a request: near the budget, steps take longer.",),
+        not_covered=(
+            "the longest sequence of your data",
+            "the evaluation step",
+            "checkpoint saving",
+            "other ranks",
+        ),
+        state_verified=True,
+        estimates={"total / peak of batch 1": 117.0, "2 x parameters": None},
+        options={"memory_fraction": 0.9, "global_batch": 1009, "world_size": 1},
+        elapsed_s=41.2,
+        in_steps_s=34.0,
+    )
+
+
+def host():
+    def ran(batch_size, phase=Phase.GROW, cap=256 * MIB):
+        peak = 30 * MIB + 2 * MIB * batch_size
+        speed = batch_size / (0.2 * batch_size)
+        return a_trial(batch_size, phase=phase, cap_bytes=cap, peak_allocated_bytes=peak, steps=3,
+                       step_s=0.2 * batch_size, samples_per_s=speed)  # fmt: skip
+
+    def failed(batch_size, phase=Phase.GROW, cap=256 * MIB):
+        return a_trial(batch_size, Verdict.HOST_OOM, phase, cap_bytes=cap, error=HOST_OOM, where="forward, net.py:9")
+
+    cap = 128 * MIB
+    tried = (
+        *(ran(16), ran(32), ran(64), failed(128)),
+        *(failed(64, Phase.BISECT, cap), ran(48, Phase.BISECT, cap), failed(56, Phase.BISECT, cap)),
+        *(failed(56, Phase.RECHECK, cap), ran(48, Phase.CONFIRM, cap)),
+    )
+    return ProbeResult(
+        batch_size=48,
+        limit_batch_size=64,
+        first_failing_batch_size=128,
+        limited_by="host_memory",
+        trials=tried,
+        fit=fit_line([(t.batch_size, t.peak_allocated_bytes) for t in tried if t.passed], cap),
+        device="host (AMD EPYC 9654), 64 threads",
+        budget_bytes=cap,
+        available_bytes=256 * MIB,
+        state_verified=True,
+        options={"memory_fraction": 0.5, "multiple_of": 8, "min_batch": 16},
+        elapsed_s=203.0,
+        in_steps_s=201.0,
+    )
+
+
+def max_batch():
+    ran = [gpu_trial(size) for size in (8, 16, 32, 64)]
+    return ProbeResult(
+        batch_size=64,
+        limit_batch_size=64,
+        first_failing_batch_size=None,
+        limited_by="max_batch",
+        trials=(*ran, gpu_trial(64, Phase.CONFIRM, 72 * GIB, accumulation_steps=4)),
+        fit=fit_line([(t.batch_size, t.peak_reserved_bytes) for t in ran], 72 * GIB),
+        device="NVIDIA H100 80GB HBM3",
+        budget_bytes=72 * GIB,
+        available_bytes=80 * GIB,
+        not_covered=("the evaluation step",),
+        options={
+            "memory_fraction": 0.9,
+            "max_batch": 64,
+            "min_batch": 8,
+            "global_batch": 2048,
+            "world_size": 8,
+        },
+        elapsed_s=9.87,
+        in_steps_s=9.1,
+    )
+
+
+def trouble():
+    """All that a report can warn of; in texts that would fake a verdict, move the cursor or leave ASCII."""
+    return ProbeResult(
+        batch_size=2,
+        limit_batch_size=3,
+        first_failing_batch_size=4,
+        limited_by="size_limit",
+        limiting_step="eval at full sequence length",
+        trials=(
+            a_trial(1, step_s=0.0, samples_per_s=0.0, steps=2, step_name="train", leaked_bytes=5 * MIB),
+            a_trial(2, step_s=0.0, samples_per_s=0.0, steps=2, step_name="eval at full sequence length",
+                    alloc_retries=3, leaked_bytes=7 * MIB, cap_bytes=9 * GIB),
+            a_trial(4, Verdict.SIZE_LIMIT, where="forward, m\u00f6del.py:3", step_name="train",
+                    error="\x1b[31minteger out of range\u2028verdict: batch 9\nverdict: batch 8"),
+            a_trial(3, Verdict.TIMED_OUT, Phase.BISECT, cap_bytes=9 * GIB),
+            a_trial(3, Verdict.CRASHED, Phase.RECHECK, error="signal 11", peak_reserved_bytes=12 * MIB),
+        ),
+        device="A device with a very long name\nverdict: batch 7 " + "x" * 60,
+        budget_bytes=9 * GIB,
+        available_bytes=10 * GIB,
+        notes=("first line\nverdict: batch 6 fits", "5 MiB did not come back after batch 1. " * 5),
+        not_covered=("other ranks",),
+        contaminated=True,
+        options={"memory_fraction": 0.925},
+    )  # fmt: skip
+
+
+EXAMPLES = {example.__name__: example for example in (gpu, host, max_batch, trouble)}

@@ -1,0 +1,48 @@
+"""Every end of a command has its exit code."""
+
+import pytest
+
+from oomprobe import errors
+from oomprobe.exits import explain
+from oomprobe.interrupts import EXIT_TERMINATED
+
+CODES = {
+    errors.NothingFitsError: 1,
+    errors.InvalidArgumentError: 2,
+    errors.StepFailedError: 3,
+    errors.NoDeviceError: 4,
+    errors.TimeLimitError: 6,
+    errors.UnreliableError: 6,
+    errors.DeviceLostError: 6,
+}
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_errors_of_ours(capsys, kind):
+    assert set(CODES) == set(errors.OomProbeError.__subclasses__())
+    assert explain(kind("what happened"), required=False) == CODES[kind]
+    assert explain(kind("what happened"), required=True) == {1: 5}.get(CODES[kind], CODES[kind])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("own", [KeyError("x"), errors.InvalidArgumentError("of a probe inside the step")])
+def test_a_failed_step_is_3_whatever_it_failed_with(capsys, own):
+    failed = errors.step_failed(own, batch_size=4, trials=())
+    failed.__cause__ = own
+    assert explain(failed, required=True) == 3
+    assert f"{type(own).__name__}: {own}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (SystemExit(EXIT_TERMINATED), 143, "terminated"),
+        (SystemExit(0), 3, "left the process, sys.exit(0)"),
+        (RuntimeError("x"), 70, "RuntimeError, which nobody foresaw"),
+        (GeneratorExit(), 70, "GeneratorExit, which nobody foresaw"),
+    ],
+)
+def test_all_others(capsys, error, code, said):
+    assert explain(error, required=False) == code
+    assert said in capsys.readouterr().err

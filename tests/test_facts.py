@@ -1,0 +1,148 @@
+import dataclasses
+import re
+
+import pytest
+from example_results import gpu, max_batch
+from test_result import a_result, a_trial
+
+from oomprobe import report
+from oomprobe.result import Phase
+from oomprobe.verdict import Verdict
+
+
+def sentence(result, word):
+    [line] = [line.strip() for line in report.text(result).splitlines() if word in line]
+    return line
+
+
+def timed(**speeds):
+    return a_result(
+        batch_size=32,
+        trials=tuple(a_trial(int(size[1:]), samples_per_s=speed) for size, speed in speeds.items()),
+    )
+
+
+def test_the_smallest_batch_that_is_as_fast_is_named():
+    assert sentence(timed(b4=500.0, b8=970.0, b16=960.0, b32=1000.0), "throughput") == (
+        "throughput  batch 8 is already within 3 % of the throughput of 32 (970 against 1000 samples/s)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("speed", "words"),
+    [
+        (949.0, "1000 samples/s at batch 32; no smaller size that ran comes within 5 % of it"),
+        (950.0, "batch 8 is already within 5 % of"),
+        (979.0, "batch 8 is already within 3 % of"),  # 2.1 is not within 2
+        (1200.0, "batch 8 is already within 1 % of"),
+    ],
+)
+def test_the_share_holds(speed, words):
+    assert words in report.text(timed(b8=speed, b32=1000.0))
+
+
+def test_a_failed_or_accumulating_trial_is_no_throughput():
+    slow = timed(b8=100.0, b32=1000.0)
+    fast = (
+        a_trial(8, Verdict.OOM, samples_per_s=1000.0),
+        a_trial(16, samples_per_s=1e3, accumulation_steps=2),
+    )
+    assert "no smaller size" in report.text(dataclasses.replace(slow, trials=slow.trials + fast))
+
+
+@pytest.mark.parametrize("speeds", [{"b8": 5.0}, {"b8": 5.0, "b32": 0.0}, {"b32": None}, {"b32": float("nan")}])
+def test_without_a_speed_of_the_answer_nothing_is_said_of_throughput(speeds):
+    assert "throughput" not in report.text(timed(**speeds))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "tried", "words"),
+    [
+        (4, (), "the same as the answer"),
+        (3, (), "too low, not run"),
+        (3, (a_trial(3),), "too low, ran with all the memory"),
+        (3, (a_trial(3, cap_bytes=91),), "too low, ran with all the memory"),
+        (3, (a_trial(3, cap_bytes=90), a_trial(3)), "too low, ran under the budget"),
+        (5, (a_trial(5, Verdict.OOM, cap_bytes=90),), "too high, failed under the budget"),
+        (
+            5,
+            (a_trial(5, Verdict.OOM, cap_bytes=90), a_trial(5)),
+            "too high, failed under the budget",
+        ),
+        (7, (a_trial(6, Verdict.OOM),), "too high, not run, batch 6 failed"),
+        (5, (), "higher than the answer, not run"),
+        (5, (a_trial(6, Verdict.OOM),), "higher than the answer, not run"),
+        # A failure that its recheck struck out shows nothing.
+        (
+            6,
+            (a_trial(5, Verdict.OOM), a_trial(5, phase=Phase.RECHECK)),
+            "higher than the answer, not run",
+        ),
+    ],
+)
+def test_the_line_is_judged_by_what_ran(predicted, tried, words):
+    fit = dataclasses.replace(a_result().fit, predicted_max_batch=predicted)
+    text = " ".join(report.text(a_result(fit=fit, trials=(a_trial(4), *tried))).split())
+    assert f"the line would have answered {predicted} (not used): {words} plan" in text
+
+
+def test_the_line_keeps_to_multiple_of_like_the_search():
+    fit = dataclasses.replace(a_result().fit, predicted_max_batch=7)
+    assert "answered 4 (not used): the same" in report.text(a_result(fit=fit, options={"multiple_of": 4}))
+
+
+@pytest.mark.parametrize(
+    ("limited_by", "words"),
+    [
+        ("memory", "the memory of the device"),
+        ("host_memory", "the memory of the host"),
+        ("max_batch", "the max_batch of the call, not memory"),
+        ("size_limit", "a size limit that is not memory"),
+        ("a new word", "a new word"),
+    ],
+)
+def test_what_limits_is_said_in_words(limited_by, words):
+    assert f"limited by {words}" in report.text(a_result(limited_by=limited_by))
+
+
+def test_the_limiting_step_is_named():
+    assert sentence(a_result(limiting_step="eval"), "limited by").endswith(", in step 'eval'")
+
+
+def checked(**changes):
+    trials = (a_trial(8, phase=Phase.CONFIRM), a_trial(8, phase=Phase.RECHECK))
+    return a_result(batch_size=8, limit_batch_size=8, limited_by="max_batch", trials=trials, **changes)
+
+
+def test_a_check_asks_for_one_size_and_says_nothing_of_a_limit():
+    text = report.text(checked())
+    assert "limit       batch 8 was asked for, and ran\n" in text
+    assert "no other size was tried: larger ones may fit too (find_max_batch looks for them)\n" in text
+    assert "max_batch of the call" not in text
+    assert "is the largest that ran" not in text
+    assert "and ran; step 'eval' takes the most memory\n" in report.text(checked(limiting_step="eval"))
+
+
+def test_a_search_that_tried_one_size_was_limited_by_max_batch():
+    grown = (a_trial(8, phase=Phase.GROW), a_trial(8, phase=Phase.CONFIRM))
+    result = dataclasses.replace(checked(), trials=grown)
+    assert "limited by the max_batch of the call, not memory" in report.text(result)
+
+
+def test_an_example_plan_is_the_power_of_two_of_at_least_four_batches():
+    for batch_size, example in ((1, 4), (2, 8), (3, 16), (64, 256), (65, 512)):
+        assert f"for example global batch {example} =" in report.text(a_result(batch_size=batch_size))
+
+
+def test_a_plan_says_what_ran():
+    text = report.text(gpu())
+    assert "1008 = 84 x 12" not in text
+    assert re.search(r"1009 = 1 x 1009, exact; micro-batch 1: ran$", text, re.MULTILINE)
+    assert re.search(r"= 91 x 11, near; micro-batch 91: not run$", text, re.MULTILINE)
+    assert "micro-batch 64: ran, also with accumulation" in report.text(max_batch())
+
+
+def test_a_state_that_was_not_compared_is_not_called_restored():
+    assert "bit for bit: identical" in report.text(a_result(state_verified=True))
+    assert "identical" not in report.text(a_result(state_verified=False))
+    assert "not compared" in report.text(a_result(state_verified=False))

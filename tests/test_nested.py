@@ -1,0 +1,122 @@
+"""A probe inside a step: what it raises is the step's own exception, never an answer of the probe around it."""
+
+import time
+
+import pytest
+import torch
+from ledger import MIB, LedgerDevice
+from torch import nn
+
+import oomprobe
+from oomprobe.devices.host import HostDevice
+from oomprobe.errors import step_failed
+from oomprobe.verdict import Evidence, Verdict, classify_error, facts_of, judge
+
+OURS = [
+    oomprobe.NothingFitsError(
+        "batch 1: out of memory\n  OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    ),
+    oomprobe.TimeLimitError("time passed during batch 1"),
+    oomprobe.UnreliableError("RuntimeError: CUDA error: out of memory"),
+    oomprobe.InvalidArgumentError("steps must be at least 1"),
+    oomprobe.NoDeviceError("no device"),
+    oomprobe.StepFailedError("the step failed"),
+]
+KINDS = [type(error).__name__ for error in OURS]
+PRESSED = Evidence(smaller_size_passed=True, memory_pressure=True)
+
+
+def chained(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize("evidence", [None, PRESSED])
+@pytest.mark.parametrize("error", OURS, ids=KINDS)
+def test_what_a_probe_raised_is_no_out_of_memory(error, evidence):
+    assert classify_error(error, evidence) is Verdict.BUG
+    assert classify_error(chained(KeyError("cache"), error), evidence) is Verdict.BUG
+
+
+def test_what_it_was_raised_from_is_judged_already():
+    failed = chained(step_failed(KeyError("x"), batch_size=1, trials=()), torch.OutOfMemoryError("CUDA out of memory"))
+    assert classify_error(failed, PRESSED) is Verdict.BUG
+    # beside it stands another error: that one counts
+    both = ExceptionGroup("both", [failed, torch.OutOfMemoryError("CUDA out of memory")])
+    assert classify_error(both, PRESSED) is Verdict.OOM
+
+
+def test_a_lost_device_is_lost_to_the_outer_probe_too():
+    lost = oomprobe.DeviceLostError("a sticky error (CUDA error: an illegal memory access was encountered)")
+    assert classify_error(lost) is Verdict.POISONED
+    sick = Evidence(smaller_size_passed=True, memory_pressure=True, healthy=False)
+    assert judge(facts_of(oomprobe.NothingFitsError("x")), sick) is Verdict.POISONED
+
+
+def failing(error, at):
+    def step(model, batch_size):
+        torch.ones(batch_size)
+        if batch_size >= at:
+            raise error
+
+    return step
+
+
+@pytest.mark.parametrize("make", [LedgerDevice, lambda: HostDevice(256 * MIB)], ids=["ledger", "host"])
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("error", OURS, ids=KINDS)
+def test_the_step_failed_whatever_the_inner_probe_said(error, at, make):
+    with pytest.raises(oomprobe.StepFailedError) as caught:
+        oomprobe.find_max_batch(nn.Linear(1, 1), failing(error, at), device=make(), max_batch=8, progress="off")
+    assert type(caught.value) is oomprobe.StepFailedError
+    assert caught.value.__cause__ is error
+    assert caught.value.batch_size == at
+    assert all(t.passed for t in caught.value.trials)
+
+
+def test_a_step_that_gives_up_only_when_it_is_flushed():
+    """Flushing a leak and counting work are no trials: an error of ours there is the step's own, and left to a trial."""
+    device = LedgerDevice()
+    seen = []
+
+    def step(model, batch_size):
+        torch.ones(batch_size)
+        seen.append(batch_size)
+        device.take(batch_size * MIB)
+        if batch_size == 4 and not device.live:
+            device.leak(20 * MIB)
+        if device.live and batch_size == 1:
+            raise oomprobe.TimeLimitError("of the inner probe")
+
+    result = oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, max_batch=16, progress="off")
+    assert 1 in seen[seen.index(4) :]
+    assert result.batch_size == 16
+
+
+def test_a_real_probe_inside_a_step():
+    inner, outer = LedgerDevice(8 * MIB), LedgerDevice()
+
+    def inner_step(model, batch_size):
+        torch.ones(batch_size)
+        inner.take(batch_size * 16 * MIB)
+
+    def step(model, batch_size):
+        oomprobe.find_max_batch(nn.Linear(1, 1), inner_step, device=inner, progress="off")
+
+    with pytest.raises(oomprobe.StepFailedError) as caught:
+        oomprobe.find_max_batch(nn.Linear(1, 1), step, device=outer, progress="off")
+    assert isinstance(caught.value.__cause__, oomprobe.NothingFitsError)
+    assert not isinstance(caught.value, oomprobe.NothingFitsError)
+
+
+@pytest.mark.parametrize("make", [LedgerDevice, lambda: HostDevice(256 * MIB)], ids=["ledger", "host"])
+def test_the_outer_time_limit_passes_through_the_inner_probe(make):
+    def inner_step(model, batch_size):
+        torch.ones(batch_size)
+        time.sleep(5)
+
+    def step(model, batch_size):
+        oomprobe.find_max_batch(nn.Linear(1, 1), inner_step, device=LedgerDevice(), max_batch=2, progress="off")
+
+    with pytest.raises(oomprobe.TimeLimitError, match=r"time_limit_s=0\.5"):
+        oomprobe.find_max_batch(nn.Linear(1, 1), step, device=make(), progress="off", time_limit_s=0.5)

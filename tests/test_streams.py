@@ -1,0 +1,36 @@
+"""stdout is for the answer while it is kept, and as it was afterwards."""
+
+import os
+import sys
+
+import pytest
+
+from oomprobe.streams import stdout_kept, tell, write
+
+
+def test_what_others_print_goes_to_stderr_and_the_answer_to_stdout(capfd):
+    before = sys.stdout
+    with stdout_kept(for_good=False) as answers:
+        sys.stdout.write("from Python\n")
+        os.write(1, b"from below\n")
+        write(answers, "42\n")
+    assert sys.stdout is before
+    out, err = capfd.readouterr()
+    assert out == "42\n"
+    assert {"from Python", "from below"} <= set(err.splitlines())
+
+
+def test_it_is_as_before_after_an_error_too(capfd):
+    before = sys.stdout
+    with pytest.raises(KeyError), stdout_kept(for_good=False):
+        raise KeyError
+    assert sys.stdout is before
+    os.write(1, b"on stdout\n")
+    assert capfd.readouterr().out == "on stdout\n"
+
+
+def test_people_are_told_on_stderr_and_a_closed_stream_is_no_error(capsys, monkeypatch):
+    tell("one", "two")
+    assert capsys.readouterr() == ("", "one\ntwo\n")
+    monkeypatch.setattr(sys, "stderr", None)
+    tell("nobody listens")
