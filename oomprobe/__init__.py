@@ -15,6 +15,7 @@ _HOMES = {
     "NoDeviceError": "errors",
     "NothingFitsError": "errors",
     "OomProbeError": "errors",
+    "SimulatedDevice": "devices.simulated",
     "StepFailedError": "errors",
     "TimeLimitError": "errors",
     "UnreliableError": "errors",
@@ -34,6 +35,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from oomprobe.devices import Device as Device
+    from oomprobe.devices.simulated import SimulatedDevice as SimulatedDevice
     from oomprobe.errors import DeviceLostError as DeviceLostError
     from oomprobe.errors import InvalidArgumentError as InvalidArgumentError
     from oomprobe.errors import NoDeviceError as NoDeviceError

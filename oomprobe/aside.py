@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from oomprobe.clock import Clock
 from oomprobe.devices import Device
@@ -67,12 +68,12 @@ class Aside:
         with self._in_time(size):
             try:
                 with self._device.cap(None):
-                    return count_work(lambda: self._call(size))
+                    return count_work(lambda counting: self._call(size, counting))
             except Exception:
                 return None
 
-    def _call(self, size: int) -> None:
-        self._trials.call_once(size, self._clock.deadline_s())
+    def _call(self, size: int, inside: AbstractContextManager[object] | None = None) -> None:
+        self._trials.call_once(size, self._clock.deadline_s(), inside)
 
     @scope
     def _in_time(self, size: int) -> Iterator[None]:

@@ -67,6 +67,10 @@ class UnreliableError(OomProbeError, RuntimeError):
     """A number could be given but would not be the truth."""
 
 
+class SimulationError(UnreliableError):
+    """The step needs data, or a kind of tensor, that a simulated card does not have."""
+
+
 class StepFailedError(OomProbeError, RuntimeError):
     """The step failed with an error that is not about memory.
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from oomprobe import search, summary
-from oomprobe.devices import Device, choose_device
+from oomprobe.devices import Device, Simulated, choose_device
 from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError, UnreliableError, add_note
 from oomprobe.interrupts import Interrupts
 from oomprobe.options import Options, StepFn, check_model, check_size, named_steps, refuse_ranks
 from oomprobe.progress import reporter
 from oomprobe.questions import confirm_only, run_plan
+from oomprobe.rehearsal import ContradictedError
 from oomprobe.report import trials_table
 from oomprobe.result import ProbeResult, Trial
 from oomprobe.scope import scope
-from oomprobe.state import Keeper
+from oomprobe.state import Keeper, resident_tensors, state_tensors
 from oomprobe.trial import Trials
-from oomprobe.watch import OptimizerWatch
+from oomprobe.watch import OptimizerWatch, outside_modes
 from oomprobe.workbench import Workbench
 
 Progress = str | Callable[[Trial], object]
@@ -111,11 +113,22 @@ def find_max_batch(
     _refuse_journal(journal)
     with _workbench(model, step_fn, device, preserve, options, progress) as bench:
         bench.warm(options.sizes.first)
-        found = search.find(bench.ask, options.sizes, capped=memory_fraction < 1, enough=bench.enough)
+        found = _find(bench, options)
         if found.batch_size is None:
             raise summary.nothing_fits(bench)
         run_plan(bench, found.batch_size)
     return summary.result(bench, found)
+
+
+def _find(bench: Workbench, options: Options) -> search.Found:
+    find = partial(
+        search.find, bench.ask, options.sizes, capped=options.memory_fraction < 1, enough=bench.enough
+    )
+    try:
+        return find()
+    except ContradictedError:
+        bench.stop_rehearsing()
+        return find()
 
 
 def check(
@@ -186,13 +199,22 @@ def _workbench(
 ) -> Iterator[Workbench]:
     """Everything a probe needs while it runs; on every way out the state is put back and compared."""
     check_model(model)
+    preserve = list(preserve)
     steps = named_steps(step_fn)
     refuse_ranks()
     chosen = choose_device(device, model)
     status = reporter(progress)
     with Interrupts() as interrupts:
         keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
-        with OptimizerWatch(keeper.add) as watch, chosen.session():
+        place = chosen.place if isinstance(chosen, Simulated) else _there_already
+        place(resident_tensors([model, *steps.values(), *preserve]))
+
+        def meet(optimizer: torch.optim.Optimizer) -> None:
+            with outside_modes():
+                keeper.add(optimizer)
+                place(state_tensors(optimizer))
+
+        with OptimizerWatch(meet) as watch:
             trials = Trials(
                 chosen,
                 model,
@@ -218,6 +240,10 @@ def _workbench(
                 status.close()
                 keeper.put_back(device_lost=lost)
                 bench.state_verified = not lost and _verified(keeper, bench)
+
+
+def _there_already(tensors: Iterable[torch.Tensor]) -> None:
+    """On a real device the model, and what belongs to it, is where it is."""
 
 
 @scope

@@ -51,6 +51,8 @@ class Trial:
         cap_bytes: What the allocator was held to; None where the device itself was the limit.
         peak_allocated_bytes: Most memory in live tensors during the trial; None where it is not measured.
         peak_reserved_bytes: Most memory held by the allocator during the trial; None where not measured.
+        peak_upper_bytes: On a simulated device, the upper end of the peak: as much again as convolutions would take for
+            workspaces where there is room. None elsewhere.
         step_s: Median wall time of a call once every optimizer had stepped; None when none completed.
         samples_per_s: ``batch_size / step_s``.
         alloc_retries: Times the allocator had to give its cache back to serve a request.
@@ -59,6 +61,8 @@ class Trial:
         where: Where it failed, such as ``"backward, model.py:142"``.
         step_name: Which of several named steps failed, or had the highest peak; None for a single step.
         accumulation_steps: Micro-batches run for one optimizer step; 1 unless a plan was being run.
+        replayed: Whether a simulated device only replayed what the step asks of the allocator. Such a trial guides the
+            search; what decides is run.
     """
 
     batch_size: int
@@ -68,6 +72,7 @@ class Trial:
     cap_bytes: int | None = None
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    peak_upper_bytes: int | None = None
     step_s: float | None = None
     samples_per_s: float | None = None
     alloc_retries: int = 0
@@ -76,6 +81,7 @@ class Trial:
     where: str | None = None
     step_name: str | None = None
     accumulation_steps: int = 1
+    replayed: bool = False
 
     @property
     def passed(self) -> bool:
@@ -149,7 +155,7 @@ class ProbeResult:
             world_size=world_size,
             max_micro_batch=self._largest_micro_batch(),
             multiple_of=int(self.options.get("multiple_of") or 1),
-            ran=frozenset((t.batch_size, t.accumulation_steps) for t in self.trials if t.passed),
+            ran=frozenset((t.batch_size, t.accumulation_steps) for t in self.trials if t.passed and not t.replayed),
         )
 
     def _largest_micro_batch(self) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from oomprobe.devices import Device, Usage
-from oomprobe.errors import UnreliableError, step_failed
+from oomprobe.devices import Device, Simulated, Usage
+from oomprobe.errors import SimulationError, UnreliableError, step_failed
 from oomprobe.failure import Failure, failure_of
 from oomprobe.interrupts import Interrupts, TimeUp
 from oomprobe.options import StepFn
@@ -101,6 +103,7 @@ class Trials:
         self._optimizers, self._watch, self.interrupts = optimizers, watch, interrupts
         self._restore_modes = restore_modes
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
+        self._last_stepped: set[int] = set()  # in the last call that was run
         self.in_steps_s = 0.0
         self.notes: dict[str, None] = {}
 
@@ -118,6 +121,8 @@ class Trials:
         except TimeUp as up:
             self.interrupts.check_own(up)
             run.verdict = Verdict.TIMED_OUT
+        except SimulationError:
+            raise
         except StoppedStepping:
             raise UnreliableError(STOPPED_STEPPING.format(calls=MAX_CALLS, size=request.batch_size)) from None
         except Exception as error:
@@ -133,7 +138,7 @@ class Trials:
             run.usage = self._usage()
         elif run.verdict is not Verdict.POISONED:
             run.verdict = self._judge(run, request, healthy=self._device.healthy())
-        return _trial(request, run, several=len(self._steps) > 1)
+        return _trial(request, run, several=len(self._steps) > 1, timed=not isinstance(self._device, Simulated))
 
     def _judge(self, run: _Run, request: Request, *, healthy: bool) -> Verdict:
         assert run.failure is not None
@@ -193,7 +198,7 @@ class Trials:
         """
         self._watch.stepped.clear()
         for _ in range(MAX_CALLS if wanted else 1):
-            self._call(step, request, run)
+            self._call_or_repeat(step, request, run)
             if self._watch.stepped and self._all_stepped(wanted):
                 return set(self._watch.stepped)
         if wanted and learned:
@@ -212,10 +217,22 @@ class Trials:
                 self._call(step, request, run)
         self._call(step, request, run)
 
-    def _call(self, step: StepFn, request: Request, run: _Run) -> None:
+    def _call_or_repeat(self, step: StepFn, request: Request, run: _Run) -> None:
+        """A call that is known to do what the last one did may be left to a simulated device."""
+        known = run.calls and len(self._steps) == 1 and isinstance(self._device, Simulated)
+        if known and self._device.repeat():  # type: ignore[attr-defined]
+            self._watch.stepped |= self._last_stepped
+            run.calls += 1
+            return
+        self._watch.stepped, before = set(), self._watch.stepped
+        self._call(step, request, run)
+        self._last_stepped = set(self._watch.stepped)
+        self._watch.stepped |= before
+
+    def _call(self, step: StepFn, request: Request, run: _Run, inside: AbstractContextManager[Any] | None = None) -> None:
         started = time.perf_counter()
         try:
-            with self.interrupts.allowed(request.deadline_s):
+            with self._device.session(), inside or nullcontext(), self.interrupts.allowed(request.deadline_s):
                 step(self._model, request.batch_size)
                 self._device.synchronize()
         finally:
@@ -233,8 +250,10 @@ class Trials:
         """Whether no optimizer was seen to step in the first trial."""
         return not any(self._expected.values())
 
-    def call_once(self, batch_size: int, deadline_s: float | None) -> None:
-        """Call every step once at one size, outside any trial.
+    def call_once(
+        self, batch_size: int, deadline_s: float | None, inside: AbstractContextManager[Any] | None = None
+    ) -> None:
+        """Call every step once at one size, outside any trial; `inside` is entered around each call.
 
         Raises:
             TimeUp: its time passed. Whatever else comes, a `TimeLimitError` too, is the step's own.
@@ -243,12 +262,12 @@ class Trials:
         for step in self._steps.values():
             if len(self._steps) > 1:
                 self._restore_modes()
-            self._call(step, request, _Run())
+            self._call(step, request, _Run(), inside)
 
 
-def _trial(request: Request, run: _Run, *, several: bool) -> Trial:
+def _trial(request: Request, run: _Run, *, several: bool, timed: bool) -> Trial:
     medians = [statistics.median(durations_s) for durations_s in run.durations_s.values()]
-    step_s = sum(medians) if medians and run.failure is None else None
+    step_s = sum(medians) if timed and medians and run.failure is None else None
     failed = run.verdict is not Verdict.FITS
     named = run.step_name if failed else max(run.peaks, key=lambda name: run.peaks[name], default=None)
     return Trial(
@@ -259,6 +278,7 @@ def _trial(request: Request, run: _Run, *, several: bool) -> Trial:
         cap_bytes=request.cap_bytes,
         peak_allocated_bytes=run.usage.peak_allocated_bytes,
         peak_reserved_bytes=run.usage.peak_reserved_bytes,
+        peak_upper_bytes=run.usage.peak_upper_bytes,
         step_s=step_s,
         samples_per_s=request.batch_size / step_s if step_s else None,
         alloc_retries=run.usage.alloc_retries,

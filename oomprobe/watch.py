@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from oomprobe.scope import scope
 
@@ -33,6 +34,13 @@ class OptimizerWatch:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+@scope
+def outside_modes() -> Iterator[None]:
+    """For work of our own in the midst of a step: modes that look at the step's operators do not see it."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 @scope

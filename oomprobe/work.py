@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +39,19 @@ def compiled_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def count_work(call: Callable[[], object]) -> Work:
+def count_work(call: Callable[[AbstractContextManager[object]], object]) -> Work:
     """Run a call and count what it dispatches; compiled code runs as it was written.
 
+    Args:
+        call: Enters what it is given around the work.
+
     Example:
-        >>> count_work(lambda: torch.ones(3) + 1)
+        >>> def call(counting):
+        ...     with counting:
+        ...         return torch.ones(3) + 1
+        >>> count_work(call)
         Work(operators=2, elements=6)
     """
-    with _Counter() as counter:
-        call()
+    counter = _Counter()
+    call(counter)
     return Work(operators=counter.operators, elements=counter.elements)

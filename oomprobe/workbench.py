@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 from oomprobe.aside import Aside
 from oomprobe.clock import Clock
@@ -14,6 +15,7 @@ from oomprobe.idle import refuse_idle
 from oomprobe.leaks import Baseline
 from oomprobe.options import Options
 from oomprobe.progress import Reporter
+from oomprobe.rehearsal import ContradictedError, Rehearsals
 from oomprobe.result import Phase, Trial
 from oomprobe.search import Reply
 from oomprobe.state import Keeper
@@ -45,6 +47,7 @@ class Workbench:
         self._clock = Clock(options)
         self._aside = Aside(device, trials, self.trials, self._clock, keeper.drop_gradients)
         self._baseline = Baseline(device, drop_gradients=keeper.drop_gradients, flush=self._flush, sleep=sleep)
+        self._rehearsals = Rehearsals(device)
         self._graphs_before = compiled_graphs()
 
     # --- what the search asks ---
@@ -56,7 +59,8 @@ class Workbench:
     def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
         steps = self.options.confirm_steps if phase is Phase.CONFIRM else self.options.steps
-        trial = self.run(size, phase, steps=steps, cap_bytes=self.budget_bytes if capped else None)
+        cap_bytes = self.budget_bytes if capped else None
+        trial = self._rehearsed(size, phase, steps, cap_bytes) or self.run(size, phase, steps=steps, cap_bytes=cap_bytes)
         if phase is Phase.GROW:
             refuse_idle(
                 self.trials,
@@ -67,6 +71,34 @@ class Workbench:
             )
         peak = trial.peak_reserved_bytes
         return Reply(passed=trial.passed, within_cap=trial.passed and peak is not None and peak <= self.budget_bytes)
+
+    def _rehearsed(self, size: int, phase: Phase, steps: int, cap_bytes: int | None) -> Trial | None:
+        """The trial of a size that need not be run; None for others, such as those between which the limit lies."""
+        if phase is Phase.GROW and size >= (self.options.max_batch or inf) - self.options.multiple_of:
+            return None
+        trial = self._rehearsals.trial(size, phase, steps=steps, cap_bytes=cap_bytes)
+        if trial is None:
+            return None
+        if phase is Phase.GROW and not trial.passed:
+            self._run_last_replayed()
+            return None
+        self.trials.append(trial)
+        self._reporter.finished(trial)
+        return trial
+
+    def _run_last_replayed(self) -> None:
+        """The last size that passed is the lower end of the bracket: it is run, where it was only replayed."""
+        last = self.trials[-1]
+        if not last.replayed:
+            return
+        self.trials.pop()
+        if not self.run(last.batch_size, last.phase, steps=self.options.steps, cap_bytes=last.cap_bytes).passed:
+            raise ContradictedError
+
+    def stop_rehearsing(self) -> None:
+        """Forget what was only replayed, and run every size from here on."""
+        self._rehearsals.stop()
+        self.trials[:] = [trial for trial in self.trials if not trial.replayed]
 
     def enough(self, good: int, bad: int) -> bool:
         """Whether the bracket is narrow enough, or only time for the confirmation is left."""
@@ -114,6 +146,7 @@ class Workbench:
         if trial.passed and not self._baseline.known:
             self.measure_available()
             self._baseline.take(self.available_bytes)
+        self._rehearsals.learn(trial)
         return trial
 
     def _smaller_passed(self, size: int) -> bool:

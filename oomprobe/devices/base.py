@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -48,7 +48,7 @@ class Device(Protocol):
     on_host: bool
 
     def session(self) -> AbstractContextManager[None]:
-        """The world in which steps run; nothing on a real device."""
+        """The world in which one call of a step runs; nothing on a real device."""
         ...
 
     def warm(self, step: Callable[[], object]) -> None:
@@ -93,4 +93,52 @@ class Device(Protocol):
 
     def healthy(self) -> bool:
         """Run a small kernel and check its value. Never raises."""
+        ...
+
+
+class Rehearsal(Protocol):
+    """How a size did on the allocator alone: `error` is the allocator's refusal, None where the size fits."""
+
+    @property
+    def error(self) -> str | None: ...
+    @property
+    def peak_allocated_bytes(self) -> int: ...
+    @property
+    def peak_reserved_bytes(self) -> int: ...
+    @property
+    def alloc_retries(self) -> int: ...
+
+
+@runtime_checkable
+class Simulated(Protocol):
+    """What a simulated device answers for beside `Device`: it can do without running a step whose requests it knows.
+
+    Attributes:
+        notes: What it assumed while steps ran.
+        not_covered: What it cannot know.
+    """
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    @property
+    def not_covered(self) -> tuple[str, ...]: ...
+
+    def place(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Put on the device what is there before the first step."""
+        ...
+
+    def repeat(self) -> bool:
+        """Do what the last call did once more, without running it; False where that is not known to be the same."""
+        ...
+
+    def learn(self, batch_size: int) -> None:
+        """A trial of this size has passed, and was cleaned up after."""
+        ...
+
+    def rehearse(self, batch_size: int, *, calls: int, limit_bytes: int | None) -> Rehearsal | None:
+        """Try a size on the allocator alone; None where that cannot be."""
+        ...
+
+    def stop_rehearsing(self) -> None:
+        """A rehearsal was wrong: there are to be no others."""
         ...

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from oomprobe.devices.accelerator import AcceleratorDevice
-from oomprobe.devices.base import Device
+from oomprobe.devices.base import Device, Simulated
 from oomprobe.devices.host import HostDevice
 from oomprobe.devices.mps import MpsDevice
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
@@ -20,8 +20,8 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     """Resolve the `device` argument.
 
     Args:
-        device: None (where the model's parameters are), a string such as ``"cuda:1"`` or ``"cpu:4GiB"``, a
-            `torch.device`, or an object that is a `Device` already.
+        device: None (where the model's parameters are), a string such as ``"cuda:1"``, ``"cpu:4GiB"`` or
+            ``"sim:H100-80GB"``, a `torch.device`, or an object that is a `Device` already.
         model: The model to be probed.
 
     Raises:
@@ -32,6 +32,8 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
         return device
     home = model_device(model)
     chosen = _open(home or _default_device()) if device is None else _open(device)
+    if isinstance(chosen, Simulated):
+        return chosen  # says itself what it can take
     if home is not None and not _same(home, chosen.torch_device):
         raise InvalidArgumentError(
             f"device={str(device)!r}, but the model's parameters are on {home}: call "
@@ -81,9 +83,9 @@ def _open(device: object) -> Device:
     if isinstance(device, str):
         kind, colon, rest = device.partition(":")
         if kind == "sim":
-            raise NoDeviceError(
-                f"device={device!r}: simulated devices are not in this version yet; use 'cuda' or 'cpu:4GiB'"
-            )
+            from oomprobe.devices.simulated import SimulatedDevice  # costs a second that others need not spend
+
+            return SimulatedDevice(rest)
         if kind == "cpu":
             return HostDevice(parse_bytes(rest) if colon else None)
         try:

@@ -7,14 +7,16 @@ how CUDA's caching allocator serves them. What only the card knows, such as the 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from oomprobe.devices.base import Usage
+from oomprobe.devices.plain import PlainDevice
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
+from oomprobe.scope import scope
 from oomprobe.simulation import cuda_api
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import Card, find_card, generic_card
@@ -33,7 +35,7 @@ NOT_COVERED = (
 )
 
 
-class SimulatedDevice:
+class SimulatedDevice(PlainDevice):
     """A card to probe for without having it. Each object is one card, empty at first.
 
     Args:
@@ -59,8 +61,6 @@ class SimulatedDevice:
         ('simulated GPU, 1.0 GiB', 0)
     """
 
-    on_host = False
-    simulated = True
     not_covered = NOT_COVERED
 
     def __init__(self, card: str | int | Card, *, settings: AllocatorSettings | None = None) -> None:
@@ -80,7 +80,7 @@ class SimulatedDevice:
 
     # --- the world ---
 
-    @contextmanager
+    @scope
     def session(self) -> Iterator[None]:
         self._memory.tape.start()
         major, minor = self.card.compute_capability
@@ -96,7 +96,7 @@ class SimulatedDevice:
             InvalidArgumentError: a tensor is on a real accelerator.
             NothingFitsError: the card is smaller than that.
         """
-        tensors = list(tensors)
+        tensors = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]  # those are there already
         for tensor in tensors:
             if tensor.device.type != "cpu":
                 raise InvalidArgumentError(
@@ -121,16 +121,10 @@ class SimulatedDevice:
 
     # --- what a Device answers for ---
 
-    def warm(self, step: Callable[[], object]) -> None:
-        """Nothing: a simulated process is warm."""
-
-    def prime(self, step: Callable[[], object]) -> None:
-        """Nothing to do."""
-
     def available_bytes(self) -> int:
         return int(self._settings.per_process_memory_fraction * self.card.available_bytes)
 
-    @contextmanager
+    @scope
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         before = self._memory.allocator.limit_bytes
         self._hold_to(limit_bytes)

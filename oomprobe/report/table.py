@@ -66,7 +66,7 @@ def _columns(factor: int) -> dict[str, Callable[[Trial], str | None]]:
         "batch": lambda t: str(t.batch_size),
         "phase": lambda t: t.phase.value,
         "verdict": lambda t: t.verdict.value,
-        "steps": lambda t: str(t.steps),
+        "steps": lambda t: "replay" if t.replayed else str(t.steps),
         "allocated": lambda t: memory(t.peak_allocated_bytes),
         "reserved": lambda t: memory(t.peak_reserved_bytes),
         "cap": lambda t: memory(t.cap_bytes),

@@ -342,7 +342,6 @@ class CachingAllocator:
         block.prev = front
         block.address += size
         block.size -= size
-        block.born = self._clock
         block.pool.add(block)
         return front
 
@@ -534,7 +533,7 @@ def _absorb(block: _Block, other: _Block) -> None:
 def _cut_after(block: _Block, nbytes: int) -> _Block:
     """Shorten a block; what is cut off is returned, linked behind it and in no pool."""
     rest = _Block(block.pool, block.address + nbytes, block.size - nbytes)
-    rest.origin, rest.born = block.origin, block.born
+    rest.origin = block.origin
     rest.prev, rest.next = block, block.next
     if rest.next is not None:
         rest.next.prev = rest

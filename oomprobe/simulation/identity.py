@@ -9,8 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from oomprobe.errors import SimulationError
 from oomprobe.simulation.places import CARD, HOST, SEEN_CARD, STATED_HOST, place_of
-from oomprobe.simulation.unknown import UnknownToSimulationError, refuse_address, user_line
+from oomprobe.simulation.unknown import refuse_address, user_line
 from oomprobe.simulation.world import World
 
 _T = torch.Tensor
@@ -141,7 +142,7 @@ class Identity(TorchFunctionMode):
 
     def _array(self, tensor: torch.Tensor) -> Any:
         if tensor.numel() > LARGEST_ARRAY:
-            raise UnknownToSimulationError(
+            raise SimulationError(
                 f"{user_line()} reads {tensor.numel()} values from a tensor of the simulated world, which has none"
             )
         one = self._world._scalar(torch.empty((), dtype=tensor.dtype, device="meta"))

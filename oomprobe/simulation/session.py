@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.amp.grad_scaler import GradScaler
 
+from oomprobe.scope import scope
 from oomprobe.simulation.choices import Choices
 from oomprobe.simulation.identity import Identity
 from oomprobe.simulation.places import CARD, HOST, SEEN_CARD
@@ -23,7 +24,7 @@ from oomprobe.simulation.world import World
 _DEVICE = FakeTensor.device  # the property as torch made it
 
 
-@contextmanager
+@scope
 def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[int, int]) -> Iterator[None]:
     """Run what is inside in the simulated world, in this thread.
 
@@ -45,7 +46,7 @@ def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[i
         yield
 
 
-@contextmanager
+@scope
 def _collected_by_hand() -> Iterator[None]:
     """Cycles die before a call, not at a random moment inside it: the same call is to make the same tape."""
     was_on = gc.isenabled()

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from oomprobe.errors import UnreliableError
+from oomprobe.errors import SimulationError
 
 _OWN = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
@@ -20,15 +20,11 @@ _INSTEAD = {
 }
 
 
-class UnknownToSimulationError(UnreliableError):
-    """The step needs data, or a kind of tensor, that a simulated card does not have."""
-
-
 def refuse_operator(func: Any) -> NoReturn:
     """Raise for an operator whose result depends on values."""
     name = func.name().partition(".")[0]
     instead = _INSTEAD.get(name, "give the shapes that training has at most, instead of counting them")
-    raise UnknownToSimulationError(
+    raise SimulationError(
         f"{name} at {user_line()} makes a shape that depends on values, and a simulated card has none: {instead}; "
         "or probe on a real device"
     )
@@ -36,7 +32,7 @@ def refuse_operator(func: Any) -> NoReturn:
 
 def refuse_missing_kernel(func: Any, why: BaseException) -> NoReturn:
     """Raise for a custom operator that does not say what shapes it makes."""
-    raise UnknownToSimulationError(
+    raise SimulationError(
         f"{func} at {user_line()} cannot run without data ({type(why).__name__}): register what it returns with "
         "torch.library.register_fake, or probe on a real device"
     )
@@ -44,7 +40,7 @@ def refuse_missing_kernel(func: Any, why: BaseException) -> NoReturn:
 
 def refuse_address() -> NoReturn:
     """Raise for code that wants to know where the data of a tensor is, as kernels of its own do."""
-    raise UnknownToSimulationError(
+    raise SimulationError(
         f"{user_line()} asks for the address of a tensor's data, and a simulated card has none: a custom kernel needs "
         "torch.library.custom_op and register_fake to run here; or probe on a real device"
     )
@@ -54,7 +50,7 @@ def refuse_layout(tensor: torch.Tensor) -> None:
     """Raise for tensors whose memory the simulation does not know."""
     if tensor.is_quantized or tensor.layout is not torch.strided:
         kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        raise UnknownToSimulationError(
+        raise SimulationError(
             f"a {kind} tensor of shape {tuple(tensor.shape)} at {user_line()}: a simulated card knows dense tensors "
             "only; probe on a real device"
         )

@@ -1,5 +1,6 @@
 """State: found, kept, put back and compared."""
 
 from oomprobe.state.keeper import Keeper
+from oomprobe.state.resident import resident_tensors, state_tensors
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "resident_tensors", "state_tensors"]

@@ -354,8 +354,11 @@ def test_garbage_is_what_has_waited_longest():
     for _ in range(10):
         allocator.free(allocator.malloc(20 * MIB))
     allocator.free(young)
+    for _ in range(100):
+        allocator.malloc(512)  # searches in the small pool make nothing older
+    allocator = allocator.copy()
     allocator.malloc(200 * MIB)
-    assert (allocator.reserved_bytes, allocator.alloc_retries) == ((20 + 160 + 170 + 200) * MIB, 0)
+    assert (allocator.reserved_bytes, allocator.alloc_retries) == ((2 + 20 + 160 + 170 + 200) * MIB, 0)
 
 
 def test_without_a_limit_no_garbage_is_collected():
@@ -390,6 +393,17 @@ def test_only_whole_pages_are_unmapped():
     assert allocator.reserved_bytes == 80 * MIB
     allocator.free(first)
     allocator.free(last)
+
+
+def test_fits_counts_only_the_pages_that_are_missing():
+    allocator = an_allocator(EXPANDABLE, 80 * MIB)
+    _, middle, last = (allocator.malloc(size * MIB) for size in (15, 50, 5))
+    allocator.free(middle)
+    allocator.empty_cache()
+    allocator.free(last)
+    assert allocator.fits(65 * MIB)  # from 15 to 80 MiB: two pages are missing between what is free
+    allocator.malloc(65 * MIB)
+    assert (allocator.reserved_bytes, allocator.alloc_retries) == (80 * MIB, 0)
 
 
 def test_pages_move_to_where_they_are_needed():
@@ -582,7 +596,7 @@ def test_a_copy_goes_on_the_same_way_and_alone(steps, more, text):
     assert [figures(allocator) for _ in played(allocator, more)] == alone
     for handle in list(allocator._live):
         twin.free(handle)
-    assert twin.allocated_bytes == 0
+    assert twin.allocated_bytes == twin.requested_bytes == 0
 
 
 def test_peaks_start_anew():

@@ -135,6 +135,13 @@ def test_a_block_waits_until_its_free_is_completed():
     assert replay_trace(early, PLAIN, 160 * MIB).peak_allocated_bytes == 12 * MIB
 
 
+def test_a_completion_belongs_to_the_last_allocation_before_it():
+    one = [event("alloc", 1), event("free_requested", 1)]
+    other = [event("alloc", 1), event("free_requested", 1), event("free_completed", 1)]
+    replay = replay_trace(one + other, PLAIN, 160 * MIB)
+    assert (replay.frees, replay.missing_frees) == (2, 0)
+
+
 def test_an_address_handed_out_twice_is_counted():
     replay = replay_trace([event("alloc", 1, 12 * MIB), event("alloc", 1, 12 * MIB)], PLAIN, 160 * MIB)
     assert (replay.missing_frees, replay.peak_allocated_bytes) == (1, 12 * MIB)
