@@ -11,7 +11,7 @@ from oomprobe.interrupts import TimeUp
 from oomprobe.result import Trial
 from oomprobe.scope import scope
 from oomprobe.trial import Trials
-from oomprobe.work import Work, count_work
+from oomprobe.work import Work, WorkCounter
 
 
 class Aside:
@@ -68,7 +68,8 @@ class Aside:
         with self._in_time(size):
             try:
                 with self._device.cap(None):
-                    return count_work(lambda counting: self._call(size, counting))
+                    self._call(size, counter := WorkCounter())
+                return counter.work
             except Exception:
                 return None
 

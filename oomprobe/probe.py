@@ -121,9 +121,7 @@ def find_max_batch(
 
 
 def _find(bench: Workbench, options: Options) -> search.Found:
-    find = partial(
-        search.find, bench.ask, options.sizes, capped=options.memory_fraction < 1, enough=bench.enough
-    )
+    find = partial(search.find, bench.ask, options.sizes, capped=options.memory_fraction < 1, enough=bench.enough)
     try:
         return find()
     except ContradictedError:

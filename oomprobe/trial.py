@@ -229,7 +229,9 @@ class Trials:
         self._last_stepped = set(self._watch.stepped)
         self._watch.stepped |= before
 
-    def _call(self, step: StepFn, request: Request, run: _Run, inside: AbstractContextManager[Any] | None = None) -> None:
+    def _call(
+        self, step: StepFn, request: Request, run: _Run, inside: AbstractContextManager[Any] | None = None
+    ) -> None:
         started = time.perf_counter()
         try:
             with self._device.session(), inside or nullcontext(), self.interrupts.allowed(request.deadline_s):

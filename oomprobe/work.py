@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +19,24 @@ class Work:
     elements: int
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is dispatched inside; compiled code runs as it was written.
+
+    Example:
+        >>> with WorkCounter() as counter:
+        ...     _ = torch.ones(3) + 1
+        >>> counter.work
+        Work(operators=2, elements=6)
+    """
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operators = self.elements = 0
+        self.work = Work(operators=0, elements=0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.operators += 1
-        self.elements += sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        elements = sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        self.work = Work(operators=self.work.operators + 1, elements=self.work.elements + elements)
         return result
 
 
@@ -37,21 +44,3 @@ def compiled_graphs() -> int:
     """Graphs that torch.compile has made in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
-
-
-def count_work(call: Callable[[AbstractContextManager[object]], object]) -> Work:
-    """Run a call and count what it dispatches; compiled code runs as it was written.
-
-    Args:
-        call: Enters what it is given around the work.
-
-    Example:
-        >>> def call(counting):
-        ...     with counting:
-        ...         return torch.ones(3) + 1
-        >>> count_work(call)
-        Work(operators=2, elements=6)
-    """
-    counter = _Counter()
-    call(counter)
-    return Work(operators=counter.operators, elements=counter.elements)

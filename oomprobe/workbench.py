@@ -60,7 +60,9 @@ class Workbench:
         """Run one size for the search."""
         steps = self.options.confirm_steps if phase is Phase.CONFIRM else self.options.steps
         cap_bytes = self.budget_bytes if capped else None
-        trial = self._rehearsed(size, phase, steps, cap_bytes) or self.run(size, phase, steps=steps, cap_bytes=cap_bytes)
+        trial = self._rehearsed(size, phase, steps, cap_bytes) or self.run(
+            size, phase, steps=steps, cap_bytes=cap_bytes
+        )
         if phase is Phase.GROW:
             refuse_idle(
                 self.trials,

@@ -88,9 +88,16 @@ def test_a_device_that_torch_does_not_know(text):
     assert error.__suppress_context__
 
 
-@pytest.mark.parametrize("text", ["sim", "sim:24GiB", "sim:H100-80GB"])
-def test_simulated_devices_are_not_here_yet(text):
-    refused(NoDeviceError, f"device={text!r}: simulated devices are not in this version yet", text)
+@pytest.mark.parametrize(("text", "gib"), [("sim:24GiB", 24), ("sim:H100-80GB", 78), ("sim:rtx 4090", 23)])
+def test_simulated_devices(text, gib):
+    chosen = choose_device(text, ON_CPU)
+    assert isinstance(chosen, oomprobe.SimulatedDevice)
+    assert chosen.available_bytes() // GIB == gib
+
+
+def test_a_card_nobody_makes():
+    refused(NoDeviceError, "near it: P100-16GB, V100-16GB", "sim:H1000")
+    refused(NoDeviceError, "it has P100-16GB, V100-16GB", "sim")
 
 
 @pytest.mark.parametrize("device", [0, 1.5, True, b"cuda", ["cuda"], object(), HostDevice])

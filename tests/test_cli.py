@@ -108,7 +108,7 @@ def test_json_to_stdout_and_to_a_file(capsys, target, tmp_path):
         (["{}:fits", "--journal", "x"], 2, "journal is not in this version yet"),
         (["{}:bug"], 3, "KeyError: 'labels'"),
         (["{}:fits", "--device", "cuda:7"], 4, "no device 'cuda:7' here"),
-        (["{}:fits", "--device", "sim:24GiB"], 4, "not in this version yet"),
+        (["{}:fits", "--device", "sim:RTX-409"], 4, "is not a card of the catalogue; near it: "),
         (["{}:up_to_five", "--require", "6"], 5, "batch 6 does not survive"),
         (["{}:fits", "--time-limit", "1e-9"], 6, "time passed"),
     ],

@@ -3,7 +3,13 @@ import shutil
 import pytest
 import torch
 
-from oomprobe.work import Work, count_work
+from oomprobe.work import Work, WorkCounter
+
+
+def count_work(call):
+    with WorkCounter() as counter:
+        call()
+    return counter.work
 
 
 def test_operators_and_the_elements_of_their_results_are_counted():

@@ -7,8 +7,6 @@ multiples of 8 (16 bit) or 4 (32 bit); everything else is computed in the open.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 _aten = torch.ops.aten
@@ -48,7 +46,7 @@ def attend(
         query, key, value = (_padded(t, 8) for t in (query, key, value))
         scale = head**-0.5 if scale is None else scale
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        return out[..., :head]
+        return out[..., :head]  # type: ignore[no-any-return]
     if enable_gqa:
         key, value = _repeated(query, key), _repeated(query, value)
     if _efficient(query, key, value):
@@ -63,11 +61,9 @@ def attend(
     )[0]
 
 
-def _flash(
-    capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None
-) -> bool:
+def _flash(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
     return (
-        torch.backends.cuda.flash_sdp_enabled()
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
         and capability >= FLASH_CAPABILITY
         and attn_mask is None
         and query.dim() == 4
@@ -80,7 +76,7 @@ def _flash(
 def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     multiple = 8 if query.dtype in (torch.float16, torch.bfloat16) else 4
     return (
-        torch.backends.cuda.mem_efficient_sdp_enabled()
+        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
         and query.dim() == 4
         and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and query.shape[1] == key.shape[1]

@@ -34,7 +34,7 @@ class Choices:
         self._library: Any = None
 
     def __enter__(self) -> Choices:
-        self._library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says once that a kernel was registered over another one
             self._register()

@@ -71,7 +71,7 @@ def _nothing(*_: Any, **__: Any) -> Iterator[None]:
 
 
 class _DeviceContext(contextlib.nullcontext[None]):
-    """``with torch.cuda.device(0):``"""
+    """``with torch.cuda.device(0):``."""
 
     def __init__(self, device: Any = None) -> None:
         super().__init__()

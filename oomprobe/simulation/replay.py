@@ -107,7 +107,8 @@ class Replayer:
             calls: Calls of the step.
             limit_bytes: What the allocator is held to; None for all there is.
         """
-        assert self.line is not None and self._allocator is not None
+        assert self.line is not None
+        assert self._allocator is not None
         allocator = self._allocator.copy()
         allocator.empty_cache()
         allocator.limit_bytes = limit_bytes

@@ -21,7 +21,7 @@ from oomprobe.simulation.identity import Identity
 from oomprobe.simulation.places import CARD, HOST, SEEN_CARD
 from oomprobe.simulation.world import World
 
-_DEVICE = FakeTensor.device  # the property as torch made it
+_DEVICE: Any = FakeTensor.device  # the property as torch made it
 
 
 @scope
@@ -90,7 +90,7 @@ def _accelerator(cuda_functions: Mapping[str, Any]) -> dict[str, Any]:
 def _seen_device(world: World) -> Any:
     def device(tensor: FakeTensor) -> torch.device:
         if tensor.fake_mode is not world.fake_mode or world.depth or tensor.fake_mode.in_kernel_invocation:
-            return _DEVICE.fget(tensor)  # type: ignore[misc, no-any-return]
+            return _DEVICE.fget(tensor)  # type: ignore[no-any-return]
         return SEEN_CARD if tensor._fake_device == CARD else HOST
 
     return device
@@ -119,7 +119,7 @@ def _always_step(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: 
 
 
 def _on_cpu(init: Any) -> Any:
-    def __init__(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.float16
         init(self, device_type, dtype, *args, **kwargs)

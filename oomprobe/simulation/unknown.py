@@ -58,7 +58,7 @@ def refuse_layout(tensor: torch.Tensor) -> None:
 
 def user_line() -> str:
     """File and line of the innermost frame that is neither torch's nor oomprobe's."""
-    for frame, line in reversed(list(traceback.walk_stack(None))[::-1]):
+    for frame, line in traceback.walk_stack(None):
         path = Path(frame.f_code.co_filename)
         inside = _OWN in path.parents and path.name != "demo.py"
         if not inside and _TORCH not in path.parents and path.exists():

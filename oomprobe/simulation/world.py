@@ -50,7 +50,7 @@ class World(TorchDispatchMode):
         self._storages: dict[int, torch.UntypedStorage] = {}  # of real tensors: their fakes' storages
         self._kept: dict[int, weakref.ref[Any]] = {}
         self._views: dict[tuple[Any, ...], FakeTensor] = {}
-        self._moved: dict[int, tuple[weakref.ref[Any], FakeTensor]] = {}
+        self._moved: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
 
     # --- what the device asks ---
 
@@ -160,8 +160,7 @@ class World(TorchDispatchMode):
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
-            moved = self._moved.get(id(tensor))
-            return tensor if moved is None or moved[0]() is not tensor else moved[1]
+            return tensor
         moved = self._moved.get(id(tensor))
         if moved is not None and moved[0]() is tensor:
             return moved[1]
@@ -187,7 +186,7 @@ class World(TorchDispatchMode):
         real = tensor.untyped_storage()
         key = real._cdata
         if key not in self._storages:
-            self._storages[key] = torch.UntypedStorage(real.nbytes(), device="meta")
+            self._storages[key] = torch.UntypedStorage(real.nbytes(), device="meta")  # type: ignore[no-untyped-call]
             self._kept[key] = weakref.ref(real, self._forgetter(key))
         return self._storages[key]
 

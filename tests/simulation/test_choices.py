@@ -1,8 +1,9 @@
 import pytest
 import torch
-from simulation.worlds import Bench
 from torch import nn
 from torch.nn import functional as F
+
+from simulation.worlds import Bench
 
 MIB = 2**20
 AMPERE, VOLTA, HOPPER = "A100-40GB", "V100-16GB", "H100-80GB"

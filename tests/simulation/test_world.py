@@ -3,12 +3,12 @@ import copy
 import numpy as np
 import pytest
 import torch
-from simulation.worlds import Bench, bytes_of, rounded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from oomprobe.errors import UnreliableError
+from simulation.worlds import Bench, bytes_of, rounded
 
 MIB = 2**20
 
@@ -250,7 +250,9 @@ def test_is_cuda_and_its_like():
 
     def step():
         x, host = torch.zeros(3, device="cuda"), torch.zeros(3)
-        return (x.is_cuda, x.is_cpu, x.get_device(), host.is_cuda, host.is_cpu, host.get_device()), model[0].weight.is_cuda
+        return (x.is_cuda, x.is_cpu, x.get_device(), host.is_cuda, host.is_cpu, host.get_device()), model[
+            0
+        ].weight.is_cuda
 
     assert Bench(model).run(step) == ((True, False, 0, False, True, -1), True)
 
@@ -263,7 +265,11 @@ def test_a_module_made_or_moved_inside():
         assert model.to("cuda") is model
         fresh = nn.Linear(8, 8).to("cuda")
         there = nn.Linear(8, 8, device="cuda")
-        return {fresh.weight.device.type, there.weight.device.type, there(fresh(torch.zeros(2, 8, device="cuda"))).device.type}
+        return {
+            fresh.weight.device.type,
+            there.weight.device.type,
+            there(fresh(torch.zeros(2, 8, device="cuda"))).device.type,
+        }
 
     assert Bench(model).run(step) == {"cuda"}
 
@@ -278,14 +284,14 @@ def test_torch_cuda_answers_from_the_simulation():
         del x
         with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(0):
             pass
-        answers = dict(
-            available=torch.cuda.is_available(), count=torch.cuda.device_count(), current=torch.cuda.current_device(),
-            allocated=torch.cuda.memory_allocated(), peak=torch.cuda.max_memory_allocated(),
-            reserved=torch.cuda.memory_reserved(), name=torch.cuda.get_device_name(),
-            total=torch.cuda.get_device_properties(0).total_memory, free=torch.cuda.mem_get_info()[0],
-            bf16=torch.cuda.is_bf16_supported(), stat=torch.cuda.memory_stats()["allocated_bytes.all.peak"],
-            took=start.elapsed_time(end) >= 0,
-        )  # fmt: skip
+        answers = {
+            "available": torch.cuda.is_available(), "count": torch.cuda.device_count(), "current": torch.cuda.current_device(),
+            "allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(), "name": torch.cuda.get_device_name(),
+            "total": torch.cuda.get_device_properties(0).total_memory, "free": torch.cuda.mem_get_info()[0],
+            "bf16": torch.cuda.is_bf16_supported(), "stat": torch.cuda.memory_stats()["allocated_bytes.all.peak"],
+            "took": start.elapsed_time(end) >= 0,
+        }  # fmt: skip
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         answers["after"] = torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
@@ -294,10 +300,10 @@ def test_torch_cuda_answers_from_the_simulation():
     bench = Bench(card="H100-80GB")
     answers = bench.run(step)
     card = bench.device.card
-    assert answers == dict(
-        available=True, count=1, current=0, allocated=0, peak=4 * MIB, reserved=20 * MIB, name=card.full_name,
-        total=card.total_bytes, free=card.available_bytes - 20 * MIB, bf16=True, stat=4 * MIB, took=True, after=(0, 0),
-    )  # fmt: skip
+    assert answers == {
+        "available": True, "count": 1, "current": 0, "allocated": 0, "peak": 4 * MIB, "reserved": 20 * MIB, "name": card.full_name,
+        "total": card.total_bytes, "free": card.available_bytes - 20 * MIB, "bf16": True, "stat": 4 * MIB, "took": True, "after": (0, 0),
+    }  # fmt: skip
     assert bench.peak_bytes == 4 * MIB  # the trial's own peak is not the step's to reset
 
 
@@ -388,7 +394,7 @@ def test_out_of_memory_is_torchs_own_and_leaves_nothing():
     bench = Bench(model, card="64MiB")
     weights = bench.allocated_bytes
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory. Tried to allocate"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate"):
         bench.run(train(model, optimizer, 2**20, "cuda"))
     for parameter in model.parameters():
         parameter.grad = None
@@ -459,7 +465,9 @@ def test_a_scaler_steps_from_the_first_call():
         assert scaler.is_enabled()
         optimizer.zero_grad()
         with torch.autocast("cuda"):
-            loss = F.cross_entropy(model(torch.randn(8, 64, device="cuda")), torch.zeros(8, dtype=torch.long, device="cuda"))
+            loss = F.cross_entropy(
+                model(torch.randn(8, 64, device="cuda")), torch.zeros(8, dtype=torch.long, device="cuda")
+            )
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
