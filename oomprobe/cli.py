@@ -25,6 +25,7 @@ from oomprobe import errors
 from oomprobe.arguments import SEARCH_OPTIONS, check_run, parser
 from oomprobe.exits import explain
 from oomprobe.streams import stdout_kept, tell, write
+from oomprobe.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from oomprobe.options import StepFn
     from oomprobe.result import ProbeResult
 
+DEMO_CARD = "sim:H100-80GB"
 DEMO_BUDGET = "cpu:384MiB"  # large enough that activations dominate, small enough for two minutes on two cores
 
 
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     check_run(arguments)
     machine_reads = arguments.quiet or arguments.json == "-"
-    if not arguments.in_process:
+    if not arguments.in_process and not (arguments.device or "").startswith("sim"):  # those cannot die of memory
         tell("note: isolated trials are not in this version yet; they run in this process (--in-process)")
     keeping = stdout_kept(for_good=arguments.owns_process) if machine_reads else contextlib.nullcontext(sys.stdout)
     with keeping as stdout:
@@ -73,11 +75,11 @@ def _save(result: ProbeResult, path: str) -> None:
         raise errors.InvalidArgumentError(f"--json {path!r} cannot be written: {error}") from None
 
 
-def _build(target: str) -> tuple[torch.nn.Module, StepFn]:
+def _build(target: str, device: object) -> tuple[torch.nn.Module, StepFn]:
     from oomprobe.target import build
 
     try:
-        return build(target)
+        return build(target, device)
     except (errors.OomProbeError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
@@ -97,22 +99,24 @@ def _users_part(frames: TracebackType | None) -> TracebackType | None:
 
 def _probe(arguments: argparse.Namespace) -> ProbeResult:
     from oomprobe.probe import check, find_max_batch
+    from oomprobe.target import simulated_or
 
+    device = simulated_or(arguments.device)
     common = {
-        "device": arguments.device,
+        "device": device,
         "memory_fraction": arguments.memory_fraction,
         "confirm_steps": arguments.confirm_steps,
         "time_limit_s": arguments.time_limit,
         "progress": arguments.progress,
     }
     if arguments.require is not None:
-        model, step_fn = _build(arguments.target)
+        model, step_fn = _build(arguments.target, device)
         return check(model, step_fn, arguments.require, **common)
     options = {name: getattr(arguments, option) for option, name in SEARCH_OPTIONS.items()}
     given = {name: value for name, value in options.items() if value is not None}
     if "global_batch" in given:
         given["global_batch"] = -(-arguments.global_batch // arguments.world_size)
-    model, step_fn = _build(arguments.target)
+    model, step_fn = _build(arguments.target, device)
     return find_max_batch(model, step_fn, **given, **common)
 
 
@@ -125,6 +129,9 @@ def _demo(arguments: argparse.Namespace) -> int:
         print(f"--- {title}, real training steps ---\n", flush=True)  # noqa: T201
         model, step_fn = build()
         print(find_max_batch(model, step_fn, device=device, progress=arguments.progress), flush=True)  # noqa: T201
+        if device is not None:
+            card = find_max_batch(model, step_fn, device=DEMO_CARD, progress="off")
+            print(f"and on an H100 this model would take batch {card.batch_size} (simulated)\n", flush=True)  # noqa: T201
     return 0
 
 
@@ -143,9 +150,13 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _devices(arguments: argparse.Namespace) -> int:
     from oomprobe.devices.choose import describe_device, list_devices
+    from oomprobe.simulation.cards import CARDS
 
     for device in list_devices():
         print(describe_device(device))  # noqa: T201
+    print("\nsimulated, whether the card is here or not (sim:24GiB states the allocator's memory itself):")  # noqa: T201
+    for card in CARDS:
+        print(f"sim:{card.name:18}  {format_bytes(card.available_bytes)} of {format_bytes(card.total_bytes)}")  # noqa: T201
     return 0
 
 

@@ -57,7 +57,8 @@ def find_max_batch(
         step_fn: ``step_fn(model, batch_size)`` runs one full optimisation step: make a batch, forward, backward,
             optimizer step. Or several by name, ``{"train": f, "eval": g}``: each trial runs them all.
         device: None: where the parameters are. Or "cuda", "cuda:1", "xpu", "mps", "cpu", "cpu:4GiB" (of address
-            space beyond the warm process), a torch.device, or a `Device`.
+            space beyond the warm process), "sim:24GiB" or "sim:H100-80GB" (a card that need not be there; the model
+            stays in host memory), a torch.device, or a `Device`.
         memory_fraction: Share of the memory available to this process that the answer may use, in (0, 1].
         min_batch: Smallest size to try, at least 1.
         max_batch: Largest size to try; None: until the memory ends.

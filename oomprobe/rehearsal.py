@@ -16,10 +16,11 @@ class Rehearsals:
 
     Args:
         device: Any; one that is not simulated rehearses nothing.
+        single: Whether there is one step: of several, each asks for something else.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device: Simulated | None = device if isinstance(device, Simulated) else None
+    def __init__(self, device: Device, *, single: bool) -> None:
+        self._device: Simulated | None = device if single and isinstance(device, Simulated) else None
 
     def trial(self, size: int, phase: Phase, *, steps: int, cap_bytes: int | None) -> Trial | None:
         """The trial of a size, replayed; None where it has to be run. What decides is always run."""
@@ -40,14 +41,12 @@ class Rehearsals:
             replayed=True,
         )
 
-    def learn(self, trial: Trial) -> None:
-        """A trial was run, and cleaned up after: it shows the way of others, or that there is none."""
+    def learn(self, trial: Trial) -> bool:
+        """A trial was run, and cleaned up after: it shows the way of others. False where it shows that they were wrong."""
         if self._device is None or trial.accumulation_steps > 1:
-            return
-        if trial.passed:
-            self._device.learn(trial.batch_size)
-        if trial.passed is (trial.phase is Phase.RECHECK) and trial.phase in (Phase.RECHECK, Phase.CONFIRM):
-            self.stop()
+            return True
+        surprising = Phase.RECHECK if trial.passed else Phase.CONFIRM
+        return trial.phase is not surprising and (not trial.passed or self._device.learn(trial.batch_size))
 
     def stop(self) -> None:
         """Run every size from here on."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import oomprobe
+from oomprobe.devices import Simulated
 from oomprobe.errors import NothingFitsError
 from oomprobe.fit import LinearFit, fit_line
 from oomprobe.result import ProbeResult, Trial
@@ -128,7 +129,7 @@ def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
         *(f"batch {size} failed once and passed when tried again: struck out" for size in found.struck),
         *(f"batch {size} passed as a trial and failed in confirmation" for size in found.unconfirmed),
         *_leaks(bench.trials, on_host=bench.device.on_host),
-        *_pressure(answer),
+        *(_simulated(bench.device, bench.trials, answer) if isinstance(bench.device, Simulated) else _pressure(answer)),
         *_slow(bench.trials, answer),
         *_outside(bench),
         *_compiled(bench),
@@ -156,6 +157,25 @@ def _pressure(answer: Trial) -> list[str]:
     return [
         f"batch {answer.batch_size} ran under pressure: the allocator gave its cache back {answer.alloc_retries} times; "
         "a slightly smaller size may be faster"
+    ]
+
+
+def _simulated(device: Simulated, trials: Iterable[Trial], answer: Trial) -> list[str]:
+    peak, upper = answer.peak_reserved_bytes or 0, answer.peak_upper_bytes
+    interval = f"{format_bytes(peak)}" if upper is None else f"between {format_bytes(peak)} and {format_bytes(upper)}"
+    easy = max(
+        (t.batch_size for t in trials if t.passed and t.cap_bytes is not None and not t.alloc_retries), default=0
+    )
+    safe = f"; batch {easy} needed none of that" if easy else ""
+    marginal = (
+        f"marginal: batch {answer.batch_size} fits only because the allocator gave its cache back "
+        f"{answer.alloc_retries} times{safe}"
+    )
+    return [
+        f"simulated: no kernel ran and no value exists. At batch {answer.batch_size} the allocator reserves {interval}; "
+        "the upper end is with the workspaces that convolutions would take where there is room",
+        *device.notes,
+        *([marginal] if answer.alloc_retries else []),
     ]
 
 
@@ -221,6 +241,7 @@ def _not_covered(bench: Workbench) -> list[str]:
         ("data loader workers and their host memory", ""),
     ]
     return [
+        *(bench.device.not_covered if isinstance(bench.device, Simulated) else ()),
         *(text for text, words in items if words_in_names.isdisjoint(words.split())),
         "state that is not restored: other Python attributes, generators of your own, positions of data loaders",
     ]

@@ -6,12 +6,14 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from oomprobe.devices import Simulated
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.options import StepFn
 from oomprobe.probe import find_max_batch
@@ -42,18 +44,28 @@ def probe_target(target: str, *, isolate: bool = True, **options: Any) -> ProbeR
         raise InvalidArgumentError(
             "isolated trials are not in this version yet: pass isolate=False to run the trials in this process"
         )
-    model, step_fn = build(target)
-    return find_max_batch(model, step_fn, **options)
+    device = simulated_or(options.pop("device", None))
+    model, step_fn = build(target, device)
+    return find_max_batch(model, step_fn, device=device, **options)
 
 
-def build(target: str) -> tuple[torch.nn.Module, StepFn]:
-    """Import a target and call it.
+def simulated_or(device: Any) -> Any:
+    """The card that ``"sim:..."`` names, which a target is built on; any other device as it is."""
+    if not isinstance(device, str) or device.partition(":")[0] != "sim":
+        return device
+    from oomprobe.devices.simulated import SimulatedDevice  # costs a second that others need not spend
+
+    return SimulatedDevice(device.partition(":")[2])
+
+
+def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
+    """Import a target and call it; on a simulated device it may move what it builds to ``"cuda"``.
 
     Raises:
         InvalidArgumentError: it is not found, or does not return ``(model, step_fn)``.
     """
-    function = load(target)
-    built = function()
+    with device.building() if isinstance(device, Simulated) else nullcontext():
+        built = load(target)()
     if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], torch.nn.Module):
         raise InvalidArgumentError(f"{target} returned {type(built).__name__}, not a pair (model, step_fn). {RECIPE}")
     return built

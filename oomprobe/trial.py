@@ -118,6 +118,8 @@ class Trials:
         try:
             with self._device.cap(request.cap_bytes):
                 self._run_steps(request, run)
+            if isinstance(self._device, Simulated):
+                self._device.end_trial()
         except TimeUp as up:
             self.interrupts.check_own(up)
             run.verdict = Verdict.TIMED_OUT

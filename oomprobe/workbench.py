@@ -47,7 +47,7 @@ class Workbench:
         self._clock = Clock(options)
         self._aside = Aside(device, trials, self.trials, self._clock, keeper.drop_gradients)
         self._baseline = Baseline(device, drop_gradients=keeper.drop_gradients, flush=self._flush, sleep=sleep)
-        self._rehearsals = Rehearsals(device)
+        self._rehearsals = Rehearsals(device, single=len(trials.step_names) == 1)
         self._graphs_before = compiled_graphs()
 
     # --- what the search asks ---
@@ -148,7 +148,8 @@ class Workbench:
         if trial.passed and not self._baseline.known:
             self.measure_available()
             self._baseline.take(self.available_bytes)
-        self._rehearsals.learn(trial)
+        if not self._rehearsals.learn(trial):
+            self.stop_rehearsing()
         return trial
 
     def _smaller_passed(self, size: int) -> bool:

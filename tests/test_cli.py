@@ -347,10 +347,18 @@ def test_show_refuses_what_is_not_a_result(capsys, tmp_path, text):
     assert err.startswith("oomprobe: ")
 
 
-def test_devices_lists_the_host(capsys):
+def test_devices_lists_the_host_and_the_cards_that_can_be_simulated(capsys):
     code, out, _ = run(capsys, "devices")
     assert code == 0
-    assert out.splitlines()[-1].startswith("cpu  host memory")
+    here, simulated = out.split("\n\n")
+    assert here.splitlines()[-1].startswith("cpu  host memory")
+    assert len(re.findall(r"^sim:\S+ +\d+\.\d\d GiB of", simulated, re.MULTILINE)) >= 20
+
+
+def test_a_simulated_card_for_a_target_of_the_host(capsys, target):
+    code, out, err = run(capsys, "run", f"{target}:up_to_five", "--device", "sim:24GiB", "--quiet", "--progress", "off")
+    assert (code, out) == (0, "5\n")
+    assert "isolated" not in err
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,10 @@ class Simulated(Protocol):
     @property
     def not_covered(self) -> tuple[str, ...]: ...
 
+    def building(self) -> AbstractContextManager[None]:
+        """The world in which a model is built for the device."""
+        ...
+
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put on the device what is there before the first step."""
         ...
@@ -131,8 +135,12 @@ class Simulated(Protocol):
         """Do what the last call did once more, without running it; False where that is not known to be the same."""
         ...
 
-    def learn(self, batch_size: int) -> None:
-        """A trial of this size has passed, and was cleaned up after."""
+    def end_trial(self) -> None:
+        """What is called from here on does not belong to the trial."""
+        ...
+
+    def learn(self, batch_size: int) -> bool:
+        """A trial of this size has passed, and was cleaned up after; False where it shows that rehearsals were wrong."""
         ...
 
     def rehearse(self, batch_size: int, *, calls: int, limit_bytes: int | None) -> Rehearsal | None:

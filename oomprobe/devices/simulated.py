@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
 import torch
@@ -19,6 +20,7 @@ from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.scope import scope
 from oomprobe.simulation import cuda_api
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.simulation.building import building
 from oomprobe.simulation.cards import Card, find_card, generic_card
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.replay import Replayed, Replayer
@@ -72,9 +74,12 @@ class SimulatedDevice(PlainDevice):
         self._memory = Memory(
             CachingAllocator(self.card.available_bytes, self._settings, total_bytes=self.card.total_bytes)
         )
+        self._fraction = self._settings.per_process_memory_fraction
+        self._hold_to(None)
         self._world = World(self._memory, self.card.cublas_workspace_bytes)
         self._replayer = Replayer()
         self._calls: list[Call] = []
+        self._trial_calls: tuple[Call, ...] = ()
         self._peaks_before = (0, 0)  # of this trial, before the step itself reset them
         self._counts = (0, 0)
 
@@ -88,6 +93,19 @@ class SimulatedDevice(PlainDevice):
             yield
             gc.collect(0)  # cycles made in this call die with it, not at a random moment of the next
         self._calls.append(self._memory.tape.finish())
+
+    def building(self) -> AbstractContextManager[None]:
+        """Inside, code may build a model and move it to ``"cuda"``: it stays in host memory, and is counted on the card.
+
+        Example:
+            >>> import torch, oomprobe
+            >>> card = oomprobe.SimulatedDevice("24GiB")
+            >>> with card.building():
+            ...     model = torch.nn.Linear(1024, 1024).cuda()
+            >>> card.live_bytes()
+            4198400
+        """
+        return building(self._world, self._functions())
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put on the card what training would have there: parameters, buffers, gradients, optimizer state.
@@ -122,21 +140,31 @@ class SimulatedDevice(PlainDevice):
     # --- what a Device answers for ---
 
     def available_bytes(self) -> int:
-        return int(self._settings.per_process_memory_fraction * self.card.available_bytes)
+        return self._allowed(None)
 
     @scope
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
-        before = self._memory.allocator.limit_bytes
         self._hold_to(limit_bytes)
         try:
             yield
         finally:
-            self._hold_to(before)
+            self._hold_to(None)
 
     def _hold_to(self, limit_bytes: int | None) -> None:
+        allowed = self._allowed(limit_bytes)
         for allocator in (self._memory.allocator, self._memory.roomy):
             if allocator is not None:
-                allocator.limit_bytes = limit_bytes
+                allocator.limit_bytes = None if allowed == self.card.available_bytes else allowed
+
+    def _allowed(self, limit_bytes: int | None) -> int:
+        """The least of what the card has, the process's own fraction of it, and a limit."""
+        own = int(self._fraction * self.total_bytes)  # of the total, as torch has it
+        return min(own, self.card.available_bytes if limit_bytes is None else limit_bytes)
+
+    def _set_fraction(self, fraction: float) -> None:
+        """The step's, or the target's, own ``torch.cuda.set_per_process_memory_fraction``."""
+        self._fraction = fraction
+        self._hold_to(self._memory.allocator.limit_bytes)
 
     def start_trial(self) -> None:
         self._memory.begin()
@@ -151,7 +179,9 @@ class SimulatedDevice(PlainDevice):
         return Usage(
             peak_allocated_bytes=max(allocated, self._peaks_before[0]),
             peak_reserved_bytes=max(reserved, self._peaks_before[1]),
-            peak_upper_bytes=None if roomy is None else max(roomy.peak_reserved_bytes, reserved),
+            peak_upper_bytes=self._allowed(self._memory.allocator.limit_bytes)
+            if roomy is None
+            else max(roomy.peak_reserved_bytes, reserved),
             alloc_retries=retries,
             under_pressure=ooms > 0 or retries > 0,
         )
@@ -193,17 +223,25 @@ class SimulatedDevice(PlainDevice):
             raise torch.OutOfMemoryError(str(refusal)) from None
         return True
 
-    def learn(self, batch_size: int) -> None:
+    def end_trial(self) -> None:
+        self._trial_calls, self._calls = tuple(self._calls), []
+
+    def learn(self, batch_size: int) -> bool:
         """A trial of this size has passed: its last call shows what the step asks of the allocator."""
-        steady = self._replayer.steady(self._calls) if self._calls else None
-        if steady is not None:
-            self._replayer.learn(batch_size, steady, self._memory.allocator, self._memory.leftovers)
+        if self._calls or not self._trial_calls:  # something was called since, and left its own blocks
+            return True
+        steady = self._replayer.steady(self._trial_calls)
+        if steady is None:
+            return True
+        return self._replayer.learn(batch_size, steady, self._memory.allocator, self._memory.leftovers)
 
     def rehearse(self, batch_size: int, *, calls: int, limit_bytes: int | None) -> Replayed | None:
         """Try a size on the allocator alone; None where the step has not been seen to follow lines."""
         if self._replayer.line is None:
             return None
-        return self._replayer.try_size(batch_size, calls=calls, limit_bytes=limit_bytes)
+        allowed = self._allowed(limit_bytes)
+        limit = None if allowed == self.card.available_bytes else allowed
+        return self._replayer.try_size(batch_size, calls=calls, limit_bytes=limit)
 
     def stop_rehearsing(self) -> None:
         """A rehearsal was wrong: run every size from here on."""
@@ -223,6 +261,8 @@ class SimulatedDevice(PlainDevice):
             empty_cache=lambda: self._memory.empty_cache(by_step=True),
             reset_peaks=self._reset_peaks,
             peaks=self._peaks,
+            fraction=lambda: self._fraction,
+            set_fraction=self._set_fraction,
             total_bytes=self.total_bytes,
         )
 

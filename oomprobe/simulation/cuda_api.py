@@ -80,7 +80,8 @@ class _DeviceContext(contextlib.nullcontext[None]):
 
 def replacements(
     properties: Any, allocator: Callable[[], CachingAllocator], *, empty_cache: Callable[[], None],
-    reset_peaks: Callable[[], None], peaks: Callable[[], tuple[int, int]], total_bytes: int,
+    reset_peaks: Callable[[], None], peaks: Callable[[], tuple[int, int]], fraction: Callable[[], float],
+    set_fraction: Callable[[float], None], total_bytes: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Functions by the name they have in ``torch.cuda``."""
 
@@ -132,8 +133,8 @@ def replacements(
         "memory_stats": stats,
         "memory_summary": lambda *_, **__: "\n".join(f"{name}: {value}" for name, value in stats().items()),
         "mem_get_info": mem_get_info,
-        "get_per_process_memory_fraction": constant(1.0),
-        "set_per_process_memory_fraction": nothing,
+        "get_per_process_memory_fraction": lambda *_: fraction(),
+        "set_per_process_memory_fraction": lambda share, *_: set_fraction(share),
         "utilization": constant(0),
         "stream": _nothing,
         "device": _DeviceContext,

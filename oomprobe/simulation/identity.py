@@ -53,7 +53,10 @@ class Identity(TorchFunctionMode):
         if func.__name__ == "__get__":
             return self._property(func, args[0])
         place = place_of(kwargs.get("device"))
-        return func(*args, **{**kwargs, "device": place}) if place is not None else func(*args, **kwargs)
+        return func(*args, **kwargs) if place is None else self._made(func, args, kwargs, place)
+
+    def _made(self, func: Any, args: Any, kwargs: dict[str, Any], place: torch.device) -> Any:
+        return func(*args, **{**kwargs, "device": place})
 
     def _property(self, getter: Any, tensor: torch.Tensor) -> Any:
         name = getattr(getter.__self__, "__name__", "")

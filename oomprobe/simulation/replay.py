@@ -75,17 +75,22 @@ class Replayer:
     _alive: Alive = field(default_factory=dict)
     _given_up: bool = False
 
-    def learn(self, batch_size: int, call: Call, allocator: CachingAllocator, alive: Alive) -> None:
-        """A size was run for real, and this is its steady call; `allocator` and `alive` are how it was left."""
+    def learn(self, batch_size: int, call: Call, allocator: CachingAllocator, alive: Alive) -> bool:
+        """A size was run for real, and this is its steady call; `allocator` and `alive` are how it was left.
+
+        Returns:
+            Whether it is what the line says, as far as there is one.
+        """
         if self._given_up:
-            return
+            return True
         if self.line is not None and self.line.at(batch_size) != call:
             self.give_up()
-            return
+            return False
         self._calls[batch_size] = call
         self._allocator, self._alive = allocator.copy(), dict(alive)
         if self.line is None:
             self.line = line_through(list(self._calls.items())[-SIZES_FOR_A_LINE:])
+        return True
 
     def give_up(self) -> None:
         """A size did not do what the line says: from here on every size is run."""

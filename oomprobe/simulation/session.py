@@ -38,8 +38,9 @@ def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[i
         stack.enter_context(_collected_by_hand())
         stack.enter_context(mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(Choices(lambda: threading.get_ident() == thread, capability))
-        for owner, name, value in _patches(world, cuda_functions):
+        for owner, name, value in patches(world, cuda_functions):
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler would want real devices
         stack.enter_context(world.fake_mode)
         stack.enter_context(world)
         stack.enter_context(Identity(world))
@@ -58,7 +59,8 @@ def _collected_by_hand() -> Iterator[None]:
             gc.enable()
 
 
-def _patches(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+def patches(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+    """What is put in place of functions of torch, each with its owner and name."""
     for name, function in cuda_functions.items():
         for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
             if hasattr(owner, name):

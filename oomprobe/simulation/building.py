@@ -1,0 +1,58 @@
+"""Building a model for a card that is not there: real tensors, with real initial values, that are said to be on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+from unittest import mock
+
+import torch
+
+from oomprobe.scope import scope
+from oomprobe.simulation.allocator import AllocatorOutOfMemory
+from oomprobe.simulation.identity import Identity
+from oomprobe.simulation.places import CARD, HOST, STATED_HOST
+from oomprobe.simulation.session import patches
+from oomprobe.simulation.world import World
+
+
+@scope
+def building(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[None]:
+    """Run code that makes a model and moves it to ``"cuda"``; the tensors stay real, in host memory."""
+    with ExitStack() as stack:
+        for owner, name, value in patches(world, cuda_functions):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(_Building(world))
+        yield
+
+
+class _Building(Identity):
+    """Initialisation needs values, so nothing is faked: what is moved to the card is noted to be there."""
+
+    def _made(self, func: Any, args: Any, kwargs: dict[str, Any], place: torch.device) -> Any:
+        made = func(*args, **{**kwargs, "device": HOST})
+        if place == CARD and isinstance(made, torch.Tensor):
+            self._put(made)
+        return made
+
+    def _moved(
+        self,
+        tensor: torch.Tensor,
+        place: torch.device | None,
+        dtype: torch.dtype | None = None,
+        *,
+        copy: bool = False,
+        memory_format: Any = None,
+    ) -> torch.Tensor:
+        options = {} if memory_format is None else {"memory_format": memory_format}
+        on_card = self._world.is_on_card(tensor)
+        leaves = on_card and place == STATED_HOST
+        moved = tensor.to(tensor.dtype if dtype is None else dtype, copy=copy or leaves, **options)
+        if place == CARD or (on_card and not leaves):
+            self._put(moved)
+        return moved
+
+    def _put(self, tensor: torch.Tensor) -> None:
+        with suppress(AllocatorOutOfMemory):  # said, with all that is too much, when the probe begins
+            self._world.settle(tensor)

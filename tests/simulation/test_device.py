@@ -1,0 +1,392 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import oomprobe
+from oomprobe.devices.base import Device, Simulated
+from oomprobe.devices.simulated import SimulatedDevice
+from oomprobe.errors import InvalidArgumentError, NoDeviceError, NothingFitsError, StepFailedError, UnreliableError
+from oomprobe.simulation.settings import AllocatorSettings
+
+MIB = 2**20
+
+
+def conv_net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    )  # fmt: skip
+
+
+def trained(model, device=None, make=torch.optim.AdamW):
+    optimizer = make(model.parameters())
+
+    def step(model, batch_size):
+        step.calls += 1
+        x, y = (
+            torch.randn(batch_size, 3, 32, 32, device=device),
+            torch.zeros(batch_size, dtype=torch.long, device=device),
+        )
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step.calls, step.optimizer = 0, optimizer
+    return step
+
+
+def probe(model, step, device="sim:1GiB", **options):
+    return oomprobe.find_max_batch(model, step, device=device, progress="off", **options)
+
+
+def executed(result):
+    return [t for t in result.trials if not t.replayed]
+
+
+# --- the search ---
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+@pytest.mark.parametrize("memory_fraction", [0.9, 1.0])
+def test_the_answer_and_the_size_above_were_run(device, memory_fraction):
+    model = conv_net()
+    step = trained(model, device)
+    result = probe(model, step, memory_fraction=memory_fraction)
+    assert any(t.batch_size == result.batch_size and t.phase == "confirm" and t.passed for t in executed(result))
+    assert any(t.batch_size == result.batch_size + 1 and not t.passed for t in executed(result))
+    assert any(t.batch_size == result.limit_batch_size and t.passed for t in executed(result))
+    assert any(t.batch_size == result.first_failing_batch_size and not t.passed for t in executed(result))
+    assert result.state_verified
+    assert result.limited_by == "memory"
+    assert result.available_bytes == 1024 * MIB
+    assert sum(t.replayed for t in result.trials) > 8
+    assert all(t.step_s is None for t in result.trials)  # the time of fakes is nobody's
+
+
+def test_replaying_answers_what_running_answers():
+    model = conv_net()
+    quick, slow = trained(model), trained(model)
+    replayed = probe(model, quick, "sim:600MiB")
+    card = SimulatedDevice("600MiB")
+    card.stop_rehearsing()
+    ran = probe(model, slow, card)
+    assert replayed.batch_size == ran.batch_size
+    assert not any(t.replayed for t in ran.trials)
+    assert quick.calls <= 10 < slow.calls
+    peaks = {(t.batch_size, t.cap_bytes): (t.passed, t.peak_allocated_bytes, t.peak_reserved_bytes) for t in ran.trials}
+    seen = {
+        (t.batch_size, t.cap_bytes): (t.passed, t.peak_allocated_bytes, t.peak_reserved_bytes) for t in replayed.trials
+    }
+    both = [size for size in peaks if size in seen and peaks[size][0] and seen[size][0]]
+    assert len(both) > 5
+    assert [peaks[size] for size in both] == [seen[size] for size in both]
+
+
+def test_the_cost_does_not_grow_with_the_card():
+    model = conv_net()
+    small, large = trained(model), trained(model)
+    probe(model, small, "sim:200MiB")
+    result = probe(model, large, "sim:B200")
+    assert result.batch_size > 100_000
+    assert abs(large.calls - small.calls) <= 1
+
+
+def test_a_step_that_chunks_its_batch_is_run_at_every_size():
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        for chunk in torch.randn(batch_size, 256, device="cuda").split(32):
+            model(chunk).square().mean().backward()
+        optimizer.step()
+
+    result = probe(model, step, "sim:64MiB", max_batch=4096)
+    assert result.batch_size == 4096
+    assert not any(t.replayed for t in result.trials)  # those that were replayed before it showed are gone
+
+
+def test_a_step_that_turns_at_a_size_is_caught_and_searched_again():
+    """Replays that three small sizes promise, and a larger one does not keep."""
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        x = torch.randn(batch_size, 256, device="cuda")
+        if batch_size > 1000:
+            x = torch.cat([x, x, x, x])
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    card = SimulatedDevice("64MiB")
+    honest = SimulatedDevice("64MiB")
+    honest.stop_rehearsing()
+    result, truth = probe(model, step, card), probe(model, step, honest)
+    assert result.batch_size == truth.batch_size
+    assert any(t.batch_size == result.batch_size and t.phase == "confirm" and t.passed for t in executed(result))
+
+
+def test_a_limit_on_the_size_is_run():
+    model = conv_net()
+    result = probe(model, trained(model), max_batch=100, memory_fraction=1.0)
+    assert (result.batch_size, result.limited_by) == (100, "max_batch")
+    assert not result.trials[-1].replayed
+
+
+def test_check():
+    model = conv_net()
+    step = trained(model)
+    assert oomprobe.check(model, step, 64, device="sim:1GiB", progress="off").batch_size == 64
+    with pytest.raises(NothingFitsError, match="batch 100000 does not survive"):
+        oomprobe.check(model, step, 100_000, device="sim:1GiB", progress="off")
+
+
+def test_the_plan_is_run():
+    model = conv_net()
+    result = probe(model, trained(model), global_batch=10_000)
+    assert result.plan(10_000)[0].ran_accumulated
+    assert not any(t.replayed and t.accumulation_steps > 1 for t in result.trials)
+
+
+def test_several_steps():
+    model = conv_net()
+    train = trained(model)
+
+    def evaluate(model, batch_size):
+        with torch.no_grad():
+            model(torch.randn(8 * batch_size, 3, 32, 32))
+
+    result = probe(model, {"train": train, "eval": evaluate})
+    assert result.limiting_step in ("train", "eval")
+    assert not any(t.replayed for t in result.trials)
+
+
+def test_steps_that_accumulate_or_have_no_optimizer():
+    model = conv_net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    calls = iter(range(10**9))
+
+    def fourth(model, batch_size):
+        model(torch.randn(batch_size, 3, 32, 32)).mean().backward()
+        if next(calls) % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert probe(model, fourth, max_batch=64).batch_size == 64
+    forward = probe(model, lambda m, n: m(torch.randn(n, 3, 32, 32)).mean(), max_batch=64)
+    assert forward.batch_size == 64
+    assert any("no optimizer" in note for note in forward.notes)
+
+
+def test_a_step_that_does_no_work():
+    model = conv_net()
+    with pytest.raises(UnreliableError, match="no torch operator"):
+        probe(model, lambda model, batch_size: None)
+    with pytest.raises(UnreliableError, match="ignores batch_size"):
+        probe(model, lambda model, batch_size: model(torch.randn(4, 3, 32, 32)).mean().backward())
+
+
+# --- everything as it was ---
+
+
+def test_nothing_of_the_users_is_changed():
+    model = conv_net()
+    step = trained(model)
+    for _ in range(3):
+        step(model, 4)  # mid-life
+    before = copy.deepcopy((model.state_dict(), step.optimizer.state_dict()))
+    grads = [p.grad.clone() for p in model.parameters()]
+    kinds = [type(p.grad) for p in model.parameters()]
+    rng = torch.get_rng_state()
+    probe(model, step)
+    after = model.state_dict(), step.optimizer.state_dict()
+    assert all(torch.equal(after[0][k], before[0][k]) for k in before[0])
+    for index, state in before[1]["state"].items():
+        assert all(torch.equal(after[1]["state"][index][k], v) for k, v in state.items())
+        assert all(type(v) is torch.Tensor for v in after[1]["state"][index].values())
+    assert all(
+        torch.equal(p.grad, g) and type(p.grad) is k for p, g, k in zip(model.parameters(), grads, kinds, strict=True)
+    )
+    assert torch.equal(torch.get_rng_state(), rng)
+    step(model, 4)  # and training goes on
+
+
+@pytest.mark.parametrize("stop", [KeyError("mine"), KeyboardInterrupt()])
+def test_every_way_out_leaves_the_world_as_it_was(stop):
+    model = conv_net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    calls = iter(range(10**9))
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, 3, 32, 32)).mean().backward()
+        optimizer.step()
+        if next(calls) == 4:
+            raise stop
+
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(type(stop)):
+        probe(model, step)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+    assert not torch.cuda.is_available() or torch.cuda.device_count()
+    assert type(torch.randn(3)) is torch.Tensor
+
+
+def test_a_bug_is_the_users_own():
+    model = conv_net()
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 3, 32, 32))
+        return {}["labels"]
+
+    with pytest.raises(StepFailedError, match="labels") as raised:
+        probe(model, step)
+    assert isinstance(raised.value, KeyError)
+
+
+def test_an_operator_it_cannot_know_is_no_bug_and_no_answer():
+    model = conv_net()
+
+    def step(model, batch_size):
+        out = model(torch.randn(batch_size, 3, 32, 32))
+        out[out > 0].sum().backward()
+
+    with pytest.raises(UnreliableError, match=r"aten::index at test_device\.py:\d+.*multiply by the mask"):
+        probe(model, step)
+
+
+def test_a_leak_is_told():
+    model, kept = conv_net(), []
+
+    def step(model, batch_size):
+        kept.append(model(torch.randn(batch_size, 3, 32, 32)).mean())
+
+    with pytest.raises(UnreliableError, match="did not come back"):
+        probe(model, step, "sim:64MiB")
+
+
+# --- what is said ---
+
+
+def test_the_report_says_that_it_is_simulated():
+    model = conv_net()
+    result = probe(model, trained(model))
+    text = str(result)
+    assert "simulated: no kernel ran" in " ".join(text.split())
+    assert "workspaces of cuDNN" in text
+    assert "replay" in text
+    assert "on simulated GPU, 1.0 GiB)" in text
+    answer = result.trials[-1]
+    assert answer.peak_upper_bytes >= answer.peak_reserved_bytes
+    assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
+
+
+def test_a_fit_that_needed_retries_is_marginal():
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    result = probe(model, lambda m, n: m(torch.randn(n, 512)).sum().backward(), "sim:128MiB")
+    retried = any(t.alloc_retries for t in result.trials if t.phase == "confirm")
+    assert retried is any("marginal" in note for note in result.notes)
+
+
+# --- cards and settings ---
+
+
+def test_it_is_a_device():
+    card = SimulatedDevice("H100-80GB")
+    assert isinstance(card, Device)
+    assert isinstance(card, Simulated)
+    assert card.name == "simulated NVIDIA H100 80GB HBM3"
+    assert card.available_bytes() == card.card.available_bytes < card.total_bytes
+
+
+def test_a_size_is_the_allocators():
+    assert SimulatedDevice("24GiB").available_bytes() == SimulatedDevice(24 * 2**30).available_bytes() == 24 * 2**30
+    assert SimulatedDevice("4090").card.name == "RTX-4090"  # digits alone are a card
+
+
+def test_an_unknown_card_names_the_near_ones():
+    with pytest.raises(NoDeviceError, match=r"RTX-4090.*sim:24GiB"):
+        SimulatedDevice("RTX-4091")
+
+
+def test_a_card_smaller_than_the_model_says_by_how_much():
+    model = nn.Linear(4096, 4096)
+    with pytest.raises(NothingFitsError, match=r"takes 64\.02 MiB.*has 48\.00 MiB.*16\.02 MiB too little"):
+        probe(model, lambda m, n: m(torch.randn(n, 4096)).sum(), "sim:48MiB")
+
+
+def test_a_model_elsewhere_is_refused():
+    model = nn.Linear(4, 4, device="meta")
+    with pytest.raises(InvalidArgumentError, match="on the meta device"):
+        probe(model, lambda m, n: None)
+
+
+def test_settings_of_the_allocator_are_honoured(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    step = trained_linear(model)
+
+    def answer(**options):
+        return probe(model, step, SimulatedDevice("300MiB", **options), memory_fraction=1.0).batch_size
+
+    plain, expandable = answer(), answer(settings=AllocatorSettings(expandable_segments=True))
+    assert expandable != plain
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert answer() == expandable
+    half = SimulatedDevice("300MiB", settings=AllocatorSettings(per_process_memory_fraction=0.5))
+    assert half.available_bytes() == 150 * MIB
+    assert probe(model, step, half, memory_fraction=1.0).batch_size < plain
+
+
+def trained_linear(model):
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, 1024)).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+# --- building ---
+
+
+def test_a_model_built_for_cuda():
+    card = SimulatedDevice("1GiB")
+    with card.building():
+        assert torch.cuda.is_available()
+        model = conv_net().cuda()
+        more = torch.zeros(MIB, device="cuda")
+        assert {str(p.device) for p in model.parameters()} == {"cuda:0"} == {str(more.device)}
+        assert str(torch.randn(3).to("cuda").device) == "cuda:0"
+        assert str(more.cpu().device) == "cpu"
+    assert type(model[0].weight) is nn.Parameter
+    assert model[0].weight.device.type == "cpu"
+    assert card.live_bytes() == 4 * MIB + sum(
+        -(-t.nbytes // 512) * 512 for t in [*model.parameters(), *model.buffers()]
+    )
+    assert probe(model, trained(model, "cuda"), card).state_verified
+
+
+def test_targets_are_built_on_the_card(tmp_path):
+    target = tmp_path / "train.py"
+    target.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    model = torch.nn.Linear(64, 64).to('cuda')\n"
+        "    optimizer = torch.optim.AdamW(model.parameters(), fused=True)\n"
+        "    def step(model, batch_size):\n"
+        "        optimizer.zero_grad()\n"
+        "        model(torch.randn(batch_size, 64, device='cuda')).sum().backward()\n"
+        "        optimizer.step()\n"
+        "    return model, step\n"
+    )
+    result = oomprobe.probe_target(f"{target}:build", isolate=False, device="sim:T4", progress="off")
+    assert result.batch_size > 10**6
+    assert "Tesla T4" in result.device or "T4" in result.device
