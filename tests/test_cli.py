@@ -356,8 +356,10 @@ def test_devices_lists_the_host_and_the_cards_that_can_be_simulated(capsys):
 
 
 def test_a_simulated_card_for_a_target_of_the_host(capsys, target):
-    code, out, err = run(capsys, "run", f"{target}:up_to_five", "--device", "sim:24GiB", "--quiet", "--progress", "off")
-    assert (code, out) == (0, "5\n")
+    code, out, err = run(
+        capsys, "run", f"{target}:fits", "--device", "sim:24GiB", "--max-batch", "8", "--quiet", "--progress", "off"
+    )
+    assert (code, out) == (0, "8\n")
     assert "isolated" not in err
 
 
