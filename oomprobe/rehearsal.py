@@ -43,10 +43,9 @@ class Rehearsals:
 
     def learn(self, trial: Trial) -> bool:
         """A trial was run, and cleaned up after: it shows the way of others. False where it shows that they were wrong."""
-        if self._device is None or trial.accumulation_steps > 1:
+        if self._device is None or trial.accumulation_steps > 1 or not trial.passed:
             return True
-        surprising = Phase.RECHECK if trial.passed else Phase.CONFIRM
-        return trial.phase is not surprising and (not trial.passed or self._device.learn(trial.batch_size))
+        return self._device.learn(trial.batch_size)
 
     def stop(self) -> None:
         """Run every size from here on."""

@@ -9,7 +9,7 @@ from math import inf
 
 from oomprobe.aside import Aside
 from oomprobe.clock import Clock
-from oomprobe.devices import Device
+from oomprobe.devices import Device, Simulated
 from oomprobe.errors import DeviceLostError, StepFailedError, UnreliableError
 from oomprobe.idle import refuse_idle
 from oomprobe.leaks import Baseline
@@ -58,7 +58,8 @@ class Workbench:
 
     def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
-        steps = self.options.confirm_steps if phase is Phase.CONFIRM else self.options.steps
+        long = phase is Phase.CONFIRM or isinstance(self.device, Simulated)  # which repeats calls without running them
+        steps = self.options.confirm_steps if long else self.options.steps
         cap_bytes = self.budget_bytes if capped else None
         trial = self._rehearsed(size, phase, steps, cap_bytes) or self.run(
             size, phase, steps=steps, cap_bytes=cap_bytes
@@ -94,7 +95,7 @@ class Workbench:
         if not last.replayed:
             return
         self.trials.pop()
-        if not self.run(last.batch_size, last.phase, steps=self.options.steps, cap_bytes=last.cap_bytes).passed:
+        if not self.run(last.batch_size, last.phase, steps=self.options.confirm_steps, cap_bytes=last.cap_bytes).passed:
             raise ContradictedError
 
     def stop_rehearsing(self) -> None:
@@ -150,6 +151,8 @@ class Workbench:
             self._baseline.take(self.available_bytes)
         if not self._rehearsals.learn(trial):
             self.stop_rehearsing()
+        if phase is Phase.RECHECK and trial.passed and any(t.replayed for t in self.trials):
+            raise ContradictedError  # what decided was only replayed
         return trial
 
     def _smaller_passed(self, size: int) -> bool:

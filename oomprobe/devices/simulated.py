@@ -23,7 +23,7 @@ from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.building import building
 from oomprobe.simulation.cards import Card, find_card, generic_card
 from oomprobe.simulation.memory import Memory
-from oomprobe.simulation.replay import Replayed, Replayer
+from oomprobe.simulation.replay import Replayed, Replayer, try_call
 from oomprobe.simulation.session import session
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import Call
@@ -168,7 +168,7 @@ class SimulatedDevice(PlainDevice):
 
     def start_trial(self) -> None:
         self._memory.begin()
-        self._calls = []
+        self._calls, self._trial_calls = [], ()
         self._peaks_before = (0, 0)
         self._counts = self._read_counts()
 
@@ -228,20 +228,24 @@ class SimulatedDevice(PlainDevice):
 
     def learn(self, batch_size: int) -> bool:
         """A trial of this size has passed: its last call shows what the step asks of the allocator."""
-        if self._calls or not self._trial_calls:  # something was called since, and left its own blocks
-            return True
-        steady = self._replayer.steady(self._trial_calls)
-        if steady is None:
-            return True
-        return self._replayer.learn(batch_size, steady, self._memory.allocator, self._memory.leftovers)
+        steady = self._steady()
+        return steady is None or self._replayer.learn(batch_size, steady)
 
     def rehearse(self, batch_size: int, *, calls: int, limit_bytes: int | None) -> Replayed | None:
-        """Try a size on the allocator alone; None where the step has not been seen to follow lines."""
-        if self._replayer.line is None:
+        """Do to a copy of the allocator what the next trial would do; None where that is not known."""
+        if self._replayer.line is None or self._calls:
             return None
-        allowed = self._allowed(limit_bytes)
-        limit = None if allowed == self.card.available_bytes else allowed
-        return self._replayer.try_size(batch_size, calls=calls, limit_bytes=limit)
+        call = self._replayer.line.at(batch_size)
+        passed = self._steady() is not None  # otherwise the last trial failed, and its gradients were dropped
+        alive = {name: block for name, block in self._memory.leftovers.items() if name in call.freed} if passed else {}
+        with self.cap(limit_bytes):
+            return try_call(self._memory.allocator, call, alive, calls=calls)
+
+    def _steady(self) -> Call | None:
+        """The last trial's steady call; None where it failed, or where something was called since."""
+        if self._calls or not self._trial_calls:
+            return None
+        return self._replayer.steady(self._trial_calls)
 
     def stop_rehearsing(self) -> None:
         """A rehearsal was wrong: run every size from here on."""

@@ -9,7 +9,7 @@ from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.tape import BORN, DIED, RELEASED, TRANSIENT, Call, Line, line_through
 
 Alive = dict[tuple[int, int], int]  # blocks by (calls ago, index in that call)
-SIZES_FOR_A_LINE = 3
+SIZES_FOR_A_LINE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,10 @@ class Replayer:
 
     line: Line | None = None
     _calls: dict[int, Call] = field(default_factory=dict)
-    _allocator: CachingAllocator | None = None
-    _alive: Alive = field(default_factory=dict)
     _given_up: bool = False
 
-    def learn(self, batch_size: int, call: Call, allocator: CachingAllocator, alive: Alive) -> bool:
-        """A size was run for real, and this is its steady call; `allocator` and `alive` are how it was left.
+    def learn(self, batch_size: int, call: Call) -> bool:
+        """A size was run for real, and this is its steady call.
 
         Returns:
             Whether it is what the line says, as far as there is one.
@@ -87,7 +85,6 @@ class Replayer:
             self.give_up()
             return False
         self._calls[batch_size] = call
-        self._allocator, self._alive = allocator.copy(), dict(alive)
         if self.line is None:
             self.line = line_through(list(self._calls.items())[-SIZES_FOR_A_LINE:])
         return True
@@ -104,30 +101,27 @@ class Replayer:
         known = next((known for known in self._calls.values() if known.core == last.core), None)
         return None if known is None else Call(known.events, last.sizes)
 
-    def try_size(self, batch_size: int, *, calls: int, limit_bytes: int | None) -> Replayed:
-        """Replay a size.
 
-        Args:
-            batch_size: At least 1.
-            calls: Calls of the step.
-            limit_bytes: What the allocator is held to; None for all there is.
-        """
-        assert self.line is not None
-        assert self._allocator is not None
-        allocator = self._allocator.copy()
-        allocator.empty_cache()
-        allocator.limit_bytes = limit_bytes
-        allocator.reset_peaks()
-        retries, error = allocator.alloc_retries, None
-        call, alive = self.line.at(batch_size), self._alive
-        try:
-            for _ in range(calls):
-                alive = replay_call(allocator, call, alive)
-        except AllocatorOutOfMemory as refusal:
-            error = str(refusal)
-        return Replayed(
-            error=error,
-            peak_allocated_bytes=allocator.peak_allocated_bytes,
-            peak_reserved_bytes=allocator.peak_reserved_bytes,
-            alloc_retries=allocator.alloc_retries - retries,
-        )
+def try_call(allocator: CachingAllocator, call: Call, alive: Alive, *, calls: int) -> Replayed:
+    """Replay a call several times, one after the other.
+
+    Args:
+        allocator: As it is before; left as it is.
+        call: Its events and sizes.
+        alive: What the call before left, by (calls ago, index).
+        calls: How often.
+    """
+    allocator = allocator.copy()
+    allocator.reset_peaks()
+    retries, error = allocator.alloc_retries, None
+    try:
+        for _ in range(calls):
+            alive = replay_call(allocator, call, alive)
+    except AllocatorOutOfMemory as refusal:
+        error = str(refusal)
+    return Replayed(
+        error=error,
+        peak_allocated_bytes=allocator.peak_allocated_bytes,
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        alloc_retries=allocator.alloc_retries - retries,
+    )

@@ -1,9 +1,9 @@
 """What one call of a step asked of the allocator, as data: births, deaths, and the shape they have in common.
 
 The events of a step are the same for every batch size but for their sizes, and those grow along straight lines. Two
-tapes of different sizes show the line, a third one checks it; from then on a size is tried by replaying its predicted
-tape on the allocator alone. What does not follow a line (a step that cuts its batch into chunks, a shape that is
-padded) is not predicted.
+tapes of different sizes show the line, and from then on a size is tried by replaying its predicted tape on the allocator
+alone; every further size that is run checks the line. What does not follow one (a step that cuts its batch into chunks,
+a shape that is padded) is not predicted.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ class Call:
         return tuple(event for event in self.events if event[0] != DIED or event[1] == 0)
 
     @property
+    def freed(self) -> frozenset[tuple[int, int]]:
+        """Blocks of earlier calls that it frees, by (calls ago, index)."""
+        return frozenset((ago, index) for kind, ago, index in self.events if kind == DIED and ago > 0)
+
+    @property
     def closed(self) -> bool:
         """Whether a call like this one frees just what the one before it left, so that it can follow itself."""
         dead = {event[1:] for event in self.events if event[0] == DIED}
         left = {event[1] for event in self.events if event[0] == BORN and (0, event[1]) not in dead}
-        return {(ago, index) for ago, index in dead if ago > 0} == {(1, index) for index in left}
+        return self.freed == {(1, index) for index in left}
 
 
 class Tape:
@@ -99,7 +104,7 @@ class Line:
 
 
 def line_through(calls: Sequence[tuple[int, Call]]) -> Line | None:
-    """The line through calls of at least three sizes; None where they differ in more than sizes along lines.
+    """The line through calls of at least two sizes; None where they differ in more than sizes along lines.
 
     Example:
         >>> events = ((BORN, 0, 0), (DIED, 0, 0))
@@ -110,7 +115,7 @@ def line_through(calls: Sequence[tuple[int, Call]]) -> Line | None:
         True
     """
     by_size = dict(calls)
-    if len(by_size) < 3:
+    if len(by_size) < 2:
         return None
     (low, first), (high, last) = min(by_size.items()), max(by_size.items())
     if any(call.events != first.events for call in by_size.values()):

@@ -8,6 +8,7 @@ there, as the same code would have made it there in the first place.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -29,6 +30,7 @@ from oomprobe.simulation.unknown import refuse_layout, refuse_missing_kernel, re
 
 SMALL_NUMEL = 4096  # tensors of the host up to this size are made for real, so that their values are there
 _aten = torch.ops.aten
+_WRITERS = ("aten::_foreach_", "aten::_fused_")
 _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 
 
@@ -98,6 +100,8 @@ class World(TorchDispatchMode):
             kwargs = {**kwargs, "device": _settled(stated, found)}
         if func is _aten._local_scalar_dense.default:
             return self._scalar(args[0])
+        if found.on_card and _only_writes(func):
+            return None
         if not found.fake and not found.on_card and (stated is None or kwargs["device"] == HOST):
             return self._on_host(func, args, kwargs, found)
         if found.on_card and found.on_host:
@@ -220,6 +224,12 @@ class World(TorchDispatchMode):
         self.memory.take(copy.untyped_storage())
         key = id(tensor)
         self._moved[key] = (weakref.ref(tensor, lambda _: self._moved.pop(key, None)), copy)
+
+
+@functools.cache
+def _only_writes(func: Any) -> bool:
+    """Whether an operator writes to lists of tensors and returns nothing: of optimizers over all parameters, slow to fake."""
+    return func.namespace == "aten" and not func._schema.returns and func._schema.name.startswith(_WRITERS)
 
 
 class _Found:

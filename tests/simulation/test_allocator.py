@@ -2,7 +2,6 @@ import contextlib
 import hashlib
 import itertools
 import random
-import time
 
 import pytest
 from hypothesis import given
@@ -611,18 +610,3 @@ def test_peaks_start_anew():
         assert stats[f"{name}_bytes.all.peak"] == stats[f"{name}_bytes.all.current"] == 3 * MIB
     assert stats["reserved_bytes.all.peak"] == stats["reserved_bytes.all.current"] == 20 * MIB
     allocator.free(kept)
-
-
-def test_is_fast():
-    """A replay of a step is some 5,000 events; the bounds are ten times what was measured."""
-    allocator = an_allocator(capacity_bytes=2**50)
-    kept = [allocator.malloc(512 * (number % 97 + 1)) for number in range(2000)]
-    start = time.perf_counter()
-    for number in range(5000):
-        place = number * 7 % len(kept)
-        allocator.free(kept[place])
-        kept[place] = allocator.malloc(3000 * (number % 1000) + 1)
-    assert time.perf_counter() - start < 0.25
-    start = time.perf_counter()
-    allocator.copy()
-    assert time.perf_counter() - start < 0.05

@@ -1,7 +1,7 @@
 import pytest
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.replay import Replayer, replay_call
+from oomprobe.simulation.replay import Replayer, replay_call, try_call
 from oomprobe.simulation.tape import BORN, DIED, RELEASED, TRANSIENT, Call
 
 MIB = 2**20
@@ -20,12 +20,10 @@ def step(batch_size, dead=(2,)):
     return Call(events, (batch_size * MIB, 2 * batch_size * MIB, 4 * MIB))
 
 
-def taught(*sizes, capacity=1024 * MIB):
-    replayer, allocator = Replayer(), CachingAllocator(capacity)
-    alive = {}
+def taught(*sizes):
+    replayer = Replayer()
     for size in sizes:
-        alive = replay_call(allocator, step(size), alive)
-        replayer.learn(size, step(size), allocator, alive)
+        replayer.learn(size, step(size))
     return replayer
 
 
@@ -54,35 +52,43 @@ def test_a_cache_that_the_step_gives_back():
     assert allocator.reserved_bytes == 0
 
 
-def test_sizes_are_tried_once_three_have_shown_the_line():
-    assert taught(1, 2).line is None
-    replayer = taught(1, 2, 4)
-    tried = replayer.try_size(100, calls=3, limit_bytes=None)
+def test_a_size_is_tried_on_a_copy():
+    allocator = CachingAllocator(1024 * MIB)
+    alive = replay_call(allocator, step(4), {})
+    before = allocator.stats()
+    tried = try_call(allocator, step(100), alive, calls=3)
     assert (tried.error, tried.peak_allocated_bytes) == (None, 304 * MIB)
-    assert "CUDA out of memory" in replayer.try_size(1000, calls=3, limit_bytes=None).error
-    held = replayer.try_size(100, calls=3, limit_bytes=200 * MIB)
-    assert "allowed" in held.error
-    assert replayer.try_size(100, calls=3, limit_bytes=None) == tried  # nothing stayed of the others
+    assert (
+        try_call(allocator, step(100), {}, calls=3).peak_allocated_bytes == 308 * MIB
+    )  # the old gradient is not freed
+    assert "CUDA out of memory" in try_call(allocator, step(1000), alive, calls=3).error
+    assert allocator.stats() == before
+    allocator.limit_bytes = 200 * MIB
+    assert "allowed" in try_call(allocator, step(100), alive, calls=3).error
 
 
-def test_the_last_three_sizes_count():
+def test_two_sizes_show_the_line():
+    assert taught(1).line is None
+    assert taught(1, 2).line.at(100) == step(100)
+
+
+def test_the_last_sizes_count():
     """Batch 1 often goes another way: a transposed tensor of one row needs no copy."""
     replayer = Replayer()
-    allocator = CachingAllocator(1024 * MIB)
     odd = Call((*step(1).events, (BORN, 3, 0), (DIED, 0, 3)), (*step(1).sizes, MIB))
-    for size, call in ((1, odd), (2, step(2)), (4, step(4))):
-        replayer.learn(size, call, allocator, {})
+    for size, call in ((1, odd), (2, step(2))):
+        assert replayer.learn(size, call)
         assert replayer.line is None
-    replayer.learn(8, step(8), allocator, {})
+    assert replayer.learn(4, step(4))
     assert replayer.line is not None
 
 
 def test_a_size_that_leaves_the_line_ends_it():
     replayer = taught(1, 2, 4)
-    replayer.learn(8, Call(step(8).events, (1, 2, 3)), CachingAllocator(MIB), {})
+    assert not replayer.learn(8, Call(step(8).events, (1, 2, 3)))
     assert replayer.line is None
     for size in (16, 32, 64):
-        replayer.learn(size, step(size), CachingAllocator(MIB), {})
+        assert replayer.learn(size, step(size))
     assert replayer.line is None
 
 

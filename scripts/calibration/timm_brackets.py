@@ -1,0 +1,108 @@
+"""The timm training benchmark on an RTX 3090: the largest batch size that ran, and the next one, which did not.
+
+Source: huggingface/pytorch-image-models, results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv (Apache-2.0), kept in
+tests/data. Recipe: torch 1.12, CUDA 11.3, channels first, fp16 autocast around the loss, no scaler, SGD with Nesterov
+momentum as a loop over parameters, random images, cross-entropy. Attention is written out, as timm had it then.
+
+Each size is run without a limit and recorded, two calls; whether it fits is then asked of the allocator alone, at any
+capacity, as the first call of a real run would meet it.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from calibration import running, torchvision_names
+from calibration.rows import MIB, Bracket
+from oomprobe.devices.simulated import SimulatedDevice
+from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.simulation.replay import replay_call
+from oomprobe.simulation.tape import Call
+
+DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "timm_rtx3090_train_amp_nchw.json"
+CAPACITY_MIB = 22_000  # stated in simulation.md, where it was chosen on rows of this file
+SWEEP_MIB = range(21_000, 23_001, 250)
+UNLIMITED = 2**44  # bytes
+CALLS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A batch size, run without a limit: its blocks in the order it asked for them, and its peak."""
+
+    placed_bytes: tuple[int, ...]
+    calls: tuple[Call, ...]
+    peak_bytes: tuple[int, int]
+
+
+def rows(count):
+    """As many rows as wanted, evenly spaced over those whose models the installed timm still has; None: all."""
+    torchvision_names.declare()
+    import timm
+
+    known = set(timm.list_models())
+    found = [row for row in json.loads(DATA.read_text())["rows"] if row["model"] in known]
+    count = len(found) if count is None else min(count, len(found))
+    return [found[index * len(found) // count] for index in range(count)]
+
+
+def record(row):
+    """Both sizes of a row."""
+    import timm
+
+    timm.layers.set_fused_attn(False)
+    model = timm.create_model(row["model"], num_classes=1000).train()
+    return {size: record_size(model, row["image_size"], size) for size in (row["ran"], row["failed"])}
+
+
+def record_size(model, image_size, size):
+    """One batch size on a card without end."""
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, foreach=False)
+    device = SimulatedDevice(UNLIMITED)
+    running.place(device, model)
+    placed = tuple(device._memory.tape.finish().sizes)
+    usage = running.call(device, partial(step, model, optimizer, image_size, size), CALLS)
+    return Recorded(placed, tuple(device._calls), (usage.peak_reserved_bytes, usage.peak_upper_bytes))
+
+
+def step(model, optimizer, image_size, size):
+    """One step of timm's benchmark.py."""
+    images = torch.randn(size, 3, image_size, image_size, device="cuda")
+    target = torch.randint(0, 1000, (size,), device="cuda")
+    optimizer.zero_grad()
+    with torch.autocast("cuda"):
+        loss = torch.nn.functional.cross_entropy(model(images), target)
+    loss.backward()
+    optimizer.step()
+
+
+def fits(recorded, capacity_mib):
+    """Whether a recorded size fits, and how often the allocator had to give its cache back."""
+    allocator = CachingAllocator(capacity_mib * MIB)
+    try:
+        alive = {(1, index): allocator.malloc(nbytes) for index, nbytes in enumerate(recorded.placed_bytes)}
+        for call in recorded.calls:
+            alive = replay_call(allocator, call, alive)
+    except AllocatorOutOfMemory:
+        return False, allocator.alloc_retries
+    return True, allocator.alloc_retries
+
+
+def bracket(row, sizes, capacity_mib):
+    """What the simulation says of a row at a capacity."""
+    ran, failed = sizes[row["ran"]], sizes[row["failed"]]
+    ran_fits, retries = fits(ran, capacity_mib)
+    return Bracket(
+        name=f"{row['model']} {row['image_size']}",
+        ran=row["ran"],
+        failed=row["failed"],
+        ran_fits=ran_fits,
+        failed_fits=fits(failed, capacity_mib)[0],
+        ran_bytes=ran.peak_bytes,
+        failed_bytes=failed.peak_bytes,
+        retries=retries,
+    )
