@@ -89,7 +89,9 @@ class AcceleratorDevice(PlainDevice):
         return int(stats.get("num_ooms", 0)), int(stats.get("num_alloc_retries", 0))
 
     def live_bytes(self) -> int:
-        return int(self._torch.memory_allocated(self.torch_device))
+        # What was requested: the same gradient may lie in a block that is up to 1 MiB larger the next time.
+        stats = self._torch.memory_stats(self.torch_device)
+        return int(stats.get("requested_bytes.all.current", self._torch.memory_allocated(self.torch_device)))
 
     def outside_bytes(self) -> int:
         free, total = self._torch.mem_get_info(self.torch_device)

@@ -187,7 +187,7 @@ class SimulatedDevice(PlainDevice):
         )
 
     def live_bytes(self) -> int:
-        return self._memory.allocator.allocated_bytes
+        return self._memory.allocator.requested_bytes  # the same gradient may lie in a larger block the next time
 
     def outside_bytes(self) -> None:
         return None

@@ -97,7 +97,7 @@ class KeptObject:
         if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler) and self._attributes is not None:
             self._attributes.recall()
         elif isinstance(self._value, torch.amp.GradScaler):
-            self._value._per_optimizer_states.clear()
+            getattr(self._value, "_per_optimizer_states", {}).clear()  # a disabled one has none
 
     @property
     def name(self) -> str:

@@ -27,7 +27,7 @@ class Bench:
 
     @property
     def allocated_bytes(self):
-        return self.device.live_bytes()
+        return self.device._memory.allocator.allocated_bytes
 
     @property
     def peak_bytes(self):
