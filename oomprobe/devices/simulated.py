@@ -27,6 +27,7 @@ from oomprobe.simulation.replay import Replayed, Replayer, try_call
 from oomprobe.simulation.session import session
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import Call
+from oomprobe.simulation.unknown import refuse_address, wants_data
 from oomprobe.simulation.world import World
 from oomprobe.units import format_bytes, parse_bytes
 
@@ -90,7 +91,12 @@ class SimulatedDevice(PlainDevice):
         self._memory.tape.start()
         major, minor = self.card.compute_capability
         with session(self._world, self._functions(), (major, minor)):
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if wants_data(error):  # a kernel that torch does not dispatch
+                    refuse_address(error)
+                raise
             gc.collect(0)  # cycles made in this call die with it, not at a random moment of the next
         self._calls.append(self._memory.tape.finish())
 

@@ -20,6 +20,14 @@ _INSTEAD = {
 }
 
 
+_WANTS_DATA = ("no fake impl registered", "Cannot access data pointer of Tensor")
+
+
+def wants_data(error: RuntimeError) -> bool:
+    """Whether torch says that code asked a tensor without data for it."""
+    return any(text in str(error) for text in _WANTS_DATA)
+
+
 def refuse_operator(func: Any) -> NoReturn:
     """Raise for an operator whose result depends on values."""
     name = func.name().partition(".")[0]
@@ -38,12 +46,13 @@ def refuse_missing_kernel(func: Any, why: BaseException) -> NoReturn:
     )
 
 
-def refuse_address() -> NoReturn:
+def refuse_address(why: BaseException | None = None) -> NoReturn:
     """Raise for code that wants to know where the data of a tensor is, as kernels of its own do."""
+    where = user_line() if why is None else raised_at(why)
     raise SimulationError(
-        f"{user_line()} asks for the address of a tensor's data, and a simulated card has none: a custom kernel needs "
+        f"{where} asks for the address of a tensor's data, and a simulated card has none: a custom kernel needs "
         "torch.library.custom_op and register_fake to run here; or probe on a real device"
-    )
+    ) from why
 
 
 def refuse_layout(tensor: torch.Tensor) -> None:
@@ -60,7 +69,17 @@ def user_line() -> str:
     """File and line of the innermost frame that is neither torch's nor oomprobe's."""
     for frame, line in traceback.walk_stack(None):
         path = Path(frame.f_code.co_filename)
-        inside = _OWN in path.parents and path.name != "demo.py"
-        if not inside and _TORCH not in path.parents and path.exists():
+        if _is_users(path):
             return f"{path.name}:{line}"
     return "an unknown line"
+
+
+def raised_at(error: BaseException) -> str:
+    """File and line where a user's code raised an error, or called what did."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((f"{Path(name).name}:{line}" for name, line in reversed(places) if _is_users(Path(name))), "the step")
+
+
+def _is_users(path: Path) -> bool:
+    inside = _OWN in path.parents and path.name != "demo.py"
+    return not inside and _TORCH not in path.parents and path.exists()

@@ -26,11 +26,12 @@ from oomprobe.simulation import scalars, workspaces
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.places import CARD, HOST, STATED_HOST
-from oomprobe.simulation.unknown import refuse_layout, refuse_missing_kernel, refuse_operator
+from oomprobe.simulation.unknown import refuse_layout, refuse_missing_kernel, refuse_operator, wants_data
 
 SMALL_NUMEL = 4096  # tensors of the host up to this size are made for real, so that their values are there
 _aten = torch.ops.aten
 _WRITERS = ("aten::_foreach_", "aten::_fused_")
+_CHECKS_FINITE = {_aten._amp_foreach_non_finite_check_and_unscale_.default}
 _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 
 
@@ -46,12 +47,14 @@ class World(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.fake_mode = FakeTensorMode()
+        self.fake_mode._allow_unsafe_data_ptr_access = False  # a kernel of the user's own would crash on address 0
         self.depth = 0  # inside torch's own code, where a fake's device is what FakeTensorMode says
         self.notes: dict[str, None] = {}
         self._workspaces = workspaces.PerThread(memory, workspace_bytes)
         self._storages: dict[int, torch.UntypedStorage] = {}  # of real tensors: their fakes' storages
         self._kept: dict[int, weakref.ref[Any]] = {}
         self._views: dict[tuple[Any, ...], FakeTensor] = {}
+        self._finite: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._moved: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
 
     # --- what the device asks ---
@@ -87,6 +90,10 @@ class World(TorchDispatchMode):
             refuse_operator(func)
         except UnsupportedOperatorException as missing:
             refuse_missing_kernel(func, missing)
+        except RuntimeError as error:
+            if wants_data(error):
+                refuse_missing_kernel(func, error)
+            raise
         finally:
             self.depth -= 1
 
@@ -130,6 +137,8 @@ class World(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor) and not self.is_on_card(tensor):
             with torch._C._DisableTorchDispatch():
                 return _aten._local_scalar_dense.default(tensor)
+        if tensor.untyped_storage() in self._finite:
+            return 0.0  # the answer of a check for infinities
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             return _aten._local_scalar_dense.default(tensor.constant)
         return scalars.read(tensor, self.notes)
@@ -139,6 +148,8 @@ class World(TorchDispatchMode):
             if self.is_on_card(args[0]):
                 self.memory.resized(args[0].untyped_storage())
             return
+        if func in _CHECKS_FINITE:
+            self._finite.add(args[1].untyped_storage())
         workspace_bytes = workspaces.of_convolution(func, args)
         if workspace_bytes:
             self.memory.transient(workspace_bytes)

@@ -498,3 +498,93 @@ def test_the_same_call_twice_makes_the_same_tape():
     assert third.closed
     assert not second.closed  # it freed gradients that the first call had made among its optimizer state
     assert rounded(1) == 512
+
+
+def test_a_check_for_infinities_finds_none():
+    """Read as anything else, the scaler would skip every step, and the state would not be in the peak."""
+
+    def step():
+        grads = [torch.zeros(8, device="cuda")]
+        found_inf, scale = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, scale)
+        return found_inf.item(), scale.item()
+
+    assert Bench().run(step) == (0.0, 1.0)
+
+
+def test_a_custom_operator_needs_a_fake():
+    @torch.library.custom_op("oomprobe_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with pytest.raises(UnreliableError, match=r"oomprobe_tests.twice.*test_world\.py:\d+.*register_fake"):
+        Bench().run(lambda: twice(torch.zeros(8, device="cuda")))
+    twice.register_fake(torch.empty_like)
+    assert Bench().run(lambda: twice(torch.zeros(8, device="cuda")).device.type) == "cuda"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantised_tensors_are_named():
+    weight = torch.quantize_per_tensor(torch.zeros(4, 4), 1.0, 0, torch.qint8)
+    with pytest.raises(UnreliableError, match="quantised"):
+        Bench().device.place([weight])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_nets_run(kind):
+    model = kind(16, 32, num_layers=2, batch_first=True, dropout=0.1, bidirectional=True)
+
+    def step():
+        model(torch.zeros(4, 10, 16, device="cuda"))[0].sum().backward()
+
+    bench = Bench(model)
+    bench.run(step, times=2)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_transformer_layers_run():
+    model = nn.Transformer(64, 4, 1, 1, 128, batch_first=True)
+
+    def step():
+        x = torch.zeros(2, 10, 64, device="cuda")
+        mask = nn.Transformer.generate_square_subsequent_mask(10, device="cuda")
+        model(x, x, tgt_mask=mask).sum().backward()
+
+    Bench(model).run(step)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_runs_as_it_was_written():
+    model = net()
+    compiled = torch.compile(model)
+    assert Bench(model).run(lambda: compiled(torch.zeros(4, 64, device="cuda")).shape) == (4, 10)
+
+
+def test_a_data_loader_feeds_the_card():
+    data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.zeros(64, dtype=torch.long))
+    model = net()
+
+    def step():
+        for x, y in torch.utils.data.DataLoader(data, batch_size=16, shuffle=True):
+            loss = F.cross_entropy(model(x.cuda()), y.cuda())
+            loss.backward()
+        return x.device.type, loss.device.type
+
+    assert Bench(model).run(step) == ("cpu", "cuda")
+
+
+def test_in_place_on_a_host_number():
+    def step():
+        total = torch.zeros(())
+        total += torch.ones((), device="cuda")
+        return float(total)
+
+    assert np.isfinite(Bench().run(step))
+
+
+def test_a_kernel_that_torch_does_not_dispatch_is_refused():
+    def kernel(x):
+        return x.untyped_storage().data_ptr()
+
+    with pytest.raises(UnreliableError, match=r"test_world\.py:\d+ asks for the address"):
+        Bench().run(lambda: kernel(torch.zeros(5, device="cuda")))
