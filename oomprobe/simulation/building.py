@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -13,7 +12,7 @@ from oomprobe.scope import scope
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.identity import Identity
 from oomprobe.simulation.places import CARD, HOST, STATED_HOST
-from oomprobe.simulation.session import patches
+from oomprobe.simulation.session import patches, replaced
 from oomprobe.simulation.world import World
 
 
@@ -22,7 +21,7 @@ def building(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[None]:
     """Run code that makes a model and moves it to ``"cuda"``; the tensors stay real, in host memory."""
     with ExitStack() as stack:
         for owner, name, value in patches(world, cuda_functions):
-            stack.enter_context(mock.patch.object(owner, name, value))
+            stack.enter_context(replaced(owner, name, value))
         stack.enter_context(_Building(world))
         yield
 

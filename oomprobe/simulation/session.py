@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -36,10 +35,10 @@ def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[i
     thread = threading.get_ident()
     with ExitStack() as stack:
         stack.enter_context(_collected_by_hand())
-        stack.enter_context(mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(Choices(lambda: threading.get_ident() == thread, capability))
         for owner, name, value in patches(world, cuda_functions):
-            stack.enter_context(mock.patch.object(owner, name, value))
+            stack.enter_context(replaced(owner, name, value))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler would want real devices
         stack.enter_context(world.fake_mode)
         stack.enter_context(world)
@@ -57,6 +56,17 @@ def _collected_by_hand() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@scope
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute that the owner has itself, with another value inside."""
+    before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def patches(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
