@@ -10,8 +10,8 @@ The numbers are printed to 0.01 GiB, so it is known to about 15 MiB. Only runs w
 what is printed by a card that the text does not name is taken for the card of that total. The rule: the largest of the
 card's own; for a card without, the largest of its compute capability (`CONTEXTS`).
 
-References: ``owner/name#1`` is an issue or pull request on GitHub; ``text-index hit 1`` is a public repository's file
-in the text index this was looked up in, which gives the words and no address. Where only rounded GiB are printed, the
+References: ``owner/name#1`` is an issue or pull request on GitHub; "a public log" is a file in a
+public repository that quotes the figure and whose address is not known. Where only rounded GiB are printed, the
 low end of the rounding is taken and the source says so; a number in MiB is cut off, so the card has up to 1 MiB more.
 Multiprocessors are as printed with the total, or NVIDIA's specification.
 """
@@ -46,13 +46,13 @@ _L40 = Context(507 * _MIB, "measured on an L40: 11.13 GiB - 10.25 GiB - 394.50 M
 _RTX_3090 = Context(
     377_487_360,
     "measured, to the byte: total less free less reserved, 25,438,126,080 - 3,866,624 - 25,056,772,096, on a card of "
-    "an RTX 3090's total that is not named; text-index hit 69084638069",
+    "an RTX 3090's total that is not named; a public log",
 )
 _A100_40GB = Context(502 * _MIB, "measured on an A100-40GB: 14.25 GiB - 12.87 GiB - 912.01 MiB; TianheWu/CoSeR#10")
 _V100_32GB = Context(
     512 * _MIB,
-    "measured on a 31.73 GiB card: 30.40 GiB - 29.53 GiB - 378.92 MiB; text-index hit 58612965430. "
-    "Three others say 379 MiB, and 308 MiB is the bare context (hit 67106939947)",
+    "measured on a 31.73 GiB card: 30.40 GiB - 29.53 GiB - 378.92 MiB; a public log. "
+    "Three others say 379 MiB, and 308 MiB is the bare context (another public log)",
 )
 _H100_NVL = Context(676 * _MIB, "measured on an H100 NVL: 91.91 GiB - 86.10 GiB - 5.15 GiB; ali-vilab/VACE#56")
 _B200 = Context(
@@ -88,28 +88,28 @@ ROWS: tuple[Row, ...] = (
     # Data centre
     Row(
         "P100-16GB", "Tesla P100-PCIE-16GB", 16_269 * _MIB, (6, 0), 56,
-        "measured: ultralytics 8.4.33 on torch 2.11.0+cu128 prints 16269MiB; text-index hit 53069264577 (16,281 "
+        "measured: ultralytics 8.4.33 on torch 2.11.0+cu128 prints 16269MiB; a public log (16,281 "
         "before)",
     ),
     Row(
         "V100-16GB", "Tesla V100-SXM2-16GB", 16_130 * _MIB, (7, 0), 80,
-        "measured: get_device_properties prints total_memory=16130MB; text-index hit 1254196140 (16,160 in nine "
+        "measured: get_device_properties prints total_memory=16130MB; a public log (16,160 in nine "
         "others)",
     ),
     Row(
         "V100-32GB", "Tesla V100-SXM2-32GB", 32_494 * _MIB, (7, 0), 80,
-        "measured: ultralytics 8.3.78 on torch 2.6.0+cu124 prints 32494MiB; text-index hit 66447892585, and llama.cpp "
-        "the same; hit 70399865078",
+        "measured: ultralytics 8.3.78 on torch 2.6.0+cu124 prints 32494MiB; a public log, and llama.cpp "
+        "the same in another",
         _V100_32GB,
     ),
     Row(
         "T4", "Tesla T4", 14_912 * _MIB, (7, 5), 40,
-        "measured: ultralytics 8.4.127 on torch 2.10.0+cu128 prints 14912MiB; text-index hit 71398940501 "
+        "measured: ultralytics 8.4.127 on torch 2.10.0+cu128 prints 14912MiB; a public log "
         "(14.75 GiB with an older driver: hpcaitech/Open-Sora#697)",
         Context(
             144 * _MIB,
-            "measured on a card of 14.56 GiB, a T4's: 14.45 GiB - 14.25 GiB - 60.81 MiB; text-index hit 55196122482 "
-            "(137 MiB in hit 70971045868)",
+            "measured on a card of 14.56 GiB, a T4's: 14.45 GiB - 14.25 GiB - 60.81 MiB; a public log "
+            "(137 MiB in another)",
         ),
     ),
     Row(
@@ -119,11 +119,11 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "A100-80GB", "NVIDIA A100-SXM4-80GB", 81_038 * _MIB, (8, 0), 108,
-        "measured: ultralytics 8.2.48 on torch 2.3.1+cu118 prints 81038MiB; text-index hit 17297076502 "
+        "measured: ultralytics 8.2.48 on torch 2.3.1+cu118 prints 81038MiB; a public log "
         "(the PCIe card: 81,049 in ekondis/mixbench#47)",
         Context(
             490 * _MIB,
-            "measured on an A100 of 79.15 GiB: 42.49 GiB - 42.00 GiB - 12.66 MiB; text-index hit 55027125226 "
+            "measured on an A100 of 79.15 GiB: 42.49 GiB - 42.00 GiB - 12.66 MiB; a public log "
             "(409 MiB in HiDream-ai/VAREdit#6)",
         ),
     ),
@@ -134,19 +134,18 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "A10G", "NVIDIA A10G", 22_587 * _MIB, (8, 6), 80,
-        "measured: get_device_properties of torch 2.15.0.dev+cu130 prints total_memory=22587MB; text-index hit "
-        "67234836605",
-        Context(256 * _MIB, "measured on an A10G: 21.25 GiB - 21 blocks of 1 GiB; text-index hit 65821013555"),
+        "measured: get_device_properties of torch 2.15.0.dev+cu130 prints total_memory=22587MB; a public log",
+        Context(256 * _MIB, "measured on an A10G: 21.25 GiB - 21 blocks of 1 GiB; a public log"),
     ),
     Row(
         "A40", "NVIDIA A40", 45_416 * _MIB, (8, 6), 84,
-        "measured: get_device_properties prints total_memory=45416MB; text-index hit 31224020222 (ECC on)",
+        "measured: get_device_properties prints total_memory=45416MB; a public log (ECC on)",
     ),
     Row(
         "L4", "NVIDIA L4", 22_563 * _MIB, (8, 9), 58,
-        "measured: ultralytics 8.4.95 on torch 2.11.0+cu128 prints 22563MiB; text-index hit 59867994114 (22,693 "
+        "measured: ultralytics 8.4.95 on torch 2.11.0+cu128 prints 22563MiB; a public log (22,693 "
         "before)",
-        Context(251 * _MIB, "measured on an L4: 21.96 GiB - 21.65 GiB - 66.83 MiB; text-index hit 69060058129"),
+        Context(251 * _MIB, "measured on an L4: 21.96 GiB - 21.65 GiB - 66.83 MiB; a public log"),
     ),
     Row(
         "L40", "NVIDIA L40", 45_460 * _MIB, (8, 9), 142,
@@ -160,16 +159,16 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "H20", "NVIDIA H20", 97_285 * _MIB, (9, 0), 78,
-        "measured: get_device_properties prints total_memory=97285MB; text-index hit 16046885641",
+        "measured: get_device_properties prints total_memory=97285MB; a public log",
     ),
     Row(
         "H100-80GB", "NVIDIA H100 80GB HBM3", 81_079 * _MIB, (9, 0), 132,
-        "measured: 85,017,624,576 bytes, torch 2.9.1; text-index hit 68955631772, and llama.cpp says 81079 MiB, of "
-        "which 80552 free beside a bare context; hit 65781203251",
+        "measured: 85,017,624,576 bytes, torch 2.9.1; a public log, and llama.cpp says 81079 MiB, of "
+        "which 80552 free beside a bare context in another",
     ),
     Row(
         "H100-PCIe", "NVIDIA H100 PCIe", 81_008 * _MIB, (9, 0), 114,
-        "measured: get_device_properties of torch 2.0.1+cu117 prints total_memory=81008MB; text-index hit 33356850601 "
+        "measured: get_device_properties of torch 2.0.1+cu117 prints total_memory=81008MB; a public log "
         "(vllm-project/vllm#27508 has an H100 of 79.11 GiB, the same)",
     ),
     Row(
@@ -179,17 +178,17 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "H200-141GB", "NVIDIA H200", 143_156 * _MIB, (9, 0), 132,
-        "measured: ultralytics 8.4.115 on torch 2.11.0+cu128 prints 143156MiB; text-index hit 61377807633 "
-        "(139.72 GiB, 80 MiB less, on a card not named in hit 52268112620)",
+        "measured: ultralytics 8.4.115 on torch 2.11.0+cu128 prints 143156MiB; a public log "
+        "(139.72 GiB, 80 MiB less, on a card not named in another)",
         Context(
             671 * _MIB,
             "measured on a card of 139.72 GiB, taken for an H200: 139.60 GiB - 138.14 GiB - 824.86 MiB; "
-            "text-index hit 52268112620",
+            "a public log",
         ),
     ),
     Row(
         "B200", "NVIDIA B200", 182_631 * _MIB, (10, 0), 148,
-        "measured: get_device_properties prints total_memory=182631MB; text-index hit 25224556183 "
+        "measured: get_device_properties prints total_memory=182631MB; a public log "
         "(178.35 GiB and 148 multiprocessors in pytorch/ao#4002)",
         _B200,
     ),
@@ -205,7 +204,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "RTX-6000-Ada", "NVIDIA RTX 6000 Ada Generation", 48_497 * _MIB, (8, 9), 142,
-        "measured: ultralytics 8.3.149 on torch 2.7.0+cu128 prints 48497MiB; text-index hit 54150812406. ECC is off "
+        "measured: ultralytics 8.3.149 on torch 2.7.0+cu128 prints 48497MiB; a public log. ECC is off "
         "there: with it the card has 44.43 GiB (DINGYANB/MTVCrafter#21)",
         Context(
             430 * _MIB,
@@ -215,7 +214,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "RTX-PRO-6000-96GB", "NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_250 * _MIB, (12, 0), 188,
-        "measured: get_device_properties of torch 2.7.1+cu128 prints total_memory=97250MB; text-index hit 57372906612",
+        "measured: get_device_properties of torch 2.7.1+cu128 prints total_memory=97250MB; a public log",
     ),
     # Consumer
     Row(
@@ -224,51 +223,50 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "RTX-2080Ti", "NVIDIA GeForce RTX 2080 Ti", 10_825 * _MIB, (7, 5), 68,
-        "measured: ultralytics 8.3.109 on torch 2.6.0+cu124 prints 10825MiB; text-index hit 23646681945 "
+        "measured: ultralytics 8.3.109 on torch 2.6.0+cu124 prints 10825MiB; a public log "
         "(11,009 to 11,020 with older drivers)",
     ),
     Row(
         "RTX-3060-12GB", "NVIDIA GeForce RTX 3060", 11_910 * _MIB, (8, 6), 28,
-        "measured: ultralytics 8.4.24 on torch 2.10.0+cu128 prints 11910MiB; text-index hit 55688940935 (12,045 "
+        "measured: ultralytics 8.4.24 on torch 2.10.0+cu128 prints 11910MiB; a public log (12,045 "
         "before)",
     ),
     Row(
         "RTX-3070", "NVIDIA GeForce RTX 3070", 7_753 * _MIB, (8, 6), 46,
-        "measured: ultralytics 8.3.75 on torch 2.6.0+cu124 prints 7753MiB; text-index hit 67336073362 (7,842 "
+        "measured: ultralytics 8.3.75 on torch 2.6.0+cu124 prints 7753MiB; a public log (7,842 "
         "elsewhere)",
     ),
     Row(
         "RTX-3080-10GB", "NVIDIA GeForce RTX 3080", 10_002 * _MIB, (8, 6), 68,
-        "measured: ultralytics 8.4.35 on torch 2.6.0+cu124 prints 10002MiB; text-index hit 67109284201",
+        "measured: ultralytics 8.4.35 on torch 2.6.0+cu124 prints 10002MiB; a public log",
     ),
     Row(
         "RTX-3090", "NVIDIA GeForce RTX 3090", 24_154 * _MIB, (8, 6), 82,
-        "measured: llama.cpp lists 24154 MiB; text-index hit 5827391250 (24,260 with driver 535 in "
+        "measured: llama.cpp lists 24154 MiB; a public log (24,260 with driver 535 in "
         "ultralytics/ultralytics#5359)",
         _RTX_3090,
     ),
     Row(
         "RTX-4060Ti-16GB", "NVIDIA GeForce RTX 4060 Ti", 15_944 * _MIB, (8, 9), 34,
-        "measured: llama.cpp lists 15944 MiB, as a comment quotes it; text-index hit 57757771944 (15,947 in hit "
-        "53888119928)",
+        "measured: llama.cpp lists 15944 MiB, as a comment quotes it; a public log (15,947 in another)",
     ),
     Row(
         "RTX-4070", "NVIDIA GeForce RTX 4070", 11_994 * _MIB, (8, 9), 46,
-        "measured: yolov5 on torch 1.13.0+cu117 prints 11994MiB; text-index hit 5501058174 (a new driver may say 1 % "
+        "measured: yolov5 on torch 1.13.0+cu117 prints 11994MiB; a public log (a new driver may say 1 % "
         "less)",
     ),
     Row(
         "RTX-4070Ti-SUPER", "NVIDIA GeForce RTX 4070 Ti SUPER", 15_974 * _MIB, (8, 9), 66,
-        "measured: get_device_properties with driver 560 prints total_memory=15974MB; text-index hit 62087872125",
+        "measured: get_device_properties with driver 560 prints total_memory=15974MB; a public log",
     ),
     Row(
         "RTX-4080", "NVIDIA GeForce RTX 4080", 16_049 * _MIB, (8, 9), 76,
-        "measured: get_device_properties prints total_memory=16049MB; text-index hit 22567041692 (a new driver may say "
+        "measured: get_device_properties prints total_memory=16049MB; a public log (a new driver may say "
         "1 % less)",
     ),
     Row(
         "RTX-4090", "NVIDIA GeForce RTX 4090", 24_081 * _MIB, (8, 9), 128,
-        "measured: ultralytics 8.4.101 on torch 2.5.1 prints 24081MiB; text-index hit 61361947911 (23.52 GiB with "
+        "measured: ultralytics 8.4.101 on torch 2.5.1 prints 24081MiB; a public log (23.52 GiB with "
         "driver 560 in pytorch/torchchat#1341)",
         Context(
             504 * _MIB,
@@ -278,15 +276,15 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "RTX-5060Ti-16GB", "NVIDIA GeForce RTX 5060 Ti", 15_841 * _MIB, (12, 0), 36,
-        "measured: get_device_properties prints total_memory=15841MB; text-index hit 9995932201",
+        "measured: get_device_properties prints total_memory=15841MB; a public log",
     ),
     Row(
         "RTX-5080", "NVIDIA GeForce RTX 5080", 15_840 * _MIB, (12, 0), 84,
-        "measured: ultralytics prints 15840MiB; text-index hit 56229221341 (llama.cpp: 15,877 in hit 70907602371)",
+        "measured: ultralytics prints 15840MiB; a public log (llama.cpp: 15,877 in another)",
     ),
     Row(
         "RTX-5090", "NVIDIA GeForce RTX 5090", 32_102 * _MIB, (12, 0), 170,
-        "measured: ultralytics 8.4.61 on torch 2.12.0+cu130 prints 32102MiB; text-index hit 59847601954 "
+        "measured: ultralytics 8.4.61 on torch 2.12.0+cu130 prints 32102MiB; a public log "
         "(33,677,180,928 bytes with driver 570 in aikitoria/open-gpu-kernel-modules#1)",
         _RTX_5090,
     ),
