@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomprobe.simulation import scalars, workspaces
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
+from oomprobe.simulation.fakes import Fakes
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.places import CARD, HOST, STATED_HOST
 from oomprobe.simulation.unknown import refuse_layout, refuse_missing_kernel, refuse_operator, wants_data
@@ -51,30 +52,20 @@ class World(TorchDispatchMode):
         self.depth = 0  # inside torch's own code, where a fake's device is what FakeTensorMode says
         self.notes: dict[str, None] = {}
         self._workspaces = workspaces.PerThread(memory, workspace_bytes)
-        self._storages: dict[int, torch.UntypedStorage] = {}  # of real tensors: their fakes' storages
-        self._kept: dict[int, weakref.ref[Any]] = {}
-        self._views: dict[tuple[Any, ...], FakeTensor] = {}
+        self._fakes = Fakes(self.fake_mode, memory)
         self._finite: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._moved: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
 
     # --- what the device asks ---
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Put a real tensor of the user's, such as a parameter, on the card."""
-        refuse_layout(tensor)
-        self.memory.take(self._fake_storage(tensor))
+        self._fakes.settle(tensor)
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, real or fake, is on the card."""
         if isinstance(tensor, FakeTensor):
             return tensor._fake_device == CARD or self.memory.holds(tensor.untyped_storage())
-        storage = self._storages.get(tensor.untyped_storage()._cdata)
-        if storage is not None and self.memory.holds(storage):
-            return True
-        if isinstance(tensor, torch.nn.Parameter):  # nobody trains one on the host beside a card
-            self.settle(tensor)
-            return True
-        return False
+        return self._fakes.on_card(tensor)
 
     # --- what torch asks ---
 
@@ -164,77 +155,19 @@ class World(TorchDispatchMode):
             refuse_layout(made)
             self.memory.take(made.untyped_storage())
 
-    # --- real tensors as fakes ---
-
-    def _lowered(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._as_fake(value)
-        if type(value) in (list, tuple):
-            return type(value)(self._lowered(one) for one in value)
-        return value
-
-    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        moved = self._moved.get(id(tensor))
-        if moved is not None and moved[0]() is tensor:
-            return moved[1]
-        refuse_layout(tensor)
-        storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        fake = self._views.get(key)
-        if fake is None:
-            fake = self._views[key] = self._new_fake(tensor)
-        on_card = self.memory.holds(fake.untyped_storage())
-        fake._fake_device = CARD if on_card else HOST
-        return fake
-
-    def _new_fake(self, tensor: torch.Tensor) -> FakeTensor:
-        storage = self._fake_storage(tensor)
-        with torch._C._DisableTorchDispatch():
-            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
-            meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        return FakeTensor(self.fake_mode, meta, HOST)
-
-    def _fake_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        """The storage without data that stands for a real one, for as long as the real one lives."""
-        real = tensor.untyped_storage()
-        key = real._cdata
-        if key not in self._storages:
-            self._storages[key] = torch.UntypedStorage(real.nbytes(), device="meta")  # type: ignore[no-untyped-call]
-            self._kept[key] = weakref.ref(real, self._forgetter(key))
-        return self._storages[key]
-
-    def _forgetter(self, key: int) -> Any:
-        watched = weakref.ref(self)
-
-        def forget(_: object) -> None:
-            world = watched()
-            if world is not None:
-                world._kept.pop(key, None)
-                world._storages.pop(key, None)
-                for view in [view for view in world._views if view[0] == key]:
-                    del world._views[view]
-
-        return forget
-
-    # --- from the host to the card ---
-
     def _move(self, tensor: torch.Tensor) -> None:
-        """A host tensor meets the card: it, or the part of a data set that it is, belongs there."""
         if isinstance(tensor, FakeTensor):
             tensor._fake_device = CARD
             self.memory.take(tensor.untyped_storage())
-            return
-        storage = tensor.untyped_storage()
-        if tensor.numel() * tensor.element_size() >= storage.nbytes():
-            self.memory.take(self._fake_storage(tensor))
-            return
-        with self.fake_mode:
-            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CARD)
-        self.memory.take(copy.untyped_storage())
-        key = id(tensor)
-        self._moved[key] = (weakref.ref(tensor, lambda _: self._moved.pop(key, None)), copy)
+        else:
+            self._fakes.move(tensor)
+
+    def _lowered(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._fakes.of(value)
+        if type(value) in (list, tuple):
+            return type(value)(self._lowered(one) for one in value)
+        return value
 
 
 @functools.cache

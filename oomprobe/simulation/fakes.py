@@ -1,0 +1,102 @@
+"""Fakes that stand for the user's real tensors: one storage without data for each real one, and every view of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from oomprobe.simulation.memory import Memory
+from oomprobe.simulation.places import CARD, HOST
+from oomprobe.simulation.unknown import refuse_layout
+
+
+class Fakes:
+    """Fakes of real tensors, for as long as the real ones live.
+
+    Args:
+        mode: Torch's, whose fakes they are.
+        memory: Of the card.
+    """
+
+    def __init__(self, mode: FakeTensorMode, memory: Memory) -> None:
+        self._mode, self._memory = mode, memory
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._watches: dict[int, weakref.ref[Any]] = {}
+        self._views: dict[int, dict[tuple[Any, ...], FakeTensor]] = {}
+        self._copies: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}  # of views that were moved to the card
+
+    def on_card(self, tensor: torch.Tensor) -> bool:
+        """Whether a real tensor is on the card."""
+        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        if storage is not None and self._memory.holds(storage):
+            return True
+        if isinstance(tensor, torch.nn.Parameter):  # nobody trains one on the host beside a card
+            self.settle(tensor)
+            return True
+        return False
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Put a real tensor, with all of its storage, on the card.
+
+        Raises:
+            AllocatorOutOfMemory: there is no room.
+        """
+        refuse_layout(tensor)
+        self._memory.take(self._storage_of(tensor))
+
+    def move(self, tensor: torch.Tensor) -> None:
+        """A real host tensor meets the card: it, or a copy where it is only a part of a data set, belongs there."""
+        if tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes():
+            self.settle(tensor)
+            return
+        with self._mode:
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CARD)
+        self._memory.take(copy.untyped_storage())
+        key = id(tensor)
+        self._copies[key] = (weakref.ref(tensor, lambda _: self._copies.pop(key, None)), copy)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake of a tensor; a fake is its own."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        watch, copy = self._copies.get(id(tensor), (None, None))
+        if watch is not None and copy is not None and watch() is tensor:
+            return copy
+        refuse_layout(tensor)
+        views = self._views.setdefault(tensor.untyped_storage()._cdata, {})
+        key = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in views:
+            views[key] = self._made(tensor)
+        fake = views[key]
+        fake._fake_device = CARD if self._memory.holds(fake.untyped_storage()) else HOST
+        return fake
+
+    def _made(self, tensor: torch.Tensor) -> FakeTensor:
+        storage = self._storage_of(tensor)
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+            meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return FakeTensor(self._mode, meta, HOST)
+
+    def _storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage:
+        real = tensor.untyped_storage()
+        key = real._cdata
+        if key not in self._storages:
+            self._storages[key] = torch.UntypedStorage(real.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+            self._watches[key] = weakref.ref(real, self._forgetter(key))
+        return self._storages[key]
+
+    def _forgetter(self, key: int) -> Callable[[object], None]:
+        watched = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            fakes = watched()
+            if fakes is not None:
+                for register in (fakes._watches, fakes._views, fakes._storages):
+                    register.pop(key, None)
+
+        return forget
