@@ -297,7 +297,7 @@ FLAGS = {
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
     "grad mode": lambda: torch.set_grad_enabled(False),
     "cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
-    "threads": lambda: torch.set_num_threads(1),
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "mkldnn.enabled": lambda: setattr(torch.backends.mkldnn, "enabled", False),
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     "autocast cpu": lambda: torch.set_autocast_enabled("cpu", True),
