@@ -2,6 +2,7 @@ import collections
 import copy
 import gc
 import io
+import itertools
 import random
 import subprocess
 import sys
@@ -728,3 +729,32 @@ def test_a_storage_is_compared_and_written_once(monkeypatch):
     assert kept.differences() == []
     assert flat.sum() == 100
     assert from_tensors < 20
+
+
+def test_gradients_that_a_late_optimizer_had_before_are_said_to_be_unknown():
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    for network in (model, other):
+        network(torch.ones(1, 1)).sum().backward()
+    kept = Keeper(model, [], [], "cpu")
+    kept.add(torch.optim.SGD(model.parameters()))
+    assert kept.notes == []
+    kept.add(torch.optim.SGD(other.parameters()))
+    assert len(kept.notes) == 1
+    assert kept.notes[0].startswith("SGD was first seen when it stepped, so what the gradients of 2 of its parameters")
+
+
+def test_what_is_unknown_stands_in_the_notes_of_the_result():
+    def made():
+        network = nn.Linear(3, 1)
+        network(torch.ones(1, 3)).sum().backward()
+        return network, torch.optim.SGD(network.parameters())
+
+    hidden = itertools.repeat(made())  # an iterator is not looked into
+
+    def step(model, batch_size):
+        network, optimizer = next(hidden)
+        network(model(torch.ones(batch_size, 3))).sum().backward()
+        optimizer.step()
+
+    result = oomprobe.find_max_batch(nn.Linear(3, 3), step, device="cpu:1GiB", max_batch=1, progress="off")
+    assert "SGD was first seen when it stepped" in " ".join(result.notes)

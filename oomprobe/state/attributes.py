@@ -6,7 +6,7 @@ from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oomprobe.state.values import Kept
+    from oomprobe.state.kept import Kept
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from oomprobe.state.attributes import attributes_of
+from oomprobe.state.containers import entries
 from oomprobe.state.hooks import MODULE_HOOKS, TENSOR_HOOKS
 from oomprobe.state.own import has_state, is_own, members, named_by
 
@@ -71,9 +72,11 @@ def _children(value: object) -> Iterator[object]:
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, dict):
-        yield from _of_container(value.keys())
-        yield from _of_container(value.values())
-    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from _of_container(dict.keys(value))
+        yield from _of_container(dict.values(value))
+    elif isinstance(value, list | tuple):
+        yield from _of_container(entries(value).values() if len(value) <= MAX_REGISTRY else ())
+    elif isinstance(value, set | frozenset | deque):
         yield from _of_container(value)
     elif isinstance(value, torch.nn.Module):
         yield from _of_module(value)

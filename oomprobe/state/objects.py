@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
+from oomprobe.state.attributes import attributes_of
 from oomprobe.state.compare import same
+from oomprobe.state.containers import rebuilt
+from oomprobe.state.kept import Kept
+from oomprobe.state.nested import KeptContainer
 from oomprobe.state.tensors import KeptTensor
-from oomprobe.state.values import Kept, KeptContainer, Memory
+from oomprobe.state.values import Memory
 
+OPTIMIZER_STATE = ("state", "param_groups")  # where preconditioners and the like are; elsewhere a trainer may be
 REGISTERS = {
     "_parameters": "parameters",
     "_buffers": "buffers",
@@ -79,7 +83,7 @@ class KeptModule:
 def _extra_state(module: torch.nn.Module, memory: Memory | None = None) -> Any:
     if type(module).get_extra_state is torch.nn.Module.get_extra_state:
         return None
-    return _rebuilt(module.get_extra_state(), _leaf_of(memory))
+    return rebuilt(module.get_extra_state(), _leaf_of(memory))
 
 
 class KeptObject:
@@ -88,14 +92,18 @@ class KeptObject:
     def __init__(self, value: Any, memory: Memory) -> None:
         self._value = value
         self.is_optimizer = isinstance(value, torch.optim.Optimizer)
-        self._attributes = memory.keep(vars(value)) if hasattr(value, "__dict__") else None
-        self._state = None if self.is_optimizer else _state_dict(value, memory)
+        self._state: Any
+        self._state, self.unread = (None, "") if self.is_optimizer else _state_and_error(value, memory)
+        # Where no state_dict tells what belongs to it, objects that it holds are looked into.
+        inside = attributes_of(value) if self.unread else OPTIMIZER_STATE if self.is_optimizer else ()
+        self._attributes = memory.keep_attributes(value, inside=inside)
+        self._loaded: set[str] = set()  # names of attributes that load_state_dict made anew
         self._params = [list(group["params"]) for group in value.param_groups] if self.is_optimizer else []
 
     def start_over(self) -> None:
         """Between trials: a scheduler does not run off its end, a scaler forgets a step that failed half-way."""
-        if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler) and self._attributes is not None:
-            self._attributes.recall()
+        if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
+            self._attributes.put_back(self._value)
         elif isinstance(self._value, torch.amp.GradScaler):
             self._value._per_optimizer_states.clear()
 
@@ -104,21 +112,22 @@ class KeptObject:
         return f"state of {type(self._value).__name__}"
 
     def put_back(self) -> None:
-        if self._attributes is not None:
-            self._attributes.recall()
-        if self._state is not None and not _is_state(_state_dict(self._value), self._state):
+        self._attributes.put_back(self._value)
+        if self._state_differs():
             self._value.load_state_dict(copy.deepcopy(_resolved(self._state)))
+            self._loaded = self._attributes.changed(self._value)
+
+    def _state_differs(self) -> bool:
+        return self._state is not None and not _is_state(_state_dict(self._value), self._state)
 
     def differences(self) -> list[str]:
-        kind = type(self._value).__name__
-        if self._state is not None:
-            return [] if _is_state(_state_dict(self._value), self._state) else [f"state of {kind}"]
-        attributes = self._attributes
-        return [f"state of {kind}"] if attributes is not None and attributes.differs(vars(self._value)) else []
+        changed = (
+            self._attributes.changed(self._value) - self._loaded
+        )  # first: some make attributes to tell their state
+        return [self.name] if changed or self._state_differs() else []
 
     def on_host(self) -> dict[str, Any]:
         """An optimizer's ``state_dict`` as it was."""
-        assert self._attributes is not None
         kept = self._attributes.on_host()
         index = {id(p): i for i, p in enumerate(p for group in self._params for p in group)}
         return {
@@ -130,28 +139,22 @@ class KeptObject:
         }
 
 
-def _state_dict(value: Any, memory: Memory | None = None) -> Any:
-    """Its state with plain containers; with a memory, as something that lasts."""
+def _state_and_error(value: Any, memory: Memory | None = None) -> tuple[Any, str]:
+    """Its state; with a memory, as something that lasts. Or why there is none."""
     try:
-        return _rebuilt(value.state_dict(), _leaf_of(memory))
-    except Exception:  # some objects have a state only later, or only where they are distributed
-        return None
+        return rebuilt(value.state_dict(), _leaf_of(memory)), ""
+    except (
+        Exception
+    ) as error:  # some want an argument, some have a state only later, or only where they are distributed
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _state_dict(value: Any) -> Any:
+    return _state_and_error(value)[0]
 
 
 def _is_state(now: Any, kept: Any) -> bool:
     return same(now, _resolved(kept))
-
-
-def _rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The same containers, in plain types, with other leaves."""
-    if isinstance(value, dict):
-        return {key: _rebuilt(part, leaf) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_rebuilt(part, leaf) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    if isinstance(value, deque):
-        return deque((_rebuilt(part, leaf) for part in value), value.maxlen)
-    return leaf(value)
 
 
 def _leaf_of(memory: Memory | None) -> Callable[[Any], Any]:
@@ -175,4 +178,4 @@ def _has_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def _resolved(kept: Any) -> Any:
-    return _rebuilt(kept, lambda leaf: leaf.on_host() if isinstance(leaf, KeptTensor) else leaf)
+    return rebuilt(kept, lambda leaf: leaf.on_host() if isinstance(leaf, KeptTensor) else leaf)

@@ -27,6 +27,11 @@ def is_own(module_name: object) -> bool:
     return not any(part in place for place in places if isinstance(place, str) for part in _INSTALLED)
 
 
+def is_of_library(kind: type) -> bool:
+    """Whether a class is Python's or torch's."""
+    return str(kind.__module__).partition(".")[0] in _LIBRARIES
+
+
 def named_by(function: types.FunctionType) -> Iterator[object]:
     """What its body, and the functions inside it, may mean by the names in it."""
     names = _names(function.__code__)
