@@ -15,7 +15,8 @@ from oomprobe.state.capture import reachable
 from oomprobe.state.hooks import KeptHooks
 from oomprobe.state.kept import Kept
 from oomprobe.state.late import KeptLate
-from oomprobe.state.objects import KeptModule, KeptObject
+from oomprobe.state.modules import KeptModule
+from oomprobe.state.objects import KeptObject
 from oomprobe.state.preserve import preserved
 from oomprobe.state.storage import once_per_storage
 from oomprobe.state.surroundings import Surroundings

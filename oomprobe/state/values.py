@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import enum
+import types
 from collections import deque
 from collections.abc import Container
 from typing import Any
@@ -20,6 +22,10 @@ from oomprobe.state.tensors import KeptParts, KeptTensor, KeptWhole, keep_tensor
 MAX_DEPTH = 100  # of containers in containers; deeper ones are linked lists, not training state
 MAX_OBJECTS = 10_000  # that are looked into: a preconditioner a parameter, not a data set
 MAX_ENTRIES = 1_000  # a longer list of anything but tensors and containers of them is data
+
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (int, float, complex, str, bytes, type(None), np.generic, enum.Enum, *_CODE, *_TORCHS)
 
 
 class Memory:
@@ -103,6 +109,16 @@ def is_looked_into(value: Any) -> bool:
     ):
         return False
     return not isinstance(value, type) and (hasattr(value, "__dict__") or bool(attributes_of(value)))
+
+
+def is_plain(value: Any, depth: int = 3) -> bool:
+    """Whether a value, or all that a container holds, is a number, a text, a flag, a function: nothing with memory."""
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        if len(value) > MAX_ENTRIES or not depth:
+            return False
+        parts = [*dict.keys(value), *dict.values(value)] if isinstance(value, dict) else value
+        return all(is_plain(part, depth - 1) for part in parts)
+    return isinstance(value, _PLAIN)
 
 
 def _is_read_only_file(value: Any) -> bool:
