@@ -108,7 +108,7 @@ def step_failed(
         _filled(failed, error, batch_size, trials)
     vars(failed)[_TEXT] = (
         f"the step failed at batch size {batch_size} with {type(error).__name__}: {_text_of(error)}\n"
-        f"This is not about memory{_no_answer(batch_size, largest_passed)}. "
+        f"This is not about memory{_no_answer(error, batch_size, largest_passed)}. "
         f"Run step_fn(model, {batch_size}) once by itself to see it.{_hint(error, batch_size)}"
     )
     return failed
@@ -131,7 +131,12 @@ def add_note(error: BaseException, text: str) -> None:
         notes.append(text)
 
 
-def _no_answer(batch_size: int, largest_passed: int | None) -> str:
+def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None) -> str:
+    if "Couldn't swap" in _text_of(error):  # torch/nn/modules/module.py, _apply
+        return (
+            ": torch does not swap tensors to which others refer, and this probe refers to gradients and attributes that "
+            "were there before it, so without oomprobe it may not come; set .grad to None first"
+        )
     if largest_passed is None or largest_passed >= batch_size:
         return ", so no batch size would answer it: the same error comes without oomprobe"
     return (

@@ -19,7 +19,7 @@ from oomprobe.rehearsal import ContradictedError
 from oomprobe.report import trials_table
 from oomprobe.result import ProbeResult, Trial
 from oomprobe.scope import scope
-from oomprobe.state import Keeper, resident_tensors, state_tensors
+from oomprobe.state import Keeper, preserved, resident_tensors, state_tensors
 from oomprobe.trial import Trials
 from oomprobe.watch import OptimizerWatch, outside_modes
 from oomprobe.workbench import Workbench
@@ -198,7 +198,7 @@ def _workbench(
 ) -> Iterator[Workbench]:
     """Everything a probe needs while it runs; on every way out the state is put back and compared."""
     check_model(model)
-    preserve = list(preserve)
+    preserve = preserved(preserve)
     steps = named_steps(step_fn)
     refuse_ranks()
     chosen = choose_device(device, model)
@@ -237,6 +237,7 @@ def _workbench(
                 raise
             finally:
                 status.close()
+                bench.notes |= dict.fromkeys(keeper.notes)
                 keeper.put_back(device_lost=lost)
                 bench.state_verified = not lost and _verified(keeper, bench)
 

@@ -2,6 +2,7 @@ import collections
 import copy
 import gc
 import io
+import itertools
 import random
 import subprocess
 import sys
@@ -293,15 +294,26 @@ def test_parameters_added_or_removed_by_a_step():
     assert [n for n, _ in model.named_parameters()] == names
 
 
+MATMUL = torch.backends.cuda.matmul
 FLAGS = {
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
     "grad mode": lambda: torch.set_grad_enabled(False),
     "cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
-    "threads": lambda: torch.set_num_threads(1),
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "mkldnn.enabled": lambda: setattr(torch.backends.mkldnn, "enabled", False),
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     "autocast cpu": lambda: torch.set_autocast_enabled("cpu", True),
     "math attention": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "cudnn attention": lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+    "default device": lambda: torch.set_default_device("meta"),
+    "fp16 reduced precision reduction": lambda: setattr(MATMUL, "allow_fp16_reduced_precision_reduction", False),
+    "bf16 reduced precision reduction": lambda: setattr(MATMUL, "allow_bf16_reduced_precision_reduction", False),
+    "fp16 accumulation": lambda: setattr(MATMUL, "allow_fp16_accumulation", True),
+    "attention fast path": lambda: torch.backends.mha.set_fastpath_enabled(False),
+    "autograd multithreading": lambda: torch.autograd.set_multithreading_enabled(False),
+    "nnpack": lambda: torch.backends.nnpack.set_flags(False),
+    "fill uninitialised memory": lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    "warn always": lambda: torch.set_warn_always(True),
     "random": random.random,
     "numpy.random": np.random.rand,
     "torch (cpu)": lambda: torch.rand(1),
@@ -728,3 +740,72 @@ def test_a_storage_is_compared_and_written_once(monkeypatch):
     assert kept.differences() == []
     assert flat.sum() == 100
     assert from_tensors < 20
+
+
+def test_gradients_that_a_late_optimizer_had_before_are_said_to_be_unknown():
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    for network in (model, other):
+        network(torch.ones(1, 1)).sum().backward()
+    kept = Keeper(model, [], [], "cpu")
+    kept.add(torch.optim.SGD(model.parameters()))
+    assert kept.notes == []
+    kept.add(torch.optim.SGD(other.parameters()))
+    assert len(kept.notes) == 1
+    assert kept.notes[0].startswith("SGD was first seen when it stepped, so what the gradients of 2 of its parameters")
+
+
+def test_what_is_unknown_stands_in_the_notes_of_the_result():
+    def made():
+        network = nn.Linear(3, 1)
+        network(torch.ones(1, 3)).sum().backward()
+        return network, torch.optim.SGD(network.parameters())
+
+    hidden = itertools.repeat(made())  # an iterator is not looked into
+
+    def step(model, batch_size):
+        network, optimizer = next(hidden)
+        network(model(torch.ones(batch_size, 3))).sum().backward()
+        optimizer.step()
+
+    result = oomprobe.find_max_batch(nn.Linear(3, 3), step, device="cpu:1GiB", max_batch=1, progress="off")
+    assert "SGD was first seen when it stepped" in " ".join(result.notes)
+
+
+def test_a_default_device_that_was_set_comes_back():
+    torch.set_default_device("meta")
+    try:
+        kept = Keeper(nn.Linear(1, 1, device="cpu"), [], [], "cpu")
+        torch.set_default_device(None)
+        assert kept.differences() == ["default device"]
+        kept.put_back()
+        assert torch.empty(1).device.type == "meta"
+        kept.put_back()
+        assert kept.differences() == []
+    finally:
+        torch.set_default_device(None)
+    assert torch.empty(1).device.type == "cpu"
+
+
+@pytest.fixture
+def swapping():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def converts(model, batch_size):
+    model.double()
+    torch.optim.SGD(model.parameters()).step()
+    model(torch.ones(batch_size, 3).double()).sum().backward()
+    model.zero_grad()
+
+
+@pytest.mark.usefixtures("swapping")
+def test_tensors_that_are_kept_can_be_swapped():
+    model = nn.Linear(3, 3)
+    parameters = list(model.parameters())
+    before = [(bits(p), p.data_ptr()) for p in parameters]
+    result = oomprobe.find_max_batch(model, converts, device="cpu:1GiB", max_batch=2, progress="off")
+    assert result.state_verified
+    assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
+    assert [(bits(p), p.data_ptr()) for p in parameters] == before

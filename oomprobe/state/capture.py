@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import functools
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
 
+from oomprobe.state.attributes import attributes_of
+from oomprobe.state.containers import entries
+from oomprobe.state.hooks import MODULE_HOOKS, TENSOR_HOOKS
+from oomprobe.state.own import has_state, is_own, members, named_by
+
 MAX_DEPTH = 6  # a trainer that holds a strategy that holds an optimizer is at depth 3
 MAX_OBJECTS = 20_000  # a walk that meets more has wandered into a data set
 MAX_CONTAINER = 1_000  # parameter lists are shorter; data sets are not
 MAX_REGISTRY = 20_000  # entries of a longer container that are looked at for state of their own
 
-_STANDARD = sysconfig.get_paths()["stdlib"]
+_CODE = (types.FunctionType, types.MethodType, functools.partial)
 _MODULE_NAMES = frozenset(vars(torch.nn.Module()))  # its registers and hooks
-
-
-def has_state(value: object) -> bool:
-    """Whether an object (not a class) has ``state_dict()`` and ``load_state_dict()``."""
-    return not isinstance(value, type) and all(
-        callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict")
-    )
 
 
 def reachable(roots: Iterable[object]) -> list[object]:
@@ -45,17 +42,22 @@ def reachable(roots: Iterable[object]) -> list[object]:
     """
     found: list[object] = []
     seen: set[int] = set()
-    queue = [(root, 0) for root in roots]
+    queue = deque((root, 0) for root in roots)
     while queue and len(seen) < MAX_OBJECTS:
-        value, depth = queue.pop(0)
+        value, depth = queue.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
         if has_state(value) or _is_learnable(value):
             found.append(value)
         if depth < MAX_DEPTH:
-            queue.extend((child, depth + 1) for child in _children(value))
+            queue.extend((child, depth + _distance(child)) for child in _children(value))
     return found
+
+
+def _distance(child: object) -> int:
+    """A class is part of its objects."""
+    return 0 if isinstance(child, type) else 1
 
 
 def _is_learnable(value: object) -> bool:
@@ -70,14 +72,20 @@ def _children(value: object) -> Iterator[object]:
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, dict):
-        yield from _of_container(value.keys())
-        yield from _of_container(value.values())
-    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from _of_container(dict.keys(value))
+        yield from _of_container(dict.values(value))
+    elif isinstance(value, list | tuple):
+        yield from _of_container(entries(value).values() if len(value) <= MAX_REGISTRY else ())
+    elif isinstance(value, set | frozenset | deque):
         yield from _of_container(value)
     elif isinstance(value, torch.nn.Module):
         yield from _of_module(value)
-    elif not isinstance(value, type | types.ModuleType | torch.Tensor):
-        yield from _attributes(value)
+    elif isinstance(value, type):
+        yield from members(value)
+    elif isinstance(value, torch.Tensor):
+        yield from _of_hooks(value)
+    elif not isinstance(value, types.ModuleType):
+        yield from _of_object(value)
 
 
 def _of_function(function: types.FunctionType) -> Iterator[object]:
@@ -92,33 +100,7 @@ def _of_function(function: types.FunctionType) -> Iterator[object]:
     yield from (function.__kwdefaults__ or {}).values()
     if "__wrapped__" in function.__dict__:
         yield function.__dict__["__wrapped__"]
-    names = _names(function.__code__)
-    for name in names & function.__globals__.keys():
-        value = function.__globals__[name]
-        if isinstance(value, types.ModuleType):
-            yield from _of_named_module(value, names)
-        else:
-            yield value
-
-
-def _of_named_module(module: types.ModuleType, names: set[str]) -> Iterator[object]:
-    """What a function may use as ``module.name``: of the user's own modules everything, of libraries what has state."""
-    own = _is_own(module)
-    for name in names & vars(module).keys():
-        value = vars(module)[name]
-        if has_state(value) or (own and not isinstance(value, type | types.ModuleType)):
-            yield value
-
-
-def _is_own(module: types.ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and not any(part in file for part in ("site-packages", "dist-packages", _STANDARD))
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Global and attribute names of a function and of the functions inside it."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*(_names(c) for c in inner))
+    yield from named_by(function)
 
 
 def _of_container(values: Iterable[object]) -> Iterator[object]:
@@ -135,29 +117,36 @@ def _may_hold_state(value: object) -> bool:
 
 
 def _of_module(module: torch.nn.Module) -> Iterator[object]:
-    """Attributes that are not modules, parameters or buffers: a wrapper may keep its optimizer there."""
+    """Classes, hooks, and attributes that are not modules, parameters or buffers: a wrapper may keep its optimizer there."""
     for submodule in module.modules():
         own = not type(submodule).__module__.startswith("torch.")
+        if own and is_own(type(submodule).__module__):
+            yield type(submodule)
+        yield from _of_hooks(submodule)
         for name, value in list(vars(submodule).items()):
             if name not in _MODULE_NAMES and (own or not name.startswith("_")) and _may_lead_to_state(value):
                 yield value
+        for parameter in submodule.parameters(recurse=False):
+            yield from _of_hooks(parameter)
+
+
+def _of_hooks(holder: torch.nn.Module | torch.Tensor) -> Iterator[object]:
+    of_module = isinstance(holder, torch.nn.Module)
+    for name in MODULE_HOOKS if of_module else TENSOR_HOOKS if holder.is_leaf else ():
+        hooks = getattr(holder, name, None)
+        if hooks and isinstance(hooks, dict):
+            yield from list(hooks.values())
 
 
 def _may_lead_to_state(value: object) -> bool:
-    if has_state(value) or isinstance(value, list | tuple | dict | deque):
+    if has_state(value) or isinstance(value, (list, tuple, dict, deque, *_CODE)):
         return True
     return bool(getattr(value, "__dict__", None)) and not isinstance(value, type | types.ModuleType | torch.Tensor)
 
 
-def _attributes(value: object) -> Iterator[object]:
+def _of_object(value: object) -> Iterator[object]:
     if type(value).__module__ in {"builtins", "numpy"}:
         return
-    yield from (getattr(value, name) for name in _slots(value) if hasattr(value, name))
-    yield from list(getattr(value, "__dict__", {}).values())
-
-
-def _slots(value: object) -> list[str]:
-    """Of its class and of all classes above."""
-    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for one in slots for name in ([one] if isinstance(one, str) else one)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+    if is_own(type(value).__module__):
+        yield type(value)
+    yield from attributes_of(value).values()

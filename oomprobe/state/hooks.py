@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from oomprobe.state.values import Kept, Memory
+from oomprobe.state.kept import Kept
+from oomprobe.state.values import Memory
 
 # torch/nn/modules/module.py, Module.__init__.
 MODULE_HOOKS = (

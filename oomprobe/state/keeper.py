@@ -10,18 +10,28 @@ from typing import Any
 import torch
 
 from oomprobe.devices import linux
-from oomprobe.errors import InvalidArgumentError, UnreliableError
-from oomprobe.state.capture import has_state, reachable
+from oomprobe.errors import UnreliableError
+from oomprobe.state.capture import reachable
 from oomprobe.state.hooks import KeptHooks
+from oomprobe.state.kept import Kept
 from oomprobe.state.late import KeptLate
-from oomprobe.state.objects import KeptModule, KeptObject
+from oomprobe.state.modules import KeptModule
+from oomprobe.state.objects import KeptObject
+from oomprobe.state.preserve import preserved
 from oomprobe.state.storage import once_per_storage
 from oomprobe.state.surroundings import Surroundings
 from oomprobe.state.tensors import KeptTensor, KeptWhole, copy_storages, plain_parts, storages_of
-from oomprobe.state.values import Kept, Memory
+from oomprobe.state.values import Memory
 from oomprobe.units import format_bytes
 
 HOST_SHARE = 0.9  # of the free host memory: more than that for a copy leaves nothing for the steps' own host side
+
+UNREAD = "{name}: its state_dict() could not be read ({why}), so its attributes were kept instead, as far as they go"
+UNKNOWN_BEFORE = (
+    "{kind} was first seen when it stepped, so what the gradients of {count} of its parameters were before the probe, and "
+    "the buffers beside them, is not known: the gradients are None now. Pass it and its modules in preserve to have them "
+    "back as they were"
+)
 
 
 class Keeper:
@@ -30,7 +40,7 @@ class Keeper:
     Args:
         model: The module that is probed.
         steps: The steps that will run.
-        preserve: Further objects with ``state_dict()`` and ``load_state_dict()``.
+        preserve: Further objects with ``state_dict()`` and ``load_state_dict()``, or one, or None.
         device_type: Kind of device the steps run on.
 
     Raises:
@@ -46,16 +56,8 @@ class Keeper:
         ([], True)
     """
 
-    def __init__(
-        self, model: torch.nn.Module, steps: Iterable[object], preserve: Iterable[object], device_type: str
-    ) -> None:
-        preserve, steps = list(preserve), list(steps)
-        for item in preserve:
-            if not has_state(item):
-                raise InvalidArgumentError(
-                    f"preserve holds a {type(item).__name__}, which has no state_dict() and load_state_dict(): "
-                    "pass schedulers, EMA or scalers; what is only Python attributes cannot be kept"
-                )
+    def __init__(self, model: torch.nn.Module, steps: Iterable[object], preserve: object, device_type: str) -> None:
+        preserve, steps = preserved(preserve), list(steps)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._late: weakref.WeakKeyDictionary[torch.optim.Optimizer, KeptLate] = weakref.WeakKeyDictionary()
         self._model = model
@@ -66,6 +68,7 @@ class Keeper:
         self._objects: list[KeptObject] = []
         self._grads: dict[int, tuple[torch.Tensor, Kept]] = {}
         self._seen: dict[int, object] = {}
+        self.notes: list[str] = []
         self._keep_all([model, *preserve, *reachable([model, *steps, *preserve])])
 
     @property
@@ -183,6 +186,10 @@ class Keeper:
         self._memory.let_go()
 
     def _keep_late(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        unknown = sum(p.grad is not None and id(p) not in self._grads for p in parameters)
+        if unknown:
+            self.notes.append(UNKNOWN_BEFORE.format(kind=type(optimizer).__name__, count=unknown))
         self._late[optimizer] = KeptLate(optimizer)
         self._keep_parameters(optimizer, late=True)
 
@@ -201,13 +208,16 @@ class Keeper:
             self._memory.keep(value, hold=True)
             self._keep_grads_and_hooks([value], late=late)
         elif not isinstance(value, torch.utils.data.DataLoader):  # positions of loaders are not covered
-            self._objects.append(KeptObject(value, self._memory))
+            kept = KeptObject(value, self._memory)
+            self._objects.append(kept)
+            if kept.unread:
+                self.notes.append(UNREAD.format(name=kept.name, why=kept.unread))
             if isinstance(value, torch.optim.Optimizer):
                 self._optimizers.append(value)
                 self._keep_parameters(value, late=late)
 
     def _keep_grads_and_hooks(self, parameters: Iterable[torch.Tensor], *, late: bool) -> None:
-        """A late optimizer's are the step's own already: before it, there were none."""
+        """A late optimizer's gradients are the step's own already: what there was before it is not known."""
         for parameter in parameters:
             if id(parameter) not in self._grads:
                 self._grads[id(parameter)] = (parameter, self._memory.keep(None if late else parameter.grad))

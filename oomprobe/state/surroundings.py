@@ -12,7 +12,7 @@ import torch
 
 from oomprobe.state.compare import same
 
-Flag = tuple[Callable[[], Any], Callable[[Any], object]]
+Flag = tuple[Callable[[], Any], Callable[..., object]]
 
 
 def _attribute(owner: Any, name: str) -> Flag:
@@ -56,6 +56,38 @@ def precisions() -> dict[str, Flag]:
 _MKLDNN = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 
+def _default_device() -> torch.device | None:
+    """The one that was set; a ``with torch.device(...)`` around the probe is not a setting."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _reductions(kind: str) -> Flag:
+    """Two flags behind one name of ``torch.backends.cuda.matmul``: at reduced precision, and there with split k."""
+    get, put = _of_torch(*(f"_{verb}_cublas_allow_{kind}_reduced_precision_reduction" for verb in ("get", "set")))
+    return get, lambda value: put(*(value if isinstance(value, tuple) else (value,)))
+
+
+def _later_flags() -> dict[str, Flag]:
+    """Those that are not in every torch, or have no public getter."""
+    return {
+        "default device": (_default_device, torch.set_default_device),
+        "fp16 reduced precision reduction": _reductions("fp16"),
+        "bf16 reduced precision reduction": _reductions("bf16"),
+        "fp16 accumulation": _attribute(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+        "cudnn.benchmark_limit": _attribute(torch.backends.cudnn, "benchmark_limit"),
+        "attention fast path": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+        "autograd multithreading": _of_torch("_is_multithreading_enabled", "_set_multithreading_enabled"),
+        "nnpack": _of_torch("_get_nnpack_enabled", "_set_nnpack_enabled"),
+        "fill uninitialised memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+        "warn always": (torch.is_warn_always_enabled, torch.set_warn_always),
+    }
+
+
+def _of_torch(get: str, put: str) -> Flag:
+    return lambda: getattr(torch._C, get)(), lambda *value: getattr(torch._C, put)(*value)
+
+
 def global_flags(device_type: str) -> dict[str, Flag]:
     """The flags a step may change for everybody, by name, each with its getter and setter."""
     cudnn, sdp = torch.backends.cudnn, torch.backends.cuda
@@ -81,6 +113,8 @@ def global_flags(device_type: str) -> dict[str, Flag]:
         "flash attention": (sdp.flash_sdp_enabled, sdp.enable_flash_sdp),
         "memory-efficient attention": (sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp),
         "math attention": (sdp.math_sdp_enabled, sdp.enable_math_sdp),
+        "cudnn attention": (sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp),
+        **_later_flags(),
     }
     for kind in {"cpu", device_type}:
         on, dtype = _autocast(kind)

@@ -21,7 +21,7 @@ def keep_tensor(tensor: torch.Tensor, *, hold: bool) -> KeptTensor | KeptWhole |
     """Remember a tensor; `copy_storages` then takes its bytes."""
     if _is_wrapper(tensor):
         return KeptParts(tensor)
-    hold = hold or isinstance(tensor, torch.nn.Parameter)
+    hold = hold or isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return KeptWhole(tensor, hold=hold)
     return KeptTensor(tensor, hold=hold)
@@ -35,7 +35,7 @@ class KeptTensor:
     """
 
     def __init__(self, tensor: torch.Tensor, *, hold: bool) -> None:
-        self.watch: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+        self.watch = _watching(tensor, hold=hold)
         self._held = (tensor, tensor.detach()) if hold else None
         self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
         self._dtype, self.device = tensor.dtype, tensor.device
@@ -106,6 +106,11 @@ class KeptTensor:
         return self.storage.differs(tensor.untyped_storage())
 
 
+def _watching(tensor: torch.Tensor, *, hold: bool) -> Callable[[], torch.Tensor | None]:
+    """Of what is held no weak reference, with which torch.utils.swap_tensors would refuse it."""
+    return (lambda: tensor) if hold else weakref.ref(tensor)
+
+
 def _nothing() -> None:
     return None
 
@@ -115,7 +120,7 @@ class KeptWhole:
 
     def __init__(self, tensor: torch.Tensor, *, hold: bool) -> None:
         self.device = tensor.device
-        self.watch: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+        self.watch = _watching(tensor, hold=hold)
         self._held = tensor if hold else None
         self._requires_grad = tensor.requires_grad and tensor.is_leaf
         self._copy = tensor.detach().cpu().clone()

@@ -1,29 +1,31 @@
-"""Python's own containers kept with what was in them; everything else is kept as a reference."""
+"""What is remembered of values, each once; what is not looked into is kept as a reference."""
 
 from __future__ import annotations
 
 import copy
+import enum
+import types
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Container
+from typing import Any
 
 import numpy as np
 import torch
 
+from oomprobe.state.attributes import KeptAttributes, attributes_of
+from oomprobe.state.containers import entries
+from oomprobe.state.kept import Kept
+from oomprobe.state.nested import KeptContainer, KeptInside
+from oomprobe.state.own import has_state, is_of_library
 from oomprobe.state.tensors import KeptParts, KeptTensor, KeptWhole, keep_tensor
 
-
-class Kept(Protocol):
-    """Something remembered: it can be put back, and compared with what is there now."""
-
-    def recall(self) -> Any: ...
-
-    def differs(self, value: Any) -> bool: ...
-
-    def on_host(self) -> Any: ...
-
-
 MAX_DEPTH = 100  # of containers in containers; deeper ones are linked lists, not training state
+MAX_OBJECTS = 10_000  # that are looked into: a preconditioner a parameter, not a data set
 MAX_ENTRIES = 1_000  # a longer list of anything but tensors and containers of them is data
+
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (int, float, complex, str, bytes, type(None), np.generic, enum.Enum, *_CODE, *_TORCHS)
 
 
 class Memory:
@@ -33,10 +35,10 @@ class Memory:
         self.tensors: list[KeptTensor | KeptWhole | KeptParts] = []
         self.aliases: list[KeptTensor] = []
         self._known: dict[int, tuple[object, Kept]] = {}
-        self._depth = 0
+        self._depth = self._objects = 0
 
-    def keep(self, value: Any, *, hold: bool = False) -> Kept:
-        """Remember a value. `hold` keeps tensors alive; otherwise they are watched."""
+    def keep(self, value: Any, *, hold: bool = False, inside: bool = False) -> Kept:
+        """Remember a value. `hold` keeps tensors alive; otherwise they are watched. `inside` looks into objects too."""
         if id(value) in self._known:
             return self._known[id(value)][1]
         if isinstance(value, torch.Tensor):
@@ -47,19 +49,34 @@ class Memory:
             return KeptReference(value)
         if isinstance(value, set | deque | bytearray | np.ndarray) or _is_data(value):
             return self._remember(value, KeptContents(value))
-        if isinstance(value, dict | list | tuple) and self._depth < MAX_DEPTH:
-            return self._keep_container(value, hold=hold)
+        if self._depth < MAX_DEPTH:
+            return self._keep_nested(value, hold=hold, inside=inside)
         return KeptReference(value)
 
-    def _keep_container(self, value: Any, *, hold: bool) -> KeptContainer:
-        container = KeptContainer(value)
-        self._remember(value, container)
+    def _keep_nested(self, value: Any, *, hold: bool, inside: bool) -> Kept:
         self._depth += 1
         try:
-            container.parts = {key: self.keep(part, hold=hold) for key, part in _parts(value).items()}
+            if isinstance(value, dict | list | tuple):
+                container = KeptContainer(value)
+                self._remember(value, container)
+                container.parts = {k: self.keep(v, hold=hold, inside=inside) for k, v in entries(value).items()}
+                container.attributes = self.keep_attributes(value, inside=attributes_of(value) if inside else ())
+                return container
+            if inside and is_looked_into(value) and self._objects < MAX_OBJECTS:
+                self._objects += 1
+                looked_into = KeptInside(value)
+                self._remember(value, looked_into)
+                looked_into.attributes = self.keep_attributes(value, inside=attributes_of(value))
+                return looked_into
         finally:
             self._depth -= 1
-        return container
+        return KeptReference(value)
+
+    def keep_attributes(self, value: Any, *, inside: Container[str] = ()) -> KeptAttributes:
+        """Remember what an object holds by name; under the names in `inside` objects are looked into."""
+        # First those: what is met again under another name is known then, and looked into as well.
+        named = sorted(attributes_of(value).items(), key=lambda pair: pair[0] not in inside)
+        return KeptAttributes({name: self.keep(part, inside=name in inside) for name, part in named})
 
     def alias(self, tensor: torch.Tensor) -> KeptTensor:
         """What a tensor holds, for a comparison: nothing is copied again where its storage is kept already."""
@@ -81,6 +98,27 @@ class Memory:
 
 def _is_held(kept: Kept) -> bool:
     return isinstance(kept, KeptParts) or (isinstance(kept, KeptTensor | KeptWhole) and kept.held)
+
+
+def is_looked_into(value: Any) -> bool:
+    """Whether an object is some attributes and no more: what has state of its own is kept by itself."""
+    if (
+        has_state(value)
+        or is_of_library(type(value))
+        or isinstance(value, torch.nn.Module | torch.utils.data.DataLoader)
+    ):
+        return False
+    return not isinstance(value, type) and (hasattr(value, "__dict__") or bool(attributes_of(value)))
+
+
+def is_plain(value: Any, depth: int = 3) -> bool:
+    """Whether a value, or all that a container holds, is a number, a text, a flag, a function: nothing with memory."""
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        if len(value) > MAX_ENTRIES or not depth:
+            return False
+        parts = [*dict.keys(value), *dict.values(value)] if isinstance(value, dict) else value
+        return all(is_plain(part, depth - 1) for part in parts)
+    return isinstance(value, _PLAIN)
 
 
 def _is_read_only_file(value: Any) -> bool:
@@ -125,12 +163,14 @@ class KeptContents:
     def recall(self) -> Any:
         if not self.differs(self._value):  # what is unchanged may be read-only
             return self._value
-        if isinstance(self._value, np.ndarray):
-            self._value[...] = self._copy
-        else:
-            self._value.clear()
-            fill = self._value.update if isinstance(self._value, set) else self._value.extend
-            fill(self._copy)
+        if isinstance(self._value, set):
+            set.clear(self._value)
+            set.update(self._value, self._copy)
+        elif isinstance(self._value, deque):
+            deque.clear(self._value)
+            deque.extend(self._value, self._copy)
+        else:  # an array of no dimensions has no slices
+            self._value[... if isinstance(self._value, np.ndarray) else slice(None)] = self._copy
         return self._value
 
     def differs(self, value: Any) -> bool:
@@ -144,61 +184,3 @@ class KeptContents:
 
     def on_host(self) -> Any:
         return self._copy
-
-
-class KeptContainer:
-    """A dict, list or tuple and everything in it."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self.parts: dict[Any, Kept] = {}
-        self._busy = False  # a container may contain itself
-
-    def recall(self) -> Any:
-        if self._busy:
-            return self._value
-        self._busy = True
-        try:
-            parts = {key: part.recall() for key, part in self.parts.items()}
-        finally:
-            self._busy = False
-        self._value = _refill(self._value, parts)
-        return self._value
-
-    def differs(self, value: Any) -> bool:
-        if self._busy:
-            return False
-        now = _parts(value) if type(value) is type(self._value) else {}
-        if value is not self._value or list(now) != list(self.parts):
-            return True
-        self._busy = True
-        try:
-            return any(part.differs(now[key]) for key, part in self.parts.items())
-        finally:
-            self._busy = False
-
-    def on_host(self) -> dict[Any, Any]:
-        """Its parts by key or index (a container inside itself is left out)."""
-        if self._busy:
-            return {}
-        self._busy = True
-        try:
-            return {key: part.on_host() for key, part in self.parts.items()}
-        finally:
-            self._busy = False
-
-
-def _parts(value: Any) -> dict[Any, Any]:
-    return dict(value) if isinstance(value, dict) else dict(enumerate(value))
-
-
-def _refill(value: Any, parts: dict[Any, Any]) -> Any:
-    """Give a container its old contents, keeping the container itself."""
-    if isinstance(value, dict):
-        value.clear()
-        value.update(parts)
-    elif isinstance(value, list):
-        value[:] = parts.values()
-    elif any(old is not new for old, new in zip(value, parts.values(), strict=True)):
-        return type(value)(*parts.values()) if hasattr(value, "_fields") else type(value)(parts.values())
-    return value
