@@ -11,86 +11,38 @@ Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch; constants from c10/core/Al
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import chain
 
+from oomprobe.simulation.blocks import (
+    MIB,
+    SMALL,
+    SMALL_SEGMENT,
+    SMALLEST_BLOCK,
+    UNLIMITED,
+    Block,
+    Pool,
+    absorb,
+    bytes_to_map,
+    cut_after,
+    expandable_size,
+    is_whole_segment,
+    lowest_room,
+    twin_of,
+    whole_pages,
+)  # fmt: skip
+from oomprobe.simulation.refusal import AllocatorOutOfMemory, refusal
 from oomprobe.simulation.settings import AllocatorSettings
 
-_MIB = 2**20
-_SMALLEST_BLOCK = 512  # kMinBlockSize
-_SMALL = _MIB  # kSmallSize: the largest request of the small pool
-_SMALL_SEGMENT = 2 * _MIB  # kSmallBuffer
-_OWN_SEGMENT = 10 * _MIB  # kMinLargeAlloc: from here on a request gets a segment of its own size
-_SEGMENT_STEP = 2 * _MIB  # kRoundLarge
+_OWN_SEGMENT = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own size
+_SEGMENT_STEP = 2 * MIB  # kRoundLarge
 _EXABYTE = 2**60
-_UNLIMITED = 2**63
 _FIRST_ADDRESS = 0x7F00_0000_0000  # looks like one of CUDA's; any multiple of 20 MiB's pages would do
 
+__all__ = ["AllocatorOutOfMemory", "CachingAllocator"]
+
 _DEFAULTS = AllocatorSettings()
-
-
-class AllocatorOutOfMemory(MemoryError):
-    """The memory could not be had; the text is that of ``torch.OutOfMemoryError``.
-
-    ``requested_bytes`` is what the caller asked for; the text names the segment that was tried.
-    """
-
-    def __init__(self, message: str, *, requested_bytes: int) -> None:
-        super().__init__(message)
-        self.requested_bytes = requested_bytes
-
-
-class _Block:
-    """A piece of a segment. ``free``: mapped and in its pool; neither free nor mapped: address space only."""
-
-    __slots__ = ("address", "born", "free", "mapped", "next", "origin", "pool", "prev", "requested", "size")
-
-    def __init__(self, pool: _Pool, address: int, size: int) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        self.prev: _Block | None = None
-        self.next: _Block | None = None
-        self.free = False
-        self.mapped = True
-        self.origin = -1  # where its expandable segment starts; -1: not in one
-        self.requested = 0
-        self.born = 0  # the clock when it was last freed, for the garbage collection
-
-
-class _Pool:
-    """The free blocks of one stream, small or large: best fit is the first entry not below a size."""
-
-    __slots__ = ("free", "is_small", "page", "smallest_rest", "split_below", "stream", "unmapped")
-
-    def __init__(self, settings: AllocatorSettings, stream: int, *, is_small: bool) -> None:
-        expandable = settings.expandable_segments
-        self.stream = stream
-        self.is_small = is_small
-        self.page = _SMALL_SEGMENT if is_small else settings.large_segment_size_bytes
-        # should_split: sizes are multiples of 512, so "more than 1 MiB" is "at least 1 MiB + 512"
-        self.smallest_rest = _SMALLEST_BLOCK if is_small or expandable else _SMALL + _SMALLEST_BLOCK
-        self.split_below = _UNLIMITED if is_small or expandable else settings.max_split_size_bytes or _UNLIMITED
-        self.free: list[tuple[int, int, _Block]] = []
-        self.unmapped: list[tuple[int, _Block]] = []
-
-    def add(self, block: _Block) -> None:
-        block.free = True
-        insort(self.free, (block.size, block.address, block))
-
-    def discard(self, block: _Block) -> None:
-        block.free = False
-        free = self.free
-        del free[bisect_left(free, (block.size, block.address))]
-
-    def add_unmapped(self, block: _Block) -> None:
-        block.mapped = False
-        insort(self.unmapped, (block.address, block))
-
-    def discard_unmapped(self, block: _Block) -> None:
-        block.mapped = True
-        del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
 
 class CachingAllocator:
@@ -143,10 +95,10 @@ class CachingAllocator:
         self._settings = settings
         self._threshold = settings.garbage_collection_threshold
         self._divided = any(settings.roundup_power2_divisions)
-        self._max_split = settings.max_split_size_bytes or _UNLIMITED
-        self._small: dict[int, _Pool] = {}
-        self._large: dict[int, _Pool] = {}
-        self._live: dict[int, _Block] = {}
+        self._max_split = settings.max_split_size_bytes or UNLIMITED
+        self._small: dict[int, Pool] = {}
+        self._large: dict[int, Pool] = {}
+        self._live: dict[int, Block] = {}
         self._handles = 0
         self._segments = 0
         self._next_address = _FIRST_ADDRESS
@@ -171,7 +123,7 @@ class CachingAllocator:
         if nbytes <= 0:
             return self._no_memory(nbytes)
         size = self._rounded(nbytes)
-        pools = self._small if size <= _SMALL else self._large
+        pools = self._small if size <= SMALL else self._large
         pool = pools.get(stream) or self._new_pool(stream, size)
         if self._threshold and self.limit_bytes is not None and not pool.is_small:
             self._clock += 1
@@ -214,13 +166,13 @@ class CachingAllocator:
         if nbytes <= 0:
             return nbytes == 0
         size = self._rounded(nbytes)
-        pool = (self._small if size <= _SMALL else self._large).get(stream)
+        pool = (self._small if size <= SMALL else self._large).get(stream)
         if pool is None:
-            pool = _Pool(self._settings, stream, is_small=size <= _SMALL)
+            pool = Pool(self._settings, stream, is_small=size <= SMALL)
         if self._best_fit(pool, size) >= 0:
             return True
         segment = self._segment_size(size)
-        from_driver = _bytes_to_map(pool, size) if self._settings.expandable_segments else segment
+        from_driver = bytes_to_map(pool, size) if self._settings.expandable_segments else segment
         return self._allowed(segment) and self.reserved_bytes + from_driver <= self.capacity_bytes
 
     def empty_cache(self) -> None:
@@ -264,8 +216,8 @@ class CachingAllocator:
         twin = CachingAllocator.__new__(CachingAllocator)
         for name in CachingAllocator.__slots__:
             setattr(twin, name, getattr(self, name))
-        pools = {pool: _Pool(self._settings, pool.stream, is_small=pool.is_small) for pool in self._pools()}
-        blocks = {block: _twin_of(block, pools[block.pool]) for block in self._blocks()}
+        pools = {pool: Pool(self._settings, pool.stream, is_small=pool.is_small) for pool in self._pools()}
+        blocks = {block: twin_of(block, pools[block.pool]) for block in self._blocks()}
         for block, other in blocks.items():
             other.prev = None if block.prev is None else blocks[block.prev]
             other.next = None if block.next is None else blocks[block.next]
@@ -277,10 +229,10 @@ class CachingAllocator:
         twin._live = {handle: blocks[block] for handle, block in self._live.items()}
         return twin
 
-    def _pools(self) -> Iterator[_Pool]:
+    def _pools(self) -> Iterator[Pool]:
         return chain(self._large.values(), self._small.values())
 
-    def _blocks(self) -> Iterator[_Block]:
+    def _blocks(self) -> Iterator[Block]:
         yield from self._live.values()
         for pool in self._pools():
             yield from (entry[2] for entry in pool.free)
@@ -291,8 +243,8 @@ class CachingAllocator:
             raise ValueError(f"cannot allocate {nbytes} bytes")
         return 0
 
-    def _new_pool(self, stream: int, size: int) -> _Pool:
-        pool = _Pool(self._settings, stream, is_small=size <= _SMALL)
+    def _new_pool(self, stream: int, size: int) -> Pool:
+        pool = Pool(self._settings, stream, is_small=size <= SMALL)
         (self._small if pool.is_small else self._large)[stream] = pool
         return pool
 
@@ -300,28 +252,28 @@ class CachingAllocator:
         """round_size: what a request costs at least."""
         if self._divided:
             divisions = self._settings.divisions(nbytes)
-            if divisions > 1 and nbytes > _SMALLEST_BLOCK * divisions:
+            if divisions > 1 and nbytes > SMALLEST_BLOCK * divisions:
                 return _next_division(nbytes, divisions)
         return (nbytes + 511) & -512
 
     def _segment_size(self, size: int) -> int:
         """get_allocation_size: what the driver is asked for."""
-        if size <= _SMALL:
-            return _SMALL_SEGMENT
+        if size <= SMALL:
+            return SMALL_SEGMENT
         if size < _OWN_SEGMENT:
             return self._settings.large_segment_size_bytes
         return -(-size // _SEGMENT_STEP) * _SEGMENT_STEP
 
-    def _best_fit(self, pool: _Pool, size: int) -> int:
+    def _best_fit(self, pool: Pool, size: int) -> int:
         """get_free_block: where the block to take is in the pool; -1: none will do."""
         free = pool.free
         index = bisect_left(free, (size,))
         if index == len(free):
             return -1
         if free[index][2].origin >= 0:
-            while index + 1 < len(free) and _expandable_size(free[index + 1][2]) < _expandable_size(free[index][2]):
+            while index + 1 < len(free) and expandable_size(free[index + 1][2]) < expandable_size(free[index][2]):
                 index += 1
-        if self._max_split < _UNLIMITED:
+        if self._max_split < UNLIMITED:
             return index if self._may_serve(free[index][0], size) else -1
         return index
 
@@ -331,9 +283,9 @@ class CachingAllocator:
             return block_size < self._max_split
         return block_size < size + self._settings.max_non_split_rounding_bytes
 
-    def _front(self, block: _Block, size: int) -> _Block:
+    def _front(self, block: Block, size: int) -> Block:
         """Split: the front is handed out, the rest goes back to the pool."""
-        front = _Block(block.pool, block.address, size)
+        front = Block(block.pool, block.address, size)
         front.origin = block.origin
         front.prev = block.prev
         if front.prev is not None:
@@ -345,17 +297,17 @@ class CachingAllocator:
         block.pool.add(block)
         return front
 
-    def _cache(self, block: _Block) -> None:
+    def _cache(self, block: Block) -> None:
         """Merge a block with its free neighbours and put it into its pool."""
         pool = block.pool
         for other in (block.prev, block.next):
             if other is not None and other.free:
                 pool.discard(other)
-                _absorb(block, other)
+                absorb(block, other)
         block.born = self._clock
         pool.add(block)
 
-    def _block_from_driver(self, pool: _Pool, size: int, nbytes: int) -> _Block:
+    def _block_from_driver(self, pool: Pool, size: int, nbytes: int) -> Block:
         """Get a segment, giving back more and more of the cache until there is room for it."""
         if nbytes >= _EXABYTE:
             message = "CUDA out of memory. Tried to allocate more than 1EB memory."
@@ -372,13 +324,13 @@ class CachingAllocator:
             block = self._new_segment(pool, size, segment)
         if block is None:
             self.ooms += 1
-            raise AllocatorOutOfMemory(self._refusal(segment), requested_bytes=nbytes)
+            raise AllocatorOutOfMemory(refusal(self, segment), requested_bytes=nbytes)
         return block
 
     def _allowed(self, segment: int) -> bool:
         return self.limit_bytes is None or self.reserved_bytes + segment <= self.limit_bytes
 
-    def _new_segment(self, pool: _Pool, size: int, segment: int) -> _Block | None:
+    def _new_segment(self, pool: Pool, size: int, segment: int) -> Block | None:
         """alloc_block: a block of at least this size that is in no pool; None: refused."""
         if not self._allowed(segment):
             return None
@@ -388,7 +340,7 @@ class CachingAllocator:
             return None
         self._reserve(segment)
         self._segments += 1
-        return _Block(pool, self._addresses(segment), segment)
+        return Block(pool, self._addresses(segment), segment)
 
     def _addresses(self, nbytes: int) -> int:
         address = self._next_address
@@ -399,12 +351,12 @@ class CachingAllocator:
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _expanded(self, pool: _Pool, size: int) -> _Block | None:
+    def _expanded(self, pool: Pool, size: int) -> Block | None:
         """try_allocate_expandable_block: map pages at the lowest address where the block can lie.
 
         Pages mapped before one is refused stay mapped, in the pool.
         """
-        block = _lowest_room(pool, size) or self._new_address_space(pool)
+        block = lowest_room(pool, size) or self._new_address_space(pool)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
@@ -415,45 +367,45 @@ class CachingAllocator:
         pool.discard(block)
         return block
 
-    def _new_address_space(self, pool: _Pool) -> _Block:
-        nbytes = _whole_pages(self.total_bytes + self.total_bytes // 8, pool.page)
-        block = _Block(pool, self._addresses(nbytes), nbytes)
+    def _new_address_space(self, pool: Pool) -> Block:
+        nbytes = whole_pages(self.total_bytes + self.total_bytes // 8, pool.page)
+        block = Block(pool, self._addresses(nbytes), nbytes)
         block.origin = block.address
         pool.add_unmapped(block)
         return block
 
-    def _map(self, block: _Block, nbytes: int) -> bool:
+    def _map(self, block: Block, nbytes: int) -> bool:
         """Put whole pages under the front of an unmapped block, which then is a free one."""
         pool = block.pool
-        mapped = _whole_pages(nbytes, pool.page)
+        mapped = whole_pages(nbytes, pool.page)
         if self.reserved_bytes + mapped > self.capacity_bytes:
             return False
         pool.discard_unmapped(block)
         if mapped < block.size:
-            pool.add_unmapped(_cut_after(block, mapped))
+            pool.add_unmapped(cut_after(block, mapped))
         self._cache(block)
         self._reserve(mapped)
         return True
 
-    def _unmap(self, block: _Block) -> None:
+    def _unmap(self, block: Block) -> None:
         """Take the whole pages inside a free block away from it."""
         pool, page, origin = block.pool, block.pool.page, block.origin
-        begin = origin + _whole_pages(block.address - origin, page)
+        begin = origin + whole_pages(block.address - origin, page)
         end = block.address + block.size - (block.address + block.size - origin) % page
         if begin >= end:
             return
         pool.discard(block)
         if block.address + block.size > end:
-            pool.add(_cut_after(block, end - block.address))
+            pool.add(cut_after(block, end - block.address))
         if block.address < begin:
-            rest = _cut_after(block, begin - block.address)
+            rest = cut_after(block, begin - block.address)
             pool.add(block)
             block = rest
         self.reserved_bytes -= block.size
         for other in (block.prev, block.next):
             if other is not None and not other.mapped:
                 pool.discard_unmapped(other)
-                _absorb(block, other)
+                absorb(block, other)
         if block.prev is not None or block.next is not None:
             pool.add_unmapped(block)
 
@@ -466,14 +418,14 @@ class CachingAllocator:
                 elif block.prev is None and block.next is None:
                     self._release(block)
 
-    def _release(self, block: _Block) -> None:
+    def _release(self, block: Block) -> None:
         block.pool.discard(block)
         self.reserved_bytes -= block.size
         self._segments -= 1
 
-    def _release_oversize(self, pool: _Pool, size: int) -> bool:
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
         """release_available_cached_blocks: one block too large to split, or several, the largest first."""
-        if self._max_split == _UNLIMITED or self._settings.expandable_segments:
+        if self._max_split == UNLIMITED or self._settings.expandable_segments:
             return False
         wanted = max(size, self._max_split)
         index = bisect_left(pool.free, (wanted,))
@@ -489,7 +441,7 @@ class CachingAllocator:
     def _collect_garbage(self, allowed: int) -> None:
         """garbage_collect_cached_blocks: the large segments that have waited longest, until under the threshold."""
         target = self.reserved_bytes - int(self._threshold * allowed)
-        blocks = [entry[2] for pool in self._large.values() for entry in pool.free if _is_whole_segment(entry[2])]
+        blocks = [entry[2] for pool in self._large.values() for entry in pool.free if is_whole_segment(entry[2])]
         while target > 0 and blocks:
             mean_age = sum(self._clock - block.born for block in blocks) / len(blocks)
             for block in [block for block in blocks if self._clock - block.born >= mean_age]:
@@ -497,112 +449,8 @@ class CachingAllocator:
                 blocks.remove(block)
                 self._release(block)
 
-    def _refusal(self, segment: int) -> str:
-        """Write the text of ``torch.OutOfMemoryError``; everything outside the allocator counts as this process's.
-
-        Source: strings of libc10_cuda.so of torch 2.13.0; their order is in CUDACachingAllocator.cpp.
-        """
-        free = self.capacity_bytes - self.reserved_bytes
-        allowed = "" if self.limit_bytes is None else f"{_size_text(self.limit_bytes)} allowed; "
-        return (
-            f"CUDA out of memory. Tried to allocate {_size_text(segment)}. GPU {self.device_index} has a total capacity "
-            f"of {_size_text(self.total_bytes)} of which {_size_text(free)} is free. Including non-PyTorch memory, this "
-            f"process has {_size_text(self.total_bytes - free)} memory in use. {allowed}Of the allocated memory "
-            f"{_size_text(self.allocated_bytes)} is allocated by PyTorch, and "
-            f"{_size_text(self.reserved_bytes - self.allocated_bytes)} is reserved by PyTorch but unallocated. If "
-            "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
-            "fragmentation.  See documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/"
-            "cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
-        )
-
-
-def _absorb(block: _Block, other: _Block) -> None:
-    """Join a neighbour, which ends, to a block."""
-    if block.prev is other:
-        block.address = other.address
-        block.prev = other.prev
-        if block.prev is not None:
-            block.prev.next = block
-    else:
-        block.next = other.next
-        if block.next is not None:
-            block.next.prev = block
-    block.size += other.size
-
-
-def _cut_after(block: _Block, nbytes: int) -> _Block:
-    """Shorten a block; what is cut off is returned, linked behind it and in no pool."""
-    rest = _Block(block.pool, block.address + nbytes, block.size - nbytes)
-    rest.origin = block.origin
-    rest.prev, rest.next = block, block.next
-    if rest.next is not None:
-        rest.next.prev = rest
-    block.next = rest
-    block.size = nbytes
-    return rest
-
-
-def _twin_of(block: _Block, pool: _Pool) -> _Block:
-    twin = _Block(pool, block.address, block.size)
-    twin.free = block.free
-    twin.mapped = block.mapped
-    twin.origin = block.origin
-    twin.requested = block.requested
-    twin.born = block.born
-    return twin
-
-
-def _is_whole_segment(block: _Block) -> bool:
-    return block.prev is None and block.next is None and block.origin < 0
-
-
-def _whole_pages(nbytes: int, page: int) -> int:
-    return -(-nbytes // page) * page
-
-
-def _expandable_size(block: _Block) -> int:
-    """What a free block could grow to: the unmapped space behind it is its own."""
-    following = block.next
-    return block.size + (following.size if following is not None and not following.mapped else 0)
-
-
-def _lowest_room(pool: _Pool, size: int) -> _Block | None:
-    """find_expandable_block: the first of a run of free and unmapped blocks that is long enough."""
-    for _, block in pool.unmapped:
-        first = block.prev if block.prev is not None and block.prev.free else block
-        room = 0
-        following: _Block | None = first
-        while room < size and following is not None and (following.free or not following.mapped):
-            room += following.size
-            following = following.next
-        if room >= size:
-            return first
-    return None
-
-
-def _bytes_to_map(pool: _Pool, size: int) -> int:
-    """What `_lowest_room` lacks until the block can lie there."""
-    first, mapped = _lowest_room(pool, size), 0
-    if first is None:
-        return _whole_pages(size, pool.page)
-    block: _Block | None = first
-    while size > 0 and block is not None:
-        if not block.mapped:
-            mapped += _whole_pages(min(size, block.size), pool.page)
-        size -= block.size
-        block = block.next
-    return mapped
-
 
 def _next_division(nbytes: int, divisions: int) -> int:
     """roundup_power2_next_division: up to the next of the equal steps between two powers of two."""
     step = (1 << nbytes.bit_length() - 1) >> divisions.bit_length() - 1
     return -(-nbytes // step) * step
-
-
-def _size_text(nbytes: int) -> str:
-    """format_size of c10."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes > factor:
-            return f"{nbytes / factor:.2f} {unit}"
-    return f"{nbytes} bytes"
