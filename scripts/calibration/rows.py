@@ -63,7 +63,7 @@ class Bracket:
         failed_fits: Whether the second does.
         ran_bytes: What the first reserves at its peak, without a limit; the upper end has room for convolutions.
         failed_bytes: The same for the second.
-        retries: Times the allocator gave its cache back for the first to fit: more than 0 is marginal.
+        retries: Times the allocator gave its cache back for the larger of those that fit: more than 0 is marginal.
     """
 
     name: str
@@ -119,7 +119,7 @@ def shown_brackets(rows):
     yield f"{'':36} {'ran':>4} {'failed':>6}  {'verdict':8} peak reserved without a limit, MiB: ran; failed"
     for row in rows:
         between = "; ".join(f"[{low / MIB:,.0f}, {up / MIB:,.0f}]" for low, up in (row.ran_bytes, row.failed_bytes))
-        marginal = f"  marginal: {row.retries} retries" if row.ran_fits and row.retries else ""
+        marginal = f"  marginal: {row.retries} retries" if row.retries else ""
         yield f"{row.name:36} {row.ran:4} {row.failed:6}  {row.verdict:8} {between}{marginal}"
     yield from summary_of_brackets(rows)
 

@@ -95,14 +95,14 @@ def fits(recorded, capacity_mib):
 def bracket(row, sizes, capacity_mib):
     """What the simulation says of a row at a capacity."""
     ran, failed = sizes[row["ran"]], sizes[row["failed"]]
-    ran_fits, retries = fits(ran, capacity_mib)
+    (ran_fits, ran_retries), (failed_fits, failed_retries) = (fits(size, capacity_mib) for size in (ran, failed))
     return Bracket(
         name=f"{row['model']} {row['image_size']}",
         ran=row["ran"],
         failed=row["failed"],
         ran_fits=ran_fits,
-        failed_fits=fits(failed, capacity_mib)[0],
+        failed_fits=failed_fits,
         ran_bytes=ran.peak_bytes,
         failed_bytes=failed.peak_bytes,
-        retries=retries,
+        retries=failed_retries if failed_fits else ran_retries if ran_fits else 0,
     )

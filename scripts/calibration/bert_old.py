@@ -1,0 +1,78 @@
+"""What torch and transformers did in 2021 and 2022, and do no more, as far as memory is concerned."""
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+
+_softmax, _gelu = torch.nn.functional.softmax, torch.nn.functional.gelu
+
+
+class SoftmaxKeepingInput(torch.autograd.Function):
+    """Softmax as torch up to 1.10 saved it for backward: its input too (pytorch/pytorch#49600, changed by #65242)."""
+
+    @staticmethod
+    def forward(ctx, scores, dim):
+        result = _softmax(scores, dim=dim)
+        ctx.dim = dim
+        ctx.save_for_backward(scores, result)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        scores, result = ctx.saved_tensors
+        return torch.ops.aten._softmax_backward_data(gradient, result, ctx.dim, scores.dtype), None
+
+
+def _softmax_keeping_input(scores, dim=None, _stacklevel=3, dtype=None):
+    return SoftmaxKeepingInput.apply(_in_float32(scores), dim)
+
+
+def _gelu_in_float32(tensor, approximate="none"):
+    return _gelu(_in_float32(tensor), approximate=approximate)
+
+
+def _in_float32(tensor):
+    """As autocast casts for operators of its 32 bit list."""
+    return tensor.float() if torch.is_autocast_enabled("cuda") and tensor.dtype is torch.float16 else tensor
+
+
+@contextmanager
+def functions(*, softmax_keeps_input, gelu_in_float32):
+    """Inside, functions of `torch.nn.functional` save what they saved then, where wanted.
+
+    softmax: up to torch 1.10. gelu: autocast ran it in 32 bits up to torch 1.9 (``KERNEL(ADD_NS(gelu), "gelu", ...,
+    fp32)`` in aten/src/ATen/autocast_mode.cpp; pytorch/pytorch#59639 took it out).
+    """
+    with ExitStack() as stack:
+        if softmax_keeps_input:
+            stack.enter_context(mock.patch.object(torch.nn.functional, "softmax", _softmax_keeping_input))
+        if gelu_in_float32:
+            stack.enter_context(mock.patch.object(torch.nn.functional, "gelu", _gelu_in_float32))
+        yield
+
+
+class AdamW(torch.optim.Optimizer):
+    """The AdamW that transformers' Trainer took by default: a loop with one temporary for each parameter in turn.
+
+    torch's own loop has two at a time, and which blocks are free for the next gradients depends on that.
+    """
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 5e-5, "eps": 1e-8})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._update(parameter, group["lr"], group["eps"])
+
+    def _update(self, parameter, rate, epsilon):
+        if parameter.grad is None:
+            return
+        state = self.state[parameter]
+        if not state:
+            state["mean"], state["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        state["mean"].mul_(0.9).add_(parameter.grad, alpha=0.1)
+        state["square"].mul_(0.999).addcmul_(parameter.grad, parameter.grad, value=0.001)
+        parameter.addcdiv_(state["mean"], state["square"].sqrt().add_(epsilon), value=-rate)
