@@ -24,6 +24,10 @@ from oomprobe.trial import Trials
 from oomprobe.watch import OptimizerWatch, outside_modes
 from oomprobe.workbench import Workbench
 
+LBFGS = (
+    "LBFGS stops early on a simulated card, where the loss does not change: its history (history_size pairs as large as the "
+    "parameters) is not in the peak"
+)
 Progress = str | Callable[[Trial], object]
 
 
@@ -212,6 +216,8 @@ def _workbench(
             with outside_modes():
                 keeper.add(optimizer)
                 place(state_tensors(optimizer))
+            if isinstance(chosen, Simulated) and isinstance(optimizer, torch.optim.LBFGS):
+                trials.notes[LBFGS] = None
 
         with OptimizerWatch(meet) as watch:
             trials = Trials(

@@ -53,17 +53,24 @@ class Choices:
         self._library._destroy()
 
     def _dropout(self, tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        if not self._active() or p == 0 or not train or tensor.numel() == 0:
-            return _aten.dropout.default.decompose(tensor, p, train)  # type: ignore[no-any-return]
+        if not self._active():
+            return _composite(_aten.dropout.default, tensor, p, train)  # type: ignore[no-any-return]
+        if p == 0 or not train or tensor.numel() == 0:
+            return tensor
         return torch.native_dropout(tensor, p, train)[0]
 
     def _softmax(self, name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """From 16 to 32 bits inside the kernel, where a CPU makes a copy first."""
         if self._active() and tensor.dtype is torch.float16 and dtype is torch.float32:
             return getattr(_aten, f"_{name}")(tensor, dim, True)  # type: ignore[no-any-return]
-        return getattr(_aten, name).int.decompose(tensor, dim, dtype)  # type: ignore[no-any-return]
+        return _composite(getattr(_aten, name).int, tensor, dim, dtype)  # type: ignore[no-any-return]
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self._active():
-            return _aten.scaled_dot_product_attention.default.decompose(query, key, value, *args, **kwargs)
+            return _composite(_aten.scaled_dot_product_attention.default, query, key, value, *args, **kwargs)
         return attention.attend(self._capability, query, key, value, *args, **kwargs)
+
+
+def _composite(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the operator does of itself, in C++, under the kernels that were put in its place here."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)

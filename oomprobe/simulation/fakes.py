@@ -31,8 +31,8 @@ class Fakes:
 
     def on_card(self, tensor: torch.Tensor) -> bool:
         """Whether a real tensor is on the card."""
-        storage = self._storages.get(tensor.untyped_storage()._cdata)
-        if storage is not None and self._memory.holds(storage):
+        storage = self._storages.get(tensor.untyped_storage()._cdata, tensor.untyped_storage())
+        if self._memory.holds(storage):
             return True
         if isinstance(tensor, torch.nn.Parameter):  # nobody trains one on the host beside a card
             self.settle(tensor)
@@ -47,6 +47,12 @@ class Fakes:
         """
         refuse_layout(tensor)
         self._memory.take(self._storage_of(tensor))
+
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """Take a real storage off the card, which a tensor has left: what still looks at it goes back when it is used."""
+        fake = self._storages.get(storage._cdata)
+        if fake is not None:
+            self._memory.drop(fake)
 
     def move(self, tensor: torch.Tensor) -> None:
         """A real host tensor meets the card: it, or a copy where it is only a part of a data set, belongs there."""
@@ -67,23 +73,30 @@ class Fakes:
         if watch is not None and copy is not None and watch() is tensor:
             return copy
         refuse_layout(tensor)
+        if _without_data(tensor):
+            return self._made(tensor)
         views = self._views.setdefault(tensor.untyped_storage()._cdata, {})
         key = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in views:
             views[key] = self._made(tensor)
         fake = views[key]
-        fake._fake_device = CARD if self._memory.holds(fake.untyped_storage()) else HOST
+        fake._fake_device = self._place_of(fake.untyped_storage())
         return fake
+
+    def _place_of(self, storage: torch.UntypedStorage) -> torch.device:
+        return CARD if self._memory.holds(storage) else HOST
 
     def _made(self, tensor: torch.Tensor) -> FakeTensor:
         storage = self._storage_of(tensor)
         with torch._C._DisableTorchDispatch():
             meta = torch.empty(0, dtype=tensor.dtype, device="meta")
             meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        return FakeTensor(self._mode, meta, HOST)
+        return FakeTensor(self._mode, meta, self._place_of(storage))
 
     def _storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         real = tensor.untyped_storage()
+        if _without_data(tensor):
+            return real
         key = real._cdata
         if key not in self._storages:
             self._storages[key] = torch.UntypedStorage(real.nbytes(), device="meta")  # type: ignore[no-untyped-call]
@@ -100,3 +113,8 @@ class Fakes:
                     register.pop(key, None)
 
         return forget
+
+
+def _without_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is no fake has a fake's storage: a step has set a parameter's ``.data``."""
+    return tensor.untyped_storage().device.type == "meta"

@@ -15,6 +15,11 @@ from oomprobe.simulation.unknown import refuse_address, user_line
 from oomprobe.simulation.world import World
 
 _T = torch.Tensor
+RECURRENT = (
+    "recurrent nets are simulated one time step after the other, as CUDA computes them without cuDNN: with cuDNN they take "
+    "less memory"
+)
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 LARGEST_ARRAY = 2**24  # elements of a host array handed out in place of values that are not there
 
 
@@ -33,11 +38,12 @@ class Identity(TorchFunctionMode):
             _T.cuda: self._cuda,
             _T.cpu: self._cpu,
             _T.numpy: self._numpy,
-            _T.tolist: self._tolist,
+            _T.tolist: self.values_of,
             _T.pin_memory: lambda tensor, *_, **__: tensor,
             _T.is_pinned: lambda *_, **__: False,
             _T.get_device: lambda tensor: 0 if world.is_on_card(tensor) else -1,
             _T.backward: self._backward,
+            _T.__format__: self._format,
             _T.type: self._type,
             _T.data_ptr: self._address,
             torch.tensor: self._from_data,
@@ -52,6 +58,10 @@ class Identity(TorchFunctionMode):
             return handler(*args, **kwargs)
         if func.__name__ == "__get__":
             return self._property(func, args[0])
+        if func.__name__ == "__set__" and getattr(func.__self__, "__name__", "") == "data":
+            return self._set_data(func, *args)
+        if func.__name__ in _RECURRENT:
+            self._world.notes[RECURRENT] = None
         place = place_of(kwargs.get("device"))
         return func(*args, **kwargs) if place is None else self._made(func, args, kwargs, place)
 
@@ -68,6 +78,12 @@ class Identity(TorchFunctionMode):
         if name == "device":
             return SEEN_CARD if on_card else HOST
         return on_card is (name == "is_cuda")
+
+    def _set_data(self, setter: Any, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        before = tensor.untyped_storage()
+        setter(tensor, value)
+        if not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata != before._cdata:
+            self._world.forget(before)
 
     # --- moving ---
 
@@ -131,6 +147,11 @@ class Identity(TorchFunctionMode):
             refuse_address()
         return tensor.data_ptr()
 
+    def _format(self, tensor: torch.Tensor, spec: str) -> str:
+        if tensor.dim() == 0 and spec:
+            return format(tensor.item(), spec)
+        return object.__format__(tensor, spec) if not spec else format(str(tensor), spec)
+
     def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         if self._world.is_on_card(tensor):
             raise TypeError(
@@ -139,7 +160,8 @@ class Identity(TorchFunctionMode):
             )
         return self._array(tensor) if isinstance(tensor, FakeTensor) else tensor.numpy(**kwargs)
 
-    def _tolist(self, tensor: torch.Tensor) -> Any:
+    def values_of(self, tensor: torch.Tensor) -> Any:
+        """`tolist`, of a fake too, whose own would read one value after the other."""
         real = not isinstance(tensor, FakeTensor) and not self._world.is_on_card(tensor)
         return tensor.tolist() if real else self._array(tensor).tolist()
 

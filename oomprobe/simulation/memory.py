@@ -66,6 +66,10 @@ class Memory:
         watch = weakref.ref(storage, self._when_dead(key))
         self._held[key] = _Held(block, self._malloc_roomy(nbytes), self.tape.born(nbytes), watch)
 
+    def drop(self, storage: _Storage) -> None:
+        """Take a storage off the card before it dies."""
+        self._release(storage._cdata)
+
     def resized(self, storage: _Storage) -> None:
         """Serve a storage anew that changed its size."""
         self._release(storage._cdata)

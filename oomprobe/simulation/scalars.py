@@ -9,14 +9,19 @@ import torch
 from oomprobe.simulation.unknown import user_line
 
 ONE_READ = (
-    "{where} reads a whole number from a tensor on the card, and a simulated card has no data: it was given 1. Where a "
-    "size depends on it, this answer is wrong"
+    "{where} reads a whole number from a tensor without data: it was given 1. Where a size depends on it, this answer is "
+    "wrong"
+)
+FALSE_READ = (
+    "{where} asks a tensor without data for yes or no: the answer was no. Where the step then does less, this answer is "
+    "wrong"
 )
 
 
 def read(tensor: torch.Tensor, notes: dict[str, None]) -> Any:
-    """A finite number that is not zero for a loss, 1 for a count (and a note), False for a question."""
+    """A finite number that is not zero for a loss, 1 for a count, False for a question; these two with a note."""
     if tensor.dtype is torch.bool:
+        notes[FALSE_READ.format(where=user_line())] = None
         return False
     if tensor.dtype.is_floating_point:
         return 1.0

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.amp.grad_scaler import GradScaler
+from torch.utils import checkpoint
 
 from oomprobe.scope import scope
 from oomprobe.simulation.choices import Choices
@@ -20,6 +21,7 @@ from oomprobe.simulation.identity import Identity
 from oomprobe.simulation.places import CARD, HOST, SEEN_CARD
 from oomprobe.simulation.world import World
 
+_INHERITED = object()
 _DEVICE: Any = FakeTensor.device  # the property as torch made it
 
 
@@ -39,11 +41,25 @@ def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[i
         stack.enter_context(Choices(lambda: threading.get_ident() == thread, capability))
         for owner, name, value in patches(world, cuda_functions):
             stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(_without_onednn())
+        identity = Identity(world)
+        stack.enter_context(replaced(FakeTensor, "tolist", lambda tensor: identity.values_of(tensor)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler would want real devices
         stack.enter_context(world.fake_mode)
         stack.enter_context(world)
-        stack.enter_context(Identity(world))
+        stack.enter_context(identity)
         yield
+
+
+@scope
+def _without_onednn() -> Iterator[None]:
+    """Its recurrent nets are one operator, which does not say what it keeps for backward."""
+    was_on = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was_on)
 
 
 @scope
@@ -60,13 +76,17 @@ def _collected_by_hand() -> Iterator[None]:
 
 @scope
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute that the owner has itself, with another value inside."""
-    before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+    """An attribute, with another value inside; one that a class inherits is inherited again afterwards."""
+    own = vars(owner)
+    before = own.get(name, _INHERITED)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if before is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 def patches(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
@@ -82,9 +102,32 @@ def patches(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[tuple[A
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
         yield torch, name, _asked_of_cpu(getattr(torch, name))
     yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")
+    yield torch.Tensor, "record_stream", lambda *_: None
+    yield torch, "Generator", _Generator
+    for name in ("range_push", "range_pop", "mark"):
+        yield torch.cuda.nvtx, name, lambda *_, **__: 0
+    checks = checkpoint._allowed_determinism_checks_to_fns
+    yield checkpoint, "_allowed_determinism_checks_to_fns", {**checks, "default": _look}
     for name, answer in _accelerator(cuda_functions).items():
         if hasattr(torch.accelerator, name):
             yield torch.accelerator, name, answer
+
+
+class _AnyGenerator(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch._C.Generator)
+
+
+class _Generator(metaclass=_AnyGenerator):
+    """One for the card is one of the host: it only has to be there."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return torch._C.Generator("cpu")
+
+
+def _look(tensor: torch.Tensor) -> dict[str, Any]:
+    """What checkpointing compares of a tensor that was saved and made again: where it is depends on who asks."""
+    return {"shape": tensor.shape, "dtype": tensor.dtype}
 
 
 def _accelerator(cuda_functions: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,15 +25,20 @@ _WANTS_DATA = ("no fake impl registered", "Cannot access data pointer of Tensor"
 
 def wants_data(error: RuntimeError) -> bool:
     """Whether torch says that code asked a tensor without data for it."""
-    return any(text in str(error) for text in _WANTS_DATA)
+    return not isinstance(error, SimulationError) and any(text in str(error) for text in _WANTS_DATA)
+
+
+def is_of_the_host(error: RuntimeError) -> bool:
+    """Whether the CPU lacks a kernel that CUDA may well have: simulated tensors are CPU tensors to torch."""
+    return '_cpu" not implemented for' in str(error)
 
 
 def refuse_operator(func: Any) -> NoReturn:
     """Raise for an operator whose result depends on values."""
     name = func.name().partition(".")[0]
-    instead = _INSTEAD.get(name, "give the shapes that training has at most, instead of counting them")
+    instead = _INSTEAD.get(name, "make it from shapes, not from values")
     raise SimulationError(
-        f"{name} at {user_line()} makes a shape that depends on values, and a simulated card has none: {instead}; "
+        f"{name} at {user_line()} depends on the values of a tensor, and a simulated card has none: {instead}; "
         "or probe on a real device"
     )
 
@@ -41,7 +46,7 @@ def refuse_operator(func: Any) -> NoReturn:
 def refuse_missing_kernel(func: Any, why: BaseException) -> NoReturn:
     """Raise for a custom operator that does not say what shapes it makes."""
     raise SimulationError(
-        f"{func} at {user_line()} cannot run without data ({type(why).__name__}): register what it returns with "
+        f"{func} at {user_line()} cannot run without data ({type(why).__name__}: {why}). Register what it returns with "
         "torch.library.register_fake, or probe on a real device"
     )
 

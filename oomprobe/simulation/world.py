@@ -22,17 +22,25 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oomprobe.simulation import scalars, workspaces
+from oomprobe.simulation import scalars, truths, workspaces
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.fakes import Fakes
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.places import CARD, HOST, STATED_HOST
-from oomprobe.simulation.unknown import refuse_layout, refuse_missing_kernel, refuse_operator, wants_data
+from oomprobe.simulation.unknown import (
+    is_of_the_host,
+    refuse_layout,
+    refuse_missing_kernel,
+    refuse_operator,
+    wants_data,
+)
 
-SMALL_NUMEL = 4096  # tensors of the host up to this size are made for real, so that their values are there
+# Tensors of the host up to these sizes are made for real, so that their values are there: indices are read, images not.
+SMALL_NUMEL = {True: 2**16, False: 2**22}  # by whether they are of floating point
 _aten = torch.ops.aten
 _WRITERS = ("aten::_foreach_", "aten::_fused_")
 _CHECKS_FINITE = {_aten._amp_foreach_non_finite_check_and_unscale_.default}
+_COMPARES_ALL = {_aten.equal.default, _aten.allclose.default}
 _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 
 
@@ -53,6 +61,7 @@ class World(TorchDispatchMode):
         self.notes: dict[str, None] = {}
         self._workspaces = workspaces.PerThread(memory, workspace_bytes)
         self._fakes = Fakes(self.fake_mode, memory)
+        self._truths: truths.Truths = weakref.WeakKeyDictionary()
         self._finite: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     # --- what the device asks ---
@@ -60,6 +69,10 @@ class World(TorchDispatchMode):
     def settle(self, tensor: torch.Tensor) -> None:
         """Put a real tensor of the user's, such as a parameter, on the card."""
         self._fakes.settle(tensor)
+
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """A real tensor has let go of its storage for another one."""
+        self._fakes.forget(storage)
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, real or fake, is on the card."""
@@ -82,13 +95,15 @@ class World(TorchDispatchMode):
         except UnsupportedOperatorException as missing:
             refuse_missing_kernel(func, missing)
         except RuntimeError as error:
-            if wants_data(error):
+            if wants_data(error) or is_of_the_host(error):
                 refuse_missing_kernel(func, error)
             raise
         finally:
             self.depth -= 1
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if "pin_memory" in kwargs:  # where host memory lies is nobody's concern here
+            kwargs = {**kwargs, "pin_memory": None}
         found = _Found(self)
         found.look(args)
         if kwargs:
@@ -100,6 +115,8 @@ class World(TorchDispatchMode):
             return self._scalar(args[0])
         if found.on_card and _only_writes(func):
             return None
+        if func in _COMPARES_ALL and (found.fake or found.on_card):
+            return args[0].shape == args[1].shape  # all values are the same here
         if not found.fake and not found.on_card and (stated is None or kwargs["device"] == HOST):
             return self._on_host(func, args, kwargs, found)
         if found.on_card and found.on_host:
@@ -111,6 +128,7 @@ class World(TorchDispatchMode):
             self._workspaces.ensure()
         with self.fake_mode:
             result = func(*args, **kwargs)
+        truths.follow(self._truths, func, args, result)
         self._track(func, result, args, to_card=found.on_card and kwargs.get("device") != HOST)
         return result
 
@@ -119,7 +137,7 @@ class World(TorchDispatchMode):
         if not found.any:
             with self.fake_mode:
                 fake = func(*args, **kwargs)
-            if isinstance(fake, torch.Tensor) and fake.numel() > SMALL_NUMEL:
+            if isinstance(fake, torch.Tensor) and fake.numel() > SMALL_NUMEL[fake.is_floating_point()]:
                 return fake
         with torch._C._DisableTorchDispatch():
             return func(*args, **kwargs)
@@ -130,6 +148,8 @@ class World(TorchDispatchMode):
                 return _aten._local_scalar_dense.default(tensor)
         if tensor.untyped_storage() in self._finite:
             return 0.0  # the answer of a check for infinities
+        if tensor.untyped_storage() in self._truths:
+            return self._truths[tensor.untyped_storage()]
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             return _aten._local_scalar_dense.default(tensor.constant)
         return scalars.read(tensor, self.notes)

@@ -588,3 +588,129 @@ def test_a_kernel_that_torch_does_not_dispatch_is_refused():
 
     with pytest.raises(UnreliableError, match=r"test_world\.py:\d+ asks for the address"):
         Bench().run(lambda: kernel(torch.zeros(5, device="cuda")))
+
+
+# --- questions ---
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda loss: torch.isfinite(loss), True),
+        (lambda loss: torch.isfinite(loss).all(), True),
+        (lambda loss: ~torch.isnan(loss), True),
+        (lambda loss: torch.isnan(loss) | torch.isinf(loss), False),
+        (lambda loss: loss > 0, True),
+        (lambda loss: loss < 0.5, False),
+        (lambda loss: (loss > 0) & (loss < 10), True),
+        (lambda loss: loss == loss, True),
+        (lambda loss: loss != loss, False),
+        (lambda loss: torch.allclose(loss, loss), True),
+        (lambda loss: torch.equal(loss, loss), True),
+    ],
+)
+def test_questions_are_answered_as_the_loss_reads(ask, answer):
+    bench = Bench()
+    assert bench.run(lambda: bool(ask(torch.zeros((), device="cuda") + 3))) is answer
+    assert bench.notes == ""
+
+
+def test_a_question_nobody_can_answer_is_noted():
+    bench = Bench()
+    assert bench.run(lambda: bool(torch.zeros(4, dtype=torch.bool, device="cuda")[1])) is False
+    assert "yes or no" in bench.notes
+
+
+def test_a_step_that_looks_at_its_loss_trains():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        loss = model(torch.zeros(4, 64, device="cuda")).square().mean()
+        assert torch.isfinite(loss)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isfinite(norm) and loss > 0:
+            optimizer.step()
+
+    Bench(model).run(step)
+    assert len(optimizer.state) == 4
+
+
+def test_a_loss_is_printed():
+    assert Bench().run(lambda: f"{torch.zeros((), device='cuda'):.3f} {torch.ones(3)}") == "1.000 tensor([1., 1., 1.])"
+
+
+# --- memory that is easily missed ---
+
+
+def test_recurrent_nets_keep_their_gates():
+    """Four gates, the cell and the output of each time step are saved: 6 * batch * length * width * 4 bytes at least."""
+    model = nn.LSTM(32, 64, batch_first=True)
+    bench = Bench(model)
+    bench.run(lambda: model(torch.zeros(256, 20, 32, device="cuda"))[0].sum().backward())
+    assert bench.peak_bytes > 6 * 256 * 20 * 64 * 4
+    assert "recurrent" in bench.notes
+
+
+def test_data_that_is_replaced_counts_once():
+    model = nn.Linear(1024, 1024, bias=False)
+
+    def step():
+        model(torch.zeros(8, 1024, device="cuda")).sum().backward()
+        for p in model.parameters():
+            p.data = p.data - 0.1 * p.grad
+            p.grad = None
+
+    bench = Bench(model)
+    kept = model.weight.data  # as a snapshot keeps it
+    bench.run(step, times=3)
+    assert bench.allocated_bytes == 4 * MIB + 2 * 8_519_680
+    model.weight.data = kept
+
+
+def test_host_tensors_keep_their_values():
+    def step():
+        h = torch.zeros(5000)
+        h[3] = 7
+        order = torch.randperm(100_000).tolist()
+        loader = torch.utils.data.DataLoader(range(10_000), batch_size=10_000, shuffle=True)
+        return float(h[3]), float(h.sum()), bool((h > 5).any()), len(set(order)), len(set(next(iter(loader)).tolist()))
+
+    assert Bench().run(step) == (7.0, 7.0, True, 100_000, 10_000)
+
+
+# --- what CUDA code calls ---
+
+
+def test_checkpointed_norms():
+    """Their weights are real parameters, which say where they are only to those who ask from outside."""
+    block = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Dropout(0.1))
+
+    def step():
+        x = torch.zeros(4, 64, device="cuda", requires_grad=True)
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+
+    Bench(block).run(step, times=2)
+    assert block[0].weight.grad is not None
+
+
+def test_calls_that_change_nothing_here():
+    def step():
+        x = torch.zeros(4, device="cuda")
+        x.record_stream(torch.cuda.current_stream())
+        generator = torch.Generator("cuda").manual_seed(0)
+        y = torch.randn(4, device="cuda", generator=generator)
+        pinned = torch.empty(4, pin_memory=True)
+        torch.cuda.nvtx.range_push("step")
+        torch.cuda.nvtx.range_pop()
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            (x.requires_grad_() * x).sum().backward()
+        return y.device.type, pinned.device.type, isinstance(generator, torch.Generator)
+
+    assert Bench().run(step) == ("cuda", "cpu", True)
+
+
+def test_a_kernel_that_the_cpu_lacks_is_no_bug():
+    with pytest.raises(UnreliableError, match="not implemented for"):
+        Bench().run(lambda: torch.histc(torch.zeros(5, dtype=torch.int32, device="cuda")))
