@@ -162,7 +162,12 @@ def _pressure(answer: Trial) -> list[str]:
 
 def _simulated(device: Simulated, trials: Iterable[Trial], answer: Trial) -> list[str]:
     peak, upper = answer.peak_reserved_bytes or 0, answer.peak_upper_bytes
-    interval = f"{format_bytes(peak)}" if upper is None else f"between {format_bytes(peak)} and {format_bytes(upper)}"
+    widened = upper is not None and upper > peak
+    interval = (
+        f"{format_bytes(peak)}, and up to {format_bytes(upper or 0)} with"
+        if widened
+        else f"{format_bytes(peak)}, with or without"
+    )
     easy = max(
         (t.batch_size for t in trials if t.passed and t.cap_bytes is not None and not t.alloc_retries), default=0
     )
@@ -172,8 +177,8 @@ def _simulated(device: Simulated, trials: Iterable[Trial], answer: Trial) -> lis
         f"{answer.alloc_retries} times{safe}"
     )
     return [
-        f"simulated: no kernel ran and no value exists. At batch {answer.batch_size} the allocator reserves {interval}; "
-        "the upper end is with the workspaces that convolutions would take where there is room",
+        f"simulated: no kernel ran and no value exists. At batch {answer.batch_size} the allocator reserves {interval} "
+        "the workspaces that convolutions would take where there is room",
         *device.notes,
         *([marginal] if answer.alloc_retries else []),
     ]

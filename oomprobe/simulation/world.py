@@ -115,6 +115,8 @@ class World(TorchDispatchMode):
             return self._scalar(args[0])
         if found.on_card and _only_writes(func):
             return None
+        if func is _aten.histc.default and found.on_card:  # CUDA counts whole numbers, a CPU does not
+            func, args, kwargs = _aten.new_empty.default, (args[0], [args[1] if len(args) > 1 else 100]), {}
         if func in _COMPARES_ALL and (found.fake or found.on_card):
             return args[0].shape == args[1].shape  # all values are the same here
         if not found.fake and not found.on_card and (stated is None or kwargs["device"] == HOST):

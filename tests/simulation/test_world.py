@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from oomprobe.errors import UnreliableError
+from oomprobe.simulation.unknown import is_of_the_host
 from simulation.worlds import Bench, bytes_of, rounded
 
 MIB = 2**20
@@ -711,6 +712,11 @@ def test_calls_that_change_nothing_here():
     assert Bench().run(step) == ("cuda", "cpu", True)
 
 
-def test_a_kernel_that_the_cpu_lacks_is_no_bug():
-    with pytest.raises(UnreliableError, match="not implemented for"):
-        Bench().run(lambda: torch.histc(torch.zeros(5, dtype=torch.int32, device="cuda")))
+def test_a_kernel_that_the_cpu_lacks_is_told_from_a_bug():
+    assert is_of_the_host(RuntimeError("\"histogram_cpu\" not implemented for 'torch.int32'"))
+    assert not is_of_the_host(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_whole_numbers_are_counted_as_on_cuda():
+    counts = Bench().run(lambda: torch.histc(torch.zeros(5, dtype=torch.int32, device="cuda"), bins=8))
+    assert (counts.shape, counts.dtype) == ((8,), torch.int32)
