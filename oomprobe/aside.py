@@ -11,7 +11,7 @@ from oomprobe.interrupts import TimeUp
 from oomprobe.result import Trial
 from oomprobe.scope import scope
 from oomprobe.trial import Trials
-from oomprobe.work import Work, WorkCounter
+from oomprobe.work import Work, WorkCounter, load_counter
 
 
 class Aside:
@@ -45,6 +45,8 @@ class Aside:
             self._call(size)
             self.warmed_at = size
 
+        if self._device.on_host:
+            load_counter()
         with self._in_time(size):
             self._device.warm(step)
 

@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_run(arguments)
+    saved_at = None if arguments.json in (None, "-") else Path(arguments.json).absolute()  # a step may change folder
     machine_reads = arguments.quiet or arguments.json == "-"
     if not arguments.in_process and not (arguments.device or "").startswith("sim"):  # those cannot die of memory
         tell("note: isolated trials are not in this version yet; they run in this process (--in-process)")
@@ -63,16 +64,16 @@ def _run(arguments: argparse.Namespace) -> int:
             write(stdout, result.to_json())
         elif arguments.quiet:
             write(stdout, f"{result.batch_size}\n")
-    if arguments.json not in (None, "-"):
-        _save(result, arguments.json)
+    if saved_at is not None:
+        _save(result, saved_at)
     return 0
 
 
-def _save(result: ProbeResult, path: str) -> None:
+def _save(result: ProbeResult, path: Path) -> None:
     try:
         result.to_json(path)
     except OSError as error:
-        raise errors.InvalidArgumentError(f"--json {path!r} cannot be written: {error}") from None
+        raise errors.InvalidArgumentError(f"--json {str(path)!r} cannot be written: {error}") from None
 
 
 def _build(target: str, device: object) -> tuple[torch.nn.Module, StepFn]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from oomprobe.verdict import Facts, facts_of
+from oomprobe.verdict import SIGNALS, Facts, facts_of
 
 MAX_TEXT = 600
 _TORCH = Path(torch.__file__).parent
@@ -39,7 +39,9 @@ def failure_of(error: BaseException) -> Failure:
 def _text(error: BaseException) -> str:
     try:
         message = str(error)
-    except Exception:
+    except SIGNALS:
+        raise
+    except BaseException:
         message = "(no text)"
     text = f"{type(error).__name__}: {message}".strip()
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."

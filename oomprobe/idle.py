@@ -63,6 +63,7 @@ def _refuse_same(
         raise UnreliableError(
             f"batch {then.batch_size} and batch {now.batch_size} do the same work ({before.operators} operators, "
             f"{before.elements} elements) in the same memory: the step ignores batch_size, or its data ends before. "
-            f"If it is the data, pass max_batch={then.batch_size}",
+            f"If it is the data, pass max_batch={then.batch_size}; if the step rounds up, as padding does, pass "
+            f"min_batch={further} or the size it rounds to",
             trials=tuple(trials),
         )

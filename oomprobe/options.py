@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -103,6 +104,7 @@ def _check_step(name: str, step: object) -> None:
             f"{name} must be a function (model, batch_size) that runs one full optimisation step, "
             f"not {type(step).__name__}"
         )
+    _refuse_unfinished(name, step)
     try:
         signature = inspect.signature(step)
     except (TypeError, ValueError):  # a callable of C has none to look at
@@ -114,6 +116,24 @@ def _check_step(name: str, step: object) -> None:
             f"{name}{signature} cannot be called with (model, batch_size): {error}. "
             "Write it as def step_fn(model, batch_size): ..."
         ) from None
+
+
+def _refuse_unfinished(name: str, step: Callable[..., object]) -> None:
+    """Refuse functions whose call runs nothing: it makes a generator or a coroutine that nobody would run."""
+    function: Callable[..., object] = step
+    while isinstance(function, functools.partial):
+        function = function.func
+    for one in (function, type(function).__call__):
+        if inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one):
+            raise InvalidArgumentError(
+                f"{name} is an async function: calling it runs nothing. Write it as def, or wrap it: "
+                "def step_fn(model, batch_size): asyncio.run(your_step(model, batch_size))"
+            )
+        if inspect.isgeneratorfunction(one):
+            raise InvalidArgumentError(
+                f"{name} is a generator function (it has a yield): calling it runs nothing. Write it without yield, "
+                "or wrap it: def step_fn(model, batch_size): list(your_step(model, batch_size))"
+            )
 
 
 def check_model(model: object) -> torch.nn.Module:

@@ -41,18 +41,20 @@ def plan(
     *,
     world_size: int,
     max_micro_batch: int,
+    min_micro_batch: int = 1,
     multiple_of: int = 1,
     ran: Set[tuple[int, int]] = frozenset(),
 ) -> tuple[PlanEntry, ...]:
     """List ways to reach a global batch, best first.
 
-    An exact split comes first when its micro-batch is at least half of what fits; otherwise the nearest
-    global batches that split well do, and the exact one closes the list.
+    An exact split comes first when its micro-batch is at least half of what fits, and not one sample at a time;
+    otherwise the nearest global batches that split well do, and the exact one closes the list.
 
     Args:
         global_batch: Samples for one optimizer step, at least 1.
         world_size: Ranks, at least 1.
         max_micro_batch: Largest size that fits on a rank.
+        min_micro_batch: Smallest size that is wanted, such as 2 for batch norm.
         multiple_of: What a micro-batch must be a multiple of.
         ran: Pairs of (micro-batch, accumulation steps) that were executed and passed.
 
@@ -73,17 +75,21 @@ def plan(
         "global_batch": global_batch,
         "world_size": world_size,
         "max_micro_batch": max_micro_batch,
+        "min_micro_batch": min_micro_batch,
         "multiple_of": multiple_of,
     }
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}")
+    fitting = range(-(-min_micro_batch // multiple_of) * multiple_of, max_micro_batch + 1, multiple_of)
+    splits = _near_splits(global_batch, world_size, fitting)
     exact = _exact_micro_batch(global_batch, world_size, max_micro_batch, multiple_of)
-    splits = _near_splits(global_batch, world_size, max_micro_batch, multiple_of)
-    if exact is not None:
+    if exact is not None and exact in fitting:
         pair = (exact, global_batch // (world_size * exact))
-        good = exact / min(max_micro_batch, global_batch // world_size) >= GOOD_SHARE
         near = [split for split in splits if split != pair]
+        good = exact / min(max_micro_batch, global_batch // world_size) >= GOOD_SHARE and not (
+            near and _one_by_one(pair)
+        )
         splits = [pair, *near] if good else [*near, pair]
     return tuple(
         PlanEntry(
@@ -109,13 +115,23 @@ def _exact_micro_batch(global_batch: int, world_size: int, max_micro_batch: int,
     return max((d for d in divisors if d <= max_micro_batch and d % multiple_of == 0), default=None)
 
 
-def _near_splits(global_batch: int, world_size: int, max_micro_batch: int, multiple_of: int) -> list[tuple[int, int]]:
-    """With as few accumulation steps as possible: the micro-batches around an even split, nearest first."""
-    largest = max_micro_batch - max_micro_batch % multiple_of
-    if largest < multiple_of:
+def _near_splits(global_batch: int, world_size: int, fitting: range) -> list[tuple[int, int]]:
+    """With as few accumulation steps as possible: the micro-batches around an even split, nearest first.
+
+    Where those are smaller than wanted, the ends of what fits are taken: with one step less, and with as many.
+    """
+    if not fitting:
         return []
+    first, largest, multiple_of = fitting[0], fitting[-1], fitting.step
     steps = max(1, -(-global_batch // (largest * world_size)))
     below = global_batch // (steps * world_size * multiple_of) * multiple_of
-    sizes = {micro for micro in (below, below + multiple_of) if multiple_of <= micro <= largest}
-    nearest = sorted(sizes, key=lambda micro: (abs(micro * steps * world_size - global_batch), micro))
-    return [(micro, steps) for micro in nearest]
+    splits = [(micro, steps) for micro in (below, below + multiple_of) if first <= micro <= largest]
+    splits = splits or [(largest, steps - 1)] * (steps > 1) + [(first, steps)]
+    splits = [split for split in splits if not _one_by_one(split)] or splits
+    return sorted(splits, key=lambda split: (abs(split[0] * split[1] * world_size - global_batch), split))
+
+
+def _one_by_one(split: tuple[int, int]) -> bool:
+    """A sample at a time: what accumulation is not for, while two fit."""
+    micro, steps = split
+    return micro == 1 and steps > 1

@@ -207,7 +207,8 @@ def _workbench(
     refuse_ranks()
     chosen = choose_device(device, model)
     status = reporter(progress)
-    with Interrupts() as interrupts:
+    benches: list[Workbench] = []  # the one, once it is there
+    with _told_of_trials(benches), Interrupts() as interrupts:
         keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
         place = chosen.place if isinstance(chosen, Simulated) else _there_already
         place(resident_tensors([model, *steps.values(), *preserve]))
@@ -230,6 +231,7 @@ def _workbench(
                 interrupts=interrupts,
             )
             bench = Workbench(chosen, trials, keeper, options, status)
+            benches.append(bench)
             bench.notes |= dict.fromkeys(_slips(device, chosen))
             lost = False
             try:
@@ -237,9 +239,6 @@ def _workbench(
                     yield bench
             except DeviceLostError as error:
                 lost, error.snapshot = not chosen.on_host, keeper.host_copy()
-                raise
-            except (KeyboardInterrupt, SystemExit) as interruption:
-                add_note(interruption, "oomprobe was interrupted; the trials so far:\n" + trials_table(bench.trials))
                 raise
             finally:
                 status.close()
@@ -250,6 +249,17 @@ def _workbench(
 
 def _there_already(tensors: Iterable[torch.Tensor]) -> None:
     """On a real device the model, and what belongs to it, is where it is."""
+
+
+@scope
+def _told_of_trials(benches: list[Workbench]) -> Iterator[None]:
+    """Around everything: what came while nothing could be interrupted is delivered at the very end."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as interruption:
+        trials = [trial for bench in benches for trial in bench.trials]
+        add_note(interruption, "oomprobe was interrupted; the trials so far:\n" + trials_table(trials))
+        raise
 
 
 @scope

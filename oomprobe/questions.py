@@ -63,5 +63,11 @@ def run_plan(bench: Workbench, batch_size: int) -> None:
 
 
 def _planned(bench: Workbench, global_batch: int, largest: int) -> PlanEntry | None:
-    entries = plan(global_batch, world_size=1, max_micro_batch=largest, multiple_of=bench.options.multiple_of)
-    return next((entry for entry in entries if entry.micro_batch >= bench.options.min_batch), None)
+    entries = plan(
+        global_batch,
+        world_size=1,
+        max_micro_batch=largest,
+        min_micro_batch=bench.options.min_batch,
+        multiple_of=bench.options.multiple_of,
+    )
+    return next(iter(entries), None)

@@ -30,6 +30,9 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {  # by annotation
 }
 
 
+LARGEST = 2**512  # beyond it integers are none that a probe wrote, and cannot be shown as floats
+
+
 class Phase(StrEnum):
     """Why a size was tried."""
 
@@ -154,6 +157,7 @@ class ProbeResult:
             global_batch,
             world_size=world_size,
             max_micro_batch=self._largest_micro_batch(),
+            min_micro_batch=int(self.options.get("min_batch") or 1),
             multiple_of=int(self.options.get("multiple_of") or 1),
             ran=frozenset((t.batch_size, t.accumulation_steps) for t in self.trials if t.passed and not t.replayed),
         )
@@ -197,6 +201,7 @@ class ProbeResult:
             known["fit"] = None if data.get("fit") is None else LinearFit(**_known(LinearFit, data["fit"]))
             for name in ("notes", "not_covered"):
                 known[name] = tuple(map(str, data[name]))
+            _check_options(known.get("options", {}))
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgumentError(f"this is not a result that oomprobe wrote: {error!r}") from error
@@ -205,6 +210,14 @@ class ProbeResult:
         from oomprobe import report
 
         return report.text(self)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Those that a plan is made with."""
+    for name in ("min_batch", "multiple_of"):
+        value = options.get(name, 1)
+        if not _is_of(value, (int,)) or not 1 <= value <= LARGEST:
+            raise TypeError(f"options.{name} is {shortened(value)}, not a positive int")
 
 
 def _trial(data: Mapping[str, Any]) -> Trial:
@@ -217,8 +230,17 @@ def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
     for f in fields(cls):
         if f.name in known and not _is_of(known[f.name], _JSON_TYPES.get(str(f.type), (object,))):
-            raise TypeError(f"{f.name} is {known[f.name]!r}, not {f.type}")
+            raise TypeError(f"{f.name} is {shortened(known[f.name])}, not {f.type}")
+        if isinstance(known.get(f.name), int) and abs(known[f.name]) > LARGEST:
+            raise ValueError(f"{f.name} is a number of {known[f.name].bit_length()} bits")
     return known
+
+
+def shortened(value: object) -> str:
+    """A value as an error shows it; Python refuses to write integers of thousands of digits."""
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)
 
 
 def _is_of(value: object, types: tuple[type, ...]) -> bool:

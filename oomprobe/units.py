@@ -12,6 +12,7 @@ _FACTOR = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
     "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
 }  # fmt: skip
+LARGEST_BYTES = 2**63 - 1  # what the kernel's limits and torch's sizes can say
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 
@@ -22,7 +23,7 @@ def parse_bytes(text: str) -> int:
         text: A number and an optional unit: B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (of 1024).
 
     Returns:
-        The size in bytes, at least 1.
+        The size in bytes, at least 1 and under 2**63.
 
     Raises:
         InvalidArgumentError: the text is not a positive size.
@@ -35,6 +36,8 @@ def parse_bytes(text: str) -> int:
     size_bytes = 0 if match is None else int(Fraction(match[1]) * _FACTOR.get(match[2].lower(), 0))
     if size_bytes < 1:
         raise InvalidArgumentError(f"{text!r} is not a size in memory: write it like '24GiB' or '800MB'")
+    if size_bytes > LARGEST_BYTES:
+        raise InvalidArgumentError(f"{text!r} is more than any address space, no size in memory: write it like '24GiB'")
     return size_bytes
 
 

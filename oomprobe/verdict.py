@@ -15,11 +15,13 @@ from typing import Any
 
 from oomprobe import error_texts as table
 from oomprobe.error_texts import ERROR_TEXTS, ErrorText
+from oomprobe.interrupts import TimeUp
 
 # What another probe, run inside the step, has judged already: its text quotes an out of memory that it has handled, and
 # one class is a MemoryError. A lost device is lost to this probe too.
 _OURS, _LOST = "oomprobe.errors.OomProbeError", "oomprobe.errors.DeviceLostError"
 _SPEAKERS = frozenset({"builtins.RuntimeError", "builtins.MemoryError"})
+SIGNALS = (KeyboardInterrupt, SystemExit, TimeUp)  # of this process, whatever was running when they came
 MAX_LINKS = 64  # a chain deeper than this was not made by torch
 MAX_TEXT = 16_000  # characters kept of each end of a text: the cause stands first, or last below a traceback
 
@@ -80,7 +82,8 @@ def classify_error(exc: object, evidence: Evidence | None = None) -> Verdict:
     Args:
         exc: The exception. The chain of ``inner_exception``, ``__cause__`` and group members is read with it,
             but not ``__context__``: an out of memory that was handled already must not excuse a later bug.
-        evidence: What was seen around the failure. Without it an ambiguous text gets the verdict of its row.
+        evidence: What was seen around the failure. Without it, and with what is no `Evidence`, an ambiguous text
+            gets the verdict of its row.
 
     Returns:
         OOM, HOST_OOM (with evidence only), SIZE_LIMIT, POISONED or BUG.
@@ -94,7 +97,7 @@ def classify_error(exc: object, evidence: Evidence | None = None) -> Verdict:
         >>> classify_error(KeyError("CUDA error: out of memory")).name
         'BUG'
     """
-    return judge(facts_of(exc), evidence)
+    return judge(facts_of(exc), evidence if issubclass(type(evidence), Evidence) else None)
 
 
 def facts_of(exc: object) -> Facts:
@@ -211,15 +214,18 @@ def _root(name: str) -> str:
     return name.partition(".")[0]
 
 
-# Reading an exception. Nothing here may raise or be kept: each value is copied to a plain str or int. Only
-# `Exception` is swallowed, so that a real Ctrl-C passes.
+# Reading an exception. Nothing here may raise or be kept: each value is copied to a plain str or int. All is swallowed
+# but signals: a real Ctrl-C passes.
+
+
+_MRO = type.__dict__["__mro__"].__get__  # a metaclass may answer __mro__ as it likes
 
 
 def _link_of(error: object) -> Link:
     code = _attribute(error, "error_code")
     is_code = issubclass(type(code), int) and type(code) is not bool
     return Link(
-        classes=tuple(_class_name(cls) for cls in type(error).__mro__),
+        classes=tuple(_class_name(cls) for cls in _MRO(type(error))),
         text=_text_of(error),
         error_code=int.__index__(code) if is_code else None,
     )
@@ -234,7 +240,9 @@ def _carried_by(error: object) -> list[object]:
 def _attribute(error: object, name: str) -> Any:
     try:
         return getattr(error, name, None)
-    except Exception:
+    except SIGNALS:
+        raise
+    except BaseException:
         return None
 
 
@@ -245,7 +253,9 @@ def _class_name(cls: type) -> str:
 def _text_of(error: object) -> str:
     try:
         return _plain(str(error))
-    except Exception:
+    except SIGNALS:
+        raise
+    except BaseException:
         return ""
 
 

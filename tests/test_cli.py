@@ -399,6 +399,27 @@ def test_a_signal_gives_its_exit_code_and_the_table_so_far(target, tmp_path, num
     assert re.search(r"^\s+2\s+grow\s+fits", err, re.MULTILINE)
 
 
+def test_a_relative_json_path_is_where_the_command_was_started(capsys, tmp_path, monkeypatch):
+    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
+    start.mkdir(), elsewhere.mkdir()
+    (start / "moves.py").write_text(
+        textwrap.dedent(f"""
+        import os
+        from torch import nn
+        def build():
+            def step(model, batch_size):
+                os.chdir({str(elsewhere)!r})
+                model(model.weight).sum().backward()
+            return nn.Linear(2, 2), step
+        """)
+    )
+    monkeypatch.chdir(start)
+    code, _, err = run(capsys, "run", "moves.py:build", "--max-batch", "2", "--json", "result.json", *RUN)
+    assert code == 0, err
+    assert (start / "result.json").is_file()
+    assert not (elsewhere / "result.json").exists()
+
+
 @pytest.mark.slow
 def test_demo_runs_two_real_models(capsys):
     code, out, err = run(capsys, "demo", "--progress", "off")

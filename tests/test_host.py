@@ -1,3 +1,4 @@
+import contextlib
 import json
 import resource
 import sys
@@ -8,7 +9,7 @@ from test_linux import run_python
 
 from oomprobe.devices import Device, host, linux
 from oomprobe.devices.host import HostDevice
-from oomprobe.errors import NoDeviceError
+from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.interrupts import TimeUp
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hold a process to a budget")
@@ -174,6 +175,35 @@ def test_many_small_blocks_meet_the_cap_too():
     assert 100 < float(out) < 130
 
 
+def test_a_child_forked_under_a_cap_keeps_no_limit_of_ours():
+    run_python(
+        """
+        import os, resource
+        from oomprobe.devices.host import HostDevice
+        MIB = 2**20
+        kinds = resource.RLIMIT_AS, resource.RLIMIT_DATA
+        before = [resource.getrlimit(kind) for kind in kinds]
+        device = HostDevice(256 * MIB)
+        device.warm(lambda: None)
+        with device.cap(64 * MIB), device.cap(32 * MIB):  # as in a probe inside a step
+            capped = [resource.getrlimit(kind) for kind in kinds]
+            child = os.fork()
+            if child == 0:
+                os._exit([resource.getrlimit(kind) for kind in kinds] != before)
+            assert os.waitpid(child, 0)[1] == 0
+            assert [resource.getrlimit(kind) for kind in kinds] == capped != before
+        assert [resource.getrlimit(kind) for kind in kinds] == before
+        """
+    )
+
+
+def test_a_budget_larger_than_what_is_free_is_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(linux, "free_bytes", lambda: 22 * GIB)
+    assert HostDevice(22 * GIB).available_bytes() == 22 * GIB
+    with pytest.raises(InvalidArgumentError, match=r"4\.00 TiB .* 22\.00 GiB are free now.*'cpu:16GiB'"):
+        HostDevice(4 * 2**40)
+
+
 def test_while_capped_both_limits_hold_and_afterwards_neither():
     before = limits()
     device = HostDevice(256 * MIB)
@@ -230,6 +260,23 @@ def test_what_only_the_plugs_made_free_is_not_charged(monkeypatch):
         with device.cap(600 * MIB):
             pass
         assert (resource.RLIMIT_AS, GIB + 597 * MIB) in wanted
+
+
+def test_what_trials_leave_after_the_first_failure_does_not_raise_the_charge(monkeypatch):
+    # plugged, each trial leaves holes beside those of the others: 20 of them left 400 MiB, and a quarter was charged
+    free = [3 * MIB]
+    wanted = []
+    monkeypatch.setattr(linux, "Plugs", NoPlugs)
+    monkeypatch.setattr(linux, "process_bytes", lambda name: GIB)
+    monkeypatch.setattr(linux, "free_in_heap_bytes", lambda: free[0])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: wanted.append((kind, pair[0])))
+    device = HostDevice(GIB)
+    for number in range(20):
+        with contextlib.suppress(MemoryError), device.cap(600 * MIB):
+            assert wanted[-2:] == [(resource.RLIMIT_AS, GIB + 597 * MIB), (resource.RLIMIT_DATA, GIB + 597 * MIB)]
+            if number % 2 == 0:
+                raise MemoryError
+        free[0] += 20 * MIB
 
 
 class NoPlugs:

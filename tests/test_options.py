@@ -333,3 +333,36 @@ def test_a_world_of_one_is_no_hindrance(tmp_path):
 
 def test_without_a_group_nothing_is_refused():
     refuse_ranks()
+
+
+async def coroutine(model, batch_size):
+    model()
+
+
+def generator(model, batch_size):
+    yield model()
+
+
+async def async_generator(model, batch_size):
+    yield model()
+
+
+class GeneratorCall:
+    def __call__(self, model, batch_size):
+        yield model()
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (coroutine, "is an async function"),
+        (async_generator, "is an async function"),
+        (generator, "is a generator function"),
+        (functools.partial(generator, batch_size=2), "is a generator function"),
+        (GeneratorCall(), "is a generator function"),
+        (GeneratorCall().__call__, "is a generator function"),
+    ],
+)
+def test_a_step_whose_call_runs_nothing_is_refused(step, text):
+    with pytest.raises(InvalidArgumentError, match=f"train {text}.*calling it runs nothing"):
+        named_steps({"train": step})

@@ -54,7 +54,54 @@ def test_an_exact_split_comes_first_when_it_splits_well_and_last_when_not(shape)
     if exact:
         best = max(exact, key=lambda entry: entry.micro_batch)
         good = best.micro_batch >= GOOD_SHARE * min(max_micro_batch, global_batch / world_size)
+        good &= not one_by_one(best) or len(listed) == 1
         assert listed[0 if good else -1] == best
+
+
+def one_by_one(entry):
+    return entry.micro_batch == 1 and entry.accumulation_steps > 1
+
+
+@given(shapes)
+def test_one_sample_at_a_time_leads_only_where_no_more_fit(shape):
+    listed = entries(shape)
+    if listed and one_by_one(listed[0]):
+        assert all(one_by_one(entry) for entry in listed)
+        assert shape[2] == 1
+
+
+@given(shapes, st.integers(1, 300))
+def test_no_micro_batch_is_smaller_than_wanted_and_one_is_named_where_any_fits(shape, smallest):
+    _, _, max_micro_batch, multiple_of = shape
+    listed = entries(shape, min_micro_batch=smallest)
+    assert all(smallest <= entry.micro_batch <= max_micro_batch for entry in listed)
+    assert all(entry.micro_batch % multiple_of == 0 and entry.accumulation_steps >= 1 for entry in listed)
+    assert bool(listed) == any(micro % multiple_of == 0 for micro in range(smallest, max_micro_batch + 1))
+
+
+@given(shapes, st.integers(1, 300))
+def test_what_an_unbounded_plan_leads_with_stays_first_where_it_is_large_enough(shape, smallest):
+    for unbounded in entries(shape)[:1]:
+        if unbounded.micro_batch >= smallest:
+            assert entries(shape, min_micro_batch=smallest)[0] == unbounded
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "smallest", "largest", "expected"),
+    [
+        (1009, 1, 2, (2, 505)),
+        (1009, 2, 2, (2, 505)),
+        (51, 48, 50, (50, 1)),
+        (99, 48, 50, (49, 2)),
+        (60, 48, 50, (50, 1)),
+        (10, 48, 50, (48, 1)),
+        (1, 1, 2, (1, 1)),
+        (7, 1, 1, (1, 7)),
+    ],
+)
+def test_what_leads_where_little_fits_or_small_ones_are_not_wanted(global_batch, smallest, largest, expected):
+    first = plan(global_batch, world_size=1, max_micro_batch=largest, min_micro_batch=smallest)[0]
+    assert (first.micro_batch, first.accumulation_steps) == expected
 
 
 @given(shapes)
@@ -104,9 +151,16 @@ def test_without_trials_nothing_ran():
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.0, True, "8", None])
-@pytest.mark.parametrize("name", ["global_batch", "world_size", "max_micro_batch", "multiple_of"])
+@pytest.mark.parametrize("name", ["global_batch", "world_size", "max_micro_batch", "min_micro_batch", "multiple_of"])
 def test_a_size_that_is_no_positive_integer_is_named(name, bad):
-    sizes = {"global_batch": 8, "world_size": 1, "max_micro_batch": 4, "multiple_of": 1, name: bad}
+    sizes = {
+        "global_batch": 8,
+        "world_size": 1,
+        "max_micro_batch": 4,
+        "min_micro_batch": 1,
+        "multiple_of": 1,
+        name: bad,
+    }
     with pytest.raises(InvalidArgumentError, match=f"{name} must be an integer of at least 1, not {bad!r}"):
         plan(sizes.pop("global_batch"), **sizes)
 

@@ -404,6 +404,57 @@ def test_a_real_signal_restores_everything(tmp_path, number, code):
     assert process.returncode in (code, -number), err
 
 
+@pytest.mark.parametrize("place", ["between steps", "restoring"])
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_an_interruption_carries_the_trials_wherever_it_comes_from(place, number, error):
+    sent = []
+
+    def send(*_):
+        if not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+
+    class Average:
+        def __init__(self):
+            self.counts = [0]
+
+        def state_dict(self):
+            return {"count": self.counts[0]}
+
+        def load_state_dict(self, state):
+            self.counts[0] = state["count"]
+            if place == "restoring" and tried:
+                send()
+
+    device, average, tried = LedgerDevice(4 * MIB), Average(), []
+    fill = linear_step(device)
+
+    def step(model, batch_size):
+        average.counts[0] += 1
+        fill(model, batch_size)
+
+    def tell(trial):
+        tried.append(trial)
+        if place == "between steps":
+            send()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(error) as raised:
+            oomprobe.find_max_batch(
+                nn.Linear(1, 1),
+                step,
+                device=device,
+                preserve=[average],
+                progress=tell,
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert sent
+    assert [note.splitlines()[0] for note in raised.value.__notes__] == ["oomprobe was interrupted; the trials so far:"]
+    assert "grow" in raised.value.__notes__[0]
+
+
 def test_a_second_thread_may_probe():
     import threading
 

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -241,3 +242,34 @@ def test_a_plan_for_no_samples_is_an_invalid_argument():
 
 def test_as_text_a_result_is_its_report():
     assert str(a_result()).endswith("verdict: batch 4 fits in 90 B (90 % of 100 B on test device)\n")
+
+
+def edited(path, value):
+    data = json.loads(json.dumps(a_result(options={"multiple_of": 1}).to_dict()))
+    holder = data
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    "path", [("batch_size",), ("budget_bytes",), ("elapsed_s",), ("trials", 0, "cap_bytes"), ("trials", 0, "step_s")]
+)
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_integers_beyond_any_probe_are_refused(path, digits):
+    with pytest.raises(InvalidArgumentError, match=f"{path[-1]} is a number of [0-9]+ bits"):
+        ProbeResult.from_dict(edited(path, 10**digits if digits < 4300 else 1 << (4 * digits)))
+
+
+@pytest.mark.parametrize("option", ["multiple_of", "min_batch"])
+@pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), 0, -1, 1.5, True, None, [], 10**400])
+def test_options_that_a_plan_is_made_with_are_checked(option, value):
+    with pytest.raises(InvalidArgumentError, match=f"options.{option} is .*not a positive int"):
+        ProbeResult.from_dict(edited(("options", option), value))
+
+
+def test_a_plan_takes_the_smallest_size_of_the_options_into_account():
+    result = a_result(batch_size=50, trials=())
+    assert result.plan(51)[0].micro_batch == 25
+    assert replace(result, options={"min_batch": 48}).plan(51)[0].micro_batch == 50

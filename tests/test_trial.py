@@ -256,6 +256,16 @@ def test_a_step_that_ignores_its_batch_size(device):
         oomprobe.find_max_batch(model, step, device=device, progress="off")
 
 
+def test_a_step_that_pads_is_told_of_min_batch_too():
+    model = nn.Linear(4, 1)
+
+    def step(model, batch_size):
+        model(torch.randn(-(-batch_size // 64) * 64, 4)).sum().backward()
+
+    with pytest.raises(oomprobe.UnreliableError, match="if the step rounds up, as padding does, pass min_batch=16 or"):
+        oomprobe.find_max_batch(model, step, device=LedgerDevice(), progress="off")
+
+
 def test_a_data_set_that_ends_is_not_a_maximum():
     device = LedgerDevice()
     data = torch.randn(100, 4)

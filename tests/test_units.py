@@ -22,6 +22,7 @@ from oomprobe.units import byte_unit, format_bytes, format_seconds, parse_bytes
         ("2T", 2 * 10**12),
         ("9007199254740993", 2**53 + 1),  # a float has no such number
         ("1.000000001GB", 1_000_000_001),
+        (str(2**63 - 1), 2**63 - 1),
     ],
 )
 def test_reads_sizes_as_people_write_them(text, size_bytes):
@@ -46,6 +47,8 @@ def test_reads_sizes_as_people_write_them(text, size_bytes):
         "4,5GiB",
         "nan",
         "9" * 400,
+        str(2**63),
+        "99999999999TiB",
     ],
 )
 def test_refuses_what_is_no_size_and_shows_how_to_write_one(text):

@@ -1,3 +1,4 @@
+import asyncio
 import copy
 import errno
 import gc
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from oomprobe import error_texts
 from oomprobe.error_texts import ERROR_TEXTS
+from oomprobe.interrupts import TimeUp
 from oomprobe.verdict import (
     MAX_LINKS,
     MAX_TEXT,
@@ -525,3 +527,41 @@ def test_torch_is_not_imported(module, expected):
         cwd=Path(__file__).parents[1],
     )
     assert done.stdout.strip() == expected
+
+
+class LyingMeta(type):
+    @property
+    def __mro__(cls):
+        raise ValueError
+
+
+class Lying(RuntimeError, metaclass=LyingMeta):
+    pass
+
+
+def test_a_metaclass_that_will_not_tell_its_bases_is_read_all_the_same():
+    assert classify_error(Lying("CUDA error: out of memory")) is Verdict.OOM
+
+
+@pytest.mark.parametrize("raised", [GeneratorExit, asyncio.CancelledError, BaseException])
+def test_texts_that_raise_what_is_no_exception_are_no_text(raised):
+    class Silent(Exception):
+        def __str__(self):
+            raise raised
+
+    assert classify_error(Silent()) is Verdict.BUG
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit, TimeUp])
+def test_signals_that_come_while_an_exception_is_read_pass(signal):
+    class Slow(Exception):
+        def __str__(self):
+            raise signal
+
+    with pytest.raises(signal):
+        classify_error(Slow())
+
+
+@pytest.mark.parametrize("evidence", [5, "x", {}, Evidence])
+def test_evidence_that_is_none_counts_as_none(evidence):
+    assert classify_error(RuntimeError("CUDA error: out of memory"), evidence) is Verdict.OOM

@@ -1,7 +1,9 @@
 import shutil
+import sys
 
 import pytest
 import torch
+from test_linux import run_python
 
 from oomprobe.work import Work, WorkCounter
 
@@ -78,6 +80,40 @@ def test_a_step_that_ignores_its_batch_size_does_equal_work(uses_batch):
     assert (small == large) is not uses_batch
     assert small.operators == large.operators
     assert (large.elements > small.elements) is uses_batch
+
+
+def test_once_loaded_the_counter_imports_nothing_more():
+    run_python(
+        """
+        import sys
+        import torch
+        from oomprobe.work import WorkCounter, load_counter
+        load_counter()
+        before = set(sys.modules)
+        with WorkCounter():
+            (torch.ones(3, requires_grad=True) + 1).sum().backward()
+        assert set(sys.modules) == before, sorted(set(sys.modules) - before)[:5]
+        """
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hold a process to a budget")
+def test_a_step_without_an_optimizer_is_not_accused_of_what_the_counter_imports():
+    out = run_python(
+        """
+        import torch, oomprobe
+        torch.set_num_threads(1)
+        model = torch.nn.Linear(256, 256)
+
+        def step(model, batch_size):
+            model(torch.randn(batch_size, 256)).sum().backward()
+
+        result = oomprobe.find_max_batch(model, step, device="cpu:64MiB", max_batch=64, progress="off")
+        print(max(trial.leaked_bytes for trial in result.trials))
+        """
+    )
+    assert int(out) < 2**20
 
 
 def test_an_exception_comes_out_and_the_counter_is_off():

@@ -7,6 +7,8 @@ OOM killer comes. Address space is not memory: thread pools reserve far more of 
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -16,15 +18,17 @@ import torch
 from oomprobe.devices import linux, onednn
 from oomprobe.devices.accelerator import kernel_answers
 from oomprobe.devices.base import Usage
-from oomprobe.errors import NoDeviceError
+from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.scope import scope
-from oomprobe.units import format_bytes
+from oomprobe.units import byte_unit, format_bytes
 
 # What a cold process may add in address space alone: a stack (8 MiB) and a malloc arena (64 MiB) for each thread.
 THREAD_ADDRESS_SPACE_BYTES = 80 * 2**20
-# A heap that has grown before fragments less than a fresh one: with its holes plugged a process with a history still
-# ran batches up to 18 % larger than fresh processes did, and 7 % with a sixth of the cap charged for what is free in
-# the heap; with a quarter it stayed below them (scripts/host_truth.py, conv, 384 MiB).
+# A heap that has grown before fragments less than a fresh one, and a probe has many trials to be lucky in: with the
+# holes plugged, one of a convolutional net ran 1663 where fresh processes ran 1214 to 1318; charged for what is free in
+# the heap, up to a quarter of the cap, it stayed below them (scripts/host_truth.py, 384 MiB). Charged is what there was
+# before the first failure: plugged, each later trial adds its own holes, or a failed allocation an arena of 64 MiB, to
+# those of the others, and a model that hardly uses the heap was charged a quarter after twenty trials.
 HISTORY_SHARE = 1 / 4
 # Room for a step that only makes oneDNN's primitives: doubling asks for at most twice what fits.
 PRIME_FACTOR = 4
@@ -37,6 +41,10 @@ class HostDevice:
 
     Args:
         stated_bytes: Address space beyond the warm process; None: what the machine and its cgroup have free.
+
+    Raises:
+        NoDeviceError: this is not Linux.
+        InvalidArgumentError: more was stated than is free now.
     """
 
     on_host = True
@@ -48,6 +56,12 @@ class HostDevice:
                 f"host memory can be probed on Linux only, and this is {sys.platform}: only there can the system hold "
                 "a process to a budget (RLIMIT_AS). Use device='cuda' or 'mps'"
             )
+        if stated_bytes is not None and stated_bytes > free:
+            raise InvalidArgumentError(
+                f"{format_bytes(stated_bytes)} of host memory were asked for, and {format_bytes(free)} are free now: "
+                "beyond that no allocation fails, the system's OOM killer ends the process. Use device='cpu' for what "
+                f"is free, or state less, such as 'cpu:{_round_size(free)}'"
+            )
         self.torch_device = torch.device("cpu")
         self.name = "host memory" if stated_bytes is None else f"host memory, {format_bytes(stated_bytes)} of it"
         self.total_bytes = linux.machine_bytes("MemTotal") or free
@@ -57,6 +71,7 @@ class HostDevice:
         self._cap_bytes = self._available_bytes
         self._limit_bytes = 0  # of the address space, in the last trial
         self._made_by_plugs = 0  # free in the heap only because plugs grew it into an arena's reserve: no history
+        self._history_bytes: int | None = None  # once a trial has failed, what was charged for it
         self._peak_is_fresh = False
 
     def session(self) -> AbstractContextManager[None]:
@@ -102,7 +117,7 @@ class HostDevice:
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         self._cap_bytes = self._available_bytes if limit_bytes is None else limit_bytes
         free_before = linux.free_in_heap_bytes()
-        history = max(0, free_before - self._made_by_plugs)
+        history = max(0, free_before - self._made_by_plugs) if self._history_bytes is None else self._history_bytes
         room = self._cap_bytes - min(history, int(HISTORY_SHARE * self._cap_bytes))
         plugs = linux.Plugs()
         size = linux.process_bytes("VmSize") or 0
@@ -112,6 +127,9 @@ class HostDevice:
             self._limit_bytes = size + room
             with _address_space(self._limit_bytes, room):
                 yield
+        except Exception:
+            self._history_bytes = history
+            raise
         finally:
             left_by_trial = linux.free_in_heap_bytes()
             plugs.drain()
@@ -147,6 +165,13 @@ class HostDevice:
         return onednn.makes_primitives() or (onednn.clear_error() and onednn.makes_primitives())
 
 
+def _round_size(free_bytes: int) -> str:
+    """Three quarters of what is free, as one would type it: what is free now is less in a moment."""
+    share = free_bytes * 3 // 4
+    unit, factor = byte_unit(share)
+    return f"{share // factor}{unit}"
+
+
 def _left_by_own_limits() -> list[int]:
     """What the user's own ulimits leave to this process: a margin must be a share of that."""
     import resource  # Linux only, like this device
@@ -175,11 +200,38 @@ def _address_space(limit_bytes: int, more_data_bytes: int | None = None) -> Iter
     if more_data_bytes is not None:
         wanted[resource.RLIMIT_DATA] = (linux.process_bytes("VmData") or 0) + more_data_bytes
     before = {kind: resource.getrlimit(kind) for kind in wanted}
+    _lift_in_children()
+    _held.append(before)
     try:
         for kind, limit in wanted.items():
             stricter = [own for own in before[kind] if own != resource.RLIM_INFINITY]
             resource.setrlimit(kind, (min([limit, *stricter]), before[kind][1]))
         yield
     finally:
-        for kind, limits in before.items():
-            resource.setrlimit(kind, limits)
+        _lift(before)
+        if before in _held:  # a forked child has none
+            _held.remove(before)
+
+
+Limits = dict[int, tuple[int, int]]
+# What was before the limits that hold now, outermost first. Of the process, as the limits are: a child forked in a trial
+# inherits them, and a data loader's persistent worker would keep them for the whole training run.
+_held: list[Limits] = []
+
+
+def _lift(before: Limits) -> None:
+    import resource  # Linux only, like this device
+
+    for kind, limits in before.items():
+        resource.setrlimit(kind, limits)
+
+
+@functools.cache
+def _lift_in_children() -> None:
+    """Once a process: what is registered cannot be taken back."""
+    os.register_at_fork(after_in_child=_lift_all)
+
+
+def _lift_all() -> None:
+    while _held:
+        _lift(_held.pop())
