@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import signal
+import sysconfig
 import threading
 import time
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
+_STANDARD = Path(sysconfig.get_paths()["stdlib"])
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
 LONGEST_TIMER_S = 10**8  # three years; the kernel's timer refuses about 300
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports for a process that SIGTERM ended
@@ -36,7 +42,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._pending: list[int] = []
-        self._open = False
+        self._open = self._polled = False
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -62,19 +68,31 @@ class Interrupts:
         if self._before.get(signal.SIGINT) is signal.default_int_handler:
             self._pending = [number for number in self._pending if number != signal.SIGINT]
 
-    def allowed(self, deadline_s: float | None) -> AbstractContextManager[None]:
-        """Let signals through, and raise `TimeUp` at `deadline_s` on the monotonic clock."""
-        return _Allowed(self, deadline_s)
+    def allowed(self, deadline_s: float | None, *, polled: bool = False) -> AbstractContextManager[None]:
+        """Let signals through, and raise `TimeUp` at `deadline_s` on the monotonic clock.
+
+        Args:
+            deadline_s: None: no limit.
+            polled: Whether `poll` is called often: a signal that comes in the midst of a library then waits for that.
+        """
+        return _Allowed(self, deadline_s, polled)
+
+    def poll(self) -> None:
+        """Deliver what came in the midst of a library, at a place where an exception may leave it."""
+        if self._open and self._pending:
+            self._open = False
+            self._deliver_pending()
+            self._open = True
 
     def check_own(self, up: TimeUp) -> None:
         """Raise what is about the time of another probe, around this one."""
         if up.of is not self:
             raise up
 
-    def _let_through(self, deadline_s: float | None) -> None:
+    def _let_through(self, deadline_s: float | None, polled: bool) -> None:
         self._deliver_pending()
         try:
-            self._open = True
+            self._open, self._polled = True, polled
             if deadline_s is not None and ALARM in self._before:
                 signal.setitimer(signal.ITIMER_REAL, _timer_s(deadline_s))
         except BaseException:
@@ -83,11 +101,14 @@ class Interrupts:
 
     def _hold_back(self, deadline_s: float | None) -> None:
         self._open = False
+        self._pending = [number for number in self._pending if number != ALARM]  # the deadline is looked at besides
         if deadline_s is not None and ALARM in self._before:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._open:
+        if self._open and self._polled and _in_library(frame):
+            self._pending.append(number)
+        elif self._open:
             self._open = False  # a second signal waits until everything is restored
             self._deliver(number, frame)
             self._deliver_pending()  # what came while the handler ran
@@ -114,16 +135,32 @@ class Interrupts:
 class _Allowed:
     """Not a `contextlib.contextmanager`: that one sets ``__traceback__``, which a user's exception may refuse."""
 
-    def __init__(self, interrupts: Interrupts, deadline_s: float | None) -> None:
-        self._interrupts, self._deadline_s = interrupts, deadline_s
+    def __init__(self, interrupts: Interrupts, deadline_s: float | None, polled: bool) -> None:
+        self._interrupts, self._deadline_s, self._polled = interrupts, deadline_s, polled
 
     def __enter__(self) -> None:
-        self._interrupts._let_through(self._deadline_s)
+        self._interrupts._let_through(self._deadline_s, self._polled)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._interrupts._hold_back(self._deadline_s)
         if kind is None and self._deadline_s is not None and time.monotonic() > self._deadline_s:
             raise TimeUp(self._interrupts)
+
+
+def _in_library(frame: FrameType | None) -> bool:
+    """Whether what was interrupted is torch or oomprobe, which an exception may leave half-done, and no code of the user's.
+
+    An exception in a function that C++ calls ends the process where that C++ does not expect one, and one in the
+    callback of a weak reference is lost.
+    """
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.name == "weakref.py" or any(folder in path.parents for folder in _LIBRARIES):
+            return True
+        if _STANDARD not in path.parents or "site-packages" in path.parts:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _timer_is_free(alarm: int) -> bool:

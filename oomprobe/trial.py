@@ -33,6 +33,15 @@ STOPPED_STEPPING = (
 )
 
 
+OVER_CAP = "it ran, but with more than the cap: what was there before the trial, the allocator does not take back"
+
+
+def _over_cap(usage: Usage, request: Request) -> bool:
+    """The cap is compared when memory is asked of the device; what the allocator holds already is served beyond it."""
+    peak = usage.peak_allocated_bytes
+    return request.cap_bytes is not None and usage.peak_reserved_bytes is not None and (peak or 0) > request.cap_bytes
+
+
 class StoppedStepping(Exception):
     """A step that trained at a smaller size does not at this one."""
 
@@ -102,6 +111,8 @@ class Trials:
         self._device, self._model, self._steps = device, model, steps
         self._optimizers, self._watch, self.interrupts = optimizers, watch, interrupts
         self._restore_modes = restore_modes
+        if isinstance(device, Simulated):
+            device.poll_with(interrupts.poll)
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # in the last call that was run
         self.in_steps_s = 0.0
@@ -138,6 +149,8 @@ class Trials:
         # Here the exception is gone, and with it the frames that held the failed step's tensors.
         if run.failure is None:
             run.usage = self._usage()
+            if _over_cap(run.usage, request):
+                run.verdict = Verdict.OOM
         elif run.verdict is not Verdict.POISONED:
             run.verdict = self._judge(run, request, healthy=self._device.healthy())
         return _trial(request, run, several=len(self._steps) > 1, timed=not isinstance(self._device, Simulated))
@@ -235,8 +248,9 @@ class Trials:
         self, step: StepFn, request: Request, run: _Run, inside: AbstractContextManager[Any] | None = None
     ) -> None:
         started = time.perf_counter()
+        allowed = self.interrupts.allowed(request.deadline_s, polled=isinstance(self._device, Simulated))
         try:
-            with self._device.session(), inside or nullcontext(), self.interrupts.allowed(request.deadline_s):
+            with self._device.session(), inside or nullcontext(), allowed:
                 step(self._model, request.batch_size)
                 self._device.synchronize()
         finally:
@@ -286,7 +300,7 @@ def _trial(request: Request, run: _Run, *, several: bool, timed: bool) -> Trial:
         step_s=step_s,
         samples_per_s=request.batch_size / step_s if step_s else None,
         alloc_retries=run.usage.alloc_retries,
-        error=run.failure.text if run.failure else None,
+        error=run.failure.text if run.failure else OVER_CAP if failed else None,
         where=run.failure.where if run.failure else None,
         step_name=named if several else None,
         accumulation_steps=request.accumulation_steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,13 +24,22 @@ class OptimizerWatch:
         self._before_step = before_step
         self._handles: list[Any] = []
         self.stepped: set[int] = set()
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> OptimizerWatch:
         self._handles = [
-            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._before_step(optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self.stepped.add(id(optimizer))),
+            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._here(self._before_step, optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._here(self._after_step, optimizer)),
         ]
         return self
+
+    def _here(self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
+        """The hooks are of the whole process: what steps in another thread is no part of this probe."""
+        if threading.get_ident() == self._thread:
+            act(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.stepped.add(id(optimizer))
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:

@@ -61,6 +61,8 @@ class Workbench:
         long = phase is Phase.CONFIRM or isinstance(self.device, Simulated)  # which repeats calls without running them
         steps = self.options.confirm_steps if long else self.options.steps
         cap_bytes = self.budget_bytes if capped else None
+        if phase is Phase.GROW and self._is_last(size):
+            self._run_last_replayed()
         trial = self._rehearsed(size, phase, steps, cap_bytes) or self.run(
             size, phase, steps=steps, cap_bytes=cap_bytes
         )
@@ -77,7 +79,7 @@ class Workbench:
 
     def _rehearsed(self, size: int, phase: Phase, steps: int, cap_bytes: int | None) -> Trial | None:
         """The trial of a size that need not be run; None for others, such as those between which the limit lies."""
-        if phase is Phase.GROW and size >= (self.options.max_batch or inf) - self.options.multiple_of:
+        if phase is Phase.GROW and self._is_last(size):
             return None
         trial = self._rehearsals.trial(size, phase, steps=steps, cap_bytes=cap_bytes)
         if trial is None:
@@ -89,11 +91,14 @@ class Workbench:
         self._reporter.finished(trial)
         return trial
 
+    def _is_last(self, size: int) -> bool:
+        return size >= (self.options.max_batch or inf) - self.options.multiple_of
+
     def _run_last_replayed(self) -> None:
         """The last size that passed is the lower end of the bracket: it is run, where it was only replayed."""
-        last = self.trials[-1]
-        if not last.replayed:
+        if not self.trials or not self.trials[-1].replayed:
             return
+        last = self.trials[-1]
         self.trials.pop()
         if not self.run(last.batch_size, last.phase, steps=self.options.confirm_steps, cap_bytes=last.cap_bytes).passed:
             raise ContradictedError

@@ -127,6 +127,10 @@ class Simulated(Protocol):
         """The world in which a model is built for the device."""
         ...
 
+    def poll_with(self, poll: Callable[[], None]) -> None:
+        """Call this often while a step runs; it may raise."""
+        ...
+
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put on the device what is there before the first step."""
         ...

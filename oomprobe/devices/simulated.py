@@ -7,7 +7,7 @@ how CUDA's caching allocator serves them. What only the card knows, such as the 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
@@ -88,7 +88,10 @@ class SimulatedDevice(PlainDevice):
 
     @scope
     def session(self) -> Iterator[None]:
+        if not self._memory.fits(self._allowed(self._memory.allocator.limit_bytes)):
+            raise torch.OutOfMemoryError(self._memory.refusal())
         self._memory.tape.start()
+        self._world.begin()
         major, minor = self.card.compute_capability
         with session(self._world, self._functions(), (major, minor)):
             try:
@@ -112,6 +115,9 @@ class SimulatedDevice(PlainDevice):
             4198400
         """
         return building(self._world, self._functions())
+
+    def poll_with(self, poll: Callable[[], None]) -> None:
+        self._world.poll = poll
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put on the card what training would have there: parameters, buffers, gradients, optimizer state.
@@ -150,6 +156,8 @@ class SimulatedDevice(PlainDevice):
 
     @scope
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
+        if self._memory.allocator.reserved_bytes > self._allowed(limit_bytes):
+            self._memory.lay_out_anew()  # as a process that is held to this from its start would have it
         self._hold_to(limit_bytes)
         try:
             yield
@@ -243,8 +251,11 @@ class SimulatedDevice(PlainDevice):
             return None
         call = self._replayer.line.at(batch_size)
         passed = self._steady() is not None  # otherwise the last trial failed, and its gradients were dropped
-        alive = {name: block for name, block in self._memory.leftovers.items() if name in call.freed} if passed else {}
         with self.cap(limit_bytes):
+            if not self._memory.fits(self._allowed(limit_bytes)):
+                return None
+            left = self._memory.leftovers if passed else {}
+            alive = {name: block for name, block in left.items() if name in call.freed}
             return try_call(self._memory.allocator, call, alive, calls=calls)
 
     def _steady(self) -> Call | None:

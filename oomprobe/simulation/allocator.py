@@ -211,6 +211,14 @@ class CachingAllocator:
             "num_ooms": self.ooms,
         }
 
+    def emptied(self) -> CachingAllocator:
+        """One like it with nothing in it, whose counts go on from here."""
+        fresh = CachingAllocator(
+            self.capacity_bytes, self._settings, total_bytes=self.total_bytes, device_index=self.device_index
+        )
+        fresh.alloc_retries, fresh.ooms = self.alloc_retries, self.ooms
+        return fresh
+
     def copy(self) -> CachingAllocator:
         """Make an independent allocator in the same state; the handles are valid in both."""
         twin = CachingAllocator.__new__(CachingAllocator)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from oomprobe.scope import scope
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.identity import Identity
-from oomprobe.simulation.places import CARD, HOST, STATED_HOST
+from oomprobe.simulation.places import CARD, HOST, STATED_HOST, place_of_any
 from oomprobe.simulation.session import patches, replaced
 from oomprobe.simulation.world import World
 
@@ -19,15 +20,30 @@ from oomprobe.simulation.world import World
 @scope
 def building(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[None]:
     """Run code that makes a model and moves it to ``"cuda"``; the tensors stay real, in host memory."""
+    save, load = torch.save, torch.load
     with ExitStack() as stack:
         for owner, name, value in patches(world, cuda_functions):
             stack.enter_context(replaced(owner, name, value))
-        stack.enter_context(_Building(world))
+        mode = _Building(world)
+        stack.enter_context(replaced(torch, "save", save))
+        stack.enter_context(replaced(torch, "load", mode.loader(load)))
+        stack.enter_context(mode)
         yield
 
 
 class _Building(Identity):
     """Initialisation needs values, so nothing is faked: what is moved to the card is noted to be there."""
+
+    def loader(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """``torch.load``, into host memory; what was to go to the card is noted to be there."""
+
+        def loaded(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+            result = load(f, map_location="cpu", **kwargs)
+            if map_location is not None and place_of_any(map_location) == CARD:
+                tree_map_only(torch.Tensor, self._put, result)
+            return result
+
+        return loaded
 
     def _made(self, func: Any, args: Any, kwargs: dict[str, Any], place: torch.device) -> Any:
         made = func(*args, **{**kwargs, "device": HOST})

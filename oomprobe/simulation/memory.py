@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.simulation.blocks import SMALL_SEGMENT
+from oomprobe.simulation.refusal import refusal
 from oomprobe.simulation.replay import Alive, replay_call
 from oomprobe.simulation.tape import Call, Tape
 
@@ -18,6 +20,7 @@ _Storage = Any  # torch.UntypedStorage, or a stand-in of one on the meta device
 class _Held:
     """A storage on the card: its block, its block in the roomy allocator, its name on the tape."""
 
+    nbytes: int
     block: int
     roomy_block: int
     name: tuple[int, int]
@@ -40,6 +43,7 @@ class Memory:
         self.roomy: CachingAllocator | None = None
         self.tape = Tape()
         self._held: dict[int, _Held] = {}
+        self._workspaces: list[int] = []
 
     def begin(self) -> None:
         """A trial begins: peaks start anew, and so does the roomy allocator."""
@@ -64,7 +68,7 @@ class Memory:
         nbytes = storage.nbytes()
         block = self.allocator.malloc(nbytes)
         watch = weakref.ref(storage, self._when_dead(key))
-        self._held[key] = _Held(block, self._malloc_roomy(nbytes), self.tape.born(nbytes), watch)
+        self._held[key] = _Held(nbytes, block, self._malloc_roomy(nbytes), self.tape.born(nbytes), watch)
 
     def drop(self, storage: _Storage) -> None:
         """Take a storage off the card before it dies."""
@@ -78,6 +82,7 @@ class Memory:
     def workspace(self, nbytes: int) -> None:
         """Memory that a library takes and never gives back."""
         self.allocator.malloc(nbytes)
+        self._workspaces.append(nbytes)
         self._malloc_roomy(nbytes)
         self.tape.born(nbytes)
 
@@ -94,6 +99,23 @@ class Memory:
             self.roomy.empty_cache()
         if by_step:
             self.tape.released()
+
+    def lay_out_anew(self) -> None:
+        """Put what is on the card into fresh segments, so that none is held for the sake of a small rest."""
+        fresh = self.allocator.emptied()
+        for nbytes in self._workspaces:
+            fresh.malloc(nbytes)
+        for held in self._held.values():
+            held.block = held.roomy_block = fresh.malloc(held.nbytes)
+        self.allocator, self.roomy = fresh, fresh.copy()
+
+    def fits(self, limit_bytes: int) -> bool:
+        """Whether what is on the card is within a limit at all."""
+        return self.allocator.allocated_bytes <= limit_bytes
+
+    def refusal(self) -> str:
+        """What torch says of the smallest request now."""
+        return refusal(self.allocator, SMALL_SEGMENT)
 
     # --- calls that are replayed ---
 

@@ -15,10 +15,12 @@ from torch.amp import autocast_mode
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import checkpoint
 
+from oomprobe.errors import SimulationError
 from oomprobe.scope import scope
 from oomprobe.simulation.choices import Choices
 from oomprobe.simulation.identity import Identity
 from oomprobe.simulation.places import CARD, HOST, SEEN_CARD
+from oomprobe.simulation.unknown import user_line
 from oomprobe.simulation.world import World
 
 _INHERITED = object()
@@ -102,6 +104,8 @@ def patches(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[tuple[A
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
         yield torch, name, _asked_of_cpu(getattr(torch, name))
     yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")
+    yield torch, "save", _refuse_save
+    yield torch.nn.DataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)  # one card
     yield torch.Tensor, "record_stream", lambda *_: None
     yield torch, "Generator", _Generator
     for name in ("range_push", "range_pop", "mark"):
@@ -111,6 +115,13 @@ def patches(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[tuple[A
     for name, answer in _accelerator(cuda_functions).items():
         if hasattr(torch.accelerator, name):
             yield torch.accelerator, name, answer
+
+
+def _refuse_save(*_: Any, **__: Any) -> None:
+    raise SimulationError(
+        f"{user_line()} saves a checkpoint, and a simulated card has nothing to save: leave that out of the step (it takes "
+        "no memory of the card), or probe on a real device"
+    )
 
 
 class _AnyGenerator(type):
@@ -157,7 +168,11 @@ def _applied(world: World, apply: Any) -> Any:
     def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         tensors = [*module.parameters(), *module.buffers()]
         probe = fn(torch.empty(0, dtype=tensors[0].dtype)) if tensors else None
-        if probe is None or any(t.is_floating_point() and t.dtype != probe.dtype for t in tensors):
+        if (
+            probe is None
+            or any(t.is_meta for t in tensors)
+            or any(t.is_floating_point() and t.dtype != probe.dtype for t in tensors)
+        ):
             return apply(module, fn, recurse)  # type: ignore[no-any-return]
         if probe.device == SEEN_CARD:
             for tensor in tensors:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class World(TorchDispatchMode):
         self.fake_mode = FakeTensorMode()
         self.fake_mode._allow_unsafe_data_ptr_access = False  # a kernel of the user's own would crash on address 0
         self.depth = 0  # inside torch's own code, where a fake's device is what FakeTensorMode says
+        self.poll: Callable[[], None] = lambda: None
         self.notes: dict[str, None] = {}
         self._workspaces = workspaces.PerThread(memory, workspace_bytes)
         self._fakes = Fakes(self.fake_mode, memory)
@@ -65,6 +67,11 @@ class World(TorchDispatchMode):
         self._finite: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     # --- what the device asks ---
+
+    def begin(self) -> None:
+        """A call begins, whatever became of the last one."""
+        self.depth = 0
+        self.fake_mode.in_kernel_invocation = False
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Put a real tensor of the user's, such as a parameter, on the card."""
@@ -85,6 +92,8 @@ class World(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return HOST  # autograd checks gradients against their real parameters
+        if not self.depth:
+            self.poll()
         self.depth += 1
         try:
             return self._run(func, args, kwargs or {})
@@ -115,6 +124,8 @@ class World(TorchDispatchMode):
             return self._scalar(args[0])
         if found.on_card and _only_writes(func):
             return None
+        if func is _aten.copy_.default and found.on_card and found.on_host and found.on_host[0] is args[1]:
+            return args[0]  # from the host to the card, where the copy is there already
         if func is _aten.histc.default and found.on_card:  # CUDA counts whole numbers, a CPU does not
             func, args, kwargs = _aten.new_empty.default, (args[0], [args[1] if len(args) > 1 else 100]), {}
         if func in _COMPARES_ALL and (found.fake or found.on_card):
