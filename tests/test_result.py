@@ -273,3 +273,9 @@ def test_a_plan_takes_the_smallest_size_of_the_options_into_account():
     result = a_result(batch_size=50, trials=())
     assert result.plan(51)[0].micro_batch == 25
     assert replace(result, options={"min_batch": 48}).plan(51)[0].micro_batch == 50
+
+
+def test_estimates_beyond_any_probe_are_refused():
+    data = a_result().to_dict() | {"estimates": {"line": 10**400}}
+    with pytest.raises(InvalidArgumentError, match="estimates is a number of 1329 bits"):
+        ProbeResult.from_dict(data)
