@@ -232,7 +232,7 @@ def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
         if f.name in known and not _is_of(known[f.name], _JSON_TYPES.get(str(f.type), (object,))):
             raise TypeError(f"{f.name} is {shortened(known[f.name])}, not {f.type}")
         value = known.get(f.name)
-        for number in value.values() if f.name == "estimates" and isinstance(value, Mapping) else [value]:
+        for number in value.values() if isinstance(value, Mapping) else [value]:
             if isinstance(number, int) and abs(number) > LARGEST:
                 raise ValueError(f"{f.name} is {shortened(number)}")
     return known
