@@ -231,8 +231,10 @@ def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     for f in fields(cls):
         if f.name in known and not _is_of(known[f.name], _JSON_TYPES.get(str(f.type), (object,))):
             raise TypeError(f"{f.name} is {shortened(known[f.name])}, not {f.type}")
-        if isinstance(known.get(f.name), int) and abs(known[f.name]) > LARGEST:
-            raise ValueError(f"{f.name} is a number of {known[f.name].bit_length()} bits")
+        value = known.get(f.name)
+        for number in value.values() if isinstance(value, Mapping) else [value]:
+            if isinstance(number, int) and abs(number) > LARGEST:
+                raise ValueError(f"{f.name} is {shortened(number)}")
     return known
 
 

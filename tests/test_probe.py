@@ -414,15 +414,18 @@ def test_an_interruption_carries_the_trials_wherever_it_comes_from(place, number
             sent.append(number)
             os.kill(os.getpid(), number)
 
+    class Elsewhere:  # so that only load_state_dict can put it back
+        count = 0
+
     class Average:
         def __init__(self):
-            self.counts = [0]
+            self.inner = Elsewhere()
 
         def state_dict(self):
-            return {"count": self.counts[0]}
+            return {"count": self.inner.count}
 
         def load_state_dict(self, state):
-            self.counts[0] = state["count"]
+            self.inner.count = state["count"]
             if place == "restoring" and tried:
                 send()
 
@@ -430,7 +433,7 @@ def test_an_interruption_carries_the_trials_wherever_it_comes_from(place, number
     fill = linear_step(device)
 
     def step(model, batch_size):
-        average.counts[0] += 1
+        average.inner.count += 1
         fill(model, batch_size)
 
     def tell(trial):

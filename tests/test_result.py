@@ -265,7 +265,9 @@ def test_integers_beyond_any_probe_are_refused(path, digits):
 @pytest.mark.parametrize("option", ["multiple_of", "min_batch"])
 @pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), 0, -1, 1.5, True, None, [], 10**400])
 def test_options_that_a_plan_is_made_with_are_checked(option, value):
-    with pytest.raises(InvalidArgumentError, match=f"options.{option} is .*not a positive int"):
+    with pytest.raises(
+        InvalidArgumentError, match=rf"options(\.{option} is .*not a positive int| is a number of 1329 bits)"
+    ):
         ProbeResult.from_dict(edited(("options", option), value))
 
 
@@ -273,3 +275,9 @@ def test_a_plan_takes_the_smallest_size_of_the_options_into_account():
     result = a_result(batch_size=50, trials=())
     assert result.plan(51)[0].micro_batch == 25
     assert replace(result, options={"min_batch": 48}).plan(51)[0].micro_batch == 50
+
+
+def test_estimates_beyond_any_probe_are_refused():
+    data = a_result().to_dict() | {"estimates": {"line": 10**400}}
+    with pytest.raises(InvalidArgumentError, match="estimates is a number of 1329 bits"):
+        ProbeResult.from_dict(data)
