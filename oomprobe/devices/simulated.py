@@ -75,6 +75,7 @@ class SimulatedDevice(PlainDevice):
         self._memory = Memory(
             CachingAllocator(self.card.available_bytes, self._settings, total_bytes=self.card.total_bytes)
         )
+        self._full = False  # held to less than what is on it before a step begins
         self._fraction = self._settings.per_process_memory_fraction
         self._hold_to(None)
         self._world = World(self._memory, self.card.cublas_workspace_bytes)
@@ -88,7 +89,7 @@ class SimulatedDevice(PlainDevice):
 
     @scope
     def session(self) -> Iterator[None]:
-        if not self._memory.fits(self._allowed(self._memory.allocator.limit_bytes)):
+        if self._full:
             raise torch.OutOfMemoryError(self._memory.refusal())
         self._memory.tape.start()
         self._world.begin()
@@ -159,9 +160,11 @@ class SimulatedDevice(PlainDevice):
         if self._memory.allocator.reserved_bytes > self._allowed(limit_bytes):
             self._memory.lay_out_anew()  # as a process that is held to this from its start would have it
         self._hold_to(limit_bytes)
+        self._full = self._memory.allocator.reserved_bytes > self._allowed(limit_bytes)
         try:
             yield
         finally:
+            self._full = False
             self._hold_to(None)
 
     def _hold_to(self, limit_bytes: int | None) -> None:
@@ -252,7 +255,7 @@ class SimulatedDevice(PlainDevice):
         call = self._replayer.line.at(batch_size)
         passed = self._steady() is not None  # otherwise the last trial failed, and its gradients were dropped
         with self.cap(limit_bytes):
-            if not self._memory.fits(self._allowed(limit_bytes)):
+            if self._full:
                 return None
             left = self._memory.leftovers if passed else {}
             alive = {name: block for name, block in left.items() if name in call.freed}

@@ -109,10 +109,6 @@ class Memory:
             held.block = held.roomy_block = fresh.malloc(held.nbytes)
         self.allocator, self.roomy = fresh, fresh.copy()
 
-    def fits(self, limit_bytes: int) -> bool:
-        """Whether what is on the card is within a limit at all."""
-        return self.allocator.allocated_bytes <= limit_bytes
-
     def refusal(self) -> str:
         """What torch says of the smallest request now."""
         return refusal(self.allocator, SMALL_SEGMENT)

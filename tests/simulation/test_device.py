@@ -1,4 +1,8 @@
 import copy
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -397,3 +401,122 @@ def trained_on(model, width, make=torch.optim.AdamW):
         optimizer.step()
 
     return step
+
+
+# --- signals, caps and neighbours ---
+
+
+INTERRUPTED = """
+import random, signal, sys, threading, time
+import torch
+import oomprobe
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+optimizer = torch.optim.AdamW(model.parameters())
+
+def step(model, batch_size):
+    optimizer.zero_grad()
+    model(torch.randn(batch_size, 64)).square().mean().backward()
+    optimizer.step()
+
+before = [p.detach().clone() for p in model.parameters()]
+card = oomprobe.SimulatedDevice("64MiB")
+random.seed(int(sys.argv[1]))
+stopped = 0
+for _ in range(25):
+    limit = random.uniform(0.001, 0.15)
+    try:
+        oomprobe.find_max_batch(model, step, device=card, progress="off", trial_time_limit_s=limit)
+    except oomprobe.TimeLimitError:
+        stopped += 1
+    assert all(torch.equal(p, b) and p.grad is None for p, b in zip(model.parameters(), before, strict=True))
+assert oomprobe.find_max_batch(model, step, device=card, progress="off").state_verified
+print("stopped", stopped)
+"""
+
+
+def test_time_limits_at_any_moment_leave_everything_as_it_was():
+    """An exception in a function that torch's C++ calls would end the process: it waits for a place where it can leave."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) > 3
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5])
+def test_no_answer_ran_with_more_than_its_cap(fraction):
+    model = nn.Linear(256, 256)
+    try:
+        result = probe(model, trained_on(model, 256), "sim:100MiB", memory_fraction=fraction)
+    except NothingFitsError:
+        return  # two workspaces, and a segment for each, may be more than a tenth
+    for trial in result.trials:
+        if trial.passed and trial.cap_bytes is not None:
+            assert trial.peak_reserved_bytes <= trial.cap_bytes
+    assert oomprobe.check(
+        model, trained_on(model, 256), result.batch_size, device="sim:100MiB", memory_fraction=fraction, progress="off"
+    )
+
+
+def test_the_limit_was_run_where_max_batch_fails():
+    model = nn.Linear(1024, 1024)
+    step, ran = trained_on(model, 1024), []
+
+    def watched(model, batch_size):
+        ran.append(batch_size)
+        step(model, batch_size)
+
+    result = probe(model, watched, "sim:200MiB", max_batch=100_000, multiple_of=2, memory_fraction=0.5)
+    assert result.first_failing_batch_size is not None
+    assert {result.limit_batch_size, result.first_failing_batch_size, result.batch_size} <= set(ran)
+
+
+def test_optimizers_of_other_threads_are_their_own():
+    model, other = nn.Linear(64, 64), nn.Linear(8, 8)
+    go_on = threading.Event()
+
+    def train():
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        while not go_on.is_set():
+            other.weight.grad = torch.ones(8, 8)
+            optimizer.step()
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=train)
+    before = other.weight.detach().clone()
+    thread.start()
+    try:
+        result = probe(model, trained_on(model, 64), "sim:64MiB")
+    finally:
+        go_on.set()
+        thread.join()
+    assert result.state_verified
+    assert not torch.equal(other.weight, before)  # it was not rolled back
+
+
+def test_checkpoints_of_a_card_load_onto_it(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(nn.Linear(512, 512).state_dict(), path)
+    card = SimulatedDevice("1GiB")
+    with card.building():
+        state = torch.load(path, map_location="cuda")
+        assert state["weight"].is_cuda
+        model = nn.Linear(512, 512, device="meta").to_empty(device="cuda")
+        model.load_state_dict(torch.load(path, map_location=torch.device("cuda", 0)))
+        assert not model.weight.is_meta
+    assert model.weight.device.type == "cpu"
+
+
+def test_saving_inside_a_step_is_refused(tmp_path):
+    model = nn.Linear(8, 8)
+    with pytest.raises(UnreliableError, match=r"test_device\.py:\d+ saves a checkpoint"):
+        probe(model, lambda m, n: torch.save(m.state_dict(), tmp_path / "x.pt"))
+
+
+def test_loading_weights_inside_a_step_leaves_the_host_copy_where_it_is():
+    model, kept = nn.Linear(512, 512), {k: v.clone() for k, v in nn.Linear(512, 512).state_dict().items()}
+    card = SimulatedDevice("1GiB")
+    card.place([*model.parameters()])
+    live = card.live_bytes()
+    with card.session():
+        model.load_state_dict(kept)
+    assert card.live_bytes() == live
