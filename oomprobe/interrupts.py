@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import sysconfig
 import threading
 import time
@@ -11,9 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
 LONGEST_TIMER_S = 10**8  # three years; the kernel's timer refuses about 300
@@ -153,9 +151,11 @@ def _in_library(frame: FrameType | None) -> bool:
     An exception in a function that C++ calls ends the process where that C++ does not expect one, and one in the
     callback of a weak reference is lost.
     """
+    torch = sys.modules.get("torch")  # not imported here: verdicts are pure, and import this
+    libraries = {Path(str(module.__file__)).parent for module in (sys.modules["oomprobe"], torch) if module is not None}
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.name == "weakref.py" or any(folder in path.parents for folder in _LIBRARIES):
+        if path.name == "weakref.py" or not libraries.isdisjoint(path.parents):
             return True
         if _STANDARD not in path.parents or "site-packages" in path.parts:
             return False
