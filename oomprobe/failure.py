@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from oomprobe.frames import is_library
 from oomprobe.verdict import SIGNALS, Facts, facts_of
 
 MAX_TEXT = 600
 _TORCH = Path(torch.__file__).parent
-_LIBRARY_FOLDERS = (_TORCH, Path(__file__).parent)
 _BACKWARD_FILES = {_TORCH / "_tensor.py", _TORCH / "autograd" / "__init__.py"}
 
 
@@ -52,15 +52,11 @@ def _where(error: BaseException) -> str | None:
         (Path(frame.f_code.co_filename), frame.f_code.co_name, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    of_user = [(path.name, line) for path, _, line in frames if not _is_library(path)]
+    of_user = [(path.name, line) for path, _, line in frames if not is_library(path)]
     if not of_user:
         return None
     name, line = of_user[-1]
     return f"{_part(frames)}, {name}:{line}"
-
-
-def _is_library(path: Path) -> bool:
-    return path.name != "demo.py" and any(folder in path.parents for folder in _LIBRARY_FOLDERS)
 
 
 def _part(frames: list[tuple[Path, str, int]]) -> str:

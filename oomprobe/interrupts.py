@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import sysconfig
 import threading
 import time
@@ -11,6 +10,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from oomprobe.frames import is_library
 
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
@@ -151,11 +152,9 @@ def _in_library(frame: FrameType | None) -> bool:
     An exception in a function that C++ calls ends the process where that C++ does not expect one, and one in the
     callback of a weak reference is lost.
     """
-    torch = sys.modules.get("torch")  # not imported here: verdicts are pure, and import this
-    libraries = {Path(str(module.__file__)).parent for module in (sys.modules["oomprobe"], torch) if module is not None}
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.name == "weakref.py" or not libraries.isdisjoint(path.parents):
+        if path.name == "weakref.py" or is_library(path):
             return True
         if _STANDARD not in path.parents or "site-packages" in path.parts:
             return False

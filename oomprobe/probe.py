@@ -67,7 +67,8 @@ def find_max_batch(
         min_batch: Smallest size to try, at least 1.
         max_batch: Largest size to try; None: until the memory ends.
         multiple_of: Every size tried is a multiple of this.
-        steps: Full steps a trial runs after every optimizer has stepped once.
+        steps: Full steps a trial runs after every optimizer has stepped once; a simulated device runs no fewer than
+            `confirm_steps`, since repeating costs it nothing.
         confirm_steps: Full steps the answer runs before it is returned.
         preserve: Further objects with ``state_dict()`` and ``load_state_dict()`` to give back as they were. Those
             that the step closes over, names or is bound to are found without it.

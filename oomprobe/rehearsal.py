@@ -41,11 +41,13 @@ class Rehearsals:
             replayed=True,
         )
 
-    def learn(self, trial: Trial) -> bool:
-        """A trial was run, and cleaned up after: it shows the way of others. False where it shows that they were wrong."""
-        if self._device is None or trial.accumulation_steps > 1 or not trial.passed:
+    def borne_out(self, trial: Trial) -> bool:
+        """Learn from a trial that was run, and cleaned up after. False where it shows that rehearsals were wrong."""
+        if self._device is None or trial.accumulation_steps > 1:
             return True
-        return self._device.learn(trial.batch_size)
+        if trial.phase in (Phase.RECHECK, Phase.CONFIRM) and trial.passed is (trial.phase is Phase.RECHECK):
+            return False
+        return not trial.passed or self._device.learn(trial.batch_size)
 
     def stop(self) -> None:
         """Run every size from here on."""

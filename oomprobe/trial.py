@@ -112,7 +112,7 @@ class Trials:
         self._optimizers, self._watch, self.interrupts = optimizers, watch, interrupts
         self._restore_modes = restore_modes
         if isinstance(device, Simulated):
-            device.poll_with(interrupts.poll)
+            device.begin_probe(interrupts.poll)
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # in the last call that was run
         self.in_steps_s = 0.0
@@ -149,7 +149,7 @@ class Trials:
         # Here the exception is gone, and with it the frames that held the failed step's tensors.
         if run.failure is None:
             run.usage = self._usage()
-            if _over_cap(run.usage, request):
+            if run.verdict is Verdict.FITS and _over_cap(run.usage, request):
                 run.verdict = Verdict.OOM
         elif run.verdict is not Verdict.POISONED:
             run.verdict = self._judge(run, request, healthy=self._device.healthy())
@@ -300,7 +300,7 @@ def _trial(request: Request, run: _Run, *, several: bool, timed: bool) -> Trial:
         step_s=step_s,
         samples_per_s=request.batch_size / step_s if step_s else None,
         alloc_retries=run.usage.alloc_retries,
-        error=run.failure.text if run.failure else OVER_CAP if failed else None,
+        error=run.failure.text if run.failure else OVER_CAP if run.verdict is Verdict.OOM else None,
         where=run.failure.where if run.failure else None,
         step_name=named if several else None,
         accumulation_steps=request.accumulation_steps,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 
 from oomprobe.aside import Aside
 from oomprobe.clock import Clock
@@ -58,8 +57,7 @@ class Workbench:
 
     def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
-        long = phase is Phase.CONFIRM or isinstance(self.device, Simulated)  # which repeats calls without running them
-        steps = self.options.confirm_steps if long else self.options.steps
+        steps = self._steps(phase)
         cap_bytes = self.budget_bytes if capped else None
         if phase is Phase.GROW and self._is_last(size):
             self._run_last_replayed()
@@ -91,22 +89,33 @@ class Workbench:
         self._reporter.finished(trial)
         return trial
 
+    def _steps(self, phase: Phase) -> int:
+        """Full steps of a trial; a simulated device repeats them without running them, so none need fewer."""
+        if isinstance(self.device, Simulated):
+            return max(self.options.steps, self.options.confirm_steps)
+        return self.options.confirm_steps if phase is Phase.CONFIRM else self.options.steps
+
     def _is_last(self, size: int) -> bool:
-        return size >= (self.options.max_batch or inf) - self.options.multiple_of
+        return size == self.options.sizes.last
 
     def _run_last_replayed(self) -> None:
         """The last size that passed is the lower end of the bracket: it is run, where it was only replayed."""
         if not self.trials or not self.trials[-1].replayed:
             return
-        last = self.trials[-1]
-        self.trials.pop()
-        if not self.run(last.batch_size, last.phase, steps=self.options.confirm_steps, cap_bytes=last.cap_bytes).passed:
+        last = self.trials.pop()
+        if not self.run(last.batch_size, last.phase, steps=self._steps(last.phase), cap_bytes=last.cap_bytes).passed:
             raise ContradictedError
 
     def stop_rehearsing(self) -> None:
         """Forget what was only replayed, and run every size from here on."""
         self._rehearsals.stop()
         self.trials[:] = [trial for trial in self.trials if not trial.replayed]
+
+    def _contradicted(self, phase: Phase) -> None:
+        """While growing, the ends of the bracket are still to be run; later, what was only replayed has decided."""
+        if phase is not Phase.GROW and any(trial.replayed for trial in self.trials):
+            raise ContradictedError
+        self.stop_rehearsing()
 
     def enough(self, good: int, bad: int) -> bool:
         """Whether the bracket is narrow enough, or only time for the confirmation is left."""
@@ -154,10 +163,8 @@ class Workbench:
         if trial.passed and not self._baseline.known:
             self.measure_available()
             self._baseline.take(self.available_bytes)
-        if not self._rehearsals.learn(trial):
-            self.stop_rehearsing()
-        if phase is Phase.RECHECK and trial.passed and any(t.replayed for t in self.trials):
-            raise ContradictedError  # what decided was only replayed
+        if not self._rehearsals.borne_out(trial):
+            self._contradicted(phase)
         return trial
 
     def _smaller_passed(self, size: int) -> bool:

@@ -1,6 +1,7 @@
 """Steady state, leak freedom and what a trial keeps."""
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -407,3 +408,35 @@ def test_a_scheduler_does_not_run_off_its_end():
     result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=64, progress="off")
     assert result.batch_size == 64
     assert scheduler.state_dict() == before
+
+
+class Lenient(LedgerDevice):
+    """Serves beyond its cap, as an allocator does from what it holds already."""
+
+    def take(self, size_bytes):
+        self.limit = self.total_bytes
+        return super().take(size_bytes)
+
+
+@pytest.mark.parametrize("trial_time_limit_s", [None, 0.2])
+def test_what_ran_with_more_than_its_cap_did_not_pass_under_it(trial_time_limit_s):
+    device = Lenient()
+    model, optimizer = linear()
+
+    def step(model, batch_size):
+        held = device.take(100 * batch_size * MIB)
+        if trial_time_limit_s and batch_size == 8:
+            time.sleep(0.5)
+        model(torch.randn(batch_size, 4)).sum().backward()
+        optimizer.step()
+        return held
+
+    options = {"device": device, "memory_fraction": 0.5, "trial_time_limit_s": trial_time_limit_s, "progress": "off"}
+    if trial_time_limit_s:  # a trial that timed out is not called one of memory, whatever it took
+        with pytest.raises(oomprobe.TimeLimitError) as raised:
+            oomprobe.find_max_batch(model, step, **options)
+        assert raised.value.trials[-1].error is None
+        return
+    result = oomprobe.find_max_batch(model, step, **options)
+    assert result.batch_size == 5
+    assert any("more than the cap" in (t.error or "") for t in result.trials)

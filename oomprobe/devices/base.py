@@ -127,8 +127,8 @@ class Simulated(Protocol):
         """The world in which a model is built for the device."""
         ...
 
-    def poll_with(self, poll: Callable[[], None]) -> None:
-        """Call this often while a step runs; it may raise."""
+    def begin_probe(self, poll: Callable[[], None]) -> None:
+        """Forget what was learned of another step; call `poll`, which may raise, often while one runs."""
         ...
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -69,7 +69,7 @@ class SimulatedDevice(PlainDevice):
     def __init__(self, card: str | int | Card, *, settings: AllocatorSettings | None = None) -> None:
         self.card = _card(card)
         self.torch_device = torch.device("cpu")  # where the model is expected: it stays there
-        self.name = self.card.full_name if card_is_generic(self.card) else f"simulated {self.card.full_name}"
+        self.name = f"simulated {self.card.full_name}"
         self.total_bytes = self.card.total_bytes
         self._settings = AllocatorSettings.from_environment() if settings is None else settings
         self._memory = Memory(
@@ -80,6 +80,7 @@ class SimulatedDevice(PlainDevice):
         self._hold_to(None)
         self._world = World(self._memory, self.card.cublas_workspace_bytes)
         self._replayer = Replayer()
+        self._probed = False
         self._calls: list[Call] = []
         self._trial_calls: tuple[Call, ...] = ()
         self._peaks_before = (0, 0)  # of this trial, before the step itself reset them
@@ -117,8 +118,11 @@ class SimulatedDevice(PlainDevice):
         """
         return building(self._world, self._functions())
 
-    def poll_with(self, poll: Callable[[], None]) -> None:
-        self._world.poll = poll
+    def begin_probe(self, poll: Callable[[], None]) -> None:
+        self._world.poll, self._world.notes = poll, {}
+        if self._probed:
+            self._replayer = Replayer()
+        self._probed = True
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put on the card what training would have there: parameters, buffers, gradients, optimizer state.
@@ -168,7 +172,7 @@ class SimulatedDevice(PlainDevice):
             self._hold_to(None)
 
     def _hold_to(self, limit_bytes: int | None) -> None:
-        allowed = self._allowed(limit_bytes)
+        self._limit_bytes, allowed = limit_bytes, self._allowed(limit_bytes)
         for allocator in (self._memory.allocator, self._memory.roomy):
             if allocator is not None:
                 allocator.limit_bytes = None if allowed == self.card.available_bytes else allowed
@@ -181,7 +185,7 @@ class SimulatedDevice(PlainDevice):
     def _set_fraction(self, fraction: float) -> None:
         """The step's, or the target's, own ``torch.cuda.set_per_process_memory_fraction``."""
         self._fraction = fraction
-        self._hold_to(self._memory.allocator.limit_bytes)
+        self._hold_to(self._limit_bytes)
 
     def start_trial(self) -> None:
         self._memory.begin()
@@ -196,7 +200,7 @@ class SimulatedDevice(PlainDevice):
         return Usage(
             peak_allocated_bytes=max(allocated, self._peaks_before[0]),
             peak_reserved_bytes=max(reserved, self._peaks_before[1]),
-            peak_upper_bytes=self._allowed(self._memory.allocator.limit_bytes)
+            peak_upper_bytes=self._allowed(self._limit_bytes)
             if roomy is None
             else max(roomy.peak_reserved_bytes, reserved),
             alloc_retries=retries,
@@ -304,19 +308,16 @@ class SimulatedDevice(PlainDevice):
         return self._memory.allocator.alloc_retries, self._memory.allocator.ooms
 
 
-def card_is_generic(card: Card) -> bool:
-    """Whether only its memory is stated."""
-    return card.context_bytes == 0
-
-
 def _card(card: str | int | Card) -> Card:
     if isinstance(card, Card):
         return card
     if isinstance(card, int):
         return generic_card(card)
     text = card.removeprefix("sim:").strip()
+    if text.isdecimal():  # "4090" is a card
+        return find_card(text)
     try:
-        is_a_size = not text.isdecimal() and parse_bytes(text)  # "4090" is a card
+        stated_bytes = parse_bytes(text)
     except InvalidArgumentError:
-        is_a_size = False
-    return generic_card(is_a_size) if is_a_size else find_card(text)
+        return find_card(text)
+    return generic_card(stated_bytes)

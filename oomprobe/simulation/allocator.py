@@ -211,6 +211,11 @@ class CachingAllocator:
             "num_ooms": self.ooms,
         }
 
+    def take_counts(self, other: CachingAllocator) -> None:
+        """The peaks, retries and refusals of a copy, whose blocks are given up."""
+        for name in ("peak_allocated_bytes", "peak_reserved_bytes", "alloc_retries", "ooms"):
+            setattr(self, name, getattr(other, name))
+
     def emptied(self) -> CachingAllocator:
         """One like it with nothing in it, whose counts go on from here."""
         fresh = CachingAllocator(

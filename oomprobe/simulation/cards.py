@@ -151,7 +151,7 @@ def generic_card(total: int) -> Card:
     name = f"{total / factor:.1f} {unit}"
     return Card(
         name=name,
-        full_name=f"simulated GPU, {name}",
+        full_name=f"GPU, {name}",
         total_bytes=total,
         context_bytes=0,
         compute_capability=(8, 6),  # the commonest kind: everything but fp8 is there

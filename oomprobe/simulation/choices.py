@@ -22,7 +22,8 @@ _aten = torch.ops.aten
 class Choices:
     """Registers CUDA's branches with the dispatcher.
 
-    They concern this thread and this world: a call from anywhere else goes the way it always went.
+    Those of dropout, attention and softmax concern this thread only; another thread's calls go the way they always went.
+    The autocast lists hold for every thread while they are registered.
 
     Args:
         active: Whether the simulated world is running in the calling thread.

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from oomprobe.simulation.allocator import CachingAllocator
 from oomprobe.simulation.places import SEEN_CARD
-
-
-class Card(SimpleNamespace):
-    """Properties of the card, as ``torch.cuda.get_device_properties`` names them."""
 
 
 class Stream:
@@ -63,11 +57,6 @@ class Event:
     def wait(self, *_: Any) -> None: ...
     def query(self) -> bool:
         return True
-
-
-@contextmanager
-def _nothing(*_: Any, **__: Any) -> Iterator[None]:
-    yield
 
 
 class _DeviceContext(contextlib.nullcontext[None]):
@@ -136,7 +125,7 @@ def replacements(
         "get_per_process_memory_fraction": lambda *_: fraction(),
         "set_per_process_memory_fraction": lambda share, *_: set_fraction(share),
         "utilization": constant(0),
-        "stream": _nothing,
+        "stream": contextlib.nullcontext,
         "device": _DeviceContext,
         "device_of": _DeviceContext,
         "current_stream": constant(stream),

@@ -131,7 +131,7 @@ class Memory:
         try:
             after = replay_call(allocator, call, self.leftovers)
         except AllocatorOutOfMemory:
-            self.refused = allocator
+            self.allocator.take_counts(allocator)
             raise
         roomy_after = self._repeat_roomy(call)
         self.allocator = allocator

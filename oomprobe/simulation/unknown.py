@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 import torch
 
 from oomprobe.errors import SimulationError
+from oomprobe.frames import is_library
 
-_OWN = Path(__file__).parent.parent
-_TORCH = Path(torch.__file__).parent
 _INSTEAD = {
     "aten::nonzero": "use torch.where(mask, a, b), or multiply by the mask",
     "aten::masked_select": "multiply by the mask, or use torch.where(mask, a, b)",
@@ -86,5 +85,4 @@ def raised_at(error: BaseException) -> str:
 
 
 def _is_users(path: Path) -> bool:
-    inside = _OWN in path.parents and path.name != "demo.py"
-    return not inside and _TORCH not in path.parents and path.exists()
+    return not is_library(path) and path.exists()  # a generated one has no line to look at

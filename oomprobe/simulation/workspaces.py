@@ -43,14 +43,17 @@ def of_convolution(func: Any, args: Any) -> int:
     cuDNN chooses among kernels by what is free, and knows ones that need nothing: this is an upper end, no prediction.
     """
     if func is _CONVOLUTION:
-        images, weight, stride, padding, dilation = args[0], args[1], args[3], args[4], args[5]
+        images, weight, stride, padding, dilation, transposed = args[0], args[1], args[3], args[4], args[5], args[6]
     elif func is _CONVOLUTION_BACKWARD:
-        images, weight, stride, padding, dilation = args[1], args[2], args[4], args[5], args[6]
+        images, weight, stride, padding, dilation, transposed = args[1], args[2], args[4], args[5], args[6], args[7]
     else:
         return 0
     kernel = list(weight.shape[2:])
     if prod(kernel) == 1:
         return 0
+    if transposed:  # the patches are those of its output, one for each place of its input
+        return int(weight.shape[1] * args[-1 if func is _CONVOLUTION else 9] * prod(kernel) * images.shape[0]
+                   * prod(images.shape[2:]) * images.element_size())  # fmt: skip
     spread = range(len(kernel))
     out = [
         (images.shape[2 + i] + 2 * _at(padding, i) - _at(dilation, i) * (kernel[i] - 1) - 1) // _at(stride, i) + 1

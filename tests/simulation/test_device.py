@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -520,3 +521,55 @@ def test_loading_weights_inside_a_step_leaves_the_host_copy_where_it_is():
     with card.session():
         model.load_state_dict(kept)
     assert card.live_bytes() == live
+
+
+def test_a_card_is_used_for_another_model_without_what_it_learned_of_the_first():
+    card = SimulatedDevice("300MiB")
+    first = probe(nn.Linear(256, 256), lambda m, n: (m(torch.zeros(n, 256, device="cuda")) > 5).sum().item(), card)
+    assert any("whole number" in note for note in first.notes)
+    model = conv_net()
+    second, fresh = probe(model, trained(model), card), probe(model, trained(model), "sim:300MiB")
+    assert not any("whole number" in note for note in second.notes)
+    assert [(t.batch_size, t.phase, t.passed, t.replayed) for t in second.trials] == [
+        (t.batch_size, t.phase, t.passed, t.replayed) for t in fresh.trials
+    ]
+
+
+def test_exceptions_that_refuse_attributes_come_through():
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Exception):
+        code: int
+
+    def step(model, batch_size):
+        model(torch.zeros(batch_size, 8))
+        raise Frozen(7)
+
+    with pytest.raises(StepFailedError) as raised:
+        probe(nn.Linear(8, 8), step)
+    assert isinstance(raised.value.__cause__, Frozen)
+
+
+def test_more_steps_than_the_confirmation_are_run():
+    model = conv_net()
+    result = probe(model, trained(model), steps=9, max_batch=8)
+    assert {t.steps for t in result.trials if not t.replayed} == {10}
+
+
+def test_what_a_refused_repetition_saw_is_told():
+    """The first call fits, its repetition does not: fragments of the first are in its way."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    result = probe(model, trained_on(model, 512), "sim:100MiB")
+    refused = [t for t in executed(result) if not t.passed]
+    assert refused
+    assert all(t.alloc_retries > 0 for t in refused)
+
+
+def test_a_fraction_that_a_step_sets_and_lifts():
+    card = SimulatedDevice("1GiB")
+    with card.building():
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        assert card.available_bytes() == 512 * MIB
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        assert torch.cuda.get_per_process_memory_fraction() == 1.0
+    assert card._memory.allocator.limit_bytes is None
+

@@ -1,0 +1,18 @@
+"""Whose code a file is: a user's, or that of torch and oomprobe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def is_library(path: Path) -> bool:
+    """Whether a file is torch's or oomprobe's own. The demo's steps are written as a user's would be, and count as one's.
+
+    Example:
+        >>> is_library(Path(__file__)), is_library(Path("/home/me/train.py"))
+        (True, False)
+    """
+    torch = sys.modules.get("torch")  # not imported here: the modules that ask this are pure
+    folders = {Path(__file__).parent, *([] if torch is None else [Path(str(torch.__file__)).parent])}
+    return path.name != "demo.py" and not folders.isdisjoint(path.parents)
