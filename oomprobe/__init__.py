@@ -30,7 +30,7 @@ _HOMES = {
     "check": "probe",
     "classify_error": "verdict",
     "find_max_batch": "probe",
-    "probe_target": "target",
+    "probe_target": "by_name",
 }
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from oomprobe.plan import PlanEntry as PlanEntry
     from oomprobe.probe import check as check
     from oomprobe.probe import find_max_batch as find_max_batch
+    from oomprobe.by_name import probe_target as probe_target
     from oomprobe.result import Phase as Phase
     from oomprobe.result import ProbeResult as ProbeResult
     from oomprobe.result import Trial as Trial
-    from oomprobe.target import probe_target as probe_target
     from oomprobe.verdict import Evidence as Evidence
     from oomprobe.verdict import Verdict as Verdict
     from oomprobe.verdict import classify_error as classify_error

@@ -27,12 +27,28 @@ class Clock:
 
     def deadline_s(self) -> float | None:
         """Until when a trial that begins now may run, on the monotonic clock; None: no limit."""
-        left = [self._left_s(), self._options.trial_time_limit_s or float("inf")]
-        return None if min(left) == float("inf") else time.monotonic() + min(left)
+        left_s = self.left_s()
+        return None if left_s is None else time.monotonic() + left_s
+
+    def left_s(self) -> float | None:
+        """How long a trial that begins now may run; None: no limit."""
+        left_s = min(self._left_s(), self._options.trial_time_limit_s or float("inf"))
+        return None if left_s == float("inf") else max(0.0, left_s)
 
     def _left_s(self) -> float:
         limit = self._options.time_limit_s
         return float("inf") if limit is None else limit - self.elapsed_s
+
+    @property
+    def end_s(self) -> float | None:
+        """When the time of the whole probe has passed, on the monotonic clock; None: no limit."""
+        limit = self._options.time_limit_s
+        return None if limit is None else self._started_s + limit
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time of the whole probe has passed."""
+        return self._left_s() <= 0
 
     def suffices_to_confirm(self, size: int, trials: Iterable[Trial]) -> bool:
         """Whether what is left is more than the confirmation of a size takes."""

@@ -124,6 +124,14 @@ def target_failed(error: BaseException, target: str) -> StepFailedError:
     return failed
 
 
+def process_died(text: str, *, batch_size: int = 0) -> StepFailedError:
+    """The same for a process that ended, which leaves no exception to chain from."""
+    failed = StepFailedError(text)
+    vars(failed)[_TEXT] = text
+    failed.batch_size = batch_size
+    return failed
+
+
 def add_note(error: BaseException, text: str) -> None:
     """Add a note to a user's exception, also where its class refuses attributes."""
     notes = vars(error).setdefault("__notes__", [])

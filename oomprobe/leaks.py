@@ -8,7 +8,6 @@ from collections.abc import Callable
 import tenacity
 
 from oomprobe.devices import Device
-from oomprobe.errors import UnreliableError
 from oomprobe.result import Trial
 from oomprobe.units import format_bytes
 
@@ -49,9 +48,14 @@ class Baseline:
         """Whether it has been taken."""
         return self._live_bytes is not None
 
-    def take(self, available_bytes: int) -> None:
-        """After the first trial that passed: optimizer state and library workspaces are there, and belong there."""
-        self._live_bytes = self._device.live_bytes()
+    def take(self, available_bytes: int, live_bytes: int | None = None) -> None:
+        """After the first trial that passed: optimizer state and library workspaces are there, and belong there.
+
+        Args:
+            available_bytes: On the device.
+            live_bytes: In use then, where that is known before; None: what is in use now.
+        """
+        self._live_bytes = self._device.live_bytes() if live_bytes is None else live_bytes
         self._tolerated_bytes = max(TOLERATED_BYTES, REPORTED_SHARE[self._kind] * available_bytes)
         self._refused_bytes = REFUSED_SHARE[self._kind] * available_bytes
 
@@ -66,16 +70,16 @@ class Baseline:
             leaked_bytes = self._residue_bytes = self._reclaim()
         return leaked_bytes if leaked_bytes > self._tolerated_bytes else 0
 
-    def refuse(self, trial: Trial, trials: tuple[Trial, ...]) -> None:
-        """Raise where what a trial left would make the answer a wrong one."""
-        if trial.leaked_bytes > self._refused_bytes:
-            raise UnreliableError(
-                f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
-                "collecting garbage and a step at the smallest size, so every later trial would have less memory and "
-                "the answer would be too small. Something keeps tensors of each step: a list of losses that still have "
-                "their graph (append loss.item()), a cache keyed by shape, an output kept in an attribute",
-                trials=trials,
-            )
+    def refusal(self, trial: Trial) -> str | None:
+        """Why what a trial left would make the answer a wrong one; None where it would not."""
+        if trial.leaked_bytes <= self._refused_bytes:
+            return None
+        return (
+            f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
+            "collecting garbage and a step at the smallest size, so every later trial would have less memory and "
+            "the answer would be too small. Something keeps tensors of each step: a list of losses that still have "
+            "their graph (append loss.item()), a cache keyed by shape, an output kept in an attribute"
+        )
 
     def _leaked_bytes(self) -> int:
         return 0 if self._live_bytes is None else max(0, self._device.live_bytes() - self._live_bytes)

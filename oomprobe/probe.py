@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from oomprobe import search, summary
-from oomprobe.devices import Device, Simulated, choose_device
-from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError, UnreliableError, add_note
-from oomprobe.interrupts import Interrupts
-from oomprobe.options import Options, StepFn, check_model, check_size, named_steps, refuse_ranks
-from oomprobe.progress import reporter
+from oomprobe.devices import Device
+from oomprobe.here import bench_here
+from oomprobe.options import Options, StepFn, check_size
+from oomprobe.progress import Progress
 from oomprobe.questions import confirm_only, run_plan
 from oomprobe.rehearsal import ContradictedError
-from oomprobe.report import trials_table
-from oomprobe.result import ProbeResult, Trial
-from oomprobe.scope import scope
-from oomprobe.state import Keeper, preserved, resident_tensors, state_tensors
-from oomprobe.trial import Trials
-from oomprobe.watch import OptimizerWatch, outside_modes
+from oomprobe.result import ProbeResult
 from oomprobe.workbench import Workbench
-
-LBFGS = (
-    "LBFGS stops early on a simulated card, where the loss does not change: its history (history_size pairs as large as the "
-    "parameters) is not in the peak"
-)
-Progress = str | Callable[[Trial], object]
 
 
 def find_max_batch(
@@ -47,7 +36,7 @@ def find_max_batch(
     resolution: float = 0.0,
     time_limit_s: float | None = None,
     trial_time_limit_s: float | None = None,
-    journal: object = None,
+    journal: str | Path | None = None,
     progress: Progress = "auto",
 ) -> ProbeResult:
     """Find the largest batch size that truly fits, by running it.
@@ -77,7 +66,9 @@ def find_max_batch(
         time_limit_s: Seconds for the whole probe; None: no limit. A step that hangs inside one call of C code is
             not interrupted.
         trial_time_limit_s: Seconds for one trial; None: no limit.
-        journal: Not in this version yet.
+        journal: Path of a file in which every trial is written before it starts and when it has ended. A probe that
+            finds the file of one that did not end answers from it and goes on; one of another question (model, steps,
+            device or options) is refused.
         progress: "auto" (a live line on a terminal, otherwise a line for each trial, on stderr), "plain", "off", or
             a function that is called with each `Trial`.
 
@@ -116,14 +107,23 @@ def find_max_batch(
         time_limit_s=time_limit_s,
         trial_time_limit_s=trial_time_limit_s,
     )
-    _refuse_journal(journal)
-    with _workbench(model, step_fn, device, preserve, options, progress) as bench:
-        bench.warm(options.sizes.first)
-        found = _find(bench, options)
-        if found.batch_size is None:
-            raise summary.nothing_fits(bench)
-        run_plan(bench, found.batch_size)
+    with bench_here(model, step_fn, device, preserve, options, progress, journal) as bench:
+        found = search_on(bench)
     return summary.result(bench, found)
+
+
+def search_on(bench: Workbench) -> search.Found:
+    """Find the largest size that a workbench runs, and run the plan for the global batch.
+
+    Raises:
+        OomProbeError: as for `find_max_batch`.
+    """
+    bench.runner.warm(bench.options.sizes.first)
+    found = _find(bench, bench.options)
+    if found.batch_size is None:
+        raise summary.nothing_fits(bench)
+    run_plan(bench, found.batch_size)
+    return found
 
 
 def _find(bench: Workbench, options: Options) -> search.Found:
@@ -175,129 +175,32 @@ def check(
         >>> check(model, step, 32, device="cpu:1GiB", progress="off").batch_size
         32
     """
+    options = options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s)
+    with bench_here(model, step_fn, device, preserve, options, progress, journal=None) as bench:
+        found = check_on(bench, min(2, batch_size) if min_batch is None else min_batch)
+    return summary.result(bench, found)
+
+
+def options_of_one(batch_size: int, memory_fraction: float, confirm_steps: int, time_limit_s: float | None) -> Options:
+    """The options of a check: one size may be tried."""
     check_size("batch_size", batch_size)
-    warm_size = min(2, batch_size) if min_batch is None else min_batch
-    options = Options(
+    return Options(
         memory_fraction=memory_fraction,
         min_batch=batch_size,
         max_batch=batch_size,
         confirm_steps=confirm_steps,
         time_limit_s=time_limit_s,
     )
-    with _workbench(model, step_fn, device, preserve, options, progress) as bench:
-        bench.warm(warm_size)
-        found = confirm_only(bench, batch_size)
-        if found.batch_size is None:
-            raise summary.nothing_fits(bench)
-    return summary.result(bench, found)
 
 
-@scope
-def _workbench(
-    model: torch.nn.Module,
-    step_fn: StepFn | Mapping[str, StepFn],
-    device: object,
-    preserve: Iterable[Any],
-    options: Options,
-    progress: Progress,
-) -> Iterator[Workbench]:
-    """Everything a probe needs while it runs; on every way out the state is put back and compared."""
-    check_model(model)
-    preserve = preserved(preserve)
-    steps = named_steps(step_fn)
-    refuse_ranks()
-    chosen = choose_device(device, model)
-    status = reporter(progress)
-    benches: list[Workbench] = []  # the one, once it is there
-    with _told_of_trials(benches), Interrupts() as interrupts:
-        keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
-        place = chosen.place if isinstance(chosen, Simulated) else _there_already
-        place(resident_tensors([model, *steps.values(), *preserve]))
+def check_on(bench: Workbench, warm_size: int) -> search.Found:
+    """Confirm the one size of a workbench.
 
-        def meet(optimizer: torch.optim.Optimizer) -> None:
-            with outside_modes():
-                keeper.add(optimizer)
-                place(state_tensors(optimizer))
-            if isinstance(chosen, Simulated) and isinstance(optimizer, torch.optim.LBFGS):
-                trials.notes[LBFGS] = None
-
-        with OptimizerWatch(meet) as watch:
-            trials = Trials(
-                chosen,
-                model,
-                steps,
-                optimizers=lambda: keeper.optimizers,
-                restore_modes=keeper.restore_modes,
-                watch=watch,
-                interrupts=interrupts,
-            )
-            bench = Workbench(chosen, trials, keeper, options, status)
-            benches.append(bench)
-            bench.notes |= dict.fromkeys(_slips(device, chosen))
-            lost = False
-            try:
-                with _told_as_lost(bench):
-                    yield bench
-            except DeviceLostError as error:
-                lost, error.snapshot = not chosen.on_host, keeper.host_copy()
-                raise
-            finally:
-                status.close()
-                bench.notes |= dict.fromkeys(keeper.notes)
-                keeper.put_back(device_lost=lost)
-                bench.state_verified = not lost and _verified(keeper, bench)
-
-
-def _there_already(tensors: Iterable[torch.Tensor]) -> None:
-    """On a real device the model, and what belongs to it, is where it is."""
-
-
-@scope
-def _told_of_trials(benches: list[Workbench]) -> Iterator[None]:
-    """Around everything: what came while nothing could be interrupted is delivered at the very end."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as interruption:
-        trials = [trial for bench in benches for trial in bench.trials]
-        add_note(interruption, "oomprobe was interrupted; the trials so far:\n" + trials_table(trials))
-        raise
-
-
-@scope
-def _told_as_lost(bench: Workbench) -> Iterator[None]:
-    """A sticky error may show itself outside a step, while memory is measured or given back."""
-    try:
-        yield
-    except OomProbeError:
-        raise
-    except Exception as error:
-        if bench.device.healthy():
-            raise
-        raise bench.device_lost(f"{type(error).__name__}: {error}") from error
-
-
-def _verified(keeper: Keeper, bench: Workbench) -> bool:
-    differences = keeper.differences()
-    if differences:
-        raise UnreliableError(
-            "not everything came back as it was before the probe: "
-            + ", ".join(differences[:5])
-            + ". Do not train with "
-            "this model: load it again. The step may be changing it from another thread",
-            trials=tuple(bench.trials),
-        )
-    return True
-
-
-def _slips(device: object, chosen: Device) -> list[str]:
-    if device is None and chosen.on_host and torch.accelerator.is_available():
-        return [
-            "THE MODEL IS ON THE CPU and an accelerator is here: this number is about host memory. "
-            "Call model.to('cuda') before probing"
-        ]
-    return []
-
-
-def _refuse_journal(journal: object) -> None:
-    if journal is not None:
-        raise InvalidArgumentError("journal is not in this version yet: leave it out")
+    Raises:
+        OomProbeError: as for `check`.
+    """
+    bench.runner.warm(warm_size)
+    found = confirm_only(bench, bench.options.min_batch)
+    if found.batch_size is None:
+        raise summary.nothing_fits(bench)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oomprobe.devices import Device, Simulated
+from oomprobe.devices import Simulated
 from oomprobe.result import Phase, Trial
 from oomprobe.verdict import Verdict
 
@@ -19,7 +19,7 @@ class Rehearsals:
         single: Whether there is one step: of several, each asks for something else.
     """
 
-    def __init__(self, device: Device, *, single: bool) -> None:
+    def __init__(self, device: object, *, single: bool) -> None:
         self._device: Simulated | None = device if single and isinstance(device, Simulated) else None
 
     def trial(self, size: int, phase: Phase, *, steps: int, cap_bytes: int | None) -> Trial | None:

@@ -23,10 +23,14 @@ from oomprobe.workbench import Workbench
 
 SLOW_FACTOR = 2.0  # a sample that takes this much longer than at a smaller size hints at paging or a slow fallback
 MEASURED_STEP_S = 5e-3  # a faster step is timed too roughly to call another one slow
-MOVED_SHARE = 0.02  # of the device: memory outside our allocator that moved more than this was moved by somebody
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-_LIMITED_BY = {Verdict.SIZE_LIMIT: "size_limit", Verdict.HOST_OOM: "host_memory"}
+# What ends a process at a size, again and again, is a limit of that size, and not shown to be memory.
+_LIMITED_BY = {
+    Verdict.SIZE_LIMIT: "size_limit",
+    Verdict.POISONED: "size_limit",
+    Verdict.HOST_OOM: "host_memory",
+}
 
 
 def result(bench: Workbench, found: Found) -> ProbeResult:
@@ -48,7 +52,7 @@ def result(bench: Workbench, found: Found) -> ProbeResult:
         available_bytes=bench.available_bytes,
         notes=tuple(_notes(bench, found, answer)),
         not_covered=tuple(_not_covered(bench)),
-        contaminated=_contaminated(bench),
+        contaminated=bench.neighbours.contaminated,
         state_verified=bench.state_verified,
         environment=environment(bench),
         estimates={"straight line through the peaks": fit.predicted_max_batch} if fit else {},
@@ -117,15 +121,10 @@ def _fit(bench: Workbench) -> LinearFit | None:
     return fit_line(points, bench.budget_bytes)
 
 
-def _contaminated(bench: Workbench) -> bool:
-    """Whether memory came free, or went, outside this process's allocator, more than libraries explain."""
-    moved = max(bench.outside_bytes, default=0) - min(bench.outside_bytes, default=0)
-    return moved > MOVED_SHARE * bench.device.total_bytes
-
-
 def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
     return [
         *bench.notes,
+        *bench.circumstances,
         *(f"batch {size} failed once and passed when tried again: struck out" for size in found.struck),
         *(f"batch {size} passed as a trial and failed in confirmation" for size in found.unconfirmed),
         *_leaks(bench.trials, on_host=bench.device.on_host),
@@ -201,20 +200,21 @@ def _slow(trials: Iterable[Trial], answer: Trial) -> list[str]:
 
 
 def _outside(bench: Workbench) -> list[str]:
-    if not bench.outside_bytes:
+    held = bench.neighbours.held_bytes
+    if not held:
         return []
-    grown = bench.outside_bytes[-1] - bench.outside_bytes[0]
-    held = f"{format_bytes(bench.outside_bytes[-1])} of the device is held outside this process's allocator"
+    grown = held[-1] - held[0]
+    text = f"{format_bytes(held[-1])} of the device is held outside this process's allocator"
     if grown <= 0:
-        return [f"{held} (context, libraries, other processes); the cap does not count it"]
+        return [f"{text} (context, libraries, other processes); the cap does not count it"]
     return [
-        f"{held}; {format_bytes(grown)} of it came while probing (kernels loaded, library handles, other processes) and "
+        f"{text}; {format_bytes(grown)} of it came while probing (kernels loaded, library handles, other processes) and "
         "eats into the margin"
     ]
 
 
 def _compiled(bench: Workbench) -> list[str]:
-    if not bench.graphs_compiled:
+    if not getattr(bench, "graphs_compiled", 0):
         return []
     return [
         f"torch.compile made {bench.graphs_compiled} graphs while probing: several sizes make it compile for changing "

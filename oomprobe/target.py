@@ -16,37 +16,32 @@ import torch
 from oomprobe.devices import Simulated
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.options import StepFn
-from oomprobe.probe import find_max_batch
-from oomprobe.result import ProbeResult
 
 RECIPE = "Write it as 'path/to/train.py:build' or 'package.module:build', where build() returns (model, step_fn)"
 
 
-def probe_target(target: str, *, isolate: bool = True, **options: Any) -> ProbeResult:
-    """Probe what a target builds.
-
-    A target can be built anew, so that its trials can run in child processes that may die.
-
-    Args:
-        target: ``module:function`` or ``path/to/file.py:function``; the function takes no arguments and returns
-            ``(model, step_fn)``.
-        isolate: Run trials in child processes. Not in this version yet: pass False to run them in this process.
-        **options: As for `find_max_batch`.
-
-    Returns:
-        The result.
+def name_of(target: object) -> str:
+    """A target by name, as another process can find it.
 
     Raises:
-        InvalidArgumentError: the target cannot be found or does not return a model and a step; or `isolate` is True.
-        OomProbeError: whatever `find_max_batch` raises.
+        InvalidArgumentError: it is no name, and no function that can be imported.
     """
-    if isolate:
+    if isinstance(target, str):
+        return target
+    name, module = getattr(target, "__qualname__", ""), sys.modules.get(getattr(target, "__module__", None) or "")
+    if module is None or not name.isidentifier() or getattr(module, name, None) is not target:
         raise InvalidArgumentError(
-            "isolated trials are not in this version yet: pass isolate=False to run the trials in this process"
+            f"{name or type(target).__name__} cannot be imported in another process: it is a lambda, a closure, a method or an "
+            f"object. Move it to the top level of a file. {RECIPE}"
         )
-    device = simulated_or(options.pop("device", None))
-    model, step_fn = build(target, device)
-    return find_max_batch(model, step_fn, device=device, **options)
+    if module.__name__ != "__main__":
+        return f"{module.__name__}:{name}"
+    file = getattr(module, "__file__", None)
+    if file is None or not file.endswith(".py"):
+        raise InvalidArgumentError(
+            f"{name} was typed in here, and other processes cannot import it: put it in a file. {RECIPE}"
+        )
+    return f"{file}:{name}"
 
 
 def simulated_or(device: Any) -> Any:

@@ -260,6 +260,23 @@ class Trials:
         run.durations_s.setdefault(run.step_name or "", []).append(duration)
 
     @property
+    def learned(self) -> dict[str, list[int]]:
+        """Which optimizers step in each step, by their place among those known; -1 and below: others."""
+        places = {id(optimizer): place for place, optimizer in enumerate(self._optimizers())}
+        return {
+            name: [places.get(one, -1 - nth) for nth, one in enumerate(stepped)]
+            for name, stepped in self._expected.items()
+        }
+
+    def learn(self, learned: Mapping[str, Iterable[int]]) -> None:
+        """Take over what trials of the same target learned in another process."""
+        known = [id(optimizer) for optimizer in self._optimizers()]
+        self._expected = {
+            name: {known[place] if 0 <= place < len(known) else place for place in places}
+            for name, places in learned.items()
+        }
+
+    @property
     def step_names(self) -> list[str]:
         return list(self._steps)
 

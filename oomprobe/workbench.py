@@ -1,59 +1,65 @@
-"""One probe while it runs: the trials so far, the budget, the baseline of memory, the clock."""
+"""One probe while it runs: the trials so far, the budget, the clock, and what becomes of a trial that ended badly."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NoReturn
 
-from oomprobe.aside import Aside
 from oomprobe.clock import Clock
-from oomprobe.devices import Device, Simulated
-from oomprobe.errors import DeviceLostError, StepFailedError, UnreliableError
+from oomprobe.devices import Simulated
+from oomprobe.errors import DeviceLostError, StepFailedError, UnreliableError, process_died
 from oomprobe.idle import refuse_idle
-from oomprobe.leaks import Baseline
+from oomprobe.neighbours import Neighbours
 from oomprobe.options import Options
 from oomprobe.progress import Reporter
+from oomprobe.record import LOST, Record
 from oomprobe.rehearsal import ContradictedError, Rehearsals
 from oomprobe.result import Phase, Trial
+from oomprobe.runner import Measured, Ran, Runner
 from oomprobe.search import Reply
-from oomprobe.state import Keeper
-from oomprobe.trial import Request, Trials
+from oomprobe.trial import Request
 from oomprobe.verdict import Verdict
-from oomprobe.work import compiled_graphs
+
+ENDED = LOST | {Verdict.TIMED_OUT}  # no word about the size, and no way on
 
 
 class Workbench:
-    """Runs what the search asks for and keeps the memory between trials at its baseline."""
+    """Runs what the search asks for.
+
+    Args:
+        runner: Runs the trials.
+        options: Of the probe.
+        reporter: Told of each trial.
+        clock: Started with the probe.
+        trials: Filled with those that ran.
+        record: Of this probe, and of what an earlier one had of it.
+        sleep: Waits for neighbours.
+    """
 
     def __init__(
         self,
-        device: Device,
-        trials: Trials,
-        keeper: Keeper,
+        runner: Runner,
         options: Options,
         reporter: Reporter,
+        clock: Clock,
+        trials: list[Trial],
+        record: Record,
         *,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.device, self.options = device, options
-        self.trials: list[Trial] = []
-        self.notes: dict[str, None] = trials.notes  # ordered and without doubles
+        self.runner, self.options, self.trials = runner, options, trials
+        self.device, self.notes = runner.place, runner.notes
         self.available_bytes = self.budget_bytes = 0
-        self.outside_bytes: list[int] = []
         self.state_verified = False
-        self._trials, self._keeper, self._reporter = trials, keeper, reporter
-        self._clock = Clock(options)
-        self._aside = Aside(device, trials, self.trials, self._clock, keeper.drop_gradients)
-        self._baseline = Baseline(device, drop_gradients=keeper.drop_gradients, flush=self._flush, sleep=sleep)
-        self._rehearsals = Rehearsals(device, single=len(trials.step_names) == 1)
-        self._graphs_before = compiled_graphs()
+        self.neighbours = Neighbours(self.device.total_bytes, sleep=sleep)
+        self._reporter, self._clock, self._record = reporter, clock, record
+        self._rehearsals = Rehearsals(self.device, single=len(runner.step_names) == 1)
+        if record.measured is not None:
+            self._take(record.measured)
 
     # --- what the search asks ---
-
-    def warm(self, batch_size: int) -> None:
-        """Bring the process to the state in which its memory is counted."""
-        self._aside.warm(batch_size)
 
     def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
@@ -68,8 +74,8 @@ class Workbench:
             refuse_idle(
                 self.trials,
                 self.options.sizes,
-                self._aside.work_at,
-                nothing_stepped=self._trials.nothing_stepped,
+                self.runner.work_at,
+                nothing_stepped=self._nothing_stepped(),
                 kind="host" if self.device.on_host else "device",
             )
         peak = trial.peak_reserved_bytes
@@ -130,55 +136,70 @@ class Workbench:
         return True
 
     def run(self, size: int, phase: Phase, *, steps: int, cap_bytes: int | None, accumulation_steps: int = 1) -> Trial:
-        """Run one trial, put the memory back to its baseline, and record it.
+        """Run one trial, or recall it, and tell of it.
 
         Raises:
             TimeLimitError: its time passed.
             DeviceLostError: the process can give no further verdict.
-            StepFailedError: a bug in the step.
+            StepFailedError: a bug in the step, or its process died and not of memory.
             UnreliableError: memory did not come back.
         """
-        self._reporter.started(size, phase)
-        self._keeper.start_over()
-        self._aside.prime(size)
         request = Request(
-            batch_size=size,
-            phase=phase,
-            steps=steps,
-            cap_bytes=cap_bytes,
-            accumulation_steps=accumulation_steps,
-            deadline_s=self._clock.deadline_s(),
-            smaller_passed=self._smaller_passed(size),
-            largest_passed=max((t.batch_size for t in self.trials if t.passed), default=None),
+            batch_size=size, phase=phase, steps=steps, cap_bytes=cap_bytes, accumulation_steps=accumulation_steps
         )
+        self._reporter.started(size, phase)
         try:
-            trial = self._trials.run(request)
+            trial = self._lived_through(request)
         except (StepFailedError, UnreliableError) as error:
             error.trials = tuple(self.trials)
             raise
-        trial = self._settle(trial)
-        self.trials.append(trial)
-        self._reporter.finished(trial)
-        self._stop_if_final(trial)
-        if trial.passed and not self._baseline.known:
-            self.measure_available()
-            self._baseline.take(self.available_bytes)
         if not self._rehearsals.borne_out(trial):
             self._contradicted(phase)
         return trial
 
-    def _smaller_passed(self, size: int) -> bool:
-        """Whether what fails now has run at a smaller size, or at this one with more memory."""
-        warmed = self._aside.warmed_at is not None and self._aside.warmed_at <= size
-        return warmed or any(t.passed and t.batch_size < size for t in self.trials)
+    def _lived_through(self, request: Request) -> Trial:
+        """Run a trial; where its process ended badly and another can be had, once more in that."""
+        ran = self._run(request)
+        if ran.trial.verdict in ENDED and self.runner.replaceable and not self._clock.is_over:
+            died = ran.trial
+            self.runner.renew()
+            ran = self._run(replace(request, phase=Phase.RECHECK))
+            self._note_death(died, ran.trial)
+        self._stop_if_final(ran)
+        return ran.trial
 
-    @property
-    def graphs_compiled(self) -> int:
-        return compiled_graphs() - self._graphs_before
+    def _run(self, request: Request) -> Ran:
+        recalled = self._record.recall(request, self._ended)
+        if recalled is not None:
+            return Ran(trial=recalled)
+        with self._record.of(request) as write:
+            ran = self.neighbours.undisturbed(lambda: self.runner.run(self._completed(request)))
+            write(ran.trial, nothing_stepped=self.runner.nothing_stepped)
+        self._ended(ran.trial)
+        if ran.measured is not None and not self.available_bytes:
+            self._take(ran.measured)
+        return ran
+
+    def _ended(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        self._reporter.finished(trial)
+
+    def _completed(self, request: Request) -> Request:
+        """With what is known only now."""
+        return replace(
+            request,
+            deadline_s=self._clock.deadline_s(),
+            smaller_passed=any(t.passed and t.batch_size < request.batch_size for t in self.trials),
+            largest_passed=max((t.batch_size for t in self.trials if t.passed), default=None),
+        )
+
+    def _nothing_stepped(self) -> bool:
+        recalled = self._record.nothing_stepped
+        return self.runner.nothing_stepped if recalled is None else recalled
 
     @property
     def step_names(self) -> list[str]:
-        return self._trials.step_names
+        return self.runner.step_names
 
     @property
     def elapsed_s(self) -> float:
@@ -186,52 +207,77 @@ class Workbench:
 
     @property
     def in_steps_s(self) -> float:
-        return self._trials.in_steps_s
+        return self.runner.in_steps_s
 
-    # --- memory between trials ---
+    @property
+    def circumstances(self) -> tuple[str, ...]:
+        """What is to be said of others on the device, and of the journal."""
+        return (*self.neighbours.notes, *self._record.notes)
+
+    # --- the budget ---
 
     def measure_available(self) -> None:
         """Sample what this process may use, and with it the budget."""
-        self.available_bytes = self.device.available_bytes()
+        self._take(self.runner.measure())
+
+    def _take(self, measured: Measured) -> None:
+        self.available_bytes = measured.available_bytes
         self.budget_bytes = int(self.options.memory_fraction * self.available_bytes)
-        self._sample_outside()
+        self.neighbours.expect(measured.outside_bytes)
+        self._record.take(measured)
 
     @property
     def cap_bytes(self) -> int | None:
         """What a trial under the margin is held to; None where the card enforces it."""
         return self.budget_bytes if self.options.memory_fraction < 1 else None
 
-    def _sample_outside(self) -> None:
-        outside = self.device.outside_bytes()
-        if outside is not None:
-            self.outside_bytes.append(outside)
-
-    def _settle(self, trial: Trial) -> Trial:
-        """Clean up after a trial; what survives is its leak."""
-        if trial.verdict is Verdict.POISONED:
-            return trial
-        leaked_bytes = self._baseline.settle(passed=trial.passed)
-        if self._baseline.known:
-            self._sample_outside()
-        return replace(trial, leaked_bytes=leaked_bytes)
-
-    def _flush(self) -> None:
-        self._aside.flush(self.options.sizes.first)
-
     # --- when to stop ---
 
     def device_lost(self, what: str) -> DeviceLostError:
         """The error for a device that can give no further verdict."""
-        return DeviceLostError(
-            f"a sticky error ({what}): this process can give no further verdict on {self.device.name}, and what was on "
-            "it is lost. The state from before the first step is in this error's .snapshot. Start a new process, with a "
-            "max_batch below this size if it happens again",
-            trials=tuple(self.trials),
+        lost = (
+            "new processes end in it too. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
+            if self.runner.replaceable
+            else f"this process can give no further verdict on {self.device.name}, and what was on it is lost. The state "
+            "from before the first step is in this error's .snapshot. Start a new process; trials that may lose theirs "
+            "run in children of their own: oomprobe run path/to/train.py:build, or oomprobe.probe_target"
         )
+        return DeviceLostError(f"a sticky error ({what}): {lost}", trials=tuple(self.trials))
 
-    def _stop_if_final(self, trial: Trial) -> None:
-        if trial.verdict is Verdict.POISONED:
-            raise self.device_lost(f"batch {trial.batch_size}, {trial.error}")
+    def _note_death(self, died: Trial, again: Trial) -> None:
+        """One process ended badly for no reason that holds, or two did at one size."""
+        size, how = died.batch_size, f"{died.verdict}: {died.error}"
+        if again.verdict not in ENDED:
+            self.notes[f"batch {size} ended its process once ({how}); tried again in a new one: {again.verdict}"] = None
+        elif again.verdict is Verdict.POISONED:
+            self.notes[
+                f"batch {size} ended in a sticky error in two processes ({how}): that is not memory, but a limit of a "
+                "kernel, or a bug that shows itself at that size. The answer is below it"
+            ] = None
+
+    def _smaller_passed(self, size: int) -> bool:
+        return any(trial.passed and trial.batch_size < size for trial in self.trials)
+
+    def _stop_if_final(self, ran: Ran) -> None:
+        trial = ran.trial
         if trial.verdict is Verdict.TIMED_OUT:
             raise self._clock.time_is_up(trial.batch_size, self.trials)
-        self._baseline.refuse(trial, tuple(self.trials))
+        if trial.verdict in LOST and not self._is_ceiling(trial):
+            if trial.verdict is Verdict.POISONED:
+                raise self.device_lost(f"batch {trial.batch_size}, {trial.error}")
+            self._stop_at_crash(trial)
+        if ran.refusal is not None:
+            raise UnreliableError(ran.refusal, trials=tuple(self.trials))
+
+    def _is_ceiling(self, trial: Trial) -> bool:
+        """A sticky error in two processes is the size's own, where a smaller one ran."""
+        lost = [t for t in self.trials if t.verdict is Verdict.POISONED and t.batch_size == trial.batch_size]
+        return len(lost) > 1 and self._smaller_passed(trial.batch_size)
+
+    def _stop_at_crash(self, trial: Trial) -> NoReturn:
+        raise process_died(
+            f"the process of the trial died twice at batch size {trial.batch_size}, and nothing says that it was for want "
+            f"of memory, so there is no answer: {trial.error}\n"
+            f"Run step_fn(model, {trial.batch_size}) once by itself to see it",
+            batch_size=trial.batch_size,
+        )

@@ -10,15 +10,15 @@ from oomprobe.devices import onednn
 
 POISON = """
 import torch
-from oomprobe.devices import host, linux, onednn
+from oomprobe.devices import limits, linux, onednn
 
 def poison():
     image, weight = torch.ones(2, 1, 3, 9999), torch.ones(1, 1, 3, 3)
     plugs, size = linux.Plugs(), linux.process_bytes("VmSize")
-    with host._address_space(size):
+    with limits.address_space(size):
         plugs.fill()
     try:
-        with host._address_space(size + 100 * 1024):  # its generator asks for 256 KiB
+        with limits.address_space(size + 100 * 1024):  # its generator asks for 256 KiB
             torch.mkldnn_convolution(image, weight, None, [0, 0], [1, 1], [1, 1], 1)
     except RuntimeError:
         pass

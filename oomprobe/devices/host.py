@@ -7,8 +7,6 @@ OOM killer comes. Address space is not memory: thread pools reserve far more of 
 
 from __future__ import annotations
 
-import functools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +16,7 @@ import torch
 from oomprobe.devices import linux, onednn
 from oomprobe.devices.accelerator import kernel_answers
 from oomprobe.devices.base import Usage
+from oomprobe.devices.limits import address_space, left_by_own_limits
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.scope import scope
 from oomprobe.units import byte_unit, format_bytes
@@ -78,13 +77,20 @@ class HostDevice:
         return nullcontext()
 
     def warm(self, step: Callable[[], object]) -> None:
-        free = linux.free_bytes() or 0
-        slack = torch.get_num_threads() * THREAD_ADDRESS_SPACE_BYTES + 2**30
-        self._run_once(step, free + slack)
+        self._run_once(step, self.warming_bytes())
         self._resident_base = linux.process_bytes("VmRSS") or 0
+        self.sample()
+
+    def warming_bytes(self) -> int:
+        """Room for a first step: all that is free, and what threads reserve without using it."""
+        slack = torch.get_num_threads() * THREAD_ADDRESS_SPACE_BYTES + 2**30
+        return (linux.free_bytes() or 0) + slack
+
+    def sample(self) -> None:
+        """Once the process is warm: what it may use beyond what it has."""
         if self._stated_bytes is None:
             self._available_bytes = linux.free_bytes() or self._available_bytes
-        self._available_bytes = min([self._available_bytes, *_left_by_own_limits()])
+        self._available_bytes = min([self._available_bytes, *left_by_own_limits()])
 
     def prime(self, step: Callable[[], object]) -> None:
         """Let oneDNN make its primitives for a new shape while there is room, where the budget is a small one.
@@ -102,7 +108,7 @@ class HostDevice:
         """Run a step outside any trial; a failure is left to its trial, and must not poison that."""
         failed = False
         try:
-            with _address_space((linux.process_bytes("VmSize") or 0) + room_bytes):
+            with address_space((linux.process_bytes("VmSize") or 0) + room_bytes):
                 step()
         except Exception:
             failed = True
@@ -122,10 +128,10 @@ class HostDevice:
         plugs = linux.Plugs()
         size = linux.process_bytes("VmSize") or 0
         try:
-            with _address_space(size):
+            with address_space(size):
                 plugs.fill()
             self._limit_bytes = size + room
-            with _address_space(self._limit_bytes, room):
+            with address_space(self._limit_bytes, room):
                 yield
         except Exception:
             self._history_bytes = history
@@ -170,68 +176,3 @@ def _round_size(free_bytes: int) -> str:
     share = free_bytes * 3 // 4
     unit, factor = byte_unit(share)
     return f"{share // factor}{unit}"
-
-
-def _left_by_own_limits() -> list[int]:
-    """What the user's own ulimits leave to this process: a margin must be a share of that."""
-    import resource  # Linux only, like this device
-
-    used = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
-    limits = {name: resource.getrlimit(kind)[0] for kind, name in used.items()}
-    return [
-        max(0, limit - (linux.process_bytes(name) or 0))
-        for name, limit in limits.items()
-        if limit != resource.RLIM_INFINITY
-    ]
-
-
-@scope
-def _address_space(limit_bytes: int, more_data_bytes: int | None = None) -> Iterator[None]:
-    """Hold this process to an address space, and lift the limit before anything else runs.
-
-    Args:
-        limit_bytes: For ``RLIMIT_AS``.
-        more_data_bytes: How much more may become writable; arenas of malloc reserve address space ahead, and using it
-            is seen by ``RLIMIT_DATA`` only.
-    """
-    import resource  # Linux only, like this device
-
-    wanted = {resource.RLIMIT_AS: limit_bytes}
-    if more_data_bytes is not None:
-        wanted[resource.RLIMIT_DATA] = (linux.process_bytes("VmData") or 0) + more_data_bytes
-    before = {kind: resource.getrlimit(kind) for kind in wanted}
-    _lift_in_children()
-    _held.append(before)
-    try:
-        for kind, limit in wanted.items():
-            stricter = [own for own in before[kind] if own != resource.RLIM_INFINITY]
-            resource.setrlimit(kind, (min([limit, *stricter]), before[kind][1]))
-        yield
-    finally:
-        _lift(before)
-        if before in _held:  # a forked child has none
-            _held.remove(before)
-
-
-Limits = dict[int, tuple[int, int]]
-# What was before the limits that hold now, outermost first. Of the process, as the limits are: a child forked in a trial
-# inherits them, and a data loader's persistent worker would keep them for the whole training run.
-_held: list[Limits] = []
-
-
-def _lift(before: Limits) -> None:
-    import resource  # Linux only, like this device
-
-    for kind, limits in before.items():
-        resource.setrlimit(kind, limits)
-
-
-@functools.cache
-def _lift_in_children() -> None:
-    """Once a process: what is registered cannot be taken back."""
-    os.register_at_fork(after_in_child=_lift_all)
-
-
-def _lift_all() -> None:
-    while _held:
-        _lift(_held.pop())

@@ -90,6 +90,38 @@ def _stat(folder: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
 
 
+def oom_kills(
+    vmstat: Path = Path("/proc/vmstat"), table: Path = PAGE_TABLE_OF_CGROUPS, root: Path = CGROUP_ROOT
+) -> int | None:
+    """Processes that the system's OOM killer has ended, of the machine and of our cgroups; None where nothing says.
+
+    Counted with this function before and after: a rise between them is what says that a process was killed for memory
+    (proc_vmstat(5), cgroup v2 ``memory.events``, v1 ``memory.oom_control``).
+    """
+    files = [vmstat]
+    files += [
+        folder / name for folder in _cgroup_folders(table, root) for name in ("memory.events", "memory.oom_control")
+    ]
+    counts = [count for file in files if (count := _count(file, "oom_kill")) is not None]
+    return sum(counts) if counts else None
+
+
+def _count(file: Path, name: str) -> int | None:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
+
+
+def boot_id() -> str | None:
+    """Which run of the system this is; counters begin anew with each."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
 class _Mallinfo2(ctypes.Structure):  # mallinfo(3), glibc 2.33
     _fields_ = [
         (name, ctypes.c_size_t)

@@ -1,0 +1,154 @@
+"""A workbench in this process: everything a probe needs while it runs, and everything back when it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oomprobe.clock import Clock
+from oomprobe.devices import Device, Simulated, choose_device
+from oomprobe.errors import DeviceLostError, OomProbeError, UnreliableError, add_note
+from oomprobe.interrupts import Interrupts
+from oomprobe.journal import Journal
+from oomprobe.local import LocalRunner
+from oomprobe.options import Options, StepFn, check_model, named_steps, refuse_ranks
+from oomprobe.progress import Progress, reporter
+from oomprobe.question import question_of
+from oomprobe.record import Record
+from oomprobe.report import trials_table
+from oomprobe.result import Trial
+from oomprobe.scope import scope
+from oomprobe.state import Keeper, preserved, resident_tensors, state_tensors
+from oomprobe.trial import Trials
+from oomprobe.watch import OptimizerWatch, outside_modes
+from oomprobe.workbench import Workbench
+
+LBFGS = (
+    "LBFGS stops early on a simulated card, where the loss does not change: its history (history_size pairs as large as the "
+    "parameters) is not in the peak"
+)
+
+
+@scope
+def bench_here(
+    model: torch.nn.Module,
+    step_fn: StepFn | Mapping[str, StepFn],
+    device: object,
+    preserve: Iterable[Any],
+    options: Options,
+    progress: Progress,
+    journal: str | Path | None,
+) -> Iterator[Workbench]:
+    """Everything a probe needs while it runs; on every way out the state is put back and compared."""
+    check_model(model)
+    preserve = preserved(preserve)
+    steps = named_steps(step_fn)
+    refuse_ranks()
+    chosen = choose_device(device, model)
+    status = reporter(progress)
+    recorded: list[Trial] = []
+    with told_of_trials(recorded), opened(journal) as book, Interrupts() as interrupts:
+        if book is not None:
+            book.ask(question_of(model, steps, chosen.name, options))
+        keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
+        place = chosen.place if isinstance(chosen, Simulated) else _there_already
+        place(resident_tensors([model, *steps.values(), *preserve]))
+
+        def meet(optimizer: torch.optim.Optimizer) -> None:
+            with outside_modes():
+                keeper.add(optimizer)
+                place(state_tensors(optimizer))
+            if isinstance(chosen, Simulated) and isinstance(optimizer, torch.optim.LBFGS):
+                trials.notes[LBFGS] = None
+
+        with OptimizerWatch(meet) as watch:
+            trials = Trials(
+                chosen,
+                model,
+                steps,
+                optimizers=lambda: keeper.optimizers,
+                restore_modes=keeper.restore_modes,
+                watch=watch,
+                interrupts=interrupts,
+            )
+            clock = Clock(options)
+            runner = LocalRunner(chosen, trials, keeper, clock, recorded, smallest=options.sizes.first)
+            bench = Workbench(runner, options, status, clock, recorded, Record(book))
+            bench.notes |= dict.fromkeys(_slips(device, chosen))
+            lost = False
+            try:
+                with _told_as_lost(bench, chosen):
+                    yield bench
+            except DeviceLostError as error:
+                lost, error.snapshot = not chosen.on_host, keeper.host_copy()
+                raise
+            finally:
+                status.close()
+                bench.notes |= dict.fromkeys(keeper.notes)
+                keeper.put_back(device_lost=lost)
+                bench.state_verified = not lost and _verified(keeper, bench)
+
+
+def _there_already(tensors: Iterable[torch.Tensor]) -> None:
+    """On a real device the model, and what belongs to it, is where it is."""
+
+
+@scope
+def opened(journal: str | Path | None) -> Iterator[Journal | None]:
+    """The journal of that path, until the probe has ended."""
+    if journal is None:
+        yield None
+        return
+    book = Journal.open(journal)
+    try:
+        yield book
+    finally:
+        book.close()
+
+
+@scope
+def told_of_trials(trials: list[Trial]) -> Iterator[None]:
+    """Around everything: what came while nothing could be interrupted is delivered at the very end."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as interruption:
+        add_note(interruption, "oomprobe was interrupted; the trials so far:\n" + trials_table(trials))
+        raise
+
+
+@scope
+def _told_as_lost(bench: Workbench, device: Device) -> Iterator[None]:
+    """A sticky error may show itself outside a step, while memory is measured or given back."""
+    try:
+        yield
+    except OomProbeError:
+        raise
+    except Exception as error:
+        if device.healthy():
+            raise
+        raise bench.device_lost(f"{type(error).__name__}: {error}") from error
+
+
+def _verified(keeper: Keeper, bench: Workbench) -> bool:
+    differences = keeper.differences()
+    if differences:
+        raise UnreliableError(
+            "not everything came back as it was before the probe: "
+            + ", ".join(differences[:5])
+            + ". Do not train with "
+            "this model: load it again. The step may be changing it from another thread",
+            trials=tuple(bench.trials),
+        )
+    return True
+
+
+def _slips(device: object, chosen: Device) -> list[str]:
+    if device is None and chosen.on_host and torch.accelerator.is_available():
+        return [
+            "THE MODEL IS ON THE CPU and an accelerator is here: this number is about host memory. "
+            "Call model.to('cuda') before probing"
+        ]
+    return []

@@ -1,0 +1,120 @@
+"""From how a child ended to a verdict on the size it ran."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from oomprobe.devices.host import PRESSURE_SHARE
+from oomprobe.verdict import Evidence, Facts, Link, Verdict, judge
+
+LAST_WORDS = 2000  # characters of stderr that can be about the end
+TRACE_LINES = 8
+_TRACE = "(most recent call first):"  # Python's faulthandler
+# What C libraries print before they leave the process for want of memory.
+_FOR_WANT_OF_MEMORY = re.compile(
+    r"std::bad_alloc"  # libstdc++, through std::terminate
+    r"|libgomp: Out of memory|libgomp: Thread creation failed"  # libgomp/error.c, team.c
+    r"|OpenBLAS.{0,80}(?:pthread_create failed|allocation still failed|could not be allocated)"  # OpenBLAS, memory.c
+    r"|cannot allocate memory|out of memory|failed to allocate|Memory allocation failed",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """How a child ended without an answer.
+
+    Attributes:
+        signal: That ended it; None where it left by itself.
+        code: That it left with; None where a signal ended it.
+        why: What its template ended it for ("timed out", "stuck", "garbled: ..."); None: it ended by itself.
+        stderr: The end of what it wrote there.
+        peak_resident_bytes: Its peak of resident memory.
+        oom_kills: How many processes the system's OOM killer ended while it ran.
+    """
+
+    signal: int | None
+    code: int | None
+    why: str | None
+    stderr: str
+    peak_resident_bytes: int
+    oom_kills: int
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Death:
+        """Read what a template told."""
+        return cls(**message)
+
+    @property
+    def is_hang(self) -> bool:
+        """Whether it did not end by itself."""
+        return self.why in ("timed out", "stuck")
+
+    def text(self) -> str:
+        """For the error of a trial."""
+        return f"{self._what()}{_quoted(self.stderr)}"
+
+    def _what(self) -> str:
+        if self.is_hang:
+            return f"the process of the trial {self.why} and was ended"
+        if self.why is not None:
+            return f"what the process of the trial answered was no answer ({self.why})"
+        if self.signal is None:
+            return f"the process of the trial left with exit code {self.code} before it answered"
+        killer = ""
+        if self.signal == signal.SIGKILL:
+            said = "the OOM killer of the system was at work" if self.oom_kills else "not by the system's OOM killer"
+            killer = f" ({said})"
+        return f"the process of the trial was ended by {_name(self.signal)}{killer}"
+
+
+def judge_death(death: Death, evidence: Evidence, *, used_bytes: int, cap_bytes: int | None) -> Verdict:
+    """What a death says of the size.
+
+    Args:
+        death: How the child ended.
+        evidence: What was seen around it, but for the pressure on memory, which is judged here.
+        used_bytes: Memory that the child had come to use beyond that of a warm process.
+        cap_bytes: What it was held to; None where that is not known.
+
+    Returns:
+        OOM, HOST_OOM, SIZE_LIMIT or POISONED where there is evidence for it; TIMED_OUT; and otherwise CRASHED.
+    """
+    if death.is_hang:
+        return Verdict.TIMED_OUT
+    if death.why is not None:
+        return Verdict.CRASHED
+    if death.signal == signal.SIGKILL:
+        return Verdict.HOST_OOM if death.oom_kills else Verdict.CRASHED
+    if death.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # somebody's will
+        return Verdict.CRASHED
+    spoken = _judge_words(death.stderr[-LAST_WORDS:], evidence)
+    if spoken is not None:
+        return spoken
+    full = evidence.on_host and cap_bytes is not None and used_bytes >= PRESSURE_SHARE * cap_bytes
+    return Verdict.OOM if full and evidence.smaller_size_passed else Verdict.CRASHED
+
+
+def _judge_words(words: str, evidence: Evidence) -> Verdict | None:
+    facts = Facts(links=(Link(classes=("builtins.RuntimeError",), text=words),))
+    verdict = judge(facts, evidence)
+    if verdict is not Verdict.BUG:
+        return verdict
+    return Verdict.OOM if _FOR_WANT_OF_MEMORY.search(words) else None
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _quoted(stderr: str) -> str:
+    """The end of what it wrote; of faulthandler's traces the beginning, where the innermost calls are."""
+    said, mark, trace = stderr.partition(_TRACE)
+    words = said[-LAST_WORDS:] + mark + "\n".join(trace.splitlines()[:TRACE_LINES])
+    return f"; the end of its stderr:\n{words}" if words else ""

@@ -1,0 +1,103 @@
+"""The template as the probe's process sees it: started, asked, and gone with everything it started."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+from oomprobe.interrupts import Interrupts
+from oomprobe.isolation import system
+from oomprobe.isolation.offspring import GRACE_S
+from oomprobe.isolation.wire import GarbledError, Message, Wire
+
+ENDED, TIMED_OUT = "the process that supervises trials ended", "timed out"
+ANSWER_S = GRACE_S + 30.0  # beyond the limit of a trial: the template has ended it by then, or hangs itself
+CLOSE_S = 5.0
+_COMMAND = "import sys; sys.path[:] = {path!r}; from oomprobe.isolation import template; template.main({end})"
+
+
+def silent(why: str) -> Message:
+    """The death of a template, told like that of a child."""
+    seen = {"signal": None, "code": None, "peak_resident_bytes": 0, "stderr": "", "oom_kills": 0}
+    return {"death": {**seen, "why": why}}
+
+
+class TemplateProcess:
+    """A template, and whatever runs in it.
+
+    Args:
+        interrupts: Lets signals reach a wait for an answer.
+    """
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+        here, there = socket.socketpair()
+        command = _COMMAND.format(path=sys.path, end=there.fileno())
+        warnings = [part for option in sys.warnoptions for part in ("-W", option)]
+        self._process = subprocess.Popen(
+            [sys.executable, *warnings, "-c", command],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[there.fileno()],
+            start_new_session=True,
+        )
+        there.close()
+        self._wire = Wire(here)
+        self._forked: int | None = None
+        self.lost = False
+
+    def tell(self, message: Message) -> None:
+        """Send a message that has no answer."""
+        with suppress(OSError):  # the next question shows that nobody is there
+            self._wire.send(message)
+
+    def ask(self, message: Message, *, until_s: float | None) -> Message:
+        """Send a message, and wait for its answer.
+
+        Args:
+            message: For the template.
+            until_s: On the monotonic clock; None: for as long as it takes.
+
+        Returns:
+            The answer, or a death.
+        """
+        self.tell(message)
+        with self._interrupts.allowed(None):
+            answer = self._answer(until_s)
+        self.lost = answer.get("death", {}).get("why") in (ENDED, TIMED_OUT)
+        return answer
+
+    def _answer(self, until_s: float | None) -> Message:
+        while not self._wire.ended:
+            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+            if not select.select([self._wire], [], [], left_s)[0]:
+                return silent(TIMED_OUT)
+            try:
+                for message in self._wire.read():
+                    if "forked" not in message:
+                        return message
+                    self._forked = message["forked"]
+            except GarbledError as error:
+                return silent(f"garbled: {error}")
+        return silent(ENDED)
+
+    def close(self) -> None:
+        """End it: it ends its children when its socket is closed; one that does not answer is killed with them."""
+        self._wire.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            left = system.children_of(self._process.pid)
+            self._process.kill()
+            self._process.wait()
+            for pid in left:
+                system.end_group(pid)
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        if self._forked is not None and self._process.returncode != 0:
+            system.end_group(self._forked)

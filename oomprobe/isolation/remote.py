@@ -1,0 +1,329 @@
+"""Runs trials in child processes, which may die of them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from oomprobe import errors
+from oomprobe.clock import Clock
+from oomprobe.devices.forked import Growth
+from oomprobe.interrupts import Interrupts
+from oomprobe.isolation.deaths import Death, judge_death
+from oomprobe.isolation.process import ANSWER_S, TemplateProcess
+from oomprobe.isolation.spec import Spec
+from oomprobe.isolation.wire import Message
+from oomprobe.result import Phase, Trial, trial_from_dict
+from oomprobe.runner import Measured, Ran
+from oomprobe.trial import Request
+from oomprobe.verdict import Evidence, Verdict
+from oomprobe.work import Work
+
+FRESH = (
+    "children forked from the built target hung or could not run ({why}), as they do when building it started threads: "
+    "each trial builds the target anew"
+)
+CANNOT_FORK = ("forked subprocess", "fork-based multiprocessing")  # torch/cuda, torch/csrc/autograd/engine.cpp
+SECOND_OPINIONS = (Phase.RECHECK, Phase.CONFIRM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemotePlace:
+    """The device, as a child told of it."""
+
+    name: str
+    torch_device: torch.device
+    total_bytes: int
+    on_host: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Warm:
+    """What a warm process has, measured in a child."""
+
+    growth: Growth
+    resident_bytes: int
+    available_bytes: int
+
+
+class RemoteRunner:
+    """Runs trials in children of a template.
+
+    Args:
+        spec: What they build.
+        interrupts: Lets signals reach a wait for a child.
+        clock: Of the probe.
+    """
+
+    replaceable = True
+
+    def __init__(self, spec: Spec, interrupts: Interrupts, clock: Clock) -> None:
+        self._spec, self._interrupts, self._clock = spec, interrupts, clock
+        self.notes: dict[str, None] = {}
+        self.in_steps_s = 0.0
+        self._in_child_s = 0.0  # of in_steps_s, what the child that is reused has told so far
+        self._template: TemplateProcess | None = None
+        self._builds_here = _is_on_host(spec)  # in the template, whose children are forked for one trial each
+        self._forks = self._builds_here
+        self._warm: _Warm | None = None
+        self._warm_size: int | None = None
+        self._learned: dict[str, list[int]] = {}
+        self._phase = Phase.GROW
+        self._has_answered = False
+
+    def open(self) -> Message:
+        """Start the first template, and learn what is probed.
+
+        Returns:
+            The question, for a journal.
+        """
+        hello = self._ask({"do": "hello"}, limited=False)
+        if hello["forks"] and not self._forks:  # it turned out to be host memory
+            self._forks = self._builds_here = True
+            self.close()
+            hello = self._ask({"do": "hello"}, limited=False)
+        self.place = RemotePlace(**{**hello["place"], "torch_device": torch.device(hello["place"]["torch_device"])})
+        self.step_names: list[str] = hello["step_names"]
+        self.threads: int = hello["threads"]
+        self.notes |= dict.fromkeys(hello["notes"])
+        return hello["question"]
+
+    # --- what the workbench asks ---
+
+    def warm(self, batch_size: int) -> None:
+        self._warm_size = batch_size
+
+    def measure(self) -> Measured:
+        if self._forks:
+            return Measured(available_bytes=self._warmed().available_bytes, outside_bytes=None)
+        answer = self._ask({"do": "measure", "warm_size": self._warm_size}, limited=False)
+        return Measured(**answer["measured"])
+
+    def run(self, request: Request) -> Ran:
+        if request.phase in SECOND_OPINIONS and request.phase is not self._phase:
+            self.renew()
+        self._phase = request.phase
+        first = self._forks and self._warm is None
+        warm = self._warmed() if self._forks else None
+        answer = self._ask_or_death(self._question(request, warm), limited=True, request=request)
+        if "death" in answer:
+            return Ran(trial=self._died(request, Death.from_message(answer["death"])))
+        ran = _ran(answer["ran"])
+        if first and warm is not None:
+            measured = Measured(available_bytes=warm.available_bytes, outside_bytes=None)
+            return Ran(trial=ran.trial, measured=measured, refusal=ran.refusal)
+        if not ran.trial.passed and ran.trial.leaked_bytes:
+            self.renew()  # what the failed trial left goes with its process
+            return Ran(trial=ran.trial, measured=ran.measured)
+        if ran.trial.verdict is Verdict.POISONED:
+            self.renew()
+        return ran
+
+    def work_at(self, batch_size: int) -> Work | None:
+        answer = self._told({"do": "work", "size": batch_size}, limited=True)
+        return Work(**answer["work"]) if answer.get("work") else None  # what fails here will fail in a trial
+
+    def renew(self) -> None:
+        """For a second opinion: on host memory a child forked from another template, with another layout of its memory."""
+        if self._forks:
+            self.close()
+        elif self._template is not None:
+            self._template.tell({"do": "renew"})
+            self._in_child_s = 0.0
+
+    @property
+    def nothing_stepped(self) -> bool:
+        return not any(self._learned.values())
+
+    def close(self) -> None:
+        """End every process."""
+        template, self._template = self._template, None
+        self._in_child_s = 0.0
+        if template is not None:
+            template.close()
+
+    # --- asking ---
+
+    def _question(self, request: Request, warm: _Warm | None) -> Message:
+        forked = None
+        if warm is not None:
+            forked = {
+                "growth": asdict(warm.growth),
+                "available_bytes": warm.available_bytes,
+                "learned": self._learned,
+            }
+        asked = {**asdict(request), "deadline_s": None}
+        return {"do": "trial", "request": asked, "warm_size": self._warm_size, "forked": forked}
+
+    def _warmed(self) -> _Warm:
+        """What a warm process has; a child tells that once."""
+        if self._warm is None:
+            answer = self._ask({"do": "grow", "size": self._warm_size}, limited=True)
+            self._warm = _Warm(
+                growth=Growth(**answer["growth"]),
+                resident_bytes=answer["resident_bytes"],
+                available_bytes=answer["available_bytes"],
+            )
+        return self._warm
+
+    def _ask(self, message: Message, *, limited: bool) -> Message:
+        answer = self._ask_or_death(message, limited=limited)
+        if "death" in answer:
+            death = Death.from_message(answer["death"])
+            if death.is_hang:
+                raise self._clock.time_is_up(self._warm_size or self._spec.options.min_batch, ())
+            raise errors.process_died(
+                f"the process in which the target {self._spec.target} was to be built and run died: {death.text()}\n"
+                "Nothing was probed. Import the file and call the function by itself to see it"
+            )
+        return answer
+
+    def _ask_or_death(self, message: Message, *, limited: bool, request: Request | None = None) -> Message:
+        answer = self._told(message, limited=limited)
+        if "failed" in answer:
+            self._raise(answer["failed"], request)
+        return answer
+
+    def _told(self, message: Message, *, limited: bool) -> Message:
+        """An answer, a failure or a death; where that is about forking alone, what comes without forking."""
+        try:
+            answer = self._answer(message, limited=limited)
+            why = self._why_not_forked(answer)
+            if why is not None:
+                self.notes[FRESH.format(why=why)] = None
+                self._builds_here = False
+                self.close()
+                answer = self._answer(message, limited=limited)
+        except BaseException:
+            self.close()
+            raise
+        self._has_answered = self._has_answered or "death" not in answer
+        self._heed(answer)
+        return answer
+
+    def _answer(self, message: Message, *, limited: bool) -> Message:
+        if self._template is None:
+            self._template = TemplateProcess(self._interrupts)
+            refusal = self._build(self._template)
+            if refusal is not None:
+                return refusal
+        left_s = self._clock.left_s() if limited else None
+        asked = {"do": "ask", "ask": message, "once": self._forks, "left_s": left_s, "may_be_stuck": self._may_be_stuck}
+        end_s = self._clock.end_s
+        answer = self._template.ask(asked, until_s=None if end_s is None else end_s + ANSWER_S)
+        if self._template.lost:
+            self.close()
+        return answer
+
+    def _build(self, template: TemplateProcess) -> Message | None:
+        """Tell a template what to build; None where it has done so, or its children will."""
+        order = {"do": "build", "spec": self._spec.to_message(), "here": self._builds_here}
+        if not self._builds_here:
+            template.tell(order)
+            return None
+        answer = template.ask(order, until_s=self._clock.end_s)
+        if "built" in answer:
+            return None
+        self.close()
+        return answer
+
+    @property
+    def _may_be_stuck(self) -> bool:
+        return self._builds_here and not self._has_answered
+
+    def _why_not_forked(self, answer: Message) -> str | None:
+        """Whether children of a template that has built the target cannot run, and others could."""
+        if not self._builds_here:
+            return None
+        if "death" in answer and self._may_be_stuck and answer["death"]["why"] in ("stuck", "timed out"):
+            return str(answer["death"]["why"])
+        text = answer.get("failed", {}).get("text", "")
+        return next((sign for sign in CANNOT_FORK if sign in text), None)
+
+    def _heed(self, answer: Message) -> None:
+        self.notes |= dict.fromkeys(answer.get("notes", ()))
+        self._learned = answer.get("learned") or self._learned
+        told_s = answer.get("in_steps_s", 0.0)
+        self.in_steps_s += told_s if self._forks else max(0.0, told_s - self._in_child_s)
+        self._in_child_s = 0.0 if self._forks or "death" in answer else told_s
+
+    # --- what came ---
+
+    def _died(self, request: Request, death: Death) -> Trial:
+        cap_bytes = request.cap_bytes or (self._warm.available_bytes if self._warm else None)
+        base_bytes = self._warm.resident_bytes if self._warm else 0
+        evidence = Evidence(
+            smaller_size_passed=request.smaller_passed, memory_pressure=True, on_host=self.place.on_host
+        )
+        verdict = judge_death(death, evidence, used_bytes=death.peak_resident_bytes - base_bytes, cap_bytes=cap_bytes)
+        return Trial(
+            batch_size=request.batch_size,
+            verdict=verdict,
+            phase=request.phase,
+            cap_bytes=request.cap_bytes,
+            error=death.text(),
+            accumulation_steps=request.accumulation_steps,
+        )
+
+    def _raise(self, failed: dict[str, Any], request: Request | None) -> NoReturn:
+        size = request.batch_size if request else self._warm_size or 0
+        cause = _rebuilt(failed["cause"])
+        if failed["kind"] is not None:
+            raise getattr(errors, failed["kind"])(failed["text"]) from cause
+        if failed["left"]:
+            where = f"the target {failed['building']}" if failed["building"] else f"the step at batch size {size}"
+            raise errors.process_died(
+                f"{where} left its process, sys.exit({failed['text']}), and gave no answer. Take the call out",
+                batch_size=size,
+            ) from cause
+        if failed["building"] is not None:
+            raise errors.target_failed(cause, failed["building"]) from cause
+        largest = request.largest_passed if request else None
+        raise errors.step_failed(cause, batch_size=size, trials=(), largest_passed=largest) from cause
+
+
+class _InChild(Exception):
+    """The traceback of an exception in a child, shown as its cause."""
+
+    def __str__(self) -> str:
+        return f"in the process of the trial:\n{self.args[0]}"
+
+
+def _rebuilt(cause: dict[str, Any]) -> BaseException:
+    """An exception like the one in the child: of the same class where that is known here without importing anything."""
+    kind = _known_class(cause["module"], cause["name"])
+    try:
+        error: BaseException = kind(*cause["arguments"])
+    except Exception:
+        error = RuntimeError(cause["text"])
+    error.__cause__ = _InChild(cause["traceback"])
+    return error
+
+
+def _known_class(module: str, name: str) -> type[BaseException]:
+    kind = getattr(sys.modules.get(module), name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        return kind
+    return type(name.rpartition(".")[2], (Exception,), {"__module__": module})
+
+
+def _ran(message: dict[str, Any]) -> Ran:
+    measured = message["measured"]
+    return Ran(
+        trial=trial_from_dict(message["trial"]),
+        measured=None if measured is None else Measured(**measured),
+        outside_before_bytes=message["outside_before_bytes"],
+        outside_after_bytes=message["outside_after_bytes"],
+        refusal=message["refusal"],
+    )
+
+
+def _is_on_host(spec: Spec) -> bool:
+    """Whether it can only be host memory, without asking for an accelerator: that alone would spoil a fork."""
+    if spec.device is not None:
+        return spec.device.partition(":")[0] == "cpu"
+    built_for = (torch.version.cuda, torch.version.hip, torch.xpu._is_compiled() or None)
+    return spec.pickled_device is None and not any(built_for) and not torch.backends.mps.is_built()

@@ -1,0 +1,97 @@
+"""The process that forks trials and supervises them; it outlives each of them, and never its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from oomprobe.isolation import child, system
+from oomprobe.isolation.offspring import Child
+from oomprobe.isolation.spec import Spec
+from oomprobe.isolation.wire import Message, Wire
+
+
+def main(end: int) -> None:
+    """Serve the process at the other end of a socket, until it closes that."""
+    sys.argv = [""]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    system.die_with_parent()  # while a target is built nobody looks at the socket
+    system.adopt_orphans()
+    template = Template(Wire(socket.socket(fileno=end)))
+    try:
+        template.serve()
+    finally:
+        template.end()
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(0)
+
+
+class Template:
+    """Answers its parent, with what its children answer."""
+
+    def __init__(self, parent: Wire) -> None:
+        self._parent = parent
+        self._spec: Spec | None = None
+        self._threads = torch.get_num_threads()
+        self._built: child.Built | None = None
+        self._child: Child | None = None
+
+    def serve(self) -> None:
+        """Until the parent is gone."""
+        while not self._parent.ended:
+            for message in self._parent.read():
+                self._do(message)
+
+    def _do(self, message: Message) -> None:
+        if message["do"] == "build":
+            self._spec = Spec.from_message(message["spec"])
+            if message["here"]:
+                self._parent.send(self._build(self._spec))
+        elif message["do"] == "renew":
+            self.end()
+        else:
+            self._pass_on(message)
+
+    def _build(self, spec: Spec) -> Message:
+        """With one thread: a child forked after OpenMP ran with several hangs in its first parallel region."""
+        try:
+            with child.one_thread() as wished:
+                self._built = child.build(spec)
+            self._threads = wished.get("threads", self._threads)
+        except BaseException as error:
+            return child.told(error, building=spec.target)
+        return {"built": True}
+
+    def _pass_on(self, message: dict[str, Any]) -> None:
+        system.die_with_parent(0)  # from here on the end of the socket tells, and what is running is ended in order
+        if self._child is None:
+            self._child = Child(self._serve_child, self._parent)
+        self._parent.send({"forked": self._child.pid})
+        self._child.ask(message["ask"])
+        answer = self._child.listen(self._parent, left_s=message["left_s"], may_be_stuck=message["may_be_stuck"])
+        if answer is None:
+            return
+        if "death" in answer:
+            self._child = None
+        elif message["once"]:
+            self.end()
+        with suppress(OSError):
+            self._parent.send(answer)
+
+    def _serve_child(self, wire: Wire) -> None:
+        assert self._spec is not None
+        child.serve(wire, self._spec, self._built, self._threads)
+
+    def end(self) -> None:
+        """End the child, and all that it started."""
+        last, self._child = self._child, None
+        if last is not None:
+            system.end_group(last.pid)
+            last.end(why=None)

@@ -1,0 +1,124 @@
+"""Trials in this process, one after another, with the memory brought back to its baseline in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from oomprobe.aside import Aside
+from oomprobe.clock import Clock
+from oomprobe.devices import Device
+from oomprobe.leaks import Baseline
+from oomprobe.result import Trial
+from oomprobe.runner import Measured, Ran
+from oomprobe.trial import Request, Trials
+from oomprobe.verdict import Verdict
+from oomprobe.work import Work
+
+
+class Attended(Protocol):
+    """What trials need of whoever looks after the model's state."""
+
+    def start_over(self) -> None: ...
+    def drop_gradients(self) -> None: ...
+
+
+class LocalRunner:
+    """Runs trials of one model here.
+
+    Args:
+        device: Where they run.
+        trials: Runs one of them.
+        state: Looks after what must not run off its end, and lets go of gradients.
+        clock: Knows until when.
+        recorded: The trials so far.
+        smallest: The smallest size that may be tried.
+        sleep: Waits for memory to come back.
+    """
+
+    replaceable = False
+
+    def __init__(
+        self,
+        device: Device,
+        trials: Trials,
+        state: Attended,
+        clock: Clock,
+        recorded: Sequence[Trial],
+        *,
+        smallest: int,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.place, self.notes = device, trials.notes
+        self.trials, self._state = trials, state
+        self._aside = Aside(device, trials, recorded, clock, state.drop_gradients)
+        self._baseline = Baseline(device, drop_gradients=state.drop_gradients, flush=self._flush, sleep=sleep)
+        self._smallest = smallest
+        self._warm_size: int | None = None  # to warm the process with, once a trial is really run
+
+    def warm(self, batch_size: int) -> None:
+        self._warm_size = batch_size
+
+    def measure(self) -> Measured:
+        self._warm_once()
+        return self._measured()
+
+    def _measured(self) -> Measured:
+        return Measured(available_bytes=self.place.available_bytes(), outside_bytes=self.place.outside_bytes())
+
+    def run(self, request: Request) -> Ran:
+        self._warm_once()
+        self._state.start_over()
+        self._aside.prime(request.batch_size)
+        before = self.place.outside_bytes()
+        trial = self.trials.run(replace(request, smaller_passed=request.smaller_passed or self._warmed(request)))
+        if trial.verdict is Verdict.POISONED:  # nothing more can be asked of it
+            return Ran(trial=trial)
+        trial = replace(trial, leaked_bytes=self._baseline.settle(passed=trial.passed))
+        after = None
+        if trial.passed and not self._baseline.known:
+            after = self._measured()
+            self._baseline.take(after.available_bytes)
+        return Ran(
+            trial=trial,
+            measured=after,
+            outside_before_bytes=before,
+            outside_after_bytes=after.outside_bytes if after else self.place.outside_bytes(),
+            refusal=self._baseline.refusal(trial),
+        )
+
+    def expect(self, live_bytes: int, available_bytes: int) -> None:
+        """What is in use when no trial runs, where that is known before the first."""
+        self._baseline.take(available_bytes, live_bytes)
+
+    def work_at(self, batch_size: int) -> Work | None:
+        return self._aside.work_at(batch_size)
+
+    def renew(self) -> None:
+        """This process is the only one."""
+
+    @property
+    def step_names(self) -> list[str]:
+        return self.trials.step_names
+
+    @property
+    def nothing_stepped(self) -> bool:
+        return self.trials.nothing_stepped
+
+    @property
+    def in_steps_s(self) -> float:
+        return self.trials.in_steps_s
+
+    def _warm_once(self) -> None:
+        size, self._warm_size = self._warm_size, None
+        if size is not None:
+            self._aside.warm(size)
+
+    def _warmed(self, request: Request) -> bool:
+        """Whether what fails now has run, with more memory, to warm the process."""
+        return self._aside.warmed_at is not None and self._aside.warmed_at <= request.batch_size
+
+    def _flush(self) -> None:
+        self._aside.flush(self._smallest)

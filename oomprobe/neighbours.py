@@ -1,0 +1,84 @@
+"""Others who use the device too: a trial during which their memory moved says nothing, and is tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tenacity
+
+from oomprobe.runner import Ran
+from oomprobe.units import format_bytes
+from oomprobe.verdict import Verdict
+
+MOVED_SHARE = 0.02  # of the device: more than libraries take for kernels that they load late
+ATTEMPTS = 5  # of a trial; the waits between them add up to half a minute
+WAIT = tenacity.wait_exponential(multiplier=2, max=16)
+NO_MATTER = frozenset({Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT})  # these say nothing about memory
+
+
+class Neighbours:
+    """Watches memory of the device that is not ours.
+
+    Args:
+        total_bytes: Of the device.
+        sleep: Waits between attempts.
+
+    Attributes:
+        contaminated: Whether it moved in every attempt of some trial, so that the answer may be theirs.
+        notes: What was seen; in order, without doubles.
+        held_bytes: Samples, each after a trial.
+    """
+
+    def __init__(self, total_bytes: int, *, sleep: Callable[[float], None]) -> None:
+        self._tolerated_bytes = MOVED_SHARE * total_bytes
+        self._sleep = sleep
+        self._expected_bytes: int | None = None
+        self.contaminated = False
+        self.notes: dict[str, None] = {}
+        self.held_bytes: list[int] = []
+
+    def expect(self, outside_bytes: int | None) -> None:
+        """What is held while nothing moves: known once kernels and libraries are loaded."""
+        if outside_bytes is not None:
+            self._expected_bytes = outside_bytes
+            self.held_bytes.append(outside_bytes)
+
+    def undisturbed(self, run: Callable[[], Ran]) -> Ran:
+        """Run a trial, and again while memory of others moved; in the end what came is taken, and said to be theirs."""
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(ATTEMPTS),
+            wait=WAIT,
+            retry=tenacity.retry_if_result(self._was_disturbed),
+            retry_error_callback=self._give_up,
+            sleep=self._sleep,
+        )
+        ran: Ran = retrying(run)
+        if self._expected_bytes is not None and ran.outside_after_bytes is not None:
+            self.held_bytes.append(ran.outside_after_bytes)
+        return ran
+
+    def _was_disturbed(self, ran: Ran) -> bool:
+        moved_bytes = self._moved_bytes(ran)
+        if moved_bytes <= self._tolerated_bytes or ran.trial.verdict in NO_MATTER:
+            return False
+        self.notes[
+            f"others on the device took or gave back {format_bytes(moved_bytes)} around batch {ran.trial.batch_size}: "
+            "that trial was discarded and tried again"
+        ] = None
+        return True
+
+    def _moved_bytes(self, ran: Ran) -> int:
+        samples = (self._expected_bytes, ran.outside_before_bytes, ran.outside_after_bytes)
+        known = [sample for sample in samples if sample is not None]
+        return max(known) - min(known) if self._expected_bytes is not None else 0
+
+    def _give_up(self, state: tenacity.RetryCallState) -> Ran:
+        assert state.outcome is not None
+        ran: Ran = state.outcome.result()
+        self.contaminated = True
+        self._expected_bytes = ran.outside_after_bytes
+        self.notes[
+            f"CONTAMINATED: memory of others on the device went on moving through {ATTEMPTS} attempts at batch "
+            f"{ran.trial.batch_size}, so the answer may be about them. Probe again when the device is yours alone"
+        ] = None
+        return ran
