@@ -197,7 +197,7 @@ class ProbeResult:
             )
         try:
             known = _known(cls, data)
-            known["trials"] = tuple(_trial(t) for t in data["trials"])
+            known["trials"] = tuple(trial_from_dict(t) for t in data["trials"])
             known["fit"] = None if data.get("fit") is None else LinearFit(**_known(LinearFit, data["fit"]))
             for name in ("notes", "not_covered"):
                 known[name] = tuple(map(str, data[name]))
@@ -220,7 +220,14 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise TypeError(f"options.{name} is {shortened(value)}, not a positive int")
 
 
-def _trial(data: Mapping[str, Any]) -> Trial:
+def trial_from_dict(data: Mapping[str, Any]) -> Trial:
+    """Read a trial as JSON types.
+
+    Raises:
+        KeyError: the data are no trial; and so with the next two.
+        TypeError: the same.
+        ValueError: the same.
+    """
     known = _known(Trial, data)
     return Trial(**{**known, "verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])})
 
