@@ -490,6 +490,8 @@ def test_an_interrupt_within_a_write_glues_nothing_and_is_no_death(path, monkeyp
     journal.abandon(key(1))
     ran(journal, 2)
     journal.close()
+    written = ["question", *["begin"] * (after > 30), "abandon", "begin", "end"]
+    assert [record["kind"] for record in records(path)] == written
     with opened(path) as journal:
         assert journal.deaths(key(1)) == ()
         assert journal.recall(key(2)) == (trial(2), False)
