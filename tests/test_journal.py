@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -292,7 +293,8 @@ def by_size(ended):
     return found
 
 
-def test_a_journal_cut_at_any_byte_is_a_prefix_and_can_be_written(path):
+def test_a_journal_cut_at_any_byte_is_a_prefix_and_can_be_written(path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # thousands of them
     ended = whole_journal(path)
     data = path.read_bytes()
     prefixes = [by_size(ended[:count]) for count in range(len(ended) + 1)]
@@ -342,9 +344,10 @@ def test_lines_that_are_damaged_are_counted(path):
     lines = path.read_bytes().splitlines(keepends=True)
     lines[3] = b"\xff\x00\n"
     lines[5] = lines[5][:20] + b"\n"
-    path.write_bytes(b"".join(lines) + b"\n" + b"[" * 100_000)
+    empty = b',"crc":"%08x"}\n' % zlib.crc32(b"}")  # a checksum alone may be right
+    path.write_bytes(b"".join(lines) + b"\n" + empty + b"[" * 100_000)
     with opened(path) as journal:
-        assert journal.skipped_lines == 3
+        assert journal.skipped_lines == 4
 
 
 def test_records_that_make_no_sense_are_counted(path):

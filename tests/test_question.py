@@ -159,6 +159,18 @@ def test_what_the_code_does_changes_it(old, new):
     assert not same(compiled(STEP), compiled(STEP.replace(old, new)))
 
 
+def test_what_is_caught_changes_it():
+    """The code is the same; a table beside it says where exceptions go."""
+    within = "def step(m, n):\n    try:\n        a(n)\n        b(n)\n    except KeyError:\n        pass"
+    beside = "def step(m, n):\n    try:\n        a(n)\n    except KeyError:\n        pass\n    else:\n        b(n)"
+    assert compiled(within).__code__.co_code == compiled(beside).__code__.co_code
+    assert not same(compiled(within), compiled(beside))
+
+
+def test_defaults_change_it():
+    assert not same(compiled("def step(m, n, k=1): ..."), compiled("def step(m, n, k=2): ..."))
+
+
 def closing_over(value, other=None):
     def step(model, batch_size):
         return value, other, batch_size
