@@ -68,6 +68,8 @@ class _Described:
         call = _call_of(value)
         if isinstance(call, FunctionType):
             return ["object", self.of(call), self._settings(value, call)]
+        if getattr(value, "__wrapped__", None) is not None:  # a wrapper of C, such as functools.lru_cache
+            return [_type_name(value), self.of(value.__wrapped__)]
         return self._value(value)
 
     def _value(self, value: Any) -> Any:
@@ -106,7 +108,6 @@ class _Described:
             self._named(function.__kwdefaults__ or {}),
             self._telling(cells, assigned),
             self._telling(there, assigned),
-            self.of(getattr(function, "__wrapped__", None)),
         ]
 
     def _settings(self, owner: object, function: Any) -> Any:

@@ -433,6 +433,17 @@ def test_a_journal_that_cannot_be_written_costs_no_probe(path, monkeypatch, numb
         assert journal.deaths(key(4)) == ()  # it ran; only its end could not be written
 
 
+def test_figures_that_are_found_within_a_trial_are_taken_back_with_it(path, monkeypatch):
+    journal = opened(path)
+    journal.begin(key(1), evidence={})
+    journal.measured(available_bytes=1)
+    Disk(monkeypatch, journal).writes = [errno.ENOSPC]
+    journal.end(key(1), trial(1), nothing_stepped=False)
+    journal.close()
+    with opened(path) as journal:
+        assert journal.deaths(key(1)) == ()
+
+
 def test_a_journal_that_stopped_still_answers(path, monkeypatch):
     with opened(path) as journal:
         ran(journal, 1)

@@ -257,7 +257,9 @@ def test_a_decorated_step_is_looked_into():
 
     assert same(decorate(plain), decorate(plain))
     assert not same(decorate(plain), decorate(other))
-    assert not same(torch.no_grad()(plain), torch.no_grad()(other))
+    for wrap in (torch.no_grad(), functools.lru_cache):
+        assert same(wrap(plain), wrap(plain))
+        assert not same(wrap(plain), wrap(other))
 
 
 def test_functions_that_name_each_other_end():
