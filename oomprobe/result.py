@@ -221,7 +221,13 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def trial_from_dict(data: Mapping[str, Any]) -> Trial:
-    """Read one trial as ``asdict`` wrote it."""
+    """Read a trial as JSON types.
+
+    Raises:
+        KeyError: the data are no trial; and so with the next two.
+        TypeError: the same.
+        ValueError: the same.
+    """
     known = _known(Trial, data)
     return Trial(**{**known, "verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])})
 

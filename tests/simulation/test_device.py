@@ -142,6 +142,15 @@ def test_a_limit_on_the_size_is_run():
     assert not result.trials[-1].replayed
 
 
+@pytest.mark.parametrize("max_batch", [4096, 3000])
+def test_the_size_below_a_last_one_that_fails_is_run(max_batch):
+    """It is the lower end of the bracket, and the result calls it the largest that ran."""
+    model = conv_net()
+    result = probe(model, trained(model), "sim:600MiB", max_batch=max_batch)
+    assert result.first_failing_batch_size == max_batch
+    assert any(t.batch_size == result.limit_batch_size and t.passed and t.cap_bytes is None for t in executed(result))
+
+
 def test_check():
     model = conv_net()
     step = trained(model)
@@ -346,6 +355,26 @@ def test_settings_of_the_allocator_are_honoured(monkeypatch):
     half = SimulatedDevice("300MiB", settings=AllocatorSettings(per_process_memory_fraction=0.5))
     assert half.available_bytes() == 150 * MIB
     assert probe(model, step, half, memory_fraction=1.0).batch_size < plain
+
+
+def test_a_cap_below_what_segments_hold_but_above_what_lives():
+    """A process that is held to the cap from its start would never have had those segments."""
+    card, kept = SimulatedDevice("1GiB"), []
+    with card.session():
+        parts = [torch.empty(5 * MIB, dtype=torch.uint8, device="cuda") for _ in range(32)]
+        kept += parts[::4]
+        del parts
+    card.release()
+    assert torch_reserved(card) == 160 * MIB  # of each segment of 20 MiB a quarter
+    with card.cap(100 * MIB), card.session():
+        assert torch_reserved(card) == 40 * MIB
+        torch.empty(50 * MIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError), card.cap(39 * MIB), card.session():
+        pass  # not even what lives
+
+
+def torch_reserved(card):
+    return card._memory.allocator.reserved_bytes
 
 
 # --- building ---
@@ -572,4 +601,3 @@ def test_a_fraction_that_a_step_sets_and_lifts():
         torch.cuda.set_per_process_memory_fraction(1.0)
         assert torch.cuda.get_per_process_memory_fraction() == 1.0
     assert card._memory.allocator.limit_bytes is None
-

@@ -1,4 +1,7 @@
 import copy
+import functools
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import oomprobe
 from oomprobe.errors import UnreliableError
 from oomprobe.simulation.unknown import is_of_the_host
 from simulation.worlds import Bench, bytes_of, rounded
@@ -720,3 +724,29 @@ def test_a_kernel_that_the_cpu_lacks_is_told_from_a_bug():
 def test_whole_numbers_are_counted_as_on_cuda():
     counts = Bench().run(lambda: torch.histc(torch.zeros(5, dtype=torch.int32, device="cuda"), bins=8))
     assert (counts.shape, counts.dtype) == ((8,), torch.int32)
+
+
+# --- interrupts ---
+
+
+def test_what_came_within_a_library_is_delivered_at_the_next_operator():
+    """Not where it came, where it could leave the library half-done; and not only when the call is over."""
+    model, passed = nn.Linear(4, 4), []
+
+    def step(model, batch_size):
+        out = model(torch.randn(batch_size, 4))
+        torch.utils._pytree.tree_map(functools.partial(os.kill, os.getpid()), [signal.SIGINT])
+        passed.append("library")
+        out.sum()
+        passed.append("operator")
+
+    with pytest.raises(KeyboardInterrupt):
+        oomprobe.find_max_batch(model, step, device="sim:1GiB", progress="off")
+    assert passed == ["library"]
+
+
+def test_operators_are_where_signals_are_looked_for():
+    bench, polled = Bench(), []
+    bench.device.begin_probe(lambda: polled.append(True))
+    bench.run(lambda: torch.ones(3, device="cuda") + 1)
+    assert len(polled) == 2
