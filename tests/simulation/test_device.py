@@ -572,4 +572,3 @@ def test_a_fraction_that_a_step_sets_and_lifts():
         torch.cuda.set_per_process_memory_fraction(1.0)
         assert torch.cuda.get_per_process_memory_fraction() == 1.0
     assert card._memory.allocator.limit_bytes is None
-
