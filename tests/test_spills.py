@@ -149,7 +149,7 @@ def test_what_spilled_already_is_no_memory_of_the_card():
 
 @pytest.mark.parametrize("error", [None, RuntimeError("x"), KeyboardInterrupt()])
 def test_the_users_own_fraction_comes_back(error):
-    fake, device = opened(device=SPILLING, total_bytes=150_109_880_320)
+    fake, device = opened(device=SPILLING, total_bytes=150_109_880_320, outside_bytes=130_000_000_001)
     fake.set_per_process_memory_fraction(1 / 3)
     before = fake._allowed_bytes
     if error is None:
