@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import oomprobe
-from oomprobe.devices import Simulated
+from oomprobe.devices import Device, Simulated
 from oomprobe.errors import NothingFitsError
 from oomprobe.fit import LinearFit, fit_line
 from oomprobe.result import ProbeResult, Trial
@@ -127,6 +127,7 @@ def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
         *bench.circumstances,
         *(f"batch {size} failed once and passed when tried again: struck out" for size in found.struck),
         *(f"batch {size} passed as a trial and failed in confirmation" for size in found.unconfirmed),
+        *_of_device(bench.device),
         *_leaks(bench.trials, on_host=bench.device.on_host),
         *(_simulated(bench.device, bench.trials, answer) if isinstance(bench.device, Simulated) else _pressure(answer)),
         *_slow(bench.trials, answer),
@@ -134,6 +135,11 @@ def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
         *_compiled(bench),
         *_stopped_early(bench, found),
     ]
+
+
+def _of_device(device: Device) -> tuple[str, ...]:
+    """What a device says of itself: not those of other packages, and a simulated one says it elsewhere."""
+    return () if isinstance(device, Simulated) else getattr(device, "notes", ())
 
 
 def _leaks(trials: Iterable[Trial], *, on_host: bool) -> list[str]:

@@ -27,11 +27,12 @@ class FakeModule:
     Args:
         total_bytes: Memory of the card.
         outside_bytes: Held by the context, libraries and neighbours.
+        spilled_bytes: What the driver lends of the host's memory, as on Windows, before a request fails.
         properties: Further device properties.
     """
 
-    def __init__(self, total_bytes=1024 * MIB, outside_bytes=0, **properties):
-        self.total_bytes, self.outside_bytes = total_bytes, outside_bytes
+    def __init__(self, total_bytes=1024 * MIB, outside_bytes=0, spilled_bytes=0, **properties):
+        self.total_bytes, self.outside_bytes, self.spilled_bytes = total_bytes, outside_bytes, spilled_bytes
         self.properties = SimpleNamespace(name="Fake Card", total_memory=total_bytes, **properties)
         self.calls = []
         self.poisoned = None
@@ -72,8 +73,9 @@ class FakeModule:
         self._cached.append(size_bytes)
 
     def _fits(self, size_bytes):
-        allowed = self.total_bytes if self._allowed_bytes is None else self._allowed_bytes
-        return self._reserved() + size_bytes <= allowed and size_bytes <= self._free()
+        reserved = self._reserved() + size_bytes
+        there_bytes = self.total_bytes - self.outside_bytes + self.spilled_bytes
+        return reserved <= there_bytes and (self._allowed_bytes is None or reserved <= self._allowed_bytes)
 
     def _reserved(self):
         return self._live_bytes + sum(self._cached)
@@ -153,8 +155,8 @@ class Block:
 class LedgerDevice(AcceleratorDevice):
     """A real `AcceleratorDevice` over the fake, so that a whole probe runs: tensors on the CPU, memory in the books."""
 
-    def __init__(self, fake):
-        super().__init__(CARD, module=fake)
+    def __init__(self, fake, **options):
+        super().__init__(CARD, module=fake, **options)
         self.fake = fake
 
     def healthy(self):
@@ -162,7 +164,9 @@ class LedgerDevice(AcceleratorDevice):
         return kernel_answers(torch.device("cpu"), self.release)
 
 
-def ledger(fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, after_alloc=None, **card):
+def ledger(
+    fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, after_alloc=None, device_options=None, **card
+):
     """A card, a model and a step whose memory is known: `fixed_bytes` for good, and so much for each sample.
 
     Args:
@@ -170,13 +174,14 @@ def ledger(fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, after_
         per_sample_bytes: Held during a step.
         before_alloc: Called with (fake, batch_size, call number) at the start of each call of the step.
         after_alloc: The same, while the memory of the step is held.
+        device_options: For `AcceleratorDevice`, such as a stated budget.
         card: For `FakeModule`.
 
     Returns:
         The device, the model, the step, and the list of sizes the step was called with.
     """
     fake = FakeModule(**card)
-    device = LedgerDevice(fake)
+    device = LedgerDevice(fake, **(device_options or {}))
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     device.held = fake.alloc(fixed_bytes)

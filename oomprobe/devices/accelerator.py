@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from oomprobe.devices import linux, spills
 from oomprobe.devices.base import Usage
 from oomprobe.devices.plain import PlainDevice
+from oomprobe.devices.stated import check_stated, name_with
 from oomprobe.scope import scope
 from oomprobe.verdict import Evidence, Verdict, classify_error
 
@@ -24,32 +26,87 @@ INTEGRATED_NAMES = ("is_integrated", "is_integrated_gpu")  # what torch.cuda and
 
 
 class AcceleratorDevice(PlainDevice):
-    """One accelerator with a caching allocator."""
+    """One accelerator with a caching allocator.
 
-    def __init__(self, device: torch.device, module: Any = None) -> None:
+    Where memory may spill to the host, is the host's own, or was stated, every trial is held to what is available: an
+    allocation beyond that would not fail by itself.
+
+    Attributes:
+        notes: Why no trial ran without a cap, for the report.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        module: Any = None,
+        *,
+        stated_bytes: int | None = None,
+        reasons: tuple[str, ...] | None = None,
+        host_free_bytes: Callable[[], int | None] | None = None,
+    ) -> None:
         """Open a device.
 
         Args:
             device: With or without an index; without, the current one is meant.
             module: Stand-in for ``torch.get_device_module(device)``, for tests.
+            stated_bytes: The most that may be used; None: all that is available.
+            reasons: Why no trial may run without a cap; None: what `spills.reasons` finds here.
+            host_free_bytes: Stand-in for `linux.free_bytes`, which a device that shares the host's memory asks.
+
+        Raises:
+            InvalidArgumentError: more was stated than the device has.
         """
         self._torch = torch.get_device_module(device) if module is None else module
         index = self._torch.current_device() if device.index is None else device.index
         self.torch_device = torch.device(device.type, index)
         properties = self._torch.get_device_properties(self.torch_device)
-        self.name = str(properties.name)
         self.total_bytes = int(properties.total_memory)
+        check_stated(stated_bytes, self.total_bytes, str(properties.name))
+        self.name = name_with(str(properties.name), stated_bytes)
         self.integrated = any(bool(getattr(properties, name, False)) for name in INTEGRATED_NAMES)
         self._counters = (0, 0)
+        self._stated_bytes, self._host_free_bytes = stated_bytes, host_free_bytes or linux.free_bytes
+        self._available_bytes: int | None = None  # when it was last measured
+        self.notes = (*(spills.reasons(device.type) if reasons is None else reasons), *self._unified())
+
+    def _unified(self) -> tuple[str, ...]:
+        if not self.integrated:
+            return ()
+        return (
+            "no trial ran without a cap: this device shares the host's memory, and without one the whole machine "
+            "would swap or freeze before an allocation fails",
+        )
+
+    def lacks_budget(self) -> bool:
+        """Whether the whole machine is at risk: the memory is the host's own, and nobody said how much of it to use."""
+        return self.integrated and self._stated_bytes is None and self._fraction() >= 1
 
     def available_bytes(self) -> int:
         self.release()
+        self._available_bytes = self._within_reach()
+        return self._available_bytes
+
+    def _within_reach(self) -> int:
         free, _ = self._torch.mem_get_info(self.torch_device)
-        own = self._torch.memory_reserved(self.torch_device)
-        return min(int(free + own), int(self._fraction() * self.total_bytes))
+        own = int(self._torch.memory_reserved(self.torch_device))
+        host_free = self._host_free_bytes() if self.integrated else None
+        bounds = [free + own, int(self._fraction() * self.total_bytes)]
+        bounds += [] if self._stated_bytes is None else [self._stated_bytes]
+        bounds += [] if host_free is None else [host_free + own]
+        return int(min(bounds))
+
+    def _held(self, limit_bytes: int | None) -> int | None:
+        """The limit, or what stands in for none where no allocation would fail by itself."""
+        if self._stated_bytes is None and not self.notes:
+            return limit_bytes
+        if self._available_bytes is None:
+            self.available_bytes()
+        known = (self._available_bytes, self._within_reach(), limit_bytes)
+        return min(bound for bound in known if bound is not None)
 
     @scope
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
+        limit_bytes = self._held(limit_bytes)
         if limit_bytes is None:
             yield
             return

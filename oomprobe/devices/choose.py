@@ -12,6 +12,7 @@ from oomprobe.devices.accelerator import AcceleratorDevice
 from oomprobe.devices.base import Device, Simulated
 from oomprobe.devices.host import HostDevice
 from oomprobe.devices.mps import MpsDevice
+from oomprobe.devices.stated import advised_size, split_budget, unstated
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.units import format_bytes, parse_bytes
 
@@ -20,12 +21,14 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     """Resolve the `device` argument.
 
     Args:
-        device: None (where the model's parameters are), a string such as ``"cuda:1"``, ``"cpu:4GiB"`` or
-            ``"sim:H100-80GB"``, a `torch.device`, or an object that is a `Device` already.
+        device: None (where the model's parameters are), a string such as ``"cuda:1"``, ``"cuda:1:8GiB"`` (at most so
+            much of it), ``"cpu:4GiB"`` or ``"sim:H100-80GB"``, a `torch.device`, or an object that is a `Device`
+            already.
         model: The model to be probed.
 
     Raises:
-        InvalidArgumentError: the model is not on that device, is on several, or has meta parameters.
+        InvalidArgumentError: the model is not on that device, is on several, or has meta parameters; the budget is no
+            size or more than the device has; the device shares the host's memory and no budget was stated.
         NoDeviceError: the device is not here.
     """
     if isinstance(device, Device):
@@ -88,20 +91,29 @@ def _open(device: object) -> Device:
             return SimulatedDevice(rest)
         if kind == "cpu":
             return HostDevice(parse_bytes(rest) if colon else None)
+        plain, stated_bytes = split_budget(device)
         try:
-            device = torch.device(device)
+            known = torch.device(plain)
         except RuntimeError:
             raise InvalidArgumentError(
-                f"device={device!r} is not a device that torch knows: use 'cuda', 'cuda:1' or 'cpu:4GiB'"
+                f"device={device!r} is not a device that torch knows: use 'cuda', 'cuda:1', 'cuda:1:8GiB' or 'cpu:4GiB'"
             ) from None
+        return _budgeted(_open_accelerator(known, stated_bytes))
     if isinstance(device, torch.device):
-        return HostDevice() if device.type == "cpu" else _open_accelerator(device)
+        return HostDevice() if device.type == "cpu" else _budgeted(_open_accelerator(device))
     raise InvalidArgumentError(
         f"device must be None, a string, a torch.device or a Device, not {type(device).__name__}"
     )
 
 
-def _open_accelerator(device: torch.device) -> Device:
+def _budgeted(device: Device) -> Device:
+    """The device itself, where probing it cannot take the whole machine down."""
+    if isinstance(device, AcceleratorDevice) and device.lacks_budget():
+        raise unstated(str(device.torch_device), device.name, device.total_bytes)
+    return device
+
+
+def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> Device:
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if here is not None else 0
     if here is None or here.type != device.type or (device.index or 0) >= count:
@@ -110,7 +122,9 @@ def _open_accelerator(device: torch.device) -> Device:
             f"no device {str(device)!r} here: torch {torch.__version__} sees {there}. "
             "Type `oomprobe devices` to list what can be probed; 'cpu:4GiB' probes host memory"
         )
-    return MpsDevice() if device.type == "mps" else AcceleratorDevice(device)
+    if device.type == "mps":
+        return MpsDevice(stated_bytes)
+    return AcceleratorDevice(device, stated_bytes=stated_bytes)
 
 
 def _default_device() -> torch.device:
@@ -130,4 +144,8 @@ def describe_device(device: Device) -> str:
         >>> describe_device(HostDevice(2**30)).split("  ")[0]
         'cpu'
     """
-    return f"{device.torch_device!s}  {device.name}  {format_bytes(device.total_bytes)}"
+    line = f"{device.torch_device!s}  {device.name}  {format_bytes(device.total_bytes)}"
+    if isinstance(device, AcceleratorDevice) and device.lacks_budget():
+        typed = f"{device.torch_device}:{advised_size(device.total_bytes)}"
+        return f"{line}  shares the host's memory: state a budget, such as '{typed}'"
+    return line

@@ -10,29 +10,48 @@ import torch
 from oomprobe.devices.accelerator import NEARLY_NOTHING, kernel_answers
 from oomprobe.devices.base import Usage
 from oomprobe.devices.plain import PlainDevice
+from oomprobe.devices.stated import check_stated, name_with
 from oomprobe.scope import scope
+from oomprobe.units import format_bytes
 
 # aten/src/ATen/mps/MPSAllocator.h: the high watermark when nothing else was asked for
 DEFAULT_HIGH_WATERMARK = 1.7
 
 
 class MpsDevice(PlainDevice):
-    """The one Metal device of a Mac."""
+    """The one Metal device of a Mac.
 
-    name = "Apple MPS"
+    Args:
+        stated_bytes: The most that may be used; None: the working set that Metal recommends.
 
-    def __init__(self) -> None:
+    Raises:
+        InvalidArgumentError: more was stated than that.
+
+    Attributes:
+        notes: Why no trial ran without a cap, for the report.
+    """
+
+    def __init__(self, stated_bytes: int | None = None) -> None:
         self.torch_device = torch.device("mps", 0)
         self.total_bytes = int(torch.mps.recommended_max_memory())
+        check_stated(stated_bytes, self.total_bytes, "Apple MPS (the working set that Metal recommends)")
+        self.name = name_with("Apple MPS", stated_bytes)
+        self._stated_bytes = self.total_bytes if stated_bytes is None else stated_bytes
+        what = "the working set that Metal recommends" if stated_bytes is None else "the budget that was stated"
+        self.notes = (
+            f"no trial ran without a cap: this device shares the host's memory, so the allocator is held to {what}, "
+            f"{format_bytes(self._stated_bytes)}",
+        )
 
     def available_bytes(self) -> int:
         self.release()
-        return self.total_bytes
+        return self._stated_bytes
 
     @scope
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         # Unified memory: without a limit of our own the whole machine would swap before an error comes.
-        torch.mps.set_per_process_memory_fraction((limit_bytes or self.total_bytes) / self.total_bytes)
+        held_bytes = self._stated_bytes if limit_bytes is None else min(limit_bytes, self._stated_bytes)
+        torch.mps.set_per_process_memory_fraction(held_bytes / self.total_bytes)
         try:
             yield
         finally:

@@ -1,0 +1,68 @@
+"""Budgets that are stated with a device, such as ``"cuda:1:8GiB"``."""
+
+from __future__ import annotations
+
+from oomprobe.devices import linux
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.units import byte_unit, format_bytes, parse_bytes
+
+TYPED_SHARE = 3 / 4  # of what is free now, to be typed into a command: in a moment less is free
+
+
+def split_budget(text: str) -> tuple[str, int | None]:
+    """Part a device from the budget stated with it; a number without a unit is an index.
+
+    Raises:
+        InvalidArgumentError: what has a unit is no size.
+
+    Example:
+        >>> split_budget("cuda:1:8GiB"), split_budget("xpu:2GiB"), split_budget("cuda:1")
+        (('cuda:1', 8589934592), ('xpu', 2147483648), ('cuda:1', None))
+    """
+    device, colon, last = text.rpartition(":")
+    if not colon or not last[:1].isdecimal() or not last.rstrip()[-1:].isalpha():
+        return text, None
+    return device, parse_bytes(last)
+
+
+def check_stated(stated_bytes: int | None, total_bytes: int, name: str) -> None:
+    """Refuse a budget that the device does not have."""
+    if stated_bytes is not None and stated_bytes > total_bytes:
+        raise InvalidArgumentError(
+            f"{format_bytes(stated_bytes)} of {name} were asked for, and all of it is {format_bytes(total_bytes)}: "
+            f"state less, such as {typed_size(total_bytes)!r}"
+        )
+
+
+def name_with(name: str, stated_bytes: int | None) -> str:
+    """The name of a device of which only a part may be used."""
+    return name if stated_bytes is None else f"{name}, {format_bytes(stated_bytes)} of it"
+
+
+def advised_size(total_bytes: int) -> str:
+    """A budget to type for a device that shares the host's memory: of what is free now, and half where nothing says."""
+    free = linux.free_bytes()
+    return typed_size(total_bytes // 2 if free is None else min(free, total_bytes))
+
+
+def unstated(device: str, name: str, total_bytes: int) -> InvalidArgumentError:
+    """The error for a device that shares the host's memory and was given no budget."""
+    free = linux.free_bytes()
+    found = "" if free is None else f" ({format_bytes(free)} are available now)"
+    return InvalidArgumentError(
+        f"{name} shares the host's memory{found}: without a budget no allocation fails, the whole machine swaps or "
+        f"freezes (pytorch#174358). State one: device='{device}:{advised_size(total_bytes)}', or set "
+        "set_per_process_memory_fraction(...) below 1 before you probe"
+    )
+
+
+def typed_size(free_bytes: int) -> str:
+    """Most of what is free, as one would type it.
+
+    Example:
+        >>> typed_size(16 * 2**30), typed_size(1000)
+        ('12GiB', '750B')
+    """
+    share = max(1, int(free_bytes * TYPED_SHARE))
+    unit, factor = byte_unit(share)
+    return f"{share // factor}{unit}"

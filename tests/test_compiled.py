@@ -1,0 +1,408 @@
+"""With real torch.compile: a backend records the shapes it is asked to compile, and runs the graph as it is."""
+
+import logging
+import shutil
+import sys
+import threading
+import types
+
+import pytest
+import torch
+from test_linux import run_python
+
+from oomprobe import compiled
+from oomprobe.compiled import Compiled
+
+SIZES = [2, 4, 8, 6, 5, 6]
+TRAINED = 24
+
+
+@pytest.fixture(autouse=True)
+def fresh(caplog):
+    """Dynamo as in a new process."""
+    caplog.set_level(logging.CRITICAL, logger="torch")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Recorder:
+    """A backend that compiles nothing: `seen` has the sizes of each graph's inputs, "?" where they may change."""
+
+    def __init__(self, fail_at=(), error=None):
+        self.seen, self.fail_at, self.error = [], fail_at, error or RuntimeError("CUDA out of memory")
+
+    def __call__(self, graph, inputs):
+        shapes = [tuple(i.shape) if isinstance(i, torch.Tensor) else (i,) for i in inputs]
+        sizes = tuple(tuple("?" if isinstance(d, torch.SymInt) else d for d in shape) for shape in shapes)
+        self.seen.append(sizes)
+        if any(shape[0] in self.fail_at for shape in shapes if shape):
+            raise self.error
+        return graph.forward
+
+    def take(self):
+        taken, self.seen = self.seen, []
+        return taken
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+
+def forward_and_backward(model, batch_size):
+    model(torch.ones(batch_size, 4)).square().sum().backward()
+
+
+def compiled_model(**options):
+    return torch.compile(Net(), **options), forward_and_backward
+
+
+def compiled_in_place(**options):
+    model = Net()
+    model.compile(**options)
+    return model, forward_and_backward
+
+
+def compiled_step(**options):
+    def step(model, batch_size):
+        return model(torch.ones(batch_size, 4)).square().sum()
+
+    return Net(), torch.compile(step, **options)
+
+
+WAYS = pytest.mark.parametrize("way", [compiled_model, compiled_in_place, compiled_step])
+
+
+def probed(model, step, sizes, *, forgets=True):
+    """What a probe does: each size twice; returns its `Compiled`."""
+    torch_compile = Compiled()
+    for size in sizes:
+        if forgets:
+            torch_compile.start_size(size)
+        step(model, size)
+        step(model, size)
+    if forgets:
+        torch_compile.finish()
+    return torch_compile
+
+
+def trained_at(size, way, recorder, **options):
+    """What is compiled by a process that never probed."""
+    torch._dynamo.reset()
+    model, step = way(backend=recorder, **options)
+    step(model, size)
+    step(model, size)
+    return recorder.take()
+
+
+# --- each size, and training, as if it were the only one ---
+
+
+@WAYS
+def test_each_size_is_compiled_as_training_at_that_size_alone_would(way):
+    recorder = Recorder()
+    alone = [graphs for size in SIZES for graphs in trained_at(size, way, recorder)]
+    assert len(alone) == len(SIZES)
+    torch._dynamo.reset()
+    probed(*way(backend=recorder), SIZES)
+    assert recorder.take() == alone
+
+
+@WAYS
+def test_without_it_sizes_are_compiled_for_changing_shapes(way):
+    recorder = Recorder()
+    probed(*way(backend=recorder), SIZES, forgets=False)
+    assert len(recorder.seen) == 2
+    assert "?" in str(recorder.seen[-1]) or "SymInt" in str(recorder.seen[-1])
+
+
+@WAYS
+@pytest.mark.parametrize("sizes", [SIZES, [1, 2], [32]])
+def test_training_compiles_as_if_there_had_been_no_probe(way, sizes):
+    recorder = Recorder()
+    never_probed = trained_at(TRAINED, way, recorder)
+    torch._dynamo.reset()
+    model, step = way(backend=recorder)
+    probed(model, step, sizes)
+    recorder.take()
+    step(model, TRAINED)
+    step(model, TRAINED)
+    assert recorder.take() == never_probed
+    if sizes != [32]:
+        torch._dynamo.reset()
+        model, step = way(backend=recorder)
+        probed(model, step, sizes, forgets=False)
+        recorder.take()
+        step(model, TRAINED)
+        assert recorder.take() != never_probed
+
+
+def test_changing_sizes_in_training_are_still_compiled_for_them_afterwards():
+    recorder = Recorder()
+    model, step = compiled_model(backend=recorder)
+    probed(model, step, SIZES)
+    recorder.take()
+    for size in (8, 16, 24, 32):
+        step(model, size)
+    assert len(recorder.seen) == 2
+
+
+def test_a_size_asked_for_again_at_once_is_not_compiled_again():
+    recorder = Recorder()
+    probed(*compiled_model(backend=recorder), [8, 8, 8])
+    assert len(recorder.seen) == 1
+
+
+@pytest.mark.parametrize("way", [compiled_model, compiled_in_place])
+def test_with_static_shapes_no_size_is_sent_to_eager(way):
+    recorder, sizes = Recorder(), list(range(2, 26, 2))
+    probed(*way(backend=recorder, dynamic=False), sizes)
+    assert [graph[-1][0] for graph in recorder.take()] == sizes
+    torch._dynamo.reset()
+    probed(*way(backend=recorder, dynamic=False), sizes, forgets=False)
+    assert len(recorder.take()) == 8  # and four sizes ran without being compiled
+
+
+def test_a_size_that_fails_to_compile_leaves_no_trace_either():
+    recorder = Recorder(fail_at=[64])
+    model, step = compiled_model(backend=recorder)
+    torch_compile = Compiled()
+    torch_compile.start_size(64)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        step(model, 64)
+    assert torch_compile.graphs == 0
+    torch_compile.start_size(48)
+    step(model, 48)
+    assert [graph[-1] for graph in recorder.seen] == [(64, 4), (48, 4)]
+    torch_compile.finish()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_interrupted_while_compiling(error):
+    recorder = Recorder(fail_at=[64], error=error())
+    model, step = compiled_model(backend=recorder)
+    torch_compile = Compiled()
+    torch_compile.start_size(64)
+    with pytest.raises(error):
+        step(model, 64)
+    torch_compile.finish()
+    recorder.take()
+    step(model, TRAINED)
+    assert recorder.seen[0][-1] == (TRAINED, 4)
+
+
+# --- what it says ---
+
+
+def test_nothing_compiled_nothing_said_and_nothing_reset(monkeypatch):
+    model, step = compiled_model(backend="eager")
+    step(model, 8)
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("what the user compiled is forgotten for nothing"))
+    torch_compile = probed(Net(), forward_and_backward, SIZES)
+    assert (torch_compile.graphs, torch_compile.notes) == (0, ())
+
+
+def test_what_was_compiled_is_told():
+    torch_compile = Compiled()
+    torch_compile._graphs_before = 0
+    model, step = compiled_model(backend="eager")
+    for size in (2, 4, 2):
+        torch_compile.start_size(size)
+        step(model, size)
+    torch_compile.finish()
+    assert torch_compile.graphs == 3
+    assert torch_compile.notes == (
+        "the step is compiled by torch.compile: 3 graphs for 2 sizes; each size was compiled anew, as training at that "
+        "size alone would, and training compiles once more",
+    )
+
+
+def test_what_was_compiled_before_is_told():
+    other, step = compiled_model(backend="eager")
+    step(other, 8)
+    torch_compile = probed(*compiled_model(backend="eager"), [2, 4])
+    assert torch_compile.graphs == 2
+    assert torch_compile.notes[1].startswith("graphs that were compiled before the probe (")
+    assert torch_compile.notes[1].endswith("are compiled again at their next call")
+    model, step = compiled_model(backend="eager")
+    step(model, 8)
+    alone = probed(model, step, [16])
+    assert alone.notes[1].endswith("batch 16 may have been compiled for changing shapes because of them")
+
+
+def test_graphs_count_only_those_of_this_probe_over_all_resets():
+    model, step = compiled_model(backend="eager")
+    step(model, 8)
+    torch_compile = Compiled()
+    for number, size in enumerate((2, 4, 6), start=1):
+        torch_compile.start_size(size)
+        step(model, size)
+        assert torch_compile.graphs == number
+    torch_compile.finish()
+    step(model, 8)
+    assert probed(*compiled_model(backend="eager"), [2]).graphs == 1
+
+
+def test_counters_that_the_step_clears_are_no_negative_graphs(monkeypatch):
+    model, step = compiled_model(backend="eager")
+    step(model, 8)
+    torch_compile = Compiled()
+    torch_compile.start_size(2)
+    monkeypatch.setitem(torch._dynamo.utils.counters, "stats", {"unique_graphs": 0})
+    assert torch_compile.graphs == 0
+    torch_compile.finish()
+
+
+def test_a_profile_that_outlives_the_process_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # that is where it lies
+    with torch.compiler.config.patch(job_id="abc"):
+        notes = probed(*compiled_model(backend="eager"), [2, 4]).notes
+    assert any("a profile of the sizes it sees under the job id" in note for note in notes)
+
+
+# --- it leaves dynamo and the process alone ---
+
+
+def test_the_users_callbacks_stay():
+    handler, calls = torch._dynamo.callback.callback_handler, []
+    start = handler.register_start_callback(lambda args: calls.append("start"))
+    end = handler.register_end_callback(lambda args: calls.append("end"))
+    try:
+        model, step = compiled_model(backend="eager")
+        probed(model, step, [2, 4])
+        assert calls == ["start", "end"] * 2
+        step(model, 8)
+        assert calls == ["start", "end"] * 3
+    finally:
+        handler.remove_start_callback(start)
+        handler.remove_end_callback(end)
+
+
+def test_nothing_is_imported_where_torch_compile_is_not_used():
+    run_python(
+        """
+        import sys
+        import torch
+        before = set(sys.modules)
+        from oomprobe.compiled import Compiled
+        compiled = Compiled()
+        for size in (1, 2, 4):
+            compiled.start_size(size)
+        compiled.finish()
+        assert (compiled.graphs, compiled.notes) == (0, ())
+        loaded = {name for name in set(sys.modules) - before if not name.startswith("oomprobe")}
+        assert "torch._dynamo" not in sys.modules
+        assert not [name for name in loaded if name.startswith("torch")], loaded
+        """
+    )
+
+
+def test_torch_compile_that_comes_with_the_first_trial_is_seen():
+    run_python(
+        """
+        import torch
+        from oomprobe.compiled import Compiled
+        seen = []
+        def backend(graph, inputs):
+            seen.append([tuple(i.shape)[0] for i in inputs])
+            return graph.forward
+        compiled = Compiled()
+        function = None
+        for size in (2, 4, 6):
+            compiled.start_size(size)
+            function = function or torch.compile(lambda x: x + 1, backend=backend)
+            function(torch.ones(size))
+        compiled.finish()
+        assert seen == [[2], [4], [6]], seen
+        assert len(compiled.notes) == 1, compiled.notes
+        """
+    )
+
+
+@pytest.mark.parametrize("half", [None, types.ModuleType("torch._dynamo.utils")])
+def test_dynamo_that_is_missing_or_only_half_imported(monkeypatch, half):
+    if half is None:
+        monkeypatch.delitem(sys.modules, "torch._dynamo.utils")
+    else:
+        monkeypatch.setitem(sys.modules, "torch._dynamo.utils", half)
+    torch_compile = probed(None, lambda model, size: None, [1, 2])  # no step: torch would import dynamo again
+    assert (torch_compile.graphs, torch_compile.notes) == (0, ())
+
+
+def test_a_reset_that_fails_is_told_and_stops_nothing(monkeypatch):
+    def fail():
+        raise AssertionError("Cannot clear callbacks while 1 are pending")
+
+    monkeypatch.setattr(torch._dynamo, "reset", fail)
+    torch_compile = probed(*compiled_model(backend="eager"), [2, 4])
+    assert "could not be made to forget a size (AssertionError)" in torch_compile.notes[-1]
+    assert torch_compile.graphs == 2
+
+
+def test_called_while_this_thread_compiles():
+    torch_compile = Compiled()
+
+    def backend(graph, inputs):
+        torch_compile.start_size(4)
+        return graph.forward
+
+    torch_compile.start_size(2)
+    model, step = compiled_model(backend=backend)
+    step(model, 2)
+    torch_compile.finish()
+    step(model, 2)
+
+
+def test_another_thread_that_compiles_is_waited_for():
+    entered, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def backend(graph, inputs):
+        entered.set()
+        assert go_on.wait(20)
+        done.set()
+        return graph.forward
+
+    torch_compile = Compiled()
+    torch_compile.start_size(2)
+    other = threading.Thread(target=lambda: torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3)))
+    other.start()
+    assert entered.wait(20)
+    threading.Timer(0.2, go_on.set).start()
+    torch_compile.start_size(4)
+    assert done.is_set()
+    other.join(20)
+    torch_compile.finish()
+    assert compiled._count("frames", "total") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_the_default_backend(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    run_python(
+        """
+        import torch
+        from oomprobe.compiled import Compiled
+        from torch._dynamo.utils import counters
+        torch.set_num_threads(1)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        fast = torch.compile(model)
+        plain = [model(torch.ones(size, 8)).detach() for size in (2, 4, 3)]
+        compiled = Compiled()
+        for size, expected in zip((2, 4, 3), plain):
+            compiled.start_size(size)
+            torch.testing.assert_close(fast(torch.ones(size, 8)), expected)
+            fast(torch.ones(size, 8)).sum().backward()
+        compiled.finish()
+        assert compiled.graphs == 3, compiled.graphs
+        fast(torch.ones(5, 8)).sum().backward()
+        assert compiled.graphs == 4
+        """,
+        warnings="default",
+    )

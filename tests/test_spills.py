@@ -1,0 +1,399 @@
+"""Where a card does not simply run out: Windows, WSL, memory shared with the host, NVIDIA MPS, stated budgets."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_accelerator import CARD, MIB, FakeModule, LedgerDevice, ledger
+
+from oomprobe import InvalidArgumentError, NothingFitsError, find_max_batch
+from oomprobe.devices import choose_device, linux, list_devices, mps, spills
+from oomprobe.devices.accelerator import AcceleratorDevice
+from oomprobe.devices.choose import describe_device
+from oomprobe.devices.mps import MpsDevice
+from oomprobe.devices.spills import why_neighbours, why_spills
+
+GIB = 2**30
+SPILLING = {"reasons": ("memory spills here",)}
+WITHOUT_PARAMETERS = torch.nn.ReLU()
+
+
+def opened(*, device=None, **card):
+    fake = FakeModule(**card)
+    options = {"reasons": (), **(device or {})}
+    return fake, AcceleratorDevice(CARD, module=fake, **options)
+
+
+def probe(ledger_parts, **options):
+    device, model, step, called = ledger_parts
+    called.clear()
+    return find_max_batch(model, step, device=device, **{"progress": "off", "confirm_steps": 2, **options})
+
+
+def holds(fake, size_bytes):
+    """Whether an allocation of so much passes now, and one MiB more does not."""
+    fake.alloc(size_bytes)
+    fake.empty_cache()
+    with pytest.raises(torch.OutOfMemoryError):
+        fake.alloc(size_bytes + MIB)
+    return True
+
+
+# --- why ---
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "where"),
+    [
+        ("win32", "10", "Windows"),
+        ("linux", "5.15.167.4-microsoft-standard-WSL2", "WSL"),
+        ("linux", "4.4.0-19041-Microsoft", "WSL"),
+        ("linux", "6.8.0-45-generic", None),
+        ("darwin", "23.6.0", None),
+    ],
+)
+def test_where_memory_spills(system, release, where):
+    why = why_spills(system=system, release=release)
+    assert why is None if where is None else f"on {where} the driver lends system memory" in why
+
+
+def test_here_is_what_python_says(monkeypatch):
+    monkeypatch.setattr(spills.platform, "release", lambda: "5.15-microsoft-standard")
+    monkeypatch.setattr(spills, "why_neighbours", lambda: "neighbours")
+    assert len(spills.reasons("cuda")) == 2
+    assert len(spills.reasons("xpu")) == 1  # NVIDIA's daemon is no concern of Intel's cards
+    monkeypatch.setattr(spills.platform, "release", lambda: "6.8.0-45-generic")
+    assert spills.reasons("xpu") == (() if sys.platform != "win32" else spills.reasons("xpu"))
+
+
+@pytest.mark.parametrize("named", [None, "", "/dev/null", "/run/mps"])
+@pytest.mark.parametrize("daemon", [True, False])
+def test_a_daemon_is_known_by_the_environment_or_by_its_pipe(tmp_path, named, daemon):
+    if daemon:
+        (tmp_path / "control").touch()
+    environ = {} if named is None else {"CUDA_MPS_PIPE_DIRECTORY": named}
+    why = why_neighbours(environ=environ, default_pipes=tmp_path)
+    expected = named == "/run/mps" or (daemon and named != "/dev/null")
+    assert (why is not None) is expected
+    if why is not None:
+        assert "may kill its neighbours" in why
+        assert (named or str(tmp_path)) in why
+
+
+def test_the_device_asks_for_its_own_reasons(monkeypatch):
+    asked = []
+    monkeypatch.setattr(spills, "reasons", lambda kind: asked.append(kind) or ("because",))
+    assert AcceleratorDevice(CARD, module=FakeModule()).notes == ("because",)
+    assert asked == ["cuda"]
+
+
+def test_an_ordinary_card_has_no_notes_and_no_cap():
+    fake, device = opened()
+    assert device.notes == ()
+    with device.cap(None):
+        assert fake.get_per_process_memory_fraction() == 1.0
+
+
+# --- a card whose driver spills ---
+
+
+def test_the_fake_spills_like_windows():
+    fake = FakeModule(outside_bytes=24 * MIB, spilled_bytes=500 * MIB)
+    block = fake.alloc(1400 * MIB)
+    assert fake.mem_get_info()[0] == 0
+    with pytest.raises(torch.OutOfMemoryError):
+        fake.alloc(200 * MIB)
+    del block
+
+
+def test_no_limit_is_what_was_available_last():
+    fake, device = opened(device=SPILLING, outside_bytes=24 * MIB, spilled_bytes=10 * GIB)
+    assert device.available_bytes() == 1000 * MIB
+    with device.cap(None):
+        assert holds(fake, 1000 * MIB)
+    assert fake.get_per_process_memory_fraction() == 1.0
+    fake.outside_bytes = 4 * MIB  # a neighbour went: that was not measured yet
+    with device.cap(None):
+        assert holds(fake, 1000 * MIB)
+
+
+def test_no_limit_before_anything_was_measured_is_measured_then():
+    fake, device = opened(device=SPILLING, outside_bytes=24 * MIB, spilled_bytes=10 * GIB)
+    fake.alloc(300 * MIB)  # in the cache, and to be given back
+    with device.cap(None):
+        assert holds(fake, 1000 * MIB)
+
+
+def test_a_neighbour_that_came_since_leaves_less():
+    fake, device = opened(device=SPILLING, spilled_bytes=10 * GIB)
+    device.available_bytes()
+    fake.outside_bytes = 224 * MIB
+    with device.cap(None):
+        assert holds(fake, 800 * MIB)
+    with device.cap(900 * MIB):
+        assert holds(fake, 800 * MIB)
+    with device.cap(700 * MIB):
+        assert holds(fake, 700 * MIB)
+
+
+def test_what_spilled_already_is_no_memory_of_the_card():
+    fake, device = opened(device=SPILLING, spilled_bytes=10 * GIB)
+    block = fake.alloc(1500 * MIB)
+    assert device.available_bytes() == 1024 * MIB
+    del block
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("x"), KeyboardInterrupt()])
+def test_the_users_own_fraction_comes_back(error):
+    fake, device = opened(device=SPILLING, total_bytes=150_109_880_320, outside_bytes=130_000_000_001)
+    fake.set_per_process_memory_fraction(1 / 3)
+    before = fake._allowed_bytes
+    if error is None:
+        with device.cap(None):
+            pass
+    else:
+        with pytest.raises(type(error)), device.cap(None):
+            raise error
+    assert fake._allowed_bytes == before
+
+
+@pytest.mark.parametrize("memory_fraction", [0.9, 1.0])
+def test_a_probe_on_a_card_that_spills_stops_at_the_card(memory_fraction):
+    spilling = {"outside_bytes": 24 * MIB, "spilled_bytes": 20 * GIB, "device_options": SPILLING}
+    result = probe(ledger(fixed_bytes=100 * MIB, **spilling), memory_fraction=memory_fraction)
+    assert result.limit_batch_size >= result.batch_size == int(memory_fraction * 1000) - 100
+    assert result.limit_batch_size <= 900
+    assert "memory spills here" in result.notes
+
+
+def test_without_the_cap_it_would_not_have_stopped():
+    spilling = {"spilled_bytes": 20 * GIB, "device_options": {"reasons": ()}}
+    assert probe(ledger(**spilling), memory_fraction=1.0).batch_size > 20_000
+
+
+# --- a stated budget ---
+
+
+def test_a_stated_budget_bounds_and_is_named():
+    fake, device = opened(device={"stated_bytes": 256 * MIB})
+    assert device.name == "Fake Card, 256.00 MiB of it"
+    assert device.total_bytes == 1024 * MIB
+    assert device.notes == ()
+    assert device.available_bytes() == 256 * MIB
+    fake.outside_bytes = 900 * MIB
+    assert device.available_bytes() == 124 * MIB
+    fake.outside_bytes = 0
+    device.available_bytes()
+    for limit_bytes in (None, 300 * MIB):
+        with device.cap(limit_bytes):
+            assert holds(fake, 256 * MIB)
+    assert fake.get_per_process_memory_fraction() == 1.0
+
+
+def test_a_probe_within_a_stated_budget():
+    result = probe(ledger(device_options={"stated_bytes": 256 * MIB, "reasons": ()}), memory_fraction=1.0)
+    assert result.batch_size == result.limit_batch_size == 256 - 64
+    assert result.device == "Fake Card, 256.00 MiB of it"
+
+
+def test_a_budget_too_small_for_anything():
+    with pytest.raises(NothingFitsError, match=re.escape("Fake Card, 64.00 MiB of it")):
+        probe(ledger(device_options={"stated_bytes": 64 * MIB, "reasons": ()}))
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """A machine with two cards of a kind; their properties can be added to."""
+    properties = {}
+    here = SimpleNamespace(kind="cuda", properties=properties, fraction=1.0, free=4 * GIB)
+
+    def module(device):
+        fake = FakeModule(**properties)
+        fake.set_per_process_memory_fraction(here.fraction)
+        monkeypatch.setattr(fake, "_enter", lambda name, device: fake.calls.append(name))  # also as torch.xpu
+        return fake
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device(here.kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", module)
+    monkeypatch.setattr(linux, "free_bytes", lambda *args: here.free)
+    return here
+
+
+@pytest.mark.parametrize(
+    ("text", "index", "size"),
+    [
+        ("{}:256MiB", 0, 256 * MIB),
+        ("{}:1:256MiB", 1, 256 * MIB),
+        ("{}:0:0.5 GiB", 0, GIB // 2),
+        ("{}:1:100 mb", 1, 10**8),
+        ("{}:1", 1, GIB),
+        ("{}", 0, GIB),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_budget_after_the_device(cards, kind, text, index, size):
+    cards.kind = kind
+    device = choose_device(text.format(kind), WITHOUT_PARAMETERS)
+    assert (device.torch_device, device.available_bytes()) == (torch.device(kind, index), size)
+
+
+@pytest.mark.parametrize("text", ["cuda:2GiB", "cuda:1:1.01GiB"])
+def test_more_than_the_card_has(cards, text):
+    match = r"of Fake Card were asked for, and all of it is 1.00 GiB: state less, such as '768MiB'"
+    with pytest.raises(InvalidArgumentError, match=match):
+        choose_device(text, WITHOUT_PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("cuda:8GiBs", "'8GiBs' is not a size in memory"),
+        ("cuda:0GiB", "'0GiB' is not a size in memory"),
+        ("cuda:8GiB:1", "not a device that torch knows"),
+        ("cuda:1:8", "not a device that torch knows"),
+        ("cuda:1:2:8GiB", "not a device that torch knows"),
+        ("cuda:GiB", "not a device that torch knows"),
+        (":8GiB", "not a device that torch knows"),
+        ("cuda:1.5", "not a device that torch knows"),
+    ],
+)
+def test_no_budget(cards, text, match):
+    with pytest.raises(InvalidArgumentError, match=match):
+        choose_device(text, WITHOUT_PARAMETERS)
+
+
+# --- a device that shares the host's memory ---
+
+
+@pytest.mark.parametrize("name", ["is_integrated", "is_integrated_gpu"])
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), None])
+def test_shared_memory_needs_a_budget_and_the_error_says_what_to_type(cards, name, device):
+    cards.properties[name] = 1
+    cards.free = GIB // 2
+    with pytest.raises(InvalidArgumentError) as raised:
+        choose_device(device, WITHOUT_PARAMETERS)
+    text = str(raised.value)
+    assert "the whole machine swaps or freezes (pytorch#174358)" in text
+    assert "512.00 MiB are available now" in text
+    typed = re.search(r"device='([^']+)'", text)[1]
+    assert typed == f"cuda:{1 if device == 'cuda:1' else 0}:384MiB"
+    assert choose_device(typed, WITHOUT_PARAMETERS).available_bytes() == 384 * MIB
+
+
+@pytest.mark.parametrize(("free", "typed"), [(None, "384MiB"), (400 * GIB, "768MiB"), (0, "1B")])
+def test_what_is_advised_can_be_typed(cards, free, typed):
+    cards.properties["is_integrated"] = True
+    cards.free = free
+    with pytest.raises(InvalidArgumentError, match=f"device='cuda:0:{typed}'"):
+        choose_device("cuda", WITHOUT_PARAMETERS)
+    choose_device(f"cuda:0:{typed}", WITHOUT_PARAMETERS)
+
+
+def test_a_fraction_of_the_users_own_is_a_budget(cards):
+    cards.properties["is_integrated"] = True
+    cards.fraction = 0.25
+    assert choose_device("cuda", WITHOUT_PARAMETERS).available_bytes() == 256 * MIB
+    cards.free = 100 * MIB
+    assert choose_device("cuda", WITHOUT_PARAMETERS).available_bytes() == 100 * MIB
+
+
+def test_shared_memory_is_bounded_by_what_the_host_has():
+    free = [100 * MIB]
+    shared = {"stated_bytes": 512 * MIB, "host_free_bytes": lambda: free[0]}
+    fake, device = opened(device=shared, is_integrated=1)
+    own = fake.alloc(50 * MIB)  # the host counts this as used
+    assert device.available_bytes() == 150 * MIB
+    with device.cap(None), pytest.raises(torch.OutOfMemoryError):
+        fake.alloc(101 * MIB)
+    free[0] = None  # nobody says
+    assert device.available_bytes() == 512 * MIB
+    free[0] = 20 * MIB
+    with device.cap(None), pytest.raises(torch.OutOfMemoryError):
+        fake.alloc(21 * MIB)
+    assert len(device.notes) == 1
+    assert "shares the host's memory" in device.notes[0]
+    del own
+
+
+def test_the_hosts_memory_is_no_concern_of_a_card_with_its_own():
+    _, device = opened(device={"host_free_bytes": lambda: MIB})
+    assert device.available_bytes() == 1024 * MIB
+
+
+def test_devices_that_lack_a_budget_are_listed(cards):
+    cards.properties["is_integrated"] = True
+    lines = [describe_device(device) for device in list_devices()]
+    assert lines[1] == "cuda:1  Fake Card  1.00 GiB  shares the host's memory: state a budget, such as 'cuda:1:768MiB'"
+    cards.fraction = 0.5
+    assert describe_device(list_devices()[0]) == "cuda:0  Fake Card  1.00 GiB"
+
+
+def test_a_probe_on_shared_memory():
+    options = {"stated_bytes": 512 * MIB, "host_free_bytes": lambda: 4 * GIB, "reasons": ()}
+    parts = ledger(is_integrated=1, device_options=options)
+    result = probe(parts, memory_fraction=1.0)
+    assert result.batch_size == 512 - 64
+    assert any(note.startswith("no trial ran without a cap") for note in result.notes)
+    assert isinstance(parts[0], LedgerDevice)
+
+
+# --- Apple ---
+
+
+@pytest.fixture
+def metal(monkeypatch):
+    """`torch.mps` on a Mac with 16 GiB; returns the fractions that were set."""
+    fractions = []
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(torch.mps, "set_per_process_memory_fraction", fractions.append)
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: None)
+    monkeypatch.delenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", raising=False)
+    return fractions
+
+
+def test_metals_own_recommendation_is_the_budget(metal):
+    device = MpsDevice()
+    assert (device.name, device.available_bytes()) == ("Apple MPS", 16 * GIB)
+    assert "the working set that Metal recommends, 16.00 GiB" in device.notes[0]
+    with device.cap(None):
+        assert metal == [1.0]
+    with device.cap(4 * GIB):
+        assert metal[-1] == 0.25
+    assert metal[-1] == 1.7
+
+
+def test_a_budget_on_a_mac(metal):
+    device = MpsDevice(8 * GIB)
+    assert (device.name, device.available_bytes(), device.total_bytes) == (
+        "Apple MPS, 8.00 GiB of it",
+        8 * GIB,
+        16 * GIB,
+    )
+    assert "the budget that was stated, 8.00 GiB" in device.notes[0]
+    with device.cap(None):
+        assert metal == [0.5]
+    with device.cap(12 * GIB):
+        assert metal[-1] == 0.5
+    with device.cap(0):
+        assert metal[-1] == 0.0
+    with pytest.raises(InvalidArgumentError, match="Metal recommends"):
+        MpsDevice(17 * GIB)
+
+
+@pytest.mark.parametrize("text", ["mps:8GiB", "mps:0:8GiB"])
+def test_a_budget_on_a_mac_is_typed_the_same_way(cards, metal, text):
+    cards.kind = "mps"
+    assert choose_device(text, WITHOUT_PARAMETERS).available_bytes() == 8 * GIB
+
+
+def test_torch_mps_has_what_is_used():
+    used = set(re.findall(r"torch\.mps\.(\w+)", ast.unparse(ast.parse(Path(mps.__file__).read_text()))))
+    assert len(used) > 4
+    assert all(hasattr(torch.mps, name) for name in used)
