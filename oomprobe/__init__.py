@@ -34,6 +34,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from oomprobe.by_name import probe_target as probe_target
     from oomprobe.devices import Device as Device
     from oomprobe.devices.simulated import SimulatedDevice as SimulatedDevice
     from oomprobe.errors import DeviceLostError as DeviceLostError
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from oomprobe.plan import PlanEntry as PlanEntry
     from oomprobe.probe import check as check
     from oomprobe.probe import find_max_batch as find_max_batch
-    from oomprobe.by_name import probe_target as probe_target
     from oomprobe.result import Phase as Phase
     from oomprobe.result import ProbeResult as ProbeResult
     from oomprobe.result import Trial as Trial

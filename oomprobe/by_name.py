@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+
+import torch
 
 from oomprobe import summary
 from oomprobe.devices import Simulated
-from oomprobe.errors import InvalidArgumentError
+from oomprobe.errors import InvalidArgumentError, OomProbeError, target_failed
 from oomprobe.here import bench_here
-from oomprobe.options import Options
+from oomprobe.options import Options, StepFn
 from oomprobe.probe import check_on, options_of_one, search_on
 from oomprobe.progress import Progress
 from oomprobe.result import ProbeResult
@@ -128,10 +133,30 @@ def _bench(
 
         bench = isolated_bench(name, device, options, progress, journal)
     else:
-        model, step_fn = build(name, device)
+        model, step_fn = _built(name, device)
         bench = bench_here(model, step_fn, device, preserve, options, progress, journal)
     with bench as opened:
         yield opened
+
+
+def _built(target: str, device: object) -> tuple[torch.nn.Module, StepFn]:
+    try:
+        return build(target, device)
+    except (OomProbeError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        error.with_traceback(_users_part(error.__traceback__))
+        raise target_failed(error, target) from error
+
+
+def _users_part(frames: TracebackType | None) -> TracebackType | None:
+    """Without the frames of this package and of the import machinery that come before the user's own."""
+    here = f"{Path(__file__).parent}{os.sep}"
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(
+        (here, "<frozen importlib", importlib.__file__)
+    ):
+        frames = frames.tb_next
+    return frames
 
 
 def _refuse_isolation(preserve: Any) -> None:

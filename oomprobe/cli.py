@@ -12,13 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from oomprobe import errors
@@ -28,9 +25,6 @@ from oomprobe.streams import stdout_kept, tell, write
 from oomprobe.units import format_bytes
 
 if TYPE_CHECKING:
-    import torch
-
-    from oomprobe.options import StepFn
     from oomprobe.result import ProbeResult
 
 DEMO_CARD = "sim:H100-80GB"
@@ -51,11 +45,13 @@ def _run(arguments: argparse.Namespace) -> int:
     check_run(arguments)
     saved_at = None if arguments.json in (None, "-") else Path(arguments.json).absolute()  # a step may change folder
     machine_reads = arguments.quiet or arguments.json == "-"
-    if not arguments.in_process and not (arguments.device or "").startswith("sim"):  # those cannot die of memory
-        tell("note: isolated trials are not in this version yet; they run in this process (--in-process)")
+    isolate = not arguments.in_process
+    if isolate and sys.platform != "linux":
+        tell("note: trials can be isolated on Linux only; they run in this process (--in-process)")
+        isolate = False
     keeping = stdout_kept(for_good=arguments.owns_process) if machine_reads else contextlib.nullcontext(sys.stdout)
     with keeping as stdout:
-        result = _probe(arguments)
+        result = _probe(arguments, isolate=isolate)
         if arguments.world_size > 1 or arguments.global_batch:
             plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size}
             result = dataclasses.replace(result, options={**result.options, **plan_options})
@@ -76,49 +72,24 @@ def _save(result: ProbeResult, path: Path) -> None:
         raise errors.InvalidArgumentError(f"--json {str(path)!r} cannot be written: {error}") from None
 
 
-def _build(target: str, device: object) -> tuple[torch.nn.Module, StepFn]:
-    from oomprobe.target import build
+def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
+    from oomprobe.by_name import check_target, probe_target
 
-    try:
-        return build(target, device)
-    except (errors.OomProbeError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        error.with_traceback(_users_part(error.__traceback__))
-        raise errors.target_failed(error, target) from error
-
-
-def _users_part(frames: TracebackType | None) -> TracebackType | None:
-    """Without the frames of this package and of the import machinery that come before the user's own."""
-    here = f"{Path(__file__).parent}{os.sep}"
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(
-        (here, "<frozen importlib", importlib.__file__)
-    ):
-        frames = frames.tb_next
-    return frames
-
-
-def _probe(arguments: argparse.Namespace) -> ProbeResult:
-    from oomprobe.probe import check, find_max_batch
-    from oomprobe.target import simulated_or
-
-    device = simulated_or(arguments.device)
     common = {
-        "device": device,
+        "isolate": isolate,
+        "device": arguments.device,
         "memory_fraction": arguments.memory_fraction,
         "confirm_steps": arguments.confirm_steps,
         "time_limit_s": arguments.time_limit,
         "progress": arguments.progress,
     }
     if arguments.require is not None:
-        model, step_fn = _build(arguments.target, device)
-        return check(model, step_fn, arguments.require, **common)
+        return check_target(arguments.target, arguments.require, **common)
     options = {name: getattr(arguments, option) for option, name in SEARCH_OPTIONS.items()}
     given = {name: value for name, value in options.items() if value is not None}
     if "global_batch" in given:
         given["global_batch"] = -(-arguments.global_batch // arguments.world_size)
-    model, step_fn = _build(arguments.target, device)
-    return find_max_batch(model, step_fn, **given, **common)
+    return probe_target(arguments.target, **given, **common)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

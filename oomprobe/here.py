@@ -87,7 +87,8 @@ def bench_here(
                 raise
             finally:
                 status.close()
-                bench.notes |= dict.fromkeys(keeper.notes)
+                trials.compiled.finish()
+                bench.notes |= dict.fromkeys((*keeper.notes, *trials.compiled.notes))
                 keeper.put_back(device_lost=lost)
                 bench.state_verified = not lost and _verified(keeper, bench)
 

@@ -21,6 +21,7 @@ class Neighbours:
 
     Args:
         total_bytes: Of the device.
+        names: Says who is on the device; empty where nobody knows.
         sleep: Waits between attempts.
 
     Attributes:
@@ -29,8 +30,8 @@ class Neighbours:
         held_bytes: Samples, each after a trial.
     """
 
-    def __init__(self, total_bytes: int, *, sleep: Callable[[float], None]) -> None:
-        self._tolerated_bytes = MOVED_SHARE * total_bytes
+    def __init__(self, total_bytes: int, names: Callable[[], str], *, sleep: Callable[[float], None]) -> None:
+        self._tolerated_bytes, self._names = MOVED_SHARE * total_bytes, names
         self._sleep = sleep
         self._expected_bytes: int | None = None
         self.contaminated = False
@@ -67,6 +68,10 @@ class Neighbours:
         ] = None
         return True
 
+    def _named(self) -> str:
+        names = self._names()
+        return f" ({names})" if names else ""
+
     def _moved_bytes(self, ran: Ran) -> int:
         samples = (self._expected_bytes, ran.outside_before_bytes, ran.outside_after_bytes)
         known = [sample for sample in samples if sample is not None]
@@ -79,6 +84,6 @@ class Neighbours:
         self._expected_bytes = ran.outside_after_bytes
         self.notes[
             f"CONTAMINATED: memory of others on the device went on moving through {ATTEMPTS} attempts at batch "
-            f"{ran.trial.batch_size}, so the answer may be about them. Probe again when the device is yours alone"
+            f"{ran.trial.batch_size}, so the answer may be about them{self._named()}. Probe again when the device is yours alone"
         ] = None
         return ran

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import oomprobe
-from oomprobe.devices import Device, Simulated
+from oomprobe.devices import Simulated
 from oomprobe.errors import NothingFitsError
 from oomprobe.fit import LinearFit, fit_line
 from oomprobe.result import ProbeResult, Trial
@@ -26,6 +26,7 @@ MEASURED_STEP_S = 5e-3  # a faster step is timed too roughly to call another one
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 # What ends a process at a size, again and again, is a limit of that size, and not shown to be memory.
+NOT_RESTORED = "state that is not restored: other Python attributes, generators of your own, positions of data loaders"
 _LIMITED_BY = {
     Verdict.SIZE_LIMIT: "size_limit",
     Verdict.POISONED: "size_limit",
@@ -77,9 +78,15 @@ def nothing_fits(bench: Workbench) -> NothingFitsError:
     what = " does not survive" if one_size else ", the smallest allowed, does not fit"
     return NothingFitsError(
         f"batch {last.batch_size}{what} on {bench.device.name} in {room}{margin}: "
-        f"{last.verdict} {f'in the {last.where}' if last.where else ''}\n  {last.error}\nTry {'; or '.join(advice)}.",
+        f"{last.verdict} {f'in the {last.where}' if last.where else ''}\n  {last.error}\n{_held_by_others(bench)}"
+        f"Try {'; or '.join(advice)}.",
         trials=tuple(bench.trials),
     )
+
+
+def _held_by_others(bench: Workbench) -> str:
+    names = bench.tenants()
+    return f"Others are on the device: {names}.\n" if names else ""
 
 
 def environment(bench: Workbench) -> dict[str, Any]:
@@ -95,6 +102,7 @@ def environment(bench: Workbench) -> dict[str, Any]:
         "device_name": bench.device.name,
         "device_total_bytes": bench.device.total_bytes,
         "threads": torch.get_num_threads(),
+        "isolated": bench.runner.replaceable,
         "allocator_settings": {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ},
     }
 
@@ -132,12 +140,11 @@ def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
         *(_simulated(bench.device, bench.trials, answer) if isinstance(bench.device, Simulated) else _pressure(answer)),
         *_slow(bench.trials, answer),
         *_outside(bench),
-        *_compiled(bench),
         *_stopped_early(bench, found),
     ]
 
 
-def _of_device(device: Device) -> tuple[str, ...]:
+def _of_device(device: object) -> tuple[str, ...]:
     """What a device says of itself: not those of other packages, and a simulated one says it elsewhere."""
     return () if isinstance(device, Simulated) else getattr(device, "notes", ())
 
@@ -219,16 +226,6 @@ def _outside(bench: Workbench) -> list[str]:
     ]
 
 
-def _compiled(bench: Workbench) -> list[str]:
-    if not getattr(bench, "graphs_compiled", 0):
-        return []
-    return [
-        f"torch.compile made {bench.graphs_compiled} graphs while probing: several sizes make it compile for changing "
-        "shapes, or give up after its recompile limit and run without compiling, so the answer may not be what training "
-        "at one size needs; check it in a fresh process with oomprobe.check"
-    ]
-
-
 def _stopped_early(bench: Workbench, found: Found) -> list[str]:
     step = bench.options.multiple_of
     if found.batch_size is None or found.deciding is None or found.deciding - found.batch_size <= step:
@@ -254,5 +251,5 @@ def _not_covered(bench: Workbench) -> list[str]:
     return [
         *(bench.device.not_covered if isinstance(bench.device, Simulated) else ()),
         *(text for text, words in items if words_in_names.isdisjoint(words.split())),
-        "state that is not restored: other Python attributes, generators of your own, positions of data loaders",
+        *([] if bench.runner.replaceable else [NOT_RESTORED]),
     ]

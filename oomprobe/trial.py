@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from oomprobe.compiled import Compiled
 from oomprobe.devices import Device, Simulated, Usage
 from oomprobe.errors import SimulationError, UnreliableError, step_failed
 from oomprobe.failure import Failure, failure_of
@@ -115,6 +116,7 @@ class Trials:
             device.begin_probe(interrupts.poll)
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # in the last call that was run
+        self.compiled = Compiled()
         self.in_steps_s = 0.0
         self.notes: dict[str, None] = {}
 
@@ -125,6 +127,7 @@ class Trials:
             StepFailedError: the step failed with a bug; chained from the user's own exception.
         """
         run = _Run()
+        self.compiled.start_size(request.batch_size)
         self._device.start_trial()
         try:
             with self._device.cap(request.cap_bytes):
@@ -294,6 +297,7 @@ class Trials:
             TimeUp: its time passed. Whatever else comes, a `TimeLimitError` too, is the step's own.
         """
         request = Request(batch_size=batch_size, phase=Phase.GROW, steps=1, deadline_s=deadline_s)
+        self.compiled.start_size(batch_size)
         for step in self._steps.values():
             if len(self._steps) > 1:
                 self._restore_modes()

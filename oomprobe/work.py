@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +47,3 @@ def load_counter() -> None:
     """
     with WorkCounter():
         torch.empty(0)
-
-
-def compiled_graphs() -> int:
-    """Graphs that torch.compile has made in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from oomprobe.clock import Clock
-from oomprobe.devices import Simulated
+from oomprobe.devices import Simulated, nvml
 from oomprobe.errors import DeviceLostError, StepFailedError, UnreliableError, process_died
 from oomprobe.idle import refuse_idle
 from oomprobe.neighbours import Neighbours
@@ -53,7 +53,7 @@ class Workbench:
         self.device, self.notes = runner.place, runner.notes
         self.available_bytes = self.budget_bytes = 0
         self.state_verified = False
-        self.neighbours = Neighbours(self.device.total_bytes, sleep=sleep)
+        self.neighbours = Neighbours(self.device.total_bytes, self.tenants, sleep=sleep)
         self._reporter, self._clock, self._record = reporter, clock, record
         self._rehearsals = Rehearsals(self.device, single=len(runner.step_names) == 1)
         if record.measured is not None:
@@ -230,6 +230,12 @@ class Workbench:
     def cap_bytes(self) -> int | None:
         """What a trial under the margin is held to; None where the card enforces it."""
         return self.budget_bytes if self.options.memory_fraction < 1 else None
+
+    def tenants(self) -> str:
+        """Who else is on the device; empty where nobody knows."""
+        if self.device.torch_device.type != "cuda" or isinstance(self.device, Simulated):
+            return ""
+        return nvml.name_tenants(nvml.processes_on(self.device.torch_device))
 
     # --- when to stop ---
 

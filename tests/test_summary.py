@@ -34,8 +34,9 @@ def bench(*trials, on_host=True, step_names=("step",), **options):
         budget_bytes=90 * MIB,
         available_bytes=100 * MIB,
         notes={},
-        graphs_compiled=0,
         circumstances=(),
+        tenants=lambda: "",
+        runner=types.SimpleNamespace(replaceable=False),
         neighbours=types.SimpleNamespace(contaminated=False, held_bytes=[]),
         step_names=list(step_names),
         state_verified=True,
@@ -142,20 +143,3 @@ def test_the_longest_sequence(name, covered):
 def test_what_is_never_covered():
     lines = result(trial(1), step_names=["eval", "long", "save", "ddp"]).not_covered
     assert [line.split()[0] for line in lines] == ["data", "state"]
-
-
-def test_compiled_steps_are_said():
-    import torch
-    from ledger import LedgerDevice
-
-    import oomprobe
-
-    model = torch.nn.Linear(4, 4)
-    compiled = torch.compile(model, backend="eager")
-
-    def step(model, batch_size):
-        compiled(torch.randn(batch_size, 4)).sum().backward()
-
-    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=4, progress="off")
-    assert any(note.startswith("torch.compile made") for note in result.notes)
-    torch._dynamo.reset()

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -52,17 +52,17 @@ def build(spec: Spec) -> Built:
 def one_thread() -> Iterator[dict[str, int]]:
     """Build with one thread, whatever the target wishes; what it wished is given to the children."""
     wished: dict[str, int] = {}
-    before, own = torch.get_num_threads(), torch.set_num_threads
+    before, own, torch_module = torch.get_num_threads(), torch.set_num_threads, cast(Any, torch)
 
     def wish(threads: int) -> None:
         wished["threads"] = threads
 
-    torch.set_num_threads = wish
+    torch_module.set_num_threads = wish
     own(1)
     try:
         yield wished
     finally:
-        torch.set_num_threads = own
+        torch_module.set_num_threads = own
         if torch.get_num_threads() != 1:
             wished.setdefault("threads", torch.get_num_threads())
         wished.setdefault("threads", before)
@@ -173,6 +173,7 @@ class _Answers:
             "notes": list(runner.notes),
             "in_steps_s": runner.in_steps_s,
             "learned": runner.trials.learned,
+            "graphs": runner.trials.compiled.graphs,
         }
 
     def _reused(self, warm_size: int | None) -> LocalRunner:

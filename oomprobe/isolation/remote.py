@@ -26,6 +26,10 @@ FRESH = (
     "children forked from the built target hung or could not run ({why}), as they do when building it started threads: "
     "each trial builds the target anew"
 )
+COMPILED = (
+    "the step is compiled by torch.compile: each size was compiled anew, as training at that size alone would, and in "
+    "processes that training has nothing to do with"
+)
 CANNOT_FORK = ("forked subprocess", "fork-based multiprocessing")  # torch/cuda, torch/csrc/autograd/engine.cpp
 SECOND_OPINIONS = (Phase.RECHECK, Phase.CONFIRM)
 
@@ -89,7 +93,8 @@ class RemoteRunner:
         self.step_names: list[str] = hello["step_names"]
         self.threads: int = hello["threads"]
         self.notes |= dict.fromkeys(hello["notes"])
-        return hello["question"]
+        question: Message = hello["question"]
+        return question
 
     # --- what the workbench asks ---
 
@@ -245,6 +250,8 @@ class RemoteRunner:
 
     def _heed(self, answer: Message) -> None:
         self.notes |= dict.fromkeys(answer.get("notes", ()))
+        if answer.get("graphs"):
+            self.notes[COMPILED] = None
         self._learned = answer.get("learned") or self._learned
         told_s = answer.get("in_steps_s", 0.0)
         self.in_steps_s += told_s if self._forks else max(0.0, told_s - self._in_child_s)
