@@ -96,6 +96,7 @@ def frozen(model):
     ("one", "other"),
     [
         (nn.Linear(2, 2), nn.Linear(2, 3)),
+        (nn.Linear(2, 6, bias=False), nn.Linear(3, 4, bias=False)),  # as many parameters
         (nn.Linear(2, 2), nn.Linear(2, 2).half()),
         (nn.Linear(2, 2), nn.Linear(2, 2).eval()),
         (nn.Linear(2, 2), frozen(nn.Linear(2, 2))),
