@@ -240,8 +240,9 @@ def test_another_question_is_refused_and_the_journal_left_as_it_is(path):
 
 
 def test_the_same_question_in_other_types_is_the_same(path):
-    opened(path, {"a": (1, 2), "b": float("nan"), "c": 1, "d": Phase.GROW}).close()
-    assert opened(path, {"d": "grow", "c": 1.0, "b": float("nan"), "a": [1, 2]}).resumed
+    opened(path, {"a": (1, 2), "b": float("nan"), "c": 1, "d": Phase.GROW, 5: Path("x")}).close()
+    with opened(path, {"d": "grow", "c": 1.0, "b": float("nan"), "a": (1, 2), 5: Path("x")}) as journal:
+        assert journal.resumed
 
 
 def test_asking_twice_in_one_process(path):
@@ -527,6 +528,16 @@ def test_an_interrupt_within_the_end_is_no_death(path, monkeypatch):
     journal.close()
     with opened(path) as journal:
         assert journal.deaths(key(1)) == ()
+
+
+def test_closing_twice_closes_nothing_of_others(path):
+    journal = opened(path)
+    fd = journal._file._fd
+    journal.close()
+    reused = os.open(path, os.O_RDONLY)
+    assert reused == fd
+    journal.close()
+    os.close(reused)  # raises where it was closed
 
 
 # --- what it imports and keeps ---

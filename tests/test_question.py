@@ -96,6 +96,7 @@ def frozen(model):
     ("one", "other"),
     [
         (nn.Linear(2, 2), nn.Linear(2, 3)),
+        (nn.Linear(2, 6, bias=False), nn.Linear(3, 4, bias=False)),  # as many parameters
         (nn.Linear(2, 2), nn.Linear(2, 2).half()),
         (nn.Linear(2, 2), nn.Linear(2, 2).eval()),
         (nn.Linear(2, 2), frozen(nn.Linear(2, 2))),
@@ -268,6 +269,15 @@ def test_functions_that_name_each_other_end():
     assert not same(compiled(source.format(1)), compiled(source.format(2)))
 
 
+def test_functions_of_other_packages_are_not_looked_into():
+    def using(text, package):
+        helper = compiled(f"def helper(x): return {text}", name="helper", __name__=package)
+        return compiled("def step(m, n): return helper(n)", helper=helper)
+
+    assert same(using(1, "library.inner"), using(2, "library.inner"))
+    assert not same(using(1, "train.inner"), using(2, "train.inner"))
+
+
 # --- total ---
 
 
@@ -277,6 +287,10 @@ class Hostile:
 
     def __call__(self, model, batch_size):
         return None
+
+
+class Stranger(Hostile):
+    __call__ = print
 
 
 class Slotted:
@@ -296,10 +310,23 @@ def unfilled():
     return kept
 
 
+def test_the_code_counts_where_a_variable_is_not_there_yet():
+    def longer():
+        def step(model, batch_size):
+            return later + 1
+
+        kept = step
+        if kept is None:
+            later = 1
+        return kept
+
+    assert not same(unfilled(), longer())
+
+
 @pytest.mark.parametrize(
     "step",
     [
-        *(print, len, torch.add, torch.relu_, str.upper, "".join, dict, Hostile(), Slotted(), unfilled()),
+        *(print, len, torch.add, torch.relu_, str.upper, "".join, dict, Hostile(), Stranger(), Slotted(), unfilled()),
         *(nn.Linear(1, 1), object(), None, functools.partial(print, Hostile()), functools.lru_cache(plain)),
     ],
     ids=lambda step: type(step).__name__,
