@@ -40,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("target", metavar="TARGET", help="module:function or path/to/file.py:function")
     run.add_argument(
-        "--device", help="cuda, cuda:1, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is)"
+        "--device",
+        help="cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is)",
     )
     run.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="share of the memory (0.9)")
     run.add_argument("--min-batch", type=int, metavar="N", help="smallest size to try (1)")

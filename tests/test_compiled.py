@@ -182,6 +182,15 @@ def test_a_size_that_fails_to_compile_leaves_no_trace_either():
     torch_compile.finish()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("forgets", "compiled_at"), [(True, [64, 48, 32]), (False, [64])])
+def test_errors_that_are_suppressed_do_not_send_later_sizes_to_eager(forgets, compiled_at):
+    recorder = Recorder(fail_at=[64])
+    with torch._dynamo.config.patch(suppress_errors=True):
+        probed(*compiled_model(backend=recorder), [64, 48, 32], forgets=forgets)
+    assert [graph[-1][0] for graph in recorder.seen] == compiled_at
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_interrupted_while_compiling(error):
     recorder = Recorder(fail_at=[64], error=error())
