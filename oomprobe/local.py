@@ -10,7 +10,7 @@ from typing import Protocol
 from oomprobe.aside import Aside
 from oomprobe.clock import Clock
 from oomprobe.devices import Device
-from oomprobe.leaks import Baseline
+from oomprobe.leaks import TOLERATED_BYTES, Baseline
 from oomprobe.result import Trial
 from oomprobe.runner import Measured, Ran
 from oomprobe.trial import Request, Trials
@@ -56,6 +56,8 @@ class LocalRunner:
         self._aside = Aside(device, trials, recorded, clock, state.drop_gradients)
         self._baseline = Baseline(device, drop_gradients=state.drop_gradients, flush=self._flush, sleep=sleep)
         self._smallest = smallest
+        self._is_first = False
+        self.kept_bytes = 0  # by libraries, for the size of the first trial
         self._warm_size: int | None = None  # to warm the process with, once a trial is really run
 
     def warm(self, batch_size: int) -> None:
@@ -76,7 +78,7 @@ class LocalRunner:
         trial = self.trials.run(replace(request, smaller_passed=request.smaller_passed or self._warmed(request)))
         if trial.verdict is Verdict.POISONED:  # nothing more can be asked of it
             return Ran(trial=trial)
-        trial = replace(trial, leaked_bytes=self._baseline.settle(passed=trial.passed))
+        trial = replace(trial, leaked_bytes=self._left_by(trial))
         after = None
         if trial.passed and not self._baseline.known:
             after = self._measured()
@@ -90,8 +92,22 @@ class LocalRunner:
         )
 
     def expect(self, live_bytes: int, available_bytes: int) -> None:
-        """What is in use when no trial runs, where that is known before the first."""
+        """What is in use when no trial runs, where that is known before the first trial, which is the only one."""
+        self._is_first = True
         self._baseline.take(available_bytes, live_bytes)
+
+    def _left_by(self, trial: Trial) -> int:
+        """What did not come back. A first step leaves what libraries keep for its size: that is no leak if a second adds none."""
+        left_bytes = self._baseline.settle(passed=trial.passed)
+        if not self._is_first or not left_bytes:
+            return left_bytes
+        if not trial.passed:
+            return 0  # its process ends with it
+        self._aside.flush(trial.batch_size)
+        if self._baseline.settle(passed=True) - left_bytes > TOLERATED_BYTES:
+            return left_bytes
+        self.kept_bytes = left_bytes
+        return 0
 
     def work_at(self, batch_size: int) -> Work | None:
         return self._aside.work_at(batch_size)

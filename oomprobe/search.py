@@ -237,8 +237,11 @@ class _Search:
                 size = self._down(bad, stride)
                 stride *= 2
             else:
-                size = self.sizes.middle(good, bad) if self.unconfirmed and bad is not None else None
+                size = self._between(good, bad) if self.unconfirmed else None
         return good, bad
+
+    def _between(self, good: int, bad: int | None) -> int | None:
+        return None if bad is None or self.enough(good, bad) else self.sizes.middle(good, bad)
 
     def _confirmed(self, size: int) -> bool:
         passed = self.ask(size, Phase.CONFIRM, capped=True).passed

@@ -310,13 +310,6 @@ def test_progress_callable_gets_each_trial():
     assert tuple(seen) == result.trials
 
 
-def test_not_yet():
-    with pytest.raises(oomprobe.InvalidArgumentError, match="journal is not in this version yet"):
-        probe(LedgerDevice(), linear_step(LedgerDevice()), journal="x")
-    with pytest.raises(oomprobe.InvalidArgumentError, match="isolate=False"):
-        oomprobe.probe_target("oomprobe.demo:conv_net")
-
-
 def test_probe_target_in_process():
     result = oomprobe.probe_target(
         "oomprobe.demo:small_gpt", isolate=False, device="cpu:1GiB", max_batch=2, progress="off"

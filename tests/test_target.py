@@ -6,9 +6,8 @@ import types
 import pytest
 import torch
 
-import oomprobe
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.target import RECIPE, build, load, probe_target
+from oomprobe.target import RECIPE, build, load, name_of
 
 TRAIN = """
 import torch
@@ -236,31 +235,46 @@ def test_an_error_while_building_is_the_users_own(folder):
     assert type(caught.value) is KeyError
 
 
-# --- probed ---
+# --- named ---
 
 
-def test_isolation_is_refused_before_the_target_is_looked_at():
+def at_the_top():
+    return torch.nn.Linear(1, 1), lambda model, batch_size: None
+
+
+def test_a_name_is_a_name():
+    assert name_of("train.py:build") == "train.py:build"
+
+
+def test_a_function_that_can_be_imported_has_a_name():
+    assert name_of(at_the_top) == f"{__name__}:at_the_top"
+
+
+def test_a_function_of_a_script_is_named_by_its_file(monkeypatch):
+    main = types.ModuleType("__main__")
+    main.__file__, main.build = "/somewhere/train.py", at_the_top
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(at_the_top, "__module__", "__main__")
+    monkeypatch.setattr(at_the_top, "__qualname__", "build")
+    assert name_of(at_the_top) == "/somewhere/train.py:build"
+    del main.__file__
+    with pytest.raises(InvalidArgumentError, match="typed in here"):
+        name_of(at_the_top)
+
+
+class Builder:
+    def build(self): ...
+
+
+def closure():
+    def build(): ...
+
+    return build
+
+
+@pytest.mark.parametrize("target", [lambda: None, closure(), Builder().build, Builder.build, Builder(), 7, None])
+def test_what_no_other_process_can_import_is_refused_with_a_recipe(target):
     with pytest.raises(InvalidArgumentError) as caught:
-        probe_target("no_such.py:build")
-    assert str(caught.value) == (
-        "isolated trials are not in this version yet: pass isolate=False to run the trials in this process"
-    )
-
-
-def test_a_target_is_probed_with_the_options_given(folder, monkeypatch):
-    write(folder / "my_train.py")
-    calls = []
-    monkeypatch.setattr(
-        "oomprobe.target.find_max_batch", lambda *args, **kwargs: calls.append((args, kwargs)) or "found"
-    )
-    assert probe_target("my_train.py:build", isolate=False, max_batch=4, device="cpu:1GiB") == "found"
-    [((model, step), options)] = calls
-    assert isinstance(model, torch.nn.Linear)
-    assert step.__name__ == "step"
-    assert options == {"max_batch": 4, "device": "cpu:1GiB"}
-
-
-def test_an_unknown_option_is_refused(folder):
-    write(folder / "my_train.py")
-    with pytest.raises(TypeError, match="batchsize"):
-        oomprobe.probe_target("my_train.py:build", isolate=False, batchsize=4)
+        name_of(target)
+    assert RECIPE in str(caught.value)
+    assert "top level of a file" in str(caught.value)

@@ -173,6 +173,7 @@ class _Answers:
             "notes": list(runner.notes),
             "in_steps_s": runner.in_steps_s,
             "learned": runner.trials.learned,
+            "kept_bytes": runner.kept_bytes,
             "graphs": runner.trials.compiled.graphs,
         }
 

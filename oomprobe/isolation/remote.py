@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -250,6 +250,10 @@ class RemoteRunner:
 
     def _heed(self, answer: Message) -> None:
         self.notes |= dict.fromkeys(answer.get("notes", ()))
+        if self._warm is not None:  # what libraries keep for a size, they keep for those above it
+            grown = self._warm.growth
+            grown = replace(grown, live_bytes=grown.live_bytes + answer.get("kept_bytes", 0))
+            self._warm = replace(self._warm, growth=grown)
         if answer.get("graphs"):
             self.notes[COMPILED] = None
         self._learned = answer.get("learned") or self._learned

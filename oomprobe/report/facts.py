@@ -120,6 +120,8 @@ def _entry(entry: PlanEntry) -> str:
 
 
 def _state(result: ProbeResult) -> str:
+    if result.environment.get("isolated"):
+        return "trials ran in processes of their own: nothing here was touched"
     if result.state_verified:
         return "restored and compared bit for bit: identical"
     return "not compared bit for bit: this result makes no claim about it"
