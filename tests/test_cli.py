@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
@@ -55,7 +56,8 @@ def bug():
 def not_a_pair():
     return 3
 """
-RUN = ["--device", "cpu:1GiB", "--progress", "off"]
+ISOLATED = ["--device", "cpu:1GiB", "--progress", "off"]
+RUN = [*ISOLATED, "--in-process"]  # seconds faster; tests/isolation probes in processes of their own
 
 
 @pytest.fixture
@@ -72,11 +74,24 @@ def run(capsys, *arguments):
 
 
 def test_an_answer(capsys, target):
-    code, out, err = run(capsys, "run", f"{target}:up_to_five", *RUN)
+    code, out, _ = run(capsys, "run", f"{target}:up_to_five", *RUN)
     assert code == 0
     assert re.search(r"^verdict: batch (\d+)", out, re.MULTILINE)[1] == "5"
-    assert "isolated trials are not in this version yet" in err
-    assert "not in this version" not in run(capsys, "run", f"{target}:up_to_five", "--in-process", *RUN)[2]
+    assert "restored and compared bit for bit" in out
+
+
+def test_an_answer_from_processes_of_their_own(capsys, target):
+    code, out, _ = run(capsys, "run", f"{target}:up_to_five", *ISOLATED)
+    assert code == 0
+    assert re.search(r"^verdict: batch (\d+)", out, re.MULTILINE)[1] == "5"
+    assert "trials ran in processes of their own" in out
+
+
+def test_where_trials_cannot_be_isolated_they_run_here_and_that_is_said(capsys, target, monkeypatch):
+    monkeypatch.setattr(
+        "oomprobe.cli.sys", types.SimpleNamespace(platform="darwin", stdout=sys.stdout, stderr=sys.stderr)
+    )
+    assert "can be isolated on Linux only" in run(capsys, "run", f"{target}:up_to_five", *ISOLATED)[2]
 
 
 def test_quiet_leaves_the_integer_alone_on_stdout(capsys, target):
