@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from oomprobe import errors
 from oomprobe.arguments import SEARCH_OPTIONS, check_run, parser
-from oomprobe.exits import explain
+from oomprobe.exits import UNTRUSTED, explain
 from oomprobe.streams import stdout_kept, tell, write
 from oomprobe.units import format_bytes
 
@@ -58,10 +58,13 @@ def _run(arguments: argparse.Namespace) -> int:
         write(sys.stderr if machine_reads else stdout, f"{result}\n")
         if arguments.json == "-":
             write(stdout, result.to_json())
-        elif arguments.quiet:
+        elif arguments.quiet and not result.contaminated:
             write(stdout, f"{result.batch_size}\n")
     if saved_at is not None:
         _save(result, saved_at)
+    if arguments.quiet and result.contaminated:
+        tell("oomprobe: no plain number, for others on the device kept moving its memory; see the notes above")
+        return UNTRUSTED
     return 0
 
 

@@ -8,13 +8,13 @@ from oomprobe import errors
 from oomprobe.report import trials_table
 from oomprobe.streams import tell
 
-STEP_FAILED, UNFORESEEN, INTERRUPTED = 3, 70, 130
+STEP_FAILED, UNTRUSTED, UNFORESEEN, INTERRUPTED = 3, 6, 70, 130
 _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (errors.InvalidArgumentError, 2),
     (errors.StepFailedError, STEP_FAILED),
     (errors.NoDeviceError, 4),
     (errors.NothingFitsError, 1),
-    (errors.OomProbeError, 6),
+    (errors.OomProbeError, UNTRUSTED),
 )
 
 

@@ -70,6 +70,9 @@ class LocalRunner:
     def _measured(self) -> Measured:
         return Measured(available_bytes=self.place.available_bytes(), outside_bytes=self.place.outside_bytes())
 
+    def outside_bytes(self) -> int | None:
+        return self.place.outside_bytes()
+
     def run(self, request: Request) -> Ran:
         self._warm_once()
         self._state.start_over()

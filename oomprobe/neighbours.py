@@ -11,7 +11,8 @@ from oomprobe.units import format_bytes
 from oomprobe.verdict import Verdict
 
 MOVED_SHARE = 0.02  # of the device: more than libraries take for kernels that they load late
-ATTEMPTS = 5  # of a trial; the waits between them add up to half a minute
+ATTEMPTS = 3  # of a trial
+LOOKS = 5  # for quiet, between two attempts; the waits between them add up to half a minute
 WAIT = tenacity.wait_exponential(multiplier=2, max=16)
 NO_MATTER = frozenset({Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT})  # these say nothing about memory
 
@@ -44,46 +45,62 @@ class Neighbours:
             self._expected_bytes = outside_bytes
             self.held_bytes.append(outside_bytes)
 
-    def undisturbed(self, run: Callable[[], Ran]) -> Ran:
-        """Run a trial, and again while memory of others moved; in the end what came is taken, and said to be theirs."""
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(ATTEMPTS),
-            wait=WAIT,
-            retry=tenacity.retry_if_result(self._was_disturbed),
-            retry_error_callback=self._give_up,
-            sleep=self._sleep,
-        )
-        ran: Ran = retrying(run)
+    def undisturbed(self, run: Callable[[], Ran], look: Callable[[], int | None]) -> Ran:
+        """Run a trial, and again while memory of others moved; in the end what came is taken, and said to be theirs.
+
+        Args:
+            run: Runs it.
+            look: Tells what is held outside this process's allocator now.
+        """
+        ran = run()
+        for _ in range(ATTEMPTS - 1):
+            if not self._was_disturbed(ran) or not self._is_quiet_again(look):
+                break
+            ran = run()
+        if self._is_disturbed(ran):
+            self._give_up(ran)
         if self._expected_bytes is not None and ran.outside_after_bytes is not None:
             self.held_bytes.append(ran.outside_after_bytes)
         return ran
 
+    def _is_quiet_again(self, look: Callable[[], int | None]) -> bool:
+        """Wait until others hold what they held before; on values, for a kept exception would keep a failed step alive."""
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(LOOKS),
+            wait=WAIT,
+            retry=tenacity.retry_if_result(lambda moved_bytes: moved_bytes > self._tolerated_bytes),
+            retry_error_callback=lambda state: float("inf"),
+            sleep=self._sleep,
+        )
+        return bool(retrying(lambda: self._moved_bytes(look())) <= self._tolerated_bytes)
+
     def _was_disturbed(self, ran: Ran) -> bool:
-        moved_bytes = self._moved_bytes(ran)
-        if moved_bytes <= self._tolerated_bytes or ran.trial.verdict in NO_MATTER:
+        if not self._is_disturbed(ran):
             return False
+        moved_bytes = self._moved_bytes(ran.outside_before_bytes, ran.outside_after_bytes)
         self.notes[
             f"others on the device took or gave back {format_bytes(moved_bytes)} around batch {ran.trial.batch_size}: "
             "that trial was discarded and tried again"
         ] = None
         return True
 
+    def _is_disturbed(self, ran: Ran) -> bool:
+        moved_bytes = self._moved_bytes(ran.outside_before_bytes, ran.outside_after_bytes)
+        return moved_bytes > self._tolerated_bytes and ran.trial.verdict not in NO_MATTER
+
     def _named(self) -> str:
         names = self._names()
         return f" ({names})" if names else ""
 
-    def _moved_bytes(self, ran: Ran) -> int:
-        samples = (self._expected_bytes, ran.outside_before_bytes, ran.outside_after_bytes)
-        known = [sample for sample in samples if sample is not None]
+    def _moved_bytes(self, *samples: int | None) -> int:
+        known = [sample for sample in (self._expected_bytes, *samples) if sample is not None]
         return max(known) - min(known) if self._expected_bytes is not None else 0
 
-    def _give_up(self, state: tenacity.RetryCallState) -> Ran:
-        assert state.outcome is not None
-        ran: Ran = state.outcome.result()
+    def _give_up(self, ran: Ran) -> None:
         self.contaminated = True
         self._expected_bytes = ran.outside_after_bytes
         self.notes[
-            f"CONTAMINATED: memory of others on the device went on moving through {ATTEMPTS} attempts at batch "
-            f"{ran.trial.batch_size}, so the answer may be about them{self._named()}. Probe again when the device is yours alone"
+            "CONTAMINATED: memory of others on the device went on moving, or did not come back, around batch "
+            f"{ran.trial.batch_size}, so the answer may be about them{self._named()}. Probe again when the device is yours "
+            "alone"
         ] = None
-        return ran

@@ -91,6 +91,10 @@ class Runner(Protocol):
         """Sample the memory now."""
         ...
 
+    def outside_bytes(self) -> int | None:
+        """What is held outside this process's allocator now; None where that is not known."""
+        ...
+
     def run(self, request: Request) -> Ran:
         """Run one trial, and put the memory back to its baseline.
 

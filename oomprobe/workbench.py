@@ -160,8 +160,9 @@ class Workbench:
     def _lived_through(self, request: Request) -> Trial:
         """Run a trial; where its process ended badly and another can be had, once more in that."""
         ran = self._run(request)
-        if ran.trial.verdict in ENDED and self.runner.replaceable and not self._clock.is_over:
-            died = ran.trial
+        died = ran.trial
+        may_retry = self.runner.replaceable and not self._clock.is_over and not self._is_ceiling(died)
+        if died.verdict in ENDED and may_retry:
             self.runner.renew()
             ran = self._run(replace(request, phase=Phase.RECHECK))
             self._note_death(died, ran.trial)
@@ -173,7 +174,9 @@ class Workbench:
         if recalled is not None:
             return Ran(trial=recalled)
         with self._record.of(request) as write:
-            ran = self.neighbours.undisturbed(lambda: self.runner.run(self._completed(request)))
+            ran = self.neighbours.undisturbed(
+                lambda: self.runner.run(self._completed(request)), self.runner.outside_bytes
+            )
             write(ran.trial, nothing_stepped=self.runner.nothing_stepped)
         self._ended(ran.trial)
         if ran.measured is not None and not self.available_bytes:

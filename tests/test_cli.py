@@ -120,7 +120,7 @@ def test_json_to_stdout_and_to_a_file(capsys, target, tmp_path):
         (["{}:not_a_pair"], 2, "not a pair (model, step_fn)"),
         (["{}:missing"], 2, "has no function 'missing'"),
         (["no/such/file.py:build"], 2, "there is no file"),
-        (["{}:fits", "--journal", "x"], 2, "journal is not in this version yet"),
+        (["{}:fits", "--journal", "no/such/folder/x"], 2, "journal='no/such/folder/x'"),
         (["{}:bug"], 3, "KeyError: 'labels'"),
         (["{}:fits", "--device", "cuda:7"], 4, "no device 'cuda:7' here"),
         (["{}:fits", "--device", "sim:RTX-409"], 4, "is not a card of the catalogue; near it: "),
@@ -263,7 +263,7 @@ def test_what_nobody_foresaw_is_70_with_its_traceback(capsys, wrong, target, mon
     def broken(*_, **__):
         raise ZeroDivisionError("a bug of oomprobe")
 
-    monkeypatch.setattr("oomprobe.probe.find_max_batch", broken)
+    monkeypatch.setattr("oomprobe.by_name.search_on", broken)
     code, _, err = run(capsys, "run", f"{target}:fits", *RUN)
     assert code == 70
     assert err.index("Traceback") < err.index("ZeroDivisionError: a bug of oomprobe")

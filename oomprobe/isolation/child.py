@@ -157,9 +157,18 @@ class _Answers:
         measured = runner.measure()
         return {"measured": asdict(measured), **self._said(runner)}
 
-    def _trial(self, request: dict[str, Any], warm_size: int | None, forked: dict[str, Any] | None) -> Message:
+    def _trial(
+        self,
+        request: dict[str, Any],
+        warm_size: int | None,
+        learned: dict[str, list[int]],
+        forked: dict[str, Any] | None,
+    ) -> Message:
         asked = Request(**{**request, "phase": Phase(request["phase"])})
+        is_new = self._runner is None
         runner = self._reused(warm_size) if forked is None else self._forked(**forked)
+        if is_new:
+            runner.trials.learn(learned)
         ran = runner.run(asked)
         return {"ran": asdict(ran), **self._said(runner)}
 
@@ -185,7 +194,7 @@ class _Answers:
                 self._runner.warm(warm_size)
         return self._runner
 
-    def _forked(self, growth: dict[str, int], available_bytes: int, learned: dict[str, list[int]]) -> LocalRunner:
+    def _forked(self, growth: dict[str, int], available_bytes: int) -> LocalRunner:
         """The runner of a child that was forked for one trial."""
         assert isinstance(self._device, HostDevice)
         grown = Growth(**growth)
@@ -193,7 +202,6 @@ class _Answers:
             self._device, growth=grown, available_bytes=available_bytes, state_bytes=self._seen.state_bytes
         )
         runner = self._runner_on(device)
-        runner.trials.learn(learned)
         gc.collect()
         runner.expect(device.live_bytes() + grown.live_bytes, available_bytes)
         return runner

@@ -14,13 +14,14 @@ LAST_WORDS = 2000  # characters of stderr that can be about the end
 TRACE_LINES = 8
 _TRACE = "(most recent call first):"  # Python's faulthandler
 # What C libraries print before they leave the process for want of memory.
-_FOR_WANT_OF_MEMORY = re.compile(
+_HOST_LIBRARIES = re.compile(
     r"std::bad_alloc"  # libstdc++, through std::terminate
     r"|libgomp: Out of memory|libgomp: Thread creation failed"  # libgomp/error.c, team.c
     r"|OpenBLAS.{0,80}(?:pthread_create failed|allocation still failed|could not be allocated)"  # OpenBLAS, memory.c
-    r"|cannot allocate memory|out of memory|failed to allocate|Memory allocation failed",
+    r"|cannot allocate memory",  # strerror(ENOMEM)
     re.IGNORECASE,
 )
+_ANY_LIBRARY = re.compile(r"out of memory|failed to allocate|memory allocation failed", re.IGNORECASE)  # bitsandbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,8 @@ class Death:
     def _what(self) -> str:
         if self.is_hang:
             return f"the process of the trial {self.why} and was ended"
+        if self.why is not None and not self.why.startswith("garbled"):
+            return self.why
         if self.why is not None:
             return f"what the process of the trial answered was no answer ({self.why})"
         if self.signal is None:
@@ -99,11 +102,13 @@ def judge_death(death: Death, evidence: Evidence, *, used_bytes: int, cap_bytes:
 
 
 def _judge_words(words: str, evidence: Evidence) -> Verdict | None:
+    if _HOST_LIBRARIES.search(words):
+        return Verdict.OOM if evidence.on_host else Verdict.HOST_OOM
     facts = Facts(links=(Link(classes=("builtins.RuntimeError",), text=words),))
     verdict = judge(facts, evidence)
     if verdict is not Verdict.BUG:
         return verdict
-    return Verdict.OOM if _FOR_WANT_OF_MEMORY.search(words) else None
+    return Verdict.OOM if _ANY_LIBRARY.search(words) else None
 
 
 def _name(number: int) -> str:

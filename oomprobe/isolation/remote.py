@@ -75,7 +75,7 @@ class RemoteRunner:
         self._warm: _Warm | None = None
         self._warm_size: int | None = None
         self._learned: dict[str, list[int]] = {}
-        self._phase = Phase.GROW
+        self._phase: Phase | None = None  # of the last trial
         self._has_answered = False
 
     def open(self) -> Message:
@@ -107,17 +107,19 @@ class RemoteRunner:
         answer = self._ask({"do": "measure", "warm_size": self._warm_size}, limited=False)
         return Measured(**answer["measured"])
 
+    def outside_bytes(self) -> int | None:
+        return None if self._forks else self.measure().outside_bytes
+
     def run(self, request: Request) -> Ran:
-        if request.phase in SECOND_OPINIONS and request.phase is not self._phase:
+        if request.phase in SECOND_OPINIONS and self._phase not in (None, request.phase):
             self.renew()
         self._phase = request.phase
-        first = self._forks and self._warm is None
         warm = self._warmed() if self._forks else None
         answer = self._ask_or_death(self._question(request, warm), limited=True, request=request)
         if "death" in answer:
             return Ran(trial=self._died(request, Death.from_message(answer["death"])))
         ran = _ran(answer["ran"])
-        if first and warm is not None:
+        if warm is not None:
             measured = Measured(available_bytes=warm.available_bytes, outside_bytes=None)
             return Ran(trial=ran.trial, measured=measured, refusal=ran.refusal)
         if not ran.trial.passed and ran.trial.leaked_bytes:
@@ -155,13 +157,15 @@ class RemoteRunner:
     def _question(self, request: Request, warm: _Warm | None) -> Message:
         forked = None
         if warm is not None:
-            forked = {
-                "growth": asdict(warm.growth),
-                "available_bytes": warm.available_bytes,
-                "learned": self._learned,
-            }
+            forked = {"growth": asdict(warm.growth), "available_bytes": warm.available_bytes}
         asked = {**asdict(request), "deadline_s": None}
-        return {"do": "trial", "request": asked, "warm_size": self._warm_size, "forked": forked}
+        return {
+            "do": "trial",
+            "request": asked,
+            "warm_size": self._warm_size,
+            "learned": self._learned,
+            "forked": forked,
+        }
 
     def _warmed(self) -> _Warm:
         """What a warm process has; a child tells that once."""
@@ -287,7 +291,7 @@ class RemoteRunner:
         if failed["left"]:
             where = f"the target {failed['building']}" if failed["building"] else f"the step at batch size {size}"
             raise errors.process_died(
-                f"{where} left its process, sys.exit({failed['text']}), and gave no answer. Take the call out",
+                f"{where} left the process, sys.exit({failed['text']}), and gave no answer. Take the call out",
                 batch_size=size,
             ) from cause
         if failed["building"] is not None:

@@ -1,0 +1,107 @@
+from dataclasses import replace
+
+import pytest
+from example_results import a_trial
+
+from oomprobe.neighbours import ATTEMPTS, LOOKS, Neighbours
+from oomprobe.runner import Ran
+from oomprobe.verdict import Verdict
+
+GIB = 2**30
+
+
+def ran(before, after, verdict=Verdict.FITS):
+    return Ran(
+        trial=replace(a_trial(), verdict=verdict),
+        outside_before_bytes=before,
+        outside_after_bytes=after,
+    )
+
+
+class Schedule:
+    """Gives one after the other; the last one for ever."""
+
+    def __init__(self, *rans):
+        self.rans, self.calls = list(rans), 0
+
+    def __call__(self):
+        self.calls += 1
+        return self.rans[min(self.calls, len(self.rans)) - 1]
+
+
+def watching(expected=GIB):
+    slept = []
+    watch = Neighbours(24 * GIB, lambda: "pid 7 (python) holds 3.00 GiB", sleep=slept.append)
+    watch.expect(expected)
+    return watch, slept
+
+
+def test_a_calm_device():
+    watch, slept = watching()
+    run = Schedule(ran(GIB, GIB + 100 * 2**20))
+    assert watch.undisturbed(run, pytest.fail) is run.rans[0]
+    assert (run.calls, slept, watch.contaminated, watch.notes) == (1, [], False, {})
+
+
+@pytest.mark.parametrize("disturbed", [ran(GIB, 5 * GIB), ran(5 * GIB, 5 * GIB), ran(5 * GIB, GIB), ran(GIB, 0)])
+def test_a_trial_during_which_memory_moved_is_run_again(disturbed):
+    watch, slept = watching()
+    run, levels = Schedule(disturbed, disturbed, ran(GIB, GIB)), iter([9 * GIB, 9 * GIB, GIB, GIB])
+    assert watch.undisturbed(run, lambda: next(levels)) is run.rans[2]
+    assert run.calls == 3
+    assert slept == [2, 4]
+    assert not watch.contaminated
+    assert "discarded and tried again" in next(iter(watch.notes))
+
+
+def test_memory_that_goes_on_moving_contaminates():
+    watch, _ = watching()
+    run = Schedule(*(ran(GIB, n * GIB) for n in range(3, 20)))
+    assert watch.undisturbed(run, lambda: GIB) is run.rans[ATTEMPTS - 1]
+    assert watch.contaminated
+    assert "pid 7 (python) holds 3.00 GiB" in list(watch.notes)[-1]
+
+
+def test_a_new_level_is_waited_for_once():
+    watch, slept = watching()
+    moved = ran(5 * GIB, 5 * GIB)
+    first = Schedule(moved)
+    watch.undisturbed(first, lambda: 5 * GIB)
+    assert (first.calls, len(slept)) == (1, LOOKS - 1)
+    again = Schedule(moved)
+    watch.undisturbed(again, pytest.fail)
+    assert again.calls == 1
+    assert watch.contaminated
+
+
+def test_a_bug_in_the_step_leaves_no_trace_of_waiting():
+    watch, _ = watching()
+
+    def fails():
+        raise KeyError("labels")
+
+    with pytest.raises(KeyError) as caught:
+        watch.undisturbed(fails, pytest.fail)
+    assert not [entry for entry in caught.traceback if "tenacity" in str(entry.path)]
+
+
+def test_before_kernels_are_loaded_nothing_is_expected():
+    watch = Neighbours(24 * GIB, str, sleep=pytest.fail)
+    run = Schedule(ran(0, 5 * GIB))
+    watch.undisturbed(run, pytest.fail)
+    assert (run.calls, watch.held_bytes) == (1, [])
+
+
+@pytest.mark.parametrize("verdict", [Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT])
+def test_a_lost_process_says_nothing_of_neighbours(verdict):
+    watch, _ = watching()
+    run = Schedule(ran(GIB, 9 * GIB, verdict))
+    watch.undisturbed(run, pytest.fail)
+    assert (run.calls, watch.contaminated) == (1, False)
+
+
+def test_a_device_that_cannot_tell():
+    watch, _ = watching(None)
+    run = Schedule(ran(None, None))
+    watch.undisturbed(run, pytest.fail)
+    assert (run.calls, watch.held_bytes) == (1, [])
