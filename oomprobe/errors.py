@@ -132,6 +132,15 @@ def process_died(text: str, *, batch_size: int = 0) -> StepFailedError:
     return failed
 
 
+def unmeasured(device_name: str, error: BaseException, *, trials: tuple[Trial, ...] = ()) -> UnreliableError:
+    """The error for a device that is alive and does not say how much memory it has or uses."""
+    return UnreliableError(
+        f"{device_name} could not be asked about its memory ({type(error).__name__}: {_text_of(error)}), so there is no "
+        "answer. The step has no part in this: probe again, or look at the driver",
+        trials=trials,
+    )
+
+
 def add_note(error: BaseException, text: str) -> None:
     """Add a note to a user's exception, also where its class refuses attributes."""
     notes = vars(error).setdefault("__notes__", [])

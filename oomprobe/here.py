@@ -10,7 +10,7 @@ import torch
 
 from oomprobe.clock import Clock
 from oomprobe.devices import Device, Simulated, choose_device
-from oomprobe.errors import DeviceLostError, OomProbeError, UnreliableError, add_note
+from oomprobe.errors import DeviceLostError, OomProbeError, UnreliableError, add_note, unmeasured
 from oomprobe.interrupts import Interrupts
 from oomprobe.journal import Journal
 from oomprobe.local import LocalRunner
@@ -128,8 +128,8 @@ def _told_as_lost(bench: Workbench, device: Device) -> Iterator[None]:
     except OomProbeError:
         raise
     except Exception as error:
-        if device.healthy():
-            raise
+        if device.healthy():  # the step's own errors have another class by now
+            raise unmeasured(device.name, error, trials=tuple(bench.trials)) from error
         raise bench.device_lost(f"{type(error).__name__}: {error}") from error
 
 

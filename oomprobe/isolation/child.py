@@ -89,6 +89,10 @@ def _built(spec: Spec, built: Built | None) -> tuple[_Answers | None, Message]:
 def _answer(answers: _Answers, message: Message) -> Message:
     try:
         answer = answers.to(message)
+    except (errors.OomProbeError, KeyboardInterrupt, SystemExit) as error:
+        answer = told(error, building=None)
+    except Exception as error:  # the step's own have become a StepFailedError by now
+        answer = told(answers.unmeasured(error), building=None)
     except BaseException as error:
         answer = told(error, building=None)
     sys.stdout.flush()
@@ -116,6 +120,12 @@ class _Answers:
             "work": self._work,
         }
         return does[message.pop("do")](**message)
+
+    def unmeasured(self, error: Exception) -> Exception:
+        """What failed beside the steps."""
+        if self._device.healthy():
+            return errors.unmeasured(self._device.name, error)
+        return errors.DeviceLostError(f"a sticky error ({type(error).__name__}: {error})")
 
     def _hello(self) -> Message:
         device = self._device

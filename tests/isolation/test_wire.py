@@ -1,3 +1,4 @@
+import contextlib
 import socket
 
 import pytest
@@ -41,10 +42,8 @@ def test_a_changed_byte_never_gives_another_message(place, change):
     wire, there = pair()
     there.sendall(data)
     there.close()
-    try:
+    with contextlib.suppress(GarbledError):
         assert received(wire) == []  # the length says that more is to come
-    except GarbledError:
-        pass
     wire.close()
 
 
@@ -70,9 +69,8 @@ def test_a_length_that_nothing_has_is_refused_at_once():
 def test_sending_to_nobody_is_an_error_of_the_system():
     wire, there = pair()
     there.close()
-    with pytest.raises(OSError, match=r".*"):
-        for _ in range(2):
-            wire.send({"x": "y" * 10**6})
+    with pytest.raises(BrokenPipeError):
+        wire.send({"x": "y" * 10**7})
     wire.close()
 
 
