@@ -13,10 +13,10 @@ from oomprobe.devices import Device, Simulated, choose_device
 from oomprobe.errors import DeviceLostError, OomProbeError, UnreliableError, add_note, unmeasured
 from oomprobe.interrupts import Interrupts
 from oomprobe.journal import Journal
+from oomprobe.journal.question import question_of
 from oomprobe.local import LocalRunner
 from oomprobe.options import Options, StepFn, check_model, named_steps, refuse_ranks
 from oomprobe.progress import Progress, reporter
-from oomprobe.question import question_of
 from oomprobe.record import Record
 from oomprobe.report import trials_table
 from oomprobe.result import Trial

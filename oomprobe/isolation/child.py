@@ -21,9 +21,9 @@ from oomprobe.failure import failure_of
 from oomprobe.interrupts import Interrupts
 from oomprobe.isolation.spec import Spec
 from oomprobe.isolation.wire import Message, Wire
+from oomprobe.journal.question import question_of
 from oomprobe.local import LocalRunner
 from oomprobe.options import StepFn, check_model, named_steps, refuse_ranks
-from oomprobe.question import question_of
 from oomprobe.result import Phase
 from oomprobe.scope import scope
 from oomprobe.state.seen import Seen

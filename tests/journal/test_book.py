@@ -14,7 +14,7 @@ from test_result import trials
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.journal import Journal, Key
-from oomprobe.records import MAGIC, pack, unpack
+from oomprobe.journal.records import MAGIC, pack, unpack
 from oomprobe.result import Phase, Trial
 from oomprobe.verdict import Verdict
 
@@ -168,7 +168,7 @@ def test_trials_that_their_process_did_not_survive(path):
 
 def test_a_process_that_is_killed(path):
     code = (
-        "import os, signal, test_journal as t\n"
+        "import os, signal, journal.test_book as t\n"
         f"journal = t.opened({str(path)!r})\n"
         "t.ran(journal, 1)\n"
         "journal.begin(t.key(2), evidence={'oom_kills': 7})\n"
@@ -543,9 +543,9 @@ def test_closing_twice_closes_nothing_of_others(path):
 # --- what it imports and keeps ---
 
 
-@pytest.mark.parametrize("module", ["journal", "past", "records", "opening", "differences", "fingerprint"])
+@pytest.mark.parametrize("module", ["", ".past", ".records", ".opening", ".differences", ".fingerprint"])
 def test_it_imports_no_torch(module):
-    assert "torch" not in imported_by(f"import oomprobe.{module}")
+    assert "torch" not in imported_by(f"import oomprobe.journal{module}")
 
 
 def test_nothing_is_open_after_close_and_closing_never_fails(path, monkeypatch):

@@ -9,14 +9,12 @@ from dataclasses import asdict
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from oomprobe.differences import differences
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.opening import checked_path, open_records
-from oomprobe.past import Key, Kind, Past
-from oomprobe.records import Appender, Record
+from oomprobe.journal.differences import differences
+from oomprobe.journal.opening import checked_path, open_records
+from oomprobe.journal.past import Key, Kind, Past
+from oomprobe.journal.records import Appender, Record
 from oomprobe.result import Trial
-
-__all__ = ["SCHEMA_VERSION", "Journal", "Key"]
 
 SCHEMA_VERSION = 1
 

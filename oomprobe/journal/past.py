@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from oomprobe.records import Record
+from oomprobe.journal.records import Record
 from oomprobe.result import Phase, Trial, trial_from_dict
 
 

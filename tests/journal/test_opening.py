@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_journal import key, opened, ran
+from journal.test_book import key, opened, ran
 
-from oomprobe import records
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.journal import Journal
+from oomprobe.journal import Journal, records
 
 
 @pytest.fixture
@@ -181,7 +180,7 @@ def test_a_file_that_cannot_be_read(path, monkeypatch):
     def refuse(*args):
         raise OSError(errno.EIO, "bad block")
 
-    monkeypatch.setattr("oomprobe.opening._refuse_others", refuse)
+    monkeypatch.setattr("oomprobe.journal.opening._refuse_others", refuse)
     refused(path, "cannot be read .bad block.")
     monkeypatch.undo()
     opened(path).close()  # and nothing of it was left open

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.records import MAGIC, Appender, Record, begins_as_ours, lock, unpack, whole
+from oomprobe.journal.records import MAGIC, Appender, Record, begins_as_ours, lock, unpack, whole
 
 _ANOTHER = "delete it, or name another file"
 

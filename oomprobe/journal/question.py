@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from oomprobe import __version__
-from oomprobe.fingerprint import described, digest, function_of
+from oomprobe.journal.fingerprint import described, digest, function_of
 from oomprobe.options import Options
 
 _HOW_LONG = {"time_limit_s", "trial_time_limit_s"}  # a probe that ran out of time is resumed with more of it

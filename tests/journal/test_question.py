@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from oomprobe.differences import differences
-from oomprobe.fingerprint import described, digest
+from oomprobe.journal.differences import differences
+from oomprobe.journal.fingerprint import described, digest
+from oomprobe.journal.question import question_of
 from oomprobe.options import Options
-from oomprobe.question import question_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,7 +59,7 @@ def test_it_is_json_and_asking_twice_is_the_same():
 
 
 def test_another_process_with_another_hash_seed_asks_the_same():
-    code = "import json, test_question as t; print(json.dumps(t.question(t.compiled(t.STEP))))"
+    code = "import json, journal.test_question as t; print(json.dumps(t.question(t.compiled(t.STEP))))"
     answers = set()
     for seed in ("1", "2", "3"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
