@@ -23,7 +23,8 @@ TAIL_BYTES = 2**14  # of what a child wrote to stderr, kept for the trial's reco
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
 TICK_S = 0.05  # between looks whether a child has ended whose grandchildren hold its pipes open
 STUCK_S = 10.0  # of a child that is not ready yet and uses no processor: it waits for threads that are not there
-STUCK_IN_STEP_S = 30.0  # the same in its first step, which may wait for data
+STUCK_IN_STEP_S = 60.0  # the same in a step, which may wait for data
+LOOK_S = 1.0  # between looks at the processor time of a session
 
 
 class Tail:
@@ -194,13 +195,16 @@ class _Idle:
     """How long a process has used no processor."""
 
     def __init__(self, pid: int) -> None:
-        self._pid, self._cpu_s, self._since_s = pid, -1.0, time.monotonic()
+        self._pid, self._cpu_s = pid, -1.0
+        self._since_s = self._looked_s = time.monotonic()
 
     @property
     def for_s(self) -> float:
-        now, cpu_s = time.monotonic(), system.cpu_s(self._pid)
-        if cpu_s != self._cpu_s:
-            self._cpu_s, self._since_s = cpu_s, now
+        now = time.monotonic()
+        if now - self._looked_s >= LOOK_S:
+            cpu_s, self._looked_s = system.cpu_s(self._pid), now
+            if cpu_s != self._cpu_s:
+                self._cpu_s, self._since_s = cpu_s, now
         return now - self._since_s
 
 

@@ -76,7 +76,7 @@ class RemoteRunner:
         self._warm_size: int | None = None
         self._learned: dict[str, list[int]] = {}
         self._phase: Phase | None = None  # of the last trial
-        self._has_answered = False
+        self._has_run = False  # a trial, to its end
 
     def open(self) -> Message:
         """Start the first template, and learn what is probed.
@@ -209,7 +209,7 @@ class RemoteRunner:
         except BaseException:
             self.close()
             raise
-        self._has_answered = self._has_answered or "death" not in answer
+        self._has_run = self._has_run or "ran" in answer
         self._heed(answer)
         return answer
 
@@ -220,7 +220,7 @@ class RemoteRunner:
             if refusal is not None:
                 return refusal
         left_s = self._clock.left_s() if limited else None
-        asked = {"do": "ask", "ask": message, "once": self._forks, "left_s": left_s, "may_be_stuck": self._may_be_stuck}
+        asked = {"do": "ask", "ask": message, "once": self._forks, "left_s": left_s, "may_be_stuck": self._builds_here}
         end_s = self._clock.end_s
         answer = self._template.ask(asked, until_s=None if end_s is None else end_s + ANSWER_S)
         if self._template.lost:
@@ -239,16 +239,13 @@ class RemoteRunner:
         self.close()
         return answer
 
-    @property
-    def _may_be_stuck(self) -> bool:
-        return self._builds_here and not self._has_answered
-
     def _why_not_forked(self, answer: Message) -> str | None:
         """Whether children of a template that has built the target cannot run, and others could."""
         if not self._builds_here:
             return None
-        if "death" in answer and self._may_be_stuck and answer["death"]["why"] in ("stuck", "timed out"):
-            return str(answer["death"]["why"])
+        why = answer.get("death", {}).get("why")
+        if why == "stuck" or (why == "timed out" and not self._has_run):
+            return str(why)
         text = answer.get("failed", {}).get("text", "")
         return next((sign for sign in CANNOT_FORK if sign in text), None)
 

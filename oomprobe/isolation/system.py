@@ -31,28 +31,25 @@ def prefer_to_be_killed() -> None:
 
 def children_of(pid: int) -> set[int]:
     """Processes whose parent is `pid`, zombies too."""
-    found = set()
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and _parent(entry.name) == pid:
-            found.add(int(entry.name))
-    return found
+    return {int(one) for one in _pids() if (fields := _stat(one)) and fields[1] == str(pid)}
 
 
-def _parent(pid: str) -> int | None:
+def _pids() -> list[str]:
+    return [name for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _stat(pid: str) -> list[str]:
+    """Fields of proc_pid_stat(5) from the third on: state, parent, group, session; empty where the process is gone."""
     try:
-        stat = Path("/proc", pid, "stat").read_text()
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[1])
+        return []
 
 
-def cpu_s(pid: int) -> float:
-    """Processor time that a process has used; 0 where it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_s(session: int) -> float:
+    """Processor time that the processes of a session have used; a data loader's workers too."""
+    stats = [fields for pid in _pids() if (fields := _stat(pid)) and fields[3] == str(session)]
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
 
 def end_group(pid: int) -> None:

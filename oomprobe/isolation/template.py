@@ -28,6 +28,7 @@ def main(end: int) -> None:
         template.serve()
     finally:
         template.end()
+        system.end_children(set())  # what building the target started
     with suppress(Exception):
         sys.stdout.flush()
     os._exit(0)

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from journal.test_book import key, opened, ran
 
+from journal.test_book import key, opened, ran
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.journal import Journal, records
 
