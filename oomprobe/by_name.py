@@ -160,6 +160,11 @@ def _users_part(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _refuse_isolation(preserve: Any) -> None:
+    if getattr(sys.modules.get("oomprobe.isolation.template"), "is_serving", False):
+        raise InvalidArgumentError(
+            "a target's file calls probe_target while it is imported, and each process that builds the target would start "
+            'another probe: put the call under if __name__ == "__main__":'
+        )
     if sys.platform != "linux":
         raise InvalidArgumentError(
             f"trials can be isolated on Linux only, and this is {sys.platform}: pass isolate=False (--in-process) to run "

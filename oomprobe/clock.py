@@ -46,6 +46,11 @@ class Clock:
         return None if limit is None else self._started_s + limit
 
     @property
+    def over_s(self) -> float | None:
+        """In how many seconds that is; None: no limit."""
+        return None if self._options.time_limit_s is None else max(0.0, self._left_s())
+
+    @property
     def is_over(self) -> bool:
         """Whether the time of the whole probe has passed."""
         return self._left_s() <= 0

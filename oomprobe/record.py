@@ -24,6 +24,7 @@ class Record:
 
     Args:
         journal: Open, and asked this probe's question; None: nothing is kept.
+        isolated: Whether trials have processes of their own, so that this one's end says nothing of them.
 
     Attributes:
         measured: What an earlier probe measured of the device; None when there was none.
@@ -31,8 +32,8 @@ class Record:
         recalled: Trials that were not run again.
     """
 
-    def __init__(self, journal: Journal | None) -> None:
-        self._journal = journal
+    def __init__(self, journal: Journal | None, *, isolated: bool = False) -> None:
+        self._journal, self._isolated = journal, isolated
         self._told: set[Key] = set()
         self.nothing_stepped: bool | None = None
         self.recalled = 0
@@ -66,12 +67,14 @@ class Record:
                 self.recalled += 1
                 ended(trial)
                 return trial
-        deaths += [_death(request, evidence) for evidence in self._journal.deaths(key)]
+        unfinished = self._journal.deaths(key)
+        deaths += [_death(request, evidence) for evidence in unfinished]
         if not deaths or key in self._told:
             return None
         self._told.add(key)
         ended(deaths[-1])
-        counts = deaths[-1].verdict is Verdict.HOST_OOM or len(deaths) >= ENOUGH_DEATHS
+        others = sum(bool(evidence.get("isolated")) for evidence in unfinished)  # those of a probe, not of its trial
+        counts = deaths[-1].verdict is Verdict.HOST_OOM or len(deaths) - others >= ENOUGH_DEATHS
         return deaths[-1] if counts else None
 
     @scope
@@ -85,7 +88,7 @@ class Record:
                 journal.end(key, trial, nothing_stepped=nothing_stepped)
 
         if journal is not None:
-            journal.begin(key, evidence=_evidence())
+            journal.begin(key, evidence={**_evidence(), "isolated": self._isolated})
         try:
             yield write
         finally:

@@ -161,8 +161,9 @@ class Workbench:
         """Run a trial; where its process ended badly and another can be had, once more in that."""
         ran = self._run(request)
         died = ran.trial
-        may_retry = self.runner.replaceable and not self._clock.is_over and not self._is_ceiling(died)
-        if died.verdict in ENDED and may_retry:
+        if died.verdict in ENDED and self.runner.replaceable and not self._is_ceiling(died):
+            if self._clock.is_over:
+                raise self._clock.time_is_up(died.batch_size, self.trials)
             self.runner.renew()
             ran = self._run(replace(request, phase=Phase.RECHECK))
             self._note_death(died, ran.trial)

@@ -34,7 +34,7 @@ def isolated_bench(
             question = runner.open()
             if book is not None:
                 book.ask(question)
-            bench = Workbench(runner, options, status, clock, recorded, Record(book))
+            bench = Workbench(runner, options, status, clock, recorded, Record(book, isolated=True))
             bench.state_verified = True  # nothing of the caller's was there to be changed
             yield bench
         finally:

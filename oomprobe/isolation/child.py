@@ -31,6 +31,8 @@ from oomprobe.target import build as build_target
 from oomprobe.trial import Request, Trials
 from oomprobe.watch import OptimizerWatch
 
+LONGEST_TEXT = 16_000
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -249,21 +251,35 @@ def told(error: BaseException, *, building: str | None) -> Message:
         "failed": {
             "kind": type(error).__name__ if ours else None,
             "left": isinstance(error, SystemExit),
-            "text": str(error),
+            "text": _text(error),
             "building": building,
             "cause": {
                 "module": type(cause).__module__,
                 "name": type(cause).__qualname__,
                 "text": failure_of(cause).text,
                 "arguments": _arguments(cause),
-                "traceback": "".join(traceback.format_exception(cause))[-16000:],
+                "traceback": _trace(cause),
             },
         }
     }
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:LONGEST_TEXT]
+    except Exception:
+        return "(no text)"
+
+
+def _trace(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))[-LONGEST_TEXT:]
+    except Exception:
+        return "(no traceback)"
+
+
 def _arguments(error: BaseException) -> list[Any]:
     """What an exception of its class can be made from again, as far as JSON can say it."""
     if all(isinstance(one, str | int | float | None) for one in error.args):
-        return [one[:16000] if isinstance(one, str) else one for one in error.args]
+        return [one[:LONGEST_TEXT] if isinstance(one, str) else one for one in error.args]
     return [failure_of(error).text]

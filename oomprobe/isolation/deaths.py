@@ -10,7 +10,8 @@ from typing import Any
 from oomprobe.devices.host import PRESSURE_SHARE
 from oomprobe.verdict import Evidence, Facts, Link, Verdict, judge
 
-LAST_WORDS = 2000  # characters of stderr that can be about the end
+LAST_WORDS = 2000  # characters of stderr that are shown
+LAST_LINES = 5  # of it that can be about the end
 TRACE_LINES = 8
 _TRACE = "(most recent call first):"  # Python's faulthandler
 # What C libraries print before they leave the process for want of memory.
@@ -94,7 +95,7 @@ def judge_death(death: Death, evidence: Evidence, *, used_bytes: int, cap_bytes:
         return Verdict.HOST_OOM if death.oom_kills else Verdict.CRASHED
     if death.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # somebody's will
         return Verdict.CRASHED
-    spoken = _judge_words(death.stderr[-LAST_WORDS:], evidence)
+    spoken = _judge_words(_last_lines(death.stderr), evidence)
     if spoken is not None:
         return spoken
     full = evidence.on_host and cap_bytes is not None and used_bytes >= PRESSURE_SHARE * cap_bytes
@@ -102,13 +103,19 @@ def judge_death(death: Death, evidence: Evidence, *, used_bytes: int, cap_bytes:
 
 
 def _judge_words(words: str, evidence: Evidence) -> Verdict | None:
-    if _HOST_LIBRARIES.search(words):
+    if _HOST_LIBRARIES.search(words) and evidence.smaller_size_passed:
         return Verdict.OOM if evidence.on_host else Verdict.HOST_OOM
     facts = Facts(links=(Link(classes=("builtins.RuntimeError",), text=words),))
     verdict = judge(facts, evidence)
     if verdict is not Verdict.BUG:
         return verdict
-    return Verdict.OOM if _ANY_LIBRARY.search(words) else None
+    return Verdict.OOM if _ANY_LIBRARY.search(words) and evidence.smaller_size_passed else None
+
+
+def _last_lines(stderr: str) -> str:
+    """What was said last, before Python's faulthandler told where."""
+    said = stderr.partition("Fatal Python error")[0]
+    return "\n".join([line for line in said.splitlines() if line.strip()][-LAST_LINES:])
 
 
 def _name(number: int) -> str:

@@ -96,12 +96,13 @@ class Child:
         with suppress(OSError):
             self.wire.send(message)
 
-    def listen(self, parent: Wire, *, left_s: float | None, may_be_stuck: bool) -> Message | None:
+    def listen(self, parent: Wire, *, left_s: float | None, over_s: float | None, may_be_stuck: bool) -> Message | None:
         """Wait for an answer.
 
         Args:
             parent: Watched too: whoever started the template may end.
             left_s: How long a child that is ready may take; None: for as long as it likes.
+            over_s: How long one that is not ready yet may take; None: the same.
             may_be_stuck: Whether a child that uses no processor is taken to hang.
 
         Returns:
@@ -122,6 +123,10 @@ class Child:
                 return self.end(why=None)
             since_s = None if self.ready_s is None else max(asked_s, self.ready_s)
             if left_s is not None and since_s is not None and time.monotonic() - since_s > left_s:
+                return self.end(why="timed out")
+            if self.wire.unfinished and idle.for_s > STUCK_S:
+                return self.end(why="garbled: a message that does not end")
+            if self.ready_s is None and over_s is not None and time.monotonic() - asked_s > over_s:
                 return self.end(why="timed out")
             if may_be_stuck and idle.for_s > (STUCK_S if since_s is None else STUCK_IN_STEP_S):
                 return self.end(why="stuck")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -19,6 +20,7 @@ from oomprobe.isolation.wire import GarbledError, Message, Wire
 ENDED, TIMED_OUT = "the process that supervises trials ended", "timed out"
 ANSWER_S = GRACE_S + 30.0  # beyond the limit of a trial: the template has ended it by then, or hangs itself
 CLOSE_S = 5.0
+LOOK_S = 1.0  # between looks whether the template is alive
 _COMMAND = "import sys; sys.path[:] = {path!r}; from oomprobe.isolation import template; template.main({end})"
 
 
@@ -26,6 +28,21 @@ def silent(why: str) -> Message:
     """The death of a template, told like that of a child."""
     seen = {"signal": None, "code": None, "peak_resident_bytes": 0, "stderr": "", "oom_kills": 0}
     return {"death": {**seen, "why": why}}
+
+
+def _beyond_standard(end: socket.socket) -> socket.socket:
+    """A socket that is none of the standard descriptors, which a daemon may have closed."""
+    moved = socket.socket(fileno=fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
+    end.close()
+    return moved
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 class TemplateProcess:
@@ -37,12 +54,15 @@ class TemplateProcess:
 
     def __init__(self, interrupts: Interrupts) -> None:
         self._interrupts = interrupts
-        here, there = socket.socketpair()
-        command = _COMMAND.format(path=sys.path, end=there.fileno())
+        here, there = (_beyond_standard(end) for end in socket.socketpair())
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python's import ignores others
+        command = _COMMAND.format(path=path, end=there.fileno())
         warnings = [part for option in sys.warnoptions for part in ("-W", option)]
         self._process = subprocess.Popen(
             [sys.executable, *warnings, "-c", command],
             stdin=subprocess.DEVNULL,
+            stdout=None if _is_open(1) else subprocess.DEVNULL,
+            stderr=None if _is_open(2) else subprocess.DEVNULL,
             pass_fds=[there.fileno()],
             start_new_session=True,
         )
@@ -74,9 +94,13 @@ class TemplateProcess:
 
     def _answer(self, until_s: float | None) -> Message:
         while not self._wire.ended:
-            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-            if not select.select([self._wire], [], [], left_s)[0]:
-                return silent(TIMED_OUT)
+            left_s = LOOK_S if until_s is None else until_s - time.monotonic()
+            if not select.select([self._wire], [], [], min(LOOK_S, max(0.0, left_s)))[0]:
+                if left_s <= 0:
+                    return silent(TIMED_OUT)
+                if self._process.poll() is not None:  # and what it forked holds its end of the socket open
+                    return silent(ENDED)
+                continue
             try:
                 for message in self._wire.read():
                     if "forked" not in message:
@@ -93,11 +117,13 @@ class TemplateProcess:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
             left = system.children_of(self._process.pid)
-            self._process.kill()
-            self._process.wait()
+            system.end_group(self._process.pid)
             for pid in left:
                 system.end_group(pid)
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-        if self._forked is not None and self._process.returncode != 0:
-            system.end_group(self._forked)
+            self._process.wait()
+        if self._process.returncode != 0:
+            for leader in (self._process.pid, self._forked):
+                if leader is not None:
+                    system.end_group(leader)

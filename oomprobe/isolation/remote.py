@@ -30,7 +30,6 @@ COMPILED = (
     "the step is compiled by torch.compile: each size was compiled anew, as training at that size alone would, and in "
     "processes that training has nothing to do with"
 )
-CANNOT_FORK = ("forked subprocess", "fork-based multiprocessing")  # torch/cuda, torch/csrc/autograd/engine.cpp
 SECOND_OPINIONS = (Phase.RECHECK, Phase.CONFIRM)
 
 
@@ -221,11 +220,11 @@ class RemoteRunner:
                 return refusal
         left_s = self._clock.left_s() if limited else None
         asked = {"do": "ask", "ask": message, "once": self._forks, "left_s": left_s, "may_be_stuck": self._builds_here}
-        end_s = self._clock.end_s
+        asked["over_s"], end_s = self._clock.over_s, self._clock.end_s
         answer = self._template.ask(asked, until_s=None if end_s is None else end_s + ANSWER_S)
         if self._template.lost:
             self.close()
-        return answer
+        return {**answer, "building": True}
 
     def _build(self, template: TemplateProcess) -> Message | None:
         """Tell a template what to build; None where it has done so, or its children will."""
@@ -237,17 +236,23 @@ class RemoteRunner:
         if "built" in answer:
             return None
         self.close()
-        return answer
+        return {**answer, "building": True}
 
     def _why_not_forked(self, answer: Message) -> str | None:
         """Whether children of a template that has built the target cannot run, and others could."""
         if not self._builds_here:
             return None
+        if answer.get("building"):
+            return None
         why = answer.get("death", {}).get("why")
         if why == "stuck" or (why == "timed out" and not self._has_run):
             return str(why)
-        text = answer.get("failed", {}).get("text", "")
-        return next((sign for sign in CANNOT_FORK if sign in text), None)
+        failed = answer.get("failed", {"kind": "none"})
+        if (
+            failed["kind"] is None and not self._has_run
+        ):  # a worker, a lock or a device of the template's may be what it lacks
+            return f"the step failed: {failed['text'].splitlines()[0][:80]}"
+        return None
 
     def _heed(self, answer: Message) -> None:
         self.notes |= dict.fromkeys(answer.get("notes", ()))

@@ -16,9 +16,13 @@ from oomprobe.isolation.offspring import Child
 from oomprobe.isolation.spec import Spec
 from oomprobe.isolation.wire import Message, Wire
 
+is_serving = False  # whether this process is a template, or was forked from one
+
 
 def main(end: int) -> None:
     """Serve the process at the other end of a socket, until it closes that."""
+    global is_serving
+    is_serving = True
     sys.argv = [""]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     system.die_with_parent()  # while a target is built nobody looks at the socket
@@ -76,7 +80,9 @@ class Template:
             self._child = Child(self._serve_child, self._parent)
         self._parent.send({"forked": self._child.pid})
         self._child.ask(message["ask"])
-        answer = self._child.listen(self._parent, left_s=message["left_s"], may_be_stuck=message["may_be_stuck"])
+        answer = self._child.listen(
+            self._parent, left_s=message["left_s"], over_s=message["over_s"], may_be_stuck=message["may_be_stuck"]
+        )
         if answer is None:
             return
         if "death" in answer:

@@ -87,6 +87,11 @@ class Wire:
             messages.append(message)
         return messages
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a part of a message has come, and not the rest."""
+        return bool(self._received)
+
     def close(self) -> None:
         """Close this end."""
         self._socket.close()

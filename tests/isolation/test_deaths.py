@@ -58,7 +58,8 @@ def test_libraries_that_leave_the_process_say_why(words):
 def test_other_last_words():
     assert judged(death(signal=signal.SIGABRT, stderr="CUDA error: device-side assert triggered")) is Verdict.POISONED
     assert judged(death(code=1, stderr="no such file")) is Verdict.CRASHED
-    old = "CUDA error: out of memory" + "." * 5000
+    assert judged(death(code=1, stderr="out of memory"), smaller=False) is Verdict.CRASHED
+    old = "CUDA error: out of memory" + "\nand on" * 6
     assert judged(death(code=1, stderr=old)) is Verdict.CRASHED  # long before the end: handled
 
 
