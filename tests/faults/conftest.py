@@ -10,6 +10,7 @@ import tempfile
 
 import pytest
 import torch
+
 from faults import card
 from faults.processes import MARK, children, marked, open_files
 

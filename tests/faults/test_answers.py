@@ -1,19 +1,27 @@
 """What is returned: sizes that were run, under a margin that is memory. The truth comes from trying every size."""
 
-import gc
 import math
 
 import pytest
 import torch
 from fake_accelerator import MIB, ledger
-from faults.card import CARD, ROOM, SAMPLE_BYTES, scanned, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger import LedgerDevice
 from torch import nn
 
-from oomprobe import NothingFitsError, Phase, StepFailedError, UnreliableError, Verdict, check, find_max_batch, fit
-from oomprobe import probe_target
+from faults.card import CARD, ROOM, SAMPLE_BYTES, scanned, trained
+from oomprobe import (
+    NothingFitsError,
+    Phase,
+    StepFailedError,
+    UnreliableError,
+    Verdict,
+    check,
+    find_max_batch,
+    fit,
+    probe_target,
+)
 
 QUIET = {"progress": "off"}
 
@@ -88,19 +96,19 @@ def test_row_08_every_start_finds_the_same_size(multiple_of):
     starts = [n for n in (1, 2, 3, 5, 7, 9) if n >= multiple_of]
     found = set()
     for start in starts:
-        device, model, step, called = ledger(total_bytes=1024 * MIB, per_sample_bytes=32 * MIB)
+        device, model, step, _ = ledger(total_bytes=1024 * MIB, per_sample_bytes=32 * MIB)
         result = find_max_batch(model, step, device=device, min_batch=start, multiple_of=multiple_of, **QUIET)
         assert any(t.phase is Phase.CONFIRM and t.passed for t in result.trials)
         found.add(result.batch_size)
-        del device, model, step
-        gc.collect()
     truth = scanned(lambda n: 64 * MIB + n * 32 * MIB <= int(0.9 * 1024 * MIB), largest=64)
     assert found == {truth // multiple_of * multiple_of}
 
 
 def net():
     """On host memory, where what an earlier trial left in the heap could decide."""
-    model = nn.Sequential(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 24, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(8))
+    model = nn.Sequential(
+        nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 24, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(8)
+    )
     model(torch.ones(1, 3, 40, 40))
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -115,7 +123,8 @@ def net():
 @pytest.mark.slow
 def test_row_08_every_start_finds_the_same_size_in_host_memory():
     found = [
-        probe_target(net, device="cpu:384MiB", min_batch=start, resolution=0.02, **QUIET).batch_size for start in (1, 48)
+        probe_target(net, device="cpu:384MiB", min_batch=start, resolution=0.02, **QUIET).batch_size
+        for start in (1, 48)
     ]
     assert max(found) - min(found) <= 0.06 * max(found)
 
@@ -149,7 +158,9 @@ def test_row_09_what_comes_with_the_optimizers_first_step_counts(every):
 
 def test_row_12_memory_that_spills_is_no_memory_of_the_card(monkeypatch):
     monkeypatch.setattr("oomprobe.devices.spills.platform.release", lambda: "5.15.167.4-microsoft-standard-WSL2")
-    device, model, step, called = ledger(total_bytes=1024 * MIB, spilled_bytes=64 * 1024 * MIB, per_sample_bytes=32 * MIB)
+    device, model, step, called = ledger(
+        total_bytes=1024 * MIB, spilled_bytes=64 * 1024 * MIB, per_sample_bytes=32 * MIB
+    )
     result = find_max_batch(model, step, device=device, **QUIET)
     assert result.batch_size == scanned(lambda n: 64 * MIB + n * 32 * MIB <= int(0.9 * 1024 * MIB), largest=64)
     assert max(called) <= 2 * result.batch_size + 8
@@ -186,6 +197,7 @@ def test_row_14_a_bug_of_the_smallest_size_says_where_to_begin():
     with pytest.raises(StepFailedError, match="use min_batch=2") as failed:
         find_max_batch(model, step, device=CARD, **QUIET)
     assert isinstance(failed.value, ValueError)
+    del failed  # its frames hold the memory of batch 1
     assert find_max_batch(model, step, device=CARD, min_batch=2, memory_fraction=1.0, **QUIET).batch_size == ROOM
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults.card import CARD, ROOM, trained
-from faults.processes import marked, until
 from torch import nn
 
+from faults.card import CARD, ROOM, trained
+from faults.processes import marked, until
 from oomprobe import (
     DeviceLostError,
     InvalidArgumentError,
@@ -285,7 +285,6 @@ def has_workers():
     for program, own_session in ((SLEEP, False), (STUBBORN, False), (STUBBORN, True)):
         worker = subprocess.Popen([sys.executable, "-c", program], start_new_session=own_session)
         worker.returncode = 0  # no warning about it
-    return None
 
 
 def workers():
