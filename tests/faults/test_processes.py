@@ -26,7 +26,7 @@ from oomprobe import (
 
 POISONED_FROM = 6
 NOTE = "tried again in a new one"
-GRACE_S = 25  # for a process to start, and for one that hangs to be ended, on a busy machine
+GRACE_S = 40  # for a process to start, and for one that hangs to be ended, on a busy machine
 isolated = {"device": CARD, "memory_fraction": 1.0, "progress": "off"}
 
 
@@ -179,14 +179,18 @@ def sleeping_in_c():
 @pytest.mark.parametrize("limit", ["time_limit_s", "trial_time_limit_s"])
 @pytest.mark.slow
 def test_row_17_a_step_that_hangs_ends_with_its_time(target, limit):
-    limit_s = 10 if limit == "time_limit_s" else 1
+    limit_s = 15 if limit == "time_limit_s" else 3
     began = time.monotonic()
-    with pytest.raises(TimeLimitError, match="batch 4") as late:
+    with pytest.raises(TimeLimitError, match="time passed during batch") as late:
         probe_target(target, **{limit: limit_s}, **isolated)
     assert time.monotonic() - began < limit_s + GRACE_S
-    assert [t.verdict for t in late.value.trials[:2]] == [Verdict.FITS] * 2
-    assert late.value.trials[2].verdict is Verdict.TIMED_OUT
-    assert Verdict.OOM not in [t.verdict for t in late.value.trials]
+    assert {t.verdict for t in late.value.trials} <= {Verdict.FITS, Verdict.TIMED_OUT}
+    if limit == "trial_time_limit_s":  # the whole probe's may pass on a busy machine before the step hangs
+        assert [(t.batch_size, t.verdict) for t in late.value.trials[:3]] == [
+            (1, Verdict.FITS),
+            (2, Verdict.FITS),
+            (4, Verdict.TIMED_OUT),
+        ]
 
 
 def test_row_17_in_this_process_a_sleeping_step_ends_with_its_time():
@@ -202,7 +206,7 @@ def hangs_once():
 
 
 def test_row_17_a_step_that_hangs_once_is_tried_again(first):
-    result = probe_target(hangs_once, trial_time_limit_s=2, **isolated)
+    result = probe_target(hangs_once, trial_time_limit_s=3, **isolated)
     assert first.exists()
     assert result.batch_size == ROOM
     assert any(NOTE in note for note in result.notes)
