@@ -75,7 +75,14 @@ class Death:
         return f"the process of the trial was ended by {_name(self.signal)}{killer}"
 
 
-def judge_death(death: Death, evidence: Evidence, *, used_bytes: int, cap_bytes: int | None) -> Verdict:
+def judge_death(
+    death: Death,
+    evidence: Evidence,
+    *,
+    used_bytes: int,
+    cap_bytes: int | None,
+    usual: frozenset[str] = frozenset(),
+) -> Verdict:
     """What a death says of the size.
 
     Args:
@@ -83,6 +90,7 @@ def judge_death(death: Death, evidence: Evidence, *, used_bytes: int, cap_bytes:
         evidence: What was seen around it, but for the pressure on memory, which is judged here.
         used_bytes: Memory that the child had come to use beyond that of a warm process.
         cap_bytes: What it was held to; None where that is not known.
+        usual: Lines that children wrote who did not die.
 
     Returns:
         OOM, HOST_OOM, SIZE_LIMIT or POISONED where there is evidence for it; TIMED_OUT; and otherwise CRASHED.
@@ -95,7 +103,7 @@ def judge_death(death: Death, evidence: Evidence, *, used_bytes: int, cap_bytes:
         return Verdict.HOST_OOM if death.oom_kills else Verdict.CRASHED
     if death.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # somebody's will
         return Verdict.CRASHED
-    spoken = _judge_words(_last_lines(death.stderr), evidence)
+    spoken = _judge_words(_last_lines(death.stderr, usual), evidence)
     if spoken is not None:
         return spoken
     full = evidence.on_host and cap_bytes is not None and used_bytes >= PRESSURE_SHARE * cap_bytes
@@ -103,19 +111,23 @@ def judge_death(death: Death, evidence: Evidence, *, used_bytes: int, cap_bytes:
 
 
 def _judge_words(words: str, evidence: Evidence) -> Verdict | None:
-    if _HOST_LIBRARIES.search(words) and evidence.smaller_size_passed:
-        return Verdict.OOM if evidence.on_host else Verdict.HOST_OOM
     facts = Facts(links=(Link(classes=("builtins.RuntimeError",), text=words),))
     verdict = judge(facts, evidence)
+    if verdict is Verdict.POISONED:
+        return verdict
+    if not evidence.smaller_size_passed:  # words alone, of a process that never ran a step
+        return None
+    if _HOST_LIBRARIES.search(words):
+        return Verdict.OOM if evidence.on_host else Verdict.HOST_OOM
     if verdict is not Verdict.BUG:
         return verdict
-    return Verdict.OOM if _ANY_LIBRARY.search(words) and evidence.smaller_size_passed else None
+    return Verdict.OOM if _ANY_LIBRARY.search(words) else None
 
 
-def _last_lines(stderr: str) -> str:
-    """What was said last, before Python's faulthandler told where."""
-    said = stderr.partition("Fatal Python error")[0]
-    return "\n".join([line for line in said.splitlines() if line.strip()][-LAST_LINES:])
+def _last_lines(stderr: str, usual: frozenset[str]) -> str:
+    """What was said last, before Python's faulthandler told where, and is not said at any size."""
+    said = stderr.partition("Fatal Python error")[0].splitlines()
+    return "\n".join([line for line in said if line.strip() and line not in usual][-LAST_LINES:])
 
 
 def _name(number: int) -> str:

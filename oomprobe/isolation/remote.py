@@ -75,6 +75,7 @@ class RemoteRunner:
         self._warm_size: int | None = None
         self._learned: dict[str, list[int]] = {}
         self._phase: Phase | None = None  # of the last trial
+        self._usual: set[str] = set()  # lines on stderr of children who did not die
         self._has_run = False  # a trial, to its end
 
     def open(self) -> Message:
@@ -256,6 +257,7 @@ class RemoteRunner:
 
     def _heed(self, answer: Message) -> None:
         self.notes |= dict.fromkeys(answer.get("notes", ()))
+        self._usual |= set(answer.get("stderr", "").splitlines())
         if self._warm is not None:  # what libraries keep for a size, they keep for those above it
             grown = self._warm.growth
             grown = replace(grown, live_bytes=grown.live_bytes + answer.get("kept_bytes", 0))
@@ -275,7 +277,13 @@ class RemoteRunner:
         evidence = Evidence(
             smaller_size_passed=request.smaller_passed, memory_pressure=True, on_host=self.place.on_host
         )
-        verdict = judge_death(death, evidence, used_bytes=death.peak_resident_bytes - base_bytes, cap_bytes=cap_bytes)
+        verdict = judge_death(
+            death,
+            evidence,
+            used_bytes=death.peak_resident_bytes - base_bytes,
+            cap_bytes=cap_bytes,
+            usual=frozenset(self._usual),
+        )
         return Trial(
             batch_size=request.batch_size,
             verdict=verdict,

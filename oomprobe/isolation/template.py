@@ -10,12 +10,14 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch._dynamo  # the first step of an optimizer imports it, which takes two seconds of every child's
 
 from oomprobe.isolation import child, system
 from oomprobe.isolation.offspring import Child
 from oomprobe.isolation.spec import Spec
 from oomprobe.isolation.wire import Message, Wire
 
+TELLING_CHARACTERS = 4000  # of what a child wrote to stderr that did not die
 is_serving = False  # whether this process is a template, or was forked from one
 
 
@@ -87,8 +89,10 @@ class Template:
             return
         if "death" in answer:
             self._child = None
-        elif message["once"]:
-            self.end()
+        else:
+            answer["stderr"] = self._child.tail.text[-TELLING_CHARACTERS:]
+            if message["once"]:
+                self.end()
         with suppress(OSError):
             self._parent.send(answer)
 

@@ -13,6 +13,7 @@ import torch
 
 from oomprobe import __version__
 from oomprobe.journal.fingerprint import described, digest, function_of
+from oomprobe.journal.sources import sources_of
 from oomprobe.options import Options
 
 _HOW_LONG = {"time_limit_s", "trial_time_limit_s"}  # a probe that ran out of time is resumed with more of it
@@ -44,6 +45,7 @@ def question_of(
         "device": device_name,
         "model": _model(model),
         "steps": {name: _step(step) for name, step in steps.items()},
+        "sources": sources_of([*map(function_of, steps.values()), *{type(part): None for part in model.modules()}]),
         "options": {name: value for name, value in asdict(options).items() if name not in _HOW_LONG},
     }
 

@@ -1,0 +1,71 @@
+"""After every test here: no process, no open file, no temporary file and no changed setting is left of its probes."""
+
+import gc
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+
+import pytest
+import torch
+
+from faults import card
+from faults.processes import MARK, children, marked, open_files
+
+LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+def settings():
+    return {
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
+        "handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "timer": signal.getitimer(signal.ITIMER_REAL),
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.enabled),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "saved tensors hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "sys.path": list(sys.path),
+        "cwd": os.getcwd(),
+        "umask": [os.umask(0o22), os.umask(0o22)][1],
+        "tracing": (sys.gettrace(), sys.getprofile(), sys.excepthook),
+        "collecting": gc.isenabled(),
+    }
+
+
+def leftovers(mark):
+    files = [name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("torchinductor_")]  # torch's own
+    return {"processes": marked(mark), "children": children(), "temporary files": files}
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """By which the processes of one test are known."""
+    return f"{tmp_path.name}-{random.SystemRandom().getrandbits(64):x}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(mark, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv(MARK, mark)
+    before, files, children_before = settings(), open_files(), children()
+    yield
+    assert settings() == before
+    assert open_files() == files
+    assert leftovers(mark) == {"processes": {}, "children": children_before, "temporary files": []}
+
+
+@pytest.fixture(autouse=True)
+def new_card(monkeypatch):
+    """Probes in this process find the card unused."""
+    fresh = card.FakeModule(total_bytes=card.ROOM * card.SAMPLE_BYTES)
+    monkeypatch.setattr(card.CARD, "fake", fresh)
+    monkeypatch.setattr(card.CARD, "_torch", fresh)

@@ -1,0 +1,60 @@
+"""Processes as /proc tells of them, without a word from the package."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+MARK = "OOMPROBE_FAULT_TEST"  # in the environment of whatever a test starts, and of what that starts
+PATIENCE_S = 90
+
+
+def environment(mark, **more):
+    """For a process of its own that finds the package and these modules."""
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    return {**os.environ, "PYTHONPATH": paths, MARK: mark, **more}
+
+
+def marked(mark):
+    """What runs with this mark: {pid: command}. Nothing of a zombie can be read, so it is not among them."""
+    wanted = f"{MARK}={mark}".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def children():
+    """Of this process, zombies too."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit():
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if int(parent) == os.getpid():
+                    found[int(entry.name)] = state
+    return found
+
+
+def open_files():
+    """File descriptors of this process, and what they are of."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def until(happens, *, within_s=PATIENCE_S):
+    """Wait for something; its value."""
+    end = time.monotonic() + within_s
+    while not (value := happens()):
+        if time.monotonic() > end:
+            pytest.fail(f"nothing within {within_s} s")
+        time.sleep(0.05)
+    return value

@@ -1,0 +1,161 @@
+"""Ctrl-C, SIGTERM and SIGKILL for a command that runs: what it says, and that nothing of it is left."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+import torch
+
+from faults.card import CARD, trained
+from faults.processes import PATIENCE_S, environment, marked, until
+from oomprobe import Verdict, find_max_batch
+
+TARGET = """
+import sys
+import time
+
+import torch
+
+
+def build():
+    model = torch.nn.Linear(8, 8)
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 8)).sum().backward()
+        if batch_size == 4:
+            sys.stderr.write("asleep\\n")
+            sys.stderr.flush()
+            time.sleep(600)
+
+    return model, step
+"""
+
+
+class Terminal:
+    """A command whose controlling terminal is ours: what is typed here reaches it as from a keyboard."""
+
+    def __init__(self, command, env, cwd):
+        self._ours, theirs = os.openpty()
+
+        def take_terminal():
+            os.setsid()
+            fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, cwd=cwd, preexec_fn=take_terminal
+        )
+        os.close(theirs)
+        os.set_blocking(self._ours, False)
+        self.shown = ""
+
+    def shows(self, text):
+        with contextlib.suppress(BlockingIOError, OSError):
+            self.shown += os.read(self._ours, 2**16).decode(errors="replace").replace("\r\n", "\n")
+        return text in self.shown
+
+    def type(self, keys):
+        os.write(self._ours, keys)
+
+    def status(self):
+        return until(lambda: (self.shows(""), self.process.poll())[1] is not None) and self.process.returncode
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def command(tmp_path, mark):
+    """A probe that sleeps in batch 4; typed on a terminal, or started without one."""
+    (tmp_path / "slow_target.py").write_text(TARGET)
+    line = [sys.executable, "-m", "oomprobe", "run", f"{tmp_path}/slow_target.py:build", "--device", "cpu:1GiB"]
+    env = environment(mark, TMPDIR=str(tmp_path / "temporary"), NO_COLOR="1")
+    started = []
+
+    def start(*options, terminal):
+        if terminal:
+            started.append(Terminal([*line, *options], env, tmp_path))
+        else:
+            started.append(subprocess.Popen([*line, *options], env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if isinstance(one, Terminal):
+            one.close()
+        else:
+            one.kill()
+            one.communicate()
+    for pid in marked(mark):
+        os.kill(pid, signal.SIGKILL)
+
+
+def asleep(process):
+    """Wait until the step sleeps; what stderr has said so far."""
+    said = []
+    while not said or said[-1] != "asleep\n":
+        said.append(process.stderr.readline().decode())
+        assert said[-1], said
+    return "".join(said)
+
+
+@pytest.mark.parametrize("where", [[], ["--in-process"]])
+def test_row_18_ctrl_c_at_a_terminal(command, mark, where):
+    terminal = command("--progress", "off", *where, terminal=True)
+    until(lambda: terminal.shows("asleep"))
+    assert len(marked(mark)) == (1 if where else 3)
+    terminal.type(b"\x03")
+    assert terminal.status() == 130
+    assert "interrupted" in terminal.shown
+    assert "trials so far" in terminal.shown
+    table = terminal.shown.partition("trials so far")[2].splitlines()
+    assert [line.split()[:3] for line in table if " grow " in line] == [["1", "grow", "fits"], ["2", "grow", "fits"]]
+    assert "Traceback" not in terminal.shown
+    until(lambda: not marked(mark), within_s=5)
+
+
+def test_row_18_sigterm(command, mark):
+    process = command("--progress", "off", terminal=False)
+    asleep(process)
+    process.terminate()
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (143, b"")
+    assert b"terminated" in err
+    assert b"trials so far" in err
+    until(lambda: not marked(mark), within_s=5)
+
+
+def test_row_18_sigkill_of_the_probe_takes_its_processes_with_it(command, mark):
+    process = command("--progress", "off", terminal=False)
+    asleep(process)
+    assert len(marked(mark)) == 3
+    process.kill()
+    process.wait()
+    until(lambda: not marked(mark), within_s=10)
+
+
+def test_row_18_in_a_script_ctrl_c_comes_through_after_everything_is_back():
+    model, step = trained()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def interrupted(model, batch_size):
+        step(model, batch_size)
+        with torch.no_grad():
+            model.weight.add_(1)
+        if batch_size == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(PATIENCE_S)
+
+    with pytest.raises(KeyboardInterrupt) as interruption:
+        find_max_batch(model, interrupted, device=CARD, progress="off")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert "the trials so far" in "".join(interruption.value.__notes__)
+    assert Verdict.FITS in "".join(interruption.value.__notes__)

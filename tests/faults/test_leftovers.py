@@ -1,0 +1,272 @@
+"""What a probe leaves: nothing in the model, in the process, in memory or in logs."""
+
+import gc
+import hashlib
+import logging
+import logging.handlers
+import pickle
+import random
+import sys
+import time
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from faults.card import CARD, ROOM, SAMPLE_BYTES, trained
+from oomprobe import (
+    NothingFitsError,
+    OomProbeError,
+    StepFailedError,
+    TimeLimitError,
+    UnreliableError,
+    find_max_batch,
+    probe_target,
+)
+
+QUIET = {"progress": "off"}
+
+
+def raises(error):
+    def fault(batch_size):
+        if batch_size == 4:
+            raise error
+
+    return fault
+
+
+def sleeps(batch_size):
+    if batch_size == 4:
+        time.sleep(60)
+
+
+WAYS_OUT = pytest.mark.parametrize(
+    ("fault", "options", "ends"),
+    [
+        (lambda batch_size: None, {}, None),
+        (lambda batch_size: CARD.fake.alloc(2 * CARD.total_bytes), {}, NothingFitsError),
+        (raises(KeyError("labels")), {}, StepFailedError),
+        (raises(KeyboardInterrupt()), {}, KeyboardInterrupt),
+        (raises(SystemExit(3)), {}, SystemExit),
+        (sleeps, {"trial_time_limit_s": 0.3}, TimeLimitError),
+    ],
+    ids=["answer", "nothing fits", "bug", "ctrl-c", "exit", "time limit"],
+)
+
+
+def ended(model, step, ends, **options):
+    if ends is None:
+        return find_max_batch(model, step, device=CARD, **QUIET, **options)
+    with pytest.raises(ends):
+        find_max_batch(model, step, device=CARD, **QUIET, **options)
+    return None
+
+
+# --- 3: the model, the optimizer, the schedule and the random numbers ---
+
+
+def checksum(model, *others):
+    """Of every byte that training would go on from; it knows nothing of how the package saves them."""
+    digest = hashlib.sha256()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        for one in (tensor, tensor.grad):
+            digest.update(b"none" if one is None else one.detach().numpy().tobytes())
+    digest.update(str([module.training for module in model.modules()]).encode())
+    for other in others:
+        digest.update(pickle.dumps(jsonable(other.state_dict())))
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    digest.update(pickle.dumps((random.getstate(), np.random.get_state()[1].tobytes())))
+    return digest.hexdigest()
+
+
+def jsonable(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy().tobytes().hex()
+    if isinstance(value, dict):
+        return {str(key): jsonable(one) for key, one in value.items()}
+    return [jsonable(one) for one in value] if isinstance(value, list | tuple) else repr(value)
+
+
+def trainable():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model[1].eval()
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def step(model, batch_size):
+        model.train()
+        held = CARD.fake.alloc(SAMPLE_BYTES * batch_size)
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, 4) * random.random() + np.random.rand()).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+        return held
+
+    model.train()
+    model(torch.randn(4, 4)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    model[1].eval()
+    return model, step, optimizer, schedule
+
+
+@WAYS_OUT
+def test_row_03_everything_is_as_it_was(fault, options, ends):
+    model, step, optimizer, schedule = trainable()
+    before = checksum(model, optimizer, schedule)
+
+    def faulty(model, batch_size):
+        held = step(model, batch_size)
+        fault(batch_size)
+        return held
+
+    ended(model, faulty, ends, min_batch=2, **options)
+    assert checksum(model, optimizer, schedule) == before
+    step(model, 2)
+    assert checksum(model, optimizer, schedule) != before  # the sum sees a step
+
+
+# --- 7: memory of a trial that failed ---
+
+
+def test_row_07_no_failed_trial_is_alive_in_the_next():
+    """Without the garbage collector: what is held is held by a name."""
+    alive, before = [], []
+    model = nn.Linear(2, 2)
+
+    class Activations:
+        pass
+
+    def step(model, batch_size):
+        before.append(sum(one() is not None for one in alive))
+        activations = Activations()
+        activations.held = CARD.fake.alloc(SAMPLE_BYTES * batch_size) if batch_size <= ROOM else None
+        alive.append(weakref.ref(activations))
+        if batch_size > ROOM:
+            CARD.fake.alloc(SAMPLE_BYTES * batch_size)
+        model(torch.randn(batch_size, 2)).sum().backward()
+
+    gc.disable()
+    try:
+        result = find_max_batch(model, step, device=CARD, memory_fraction=1.0, **QUIET)
+    finally:
+        gc.enable()
+    assert result.batch_size == ROOM
+    assert any(not t.passed for t in result.trials)
+    assert set(before) == {0}
+
+
+def test_row_07_a_step_that_keeps_what_it_made_has_no_answer():
+    kept = []
+    model, step, *_ = trainable()
+
+    def leaking(model, batch_size):
+        kept.append(CARD.fake.alloc(SAMPLE_BYTES // 4))
+        return step(model, batch_size)
+
+    with pytest.raises(UnreliableError, match=r"did not come back after batch \d"):
+        find_max_batch(model, leaking, device=CARD, min_batch=2, **QUIET)
+
+
+# --- 19: torch.compile ---
+
+
+def test_row_19_training_is_compiled_as_without_a_probe():
+    """For the shape that it has, where a model that had met several sizes would be compiled for changing ones."""
+
+    def shapes_of_training(*, probed):
+        seen = []
+
+        def backend(graph, inputs):
+            seen.append([tuple(str(n) for n in i.shape) if isinstance(i, torch.Tensor) else str(i) for i in inputs])
+            return graph.forward
+
+        torch._dynamo.reset()
+        model = torch.compile(nn.Linear(3, 3), backend=backend)
+
+        def step(model, batch_size):
+            held = CARD.fake.alloc(SAMPLE_BYTES * batch_size)
+            model(torch.ones(batch_size, 3)).sum().backward()
+            return held
+
+        if probed:
+            assert find_max_batch(model, step, device=CARD, memory_fraction=1.0, **QUIET).batch_size == ROOM
+            assert len(seen) >= 5  # each size was compiled
+            assert all("s" not in str(one) for one in seen)
+        seen.clear()
+        step(model, 5)
+        step(model, 5)
+        return seen
+
+    try:
+        assert shapes_of_training(probed=True) == shapes_of_training(probed=False) != []
+    finally:
+        torch._dynamo.reset()
+
+
+# --- 28: settings of the process and of the card (those of the process are in the fixture of all tests here) ---
+
+
+@WAYS_OUT
+def test_row_28_the_cards_cap_is_lifted(fault, options, ends):
+    CARD.fake.set_per_process_memory_fraction(0.75)
+    ended(*trained(fault), ends, **options)
+    assert CARD.fake.get_per_process_memory_fraction() == 0.75
+
+
+def sets_everything():
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    torch.backends.cudnn.benchmark = True
+    sys.path.insert(0, "/nowhere")
+    return trained()
+
+
+def test_row_28_what_a_target_sets_in_its_own_process_is_not_set_here():
+    result = probe_target(sets_everything, device=CARD, max_batch=2, **QUIET)
+    assert (result.batch_size, result.state_verified) == (2, True)
+
+
+def test_row_28_settings_that_a_step_changes_come_back():
+    model, step = trained()
+
+    def careless(model, batch_size):
+        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(True)
+        return step(model, batch_size)
+
+    assert find_max_batch(model, careless, device=CARD, max_batch=3, **QUIET).batch_size == 3
+
+
+# --- 32: logs ---
+
+
+def test_row_32_records_hold_texts_alone():
+    """Whatever a program hoards of a probe (its trials, its error, log records) holds no memory of a step."""
+    hoard, log, made = [], logging.handlers.MemoryHandler(10**6, flushLevel=100), []
+    logging.getLogger().addHandler(log)
+    model, step = trained()
+
+    def failing(model, batch_size):
+        held = step(model, batch_size)
+        made.append(weakref.ref(held))
+        if batch_size > 2:
+            CARD.fake.alloc(2 * CARD.total_bytes)
+        return held
+
+    try:
+        result = find_max_batch(model, failing, device=CARD, memory_fraction=1.0, progress=hoard.append)
+        assert result.batch_size == 2
+        assert any(not trial.passed for trial in hoard)
+        assert not any(one() for one in made)
+        assert not any(record.exc_info for record in log.buffer)
+        with pytest.raises(OomProbeError) as error:
+            find_max_batch(model, failing, device=CARD, min_batch=3, progress="off")
+        hoard.append(error.value)
+        del error
+        assert not any(one() for one in made)
+    finally:
+        logging.getLogger().removeHandler(log)

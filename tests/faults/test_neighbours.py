@@ -1,0 +1,111 @@
+"""Others on the card, who take and return memory, and whom a fault would kill."""
+
+import weakref
+
+import pytest
+import tenacity
+from fake_accelerator import MIB, ledger
+
+from faults.card import CARD, SAMPLE_BYTES, scanned, trained
+from oomprobe import Verdict, find_max_batch
+
+QUIET = {"progress": "off"}
+TOTAL, FIXED, SAMPLE = 1024 * MIB, 64 * MIB, 32 * MIB
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr("oomprobe.neighbours.WAIT", tenacity.wait_none())
+
+
+def alone():
+    return scanned(lambda n: FIXED + n * SAMPLE <= int(0.9 * TOTAL), largest=64)
+
+
+def shared_with(schedule):
+    """A card whose other user holds `schedule(call number, batch size)` bytes."""
+
+    def move(fake, batch_size, number):
+        fake.outside_bytes = schedule(number, batch_size)
+
+    return ledger(total_bytes=TOTAL, fixed_bytes=FIXED, per_sample_bytes=SAMPLE, before_alloc=move)
+
+
+@pytest.mark.parametrize("first", range(4, 31, 2))
+def test_row_11_a_neighbour_who_comes_and_goes_changes_no_answer(first):
+    device, model, step, called = shared_with(lambda number, _: 600 * MIB if first <= number < first + 3 else 0)
+    result = find_max_batch(model, step, device=device, **QUIET)
+    assert len(called) > first
+    assert (result.batch_size, result.contaminated) == (alone(), False)
+
+
+def test_row_11_the_trial_that_a_neighbour_made_fail_is_discarded_and_that_is_said():
+    device, model, step, called = shared_with(lambda _, size: 600 * MIB if size == 16 and called.count(16) == 1 else 0)
+    result = find_max_batch(model, step, device=device, **QUIET)
+    assert called.count(16) > 1
+    assert result.batch_size == alone()
+    assert any("discarded and tried again" in note and "batch 16" in note for note in result.notes)
+    assert all(t.passed for t in result.trials if t.batch_size == 16)
+
+
+def test_row_11_a_neighbour_who_keeps_moving_is_said():
+    device, model, step, _ = shared_with(lambda number, _: 100 * MIB * (number % 3) if number > 4 else 0)
+    result = find_max_batch(model, step, device=device, **QUIET)
+    assert result.contaminated
+    assert any(note.startswith("CONTAMINATED") for note in result.notes)
+
+
+def test_row_11_nobody_is_accused_on_a_quiet_card():
+    device, model, step, _ = shared_with(lambda *_: 200 * MIB)
+    device.fake.outside_bytes = 200 * MIB
+    result = find_max_batch(model, step, device=device, **QUIET)
+    assert not result.contaminated
+    assert not any("others on the device" in note for note in result.notes)
+    assert result.batch_size == scanned(lambda n: FIXED + n * SAMPLE <= int(0.9 * (TOTAL - 200 * MIB)), largest=64)
+
+
+def test_row_29_nothing_of_a_trial_lives_while_it_waits_to_be_tried_again(monkeypatch):
+    kept, alive = [], []
+
+    def wait(state):
+        alive.append([one() for one in kept if one() is not None])
+        return 0
+
+    monkeypatch.setattr("oomprobe.neighbours.WAIT", wait)
+    model, step = trained()
+
+    def watched(model, batch_size):
+        held = step(model, batch_size)
+        kept.append(weakref.ref(held))
+        CARD.fake.outside_bytes = SAMPLE_BYTES if 40 <= len(kept) < 44 else 0
+        if batch_size == 4 and len(kept) < 44:
+            CARD.fake.alloc(2 * CARD.total_bytes)
+        return held
+
+    result = find_max_batch(model, watched, device=CARD, memory_fraction=1.0, **QUIET)
+    assert alive
+    assert not any(alive)
+    assert Verdict.FITS in [t.verdict for t in result.trials]
+
+
+def test_row_31_beside_neighbours_under_mps_no_trial_runs_without_a_cap(monkeypatch, tmp_path):
+    def probed():
+        fractions = []
+        device, model, step, _ = ledger(
+            total_bytes=TOTAL,
+            fixed_bytes=FIXED,
+            per_sample_bytes=SAMPLE,
+            before_alloc=lambda fake, *_: fractions.append(fake.get_per_process_memory_fraction()),
+        )
+        device.fake.outside_bytes = 124 * MIB
+        return find_max_batch(model, step, device=device, **QUIET), fractions
+
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    result, fractions = probed()
+    assert any("NVIDIA MPS runs here" in note for note in result.notes)
+    assert max(fractions) < 1
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/dev/null")
+    usual, fractions = probed()
+    assert not any("MPS" in note for note in usual.notes)
+    assert max(fractions) == 1
+    assert usual.batch_size == result.batch_size

@@ -1,0 +1,373 @@
+"""Trials that end their process, hang it, poison it or leave something running."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from faults.card import CARD, ROOM, trained
+from faults.processes import marked, until
+from oomprobe import (
+    DeviceLostError,
+    InvalidArgumentError,
+    StepFailedError,
+    TimeLimitError,
+    Verdict,
+    find_max_batch,
+    probe_target,
+)
+
+POISONED_FROM = 6
+NOTE = "tried again in a new one"
+GRACE_S = 40  # for a process to start, and for one that hangs to be ended, on a busy machine
+isolated = {"device": CARD, "memory_fraction": 1.0, "progress": "off"}
+
+
+def at(size, fault):
+    """A target with a fault from a size on."""
+    return trained(lambda batch_size: batch_size >= size and fault())
+
+
+def once(fault):
+    """The first time in any process."""
+
+    def only_once():
+        first = Path(os.environ["ONCE"])
+        if not first.exists():
+            first.touch()
+            fault()
+
+    return only_once
+
+
+@pytest.fixture
+def first(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONCE", str(tmp_path / "happened"))
+    return tmp_path / "happened"
+
+
+# --- 5: a poisoned process gives no further verdict ---
+
+
+def illegal_access():
+    CARD.fake.poison()
+    CARD.fake.synchronize()
+
+
+def poisoned():
+    return at(POISONED_FROM, illegal_access)
+
+
+def test_row_05_a_poisoned_process_gives_no_further_verdict():
+    model, step = poisoned()
+    with pytest.raises(DeviceLostError, match="oomprobe run") as lost:
+        find_max_batch(model, step, **isolated)
+    assert [(t.batch_size, t.verdict) for t in lost.value.trials] == [
+        (1, Verdict.FITS),
+        (2, Verdict.FITS),
+        (4, Verdict.FITS),
+        (8, Verdict.POISONED),
+    ]
+
+
+def test_row_05_a_new_process_goes_on():
+    result = probe_target(poisoned, **isolated)
+    assert (result.batch_size, result.limited_by) == (POISONED_FROM - 1, "size_limit")
+    assert any("sticky error in two processes" in note for note in result.notes)
+    assert {t.batch_size for t in result.trials if t.verdict is Verdict.POISONED} == {6, 8}
+
+
+# --- 16: processes that die ---
+
+
+def sigkill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed():
+    return at(5, sigkill)
+
+
+def aborted():
+    return at(5, os.abort)
+
+
+def segfaults():
+    return at(5, lambda: ctypes.string_at(0))
+
+
+def leaves():
+    os.write(2, b"a library: licence server not found\n")
+    os._exit(1)
+
+
+def left():
+    return at(5, leaves)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (killed, "ended by SIGKILL (not by the system's OOM killer)"),
+        (aborted, "ended by SIGABRT"),
+        (segfaults, "ended by SIGSEGV"),
+        (left, "left with exit code 1 before it answered; the end of its stderr:\na library: licence server not found"),
+    ],
+)
+def test_row_16_a_death_that_is_not_of_memory_is_no_ceiling(target, said):
+    with pytest.raises(StepFailedError) as failed:
+        probe_target(target, **isolated)
+    assert said in str(failed.value)
+    assert failed.value.batch_size == 8
+    assert [t.verdict for t in failed.value.trials] == [Verdict.FITS] * 3 + [Verdict.CRASHED] * 2
+
+
+def says_out_of_memory():
+    os.write(2, b"CUDA Setup failed: out of memory at line 380 in csrc/ops.cu\n")
+    os._exit(1)
+
+
+def left_for_memory():
+    return at(5, says_out_of_memory)
+
+
+def test_row_16_a_death_for_want_of_memory_is_a_ceiling():
+    result = probe_target(left_for_memory, **isolated)
+    assert (result.batch_size, result.first_failing_batch_size, result.limited_by) == (4, 5, "memory")
+    assert all(t.verdict is Verdict.OOM for t in result.trials if t.batch_size > 4)
+
+
+def killed_once():
+    return at(7, once(sigkill))
+
+
+def test_row_16_a_death_that_happens_once_is_tried_again(first):
+    result = probe_target(killed_once, **isolated)
+    assert first.exists()
+    assert result.batch_size == ROOM
+    assert any(NOTE in note and "batch 8" in note for note in result.notes)
+    assert Verdict.CRASHED in [t.verdict for t in result.trials]
+
+
+# --- 17: steps that hang ---
+
+
+def sleeps():
+    time.sleep(600)
+
+
+def sleeping():
+    return at(4, sleeps)
+
+
+def sleeps_in_c():
+    ctypes.PyDLL(None).sleep(600)  # holds the interpreter: no signal handler of Python runs
+
+
+def sleeping_in_c():
+    return at(4, sleeps_in_c)
+
+
+@pytest.mark.parametrize("target", [sleeping, sleeping_in_c])
+@pytest.mark.parametrize("limit", ["time_limit_s", "trial_time_limit_s"])
+@pytest.mark.slow
+def test_row_17_a_step_that_hangs_ends_with_its_time(target, limit):
+    limit_s = 15 if limit == "time_limit_s" else 3
+    began = time.monotonic()
+    with pytest.raises(TimeLimitError, match="time passed during batch") as late:
+        probe_target(target, **{limit: limit_s}, **isolated)
+    assert time.monotonic() - began < limit_s + GRACE_S
+    assert {t.verdict for t in late.value.trials} <= {Verdict.FITS, Verdict.TIMED_OUT}
+    if limit == "trial_time_limit_s":  # the whole probe's may pass on a busy machine before the step hangs
+        assert [(t.batch_size, t.verdict) for t in late.value.trials[:3]] == [
+            (1, Verdict.FITS),
+            (2, Verdict.FITS),
+            (4, Verdict.TIMED_OUT),
+        ]
+
+
+def test_row_17_in_this_process_a_sleeping_step_ends_with_its_time():
+    model, step = sleeping()
+    began = time.monotonic()
+    with pytest.raises(TimeLimitError, match="batch 4"):
+        find_max_batch(model, step, trial_time_limit_s=1, **isolated)
+    assert 1 <= time.monotonic() - began < 1 + GRACE_S
+
+
+def hangs_once():
+    return at(7, once(sleeps_in_c))
+
+
+def test_row_17_a_step_that_hangs_once_is_tried_again(first):
+    result = probe_target(hangs_once, trial_time_limit_s=3, **isolated)
+    assert first.exists()
+    assert result.batch_size == ROOM
+    assert any(NOTE in note for note in result.notes)
+    assert Verdict.TIMED_OUT in [t.verdict for t in result.trials]
+
+
+def threads_started():
+    """Building runs a parallel region, so a child that is forked from it hangs in its first."""
+    torch._C.set_num_threads(2)  # below what keeps a target to one thread
+    torch.ones(2**22).add_(1)
+    model = nn.Linear(64, 64)
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 64)).sum().backward()
+
+    return model, step
+
+
+@pytest.mark.slow
+def test_row_17_a_target_that_started_threads_is_built_anew_for_each_trial():
+    result = probe_target(threads_started, device="cpu:1GiB", max_batch=4, progress="off")
+    assert (result.batch_size, result.limited_by) == (4, "max_batch")
+    assert any("each trial builds the target anew" in note for note in result.notes)
+
+
+# --- 22: what cannot be had in another process ---
+
+
+class Trainer:
+    def build(self):
+        return trained()
+
+
+def closure():
+    def build():
+        return trained()
+
+    return build
+
+
+class Unpicklable(type(CARD)):
+    def __reduce__(self):
+        raise TypeError("a socket in it")
+
+
+@pytest.mark.parametrize("target", [lambda: trained(), closure(), Trainer().build])
+def test_row_22_what_cannot_be_imported_is_refused_with_a_recipe(target):
+    with pytest.raises(InvalidArgumentError, match=r"cannot be imported in another process.*path/to/train\.py:build"):
+        probe_target(target, **isolated)
+
+
+def healthy():
+    return trained()
+
+
+def test_row_22_a_device_that_cannot_be_sent_is_refused_with_a_recipe():
+    device = Unpicklable(CARD.fake, reasons=())
+    with pytest.raises(InvalidArgumentError, match=r"a socket in it.*isolate=False"):
+        probe_target(healthy, **{**isolated, "device": device})
+
+
+# --- 23: nothing is left running (the fixture of all tests here looks for what is) ---
+
+SLEEP = "import time; time.sleep(600)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+def has_workers():
+    """Three that nobody waits for: one ignores SIGTERM, one leads a session of its own."""
+    for program, own_session in ((SLEEP, False), (STUBBORN, False), (STUBBORN, True)):
+        worker = subprocess.Popen([sys.executable, "-c", program], start_new_session=own_session)
+        worker.returncode = 0  # no warning about it
+
+
+def workers():
+    return at(2, has_workers)
+
+
+def workers_and_death():
+    return at(2, lambda: (has_workers(), leaves()))
+
+
+def test_row_23_no_grandchild_outlives_an_answer(mark):
+    seen = []
+    result = probe_target(workers, max_batch=2, **{**isolated, "progress": lambda trial: seen.append(marked(mark))})
+    assert result.batch_size == 2
+    assert sum("SIG_IGN" in command for command in seen[-1].values()) >= 2
+    assert not marked(mark)
+
+
+def test_row_23_no_grandchild_outlives_a_death(mark):
+    with pytest.raises(StepFailedError):
+        probe_target(workers_and_death, max_batch=2, **isolated)
+    assert not marked(mark)
+
+
+# --- 5 of faults.md's own sections: a context in the parent would take memory from the trials ---
+
+WATCHER = """
+import os
+import sys
+
+if "CUDA_CALLS" in os.environ:
+    import torch
+
+    def told(place, name):
+        real = getattr(place, name)
+
+        def call(*args, **kwargs):
+            with open(os.environ["CUDA_CALLS"], "a") as calls:
+                calls.write(f"{os.getpid()} {os.getppid()} {name}\\n")
+            return real(*args, **kwargs)
+
+        setattr(place, name, call)
+
+    for name in ("is_available", "_lazy_init", "init", "device_count", "current_device", "mem_get_info"):
+        told(torch.cuda, name)
+    for name in ("is_available", "current_accelerator", "device_count"):
+        told(torch.accelerator, name)
+"""
+CUDA_FREE = """
+import torch
+from faults.card import CARD
+from faults.test_processes import asks_for_cuda
+from oomprobe import NoDeviceError, probe_target
+
+assert probe_target(asks_for_cuda, device=CARD, max_batch=4, progress="off").batch_size == 4
+try:
+    probe_target(asks_for_cuda, device="cuda:7", max_batch=4, progress="off")
+except NoDeviceError as error:
+    print("refused by a child")
+print("initialized", torch.cuda.is_initialized())
+"""
+
+
+def asks_for_cuda():
+    torch.cuda.is_available()
+    return trained()
+
+
+def test_row_05_only_children_touch_the_accelerator(tmp_path, monkeypatch):
+    site, calls = tmp_path / "site", tmp_path / "calls"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(WATCHER)
+    paths = os.pathsep.join([str(site), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", CUDA_FREE],
+        env={**os.environ, "PYTHONPATH": paths, "CUDA_CALLS": str(calls)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    out, _ = process.communicate(timeout=120)
+    assert out.splitlines() == ["refused by a child", "initialized False"]
+    by_process = [line.split() for line in calls.read_text().splitlines()]
+    assert [name for pid, _, name in by_process if int(pid) == process.pid] == []  # the probe's own
+    assert [name for _, parent, name in by_process if int(parent) == process.pid] == []  # the template's
+    assert "is_available" in [name for *_, name in by_process]  # its children's
+
+
+def test_the_scan_for_processes_can_find_one(mark):
+    with subprocess.Popen([sys.executable, "-c", SLEEP]) as process:
+        until(lambda: process.pid in marked(mark))
+        process.kill()
+    assert not marked(mark)
