@@ -47,17 +47,26 @@ def sources_of(values: Iterable[object]) -> dict[str, str]:
 
 def _homes(value: object) -> Iterator[str]:
     """Modules of a function, or of a class and those it inherits from."""
-    for one in value.__mro__ if isinstance(value, type) else [getattr(value, "func", value)]:
-        name = getattr(one, "__module__", None)
-        if isinstance(name, str):
+    kinds = type.__dict__["__mro__"].__get__(value) if issubclass(type(value), type) else [value]
+    for one in kinds:
+        name = _text(one, "__module__")
+        if name:
             yield name
 
 
 def _used_by(module: ModuleType) -> Iterator[str]:
     for value in list(vars(module).values()):
-        name = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
-        if isinstance(name, str):
+        name = _text(value, "__name__" if issubclass(type(value), ModuleType) else "__module__")
+        if name:
             yield name
+
+
+def _text(value: object, name: str) -> str:
+    try:
+        text = getattr(value, name, "")
+    except Exception:  # whatever objects of the user's do when they are asked
+        return ""
+    return text if type(text) is str else ""
 
 
 def _own_file(module: ModuleType) -> Path | None:
