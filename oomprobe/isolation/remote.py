@@ -180,6 +180,9 @@ class RemoteRunner:
 
     def _ask(self, message: Message, *, limited: bool) -> Message:
         answer = self._ask_or_death(message, limited=limited)
+        if "death" in answer and not answer.get("building") and not Death.from_message(answer["death"]).is_hang:
+            self.renew()  # as a trial that died is tried again
+            answer = self._ask_or_death(message, limited=limited)
         if "death" in answer:
             death = Death.from_message(answer["death"])
             if death.is_hang:
