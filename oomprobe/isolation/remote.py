@@ -255,7 +255,7 @@ class RemoteRunner:
         if (
             failed["kind"] is None and not self._has_run
         ):  # a worker, a lock or a device of the template's may be what it lacks
-            return f"the step failed: {failed['text'].splitlines()[0][:80]}"
+            return f"the step failed: {(failed['text'].splitlines() or [''])[0][:80]}"
         return None
 
     def _heed(self, answer: Message) -> None:
