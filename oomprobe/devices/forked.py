@@ -63,13 +63,16 @@ class ForkedHostDevice(PlainDevice):
 
     def grown_by(self, step: Callable[[], object]) -> Growth:
         """Run a step in this cold process, and say what it added."""
-        before, live_before = _footprint(), self.live_bytes()
+        before, live_before = _Footprint.now(), self.live_bytes()
         step()
         self.release()
-        after = _footprint()
+        after = _Footprint.now()
+        new_holes = max(
+            0, after.hole_bytes - before.hole_bytes
+        )  # what was put into old ones needs no space beside the cap
         return Growth(
-            space_bytes=max(0, after[0] - before[0]),
-            resident_bytes=max(0, after[1] - before[1]),
+            space_bytes=max(0, after.space_bytes - before.space_bytes - new_holes),
+            resident_bytes=max(0, after.resident_bytes - before.resident_bytes),
             live_bytes=max(0, self.live_bytes() - live_before),
         )
 
@@ -112,7 +115,18 @@ class ForkedHostDevice(PlainDevice):
         return kernel_answers(torch.device("cpu"), self.synchronize)
 
 
-def _footprint() -> tuple[int, int]:
-    """Address space without the holes in malloc's heap, and resident memory."""
-    space = linux.process_bytes("VmSize") or 0
-    return space - linux.free_in_heap_bytes(), linux.process_bytes("VmRSS") or 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Footprint:
+    """Address space of this process, what of it are holes in malloc's heap, and resident memory."""
+
+    space_bytes: int
+    hole_bytes: int
+    resident_bytes: int
+
+    @classmethod
+    def now(cls) -> _Footprint:
+        return cls(
+            space_bytes=linux.process_bytes("VmSize") or 0,
+            hole_bytes=linux.free_in_heap_bytes(),
+            resident_bytes=linux.process_bytes("VmRSS") or 0,
+        )

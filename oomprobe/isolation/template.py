@@ -60,7 +60,7 @@ class Template:
         if message["do"] == "build":
             self._spec = Spec.from_message(message["spec"])
             if message["here"]:
-                self._parent.send(self._build(self._spec))
+                self._tell(self._build(self._spec))
         elif message["do"] == "renew":
             self.end()
         else:
@@ -80,7 +80,7 @@ class Template:
         system.die_with_parent(0)  # from here on the end of the socket tells, and what is running is ended in order
         if self._child is None:
             self._child = Child(self._serve_child, self._parent)
-        self._parent.send({"forked": self._child.pid})
+        self._tell({"forked": self._child.pid})
         self._child.ask(message["ask"])
         answer = self._child.listen(
             self._parent, left_s=message["left_s"], over_s=message["over_s"], may_be_stuck=message["may_be_stuck"]
@@ -93,8 +93,11 @@ class Template:
             answer["stderr"] = self._child.tail.text[-TELLING_CHARACTERS:]
             if message["once"]:
                 self.end()
-        with suppress(OSError):
-            self._parent.send(answer)
+        self._tell(answer)
+
+    def _tell(self, message: Message) -> None:
+        with suppress(OSError):  # the parent is gone, which shows itself when it is read from
+            self._parent.send(message)
 
     def _serve_child(self, wire: Wire) -> None:
         assert self._spec is not None
