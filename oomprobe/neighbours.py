@@ -11,8 +11,8 @@ from oomprobe.units import format_bytes
 from oomprobe.verdict import Verdict
 
 MOVED_SHARE = 0.02  # of the device: more than libraries take for kernels that they load late
-ATTEMPTS = 3  # of a trial
-LOOKS = 5  # for quiet, between two attempts; the waits between them add up to half a minute
+ATTEMPTS = 5  # of a trial
+LOOKS = 3  # for quiet, between two attempts; all the waits add up to 24 seconds
 WAIT = tenacity.wait_exponential(multiplier=2, max=16)
 NO_MATTER = frozenset({Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT})  # these say nothing about memory
 
@@ -54,8 +54,9 @@ class Neighbours:
         """
         ran = run()
         for _ in range(ATTEMPTS - 1):
-            if not self._was_disturbed(ran) or not self._is_quiet_again(look):
+            if not self._was_disturbed(ran):
                 break
+            self._wait_for_quiet(look)
             ran = run()
         if self._is_disturbed(ran):
             self._give_up(ran)
@@ -63,16 +64,16 @@ class Neighbours:
             self.held_bytes.append(ran.outside_after_bytes)
         return ran
 
-    def _is_quiet_again(self, look: Callable[[], int | None]) -> bool:
-        """Wait until others hold what they held before; on values, for a kept exception would keep a failed step alive."""
+    def _wait_for_quiet(self, look: Callable[[], int | None]) -> None:
+        """Until others hold what they held before; on values, for a kept exception would keep a failed step alive."""
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(LOOKS),
             wait=WAIT,
             retry=tenacity.retry_if_result(lambda moved_bytes: moved_bytes > self._tolerated_bytes),
-            retry_error_callback=lambda state: float("inf"),
+            retry_error_callback=lambda state: None,
             sleep=self._sleep,
         )
-        return bool(retrying(lambda: self._moved_bytes(look())) <= self._tolerated_bytes)
+        retrying(lambda: self._moved_bytes(look()))
 
     def _was_disturbed(self, ran: Ran) -> bool:
         if not self._is_disturbed(ran):
