@@ -228,7 +228,7 @@ class RemoteRunner:
         answer = self._template.ask(asked, until_s=None if end_s is None else end_s + ANSWER_S)
         if self._template.lost:
             self.close()
-        return {**answer, "building": True}
+        return answer
 
     def _build(self, template: TemplateProcess) -> Message | None:
         """Tell a template what to build; None where it has done so, or its children will."""
@@ -244,17 +244,13 @@ class RemoteRunner:
 
     def _why_not_forked(self, answer: Message) -> str | None:
         """Whether children of a template that has built the target cannot run, and others could."""
-        if not self._builds_here:
-            return None
-        if answer.get("building"):
+        if not self._builds_here or answer.get("building"):
             return None
         why = answer.get("death", {}).get("why")
         if why == "stuck" or (why == "timed out" and not self._has_run):
             return str(why)
         failed = answer.get("failed", {"kind": "none"})
-        if (
-            failed["kind"] is None and not self._has_run
-        ):  # a worker, a lock or a device of the template's may be what it lacks
+        if failed["kind"] is None and not self._has_run:  # what it lacks may be a thread or a worker of the template's
             return f"the step failed: {(failed['text'].splitlines() or [''])[0][:80]}"
         return None
 
