@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oomprobe.clock import Clock
-from oomprobe.devices import Device, Simulated, choose_device
+from oomprobe.devices import Device, Simulated, choose_device, memory_of
 from oomprobe.errors import DeviceLostError, OomProbeError, UnreliableError, add_note, unmeasured
 from oomprobe.interrupts import Interrupts
 from oomprobe.journal import Journal
@@ -52,7 +52,7 @@ def bench_here(
     recorded: list[Trial] = []
     with told_of_trials(recorded), opened(journal) as book, Interrupts() as interrupts:
         if book is not None:
-            book.ask(question_of(model, steps, chosen.name, options))
+            book.ask(question_of(model, steps, chosen.name, options, memory=memory_of(chosen)))
         keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
         place = chosen.place if isinstance(chosen, Simulated) else _there_already
         place(resident_tensors([model, *steps.values(), *preserve]))

@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from oomprobe.devices.accelerator import AcceleratorDevice
 from oomprobe.devices.base import Device, Simulated
 from oomprobe.devices.host import HostDevice
+from oomprobe.devices.limits import standing_limits
 from oomprobe.devices.mps import MpsDevice
 from oomprobe.devices.stated import advised_size, split_budget, unstated
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
@@ -141,6 +142,7 @@ def describe_device(device: Device) -> str:
 
     Example:
         >>> from oomprobe.devices.host import HostDevice
+    from oomprobe.devices.limits import standing_limits
         >>> describe_device(HostDevice(2**30)).split("  ")[0]
         'cpu'
     """
@@ -149,3 +151,8 @@ def describe_device(device: Device) -> str:
         typed = f"{device.torch_device}:{advised_size(device.total_bytes)}"
         return f"{line}  shares the host's memory: state a budget, such as '{typed}'"
     return line
+
+
+def memory_of(device: Device) -> dict[str, int]:
+    """What a device has, and what holds this process to less of it: another figure is another question of a probe."""
+    return {"total": device.total_bytes, **(standing_limits() if isinstance(device, HostDevice) else {})}

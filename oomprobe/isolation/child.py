@@ -13,7 +13,7 @@ import torch
 
 from oomprobe import errors
 from oomprobe.clock import Clock
-from oomprobe.devices import Device, choose_device, linux
+from oomprobe.devices import Device, choose_device, linux, memory_of
 from oomprobe.devices.forked import ForkedHostDevice, Growth
 from oomprobe.devices.host import HostDevice
 from oomprobe.devices.limits import address_space
@@ -142,7 +142,9 @@ class _Answers:
             "step_names": list(self._built.steps),
             "threads": torch.get_num_threads(),
             "notes": list(getattr(device, "notes", ())),
-            "question": question_of(self._built.model, self._built.steps, device.name, self._spec.options),
+            "question": question_of(
+                self._built.model, self._built.steps, device.name, self._spec.options, memory=memory_of(device)
+            ),
         }
 
     def _grow(self, size: int) -> Message:

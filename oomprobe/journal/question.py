@@ -20,7 +20,12 @@ _HOW_LONG = {"time_limit_s", "trial_time_limit_s"}  # a probe that ran out of ti
 
 
 def question_of(
-    model: torch.nn.Module, steps: Mapping[str, Callable[..., object]], device_name: str, options: Options
+    model: torch.nn.Module,
+    steps: Mapping[str, Callable[..., object]],
+    device_name: str,
+    options: Options,
+    *,
+    memory: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """What a trial depends on, as JSON types that are the same in every process; total.
 
@@ -32,6 +37,7 @@ def question_of(
         steps: By name.
         device_name: As `Device.name`.
         options: Those about time are left out.
+        memory: What the device has, and what holds this process to less, in bytes by name.
 
     Example:
         >>> question = question_of(torch.nn.Linear(2, 2), {"step": print}, "cpu", Options(time_limit_s=60))
@@ -43,6 +49,8 @@ def question_of(
         "python": ".".join(platform.python_version_tuple()[:2]),  # code is compiled otherwise by each
         "torch": str(torch.__version__),
         "device": device_name,
+        "memory": dict(memory or {}),
+        "threads": torch.get_num_threads(),
         "model": _model(model),
         "steps": {name: _step(step) for name, step in steps.items()},
         "sources": sources_of([*map(function_of, steps.values()), *{type(part): None for part in model.modules()}]),

@@ -339,3 +339,11 @@ def test_odd_callables_have_a_question(step):
 def test_no_address_is_in_a_description():
     assert hex(id(plain)) not in json.dumps(described(closing_over(object(), plain)))
     assert "test_question.py" not in json.dumps(described(plain))
+
+
+def test_what_holds_the_process_to_less_belongs_to_it():
+    def held(**memory):
+        return question_of(nn.Linear(2, 2), {"step": print}, "cpu", Options(), memory=memory)
+
+    assert held(total=8, RLIMIT_AS=4) != held(total=8)
+    assert held(total=8) != held(total=7)
