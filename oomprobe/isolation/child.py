@@ -147,7 +147,7 @@ class _Answers:
             ),
         }
 
-    def _grow(self, size: int) -> Message:
+    def _grow(self, size: int | None) -> Message:
         """What the first step adds to this process, and what is free then."""
         host = self._device
         assert isinstance(host, HostDevice)
@@ -156,7 +156,7 @@ class _Answers:
         failed = False
         try:
             with address_space((linux.process_bytes("VmSize") or 0) + host.warming_bytes()):
-                growth = device.grown_by(lambda: trials.call_once(size, None))
+                growth = device.grown_by(lambda: None if size is None else trials.call_once(size, None))
         except Exception:  # left to the first trial
             failed = True
         host.sample()

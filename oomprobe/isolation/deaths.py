@@ -113,15 +113,11 @@ def judge_death(
 def _judge_words(words: str, evidence: Evidence) -> Verdict | None:
     facts = Facts(links=(Link(classes=("builtins.RuntimeError",), text=words),))
     verdict = judge(facts, evidence)
-    if verdict is Verdict.POISONED:
-        return verdict
-    if not evidence.smaller_size_passed:  # words alone, of a process that never ran a step
-        return None
-    if _HOST_LIBRARIES.search(words):
+    if verdict is not Verdict.POISONED and _HOST_LIBRARIES.search(words):
         return Verdict.OOM if evidence.on_host else Verdict.HOST_OOM
     if verdict is not Verdict.BUG:
         return verdict
-    return Verdict.OOM if _ANY_LIBRARY.search(words) else None
+    return Verdict.OOM if _ANY_LIBRARY.search(words) and evidence.smaller_size_passed else None
 
 
 def _last_lines(stderr: str, usual: frozenset[str]) -> str:

@@ -170,7 +170,9 @@ class RemoteRunner:
     def _warmed(self) -> _Warm:
         """What a warm process has; a child tells that once."""
         if self._warm is None:
-            answer = self._ask({"do": "grow", "size": self._warm_size}, limited=True)
+            answer = self._told({"do": "grow", "size": self._warm_size}, limited=True)
+            if "growth" not in answer:  # it died of its first step, which is left to the first trial
+                answer = self._ask({"do": "grow", "size": None}, limited=True)
             self._warm = _Warm(
                 growth=Growth(**answer["growth"]),
                 resident_bytes=answer["resident_bytes"],

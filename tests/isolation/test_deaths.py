@@ -58,7 +58,12 @@ def test_libraries_that_leave_the_process_say_why(words):
 def test_other_last_words():
     assert judged(death(signal=signal.SIGABRT, stderr="CUDA error: device-side assert triggered")) is Verdict.POISONED
     assert judged(death(code=1, stderr="no such file")) is Verdict.CRASHED
-    assert judged(death(code=1, stderr="out of memory"), smaller=False) is Verdict.CRASHED
+    loader = death(code=1, stderr="loader: 0 of 12 shards failed to allocate")
+    assert judged(loader) is Verdict.OOM
+    assert judged(loader, smaller=False) is Verdict.CRASHED
+    evidence = Evidence(smaller_size_passed=True, memory_pressure=True, on_host=True)
+    usual = frozenset(loader.stderr.splitlines())  # it says that at every size
+    assert judge_death(loader, evidence, used_bytes=0, cap_bytes=1, usual=usual) is Verdict.CRASHED
     old = "CUDA error: out of memory" + "\nand on" * 6
     assert judged(death(code=1, stderr=old)) is Verdict.CRASHED  # long before the end: handled
 
