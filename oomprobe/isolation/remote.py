@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from oomprobe.clock import Clock
 from oomprobe.devices.forked import Growth
 from oomprobe.interrupts import Interrupts
 from oomprobe.isolation.deaths import Death, judge_death
+from oomprobe.isolation.failures import raise_failure
 from oomprobe.isolation.process import ANSWER_S, TemplateProcess
 from oomprobe.isolation.spec import Spec
 from oomprobe.isolation.wire import Message
@@ -198,7 +198,8 @@ class RemoteRunner:
     def _ask_or_death(self, message: Message, *, limited: bool, request: Request | None = None) -> Message:
         answer = self._told(message, limited=limited)
         if "failed" in answer:
-            self._raise(answer["failed"], request)
+            size = request.batch_size if request else self._warm_size or 0
+            raise_failure(answer["failed"], size, request.largest_passed if request else None)
         return answer
 
     def _told(self, message: Message, *, limited: bool) -> Message:
@@ -258,7 +259,8 @@ class RemoteRunner:
 
     def _heed(self, answer: Message) -> None:
         self.notes |= dict.fromkeys(answer.get("notes", ()))
-        self._usual |= set(answer.get("stderr", "").splitlines())
+        if answer.get("ran", {}).get("trial", {}).get("verdict") == Verdict.FITS:
+            self._usual |= set(answer["stderr"].splitlines())
         if self._warm is not None:  # what libraries keep for a size, they keep for those above it
             grown = self._warm.growth
             grown = replace(grown, live_bytes=grown.live_bytes + answer.get("kept_bytes", 0))
@@ -293,47 +295,6 @@ class RemoteRunner:
             error=death.text(),
             accumulation_steps=request.accumulation_steps,
         )
-
-    def _raise(self, failed: dict[str, Any], request: Request | None) -> NoReturn:
-        size = request.batch_size if request else self._warm_size or 0
-        cause = _rebuilt(failed["cause"])
-        if failed["kind"] is not None:
-            raise getattr(errors, failed["kind"])(failed["text"]) from cause
-        if failed["left"]:
-            where = f"the target {failed['building']}" if failed["building"] else f"the step at batch size {size}"
-            raise errors.process_died(
-                f"{where} left the process, sys.exit({failed['text']}), and gave no answer. Take the call out",
-                batch_size=size,
-            ) from cause
-        if failed["building"] is not None:
-            raise errors.target_failed(cause, failed["building"]) from cause
-        largest = request.largest_passed if request else None
-        raise errors.step_failed(cause, batch_size=size, trials=(), largest_passed=largest) from cause
-
-
-class _InChild(Exception):
-    """The traceback of an exception in a child, shown as its cause."""
-
-    def __str__(self) -> str:
-        return f"in the process of the trial:\n{self.args[0]}"
-
-
-def _rebuilt(cause: dict[str, Any]) -> BaseException:
-    """An exception like the one in the child: of the same class where that is known here without importing anything."""
-    kind = _known_class(cause["module"], cause["name"])
-    try:
-        error: BaseException = kind(*cause["arguments"])
-    except Exception:
-        error = RuntimeError(cause["text"])
-    error.__cause__ = _InChild(cause["traceback"])
-    return error
-
-
-def _known_class(module: str, name: str) -> type[BaseException]:
-    kind = getattr(sys.modules.get(module), name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        return kind
-    return type(name.rpartition(".")[2], (Exception,), {"__module__": module})
 
 
 def _ran(message: dict[str, Any]) -> Ran:
