@@ -21,7 +21,11 @@ ENDED, TIMED_OUT = "the process that supervises trials ended", "timed out"
 ANSWER_S = GRACE_S + 30.0  # beyond the limit of a trial: the template has ended it by then, or hangs itself
 CLOSE_S = 5.0
 LOOK_S = 1.0  # between looks whether the template is alive
-_COMMAND = "import sys; sys.path[:] = {path!r}; from oomprobe.isolation import template; template.main({end})"
+# Before torch, which takes seconds to import: to die with whoever started it (linux/prctl.h, PR_SET_PDEATHSIG).
+_COMMAND = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.getppid() == {parent} or os._exit(0); "
+    "sys.path[:] = {path!r}; from oomprobe.isolation import template; template.main({end})"
+)
 
 
 def silent(why: str) -> Message:
@@ -56,7 +60,7 @@ class TemplateProcess:
         self._interrupts = interrupts
         here, there = (_beyond_standard(end) for end in socket.socketpair())
         path = [entry for entry in sys.path if isinstance(entry, str)]  # Python's import ignores others
-        command = _COMMAND.format(path=path, end=there.fileno())
+        command = _COMMAND.format(parent=os.getpid(), path=path, end=there.fileno())
         warnings = [part for option in sys.warnoptions for part in ("-W", option)]
         self._process = subprocess.Popen(
             [sys.executable, *warnings, "-c", command],

@@ -27,7 +27,6 @@ def main(end: int) -> None:
     is_serving = True
     sys.argv = [""]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    system.die_with_parent()  # while a target is built nobody looks at the socket
     system.adopt_orphans()
     template = Template(Wire(socket.socket(fileno=end)))
     try:
@@ -77,7 +76,9 @@ class Template:
         return {"built": True}
 
     def _pass_on(self, message: dict[str, Any]) -> None:
-        system.die_with_parent(0)  # from here on the end of the socket tells, and what is running is ended in order
+        system.die_with_parent(
+            0
+        )  # until here nobody looked at the socket; from here on its end tells, and all ends in order
         if self._child is None:
             self._child = Child(self._serve_child, self._parent)
         self._tell({"forked": self._child.pid})
