@@ -1,12 +1,13 @@
 """What oomprobe answers on a real card, beside the truth, as one JSON file of evidence.
 
-Runs the tests marked gpu. Then, for each demo model, in a process of its own (a poisoned one must not spoil the rest):
+Runs the tests marked gpu. Then faults that only isolated trials survive: an out-of-bounds kernel, and out of memory with
+and without expandable segments. Then, for each demo model, in a process of its own (a poisoned one must not spoil the rest):
 `find_max_batch` on a card made small by the user's fraction, and on the whole card; and after each, sizes around the
 answer are run under the same cap, without oomprobe's search, to find where they really end.
 
     scripts/gpu-check [EVIDENCE.json]       default: tests/evidence/<card>-torch<version>.json
 
-Takes under eight minutes. Exit codes: 0 all as promised; 1 a test failed, a part failed, or an answer was wrong; 2 no
+Takes under ten minutes. Exit codes: 0 all as promised; 1 a test failed, a part failed, or an answer was wrong; 2 no
 CUDA device here, or no torch.
 """
 
@@ -28,13 +29,26 @@ sys.path.insert(0, str(ROOT))
 
 SMALL_BYTES = 4 * 2**30
 TESTS_TIME_S = 140
-# Sum of all limits: 140 + 2 * 55 + 2 * 105 s, which is under eight minutes.
+# Sum of all limits: 140 + 3 * 32 + 2 * 55 + 2 * 105 s, which is under ten minutes.
 SHORT = {"limit_bytes": SMALL_BYTES, "resolution": 0.0, "time_limit_s": 30, "scan_s": 10, "kill_s": 55}
 FULL = {"limit_bytes": None, "resolution": 0.02, "time_limit_s": 60, "scan_s": 25, "kill_s": 105}
 PARTS = [{"model": model, **kind} for kind in (SHORT, FULL) for model in ("conv_net", "small_gpt")]
 NEIGHBOURS = 4  # sizes on either side of the answer that are run one by one
 CALLS = 6  # what a confirmation runs: one call in which optimizers step, and five more
 MARK = "RESULT "
+# What only processes that may die survive: name, target, environment, the answer (None: any), what limits.
+FAULTS = [
+    ("out-of-bounds kernel", "out_of_bounds", {}, 10, "size_limit"),
+    ("out of memory", "gibibytes", {}, None, "memory"),
+    (
+        "out of memory, expandable segments",
+        "gibibytes",
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        None,
+        "memory",
+    ),
+]
+FAULT_TIME_S = 32
 
 
 def main():
@@ -57,7 +71,8 @@ def main():
         os._exit(0)  # what a dead context does at exit is not our matter
     started = time.monotonic()
     # This process asks for names only: a context of its own would take memory from the parts.
-    evidence = {**surroundings(), "tests": run_tests(), "parts": [run_in_child(part) for part in PARTS]}
+    evidence = {**surroundings(), "tests": run_tests(), "faults": [run_fault(*fault) for fault in FAULTS]}
+    evidence["parts"] = [run_in_child(part) for part in PARTS]
     evidence["wrong"] = wrong(evidence)
     evidence["seconds"] = round(time.monotonic() - started, 1)
     path = arguments.evidence or default_path(evidence)
@@ -122,6 +137,37 @@ def default_path(evidence):
     card = re.sub(r"[^a-z0-9]+", "-", str(evidence.get("card", "card")).lower()).strip("-")
     version = evidence["torch"].partition("+")[0]
     return ROOT / "tests" / "evidence" / f"{card}-torch{version}.json"
+
+
+# --- faults, isolated ---
+
+FAULT_CODE = """
+import json, sys, torch, oomprobe
+try:
+    result = oomprobe.probe_target(sys.argv[1], device="cuda", resolution=0.05, time_limit_s=28, progress="off")
+    print(json.dumps({"answer": result.batch_size, "limited_by": result.limited_by, "notes": result.notes,
+        "trials": [[t.batch_size, t.phase, t.verdict, t.error] for t in result.trials],
+        "context_in_the_probe": torch.cuda.is_initialized()}))
+except oomprobe.OomProbeError as error:
+    print(json.dumps({"error": f"{type(error).__name__}: {error}",
+        "trials": [[t.batch_size, t.phase, t.verdict, t.error] for t in error.trials]}))
+"""
+
+
+def run_fault(name, target, environment, answer, limited_by):
+    command = [sys.executable, "-c", FAULT_CODE, f"{ROOT / 'tests' / 'gpu_targets.py'}:{target}"]
+    env = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FAULT_TIME_S, check=False, env=env)
+        said = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        said = {"error": f"no answer: {error!r}"}
+    as_promised = (
+        (answer is None or said.get("answer") == answer)
+        and said.get("limited_by") == limited_by
+        and said.get("context_in_the_probe") is False
+    )
+    return {"fault": name, "environment": environment, "as_promised": as_promised, **said}
 
 
 # --- the tests ---
@@ -293,6 +339,7 @@ def wrong(evidence):
     found = []
     if evidence["tests"].get("exit_code", 0) != 0:
         found.append(f"tests marked gpu: {evidence['tests']['summary']}")
+    found += [f"{fault['fault']}: not as promised, {fault}" for fault in evidence["faults"] if not fault["as_promised"]]
     for part in evidence["parts"]:
         name = f"{part['model']}, {'whole' if part['limit_bytes'] is None else 'small'} card"
         if "error" in part:
@@ -314,6 +361,9 @@ def progress(what):
 def print_summary(evidence, path):
     print(f"{evidence.get('card')}  driver {evidence['driver']}  torch {evidence['torch']}  {evidence['seconds']} s")
     print(f"tests: {evidence['tests']['summary']}")
+    for fault in evidence["faults"]:
+        kept = "as promised" if fault["as_promised"] else "NOT as promised"
+        print(f"{fault['fault']}: {kept}, answer {fault.get('answer')} {fault.get('error', '')}")
     for part in evidence["parts"]:
         card = "whole card" if part["limit_bytes"] is None else "small card"
         if "error" in part:

@@ -417,3 +417,33 @@ def test_a_size_limit_of_this_torch_is_not_called_memory_nor_a_bug(name):
     if out.startswith("PASSED"):
         pytest.skip("this torch has no such limit")
     assert out.split(" | ")[0] in {"SIZE_LIMIT", "POISONED"}, out
+
+
+@pytest.mark.parametrize(("target", "answer", "limited_by"), [("out_of_bounds", 10, "size_limit")])
+def test_a_poisoned_child_is_replaced(target, answer, limited_by):
+    out = run_python(
+        f"""
+        import torch, oomprobe
+        result = oomprobe.probe_target("tests/gpu_targets.py:{target}", device="cuda", max_batch=64, progress="off")
+        print(result.batch_size, result.limited_by, torch.cuda.is_initialized())
+        assert any(trial.verdict is oomprobe.Verdict.POISONED for trial in result.trials)
+        """,
+        timeout_s=120,
+        warnings="default",
+    )
+    assert out.split() == [str(answer), limited_by, "False"]
+
+
+@pytest.mark.parametrize("setting", ["expandable_segments:False", "expandable_segments:True"])
+def test_out_of_memory_in_children(setting, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    out = run_python(
+        """
+        import torch, oomprobe
+        result = oomprobe.probe_target("tests/gpu_targets.py:gibibytes", device="cuda", resolution=0.05, progress="off")
+        print(result.limited_by, result.batch_size * 2**29 <= result.budget_bytes, torch.cuda.is_initialized())
+        """,
+        timeout_s=120,
+        warnings="default",
+    )
+    assert out.split() == ["memory", "True", "False"]
