@@ -158,17 +158,21 @@ class Workbench:
         return trial
 
     def _lived_through(self, request: Request) -> Trial:
-        """Run a trial; where its process ended badly and another can be had, once more in that."""
-        ran = self._run(request)
-        died = ran.trial
-        if died.verdict in ENDED and self.runner.replaceable and not self._is_ceiling(died):
+        """Run a trial; where its process ended badly and another can be had, again in that, until it ends the same way."""
+        ran, seen = self._run(request), set[Verdict]()
+        while self._may_run_again(died := ran.trial, seen):
             if self._clock.is_over:
                 raise self._clock.time_is_up(died.batch_size, self.trials)
+            seen.add(died.verdict)
             self.runner.renew()
             ran = self._run(replace(request, phase=Phase.RECHECK))
             self._note_death(died, ran.trial)
         self._stop_if_final(ran)
         return ran.trial
+
+    def _may_run_again(self, died: Trial, seen: set[Verdict]) -> bool:
+        new = died.verdict in ENDED - seen
+        return new and self.runner.replaceable and not self._is_ceiling(died)
 
     def _run(self, request: Request) -> Ran:
         recalled = self._record.recall(request, self._ended)
