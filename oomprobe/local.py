@@ -38,7 +38,7 @@ class LocalRunner:
         sleep: Waits for memory to come back.
     """
 
-    replaceable = False
+    replaceable = fragments = False
 
     def __init__(
         self,

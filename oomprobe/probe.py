@@ -127,7 +127,14 @@ def search_on(bench: Workbench) -> search.Found:
 
 
 def _find(bench: Workbench, options: Options) -> search.Found:
-    find = partial(search.find, bench.ask, options.sizes, capped=options.memory_fraction < 1, enough=bench.enough)
+    find = partial(
+        search.find,
+        bench.ask,
+        options.sizes,
+        capped=options.memory_fraction < 1,
+        enough=bench.enough,
+        looks_beyond=bench.runner.fragments,
+    )
     try:
         return find()
     except ContradictedError:

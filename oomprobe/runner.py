@@ -79,6 +79,11 @@ class Runner(Protocol):
     def in_steps_s(self) -> float: ...
 
     @property
+    def fragments(self) -> bool:
+        """Whether trials run on a heap whose holes decide, so that a size may fail that larger ones pass."""
+        ...
+
+    @property
     def nothing_stepped(self) -> bool:
         """Whether no optimizer was seen to step in the first trial."""
         ...

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from oomprobe.result import Phase
 
+BEYOND = (1 / 4, 1 / 2)  # of the largest size that passed, above it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
@@ -80,7 +82,9 @@ class Found:
     unconfirmed: tuple[int, ...] = ()
 
 
-def find(ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], bool]) -> Found:
+def find(
+    ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], bool], looks_beyond: bool = False
+) -> Found:
     """Find the largest size that runs under the cap.
 
     Args:
@@ -88,6 +92,8 @@ def find(ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], b
         sizes: What may be asked for.
         capped: Whether there is a cap at all; without one, grow's replies hold for bisect too.
         enough: Called with (largest good, smallest bad); True stops bisecting early.
+        looks_beyond: Whether to try sizes beyond the failure that decided: where memory fragments, one may fail that
+            larger ones pass, and the answer would depend on where the search began.
 
     Returns:
         The answer and the bracket around it. On a monotone limit the answer is exact.
@@ -104,6 +110,8 @@ def find(ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], b
         search.enter_cap()
         search.bisect(Phase.BISECT)
         search.recheck()
+        if looks_beyond:
+            search.look_beyond()
     answer, deciding = search.confirm()
     return Found(
         batch_size=answer,
@@ -223,6 +231,19 @@ class _Search:
             self._strike(deciding)
             self.good, self.bad = deciding, self._failure_above(deciding)
             self.bisect(Phase.RECHECK)
+
+    def look_beyond(self) -> None:
+        """Try sizes above the failure that decided; one that passes is where the search goes on, once."""
+        for share in BEYOND:
+            if self.good is None or self.bad is None:
+                return
+            size = self.sizes.up(self.good, round(self.good * share / self.sizes.step) * self.sizes.step)
+            if size <= self.bad or size in self.failed | self.failed_full:
+                continue
+            if self.ask(size, Phase.RECHECK, capped=True).passed:
+                self.good, self.bad = size, self._failure_above(size)
+                self.bisect(Phase.RECHECK)
+                return
 
     def confirm(self) -> tuple[int | None, int | None]:
         """Run the answer for longer; while that fails, move down in growing strides, then close that bracket."""

@@ -457,3 +457,50 @@ def test_adversaries(passes, capped):
     sizes = Sizes(first=3, last=None, step=3)
     oracle = Capricious(lambda call, _, phase, under_cap: Reply(passed=passes(call, phase, under_cap)), 10**6)
     assert_the_answer_was_run(oracle, find(oracle, sizes, capped=capped, enough=never), sizes, capped)
+
+
+# --- beyond a failure that is an island ---
+
+
+@given(st.integers(1, 400), st.integers(0, 3), st.data())
+def test_looking_beyond_never_answers_what_did_not_run(limit, first, data):
+    islands = data.draw(st.sets(st.integers(2, max(2, limit))))
+    asked = []
+
+    def ask(size, phase, *, capped):
+        asked.append((size, size <= limit and size not in islands))
+        return Reply(passed=asked[-1][1])
+
+    sizes = Sizes(first=1 + first, last=None, step=1)
+    found = find(ask, sizes, capped=True, enough=lambda good, bad: False, looks_beyond=True)
+    assert found.batch_size is None or (found.batch_size, True) in asked
+
+
+@pytest.mark.parametrize("first", [1, 3, 48])
+def test_islands_are_crossed_wherever_the_search_begins(first):
+    def ask(size, phase, *, capped):
+        return Reply(passed=size <= 135 and not 90 <= size <= 100)
+
+    sizes = Sizes(first=first, last=None, step=1)
+    found = find(ask, sizes, capped=True, enough=lambda good, bad: False, looks_beyond=True)
+    assert found.batch_size == 135
+
+
+def test_on_a_monotone_limit_looking_beyond_costs_two_trials():
+    asked = []
+
+    def ask(size, phase, *, capped):
+        asked.append(phase)
+        return Reply(passed=size <= 100)
+
+    for looks_beyond, rechecks in ((False, 1), (True, 3)):
+        asked.clear()
+        found = find(
+            ask,
+            Sizes(first=1, last=None, step=1),
+            capped=True,
+            enough=lambda good, bad: False,
+            looks_beyond=looks_beyond,
+        )
+        assert found.batch_size == 100
+        assert asked.count(Phase.RECHECK) == rechecks

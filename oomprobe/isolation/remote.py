@@ -142,6 +142,10 @@ class RemoteRunner:
             self._in_child_s = 0.0
 
     @property
+    def fragments(self) -> bool:
+        return self._forks
+
+    @property
     def nothing_stepped(self) -> bool:
         return not any(self._learned.values())
 
