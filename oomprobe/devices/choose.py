@@ -142,7 +142,6 @@ def describe_device(device: Device) -> str:
 
     Example:
         >>> from oomprobe.devices.host import HostDevice
-    from oomprobe.devices.limits import standing_limits
         >>> describe_device(HostDevice(2**30)).split("  ")[0]
         'cpu'
     """
