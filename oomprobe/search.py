@@ -111,6 +111,7 @@ def find(
         search.bisect(Phase.BISECT)
         search.recheck()
         if looks_beyond:
+            search.confirmations += bool(search.struck)
             search.look_beyond()
     answer, deciding = search.confirm()
     return Found(
@@ -137,6 +138,7 @@ class _Search:
     passed: set[int] = field(default_factory=set)
     failed_full: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)  # under the cap
+    confirmations: int = 1  # that an answer needs: two where luck has been seen to decide
     struck: list[int] = field(default_factory=list)
     unconfirmed: list[int] = field(default_factory=list)
 
@@ -241,7 +243,7 @@ class _Search:
             if size <= self.bad or size in self.failed | self.failed_full:
                 continue
             if self.ask(size, Phase.RECHECK, capped=True).passed:
-                self.good, self.bad = size, self._failure_above(size)
+                self.good, self.bad, self.confirmations = size, self._failure_above(size), 2
                 self.bisect(Phase.RECHECK)
                 return
 
@@ -265,7 +267,7 @@ class _Search:
         return None if bad is None or self.enough(good, bad) else self.sizes.middle(good, bad)
 
     def _confirmed(self, size: int) -> bool:
-        passed = self.ask(size, Phase.CONFIRM, capped=True).passed
+        passed = all(self.ask(size, Phase.CONFIRM, capped=True).passed for _ in range(self.confirmations))
         if not passed and size == self.sizes.first:  # nothing is left below it: one failure is not enough to say so
             passed = self.ask(size, Phase.CONFIRM, capped=True).passed
             if passed:

@@ -486,6 +486,20 @@ def test_islands_are_crossed_wherever_the_search_begins(first):
     assert found.batch_size == 135
 
 
+def test_beyond_an_island_luck_decides_so_the_answer_is_confirmed_twice():
+    confirmed = []
+
+    def ask(size, phase, *, capped):
+        if phase is Phase.CONFIRM:
+            confirmed.append(size)
+            return Reply(passed=size <= 120 or confirmed.count(size) == 1)  # beyond 120 only the first time
+        return Reply(passed=size <= 135 and not 90 <= size <= 100)
+
+    found = find(ask, Sizes(first=3, last=None, step=1), capped=True, enough=lambda good, bad: False, looks_beyond=True)
+    assert found.batch_size == 120
+    assert confirmed.count(120) == 2
+
+
 def test_on_a_monotone_limit_looking_beyond_costs_two_trials():
     asked = []
 

@@ -111,7 +111,8 @@ class RemoteRunner:
         return None if self._forks else self.measure().outside_bytes
 
     def run(self, request: Request) -> Ran:
-        if request.phase in SECOND_OPINIONS and self._phase not in (None, request.phase):
+        changed = request.phase is not self._phase or request.phase is Phase.CONFIRM
+        if self._phase is not None and request.phase in SECOND_OPINIONS and changed:
             self.renew()
         self._phase = request.phase
         warm = self._warmed() if self._forks else None
