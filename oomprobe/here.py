@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,16 @@ def _told_as_lost(bench: Workbench, device: Device) -> Iterator[None]:
     except OomProbeError:
         raise
     except Exception as error:
+        if device.healthy() and not _came_from(device, error):
+            raise
         if device.healthy():  # the step's own errors have another class by now
             raise unmeasured(device.name, error, trials=tuple(bench.trials)) from error
         raise bench.device_lost(f"{type(error).__name__}: {error}") from error
+
+
+def _came_from(device: Device, error: Exception) -> bool:
+    """Whether a method of the device raised it, or what that called."""
+    return any(frame.f_locals.get("self") is device for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _verified(keeper: Keeper, bench: Workbench) -> bool:

@@ -1,5 +1,7 @@
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from oomprobe.devices.forked import ForkedHostDevice, Growth
 from oomprobe.devices.host import HostDevice
 
 MIB = 2**20
+TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="host memory is probed on Linux only")
 
 
@@ -15,64 +18,68 @@ def device(**fields):
     return ForkedHostDevice(HostDevice(256 * MIB), **{"state_bytes": lambda: 0, **fields})
 
 
-def in_child(act):
-    """Run in a process of its own; what it returns, a byte at most."""
-    pid = os.fork()
-    if not pid:
-        code = 99
-        try:
-            code = int(act())
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def holds(act, *arguments):
+    """Whether a function of this file is true in a process of its own, with one thread."""
+    code = f"import test_forked as t; raise SystemExit(0 if t.{act.__name__}(*{arguments!r}) else 9)"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False)
+    assert done.returncode in (0, 9)
+    return done.returncode == 0
 
 
-def runs(size_mib, held=None, **fields):
-    def act():
-        with device(**fields).cap(None if held is None else held * MIB):
+def allocates(size_mib, held_mib, space_mib):
+    forked = device(growth=Growth(space_bytes=space_mib * MIB))
+    try:
+        with forked.cap(None if held_mib is None else held_mib * MIB):
             torch.ones(size_mib * MIB // 4)
-
-    def tried():
-        try:
-            act()
-        except RuntimeError:
-            return 1
-        return 0
-
-    return in_child(tried) == 0
+    except RuntimeError:
+        return False
+    return torch.ones(300 * MIB // 4).numel() > 0  # lifted again
 
 
-def test_the_cap_holds_for_real_and_is_lifted():
-    assert runs(90, held=100)
-    assert not runs(110, held=100)
-    assert runs(240)
-    assert not runs(270)
+@pytest.mark.parametrize(
+    ("size_mib", "held_mib", "space_mib", "fits"),
+    [(90, 100, 0, True), (110, 100, 0, False), (240, None, 0, True), (270, None, 0, False)]
+    + [(140, 100, 50, True), (160, 100, 50, False)],
+)
+def test_the_cap_holds_for_real_beside_what_a_warm_process_has(size_mib, held_mib, space_mib, fits):
+    assert holds(allocates, size_mib, held_mib, space_mib) is fits
 
 
-def test_what_a_warm_process_has_is_granted_beside_it():
-    assert runs(140, held=100, growth=Growth(space_bytes=50 * MIB))
-    assert not runs(160, held=100, growth=Growth(space_bytes=50 * MIB))
-
-
-def test_growth_is_what_stays():
+def grows_by_what_stays():
     kept = []
-
-    def act():
-        grown = device().grown_by(lambda: (kept.append(torch.ones(40 * MIB // 4)), torch.ones(80 * MIB // 4)))
-        return not (38 <= grown.space_bytes / MIB < 50 and 40 <= grown.live_bytes / MIB < 50)
-
-    assert in_child(act) == 0
+    grown = device().grown_by(lambda: (kept.append(torch.ones(40 * MIB // 4)), torch.ones(80 * MIB // 4)))
+    return 38 <= grown.space_bytes / MIB < 50 and 40 <= grown.live_bytes / MIB < 50
 
 
-def test_what_goes_into_holes_of_the_heap_is_not_granted_beside_the_cap():
-    def act():
-        blocks = [torch.ones(16 * 1024) for _ in range(1600)]  # 64 KiB each: of the heap
-        del blocks[::2]
-        kept = []
-        grown = device().grown_by(lambda: kept.extend(torch.ones(16 * 1024) for _ in range(600)))
-        return grown.space_bytes > 5 * MIB  # 37.5 MiB went into the holes
+def grows_into_holes():
+    blocks = [torch.ones(16 * 1024) for _ in range(1600)]  # 64 KiB each: of the heap
+    del blocks[::2]
+    kept = []
+    grown = device().grown_by(lambda: kept.extend(torch.ones(16 * 1024) for _ in range(600)))
+    return grown.space_bytes <= 5 * MIB  # 37.5 MiB went into the holes
 
-    assert in_child(act) == 0
+
+def peaks_begin_at_the_warm_process():
+    forked = device(growth=Growth(resident_bytes=10 * MIB))
+    forked.start_trial()
+    torch.ones(60 * MIB // 4)
+    return 45 <= forked.usage().peak_allocated_bytes / MIB <= 60
+
+
+def tells_pressure():
+    forked = device()
+    with forked.cap(100 * MIB):
+        calm = not forked.usage().under_pressure
+        held = torch.ones(60 * MIB // 4)
+        return calm and forked.usage().under_pressure and held.numel() > 0
+
+
+@pytest.mark.parametrize(
+    "act", [grows_by_what_stays, grows_into_holes, peaks_begin_at_the_warm_process, tells_pressure]
+)
+def test_in_a_process_of_its_own(act):
+    assert holds(act)
 
 
 def test_growth_of_optimizer_state_is_no_leak():
@@ -84,27 +91,6 @@ def test_growth_of_optimizer_state_is_no_leak():
         state[0] = 8 * MIB
 
     assert forked.grown_by(step).live_bytes < MIB
-
-
-def test_peaks_begin_at_the_warm_process():
-    def act():
-        forked = device(growth=Growth(resident_bytes=10 * MIB))
-        forked.start_trial()
-        torch.ones(60 * MIB // 4)
-        return not 45 <= forked.usage().peak_allocated_bytes / MIB <= 60
-
-    assert in_child(act) == 0
-
-
-def test_pressure():
-    def act():
-        forked = device()
-        with forked.cap(100 * MIB):
-            calm = forked.usage().under_pressure
-            held = torch.ones(60 * MIB // 4)
-            return calm or not forked.usage().under_pressure or not held.numel()
-
-    assert in_child(act) == 0
 
 
 def test_it_answers_like_a_device():
