@@ -39,8 +39,14 @@ def allocates(size_mib, held_mib, space_mib):
 
 @pytest.mark.parametrize(
     ("size_mib", "held_mib", "space_mib", "fits"),
-    [(90, 100, 0, True), (110, 100, 0, False), (240, None, 0, True), (270, None, 0, False)]
-    + [(140, 100, 50, True), (160, 100, 50, False)],
+    [
+        (90, 100, 0, True),
+        (110, 100, 0, False),
+        (240, None, 0, True),
+        (270, None, 0, False),
+        (140, 100, 50, True),
+        (160, 100, 50, False),
+    ],
 )
 def test_the_cap_holds_for_real_beside_what_a_warm_process_has(size_mib, held_mib, space_mib, fits):
     assert holds(allocates, size_mib, held_mib, space_mib) is fits
@@ -56,8 +62,8 @@ def grows_into_holes():
     blocks = [torch.ones(16 * 1024) for _ in range(1600)]  # 64 KiB each: of the heap
     del blocks[::2]
     kept = []
-    grown = device().grown_by(lambda: kept.extend(torch.ones(16 * 1024) for _ in range(600)))
-    return grown.space_bytes <= 5 * MIB  # 37.5 MiB went into the holes
+    grown = device().grown_by(lambda: kept.extend(torch.ones(12 * 1024) for _ in range(600)))
+    return grown.space_bytes <= 5 * MIB  # 28 MiB went into the holes, which are larger
 
 
 def peaks_begin_at_the_warm_process():
