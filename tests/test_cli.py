@@ -1,5 +1,6 @@
 """The command line: streams and exit codes."""
 
+import dataclasses
 import json
 import os
 import re
@@ -443,3 +444,16 @@ def test_demo_runs_two_real_models(capsys):
     assert len(answers) == 2
     assert all(n > 1 for n in answers)
     assert out.count("restored and compared bit for bit: identical") == 2
+
+
+def test_a_contaminated_answer_is_no_plain_number(capsys, target, monkeypatch):
+    from oomprobe import by_name
+
+    found = by_name.probe_target(f"{target}:up_to_five", isolate=False, device="cpu:1GiB", progress="off")
+    contaminated = dataclasses.replace(found, contaminated=True, notes=("CONTAMINATED: others",))
+    capsys.readouterr()
+    monkeypatch.setattr("oomprobe.by_name.probe_target", lambda *_, **__: contaminated)
+    code, out, err = run(capsys, "run", f"{target}:up_to_five", "--quiet", *RUN)
+    assert (code, out) == (6, "")
+    assert "no plain number" in err
+    assert run(capsys, "run", f"{target}:up_to_five", *RUN)[0] == 0

@@ -67,9 +67,8 @@ class ForkedHostDevice(PlainDevice):
         step()
         self.release()
         after = _Footprint.now()
-        new_holes = max(
-            0, after.hole_bytes - before.hole_bytes
-        )  # what was put into old ones needs no space beside the cap
+        # What was put into old holes needs no space beside the cap: the next process has those holes too.
+        new_holes = max(0, after.hole_bytes - before.hole_bytes)
         return Growth(
             space_bytes=max(0, after.space_bytes - before.space_bytes - new_holes),
             resident_bytes=max(0, after.resident_bytes - before.resident_bytes),

@@ -105,9 +105,8 @@ def _answer(answers: _Answers, message: Message) -> Message:
 class _Answers:
     def __init__(self, spec: Spec, built: Built | None) -> None:
         self._built = built or build(spec)
-        self._options = replace(
-            spec.options, time_limit_s=None, trial_time_limit_s=None
-        )  # the template ends what hangs
+        # Without time limits: the template ends what hangs.
+        self._options = replace(spec.options, time_limit_s=None, trial_time_limit_s=None)
         self._device = choose_device(spec.open_device(), self._built.model)
         self._spec = spec
         self._seen = Seen(self._built.model, self._built.steps.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oomprobe.devices.host import PRESSURE_SHARE
@@ -103,10 +103,10 @@ def judge_death(
         return Verdict.HOST_OOM if death.oom_kills else Verdict.CRASHED
     if death.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # somebody's will
         return Verdict.CRASHED
-    spoken = _judge_words(_last_lines(death.stderr, usual), evidence)
+    full = evidence.on_host and cap_bytes is not None and used_bytes >= PRESSURE_SHARE * cap_bytes
+    spoken = _judge_words(_last_lines(death.stderr, usual), replace(evidence, memory_pressure=full))
     if spoken is not None:
         return spoken
-    full = evidence.on_host and cap_bytes is not None and used_bytes >= PRESSURE_SHARE * cap_bytes
     return Verdict.OOM if full and evidence.smaller_size_passed else Verdict.CRASHED
 
 

@@ -77,9 +77,8 @@ class Child:
         sys.stderr.flush()
         template = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Python 3.12 warns of threads that libraries have; the first child has a deadline
+            # Python 3.12 warns of threads, which libraries have; a child that waits for one is noticed.
+            warnings.simplefilter("ignore")
             self.pid = os.fork()
         if not self.pid:
             _begin(template, writing)

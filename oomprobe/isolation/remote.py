@@ -121,11 +121,10 @@ class RemoteRunner:
             return Ran(trial=self._died(request, Death.from_message(answer["death"])))
         ran = _ran(answer["ran"])
         if warm is not None:
-            measured = Measured(available_bytes=warm.available_bytes, outside_bytes=None)
-            return Ran(trial=ran.trial, measured=measured, refusal=ran.refusal)
+            return replace(ran, measured=Measured(available_bytes=warm.available_bytes, outside_bytes=None))
         if not ran.trial.passed and ran.trial.leaked_bytes:
             self.renew()  # what the failed trial left goes with its process
-            return Ran(trial=ran.trial, measured=ran.measured)
+            return replace(ran, refusal=None)
         if ran.trial.verdict is Verdict.POISONED:
             self.renew()
         return ran
@@ -283,7 +282,7 @@ class RemoteRunner:
         cap_bytes = request.cap_bytes or (self._warm.available_bytes if self._warm else None)
         base_bytes = self._warm.resident_bytes if self._warm else 0
         evidence = Evidence(
-            smaller_size_passed=request.smaller_passed, memory_pressure=True, on_host=self.place.on_host
+            smaller_size_passed=request.smaller_passed, memory_pressure=False, on_host=self.place.on_host
         )
         verdict = judge_death(
             death,

@@ -67,18 +67,21 @@ class Template:
 
     def _build(self, spec: Spec) -> Message:
         """With one thread: a child forked after OpenMP ran with several hangs in its first parallel region."""
+        own = os.getpid()
         try:
             with child.one_thread() as wished:
                 self._built = child.build(spec)
-            self._threads = wished.get("threads", self._threads)
+            self._threads = wished["threads"]
+            answer: Message = {"built": True}
         except BaseException as error:
-            return child.told(error, building=spec.target)
-        return {"built": True}
+            answer = child.told(error, building=spec.target)
+        if os.getpid() != own:  # the target forked, and this is the copy: two would answer
+            os._exit(0)
+        return answer
 
     def _pass_on(self, message: dict[str, Any]) -> None:
-        system.die_with_parent(
-            0
-        )  # until here nobody looked at the socket; from here on its end tells, and all ends in order
+        # Until here nobody looked at the socket; from here on its end tells, and all ends in order.
+        system.die_with_parent(0)
         if self._child is None:
             self._child = Child(self._serve_child, self._parent)
         self._tell({"forked": self._child.pid})
