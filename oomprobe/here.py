@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from oomprobe.clock import Clock
-from oomprobe.devices import Device, Simulated, choose_device, memory_of
+from oomprobe.devices import Device, Simulated, choose_device, memory_of, raised_by
 from oomprobe.errors import DeviceLostError, OomProbeError, UnreliableError, add_note, unmeasured
 from oomprobe.interrupts import Interrupts
 from oomprobe.journal import Journal
@@ -129,16 +128,11 @@ def _told_as_lost(bench: Workbench, device: Device) -> Iterator[None]:
     except OomProbeError:
         raise
     except Exception as error:
-        if device.healthy() and not _came_from(device, error):
+        if device.healthy() and not raised_by(device, error):
             raise
         if device.healthy():  # the step's own errors have another class by now
             raise unmeasured(device.name, error, trials=tuple(bench.trials)) from error
         raise bench.device_lost(f"{type(error).__name__}: {error}") from error
-
-
-def _came_from(device: Device, error: Exception) -> bool:
-    """Whether a method of the device raised it, or what that called."""
-    return any(frame.f_locals.get("self") is device for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _verified(keeper: Keeper, bench: Workbench) -> bool:

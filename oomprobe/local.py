@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
+
 from oomprobe.aside import Aside
 from oomprobe.clock import Clock
 from oomprobe.devices import Device
@@ -117,6 +119,10 @@ class LocalRunner:
 
     def renew(self) -> None:
         """This process is the only one."""
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
 
     @property
     def step_names(self) -> list[str]:

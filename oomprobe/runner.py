@@ -65,6 +65,7 @@ class Runner(Protocol):
         step_names: Of the steps that a trial runs.
         notes: What is to be said of the trials; in order, without doubles.
         in_steps_s: Seconds spent inside the steps so far.
+        threads: Of torch, in the process of the trials.
         replaceable: Whether a trial may be tried again in a new process, so that a process may die or be poisoned.
     """
 
@@ -77,6 +78,8 @@ class Runner(Protocol):
     def step_names(self) -> list[str]: ...
     @property
     def in_steps_s(self) -> float: ...
+    @property
+    def threads(self) -> int: ...
 
     @property
     def fragments(self) -> bool:

@@ -101,7 +101,7 @@ def environment(bench: Workbench) -> dict[str, Any]:
         "device": str(bench.device.torch_device),
         "device_name": bench.device.name,
         "device_total_bytes": bench.device.total_bytes,
-        "threads": torch.get_num_threads(),
+        "threads": bench.runner.threads,
         "isolated": bench.runner.replaceable,
         "allocator_settings": {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ},
     }

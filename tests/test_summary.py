@@ -36,7 +36,7 @@ def bench(*trials, on_host=True, step_names=("step",), **options):
         notes={},
         circumstances=(),
         tenants=lambda: "",
-        runner=types.SimpleNamespace(replaceable=False),
+        runner=types.SimpleNamespace(replaceable=False, threads=1),
         neighbours=types.SimpleNamespace(contaminated=False, held_bytes=[]),
         step_names=list(step_names),
         state_verified=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -94,6 +95,11 @@ class Device(Protocol):
     def healthy(self) -> bool:
         """Run a small kernel and check its value. Never raises."""
         ...
+
+
+def raised_by(device: Device, error: BaseException) -> bool:
+    """Whether a method of the device raised it, or what that called."""
+    return any(frame.f_locals.get("self") is device for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 class Rehearsal(Protocol):

@@ -10,9 +10,10 @@ import torch
 from oomprobe.devices import linux
 from oomprobe.devices.accelerator import kernel_answers
 from oomprobe.devices.base import Usage
-from oomprobe.devices.host import PRESSURE_SHARE, HostDevice
+from oomprobe.devices.host import HostDevice
 from oomprobe.devices.limits import address_space
 from oomprobe.devices.plain import PlainDevice
+from oomprobe.devices.resident import ResidentPeak
 from oomprobe.scope import scope
 
 
@@ -59,7 +60,7 @@ class ForkedHostDevice(PlainDevice):
         self._available_bytes = host.available_bytes() if available_bytes is None else available_bytes
         self._state_bytes = state_bytes
         self._cap_bytes = self._limit_bytes = self._resident_base = 0
-        self._peak_is_fresh = False
+        self._peak = ResidentPeak()
 
     def grown_by(self, step: Callable[[], object]) -> Growth:
         """Run a step in this cold process, and say what it added."""
@@ -88,14 +89,11 @@ class ForkedHostDevice(PlainDevice):
 
     def start_trial(self) -> None:
         self._resident_base = (linux.process_bytes("VmRSS") or 0) + self._growth.resident_bytes
-        self._peak_is_fresh = linux.reset_resident_peak()
+        self._peak.start()
 
     def usage(self) -> Usage:
-        peak = linux.process_bytes("VmHWM") if self._peak_is_fresh else None
-        now = linux.process_bytes("VmSize") or 0  # a failed step is still there when this is asked
-        return Usage(
-            peak_allocated_bytes=None if peak is None else max(0, peak - self._resident_base),
-            under_pressure=now >= self._limit_bytes - (1 - PRESSURE_SHARE) * self._cap_bytes,
+        return self._peak.usage(
+            base_bytes=self._resident_base, limit_bytes=self._limit_bytes, cap_bytes=self._cap_bytes
         )
 
     def live_bytes(self) -> int:

@@ -17,6 +17,7 @@ from oomprobe.devices import linux, onednn
 from oomprobe.devices.accelerator import kernel_answers
 from oomprobe.devices.base import Usage
 from oomprobe.devices.limits import address_space, left_by_own_limits
+from oomprobe.devices.resident import ResidentPeak
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.scope import scope
 from oomprobe.units import byte_unit, format_bytes
@@ -31,8 +32,6 @@ THREAD_ADDRESS_SPACE_BYTES = 80 * 2**20
 HISTORY_SHARE = 1 / 4
 # Room for a step that only makes oneDNN's primitives: doubling asks for at most twice what fits.
 PRIME_FACTOR = 4
-# A text such as "could not create a primitive" is about memory only when the trial had used this share of its cap.
-PRESSURE_SHARE = 0.5
 
 
 class HostDevice:
@@ -71,7 +70,7 @@ class HostDevice:
         self._limit_bytes = 0  # of the address space, in the last trial
         self._made_by_plugs = 0  # free in the heap only because plugs grew it into an arena's reserve: no history
         self._history_bytes: int | None = None  # once a trial has failed, what was charged for it
-        self._peak_is_fresh = False
+        self._peak = ResidentPeak()
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -143,14 +142,11 @@ class HostDevice:
             self._made_by_plugs = max(0, self._made_by_plugs + made)
 
     def start_trial(self) -> None:
-        self._peak_is_fresh = linux.reset_resident_peak()
+        self._peak.start()
 
     def usage(self) -> Usage:
-        peak = linux.process_bytes("VmHWM") if self._peak_is_fresh else None
-        now = linux.process_bytes("VmSize") or 0  # a failed step is still there when this is asked
-        return Usage(
-            peak_allocated_bytes=None if peak is None else max(0, peak - self._resident_base),
-            under_pressure=now >= self._limit_bytes - (1 - PRESSURE_SHARE) * self._cap_bytes,
+        return self._peak.usage(
+            base_bytes=self._resident_base, limit_bytes=self._limit_bytes, cap_bytes=self._cap_bytes
         )
 
     def live_bytes(self) -> int:

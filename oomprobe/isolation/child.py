@@ -13,7 +13,7 @@ import torch
 
 from oomprobe import errors
 from oomprobe.clock import Clock
-from oomprobe.devices import Device, choose_device, linux, memory_of
+from oomprobe.devices import Device, choose_device, linux, memory_of, raised_by
 from oomprobe.devices.forked import ForkedHostDevice, Growth
 from oomprobe.devices.host import HostDevice
 from oomprobe.devices.limits import address_space
@@ -91,12 +91,8 @@ def _built(spec: Spec, built: Built | None) -> tuple[_Answers | None, Message]:
 def _answer(answers: _Answers, message: Message) -> Message:
     try:
         answer = answers.to(message)
-    except (errors.OomProbeError, KeyboardInterrupt, SystemExit) as error:
-        answer = told(error, building=None)
-    except Exception as error:  # the step's own have become a StepFailedError by now
-        answer = told(answers.unmeasured(error), building=None)
     except BaseException as error:
-        answer = told(error, building=None)
+        answer = told(answers.judged(error), building=None)
     sys.stdout.flush()
     sys.stderr.flush()
     return answer
@@ -122,11 +118,13 @@ class _Answers:
         }
         return does[message.pop("do")](**message)
 
-    def unmeasured(self, error: Exception) -> Exception:
-        """What failed beside the steps."""
-        if self._device.healthy():
-            return errors.unmeasured(self._device.name, error)
-        return errors.DeviceLostError(f"a sticky error ({type(error).__name__}: {error})")
+    def judged(self, error: BaseException) -> BaseException:
+        """What failed beside the steps, whose own errors have another class by now, may be the device's doing."""
+        if isinstance(error, errors.OomProbeError) or not isinstance(error, Exception):
+            return error
+        if not self._device.healthy():
+            return errors.DeviceLostError(f"a sticky error ({type(error).__name__}: {error})")
+        return errors.unmeasured(self._device.name, error) if raised_by(self._device, error) else error
 
     def _hello(self) -> Message:
         device = self._device
@@ -252,6 +250,7 @@ def told(error: BaseException, *, building: str | None) -> Message:
         "failed": {
             "kind": type(error).__name__ if ours else None,
             "left": isinstance(error, SystemExit),
+            "own": isinstance(error, Exception) and not of_step,
             "text": _text(error),
             "building": building,
             "cause": {

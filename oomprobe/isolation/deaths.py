@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oomprobe.devices.host import PRESSURE_SHARE
+from oomprobe.devices.resident import PRESSURE_SHARE
 from oomprobe.verdict import Evidence, Facts, Link, Verdict, judge
 
 LAST_WORDS = 2000  # characters of stderr that are shown

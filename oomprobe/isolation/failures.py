@@ -17,7 +17,8 @@ def raise_failure(failed: dict[str, Any], batch_size: int, largest_passed: int |
         largest_passed: The largest size that ran; None: none did.
 
     Raises:
-        OomProbeError: always.
+        OomProbeError: what the child told.
+        Exception: an error of oomprobe's own, as it was raised there.
     """
     cause = _rebuilt(failed["cause"])
     if failed["kind"] is not None:
@@ -30,6 +31,8 @@ def raise_failure(failed: dict[str, Any], batch_size: int, largest_passed: int |
         ) from cause
     if failed["building"] is not None:
         raise errors.target_failed(cause, failed["building"]) from cause
+    if failed["own"]:
+        raise cause
     raise errors.step_failed(cause, batch_size=batch_size, trials=(), largest_passed=largest_passed) from cause
 
 

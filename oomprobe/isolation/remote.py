@@ -256,8 +256,10 @@ class RemoteRunner:
         why = answer.get("death", {}).get("why")
         if why == "stuck" or (why == "timed out" and not self._has_run):
             return str(why)
-        failed = answer.get("failed", {"kind": "none"})
-        if failed["kind"] is None and not self._has_run:  # what it lacks may be a thread or a worker of the template's
+        failed = answer.get("failed", {"kind": "none", "own": True})
+        if (
+            failed["kind"] is None and not failed["own"] and not self._has_run
+        ):  # what it lacks may be a thread or a worker of the template's
             return f"the step failed: {(failed['text'].splitlines() or [''])[0][:80]}"
         return None
 

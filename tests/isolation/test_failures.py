@@ -18,6 +18,15 @@ def raised(error, *, building=None, largest=8) -> tuple[BaseException, Message]:
     return caught.value, message
 
 
+def raised_in_step(error) -> BaseException:
+    try:
+        raise error
+    except Exception as own:
+        of_step = errors.step_failed(own, batch_size=16, trials=())
+        of_step.__cause__ = own
+    return raised(of_step)[0]
+
+
 class StrangeError(Exception):
     def __init__(self, one, two):
         super().__init__(one, two)
@@ -37,7 +46,7 @@ def test_a_bug_of_the_step_is_of_its_own_class_here():
     assert failed.__cause__.args == ("labels",)
     assert failed.batch_size == 16
     assert "batch 8 ran" in str(failed)
-    failed, _ = raised(KeyError("labels"))
+    failed = raised_in_step(KeyError("labels"))
     assert "test_failures.py" in str(failed.__cause__.__cause__)
 
 
@@ -45,14 +54,14 @@ def test_a_bug_of_the_step_is_of_its_own_class_here():
     "error", [StrangeError(1, "x"), StrangeError(object(), 2), MuteError(), ExceptionGroup("two", [ValueError("a")])]
 )
 def test_odd_exceptions_have_their_name(error):
-    failed, _ = raised(error)
+    failed = raised_in_step(error)
     assert type(error).__name__ in str(failed)
 
 
 def test_a_class_that_is_not_known_here_has_its_name():
-    _, message = raised(ValueError("x"))
+    _, message = raised(ValueError("x"), building="t.py:b")
     message["failed"]["cause"] |= {"module": "their_train", "name": "Theirs"}
-    with pytest.raises(errors.StepFailedError) as caught:
+    with pytest.raises(errors.OomProbeError) as caught:
         raise_failure(message["failed"], 4, None)
     assert type(caught.value.__cause__).__module__ == "their_train"
     assert "Theirs" in str(caught.value)
@@ -65,6 +74,13 @@ def test_our_own_errors_stay_what_they_are():
     assert str(failed) == "the model is on two devices"
 
 
+def test_an_error_of_ours_is_not_told_as_the_steps():
+    message = told(KeyError("no such thing in the child"), building=None)
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        raise_failure(message["failed"], 16, 8)
+    assert not isinstance(caught.value, errors.OomProbeError)
+
+
 def test_leaving_and_building():
     assert "the step at batch size 16 left the process, sys.exit(3)" in str(raised(SystemExit(3))[0])
     assert "the target t.py:b left the process" in str(raised(SystemExit(3), building="t.py:b")[0])
@@ -73,5 +89,5 @@ def test_leaving_and_building():
 
 
 def test_texts_are_shortened():
-    _, message = raised(ValueError("x" * 10**6))
+    _, message = raised(ValueError("x" * 10**6), building="t.py:b")
     assert len(str(message)) < 10**5
