@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import tenacity
 
-from oomprobe.devices import Device
+from oomprobe.devices import Device, asked_bytes
 from oomprobe.result import Trial
 from oomprobe.units import format_bytes
 
@@ -55,7 +55,7 @@ class Baseline:
             available_bytes: On the device.
             live_bytes: In use then, where that is known before; None: what is in use now.
         """
-        self._live_bytes = self._device.live_bytes() if live_bytes is None else live_bytes
+        self._live_bytes = asked_bytes(self._device, "live_bytes") if live_bytes is None else live_bytes
         self._tolerated_bytes = max(TOLERATED_BYTES, REPORTED_SHARE[self._kind] * available_bytes)
         self._refused_bytes = REFUSED_SHARE[self._kind] * available_bytes
 
@@ -82,7 +82,7 @@ class Baseline:
         )
 
     def _leaked_bytes(self) -> int:
-        return 0 if self._live_bytes is None else max(0, self._device.live_bytes() - self._live_bytes)
+        return 0 if self._live_bytes is None else max(0, asked_bytes(self._device, "live_bytes") - self._live_bytes)
 
     def _reclaim(self) -> int:
         """Collect, flush, and wait a little. What is still there then is no cache of the last batch but a leak."""

@@ -11,7 +11,7 @@ import torch
 
 from oomprobe.aside import Aside
 from oomprobe.clock import Clock
-from oomprobe.devices import Device
+from oomprobe.devices import Device, asked_bytes
 from oomprobe.leaks import TOLERATED_BYTES, Baseline
 from oomprobe.result import Trial
 from oomprobe.runner import Measured, Ran
@@ -70,7 +70,9 @@ class LocalRunner:
         return self._measured()
 
     def _measured(self) -> Measured:
-        return Measured(available_bytes=self.place.available_bytes(), outside_bytes=self.place.outside_bytes())
+        return Measured(
+            available_bytes=asked_bytes(self.place, "available_bytes"), outside_bytes=self.place.outside_bytes()
+        )
 
     def outside_bytes(self) -> int | None:
         return self.place.outside_bytes()

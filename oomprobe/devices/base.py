@@ -10,6 +10,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from oomprobe.errors import UnreliableError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
@@ -95,6 +97,21 @@ class Device(Protocol):
     def healthy(self) -> bool:
         """Run a small kernel and check its value. Never raises."""
         ...
+
+
+def asked_bytes(device: Device, name: str) -> int:
+    """What a device, which may be anybody's, says of its memory.
+
+    Raises:
+        UnreliableError: that is no number of bytes.
+    """
+    value = getattr(device, name)()
+    if not isinstance(value, int):
+        raise UnreliableError(
+            f"{device.name} could not be asked about its memory: {name}() returned {value!r}, which is no number of bytes, "
+            "so there is no answer. The step has no part in this: look at the device"
+        )
+    return value
 
 
 def raised_by(device: Device, error: BaseException) -> bool:
