@@ -1,0 +1,74 @@
+"""What the adapters have in common: a framework that must be there and new enough, and ranks that would hang."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+from oomprobe.errors import InvalidArgumentError, OomProbeError
+
+
+class FrameworkError(OomProbeError, ImportError):
+    """A framework is not installed, is too old, or cannot be imported."""
+
+
+def framework(name: str, *, minimum: str, extra: str) -> Any:
+    """Import a framework.
+
+    Args:
+        name: Of the module, such as ``"lightning.pytorch"``.
+        minimum: Oldest version that this adapter was made for.
+        extra: The optional dependency of oomprobe that installs it.
+
+    Raises:
+        FrameworkError: it is not there, older, or fails as it is imported.
+
+    Example:
+        >>> framework("no_such_framework", minimum="2.0", extra="lightning")
+        Traceback (most recent call last):
+        ...
+        oomprobe.integrations.framework.FrameworkError: this needs no_such_framework 2.0 or newer, and it is not installed: pip install 'oomprobe[lightning]'
+    """
+    package = name.partition(".")[0]
+    install = f"pip install 'oomprobe[{extra}]'"
+    try:
+        module = importlib.import_module(name)
+        version = str(importlib.import_module(package).__version__)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise FrameworkError(f"{name} lacks {error.name}: {install}") from error
+        raise FrameworkError(f"this needs {package} {minimum} or newer, and it is not installed: {install}") from None
+    except Exception as error:
+        raise FrameworkError(
+            f"{name} is installed and cannot be imported ({type(error).__name__}: {error}). Often a part of it was built "
+            "for another torch: try the import by itself"
+        ) from error
+    if _numbers(version) < _numbers(minimum):
+        raise FrameworkError(
+            f"this needs {package} {minimum} or newer, and {version} is installed: {install} --upgrade"
+        )
+    return module
+
+
+def refuse_several(what: str, ranks: int) -> None:
+    """Refuse a set-up of several ranks, which wait for each other: one that ran out of memory would hang the rest.
+
+    Args:
+        what: The setting that asks for them, as the user wrote it.
+        ranks: How many.
+
+    Raises:
+        InvalidArgumentError: there are several.
+    """
+    if ranks > 1:
+        raise InvalidArgumentError(
+            f"{what} trains on {ranks} ranks: an out-of-memory error on one would leave the others waiting in a collective. "
+            "Ranks are not supported yet: probe with one device, and keep room for what the strategy adds (DDP: buckets as "
+            "large as the gradients), by a smaller memory_fraction"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """What can be compared of a version: ``"8.4.190+cpu"`` is (8, 4, 190)."""
+    return tuple(int(digits) for digits in re.findall(r"\d+", version.partition("+")[0])[:3])
