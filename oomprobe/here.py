@@ -50,7 +50,7 @@ def bench_here(
     chosen = choose_device(device, model)
     status = reporter(progress)
     recorded: list[Trial] = []
-    with told_of_trials(recorded), opened(journal) as book, Interrupts() as interrupts:
+    with told_of_trials(recorded), Interrupts() as interrupts, opened(journal) as book:
         if book is not None:
             book.ask(question_of(model, steps, chosen.name, options, memory=memory_of(chosen)))
         keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)

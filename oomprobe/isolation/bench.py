@@ -27,7 +27,7 @@ def isolated_bench(
     spec = Spec.of(target, device, options)
     status = reporter(progress)
     recorded: list[Trial] = []
-    with told_of_trials(recorded), opened(journal) as book, Interrupts() as interrupts:
+    with told_of_trials(recorded), Interrupts() as interrupts, opened(journal) as book:
         clock = Clock(options)
         runner = RemoteRunner(spec, interrupts, clock)
         try:

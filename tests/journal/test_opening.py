@@ -1,5 +1,6 @@
 import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import oomprobe
 from journal.test_book import key, opened, ran
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.journal import Journal, records
@@ -219,3 +221,23 @@ def test_nothing_stays_open_where_opening_is_refused(path):
         held = set(os.listdir("/proc/self/fd"))
         refused(path.with_name("other"), "another probe")
         assert set(os.listdir("/proc/self/fd")) == held
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_ctrl_c_just_after_it_was_opened_leaves_it_closed(tmp_path, monkeypatch, isolate):
+    path = tmp_path / "probe.jsonl"
+    opens = Journal.open.__func__
+
+    def opened_and_interrupted(cls, *args, **kwargs):
+        journal = opens(cls, *args, **kwargs)
+        os.kill(os.getpid(), signal.SIGINT)
+        return journal
+
+    monkeypatch.setattr(Journal, "open", classmethod(opened_and_interrupted))
+    (tmp_path / "train.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(1, 1), lambda m, n: m")
+    with pytest.raises(KeyboardInterrupt):
+        oomprobe.probe_target(
+            f"{tmp_path}/train.py:build", isolate=isolate, device="cpu:1GiB", journal=path, progress="off"
+        )
+    held = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert str(path) not in held
