@@ -1,0 +1,342 @@
+"""transformers: the largest per-device batch of a `Trainer`, found by its own training loop on its longest examples."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from oomprobe import probe
+from oomprobe.errors import InvalidArgumentError, NothingFitsError, UnreliableError
+from oomprobe.integrations.framework import framework, refuse_several
+from oomprobe.integrations.longest import Longest, longest_of
+from oomprobe.options import check_size
+from oomprobe.plan import PlanEntry, plan
+from oomprobe.result import ProbeResult
+from oomprobe.scope import scope
+
+LOOP_STEPS = 2  # optimizer steps of one call: the second finds what the first left
+SEARCH_ACCUMULATION = 2  # micro-batches: the second runs beside the gradients of the first
+PLAN_TRIALS = 4
+# Whatever a training run writes, reports, evaluates or decides by itself.
+QUIET: dict[str, Any] = {
+    "max_steps": LOOP_STEPS,
+    "logging_strategy": "no",
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "report_to": [],
+    "disable_tqdm": True,
+    "auto_find_batch_size": False,
+    "train_sampling_strategy": "sequential",
+    "dataloader_drop_last": False,
+    "dataloader_num_workers": 0,
+    "dataloader_persistent_workers": False,
+    "dataloader_prefetch_factor": None,
+    "skip_memory_metrics": True,
+}
+
+
+def find_max_batch(
+    trainer: Any,
+    *,
+    write_back: bool = True,
+    max_length: int | None = None,
+    scan_s: float = 30.0,
+    global_batch: int | None = None,
+    max_batch: int | None = None,
+    steps: int = 2,
+    confirm_steps: int = 5,
+    preserve: Iterable[Any] = (),
+    **options: Any,
+) -> ProbeResult:
+    """Find the largest ``per_device_train_batch_size`` with which a `transformers.Trainer` really trains.
+
+    Each call of the step is the Trainer's own loop for two optimizer steps: its optimizer, collator, precision, loss,
+    gradient checkpointing and accumulation, on a batch of the longest examples of its data set. Where evaluation is on,
+    each trial evaluates too, at the Trainer's own evaluation batch size. The Trainer, its model and its optimizer come
+    back as they were: training afterwards is bit-equal to training without a probe.
+
+    Args:
+        trainer: Set up as for ``trainer.train()``.
+        write_back: Set ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` in ``trainer.args`` so that the
+            global batch stays the same, in the fewest accumulation steps that ran.
+        max_length: Elements of the longest sequence there can be; None: as long as the longest example. A data set
+            without length (streaming) has to say it, unless all of its examples have one size.
+        scan_s: Seconds for looking for the longest examples.
+        global_batch: Samples for one optimizer step; None: the product of the two arguments as they are.
+        max_batch: Largest size to try; None: the length of the data set.
+        steps: As for `oomprobe.find_max_batch`: optimizer steps of a trial, rounded up to whole loops of two.
+        confirm_steps: As there, rounded up likewise.
+        preserve: As there.
+        options: The other options of `oomprobe.find_max_batch`.
+
+    Returns:
+        Its `batch_size` is the largest micro-batch; notes say what was written back.
+
+    Raises:
+        FrameworkError: transformers is not installed, or too old.
+        InvalidArgumentError: the Trainer trains on several ranks, or its data set gives no example.
+        OomProbeError: as for `oomprobe.find_max_batch`.
+
+    Source:
+        https://github.com/huggingface/transformers/issues/33281 asks that the global batch be kept.
+    """
+    framework("transformers", minimum="5.0", extra="transformers")
+    args = _checked(trainer)
+    for name, value in (("steps", steps), ("confirm_steps", confirm_steps)):
+        check_size(name, value)
+    longest = longest_of(trainer.train_dataset, max_length=max_length, scan_s=scan_s)
+    evaluated = _evaluated(trainer, max_length, scan_s)
+    if max_batch is None:
+        max_batch = longest.total
+    whole = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
+    with _lent(trainer) as lent:
+        loop = _Loop(lent, longest, evaluated)
+        preserve = (*preserve, *_stateful(trainer))
+        steps, confirm_steps = math.ceil(steps / LOOP_STEPS), math.ceil(confirm_steps / LOOP_STEPS)
+        common = {"confirm_steps": confirm_steps, "preserve": preserve}
+        result = probe.find_max_batch(
+            trainer.model, loop.steps(accumulation), max_batch=max_batch, steps=steps, **common, **options
+        )
+        notes = [*longest.notes, *_notes(trainer, accumulation, longest)]
+        if write_back:
+            entry = _planned(trainer.model, loop, result, whole, {**common, **options})
+            notes.append(_written(args, entry, whole))
+    if write_back and entry is not None:
+        _write(trainer, entry)
+    return replace(
+        result, notes=(*result.notes, *notes), not_covered=(*result.not_covered, *_not_covered(trainer, evaluated))
+    )
+
+
+def _checked(trainer: Any) -> Any:
+    args = getattr(trainer, "args", None)
+    if args is None or not hasattr(trainer, "train_dataset"):
+        raise InvalidArgumentError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
+    refuse_several("torchrun, or accelerate launch,", args.world_size)
+    refuse_several(f"torch.nn.DataParallel (n_gpu={args.n_gpu}; hide the others by CUDA_VISIBLE_DEVICES=0)", args.n_gpu)
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise InvalidArgumentError(
+                f"{name}={getattr(args, name)!r} spreads the model over ranks, and ranks are not supported yet: an "
+                "out-of-memory error on one would leave the others waiting. Probe without it, on one device"
+            )
+    if trainer.train_dataset is None:
+        raise InvalidArgumentError("the Trainer has no train_dataset, and so nothing to make a batch of: pass it one")
+    return args
+
+
+def _evaluated(trainer: Any, max_length: int | None, scan_s: float) -> Longest | None:
+    """The longest examples it will be evaluated on; None where it is not."""
+    if trainer.args.eval_strategy == "no" and not getattr(trainer.args, "eval_on_start", False):
+        return None
+    several = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    found = [longest_of(one, max_length=max_length, scan_s=scan_s) for one in several.values()]
+    return Longest(
+        examples=[one.examples[one.order[0]] for one in found],
+        order=tuple(range(len(found))),
+        total=None,
+        notes=tuple(note for one in found for note in one.notes),
+    )
+
+
+@scope
+def _lent(trainer: Any) -> Iterator[Any]:
+    """A copy of the Trainer, to be trained in its place; what the two share is put back."""
+    config, shared = getattr(trainer.model, "config", None), trainer.accelerator.gradient_state
+    objects = [one for one in (config, getattr(trainer.model, "generation_config", None)) if one is not None]
+    before = [(one, copy.deepcopy(vars(one))) for one in objects]
+    loaders = _plain(shared)
+    patched = [(one, vars(one).get("step")) for one in _stateful(trainer) if isinstance(one, torch.optim.Optimizer)]
+    try:
+        yield _copied(trainer)
+    finally:
+        for one, attributes in before:
+            vars(one).clear()
+            vars(one).update(attributes)
+        vars(shared).update(loaders)
+        for optimizer, step in patched:  # a scaler that failed in the midst of a step leaves its own there
+            vars(optimizer).pop("step", None)
+            vars(optimizer).update({} if step is None else {"step": step})
+
+
+def _plain(shared: Any) -> dict[str, Any]:
+    """What all accelerators of a process share; a loop that failed leaves its loader in it."""
+    return {name: list(value) if isinstance(value, list) else value for name, value in vars(shared).items()}
+
+
+def _copied(trainer: Any) -> Any:
+    """Its attributes are its own, what they refer to is the Trainer's: but for all that a loop changes in place."""
+    lent = copy.copy(trainer)
+    lent.args = copy.copy(trainer.args)
+    for name, value in QUIET.items():
+        if hasattr(lent.args, name):
+            setattr(lent.args, name, value)
+    lent.args.accelerator_config = copy.deepcopy(trainer.args.accelerator_config)
+    kwargs = getattr(lent.args.accelerator_config, "gradient_accumulation_kwargs", None)
+    if kwargs:  # the Trainer itself put it there, and refuses to find it
+        kwargs.pop("num_steps", None)
+    lent.create_accelerator_and_postprocess()
+    lent.model_init, lent.model_wrapped = None, trainer.model
+    lent.control = type(trainer.control)()
+    lent.callback_handler = copy.copy(trainer.callback_handler)
+    lent.callback_handler.callbacks = [framework_part("trainer_callback").DefaultFlowCallback()]
+    if trainer.compute_metrics is not None:  # predictions are gathered for it as ever, and it does not hear of trials
+        lent.compute_metrics = _no_metrics
+    return lent
+
+
+def framework_part(name: str) -> Any:
+    """A module of transformers."""
+    return framework(f"transformers.{name}", minimum="5.0", extra="transformers")
+
+
+def _no_metrics(*_: object, **__: object) -> dict[str, float]:
+    return {}
+
+
+class _Loop:
+    """The Trainer's own loop, as a step.
+
+    Args:
+        trainer: A copy that may be trained.
+        longest: Examples to train on.
+        evaluated: Examples to evaluate on; None: it does not.
+    """
+
+    def __init__(self, trainer: Any, longest: Longest, evaluated: Longest | None) -> None:
+        self._trainer, self._longest, self._evaluated = trainer, longest, evaluated
+        self._collate, self._collated = trainer.data_collator, [0]
+        trainer.data_collator = self._counted
+
+    def steps(self, accumulation: int) -> dict[str, Callable[[torch.nn.Module, int], object]]:
+        """The step, and the evaluation where there is one, by name."""
+
+        def train(model: torch.nn.Module, batch_size: int) -> None:
+            self._train(batch_size, accumulation)
+
+        def evaluate(model: torch.nn.Module, batch_size: int) -> None:
+            assert self._evaluated is not None
+            size = self._trainer.args.per_device_eval_batch_size
+            self._run(size, lambda: self._trainer.evaluate(self._evaluated.batches(size, LOOP_STEPS)))  # type: ignore[union-attr]
+
+        return {"train": train} | ({} if self._evaluated is None else {"eval": evaluate})
+
+    def _train(self, batch_size: int, accumulation: int) -> None:
+        trainer = self._trainer
+        trainer.args.per_device_train_batch_size = batch_size
+        trainer.args.gradient_accumulation_steps = accumulation
+        trainer._train_batch_size = batch_size  # what its loader is made with: the argument is read once, at the start
+        trainer.train_dataset = self._longest.batches(batch_size, accumulation * LOOP_STEPS)
+        self._run(batch_size, trainer.train)
+        if trainer.state.global_step != LOOP_STEPS:
+            raise UnreliableError(
+                f"the Trainer's loop made {trainer.state.global_step} optimizer steps where {LOOP_STEPS} were asked for, so "
+                f"batch {batch_size} was not really run. Something of the Trainer's own ends it early"
+            )
+
+    def _run(self, batch_size: int, loop: Callable[[], object]) -> None:
+        shared = self._trainer.accelerator.gradient_state
+        self._collated, loaders = [], _plain(shared)
+        try:
+            loop()
+        finally:
+            vars(shared).update(loaders)
+            noise = vars(self._trainer).pop("neftune_hook_handle", None)
+            if noise is not None:  # a loop that failed leaves its hook, and the next would add another
+                noise.remove()
+        if set(self._collated) != {batch_size}:
+            raise UnreliableError(
+                f"batches of {sorted(set(self._collated)) or 'no'} examples were collated where {batch_size} were asked for, "
+                "so that size was not really run. The Trainer's get_train_dataloader or get_eval_dataloader makes batches of "
+                "its own: use data_collator and _train_batch_size there, as the Trainer's own does"
+            )
+
+    def _counted(self, examples: Any) -> Any:
+        self._collated.append(len(examples))
+        return self._collate(examples)
+
+
+def _stateful(trainer: Any) -> list[Any]:
+    """The optimizer and the scheduler it was given, or trained with before."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    return [one for one in (optimizer, scheduler) if one is not None]
+
+
+# --- writing back ---
+
+
+def _planned(model: Any, loop: _Loop, result: ProbeResult, whole: int, options: dict[str, Any]) -> PlanEntry | None:
+    """The split of the global batch with the fewest accumulation steps that runs; None where none was found."""
+    known = {"device", "memory_fraction", "confirm_steps", "preserve", "time_limit_s", "progress"}
+    of_check = {name: value for name, value in options.items() if name in known}
+    largest = result.batch_size
+    for _ in range(PLAN_TRIALS):
+        sizes = {"min_micro_batch": options.get("min_batch", 1), "multiple_of": options.get("multiple_of", 1)}
+        entries = (
+            plan(whole, world_size=1, max_micro_batch=largest, **sizes) if largest >= sizes["min_micro_batch"] else ()
+        )
+        entry = next((one for one in entries if one.exact), None)
+        if entry is None:
+            return None
+        try:
+            probe.check(model, loop.steps(entry.accumulation_steps), entry.micro_batch, **of_check)
+        except NothingFitsError:
+            largest = entry.micro_batch - 1
+        else:
+            return replace(entry, ran=True)
+    return None
+
+
+def _write(trainer: Any, entry: PlanEntry) -> None:
+    trainer.args.per_device_train_batch_size = entry.micro_batch
+    trainer.args.gradient_accumulation_steps = entry.accumulation_steps
+    trainer._train_batch_size = trainer.args.train_batch_size  # its own copy, made at the start
+
+
+def _written(args: Any, entry: PlanEntry | None, whole: int) -> str:
+    before = f"per_device_train_batch_size={args.per_device_train_batch_size}, gradient_accumulation_steps="
+    before += str(args.gradient_accumulation_steps)
+    if entry is None:
+        return f"nothing was written back, {before} stay: no split of the global batch of {whole} was found that runs"
+    return (
+        f"written back: per_device_train_batch_size={entry.micro_batch}, gradient_accumulation_steps="
+        f"{entry.accumulation_steps} (before: {before}); the global batch is {whole}, and this split was run"
+    )
+
+
+# --- what is said ---
+
+
+def _notes(trainer: Any, accumulation: int, longest: Longest) -> list[str]:
+    notes = [f"a trial is the Trainer's own loop for {LOOP_STEPS} optimizer steps a call, on its longest examples"]
+    if trainer.args.gradient_accumulation_steps > accumulation:
+        notes.append(
+            f"the search accumulated {accumulation} micro-batches, not {trainer.args.gradient_accumulation_steps}: the memory "
+            "of a step is that of its second, but for inputs that are on the device together"
+        )
+    return notes
+
+
+def _not_covered(trainer: Any, evaluated: Longest | None) -> list[str]:
+    default = framework_part("trainer_callback")
+    known = (default.DefaultFlowCallback, default.ProgressCallback, default.PrinterCallback)
+    callbacks = [type(one).__name__ for one in trainer.callback_handler.callbacks if not isinstance(one, known)]
+    told = [f"callbacks of the Trainer, which were not called: {', '.join(callbacks)}"] if callbacks else []
+    if trainer.args.dataloader_num_workers:
+        told.append("workers of data loaders: batches were made in this process")
+    if evaluated is not None and trainer.compute_metrics is not None and trainer.args.eval_accumulation_steps is None:
+        told.append(
+            "the predictions of the whole evaluation set, which stay on the device until its end: set "
+            "eval_accumulation_steps to have them moved"
+        )
+    return told

@@ -1,0 +1,359 @@
+"""A real Trainer, probed: what it answers, and that it then trains as if nothing had been."""
+
+import os
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+import oomprobe
+import oomprobe.integrations.transformers
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs():
+    transformers.logging.set_verbosity_error()
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __init__(self, count=40, longest=24):
+        random = torch.Generator().manual_seed(3)
+        lengths = torch.randint(4, longest, (count,), generator=random).tolist()
+        lengths[count // 2] = longest
+        self.examples = [torch.randint(0, 90, (length,), generator=random) for length in lengths]
+        self.fetched = []
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        self.fetched.append(index)
+        return {"input_ids": self.examples[index], "labels": self.examples[index]}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, source):
+        self.source = source
+
+    def __iter__(self):
+        return (self.source[i] for i in range(len(self.source)))
+
+
+def collate(examples):
+    longest = max(len(one["input_ids"]) for one in examples)
+
+    def padded(name, value):
+        return torch.stack([pad(one[name], (0, longest - len(one[name])), value=value) for one in examples])
+
+    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
+
+
+def language_model(**config):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends, **config))
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    def make(kind=transformers.Trainer, model=None, dataset=None, given=None, **args):
+        model = language_model() if model is None else model
+        defaults = {"per_device_train_batch_size": 4, "max_steps": 9, "logging_steps": 1, "save_strategy": "no"}
+        settings = transformers.TrainingArguments(
+            output_dir=tmp_path / "out", report_to=[], disable_tqdm=True, use_cpu=True, **{**defaults, **args}
+        )
+        rest = {"data_collator": collate, "train_dataset": Sentences() if dataset is None else dataset} | (given or {})
+        made = kind(model=model, args=settings, **rest)
+        made.remove_callback(transformers.PrinterCallback)
+        return made
+
+    return make
+
+
+def find(trainer, **options):
+    return oomprobe.integrations.transformers.find_max_batch(
+        trainer, **{"device": "cpu:1GiB", "max_batch": 8, "progress": "off", "steps": 1, "confirm_steps": 1} | options
+    )
+
+
+def trained(trainer):
+    """Losses and weights after training."""
+    trainer.train()
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    return losses, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def same(one, other):
+    return one[0] == other[0] and len(one[0]) > 3 and torch.equal(one[1], other[1])
+
+
+SET_UPS = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "bf16": {"bf16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 3},
+    "by length": {"train_sampling_strategy": "group_by_length"},
+    "noise": {"neftune_noise_alpha": 5.0},
+    "sgd with a schedule": {"optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 2},
+}
+
+
+@pytest.mark.parametrize("name", SET_UPS)
+def test_a_trainer_that_was_probed_trains_to_the_same_bits(trainer, name):
+    args = SET_UPS[name]
+    given = {"eval_dataset": Sentences(12)} if name == "evaluated" else {}
+    expected = trained(trainer(given=given, **args))
+    probed = trainer(given=given, **args)
+    before = dict(vars(probed)), dict(vars(probed.args)), [dict(vars(module)) for module in probed.model.modules()]
+    config = probed.model.config.to_dict()
+    result = find(probed, write_back=False)
+    assert result.batch_size == 8
+    assert result.state_verified
+    assert dict(vars(probed)) == before[0]
+    assert dict(vars(probed.args)) == before[1]
+    assert [list(vars(module)) for module in probed.model.modules()] == [list(one) for one in before[2]]
+    assert probed.model.config.to_dict() == config
+    assert same(trained(probed), expected)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_probe_that_was_ended_leaves_a_trainer_that_trains_to_the_same_bits(trainer, error):
+    expected = trained(trainer(bf16=True))
+    probed, calls = trainer(bf16=True), []
+
+    def collate_and_fail(examples):
+        calls.append(len(examples))
+        if len(calls) == 12:
+            raise error
+        return collate(examples)
+
+    probed.data_collator = collate_and_fail
+    with pytest.raises(error):
+        find(probed)
+    probed.data_collator = collate
+    assert probed.args.per_device_train_batch_size == 4
+    assert same(trained(probed), expected)
+
+
+def test_optimizers_that_were_given_are_given_back(trainer):
+    def made():
+        model = language_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return trainer(model=model, given={"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))})
+
+    expected, probed = trained(made()), made()
+    find(probed)
+    assert probed.optimizer.state_dict()["state"] == {}
+    probed.args.per_device_train_batch_size = probed._train_batch_size = 4
+    assert same(trained(probed), expected)
+
+
+def test_a_trainer_that_has_trained_goes_on_as_it_would_have(trainer):
+    plain, probed = trainer(), trainer()
+    trained(plain)
+    trained(probed)
+    find(probed, write_back=False)
+    assert same(trained(probed), trained(plain))
+
+
+def test_with_model_init_the_model_that_is_there_is_probed(trainer):
+    def made():
+        return trainer(
+            kind=lambda model, **rest: transformers.Trainer(model_init=language_model, **rest), model=language_model()
+        )
+
+    expected, probed = trained(made()), made()
+    model = probed.model
+    find(probed, write_back=False)
+    assert probed.model is model
+    assert same(trained(probed), expected)
+
+
+def test_the_longest_examples_make_the_batch(trainer):
+    shapes = []
+
+    def seen(examples):
+        batch = collate(examples)
+        shapes.append(tuple(batch["input_ids"].shape))
+        return batch
+
+    probed = trainer(given={"data_collator": seen})
+    find(probed, max_batch=4)
+    assert {length for _, length in shapes} == {24}
+    assert {size for size, _ in shapes} == {1, 2, 3, 4} - {3}
+
+
+def test_no_file_no_line_and_no_callback(trainer, tmp_path, capsys):
+    heard = []
+
+    class Listener(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            heard.append("step")
+
+        def on_train_begin(self, *args, **kwargs):
+            heard.append("begin")
+
+    probed = trainer(given={"callbacks": [Listener()]}, save_strategy="steps", save_steps=1)
+    before = sorted(tmp_path.rglob("*"))
+    result = find(probed)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert capsys.readouterr().out == ""
+    assert heard == []
+    assert any("Listener" in one for one in result.not_covered)
+
+
+def test_no_larger_than_the_data_set(trainer):
+    result = find(trainer(dataset=Sentences(6)), max_batch=None)
+    assert (result.batch_size, result.limited_by) == (6, "max_batch")
+
+
+# --- what is written back ---
+
+
+@pytest.mark.parametrize(
+    ("args", "limit", "written"),
+    [
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6}, 8, (8, 3)),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}, 8, (2, 1)),
+        ({"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}, 6, (4, 4)),
+    ],
+)
+def test_the_global_batch_stays(trainer, args, limit, written):
+    probed, ran = trainer(**args), []
+    steps = probed.training_step
+
+    def seen(model, inputs, *rest):
+        ran.append(len(inputs["input_ids"]))
+        return steps(model, inputs, *rest)
+
+    probed.training_step = seen
+    result = find(probed, max_batch=limit)
+    assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == written
+    assert probed.get_train_dataloader().batch_size == written[0] if hasattr(probed, "x") else True
+    assert next(iter(probed.get_train_dataloader()))["input_ids"].shape[0] == written[0]
+    assert written[0] in ran
+    assert any(f"per_device_train_batch_size={written[0]}, gradient_accumulation_steps={written[1]}" in n for n in result.notes)
+
+
+def test_a_global_batch_may_be_asked_for(trainer):
+    probed = trainer()
+    find(probed, global_batch=40)
+    assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == (8, 5)
+
+
+# --- real memory ---
+
+
+class Hungry(torch.nn.Module):
+    """Takes 8 MiB for each example, in the forward pass alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.sizes = []
+
+    def forward(self, input_ids, labels=None):
+        self.sizes.append(len(input_ids))
+        return {"loss": (torch.ones(len(input_ids), 2**21) * self.weight).mean()}
+
+
+@pytest.mark.slow
+def test_the_limit_is_a_real_one(trainer):
+    """At the answer it runs, above the limit it fails: each by its own process's real memory."""
+    probed = trainer(model=Hungry(), dataset=Sentences(200))
+    result = find(probed, device="cpu:512MiB", max_batch=None, write_back=False)
+    assert result.limited_by == "memory"
+    assert 15 <= result.batch_size <= 60
+    assert result.first_failing_batch_size > result.batch_size
+
+
+def test_nothing_fits_is_an_error_and_nothing_is_written(trainer):
+    probed = trainer(model=Hungry(), per_device_train_batch_size=64)
+    with pytest.raises(oomprobe.NothingFitsError):
+        find(probed, min_batch=40, max_batch=40, device="cpu:64MiB")
+    assert probed.args.per_device_train_batch_size == 64
+
+
+# --- lies ---
+
+
+def test_a_trainer_that_makes_batches_of_its_own_is_refused(trainer):
+    class Stubborn(transformers.Trainer):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(Sentences(), batch_size=2, collate_fn=self.data_collator)
+
+    with pytest.raises(oomprobe.UnreliableError, match=r"batches of \[2\] examples.*get_train_dataloader"):
+        find(trainer(kind=Stubborn))
+
+
+def test_a_trainer_that_stops_early_is_refused(trainer):
+    class Lazy(transformers.Trainer):
+        def training_step(self, *args, **kwargs):
+            self.control.should_training_stop = True
+            return super().training_step(*args, **kwargs)
+
+    with pytest.raises(oomprobe.UnreliableError, match="made 1 optimizer steps where 2 were asked for"):
+        find(trainer(kind=Lazy))
+
+
+def test_evaluation_runs_at_its_own_size(trainer):
+    sizes = []
+
+    def seen(examples):
+        sizes.append((torch.is_grad_enabled(), len(examples)))
+        return collate(examples)
+
+    given = {"eval_dataset": {"a": Sentences(9), "b": Sentences(9, longest=60)}, "data_collator": seen}
+    probed = trainer(given=given, eval_strategy="epoch", per_device_eval_batch_size=5)
+    model_sizes = []
+    forward = probed.model.forward
+
+    def watched(input_ids, **rest):
+        if not probed.model.training:
+            model_sizes.append(tuple(input_ids.shape))
+        return forward(input_ids=input_ids, **rest)
+
+    probed.model.forward = watched
+    result = find(probed)
+    assert set(model_sizes) == {(5, 60)}
+    assert {trial.step_name for trial in result.trials} <= {"train", "eval"}
+
+
+# --- bad input ---
+
+
+def test_streams_are_asked_for_their_longest(trainer):
+    with pytest.raises(oomprobe.InvalidArgumentError, match="max_length="):
+        find(trainer(dataset=Stream(Sentences())))
+    shapes = []
+
+    def seen(examples):
+        batch = collate(examples)
+        shapes.append(batch["input_ids"].shape[1])
+        return batch
+
+    result = find(trainer(dataset=Stream(Sentences()), given={"data_collator": seen}), max_length=50)
+    assert set(shapes) == {50}
+    assert any("max_length=50" in note for note in result.notes)
+
+
+def test_what_is_no_trainer_or_has_no_data(trainer):
+    with pytest.raises(oomprobe.InvalidArgumentError, match="must be a transformers.Trainer, not Linear"):
+        find(torch.nn.Linear(1, 1))
+    with pytest.raises(oomprobe.InvalidArgumentError, match="no train_dataset"):
+        find(trainer(given={"train_dataset": None}))
+    with pytest.raises(oomprobe.InvalidArgumentError, match="steps must be an integer"):
+        find(trainer(), steps=0)
+
+
+def test_several_ranks_are_refused(trainer, monkeypatch):
+    probed = trainer()
+    monkeypatch.setattr(type(probed.args), "world_size", property(lambda _: 2))
+    with pytest.raises(oomprobe.InvalidArgumentError, match="2 ranks"):
+        find(probed)
+    assert os.environ.get("RANK") is None
