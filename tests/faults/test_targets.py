@@ -81,9 +81,10 @@ def test_a_script_without_standard_streams_has_its_answer(tmp_path, mark):
 
 
 def hangs():
-    """Beside a worker that has a session of its own."""
-    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    """Beside workers that have sessions of their own, and workers of their own."""
+    worker = subprocess.Popen(["sh", "-c", 'setsid sh -c "setsid sleep 600 & wait" & wait'], start_new_session=True)
     worker.returncode = 0  # no warning about it
+    time.sleep(0.3)  # until all are there
     Path(os.environ["REACHED"]).touch()
     time.sleep(600)
 
