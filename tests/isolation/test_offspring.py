@@ -19,7 +19,7 @@ from oomprobe.isolation.wire import Wire, pack
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
 AT_ONCE_S = 5  # long before anything here would end by itself, and the time of a busy machine
-LONG_S = 50
+LONG_S = 20
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def raises(wire):
 
 def answers_and_dies(wire):
     wire.send({"ready": True})
-    wire.send({"heard": wire.read()[0]})
+    wire.send({"heard": wire.read()[0], "more": "x" * 100_000})  # is not read at once, and waits in the socket
     os._exit(3)
 
 
@@ -191,13 +191,14 @@ def template():
     return tuple(map(Wire, socket.socketpair()))
 
 
-def listened(act, *, left_s=None, over_s=None, may_be_stuck=False, **constants):
+def listened(act, *, left_s=None, over_s=None, may_be_stuck=False, after_s=0.0, **constants):
     """What a template gets from a child, and how long that took."""
     for name, value in constants.items():
         setattr(offspring, name, value)
     _parent, theirs = template()
     child, began_s = Child(globals()[act], theirs), time.monotonic()
     child.ask({"do": "something"})
+    time.sleep(after_s)
     answer = child.listen(theirs, left_s=left_s, over_s=over_s, may_be_stuck=may_be_stuck)
     return {**answer, "took_s": time.monotonic() - began_s, "gone": is_gone(child.pid)}
 
@@ -315,7 +316,7 @@ def test_a_death_tells_how_it_came(stage, act, number, code, words):
 
 
 def test_an_answer_that_came_whole_before_a_death_is_an_answer(stage):
-    assert stage.play(listened, act="answers_and_dies")["heard"] == {"do": "something"}
+    assert stage.play(listened, act="answers_and_dies", after_s=0.3)["heard"] == {"do": "something"}
 
 
 def test_what_hangs_says_where_and_is_ended_when_its_time_has_passed(stage):
