@@ -120,7 +120,7 @@ class TemplateProcess:
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
-            left = system.children_of(self._process.pid)
+            left = system.descendants_of(self._process.pid)
             system.end_group(self._process.pid)
             for pid in left:
                 system.end_group(pid)

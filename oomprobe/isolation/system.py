@@ -34,6 +34,16 @@ def children_of(pid: int) -> set[int]:
     return {int(one) for one in _pids() if (fields := _stat(one)) and fields[1] == str(pid)}
 
 
+def descendants_of(pid: int) -> set[int]:
+    """Its children, theirs, and so on."""
+    parents = {int(one): int(fields[1]) for one in _pids() if (fields := _stat(one))}
+    found, last = set[int](), {pid}
+    while last:
+        last = {one for one, parent in parents.items() if parent in last} - found
+        found |= last
+    return found
+
+
 def _pids() -> list[str]:
     return [name for name in os.listdir("/proc") if name.isdigit()]
 

@@ -64,6 +64,19 @@ def test_a_group_ends_with_those_in_it():
     system.end_group(leader.pid)  # nobody is there any more
 
 
+def test_descendants_are_found_whatever_session_they_are_in():
+    leader = started("sh", "-c", 'setsid sh -c "setsid sleep 60 & wait" & wait')
+    time.sleep(0.3)
+    found = system.descendants_of(leader.pid)
+    assert len(found) == 2
+    assert len({os.getsid(pid) for pid in found}) == 2
+    assert found < system.descendants_of(os.getpid())
+    for pid in {leader.pid, *found}:
+        os.kill(pid, signal.SIGKILL)
+    leader.wait()
+    assert system.descendants_of(leader.pid) == set()
+
+
 def test_all_children_end_but_those_spared():
     spared, other = started(), started()
     system.end_children({spared.pid, *system.children_of(os.getpid())} - {other.pid})

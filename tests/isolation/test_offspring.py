@@ -1,0 +1,413 @@
+"""Children that answer, die, hang, babble and leave others behind, as their template sees them."""
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from isolation.stage import Stage
+from oomprobe.isolation import offspring
+from oomprobe.isolation.offspring import TAIL_BYTES, Child
+from oomprobe.isolation.wire import Wire, pack
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
+AT_ONCE_S = 5  # long before anything here would end by itself, and the time of a busy machine
+LONG_S = 20
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    stage = Stage(__name__, tmp_path_factory.mktemp("stage") / "stderr")
+    yield stage
+    stage.close()
+
+
+# --- what children do ---
+
+
+def answers(wire):
+    wire.send({"ready": True})
+    while not wire.ended:
+        for message in wire.read():
+            wire.send({"heard": message})
+
+
+def answers_late(wire):
+    time.sleep(0.8)
+    wire.send({"ready": True})
+    wire.send({"heard": wire.read()[0]})
+
+
+def is_killed(wire):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def aborts(wire):
+    os.write(2, b"a library: no licence\n")
+    os.abort()
+
+
+def leaves(wire):
+    os._exit(3)
+
+
+def raises(wire):
+    raise KeyError("labels")
+
+
+def answers_and_dies(wire):
+    wire.send({"ready": True})
+    wire.send({"heard": wire.read()[0], "more": "x" * 100_000})  # is not read at once, and waits in the socket
+    os._exit(3)
+
+
+def sleeps(wire):
+    time.sleep(LONG_S)
+
+
+def sleeps_when_ready(wire):
+    wire.send({"ready": True})
+    time.sleep(LONG_S)
+
+
+def refuses_to_end(wire):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sleeps_when_ready(wire)
+
+
+def computes(wire):
+    until = time.process_time() + 1.2
+    while time.process_time() < until:
+        pass
+    wire.send({"heard": "nothing"})
+
+
+def waits_for_a_worker(wire):
+    if not (worker := os.fork()):
+        computes(wire)
+        os._exit(0)
+    os.waitpid(worker, 0)
+    time.sleep(LONG_S)
+
+
+def babbles(wire):
+    wire._socket.sendall(b"what a library printed to every descriptor")
+    time.sleep(LONG_S)
+
+
+def stammers(wire, pause_s=0.3):
+    text = pack({"heard": "both halves"})
+    wire._socket.sendall(text[:20])
+    time.sleep(pause_s)
+    wire._socket.sendall(text[20:])
+    time.sleep(LONG_S)
+
+
+def falls_silent(wire):
+    stammers(wire, LONG_S)
+
+
+def dies_in_the_middle(wire):
+    wire._socket.sendall(pack({"heard": "half of this"})[:20])
+
+
+def hangs_up(wire):
+    wire.close()
+    time.sleep(LONG_S)
+
+
+def chatters(wire):
+    os.write(2, b"first words\n" + b"a line of a log\n" * (2 * TAIL_BYTES // 16) + b"last words\n")
+    time.sleep(LONG_S)
+
+
+def sleeper(**options):
+    process = subprocess.Popen(["sleep", str(LONG_S)], **options)
+    process.returncode = 0  # no warning about it
+    return process.pid
+
+
+def has_offspring(wire):
+    """One in its group, one that leads a session of its own, and one whose parent has ended."""
+    orphan = subprocess.run(
+        ["sh", "-c", f"setsid sleep {LONG_S} >&- & echo $!"], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    wire.send({"ready": True})
+    wire.send({"heard": [sleeper(), sleeper(start_new_session=True), int(orphan)]})
+    with contextlib.suppress(OSError):
+        wire.read()
+    os._exit(3)
+
+
+def leaves_its_pipes_to_another(wire):
+    sleeper(pass_fds=[wire.fileno()], start_new_session=True)
+    os._exit(3)
+
+
+def looks_around(wire):
+    wire.send(
+        {
+            "session": os.getsid(0) == os.getpid(),
+            "ignores": [name for name in ("SIGINT", "SIGTERM") if signal.getsignal(getattr(signal, name)) == 1],
+            "sockets": sum("socket" in name for name in open_files().values()),
+        }
+    )
+
+
+# --- what is played ---
+
+
+def open_files():
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def all_gone(pids):
+    until = time.monotonic() + AT_ONCE_S
+    while not all(map(is_gone, pids)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return all(map(is_gone, pids))
+
+
+def template():
+    """The two ends of a template's own wire."""
+    return tuple(map(Wire, socket.socketpair()))
+
+
+def listened(act, *, left_s=None, over_s=None, may_be_stuck=False, after_s=0.0, **constants):
+    """What a template gets from a child, and how long that took."""
+    for name, value in constants.items():
+        setattr(offspring, name, value)
+    _parent, theirs = template()
+    child, began_s = Child(globals()[act], theirs), time.monotonic()
+    child.ask({"do": "something"})
+    time.sleep(after_s)
+    answer = child.listen(theirs, left_s=left_s, over_s=over_s, may_be_stuck=may_be_stuck)
+    return {**answer, "took_s": time.monotonic() - began_s, "gone": is_gone(child.pid)}
+
+
+def asked_twice():
+    _parent, theirs = template()
+    before, child = open_files(), Child(answers, theirs)
+    heard = []
+    for number in range(2):
+        child.ask({"number": number})
+        heard.append(child.listen(theirs, left_s=None, over_s=None, may_be_stuck=False))
+    return [*heard, child.end(why=None), open_files() == before]
+
+
+def left_behind(end):
+    """Who of a child's own is left, after one way to end it, and of those that were there before it."""
+    before = sleeper()
+    _parent, theirs = template()
+    child = Child(has_offspring, theirs)
+    pids = child.listen(theirs, left_s=None, over_s=None, may_be_stuck=False)["heard"]
+    were_there = not any(map(is_gone, [child.pid, *pids]))
+    if end == "death":
+        child.ask({"do": "die"})
+        child.listen(theirs, left_s=None, over_s=None, may_be_stuck=False)
+    else:
+        child.end(why="timed out")
+    spared = not is_gone(before)
+    os.kill(before, signal.SIGKILL)
+    return [were_there, all_gone([child.pid, *pids]), spared]
+
+
+def parent_ends():
+    parent, theirs = template()
+    if not os.fork():
+        theirs.close()
+        time.sleep(0.3)
+        os._exit(0)
+    parent.close()  # or the child had it too
+    child = Child(sleeps_when_ready, theirs)
+    return [
+        child.listen(theirs, left_s=None, over_s=None, may_be_stuck=True),
+        child.end(why="timed out")["death"]["why"],
+    ]
+
+
+def template_is_killed():
+    reading, writing = os.pipe()
+    if not (killed := os.fork()):
+        child = Child(refuses_to_end, template()[1])
+        os.write(writing, str(child.pid).encode())
+        time.sleep(LONG_S)
+    pid = int(os.read(reading, 20))
+    was_there = not is_gone(pid)
+    os.kill(killed, signal.SIGKILL)
+    return [was_there, all_gone([pid])]
+
+
+def template_hangs_up():
+    """Whether the parent hears that at once, though a child lives."""
+    parent, theirs = template()
+    child = Child(sleeps_when_ready, theirs)
+    theirs.close()
+    parent._socket.settimeout(AT_ONCE_S)
+    heard = parent.read()
+    child.end(why="timed out")
+    return [heard, parent.ended]
+
+
+def ends_without_cleaning_up(act, file):
+    with open(file, "w") as log, contextlib.redirect_stdout(log):
+        atexit.register(log.write, "at exit ")
+        sys.stdout.write("said before ")  # and kept in a buffer
+        try:
+            return listened(act)["death"]["code"]
+        finally:
+            log.write("finally ")
+
+
+# --- what is promised ---
+
+
+def death(stage, act, **given):
+    shown = stage.play(listened, act=act.__name__, **given)
+    assert shown["gone"]
+    assert shown["took_s"] < AT_ONCE_S
+    return shown["death"]
+
+
+def test_it_answers_as_often_as_it_is_asked_and_leaves_no_file_open(stage):
+    one, other, end, closed = stage.play(asked_twice)
+    assert [one, other] == [{"heard": {"number": 0}}, {"heard": {"number": 1}}]
+    assert end["death"]["why"] is None
+    assert closed
+
+
+def test_it_has_a_session_and_wires_of_its_own(stage):
+    seen = stage.play(listened, act="looks_around")
+    assert (seen["session"], seen["ignores"], seen["sockets"]) == (True, ["SIGINT"], 2)  # one is the scene's
+
+
+@pytest.mark.parametrize(
+    ("act", "number", "code", "words"),
+    [
+        (is_killed, signal.SIGKILL, None, ""),
+        (aborts, signal.SIGABRT, None, "a library: no licence"),
+        (leaves, None, 3, ""),
+        (raises, None, 70, "KeyError: 'labels'"),
+    ],
+)
+def test_a_death_tells_how_it_came(stage, act, number, code, words):
+    seen = death(stage, act)
+    assert (seen["signal"], seen["code"], seen["why"], seen["oom_kills"]) == (number, code, None, 0)
+    assert words in seen["stderr"]
+    assert 2**20 < seen["peak_resident_bytes"] < 2**33
+
+
+def test_an_answer_that_came_whole_before_a_death_is_an_answer(stage):
+    assert stage.play(listened, act="answers_and_dies", after_s=0.3)["heard"] == {"do": "something"}
+
+
+def test_what_hangs_says_where_and_is_ended_when_its_time_has_passed(stage):
+    seen = death(stage, sleeps_when_ready, left_s=0.3)
+    assert (seen["why"], seen["signal"]) == ("timed out", signal.SIGTERM)
+    assert "most recent call first" in seen["stderr"]
+    assert "in sleeps_when_ready" in seen["stderr"]
+
+
+def test_what_refuses_to_end_is_killed(stage):
+    seen = death(stage, refuses_to_end, left_s=0.3, GRACE_S=0.3)
+    assert (seen["why"], seen["signal"]) == ("timed out", signal.SIGKILL)
+
+
+def test_the_time_of_a_trial_begins_when_its_child_is_ready(stage):
+    assert stage.play(listened, act="answers_late", left_s=0.4)["heard"] == {"do": "something"}
+
+
+def test_one_that_never_gets_ready_ends_with_the_time_of_the_probe(stage):
+    assert death(stage, sleeps, left_s=0.0, over_s=0.3)["why"] == "timed out"
+
+
+def test_before_it_is_ready_one_that_uses_no_processor_is_stuck(stage):
+    assert death(stage, sleeps, may_be_stuck=True, STUCK_S=0.4, LOOK_S=0.1)["why"] == "stuck"
+
+
+def test_in_a_step_it_may_wait_for_longer(stage):
+    quick = {"may_be_stuck": True, "STUCK_S": 0.1, "LOOK_S": 0.1}
+    assert death(stage, sleeps_when_ready, STUCK_IN_STEP_S=0.4, **quick)["why"] == "stuck"
+    assert death(stage, sleeps_when_ready, left_s=0.6, **quick)["why"] == "timed out"
+
+
+def test_where_it_may_wait_for_anything_it_is_not_stuck(stage):
+    assert death(stage, sleeps, over_s=0.6, STUCK_S=0.1, LOOK_S=0.1)["why"] == "timed out"
+
+
+@pytest.mark.parametrize("act", ["computes", "waits_for_a_worker"])
+def test_what_uses_the_processor_is_not_stuck_nor_what_waits_for_that(stage, act):
+    shown = stage.play(listened, act=act, may_be_stuck=True, STUCK_S=0.7, LOOK_S=0.1)
+    assert shown["heard"] == "nothing"
+
+
+def test_what_is_no_message_ends_it(stage):
+    seen = death(stage, babbles)
+    assert seen["why"] == "garbled: the head of a message is none"
+
+
+def test_half_a_message_is_waited_for(stage):
+    assert stage.play(listened, act="stammers")["heard"] == "both halves"
+
+
+def test_half_a_message_and_nothing_more_is_none(stage):
+    assert death(stage, dies_in_the_middle)["code"] == 0
+    assert death(stage, falls_silent, STUCK_S=0.4, LOOK_S=0.1)["why"] == "garbled: a message that does not end"
+
+
+def test_one_that_closes_its_end_is_ended(stage):
+    assert death(stage, hangs_up, GRACE_S=0.3)["signal"] == signal.SIGKILL
+
+
+def test_the_end_of_its_stderr_is_kept_and_all_of_it_passed_on(stage):
+    seen = death(stage, chatters, over_s=0.5)
+    words = seen["stderr"]
+    assert TAIL_BYTES - 1000 < len(words) <= TAIL_BYTES
+    assert "last words" in words
+    assert "first words" not in words
+    assert "first words\na line of a log\n" in stage.said
+
+
+@pytest.mark.parametrize("end", ["death", "timed out"])
+def test_nobody_it_started_outlives_it_and_nobody_else_ends(stage, end):
+    assert stage.play(left_behind, end=end) == [True, True, True]
+
+
+def test_who_holds_its_pipes_open_does_not_hide_its_death(stage):
+    assert death(stage, leaves_its_pipes_to_another)["code"] == 3
+
+
+def test_the_end_of_the_parent_is_no_answer(stage):
+    assert stage.play(parent_ends) == [None, "timed out"]
+
+
+def test_it_dies_with_its_template(stage):
+    assert stage.play(template_is_killed) == [True, True]
+
+
+def test_it_does_not_hide_the_end_of_its_template(stage):
+    assert stage.play(template_hangs_up) == [[], True]
+
+
+@pytest.mark.parametrize(("act", "code"), [("leaves", 3), ("raises", 70), ("dies_in_the_middle", 0)])
+def test_nothing_of_the_templates_is_run_or_written_twice(stage, tmp_path, act, code):
+    assert stage.play(ends_without_cleaning_up, act=act, file=str(tmp_path / "log")) == code
+    assert (tmp_path / "log").read_text() == "said before finally "
