@@ -67,6 +67,10 @@ class UnreliableError(OomProbeError, RuntimeError):
     """A number could be given but would not be the truth."""
 
 
+class NotRunError(UnreliableError):
+    """A step says of itself that it did not run the size it was asked for; adapters to frameworks look."""
+
+
 class SimulationError(UnreliableError):
     """The step needs data, or a kind of tensor, that a simulated card does not have."""
 

@@ -13,7 +13,7 @@ import torch
 
 from oomprobe.compiled import Compiled
 from oomprobe.devices import Device, Simulated, Usage
-from oomprobe.errors import SimulationError, UnreliableError, step_failed
+from oomprobe.errors import NotRunError, SimulationError, UnreliableError, step_failed
 from oomprobe.failure import Failure, failure_of
 from oomprobe.interrupts import Interrupts, TimeUp
 from oomprobe.options import StepFn
@@ -137,7 +137,7 @@ class Trials:
         except TimeUp as up:
             self.interrupts.check_own(up)
             run.verdict = Verdict.TIMED_OUT
-        except SimulationError:
+        except (SimulationError, NotRunError):
             raise
         except StoppedStepping:
             raise UnreliableError(STOPPED_STEPPING.format(calls=MAX_CALLS, size=request.batch_size)) from None
@@ -195,7 +195,7 @@ class Trials:
             if self._expected[name]:
                 self._full_step(step, self._expected[name], request, run)
             return
-        known = {id(optimizer) for optimizer in self._optimizers()}
+        known = {id(optimizer) for optimizer in self._optimizers() if not _wraps_another(optimizer)}
         self._expected[name] = set()  # a failure on the way leaves it to the next trial
         try:
             stepped = self._full_step(step, known or {0}, request, run, learned=False)
@@ -302,6 +302,11 @@ class Trials:
             if len(self._steps) > 1:
                 self._restore_modes()
             self._call(step, request, _Run(), inside)
+
+
+def _wraps_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is another one's shell, such as accelerate's: it has no step of its own, and is never seen to make one."""
+    return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
 
 
 def _trial(request: Request, run: _Run, *, several: bool, timed: bool) -> Trial:

@@ -443,3 +443,26 @@ def test_what_ran_with_more_than_its_cap_did_not_pass_under_it(trial_time_limit_
     result = oomprobe.find_max_batch(model, step, **options)
     assert result.batch_size == 5
     assert any("more than the cap" in (t.error or "") for t in result.trials)
+
+
+def test_an_optimizer_that_wraps_another_is_not_waited_for():
+    """accelerate's is an Optimizer whose step is the inner one's: it is never seen to step itself."""
+
+    class Wrapped(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.optimizer, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+        def step(self, closure=None):
+            self.optimizer.step(closure)
+
+    model = torch.nn.Linear(4, 4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = Wrapped(inner)
+
+    def step(model, batch_size):
+        model(torch.ones(batch_size, 4)).sum().backward()
+        wrapped.step()
+        inner.zero_grad()
+
+    result = oomprobe.find_max_batch(model, step, device="cpu:1GiB", max_batch=2, progress="off", preserve=[inner])
+    assert result.trials[0].steps == 3

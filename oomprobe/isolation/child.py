@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -74,11 +75,21 @@ def serve(wire: Wire, spec: Spec, built: Built | None, threads: int) -> None:
     """Answer until the other end is closed."""
     torch.set_num_threads(threads)
     torch.ones(2**20).add_(1)  # starts the threads; it hangs here where the template had more than one
+    own = os.getpid()
     answers, failure = _built(spec, built)
+    end_copy(own)
     wire.send({"ready": True})
     while not wire.ended:
         for message in wire.read():
-            wire.send(failure if answers is None else _answer(answers, message))
+            answer = failure if answers is None else _answer(answers, message)
+            end_copy(own)
+            wire.send(answer)
+
+
+def end_copy(own: int) -> None:
+    """End here where this is not the process `own` but a copy, made by a target that forked and returned in both."""
+    if os.getpid() != own:
+        os._exit(0)
 
 
 def _built(spec: Spec, built: Built | None) -> tuple[_Answers | None, Message]:

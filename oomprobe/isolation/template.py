@@ -75,8 +75,7 @@ class Template:
             answer: Message = {"built": True}
         except BaseException as error:
             answer = child.told(error, building=spec.target)
-        if os.getpid() != own:  # the target forked, and this is the copy: two would answer
-            os._exit(0)
+        child.end_copy(own)
         return answer
 
     def _pass_on(self, message: dict[str, Any]) -> None:

@@ -160,6 +160,25 @@ def test_on_a_card_an_answer_is_confirmed_in_another_child(confirmed_by):
     assert others == templates
 
 
+def forks_once_in_its_step():
+    def fork_once(batch_size):
+        flag = Path(os.environ["FORKED_ONCE"])
+        if batch_size == 2 and not flag.exists():
+            flag.touch()
+            os.fork()
+
+    return trained(fork_once)
+
+
+def test_a_step_that_forked_has_one_answer_for_its_question(tmp_path, monkeypatch):
+    """With two, the second would be taken for the answer to what is asked next."""
+    monkeypatch.setenv("FORKED_ONCE", str(tmp_path / "forked"))
+    asked = []
+    options = {**on_card, "progress": asked.append}
+    probe_target(forks_once_in_its_step, time_limit_s=60, max_batch=4, **options)
+    assert [trial.batch_size for trial in asked][:3] == [1, 2, 4]
+
+
 def forks_on_card():
     os.fork()
     return trained()
