@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -204,5 +205,5 @@ def _to_length(value: Any, length: int) -> Any:
     if isinstance(value, torch.Tensor):
         return value.repeat(times)[:length]
     if hasattr(value, "ndim"):
-        return value.repeat(times)[:length]
+        return np.resize(value, length)
     return (value * times)[:length]

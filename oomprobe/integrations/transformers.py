@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from oomprobe import probe
-from oomprobe.errors import InvalidArgumentError, NothingFitsError, UnreliableError
+from oomprobe.errors import InvalidArgumentError, NotRunError
 from oomprobe.integrations.framework import framework, refuse_several
+from oomprobe.integrations.lent import LOOP_STEPS, callbacks, lent, shared_state, stateful
 from oomprobe.integrations.longest import Longest, longest_of
-from oomprobe.options import check_size
-from oomprobe.plan import PlanEntry, plan
+from oomprobe.integrations.splits import running_split
+from oomprobe.options import StepFn, check_size
+from oomprobe.plan import PlanEntry
 from oomprobe.result import ProbeResult
-from oomprobe.scope import scope
 
-LOOP_STEPS = 2  # optimizer steps of one call: the second finds what the first left
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs beside the gradients of the first
-PLAN_TRIALS = 4
-# Whatever a training run writes, reports, evaluates or decides by itself.
-QUIET: dict[str, Any] = {
-    "max_steps": LOOP_STEPS,
-    "logging_strategy": "no",
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "eval_on_start": False,
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "report_to": [],
-    "disable_tqdm": True,
-    "auto_find_batch_size": False,
-    "train_sampling_strategy": "sequential",
-    "dataloader_drop_last": False,
-    "dataloader_num_workers": 0,
-    "dataloader_persistent_workers": False,
-    "dataloader_prefetch_factor": None,
-    "skip_memory_metrics": True,
-}
 
 
 def find_max_batch(
@@ -98,17 +77,17 @@ def find_max_batch(
         max_batch = longest.total
     whole = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
     accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
-    with _lent(trainer) as lent:
-        loop = _Loop(lent, longest, evaluated)
-        preserve = (*preserve, *_stateful(trainer))
+    with lent(trainer) as copied:
+        loop = _Loop(copied, longest, evaluated)
+        preserve = (*preserve, *stateful(trainer))
         steps, confirm_steps = math.ceil(steps / LOOP_STEPS), math.ceil(confirm_steps / LOOP_STEPS)
-        common = {"confirm_steps": confirm_steps, "preserve": preserve}
+        common: dict[str, Any] = {"confirm_steps": confirm_steps, "preserve": preserve}
         result = probe.find_max_batch(
             trainer.model, loop.steps(accumulation), max_batch=max_batch, steps=steps, **common, **options
         )
         notes = [*longest.notes, *_notes(trainer, accumulation, longest)]
         if write_back:
-            entry = _planned(trainer.model, loop, result, whole, {**common, **options})
+            entry = running_split(trainer.model, loop.steps, whole, result.batch_size, {**common, **options})
             notes.append(_written(args, entry, whole))
     if write_back and entry is not None:
         _write(trainer, entry)
@@ -148,61 +127,6 @@ def _evaluated(trainer: Any, max_length: int | None, scan_s: float) -> Longest |
     )
 
 
-@scope
-def _lent(trainer: Any) -> Iterator[Any]:
-    """A copy of the Trainer, to be trained in its place; what the two share is put back."""
-    config, shared = getattr(trainer.model, "config", None), trainer.accelerator.gradient_state
-    objects = [one for one in (config, getattr(trainer.model, "generation_config", None)) if one is not None]
-    before = [(one, copy.deepcopy(vars(one))) for one in objects]
-    loaders = _plain(shared)
-    patched = [(one, vars(one).get("step")) for one in _stateful(trainer) if isinstance(one, torch.optim.Optimizer)]
-    try:
-        yield _copied(trainer)
-    finally:
-        for one, attributes in before:
-            vars(one).clear()
-            vars(one).update(attributes)
-        vars(shared).update(loaders)
-        for optimizer, step in patched:  # a scaler that failed in the midst of a step leaves its own there
-            vars(optimizer).pop("step", None)
-            vars(optimizer).update({} if step is None else {"step": step})
-
-
-def _plain(shared: Any) -> dict[str, Any]:
-    """What all accelerators of a process share; a loop that failed leaves its loader in it."""
-    return {name: list(value) if isinstance(value, list) else value for name, value in vars(shared).items()}
-
-
-def _copied(trainer: Any) -> Any:
-    """Its attributes are its own, what they refer to is the Trainer's: but for all that a loop changes in place."""
-    lent = copy.copy(trainer)
-    lent.args = copy.copy(trainer.args)
-    for name, value in QUIET.items():
-        if hasattr(lent.args, name):
-            setattr(lent.args, name, value)
-    lent.args.accelerator_config = copy.deepcopy(trainer.args.accelerator_config)
-    kwargs = getattr(lent.args.accelerator_config, "gradient_accumulation_kwargs", None)
-    if kwargs:  # the Trainer itself put it there, and refuses to find it
-        kwargs.pop("num_steps", None)
-    lent.create_accelerator_and_postprocess()
-    lent.model_init, lent.model_wrapped = None, trainer.model
-    lent.control = type(trainer.control)()
-    lent.callback_handler = copy.copy(trainer.callback_handler)
-    lent.callback_handler.callbacks = [framework_part("trainer_callback").DefaultFlowCallback()]
-    if trainer.compute_metrics is not None:  # predictions are gathered for it as ever, and it does not hear of trials
-        lent.compute_metrics = _no_metrics
-    return lent
-
-
-def framework_part(name: str) -> Any:
-    """A module of transformers."""
-    return framework(f"transformers.{name}", minimum="5.0", extra="transformers")
-
-
-def _no_metrics(*_: object, **__: object) -> dict[str, float]:
-    return {}
-
-
 class _Loop:
     """The Trainer's own loop, as a step.
 
@@ -217,7 +141,7 @@ class _Loop:
         self._collate, self._collated = trainer.data_collator, [0]
         trainer.data_collator = self._counted
 
-    def steps(self, accumulation: int) -> dict[str, Callable[[torch.nn.Module, int], object]]:
+    def steps(self, accumulation: int) -> dict[str, StepFn]:
         """The step, and the evaluation where there is one, by name."""
 
         def train(model: torch.nn.Module, batch_size: int) -> None:
@@ -228,7 +152,8 @@ class _Loop:
             size = self._trainer.args.per_device_eval_batch_size
             self._run(size, lambda: self._trainer.evaluate(self._evaluated.batches(size, LOOP_STEPS)))  # type: ignore[union-attr]
 
-        return {"train": train} | ({} if self._evaluated is None else {"eval": evaluate})
+        steps: dict[str, StepFn] = {"train": train}
+        return steps if self._evaluated is None else {**steps, "eval": evaluate}
 
     def _train(self, batch_size: int, accumulation: int) -> None:
         trainer = self._trainer
@@ -238,14 +163,14 @@ class _Loop:
         trainer.train_dataset = self._longest.batches(batch_size, accumulation * LOOP_STEPS)
         self._run(batch_size, trainer.train)
         if trainer.state.global_step != LOOP_STEPS:
-            raise UnreliableError(
+            raise NotRunError(
                 f"the Trainer's loop made {trainer.state.global_step} optimizer steps where {LOOP_STEPS} were asked for, so "
                 f"batch {batch_size} was not really run. Something of the Trainer's own ends it early"
             )
 
     def _run(self, batch_size: int, loop: Callable[[], object]) -> None:
         shared = self._trainer.accelerator.gradient_state
-        self._collated, loaders = [], _plain(shared)
+        self._collated, loaders = [], shared_state(shared)
         try:
             loop()
         finally:
@@ -254,7 +179,7 @@ class _Loop:
             if noise is not None:  # a loop that failed leaves its hook, and the next would add another
                 noise.remove()
         if set(self._collated) != {batch_size}:
-            raise UnreliableError(
+            raise NotRunError(
                 f"batches of {sorted(set(self._collated)) or 'no'} examples were collated where {batch_size} were asked for, "
                 "so that size was not really run. The Trainer's get_train_dataloader or get_eval_dataloader makes batches of "
                 "its own: use data_collator and _train_batch_size there, as the Trainer's own does"
@@ -265,36 +190,7 @@ class _Loop:
         return self._collate(examples)
 
 
-def _stateful(trainer: Any) -> list[Any]:
-    """The optimizer and the scheduler it was given, or trained with before."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
-    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
-    return [one for one in (optimizer, scheduler) if one is not None]
-
-
 # --- writing back ---
-
-
-def _planned(model: Any, loop: _Loop, result: ProbeResult, whole: int, options: dict[str, Any]) -> PlanEntry | None:
-    """The split of the global batch with the fewest accumulation steps that runs; None where none was found."""
-    known = {"device", "memory_fraction", "confirm_steps", "preserve", "time_limit_s", "progress"}
-    of_check = {name: value for name, value in options.items() if name in known}
-    largest = result.batch_size
-    for _ in range(PLAN_TRIALS):
-        sizes = {"min_micro_batch": options.get("min_batch", 1), "multiple_of": options.get("multiple_of", 1)}
-        entries = (
-            plan(whole, world_size=1, max_micro_batch=largest, **sizes) if largest >= sizes["min_micro_batch"] else ()
-        )
-        entry = next((one for one in entries if one.exact), None)
-        if entry is None:
-            return None
-        try:
-            probe.check(model, loop.steps(entry.accumulation_steps), entry.micro_batch, **of_check)
-        except NothingFitsError:
-            largest = entry.micro_batch - 1
-        else:
-            return replace(entry, ran=True)
-    return None
 
 
 def _write(trainer: Any, entry: PlanEntry) -> None:
@@ -328,10 +224,10 @@ def _notes(trainer: Any, accumulation: int, longest: Longest) -> list[str]:
 
 
 def _not_covered(trainer: Any, evaluated: Longest | None) -> list[str]:
-    default = framework_part("trainer_callback")
-    known = (default.DefaultFlowCallback, default.ProgressCallback, default.PrinterCallback)
-    callbacks = [type(one).__name__ for one in trainer.callback_handler.callbacks if not isinstance(one, known)]
-    told = [f"callbacks of the Trainer, which were not called: {', '.join(callbacks)}"] if callbacks else []
+    own = callbacks()
+    known = (own.DefaultFlowCallback, own.ProgressCallback, own.PrinterCallback)
+    others = [type(one).__name__ for one in trainer.callback_handler.callbacks if not isinstance(one, known)]
+    told = [f"callbacks of the Trainer, which were not called: {', '.join(others)}"] if others else []
     if trainer.args.dataloader_num_workers:
         told.append("workers of data loaders: batches were made in this process")
     if evaluated is not None and trainer.compute_metrics is not None and trainer.args.eval_accumulation_steps is None:

@@ -154,18 +154,20 @@ def test_optimizers_that_were_given_are_given_back(trainer):
 
 
 def test_a_trainer_that_has_trained_goes_on_as_it_would_have(trainer):
-    plain, probed = trainer(), trainer()
-    trained(plain)
-    trained(probed)
-    find(probed, write_back=False)
-    assert same(trained(probed), trained(plain))
+    results = []
+    for is_probed in (False, True):
+        one = trainer()
+        trained(one)
+        if is_probed:
+            find(one, write_back=False)
+        torch.manual_seed(7)
+        results.append(trained(one))
+    assert same(*results)
 
 
 def test_with_model_init_the_model_that_is_there_is_probed(trainer):
     def made():
-        return trainer(
-            kind=lambda model, **rest: transformers.Trainer(model_init=language_model, **rest), model=language_model()
-        )
+        return trainer(kind=lambda model, **rest: transformers.Trainer(model_init=lambda: language_model(), **rest))
 
     expected, probed = trained(made()), made()
     model = probed.model
@@ -234,10 +236,11 @@ def test_the_global_batch_stays(trainer, args, limit, written):
     probed.training_step = seen
     result = find(probed, max_batch=limit)
     assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == written
-    assert probed.get_train_dataloader().batch_size == written[0] if hasattr(probed, "x") else True
     assert next(iter(probed.get_train_dataloader()))["input_ids"].shape[0] == written[0]
     assert written[0] in ran
-    assert any(f"per_device_train_batch_size={written[0]}, gradient_accumulation_steps={written[1]}" in n for n in result.notes)
+    assert any(
+        f"per_device_train_batch_size={written[0]}, gradient_accumulation_steps={written[1]}" in n for n in result.notes
+    )
 
 
 def test_a_global_batch_may_be_asked_for(trainer):
@@ -250,7 +253,7 @@ def test_a_global_batch_may_be_asked_for(trainer):
 
 
 class Hungry(torch.nn.Module):
-    """Takes 8 MiB for each example, in the forward pass alone."""
+    """Takes 32 MiB for each example: the ones, their product with the weight, and the gradient of each."""
 
     def __init__(self):
         super().__init__()
@@ -264,12 +267,11 @@ class Hungry(torch.nn.Module):
 
 @pytest.mark.slow
 def test_the_limit_is_a_real_one(trainer):
-    """At the answer it runs, above the limit it fails: each by its own process's real memory."""
     probed = trainer(model=Hungry(), dataset=Sentences(200))
     result = find(probed, device="cpu:512MiB", max_batch=None, write_back=False)
     assert result.limited_by == "memory"
-    assert 15 <= result.batch_size <= 60
-    assert result.first_failing_batch_size > result.batch_size
+    assert result.batch_size in (13, 14)  # 90 % of 512 MiB are 14.4 of them
+    assert result.first_failing_batch_size in (15, 16, 17)
 
 
 def test_nothing_fits_is_an_error_and_nothing_is_written(trainer):
@@ -343,7 +345,7 @@ def test_streams_are_asked_for_their_longest(trainer):
 
 
 def test_what_is_no_trainer_or_has_no_data(trainer):
-    with pytest.raises(oomprobe.InvalidArgumentError, match="must be a transformers.Trainer, not Linear"):
+    with pytest.raises(oomprobe.InvalidArgumentError, match=r"must be a transformers\.Trainer, not Linear"):
         find(torch.nn.Linear(1, 1))
     with pytest.raises(oomprobe.InvalidArgumentError, match="no train_dataset"):
         find(trainer(given={"train_dataset": None}))

@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomprobe import InvalidArgumentError
+from oomprobe.integrations.longest import elements, longest_of, stretched
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 40), st.integers(1, 3))
+def test_each_batch_has_the_longest_there_are(lengths, batch_size, count):
+    data = [{"x": list(range(length))} for length in lengths]
+    batches = longest_of(data).batches(batch_size, count)
+    assert len(batches) == batch_size * count
+    for start in range(0, len(batches), batch_size):
+        got = sorted(len(batches[start + i]["x"]) for i in range(batch_size))
+        if batch_size <= len(lengths):
+            assert got == sorted(lengths)[-batch_size:]
+        else:
+            assert set(got) == set(lengths)
+
+
+def test_the_longest_of_each_field_comes_first():
+    """A batch is padded to the longest of each field, whichever example has it."""
+    data = [
+        {"a": [0] * 5, "b": [0] * 5},
+        {"a": [0] * 9, "b": [0]},
+        {"a": [0], "b": [0] * 8},
+        {"a": [0] * 6, "b": [0] * 5},
+    ]
+    assert set(longest_of(data).order[:2]) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        (torch.zeros(2, 3), 6),
+        (np.zeros((4, 5)), 20),
+        ([1, 2, 3], 3),
+        ([[1], [2, 3]], 3),
+        ({"a": [1, 2], "b": 1}, 3),
+        ("some text", 9),
+        (None, 1),
+        ([], 0),
+    ],
+)
+def test_elements(value, count):
+    assert elements(value) == count
+
+
+def test_a_text_beside_numbers_does_not_count():
+    data = [{"ids": [1], "text": "x" * 99}, {"ids": [1, 2, 3], "text": "x"}]
+    assert longest_of(data).order[0] == 1
+    assert longest_of(["a", "abc", "ab"]).order == (1, 2, 0)
+
+
+def test_what_could_not_be_looked_at_is_told():
+    ticks = iter(range(100))
+    found = longest_of([[1]] * 50, scan_s=5, clock=lambda: next(ticks))
+    assert len(found.order) < 50
+    assert "of the 50 examples were looked at in 5 s" in found.notes[0]
+    assert longest_of([[1]] * 50).notes == ()
+
+
+@pytest.mark.parametrize(
+    "ids", [[1, 2, 3], (1, 2, 3), torch.tensor([1, 2, 3]), np.array([1, 2, 3])], ids=lambda x: type(x).__name__
+)
+@pytest.mark.parametrize("length", [2, 3, 8])
+def test_sequences_are_stretched_and_the_rest_stays(ids, length):
+    one = stretched({"input_ids": ids, "label": 1}, length)
+    assert type(one["input_ids"]) is type(ids)
+    assert [int(i) for i in one["input_ids"]] == ([1, 2, 3] * 3)[:length]
+    assert one["label"] == 1
+
+
+@pytest.mark.parametrize("example", [{"image": torch.zeros(3, 4)}, [1, 2], {"label": 3}])
+def test_what_has_no_sequence_cannot_be_stretched(example):
+    with pytest.raises(InvalidArgumentError, match="max_length=8 cannot be made"):
+        longest_of([example], max_length=8)
+
+
+def stream(*examples):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(examples)
+
+    return Stream()
+
+
+def test_streams():
+    assert longest_of(stream(*[torch.zeros(3)] * 40)).total is None
+    assert "stand for all" in longest_of(stream(*[torch.zeros(3)] * 40)).notes[0]
+    with pytest.raises(InvalidArgumentError, match="differ in theirs"):
+        longest_of(stream({"x": [1]}, {"x": [1, 2]}))
+    assert longest_of(stream({"x": [1]}, {"x": [1, 2]}), max_length=3).examples == [{"x": [1, 2, 1]}]
+    for empty in (stream(), []):
+        with pytest.raises(InvalidArgumentError, match="no example"):
+            longest_of(empty)
