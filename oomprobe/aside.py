@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
+from oomprobe.anatomy import Anatomy, AnatomyCounter
 from oomprobe.clock import Clock
 from oomprobe.devices import Device
 from oomprobe.interrupts import TimeUp
@@ -73,6 +74,19 @@ class Aside:
                     self._call(size, counter := WorkCounter())
                 return counter.work
             except Exception:
+                return None
+
+    def anatomy_at(self, size: int) -> Anatomy | None:
+        """What rules of thumb count; None where that is not known. Compiled code would be compiled again for the hooks."""
+        if self._trials.compiled.graphs:
+            return None
+        with self._in_time(size):
+            try:
+                with self._device.cap(None):
+                    self._call(size, counter := AnatomyCounter(self._trials.model, size))
+                return counter.anatomy
+            except Exception:  # no answer hangs on it
+                self._drop_gradients()
                 return None
 
     def _call(self, size: int, inside: AbstractContextManager[object] | None = None) -> None:

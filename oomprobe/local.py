@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from oomprobe.anatomy import Anatomy
 from oomprobe.aside import Aside
 from oomprobe.clock import Clock
 from oomprobe.devices import Device, asked_bytes
@@ -118,6 +119,9 @@ class LocalRunner:
 
     def work_at(self, batch_size: int) -> Work | None:
         return self._aside.work_at(batch_size)
+
+    def anatomy_at(self, batch_size: int) -> Anatomy | None:
+        return self._aside.anatomy_at(batch_size)
 
     def renew(self) -> None:
         """This process is the only one."""

@@ -123,6 +123,7 @@ def search_on(bench: Workbench) -> search.Found:
     if found.batch_size is None:
         raise summary.nothing_fits(bench)
     run_plan(bench, found.batch_size)
+    bench.count_anatomy()
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from oomprobe.anatomy import Anatomy
 from oomprobe.result import Trial
 from oomprobe.trial import Request
 from oomprobe.work import Work
@@ -113,6 +114,10 @@ class Runner(Protocol):
 
     def work_at(self, batch_size: int) -> Work | None:
         """The work of one call of each step; None where that size does not run."""
+        ...
+
+    def anatomy_at(self, batch_size: int) -> Anatomy | None:
+        """What rules of thumb count, in one call of each step; None where that does not run or calls no module."""
         ...
 
     def renew(self) -> None:

@@ -14,6 +14,7 @@ import torch
 import oomprobe
 from oomprobe.devices import Simulated
 from oomprobe.errors import NothingFitsError
+from oomprobe.estimates import estimates
 from oomprobe.fit import LinearFit, fit_line
 from oomprobe.result import ProbeResult, Trial
 from oomprobe.search import Found
@@ -56,7 +57,7 @@ def result(bench: Workbench, found: Found) -> ProbeResult:
         contaminated=bench.neighbours.contaminated,
         state_verified=bench.state_verified,
         environment=environment(bench),
-        estimates={"straight line through the peaks": fit.predicted_max_batch} if fit else {},
+        estimates=_estimates(bench),
         options=asdict(bench.options),
         elapsed_s=bench.elapsed_s,
         in_steps_s=bench.in_steps_s,
@@ -121,12 +122,23 @@ def _last(trials: Iterable[Trial], batch_size: int, *, passed: bool) -> Trial:
 
 
 def _fit(bench: Workbench) -> LinearFit | None:
-    points = [
+    return fit_line(_points(bench), bench.budget_bytes)
+
+
+def _points(bench: Workbench) -> list[tuple[int, int]]:
+    return [
         (t.batch_size, t.peak_allocated_bytes)
         for t in bench.trials
         if t.passed and t.peak_allocated_bytes is not None and t.accumulation_steps == 1
     ]
-    return fit_line(points, bench.budget_bytes)
+
+
+def _estimates(bench: Workbench) -> dict[str, float | None]:
+    if bench.anatomy is None and _fit(bench) is None:
+        return {}
+    return estimates(
+        bench.anatomy, _points(bench), available_bytes=bench.available_bytes, budget_bytes=bench.budget_bytes
+    )
 
 
 def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:

@@ -109,7 +109,7 @@ class Trials:
         watch: OptimizerWatch,
         interrupts: Interrupts,
     ) -> None:
-        self._device, self._model, self._steps = device, model, steps
+        self._device, self.model, self._steps = device, model, steps
         self._optimizers, self._watch, self.interrupts = optimizers, watch, interrupts
         self._restore_modes = restore_modes
         if isinstance(device, Simulated):
@@ -230,7 +230,7 @@ class Trials:
         return stepped >= there or (bool(stepped - wanted) and len(stepped) >= len(wanted))
 
     def _accumulate(self, step: StepFn, request: Request, run: _Run) -> None:
-        with held_back(self._optimizers(), self._model):
+        with held_back(self._optimizers(), self.model):
             for _ in range(request.accumulation_steps - 1):
                 self._call(step, request, run)
         self._call(step, request, run)
@@ -254,7 +254,7 @@ class Trials:
         allowed = self.interrupts.allowed(request.deadline_s, polled=isinstance(self._device, Simulated))
         try:
             with self._device.session(), inside or nullcontext(), allowed:
-                step(self._model, request.batch_size)
+                step(self.model, request.batch_size)
                 self._device.synchronize()
         finally:
             duration = time.perf_counter() - started

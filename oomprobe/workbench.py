@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
+from oomprobe.anatomy import Anatomy
 from oomprobe.clock import Clock
 from oomprobe.devices import Simulated, nvml
-from oomprobe.errors import DeviceLostError, StepFailedError, UnreliableError, process_died
+from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, UnreliableError, process_died
 from oomprobe.idle import refuse_idle
 from oomprobe.neighbours import Neighbours
 from oomprobe.options import Options
@@ -53,6 +55,7 @@ class Workbench:
         self.device, self.notes = runner.place, runner.notes
         self.available_bytes = self.budget_bytes = 0
         self.state_verified = False
+        self.anatomy: Anatomy | None = None
         self.neighbours = Neighbours(self.device.total_bytes, self.tenants, sleep=sleep)
         self._reporter, self._clock, self._record = reporter, clock, record
         self._rehearsals = Rehearsals(self.device, single=len(runner.step_names) == 1)
@@ -122,6 +125,12 @@ class Workbench:
         if phase is not Phase.GROW and any(trial.replayed for trial in self.trials):
             raise ContradictedError
         self.stop_rehearsing()
+
+    def count_anatomy(self) -> None:
+        """What rules of thumb need to know, where there is an answer: nothing that goes wrong here takes it away."""
+        sizes = [trial.batch_size for trial in self.trials if trial.passed]
+        with suppress(OomProbeError):
+            self.anatomy = self.runner.anatomy_at(min(sizes))
 
     def enough(self, good: int, bad: int) -> bool:
         """Whether the bracket is narrow enough, or only time for the confirmation is left."""

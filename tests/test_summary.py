@@ -40,6 +40,7 @@ def bench(*trials, on_host=True, step_names=("step",), **options):
         neighbours=types.SimpleNamespace(contaminated=False, held_bytes=[]),
         step_names=list(step_names),
         state_verified=True,
+        anatomy=None,
         elapsed_s=1.0,
         in_steps_s=0.5,
     )

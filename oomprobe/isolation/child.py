@@ -126,6 +126,7 @@ class _Answers:
             "measure": self._measure,
             "trial": self._trial,
             "work": self._work,
+            "anatomy": self._anatomy,
         }
         return does[message.pop("do")](**message)
 
@@ -198,6 +199,11 @@ class _Answers:
         runner = self._reused(None)
         work = runner.work_at(size)
         return {"work": None if work is None else asdict(work), **self._said(runner)}
+
+    def _anatomy(self, size: int) -> Message:
+        runner = self._reused(None)
+        anatomy = runner.anatomy_at(size)
+        return {"anatomy": None if anatomy is None else asdict(anatomy), **self._said(runner)}
 
     def _said(self, runner: LocalRunner) -> Message:
         return {

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from oomprobe import errors
+from oomprobe.anatomy import Anatomy
 from oomprobe.clock import Clock
 from oomprobe.devices.forked import Growth
 from oomprobe.interrupts import Interrupts
@@ -132,6 +133,10 @@ class RemoteRunner:
     def work_at(self, batch_size: int) -> Work | None:
         answer = self._told({"do": "work", "size": batch_size}, limited=True)
         return Work(**answer["work"]) if answer.get("work") else None  # what fails here will fail in a trial
+
+    def anatomy_at(self, batch_size: int) -> Anatomy | None:
+        answer = self._told({"do": "anatomy", "size": batch_size}, limited=True)
+        return Anatomy(**answer["anatomy"]) if answer.get("anatomy") else None
 
     def renew(self) -> None:
         """For a second opinion: on host memory a child forked from another template, with another layout of its memory."""

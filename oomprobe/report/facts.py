@@ -91,8 +91,13 @@ def _throughput(result: ProbeResult) -> list[str]:
 def _estimates(result: ProbeResult) -> list[str]:
     if not result.estimates:
         return []
-    numbers = {n: f"{v:.6g}" for n, v in result.estimates.items() if isinstance(v, int | float)}
-    return [", ".join(f"{name}: {numbers.get(name, '-')}" for name in result.estimates) + " (never used)"]
+    told = [f"what rules of thumb would have answered, never used; {result.batch_size} was measured:"]
+    for name, size in result.estimates.items():
+        if isinstance(size, int | float):
+            told.append(f"{name}: {size:.6g} ({size / result.batch_size:.3g} times the answer)")
+        else:
+            told.append(f"{name}: -")
+    return told
 
 
 def _plan(result: ProbeResult) -> list[str]:
