@@ -6,6 +6,7 @@ import importlib
 import re
 from typing import Any
 
+from oomprobe.devices import Simulated
 from oomprobe.errors import InvalidArgumentError, OomProbeError
 
 
@@ -67,6 +68,11 @@ def refuse_several(what: str, ranks: int) -> None:
             "Ranks are not supported yet: probe with one device, and keep room for what the strategy adds (DDP: buckets as "
             "large as the gradients), by a smaller memory_fraction"
         )
+
+
+def is_simulated(device: object) -> bool:
+    """Whether a `device` argument names a card that is not there."""
+    return isinstance(device, Simulated) or (isinstance(device, str) and device.startswith("sim:"))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -34,11 +34,12 @@ QUIET: dict[str, Any] = {
 
 
 @scope
-def lent(trainer: Any) -> Iterator[Any]:
+def lent(trainer: Any, *, simulated: bool) -> Iterator[Any]:
     """A copy of the Trainer; what the two share is put back.
 
     Args:
         trainer: A `transformers.Trainer`, set up.
+        simulated: Whether it is to train on a card that is not there.
     """
     config, shared = getattr(trainer.model, "config", None), trainer.accelerator.gradient_state
     objects = [one for one in (config, getattr(trainer.model, "generation_config", None)) if one is not None]
@@ -46,7 +47,7 @@ def lent(trainer: Any) -> Iterator[Any]:
     loaders = shared_state(shared)
     patched = [(one, vars(one).get("step")) for one in stateful(trainer) if isinstance(one, torch.optim.Optimizer)]
     try:
-        yield _copied(trainer)
+        yield _copied(trainer, simulated)
     finally:
         for one, attributes in before:
             vars(one).clear()
@@ -62,13 +63,15 @@ def shared_state(shared: Any) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, list) else value for name, value in vars(shared).items()}
 
 
-def _copied(trainer: Any) -> Any:
+def _copied(trainer: Any, simulated: bool) -> Any:
     """Its attributes are its own, what they refer to is the Trainer's: but for all that a loop changes in place."""
     lent = copy.copy(trainer)
     lent.args = copy.copy(trainer.args)
     for name, value in QUIET.items():
         if hasattr(lent.args, name):
             setattr(lent.args, name, value)
+    if simulated:
+        vars(lent.args)["_setup_devices"] = torch.device("cuda", 0)  # where args.device looks, once it has been asked
     lent.args.accelerator_config = copy.deepcopy(trainer.args.accelerator_config)
     kwargs = getattr(lent.args.accelerator_config, "gradient_accumulation_kwargs", None)
     if kwargs:  # the Trainer itself put it there, and refuses to find it

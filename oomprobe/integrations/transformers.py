@@ -11,7 +11,7 @@ import torch
 
 from oomprobe import probe
 from oomprobe.errors import InvalidArgumentError, NotRunError
-from oomprobe.integrations.framework import framework, refuse_several
+from oomprobe.integrations.framework import framework, is_simulated, refuse_several
 from oomprobe.integrations.lent import LOOP_STEPS, callbacks, lent, shared_state, stateful
 from oomprobe.integrations.longest import Longest, longest_of
 from oomprobe.integrations.splits import running_split
@@ -77,7 +77,7 @@ def find_max_batch(
         max_batch = longest.total
     whole = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
     accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
-    with lent(trainer) as copied:
+    with lent(trainer, simulated=is_simulated(options.get("device"))) as copied:
         loop = _Loop(copied, longest, evaluated)
         preserve = (*preserve, *stateful(trainer))
         steps, confirm_steps = math.ceil(steps / LOOP_STEPS), math.ceil(confirm_steps / LOOP_STEPS)

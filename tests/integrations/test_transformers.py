@@ -281,6 +281,23 @@ def test_nothing_fits_is_an_error_and_nothing_is_written(trainer):
     assert probed.args.per_device_train_batch_size == 64
 
 
+def test_a_card_that_is_not_there(trainer):
+    result = find(
+        trainer(dataset=Sentences(100)), device="sim:300MiB", max_length=200, max_batch=None, write_back=False
+    )
+    assert result.device.startswith("simulated GPU")
+    assert result.limited_by == "max_batch" or 20 < result.batch_size < 200
+    assert result.state_verified
+
+
+def test_half_precision_takes_less_of_a_card(trainer):
+    peaks = [
+        find(trainer(**args), device="sim:1GiB", max_length=200, write_back=False).trials[-1].peak_allocated_bytes
+        for args in ({}, {"bf16": True})
+    ]
+    assert 0.5 < peaks[1] / peaks[0] < 0.95
+
+
 # --- lies ---
 
 
