@@ -19,6 +19,7 @@ from oomprobe.errors import (
     NoDeviceError,
     NothingFitsError,
     OomProbeError,
+    SimulationError,
 )
 from oomprobe.integrations.framework import FrameworkError
 from oomprobe.integrations.ultralytics.probing import find_max_batch, line_in_words
@@ -72,6 +73,7 @@ def autobatch(
         InvalidArgumentError: an argument is wrong.
         NoDeviceError: the device is not here.
         DeviceLostError: a sticky error of the device; no training in this process would run.
+        SimulationError: a simulated card cannot run the loss of this model.
     """
     return _auto(model, imgsz, fraction, batch_size, max_num_obj, dataset_size, device=device)
 
@@ -156,7 +158,7 @@ def _answer(model: torch.nn.Module, default: int, device: Any, **options: Any) -
         result = find_max_batch(model, device=device, **options)
     except NothingFitsError as error:
         raise NoBatchSizeError(str(error), trials=error.trials) from error
-    except (InvalidArgumentError, NoDeviceError, DeviceLostError, FrameworkError):
+    except (InvalidArgumentError, NoDeviceError, DeviceLostError, SimulationError, FrameworkError):
         raise
     except OomProbeError as error:
         logger.warning(

@@ -13,6 +13,7 @@ import oomprobe
 from oomprobe.devices import choose_device
 from oomprobe.integrations.ultralytics.training import part, prepare
 from oomprobe.result import Phase, ProbeResult, Trial
+from oomprobe.state import preserved
 
 LINE_SIZES = (1, 2, 4, 8, 16)  # what Ultralytics profiles on a card of less than 16 GiB
 LINE_CEILING = 1024  # and the most that it answers
@@ -62,6 +63,8 @@ def find_max_batch(
     chosen = choose_device(device, model)
     training = prepare(model, chosen, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size)
     options = {**_limits(model, imgsz, dataset_size), **options}
+    # The model itself is the second copy that the trainer keeps in memory, for its average of the weights.
+    options["preserve"] = [model, *preserved(options.get("preserve", ()))]
     notes = list(training.notes)
     if dataset_size > 0:
         options["max_batch"] = min(options.get("max_batch") or dataset_size, dataset_size)

@@ -45,7 +45,7 @@ class Training:
     """What a probe runs.
 
     Attributes:
-        model: A copy: the one that was given stands for the average that the trainer keeps, and is never written to.
+        model: A copy of the one that was given.
         step: One full step.
         notes: What is particular about it.
     """
@@ -96,7 +96,6 @@ def prepare(
         batches,
         optimizer,
         scaler,
-        average=model,
         casts=precision.casts,
         selecting=AsManyAsCan(selections) if simulated else nullcontext(),
         compiled=bool(getattr(plain.args, "compile", False)),
@@ -110,7 +109,6 @@ def _step(
     optimizer: torch.optim.Optimizer,
     scaler: Any,
     *,
-    average: torch.nn.Module,
     casts: Callable[[], AbstractContextManager[Any]],
     selecting: AbstractContextManager[Any],
     compiled: bool,
@@ -125,7 +123,7 @@ def _step(
         total: torch.Tensor = loss[0].sum()
         return total
 
-    def step(model: torch.nn.Module, batch_size: int) -> object:
+    def step(model: torch.nn.Module, batch_size: int) -> None:
         scaler.scale(forward(model, batch_size)).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=CLIPPED_NORM)
@@ -133,7 +131,6 @@ def _step(
         scaler.update()
         # Kept rather than freed: while the trainer accumulates, they are there during the next forward pass.
         optimizer.zero_grad(set_to_none=False)
-        return average
 
     return step
 
