@@ -16,6 +16,7 @@ from oomprobe.result import Phase, ProbeResult, Trial
 from oomprobe.state import preserved
 
 LINE_SIZES = (1, 2, 4, 8, 16)  # what Ultralytics profiles on a card of less than 16 GiB
+LINE = "Ultralytics' line"
 LINE_CEILING = 1024  # and the most that it answers
 NOT_COVERED = (
     "validation during training: batches twice as large (but for obb, semantic and depth), without gradients",
@@ -99,7 +100,7 @@ def line(result: ProbeResult, dataset_size: int) -> dict[str, float | None]:
     """
     grown = [t for t in result.trials if t.phase is Phase.GROW and t.batch_size in LINE_SIZES]
     points = [(t.batch_size, peak) for t in grown if t.passed and (peak := _peak(t)) is not None]
-    name = "Ultralytics' line through " + ", ".join(str(size) for size, _ in points)
+    name = f"{LINE} through {', '.join(str(size) for size, _ in points)}" if points else LINE
     if len(points) < 2:
         return {name: None}
     sizes = [size for size, _ in points]
@@ -122,6 +123,6 @@ def _peak(trial: Trial) -> int | None:
 def line_in_words(estimates: Sequence[tuple[str, float | None]]) -> str:
     """The line's entry among others, for a log."""
     for name, answer in estimates:
-        if name.startswith("Ultralytics' line"):
+        if name.startswith(LINE):
             return f"{name}: {'nothing' if answer is None else int(answer)} (not used)"
     return ""
