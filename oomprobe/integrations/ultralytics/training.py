@@ -90,7 +90,7 @@ def prepare(
         for criterion in criteria(plain.criterion):
             selections.impose_on(criterion.assigner)
         optimizer = _optimizer(trained, plain, dataset_size)
-        precision = _Precision.of(amp, kind)
+        precision = Precision.of(amp, kind)
         scaler = torch.amp.GradScaler(kind, enabled=precision.scaled)
     step = _step(
         batches,
@@ -136,14 +136,14 @@ def _step(
 
 
 @dataclass(frozen=True, slots=True)
-class _Precision:
+class Precision:
     """What the trainer makes of ``amp``."""
 
     kind: str
     dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, amp: bool | torch.dtype, kind: str) -> _Precision:
+    def of(cls, amp: bool | torch.dtype, kind: str) -> Precision:
         if not amp or kind in ("cpu", "mps"):  # there the trainer switches it off
             return cls(kind, None)
         return cls(kind, amp if isinstance(amp, torch.dtype) else torch.float16)
@@ -209,7 +209,7 @@ def _check_simulation(task: str, criterion: Any) -> None:
         raise SimulationError(UNKNOWN_HERE.format(what=type(criterion).__name__))
 
 
-def _notes(batches: Batches, optimizer: torch.optim.Optimizer, precision: _Precision, unfrozen: bool) -> Iterator[str]:
+def _notes(batches: Batches, optimizer: torch.optim.Optimizer, precision: Precision, unfrozen: bool) -> Iterator[str]:
     cast = "no autocast" if precision.dtype is None else f"autocast to {str(precision.dtype).removeprefix('torch.')}"
     yield (
         f"Ultralytics' loss for {batches.task} at imgsz {batches.imgsz}, {type(optimizer).__name__}, {cast}, and the second "
