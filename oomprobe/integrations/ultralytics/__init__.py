@@ -12,7 +12,7 @@ Example, which trains with the largest batch whose step runs in 60 % of the free
         YOLO("yolo11n.yaml").train(data="coco8.yaml", batch=-1)
 """
 
-from oomprobe.integrations.ultralytics.autobatch import (
+from oomprobe.integrations.ultralytics.drop_ins import (
     Installed,
     NoBatchSizeError,
     autobatch,
