@@ -129,9 +129,10 @@ def test_importing_it_imports_no_framework():
 
 
 def test_the_answer_ran_and_the_next_size_did_not_fit(built):
-    result = find_max_batch(built("yolo11n-cls"), **SMALL, **ONCE, device="sim:192MiB", memory_fraction=0.85)
+    asked = {**SMALL, **ONCE, "device": "sim:160MiB", "memory_fraction": 1.0}
+    result = find_max_batch(built("yolo11n-cls"), **asked)
     answer = result.batch_size
-    run = [t for t in result.trials if not t.replayed and t.cap_bytes == result.budget_bytes]
+    run = [t for t in result.trials if not t.replayed]
     assert answer in {t.batch_size for t in run if t.passed}
     assert answer + 1 in {t.batch_size for t in run if not t.passed}
     assert 4 < answer < 64
@@ -151,16 +152,12 @@ def test_models_of_every_task_run_on_host_memory(built, name):
     assert_same(model, before)
 
 
+SLOWER = [("yolo11n-seg", 96), ("yolo11n-pose", 96), ("yolo11n-obb", 96), ("yolo11n-cls", 128), ("yolo26n-pose", 64)]
+
+
 @pytest.mark.parametrize(
     ("name", "imgsz"),
-    [
-        ("yolo11n", 160),
-        ("yolo11n-seg", 96),
-        ("yolo11n-pose", 96),
-        ("yolo11n-obb", 96),
-        ("yolo11n-cls", 128),
-        ("yolo26n-pose", 64),
-    ],
+    [("yolo11n", 160), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOWER)],
 )
 def test_on_a_simulated_card_a_sample_takes_about_what_it_takes_in_host_memory(built, name, imgsz):
     """In 32 bits, and at sizes where a sample is more than the noise of the host's allocator."""
@@ -178,7 +175,7 @@ def test_a_loss_that_a_simulated_card_cannot_bound_is_refused(built, name):
     with pytest.raises(
         oomprobe.errors.SimulationError, match=r"cannot run this loss.*on host memory with device='cpu:8GiB'"
     ):
-        find_max_batch(built(name), device="sim:RTX-3090", **SMALL)
+        find_max_batch(built(name), **{**HOST, "device": "sim:RTX-3090", "max_batch": 1})
     with pytest.raises(oomprobe.errors.SimulationError):  # and never a default, where the device was asked for
         autobatch(built(name), 64, device="sim:RTX-3090")
 
@@ -187,7 +184,7 @@ def test_a_mask_for_each_object_is_refused_on_a_simulated_card(built):
     model = built("yolo11n-seg")
     model.args = {**model.args, "overlap_mask": False}
     with pytest.raises(oomprobe.errors.SimulationError, match="v8SegmentationLoss"):
-        find_max_batch(model, device="sim:RTX-3090", **SMALL)
+        find_max_batch(model, **{**HOST, "device": "sim:RTX-3090", "max_batch": 1})
     assert find_max_batch(model, **{**HOST, "max_batch": 2}).batch_size == 2
 
 
@@ -289,6 +286,7 @@ def test_the_average_of_the_trainer_is_in_the_peak(nano):
     assert ours - alone == pytest.approx(one_copy, rel=0.1)
 
 
+@pytest.mark.slow
 def test_mixed_precision_halves_what_a_sample_takes_on_a_card(nano):
     asked = {**SMALL, **ONCE, "imgsz": 192, "device": "sim:RTX-3090", "min_batch": 8, "max_batch": 8}
     full, half = (find_max_batch(nano, amp=amp, **asked) for amp in (False, True))
