@@ -1,0 +1,236 @@
+"""One step as Ultralytics' trainer takes it: its loss, optimizer, scaler, clipping, and the second copy of the model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from oomprobe.devices import Device, Simulated
+from oomprobe.errors import SimulationError
+from oomprobe.integrations.framework import framework
+from oomprobe.integrations.ultralytics.batches import Batches, batches_for
+from oomprobe.integrations.ultralytics.selections import (
+    UNKNOWN_HERE,
+    AsManyAsCan,
+    Selections,
+    call,
+    criteria,
+    prepare_for_simulation,
+)
+from oomprobe.scope import scope
+
+MINIMUM = "8.4"
+CLIPPED_NORM = 10.0  # what the trainer clips gradients to
+SIMULATED_TASKS = ("detect", "segment", "pose", "obb", "classify")
+
+
+def part(name: str) -> Any:
+    """A module of Ultralytics.
+
+    Raises:
+        FrameworkError: it is not there, or too old.
+    """
+    return framework(f"ultralytics.{name}", minimum=MINIMUM, extra="ultralytics")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a probe runs.
+
+    Attributes:
+        model: A copy of the one that was given.
+        step: One full step.
+        notes: What is particular about it.
+    """
+
+    model: torch.nn.Module
+    step: Callable[[torch.nn.Module, int], object]
+    notes: tuple[str, ...]
+
+
+def prepare(
+    model: torch.nn.Module,
+    device: Device,
+    *,
+    imgsz: int,
+    amp: bool | torch.dtype,
+    max_num_obj: int,
+    dataset_size: int,
+) -> Training:
+    """Build what a probe runs from a model of Ultralytics.
+
+    Raises:
+        InvalidArgumentError: a size is no positive integer, or the task is not known.
+        SimulationError: a simulated card cannot run this loss.
+        FrameworkError: Ultralytics is not there, or too old.
+    """
+    simulated = isinstance(device, Simulated)
+    kind = "cuda" if simulated else device.torch_device.type
+    with device.building() if isinstance(device, Simulated) else nullcontext(), _quietly():
+        trained = copy.deepcopy(model).train()
+        plain = part("utils.torch_utils").unwrap_model(trained)
+        plain.args = _arguments(plain)
+        unfrozen = _unfreeze(trained)
+        task = str(part("nn.tasks").guess_model_task(plain))
+        batches = batches_for(plain, plain.args, task, imgsz, max_num_obj, kind if simulated else device.torch_device)
+        if simulated:
+            _put_on_card(trained, plain)
+        plain.criterion = plain.init_criterion()
+        selections = Selections(batches.objects)
+        if simulated:
+            _check_simulation(task, plain.criterion)
+            prepare_for_simulation(plain.criterion, selections)
+        for criterion in criteria(plain.criterion):
+            selections.impose_on(criterion.assigner)
+        optimizer = _optimizer(trained, plain, dataset_size)
+        precision = Precision.of(amp, kind)
+        scaler = torch.amp.GradScaler(kind, enabled=precision.scaled)
+    step = _step(
+        batches,
+        optimizer,
+        scaler,
+        casts=precision.casts,
+        selecting=AsManyAsCan(selections) if simulated else nullcontext(),
+        compiled=bool(getattr(plain.args, "compile", False)),
+        loss_of=plain.loss,
+    )
+    return Training(model=trained, step=step, notes=tuple(_notes(batches, optimizer, precision, unfrozen)))
+
+
+def _step(
+    batches: Batches,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any,
+    *,
+    casts: Callable[[], AbstractContextManager[Any]],
+    selecting: AbstractContextManager[Any],
+    compiled: bool,
+    loss_of: Callable[..., Any],
+) -> Callable[[torch.nn.Module, int], object]:
+    def forward(model: torch.nn.Module, batch_size: int) -> torch.Tensor:
+        batch = batches.make(batch_size)
+        with casts():
+            predicted = (model(batch["img"]),) if compiled else ()
+            with selecting:
+                loss = call(loss_of, batch, *predicted) if compiled else call(model, batch)
+        total: torch.Tensor = loss[0].sum()
+        return total
+
+    def step(model: torch.nn.Module, batch_size: int) -> None:
+        scaler.scale(forward(model, batch_size)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=CLIPPED_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        # Kept rather than freed: while the trainer accumulates, they are there during the next forward pass.
+        optimizer.zero_grad(set_to_none=False)
+
+    return step
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What the trainer makes of ``amp``."""
+
+    kind: str
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, amp: bool | torch.dtype, kind: str) -> Precision:
+        if not amp or kind in ("cpu", "mps"):  # there the trainer switches it off
+            return cls(kind, None)
+        return cls(kind, amp if isinstance(amp, torch.dtype) else torch.float16)
+
+    @property
+    def scaled(self) -> bool:
+        return self.dtype is torch.float16
+
+    def casts(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.dtype is None else torch.autocast(self.kind, dtype=self.dtype)
+
+
+def _arguments(model: Any) -> Any:
+    """The training arguments: a namespace, which a model that no trainer has had yet does not have."""
+    known = getattr(model, "args", {})
+    if not isinstance(known, dict):
+        return known
+    utils = part("utils")
+    return utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **known})
+
+
+def _unfreeze(model: torch.nn.Module) -> bool:
+    """A checkpoint holds an average, of which nothing requires gradients; the trainer lets all but ``.dfl`` do so."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return False
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and ".dfl" not in name:
+            parameter.requires_grad_(True)
+    return True
+
+
+def _optimizer(model: torch.nn.Module, plain: Any, dataset_size: int) -> torch.optim.Optimizer:
+    """The one that the trainer would build. It learns nothing, so that every size meets the same weights."""
+    args = plain.args
+    rounds = math.ceil(dataset_size / max(1, int(args.nbs))) * int(args.epochs)
+    head = plain.model[-1]
+    trainer = SimpleNamespace(args=copy.copy(args), data={"nc": int(getattr(head, "nc", 0)) or 10})
+    optimizer: torch.optim.Optimizer = part("engine.trainer").BaseTrainer.build_optimizer(
+        trainer,
+        model,
+        name=args.optimizer,
+        lr=args.lr0,
+        momentum=args.momentum,
+        decay=args.weight_decay,
+        iterations=rounds,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    return optimizer
+
+
+def _put_on_card(model: torch.nn.Module, plain: Any) -> None:
+    """The strides stay behind: they are read as numbers, and what is on a simulated card has no value."""
+    head = plain.model[-1]
+    stride = head.stride.clone() if hasattr(head, "stride") else None
+    model.to("cuda")
+    if stride is not None:
+        head.stride = stride
+
+
+def _check_simulation(task: str, criterion: Any) -> None:
+    if task not in SIMULATED_TASKS or (task != "classify" and not list(criteria(criterion))):
+        raise SimulationError(UNKNOWN_HERE.format(what=type(criterion).__name__))
+
+
+def _notes(batches: Batches, optimizer: torch.optim.Optimizer, precision: Precision, unfrozen: bool) -> Iterator[str]:
+    cast = "no autocast" if precision.dtype is None else f"autocast to {str(precision.dtype).removeprefix('torch.')}"
+    yield (
+        f"Ultralytics' loss for {batches.task} at imgsz {batches.imgsz}, {type(optimizer).__name__}, {cast}, and the second "
+        "copy of the model that the trainer averages into"
+    )
+    if batches.task in ("detect", "segment", "pose", "obb"):
+        yield (
+            f"every image had {batches.objects} objects (max_num_obj; the trainer counts four times the fullest image's), "
+            "each a quarter of the image, with as many anchors matched as the assigner may match"
+        )
+    if unfrozen:
+        yield "no parameter required gradients, as in a checkpoint: all were trained but .dfl, as the trainer does"
+
+
+@scope
+def _quietly() -> Iterator[None]:
+    """Ultralytics logs the optimizer that it builds, which is not the one of the user's training."""
+    logger = part("utils").LOGGER
+    level = logger.level
+    logger.setLevel("ERROR")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,605 @@
+"""The drop-ins for Ultralytics' AutoBatch, against the real Ultralytics; no weights and no data sets are fetched."""
+
+import copy
+import inspect
+import logging
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import oomprobe
+from oomprobe.devices import choose_device
+from oomprobe.integrations.framework import framework
+from oomprobe.integrations.ultralytics import (
+    NoBatchSizeError,
+    autobatch,
+    check_train_batch_size,
+    find_max_batch,
+    install,
+)
+from oomprobe.integrations.ultralytics.batches import Batches
+from oomprobe.integrations.ultralytics.selections import Selections, call, criteria
+from oomprobe.integrations.ultralytics.training import Precision, prepare
+
+SMALL = {"imgsz": 64, "max_num_obj": 8, "progress": "off"}
+COPY = 10_600_000  # bytes of the parameters of yolo11n
+ONCE = {"steps": 1, "confirm_steps": 1}
+HOST = {**SMALL, **ONCE, "device": "cpu:1GiB", "max_batch": 4}
+
+
+@pytest.fixture(scope="module")
+def ultralytics(torchvision_imports):
+    return framework("ultralytics", minimum="8.4", extra="ultralytics")
+
+
+@pytest.fixture(scope="module")
+def built(ultralytics):
+    logging.getLogger("ultralytics").setLevel(logging.ERROR)
+    models = {}
+
+    def build(name):
+        if name not in models:
+            torch.manual_seed(0)
+            models[name] = ultralytics.YOLO(f"{name}.yaml", verbose=False).model
+        return copy.deepcopy(models[name])
+
+    yield build
+    logging.getLogger("ultralytics").setLevel(logging.INFO)
+
+
+@pytest.fixture
+def nano(built):
+    return built("yolo11n")
+
+
+@pytest.fixture
+def told(ultralytics):
+    """What Ultralytics' logger was told, as (level, text)."""
+    logger = logging.getLogger("ultralytics")
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield said
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def state_of(model):
+    """Everything that could have changed, apart from the tensors' addresses."""
+    return {
+        "tensors": {name: value.clone() for name, value in model.state_dict().items()},
+        "gradients": [p.grad for p in model.parameters()],
+        "trained": [p.requires_grad for p in model.parameters()],
+        "modes": [m.training for m in model.modules()],
+        "attributes": {name: set(vars(m)) for name, m in model.named_modules()},
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "args": (id(model.args), copy.deepcopy(model.args)),
+        "identities": [id(p) for p in model.parameters()],
+        "rng": torch.get_rng_state(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def assert_same(model, before):
+    after = state_of(model)
+    tensors, was = after.pop("tensors"), dict(before)
+    assert all(torch.equal(tensors[name], value) for name, value in was.pop("tensors").items())
+    assert torch.equal(after.pop("rng"), was.pop("rng"))
+    assert after == was
+
+
+# --- signatures ---
+
+
+@pytest.mark.parametrize("ours", [autobatch, check_train_batch_size])
+def test_whoever_calls_the_original_may_call_ours(ultralytics, ours):
+    installed = getattr(framework("ultralytics.utils.autobatch", minimum="8.4", extra="ultralytics"), ours.__name__)
+    theirs = [(p.name, p.kind, p.default) for p in inspect.signature(installed).parameters.values()]
+    parameters = list(inspect.signature(ours).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in parameters[: len(theirs)]] == theirs
+    assert [(p.name, p.kind) for p in parameters if p.kind is p.KEYWORD_ONLY] == [
+        ("device", inspect.Parameter.KEYWORD_ONLY)
+    ]
+    assert inspect.signature(ours).return_annotation == "int"
+
+
+@pytest.mark.parametrize(
+    ("ours", "names"),  # of 8.4.0, the oldest that is supported
+    [
+        (autobatch, ["model", "imgsz", "fraction", "batch_size", "max_num_obj"]),
+        (check_train_batch_size, ["model", "imgsz", "amp", "batch", "max_num_obj"]),
+    ],
+)
+def test_whoever_calls_that_of_8_4_0_may_call_ours(ours, names):
+    assert list(inspect.signature(ours).parameters)[: len(names)] == names
+
+
+def test_importing_it_imports_no_framework():
+    code = "import oomprobe.integrations.ultralytics, sys; print('ultralytics' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+# --- what is run ---
+
+
+def test_the_answer_ran_and_the_next_size_did_not_fit(built):
+    asked = {**SMALL, **ONCE, "device": "sim:160MiB", "memory_fraction": 1.0}
+    result = find_max_batch(built("yolo11n-cls"), **asked)
+    answer = result.batch_size
+    run = [t for t in result.trials if not t.replayed]
+    assert answer in {t.batch_size for t in run if t.passed}
+    assert answer + 1 in {t.batch_size for t in run if not t.passed}
+    assert 4 < answer < 64
+
+
+TASKS = ["yolo11n-seg", "yolo11n-pose", "yolo11n-obb", "yolo11n-cls", "yolo26n", "yolo26n-seg", "yolo26n-pose"]
+
+
+@pytest.mark.parametrize("name", [*TASKS, "yolo26n-sem", "yolo26n-depth"])
+def test_models_of_every_task_run_on_host_memory(built, name):
+    model = built(name)
+    before = state_of(model)
+    result = find_max_batch(model, **{**HOST, "max_batch": 2})
+    assert result.batch_size == 2
+    assert result.state_verified
+    assert not any("no optimizer stepped" in note for note in result.notes)
+    assert_same(model, before)
+
+
+SLOWER = [("yolo11n-seg", 96), ("yolo11n-pose", 96), ("yolo11n-obb", 96), ("yolo11n-cls", 128), ("yolo26n-pose", 64)]
+
+
+@pytest.mark.parametrize(
+    ("name", "imgsz"),
+    [("yolo11n", 160), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOWER)],
+)
+def test_on_a_simulated_card_a_sample_takes_about_what_it_takes_in_host_memory(built, name, imgsz):
+    """In 32 bits, and at sizes where a sample is more than the noise of the host's allocator."""
+    asked = {**SMALL, **ONCE, "imgsz": imgsz, "amp": False}
+    card = find_max_batch(built(name), device="sim:RTX-3090", min_batch=4, max_batch=8, **asked)
+    host = find_max_batch(built(name), device="cpu:4GiB", min_batch=4, max_batch=8, **asked)
+    (low, high), (real_low, real_high) = ([t.peak_allocated_bytes for t in r.trials[:2]] for r in (card, host))
+    ratio = (high - low) / (real_high - real_low)
+    assert 0.7 < ratio < 1.15, ratio
+    assert not any("was given 1" in note or "the answer was no" in note for note in card.notes)  # nothing was guessed
+
+
+@pytest.mark.parametrize("name", ["yolo26n-seg", "yolo26n-sem", "yolo26n-depth"])
+def test_a_loss_that_a_simulated_card_cannot_bound_is_refused(built, name):
+    with pytest.raises(
+        oomprobe.errors.SimulationError, match=r"cannot run this loss.*on host memory with device='cpu:8GiB'"
+    ):
+        find_max_batch(built(name), **{**HOST, "device": "sim:RTX-3090", "max_batch": 1})
+    with pytest.raises(oomprobe.errors.SimulationError):  # and never a default, where the device was asked for
+        autobatch(built(name), 64, device="sim:RTX-3090")
+
+
+def test_a_mask_for_each_object_is_refused_on_a_simulated_card(built):
+    model = built("yolo11n-seg")
+    model.args = {**model.args, "overlap_mask": False}
+    with pytest.raises(oomprobe.errors.SimulationError, match="v8SegmentationLoss"):
+        find_max_batch(model, **{**HOST, "device": "sim:RTX-3090", "max_batch": 1})
+    assert find_max_batch(model, **{**HOST, "max_batch": 2}).batch_size == 2
+
+
+def test_every_image_has_all_objects_and_a_quarter_of_all_pairs():
+    batch = Batches(task="detect", imgsz=64, channels=3, classes=5, objects=12).make(3)
+    assert batch["img"].shape == (3, 3, 64, 64)
+    assert 0 <= batch["img"].min() < batch["img"].max() <= 1
+    assert [int((batch["batch_idx"] == i).sum()) for i in range(3)] == [12, 12, 12]
+    middle, size = batch["bboxes"][:, :2], batch["bboxes"][:, 2:]
+    assert (middle - size / 2 >= 0).all()
+    assert (middle + size / 2 <= 1).all()
+    assert torch.allclose(size.prod(1), torch.tensor(0.25))
+    assert len({tuple(place.tolist()) for place in middle[:12]}) == 12  # spread
+    assert set(batch["cls"].flatten().tolist()) == {0.0, 1.0, 2.0, 3.0, 4.0}
+
+
+def test_the_boxes_really_meet_a_quarter_of_the_pairs_of_object_and_anchor(nano):
+    """What a simulated card is told, compared with what the real assigner sees."""
+    training = prepare(nano, choose_device("cpu:1GiB", nano), imgsz=256, amp=False, max_num_obj=16, dataset_size=0)
+    (criterion,) = criteria(training.model.criterion)
+    seen = []
+    inner = criterion.assigner.get_box_metrics
+    criterion.assigner.get_box_metrics = lambda *a: (seen.append(a[4].bool()), inner(*a))[1]
+    training.step(training.model, 2)
+    assert seen[0].shape == (2, 16, 32 * 32 + 16 * 16 + 8 * 8)
+    assert seen[0].float().mean().item() == pytest.approx(0.25, rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "matched"), [("yolo11n", [40]), ("yolo26n", [40, 4])])
+def test_as_many_anchors_are_matched_as_can_be(built, name, matched):
+    """Of four objects: 10 anchors each, and 1 in the second loss of an end-to-end model."""
+    model = built(name)
+    training = prepare(model, choose_device("cpu:1GiB", model), imgsz=64, amp=False, max_num_obj=4, dataset_size=0)
+    seen = []
+    for criterion in criteria(training.model.criterion):
+        inner = criterion.bbox_loss.forward
+        criterion.bbox_loss.forward = lambda *a, inner=inner: (seen.append(a[6].sum(1).tolist()), inner(*a))[1]
+    training.step(training.model, 3)
+    assert seen == [[count] * 3 for count in matched]
+
+
+def test_an_assigner_that_runs_out_of_memory_does_not_go_on_image_by_image(nano):
+    criterion = prepare(nano, choose_device("cpu:1GiB", nano), imgsz=64, amp=False, max_num_obj=2, dataset_size=0)
+    theirs = next(criteria(criterion.model.criterion)).assigner.__class__(topk=1)
+
+    def refused(*_):
+        if theirs.bs > 1:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        return (torch.zeros(1, 84),) * 5
+
+    scores, boxes = torch.rand(2, 84, 80), torch.rand(2, 84, 4)
+    arguments = (scores, boxes, torch.rand(84, 2), torch.zeros(2, 1, 1), torch.rand(2, 1, 4), torch.ones(2, 1, 1))
+    theirs._forward = refused
+    assert len(theirs(*arguments)) == 5  # which is why
+    Selections(2).impose_on(theirs)
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        call(theirs, *arguments)
+
+
+def test_a_simulated_card_runs_out_of_memory_in_the_assigner_too(nano):
+    asked = {**SMALL, **ONCE, "max_num_obj": 6000, "device": "sim:512MiB", "memory_fraction": 1.0}
+    with pytest.raises(oomprobe.NothingFitsError, match=r"metrics.py|tal.py"):
+        find_max_batch(nano, **asked, min_batch=32, max_batch=32)
+
+
+def test_the_optimizer_is_the_one_of_the_trainer(nano):
+    def built_for(**change):
+        size = change.pop("dataset_size", 0)
+        model = copy.deepcopy(nano)
+        model.args = {**model.args, **change}
+        training = prepare(
+            model, choose_device("cpu:1GiB", model), imgsz=64, amp=False, max_num_obj=1, dataset_size=size
+        )
+        return training.notes[0]
+
+    assert "AdamW" in built_for()
+    assert "AdamW" in built_for(dataset_size=640, epochs=100)
+    assert "MuSGD" in built_for(dataset_size=64 * 1000, epochs=100)
+    assert "SGD" in built_for(optimizer="SGD", dataset_size=640)
+
+
+def test_its_weights_do_not_move_so_that_no_size_diverges(nano):
+    training = prepare(nano, choose_device("cpu:1GiB", nano), imgsz=64, amp=False, max_num_obj=4, dataset_size=0)
+    before = [p.clone() for p in training.model.parameters()]
+    for _ in range(3):
+        training.step(training.model, 2)
+    assert all(torch.equal(p, was) for p, was in zip(training.model.parameters(), before, strict=True))
+    assert all(p.grad is not None for p in training.model.parameters() if p.requires_grad)  # as while it accumulates
+
+
+def test_the_average_of_the_trainer_is_in_the_peak(nano):
+    device = oomprobe.SimulatedDevice("RTX-3090")
+    asked = {"device": device, "max_batch": 2, "steps": 1, "confirm_steps": 1, "progress": "off"}
+    training = prepare(nano, device, imgsz=64, amp=True, max_num_obj=8, dataset_size=0)
+    alone = oomprobe.find_max_batch(training.model, training.step, **asked).trials[0].peak_allocated_bytes
+    asked["device"] = oomprobe.SimulatedDevice("RTX-3090")
+    ours = find_max_batch(nano, imgsz=64, max_num_obj=8, **asked).trials[0].peak_allocated_bytes
+    one_copy = sum(t.nbytes for t in [*nano.parameters(), *nano.buffers()])
+    assert ours - alone == pytest.approx(one_copy, rel=0.1)
+
+
+@pytest.mark.slow
+def test_mixed_precision_halves_what_a_sample_takes_on_a_card(nano):
+    asked = {**SMALL, **ONCE, "imgsz": 192, "device": "sim:RTX-3090", "min_batch": 8, "max_batch": 8}
+    full, half = (find_max_batch(nano, amp=amp, **asked) for amp in (False, True))
+    grown = [result.trials[0].peak_allocated_bytes - 4 * COPY for result in (full, half)]  # less what is there anyhow
+    assert 0.4 < grown[1] / grown[0] < 0.75
+    assert any("autocast to float16" in note for note in half.notes)
+
+
+@pytest.mark.parametrize(
+    ("amp", "dtype", "scaled"),
+    [(True, torch.float16, True), (torch.bfloat16, torch.bfloat16, False), (False, None, False)],
+)
+def test_the_precision_is_the_trainers(amp, dtype, scaled):
+    precision = Precision.of(amp, "cuda")
+    assert (precision.dtype, precision.scaled) == (dtype, scaled)
+    assert Precision.of(amp, "cpu").dtype is None
+
+
+def test_on_the_cpu_there_is_no_mixed_precision_as_in_training(nano):
+    assert any("no autocast" in note for note in find_max_batch(nano, **HOST, amp=True).notes)
+
+
+def test_no_batch_is_larger_than_the_data_set(nano):
+    result = find_max_batch(nano, **{**HOST, "max_batch": None}, dataset_size=3)
+    assert (result.batch_size, result.limited_by) == (3, "max_batch")
+    assert any("data set of 3 images" in note for note in result.notes)
+
+
+def test_where_batch_norm_cannot_train_on_one_image_two_are_the_least(nano):
+    assert find_max_batch(nano, **{**HOST, "imgsz": 32}).batch_size == 4
+    assert autobatch(nano, 32, dataset_size=2, device="cpu:1GiB") == 2
+
+
+def test_what_is_not_covered_is_said(nano):
+    listed = " ".join(find_max_batch(nano, **HOST).not_covered)
+    assert "batches twice as large" in listed
+    assert "mixup" in listed
+
+
+# --- the model ---
+
+
+def test_the_model_is_as_it_was_after_an_answer(nano):
+    nano.model[3].eval()
+    next(nano.parameters()).requires_grad_(False)
+    before = state_of(nano)
+    assert find_max_batch(nano, **HOST).state_verified
+    assert_same(nano, before)
+    assert getattr(nano, "criterion", None) is None
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug in the loss"), KeyboardInterrupt()])
+def test_the_model_is_as_it_was_after_an_error(nano, monkeypatch, error):
+    def broken(self, preds, batch):
+        if preds["boxes"].shape[0] > 1:
+            raise error
+        return whole(self, preds, batch)
+
+    loss = framework("ultralytics.utils.loss", minimum="8.4", extra="ultralytics").v8DetectionLoss
+    whole = loss.loss
+    monkeypatch.setattr(loss, "loss", broken)
+    before = state_of(nano)
+    with pytest.raises((oomprobe.StepFailedError, KeyboardInterrupt)):
+        find_max_batch(nano, **HOST)
+    assert_same(nano, before)
+
+
+def test_a_criterion_and_arguments_of_its_own_are_left_alone(nano, ultralytics):
+    nano.args = ultralytics.cfg.get_cfg(overrides={"optimizer": "SGD"})
+    nano.criterion = mine = nano.init_criterion()
+    before = state_of(nano)
+    assert any("SGD" in note for note in find_max_batch(nano, **HOST).notes)
+    assert_same(nano, before)
+    assert nano.criterion is mine
+    assert mine.assigner._forward_hooks == {}
+
+
+def test_a_model_from_a_checkpoint_requires_no_gradients_before_and_after(nano):
+    nano.requires_grad_(False).eval()
+    before = state_of(nano)
+    result = find_max_batch(nano, **HOST)
+    assert any("as in a checkpoint" in note for note in result.notes)
+    assert not any("no optimizer stepped" in note for note in result.notes)
+    assert_same(nano, before)
+
+
+def test_no_file_is_made(nano, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert autobatch(nano, 64, dataset_size=2, device="cpu:1GiB") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the contract of the drop-ins ---
+
+
+def test_a_model_on_the_cpu_gets_the_default_with_a_warning_that_says_how_to_probe(nano, told):
+    assert autobatch(nano, batch_size=7) == 7
+    assert check_train_batch_size(nano) == 16
+    warnings = [text for level, text in told if level == "WARNING"]
+    assert len(warnings) == 2
+    assert all("WHICH WAS NOT RUN" in text and "device='cpu:8GiB'" in text for text in warnings)
+
+
+def test_a_probe_that_failed_gives_the_default_and_says_why(nano, told, monkeypatch):
+    loss = framework("ultralytics.utils.loss", minimum="8.4", extra="ultralytics").v8DetectionLoss
+    monkeypatch.setattr(loss, "loss", lambda *_: 1 / 0)
+    assert autobatch(nano, 64, batch_size=5, device="cpu:1GiB") == 5
+    (warning,) = [text for level, text in told if level == "WARNING"]
+    assert "WHICH WAS NOT RUN" in warning
+    assert "division by zero" in warning
+
+
+def test_where_nothing_fits_there_is_no_default(nano):
+    with pytest.raises(NoBatchSizeError) as caught:
+        autobatch(nano, 640, device="sim:96MiB")
+    assert isinstance(caught.value, RuntimeError)  # what the original raises
+    assert isinstance(caught.value, oomprobe.NothingFitsError)
+    with pytest.raises(RuntimeError, match="smallest allowed"):
+        check_train_batch_size(nano, 640, device="sim:150MiB")
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"device": "nonsense"}, oomprobe.InvalidArgumentError),
+        ({"device": "sim:no-such-card"}, oomprobe.NoDeviceError),
+        ({"imgsz": 0}, oomprobe.InvalidArgumentError),
+        ({"imgsz": 64.0}, oomprobe.InvalidArgumentError),
+        ({"max_num_obj": -1}, oomprobe.InvalidArgumentError),
+        ({"fraction": 1.5}, oomprobe.InvalidArgumentError),
+    ],
+)
+def test_a_wrong_argument_is_an_error_and_no_default(nano, change, error):
+    with pytest.raises(error):
+        autobatch(nano, **{"imgsz": 64, "device": "cpu:1GiB", **change})
+
+
+def test_a_task_that_is_not_known_is_refused():
+    with pytest.raises(oomprobe.InvalidArgumentError, match=r"'juggle'.*oomprobe.find_max_batch\(model, step_fn\)"):
+        Batches(task="juggle", imgsz=64, channels=3, classes=1, objects=1)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the drop-ins ask of find_max_batch, which then finds nothing."""
+    module = sys.modules["oomprobe.integrations.ultralytics.drop_ins"]
+    calls = []
+
+    def find(model, **options):
+        calls.append(options)
+        raise oomprobe.NothingFitsError("")
+
+    monkeypatch.setattr(module, "find_max_batch", find)
+    return calls
+
+
+def test_a_share_and_a_precision_reach_the_probe(nano, asked):
+    for call_it in (
+        lambda: autobatch(nano, 96, 0.7, 16, 3, 50, device="cpu:1GiB"),
+        lambda: check_train_batch_size(nano, 96, torch.bfloat16, 0.8, 3, 50, device="cpu:1GiB"),
+        lambda: check_train_batch_size(nano, batch=16, device="cpu:1GiB"),
+    ):
+        with pytest.raises(RuntimeError):
+            call_it()
+    common = {"device": "cpu:1GiB", "imgsz": 96, "max_num_obj": 3, "dataset_size": 50}
+    assert asked[0] == {**common, "memory_fraction": 0.7, "amp": False}
+    assert asked[1] == {**common, "memory_fraction": 0.8, "amp": torch.bfloat16}
+    assert asked[2]["memory_fraction"] == 0.6
+    assert asked[2]["amp"] is True
+
+
+def test_autobatch_runs_in_the_precision_it_is_called_in(nano, asked):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError):
+        autobatch(nano, device="cpu:1GiB")
+    assert asked[0]["amp"] is torch.bfloat16
+
+
+def test_the_log_has_the_answer_and_what_the_line_would_have_said(nano, told):
+    answer = check_train_batch_size(nano, 64, dataset_size=4, device="cpu:1GiB")
+    (line,) = [text for level, text in told if level == "INFO" and "AutoBatch" in text]
+    assert f"Using batch-size {answer}, which ran" in line
+    assert "Ultralytics' line through 1, 2, 4: " in line
+    assert "(not used)" in line
+    assert not any("optimizer:" in text for _, text in told)  # that of the probe is nobody's
+
+
+# --- install ---
+
+
+def patched():
+    trainer = framework("ultralytics.engine.trainer", minimum="8.4", extra="ultralytics")
+    module = framework("ultralytics.utils.autobatch", minimum="8.4", extra="ultralytics")
+    return [trainer.check_train_batch_size, module.check_train_batch_size, module.autobatch]
+
+
+def test_install_replaces_what_the_trainer_calls_and_undo_puts_it_back(nano):
+    before = patched()
+    with install(device="cpu:1GiB", max_batch=2, progress="off"):
+        assert all(now is not was for now, was in zip(patched(), before, strict=True))
+        assert patched()[0](model=nano, imgsz=64, amp=False, batch=-1, max_num_obj=4, dataset_size=9) == 2
+        assert patched()[2](nano, 64) == 2
+    assert patched() == before
+    installed = install()
+    installed.undo()
+    installed.undo()
+    assert patched() == before
+
+
+def test_undo_leaves_alone_what_somebody_else_has_put_there_since(monkeypatch):
+    before = patched()
+    trainer = framework("ultralytics.engine.trainer", minimum="8.4", extra="ultralytics")
+    installed = install()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "check_train_batch_size", len)
+        installed.undo()
+        assert trainer.check_train_batch_size is len
+    trainer.check_train_batch_size = before[0]
+    assert patched() == before
+
+
+def test_install_refuses_options_at_once():
+    with pytest.raises(oomprobe.InvalidArgumentError, match="the trainer says that itself"):
+        install(memory_fraction=0.5)
+    with pytest.raises(TypeError, match="'max_bacth'"):
+        install(max_bacth=3)
+    assert patched()[0].__module__ == "ultralytics.utils.autobatch"
+
+
+TRAINING = """
+import sys
+sys.path[:0] = {paths!r}
+from calibration import torchvision_names
+torchvision_names.declare()
+import torch, torchvision
+# Where its operators do not load, validation, which every training ends with, has none either.
+torchvision.ops.nms = lambda boxes, scores, threshold: scores.argsort(descending=True)[:10]
+from ultralytics import YOLO
+from ultralytics.engine import trainer
+from oomprobe.integrations.ultralytics import install
+torch.set_num_threads(1)
+common = dict(data="tiny.yaml", imgsz=64, epochs=2, device="cpu", workers=0, plots=False, val=False, seed=3, nbs=4,
+              project={project!r}, verbose=False)
+with install(device="cpu:1GiB", max_batch=6, progress="off"):
+    YOLO("yolo11n.yaml").train(batch=-1, name="probed", **common)
+trainer.check_train_batch_size = lambda **_: int(sys.argv[1])  # the same way through the trainer, without a probe
+YOLO("yolo11n.yaml").train(batch=-1, name="plain", **common)
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Eight made-up images with two objects each."""
+    import numpy as np
+    from PIL import Image
+
+    place = tmp_path_factory.mktemp("tiny")
+    random = np.random.default_rng(0)
+    for kind in ("images", "labels"):
+        (place / kind / "train").mkdir(parents=True)
+    for i in range(8):
+        Image.fromarray(random.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(place / "images/train" / f"{i}.png")
+        boxes = "\n".join(f"{k} {0.3 + 0.4 * k} 0.5 0.2 0.3" for k in range(2))
+        (place / "labels/train" / f"{i}.txt").write_text(boxes)
+    (place / "tiny.yaml").write_text(f"path: {place}\ntrain: images/train\nval: images/train\nnames: {{0: a, 1: b}}\n")
+    return place
+
+
+def test_training_with_batch_minus_1_uses_ours_and_trains_as_if_the_batch_had_been_given(tiny, request):
+    root = request.config.rootpath
+    script = TRAINING.format(paths=[str(root), str(root / "scripts")], project=str(tiny / "runs"))
+    environment = {"PATH": "", "YOLO_CONFIG_DIR": str(tiny), "HOME": str(tiny), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, "6"], capture_output=True, text=True, cwd=tiny, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Using batch-size 6, which ran in 60%" in done.stdout + done.stderr
+    probed, plain = ((tiny / "runs" / name / "results.csv").read_text() for name in ("probed", "plain"))
+    losses = [[row.split(",")[2:5] for row in text.splitlines()[1:]] for text in (probed, plain)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+    assert math.isfinite(float(losses[0][0][0]))
+
+
+# --- the line ---
+
+
+def test_the_line_is_that_of_ultralytics():
+    from test_result import a_result, a_trial
+
+    from oomprobe.integrations.ultralytics.probing import line
+    from oomprobe.verdict import Verdict
+
+    def of(*trials, budget=10_030, dataset_size=0):
+        return line(a_result(trials=trials, budget_bytes=budget), dataset_size)
+
+    def ran(size, peak, **rest):
+        return a_trial(size, peak_allocated_bytes=peak, peak_reserved_bytes=None, **rest)
+
+    straight = [ran(size, 100 + 50 * size) for size in (1, 2, 4, 8, 16, 32)]
+    name = "Ultralytics' line through 1, 2, 4, 8, 16"
+    assert of(*straight) == {name: 198}
+    assert of(*straight, dataset_size=20) == {name: 20}
+    assert of(*straight, budget=10**9) == {name: 1024}
+    failed = a_trial(8, Verdict.OOM)
+    assert of(*straight[:3], failed) == {"Ultralytics' line through 1, 2, 4": 4}  # the first failure is the ceiling
+    assert of() == {"Ultralytics' line": None}
+    assert of(straight[0]) == {"Ultralytics' line through 1": None}
+    assert of(ran(1, 100), ran(2, 90)) == {"Ultralytics' line through 1, 2": None}
+
+
+def test_the_line_is_beside_the_answer_and_never_it(nano):
+    result = find_max_batch(nano, **HOST)
+    ((name, value),) = [(n, v) for n, v in result.estimates.items() if n.startswith("Ultralytics'")]
+    assert name == "Ultralytics' line through 1, 2, 4"
+    assert value > result.batch_size == 4
+    assert name in str(result)
