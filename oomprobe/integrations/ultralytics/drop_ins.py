@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 import oomprobe
-from oomprobe.devices import Simulated
 from oomprobe.errors import (
     DeviceLostError,
     InvalidArgumentError,
@@ -21,7 +20,7 @@ from oomprobe.errors import (
     OomProbeError,
     SimulationError,
 )
-from oomprobe.integrations.framework import FrameworkError
+from oomprobe.integrations.framework import FrameworkError, is_simulated
 from oomprobe.integrations.ultralytics.probing import find_max_batch, line_in_words
 from oomprobe.integrations.ultralytics.training import part
 
@@ -120,8 +119,7 @@ def _auto(
     **options: Any,
 ) -> int:
     """The precision is that of the autocast in which it is called, as of the original."""
-    simulated = isinstance(device, Simulated) or str(device).startswith("sim:")
-    kind = "cuda" if simulated else _home(model).type
+    kind = "cuda" if is_simulated(device) else _home(model).type
     amp = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else False
     return _answer(
         model, batch_size, device, imgsz=imgsz, amp=amp, memory_fraction=fraction, max_num_obj=max_num_obj,
