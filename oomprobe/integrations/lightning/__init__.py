@@ -1,0 +1,236 @@
+"""`find_max_batch` for Lightning: a Trainer, a LightningModule, and its data, as they are before ``trainer.fit``.
+
+Each trial is Lightning's own fit, of a Trainer made like the user's and heard of by nobody, for two optimizer steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import oomprobe
+from oomprobe.devices import Device, Simulated, choose_device
+from oomprobe.errors import InvalidArgumentError, StepFailedError, UnreliableError
+from oomprobe.integrations.lightning import settings
+from oomprobe.integrations.lightning.batch_size import BatchSize
+from oomprobe.integrations.lightning.examples import Examples
+from oomprobe.integrations.lightning.loop import EVAL, TRAIN, Loop, Source, quiet
+from oomprobe.integrations.lightning.undone import on_host, undone
+from oomprobe.options import check_size
+from oomprobe.result import ProbeResult
+from oomprobe.scope import scope
+
+DATA_LOADERS = {TRAIN: "train_dataloaders", EVAL: "val_dataloaders"}
+
+
+def find_max_batch(
+    trainer: Any,
+    module: Any,
+    datamodule: Any = None,
+    *,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    batch_size_name: str = "batch_size",
+    write_back: bool = True,
+    scan_s: float = 30.0,
+    **options: Any,
+) -> ProbeResult:
+    """Find the largest batch size that this training fits with, by running it; called before ``trainer.fit``.
+
+    Every trial is `Trainer.fit` of a Trainer with the same accelerator, precision plugin, gradient clipping and
+    accumulation, on batches of the largest examples, without loggers, checkpoints and callbacks. Where the module
+    validates, a second step trains once and validates with what that leaves in memory. ``prepare_data`` and
+    ``setup`` run once, before the first trial, and ``teardown`` once after the last. Afterwards the module, the data
+    module and the random number generators are as before, so that training gives the same losses.
+
+    Args:
+        trainer: The ``Trainer`` that will train: on one device. It is asked for its settings and never run.
+        module: A ``LightningModule``, maybe compiled.
+        datamodule: A ``LightningDataModule``; None: the loaders are the module's own, or handed in.
+        train_dataloaders: Data loaders instead, as for ``trainer.fit``. They are made again at each size, from their
+            data set and collate function, and keep none of a batch sampler.
+        val_dataloaders: The same for validation; they keep their batch size.
+        batch_size_name: Attribute of the module, the data module or the hyperparameters of one, that
+            ``train_dataloader()`` reads. Not used for loaders that are handed in.
+        write_back: Set that attribute to the answer, everywhere where Lightning's own finder would.
+        scan_s: Seconds to look for the largest examples of each data set; at least 0.
+        options: Those of `oomprobe.find_max_batch`. `device` is by default where the Trainer trains, `max_batch` at most
+            the number of examples.
+
+    Returns:
+        The answer; one step of its trials is two optimizer steps.
+
+    Raises:
+        FrameworkError: Lightning is not installed or too old.
+        InvalidArgumentError: the Trainer, the loaders or an option cannot be probed; nothing was run.
+        UnreliableError: the loaders did not give batches of the size asked for, or a fit did not train.
+        OomProbeError: as for `oomprobe.find_max_batch`.
+
+    Example::
+
+        result = find_max_batch(trainer, module, datamodule, memory_fraction=0.9)
+        trainer.fit(module, datamodule=datamodule)  # at result.batch_size
+    """
+    inspect.signature(oomprobe.find_max_batch).bind(None, None, **options)  # its own TypeError for what it lacks
+    pl = settings.lightning_of(trainer)
+    own = getattr(module, "_orig_mod", module)  # where torch.compile keeps the module
+    if not isinstance(own, pl.LightningModule):
+        raise InvalidArgumentError(
+            f"module must be a LightningModule of {pl.__name__}, as the Trainer is, not {type(own).__name__}"
+        )
+    settings.check_trainer(pl, trainer)
+    handed_in = {TRAIN: train_dataloaders, EVAL: val_dataloaders}
+    device = _device(trainer, options.pop("device", None))
+    with quiet(), on_host(own), undone(own, _others(trainer, datamodule), options.get("preserve", ()), _kind(device)):
+        batch_size = BatchSize(batch_size_name, own, datamodule)
+        sources = _sources(pl, trainer, own, datamodule, handed_in)
+        if sources[TRAIN].holder is not None and not batch_size.exists:
+            raise InvalidArgumentError(_no_attribute(batch_size_name, datamodule))
+        micro = settings.micro_batches(trainer, own, planned=options.get("global_batch") is not None)
+        loop = Loop(
+            pl=pl,
+            module=module,
+            own=own,
+            datamodule=datamodule,
+            arguments=settings.trial_arguments(pl, trainer, micro),
+            micro=micro,
+            batch_size=batch_size,
+            sources=sources,
+        )
+        result = _probe(loop, device, options, scan_s)
+    missed = settings.unheard(pl, trainer)
+    if write_back and sources[TRAIN].holder is not None:
+        batch_size.write(result.batch_size)
+    return _told(result, loop, missed)
+
+
+def _probe(loop: Loop, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
+    first = _first(options)
+    examples = Examples(loop, first, scan_s)
+    options = examples.limited(options)
+    for name, contracted in (("steps", 2), ("confirm_steps", 5)):
+        check_size(name, options.setdefault(name, contracted))
+        options[name] = -(-options[name] // settings.LOOP_STEPS)
+    with _as_ended(loop, first):
+        try:
+            result = oomprobe.find_max_batch(loop.module, _steps(loop, examples), device=device, **options)
+        except StepFailedError as failed:
+            if isinstance(failed.__cause__, UnreliableError):  # ours: the step has no bug
+                raise UnreliableError(str(failed.__cause__), trials=failed.trials) from None
+            raise
+    return replace(result, notes=(*result.notes, *examples.notes(result)))
+
+
+@scope
+def _as_ended(loop: Loop, size: int) -> Iterator[None]:
+    """What ``setup()`` opened is closed, where the probe came to an end of its own."""
+    try:
+        yield
+    except oomprobe.DeviceLostError:
+        raise
+    except Exception:
+        loop.end(size)
+        raise
+    loop.end(size)
+
+
+def _steps(loop: Loop, examples: Examples) -> dict[str, Any]:
+    asked = (loop.micro, loop.told, examples.told)
+
+    # A journal compares what a step closes over: here the settings and data that the numbers hold for.
+    def train(model: object, batch_size: int, asked: object = asked) -> None:
+        loop.train(batch_size)
+
+    def evaluate(model: object, batch_size: int, asked: object = asked) -> None:
+        loop.evaluate(batch_size)
+
+    return {"train": train, "eval": evaluate} if EVAL in loop.sources else {"train": train}
+
+
+def _device(trainer: Any, device: object) -> Device:
+    """Not where the parameters are: Lightning brings them to its device with each fit, and takes them back after it."""
+    root = trainer.strategy.root_device
+    chosen = choose_device(str(root) if device is None else device, torch.nn.Module())
+    if not isinstance(chosen, Simulated) and chosen.torch_device.type != root.type:
+        raise InvalidArgumentError(
+            f"device={device!r}, but the Trainer trains on {root}: leave device out, or give the Trainer "
+            f"accelerator={chosen.torch_device.type!r}"
+        )
+    return chosen
+
+
+def _kind(device: Device) -> str:
+    return device.torch_device.type
+
+
+def _others(trainer: Any, datamodule: Any) -> list[Any]:
+    """A precision plugin may have a GradScaler, which trials share."""
+    return [one for one in (datamodule, trainer.precision_plugin) if one is not None]
+
+
+def _first(options: dict[str, Any]) -> int:
+    check_size("min_batch", smallest := options.get("min_batch", 1))
+    check_size("multiple_of", multiple := options.get("multiple_of", 1))
+    return -(-smallest // multiple) * multiple
+
+
+def _sources(pl: Any, trainer: Any, own: Any, datamodule: Any, handed_in: dict[str, Any]) -> dict[str, Source]:
+    given = [argument for name, argument in DATA_LOADERS.items() if handed_in[name] is not None]
+    if datamodule is not None and given:
+        raise InvalidArgumentError(f"pass either datamodule or {given[0]}: Trainer.fit takes no more than one of them")
+    found = {name: _source(pl, name, own, datamodule, handed_in[name]) for name in DATA_LOADERS}
+    train, validation = found[TRAIN], found[EVAL]
+    if train is None:
+        raise InvalidArgumentError(
+            f"there is no training data: neither {type(own).__name__} nor a data module has train_dataloader(). Pass "
+            "datamodule=..., or train_dataloaders=..., as you would to trainer.fit"
+        )
+    validates = trainer.limit_val_batches != 0 and _overrides(own, "validation_step", pl.LightningModule)
+    return {TRAIN: train, EVAL: validation} if validation is not None and validates else {TRAIN: train}
+
+
+def _source(pl: Any, name: str, own: Any, datamodule: Any, handed_in: Any) -> Source | None:
+    if handed_in is not None:
+        return Source(give=lambda: handed_in)
+    for holder, base in ((datamodule, pl.LightningDataModule), (own, pl.LightningModule)):
+        if holder is not None and _overrides(holder, name, base):
+            return Source(give=getattr(holder, name), holder=holder)
+    return None
+
+
+def _overrides(holder: Any, name: str, base: type) -> bool:
+    return name in vars(holder) or getattr(type(holder), name, None) is not getattr(base, name)
+
+
+def _no_attribute(name: str, datamodule: Any) -> str:
+    owner = "the module" if datamodule is None else "the module, the data module"
+    return (
+        f"neither {owner} nor their hyperparameters have {name!r}, so there is nothing to set to another batch size. Write "
+        f"self.{name} = 1 in __init__ and DataLoader(..., batch_size=self.{name}) in train_dataloader(), or name the "
+        "attribute that it reads with batch_size_name=..."
+    )
+
+
+def _told(result: ProbeResult, loop: Loop, missed: list[str]) -> ProbeResult:
+    notes = [
+        f"one step of a trial is Trainer.fit for {settings.LOOP_STEPS} optimizer steps"
+        + (f" of {loop.micro} accumulated batches each" if loop.micro > 1 else "")
+    ]
+    if loop.sources[TRAIN].holder is None:
+        notes.append(f"nothing was set: make your DataLoader with batch_size={result.batch_size}")
+    for own_size in sorted(loop.own_sizes.get(EVAL, ())):
+        notes.append(f"a validation loader keeps its own batch size of {own_size}")
+    for own_size in sorted(loop.own_sizes.get(TRAIN, ())):
+        notes.append(f"a training loader keeps its own batch size of {own_size}")
+    # A call takes several steps, and makes a Trainer: the core's samples a second would be a fraction of the truth.
+    trials = tuple(replace(trial, samples_per_s=None) for trial in result.trials)
+    not_covered = list(result.not_covered)
+    if missed:
+        not_covered.append(
+            f"callbacks, which trials do not call: {', '.join(missed)} (one that averages weights holds a copy of them)"
+        )
+    return replace(result, trials=trials, notes=(*result.notes, *notes), not_covered=tuple(not_covered))

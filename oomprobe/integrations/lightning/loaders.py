@@ -1,0 +1,242 @@
+"""The user's data loaders at another batch size, the largest examples first, and proof that batches have that size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils._pytree import tree_leaves
+
+from oomprobe.errors import InvalidArgumentError, UnreliableError
+from oomprobe.integrations.lightning.worst import Order
+
+
+class Kind(StrEnum):
+    """What can be done with a loader."""
+
+    EXAMPLES = "examples"  # a data set with indices: any batch of it can be made
+    STREAM = "stream"  # an IterableDataset: it is read as it comes
+    OPAQUE = "opaque"  # batches that are made elsewhere
+
+
+def each(function: Callable[[int, Any], Any], loaders: Any) -> Any:
+    """The same collection, with a function applied to the number and the loader of each place.
+
+    Example:
+        >>> each(lambda place, loader: (place, loader), {"a": "x", "b": ["y"]})
+        {'a': (0, 'x'), 'b': [(1, 'y')]}
+    """
+    numbers = iter(range(2**31))
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {key: walk(value) for key, value in part.items()}
+        if isinstance(part, list | tuple):
+            return type(part)(map(walk, part)) if type(part) in (list, tuple) else tuple(map(walk, part))
+        if hasattr(part, "iterables") and hasattr(part, "flattened"):  # Lightning's CombinedLoader
+            # How it combines has no public name.
+            return type(part)(walk(part.iterables), part._mode)
+        return function(next(numbers), part)
+
+    return walk(loaders)
+
+
+def flat(loaders: Any) -> list[Any]:
+    """The loaders of a collection, in the order of `each`."""
+    found: list[Any] = []
+    each(lambda _, loader: found.append(loader), loaders)
+    return found
+
+
+def kind_of(loader: Any) -> Kind:
+    """A subclass with an iterator of its own makes its batches itself, and is left to do so."""
+    if not isinstance(loader, DataLoader) or _iterates_itself(type(loader)):
+        return Kind.OPAQUE
+    if loader.batch_sampler is None:
+        return Kind.OPAQUE  # automatic batching is off: the data set, or the sampler, makes batches
+    return Kind.STREAM if isinstance(loader.dataset, IterableDataset) else Kind.EXAMPLES
+
+
+def _iterates_itself(kind: type) -> bool:
+    # The second is what DataLoader.__iter__ calls; it has no public name, and subclasses override either.
+    return any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
+
+
+def size_of(loader: Any) -> int | None:
+    """The batch size a loader was made with; None where it does not say."""
+    for place in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(place, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    if kind_of(loader) is Kind.EXAMPLES:
+        return len(next(iter(loader.batch_sampler), ()))
+    return None
+
+
+def indices_of(loader: Any) -> Sequence[int]:
+    """The examples that training draws from: all, or those that a sampler of a subset names."""
+    chosen = getattr(loader.sampler, "indices", None)
+    return range(len(loader.dataset)) if chosen is None else [int(index) for index in chosen]
+
+
+def length_of(loader: Any) -> int | None:
+    """How many examples there are; None where nobody knows."""
+    if kind_of(loader) is Kind.EXAMPLES:
+        return len(indices_of(loader))
+    try:
+        return len(loader.dataset)
+    except (TypeError, AttributeError, NotImplementedError):
+        return None
+
+
+def refuse_fixed(loader: Any) -> None:
+    """Refuse a loader that was handed in and cannot be made again at another size.
+
+    Raises:
+        InvalidArgumentError: it makes its batches itself, or has a batch sampler of the user's own.
+    """
+    if kind_of(loader) is Kind.OPAQUE:
+        what = f"a {type(loader).__name__} that makes its batches itself"
+    elif type(loader.batch_sampler) is not BatchSampler:
+        what = f"a DataLoader with a batch sampler of its own ({type(loader.batch_sampler).__name__})"
+    else:
+        return
+    raise InvalidArgumentError(
+        f"train_dataloaders has {what}, which cannot be made again with another batch size. Pass a LightningDataModule "
+        "whose train_dataloader() reads self.batch_size instead, so that it can be asked for each size"
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Batches:
+    """What the loaders of one loop are to give.
+
+    Attributes:
+        size: Examples in a batch of a loader that follows the batch size.
+        least: Batches that a loop needs before the loader ends.
+        orders: Of the examples, by the place of the loader.
+        handed_in: Whether the loaders cannot be asked for another size, and so are made again.
+        own_sizes: Filled with the sizes of loaders that keep their own.
+        followed: Set once a loader was of the size asked for.
+    """
+
+    size: int
+    least: int
+    orders: Mapping[int, Order]
+    handed_in: bool = False
+    own_sizes: set[int] = field(default_factory=set)
+    followed: bool = False
+
+    def of(self, place: int, loader: Any) -> Any:
+        """The loader to hand to Lightning for this one."""
+        kind, own = kind_of(loader), size_of(loader)
+        size = self.size if self.handed_in or own is None else own
+        if size == self.size:
+            self.followed = True
+        else:
+            self.own_sizes.add(size)
+        if kind is Kind.EXAMPLES:
+            return self._examples(loader, self._order(place, loader), size)
+        if kind is Kind.STREAM:
+            return _quiet_loader(loader, _Endless(loader.dataset), size, batch_size=size)
+        return _Checked(loader, size)
+
+    def _order(self, place: int, loader: Any) -> Sequence[int]:
+        order, there = self.orders[place].indices, length_of(loader)
+        if there != len(order):
+            raise UnreliableError(
+                f"the data set had {len(order)} examples when the probe began and has {there} now: make it once, in "
+                "setup(), or probe with a data set that stays as it is"
+            )
+        return order
+
+    def _examples(self, loader: Any, order: Sequence[int], size: int) -> Any:
+        """The same batch again and again: the largest examples there are, in as many batches as training has."""
+        size = min(size, len(order))
+        batches = _Repeated(list(order[:size]), max(self.least, -(-len(order) // size)))
+        return _quiet_loader(loader, loader.dataset, size, batch_sampler=batches)
+
+
+def _quiet_loader(loader: Any, dataset: Any, size: int, **how: Any) -> Any:
+    """Without workers: starting them for each trial takes longer than the trial, and their memory is not the step's.
+
+    A child that is forked under a budget of host memory would not keep to it, either.
+    """
+    collate = _Counted(loader.collate_fn, size)
+    return DataLoader(dataset, collate_fn=collate, pin_memory=loader.pin_memory, **how)
+
+
+class _Repeated:
+    """One batch of indices, many times."""
+
+    def __init__(self, indices: list[int], times: int) -> None:
+        self._indices, self._times = indices, times
+
+    def __len__(self) -> int:
+        return self._times
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return repeat(self._indices, self._times)
+
+
+class _Endless(IterableDataset[Any]):
+    """A stream that begins again when it ends, so that batches are full however few examples there are."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        empty = False
+        while not empty:
+            empty = True
+            for example in self._dataset:
+                empty = False
+                yield example
+
+
+class _Counted:
+    """A collate function that is handed as many examples as it should be, or says so."""
+
+    def __init__(self, collate: Callable[[Any], Any], size: int) -> None:
+        self._collate, self._size = collate, size
+
+    def __call__(self, examples: Any) -> Any:
+        if len(examples) != self._size:
+            raise UnreliableError(
+                f"a batch of {self._size} was asked for, and {len(examples)} examples came: the stream cannot be read "
+                "again, or ends"
+            )
+        return self._collate(examples)
+
+
+class _Checked:
+    """Batches that are made elsewhere: that their tensors have the size is all that can be told of them."""
+
+    def __init__(self, loader: Any, size: int) -> None:
+        self._loader, self._size = loader, size
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._check(batch)
+            yield batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def _check(self, batch: Any) -> None:
+        parts = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+        sizes = {len(part) for part in parts if isinstance(part, torch.Tensor) and part.dim()}
+        if self._size not in sizes:
+            seen = f"tensors whose first dimension is {sorted(sizes)}" if sizes else f"a {type(batch).__name__}"
+            raise UnreliableError(
+                f"a batch of {self._size} was asked for, and the {type(self._loader).__name__} gave {seen}: does it read "
+                f"the batch size when it is made? If its data ends before, pass a smaller max_batch"
+            )

@@ -1,0 +1,262 @@
+"""One call of a step: Lightning's own fit, of a Trainer that nobody hears of, for two optimizer steps."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from oomprobe.errors import UnreliableError
+from oomprobe.integrations.lightning.batch_size import BatchSize
+from oomprobe.integrations.lightning.loaders import Batches, each
+from oomprobe.integrations.lightning.settings import LOOP_STEPS
+from oomprobe.integrations.lightning.undone import replaced
+from oomprobe.integrations.lightning.worst import Order
+from oomprobe.scope import scope
+
+TRAIN, EVAL = "train_dataloader", "val_dataloader"
+EVAL_BATCHES = 2
+MANUAL_BATCHES = 64  # in which a module with manual optimization must have stepped twice
+_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+_LOGGERS = (*_PACKAGES, "lightning.pytorch", "lightning.fabric")  # each has a level of its own
+_ONCE = ("prepare_data", "setup", "teardown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the loaders of one kind come from.
+
+    Attributes:
+        give: Makes them, while a Trainer is attached.
+        holder: Whose method that is; None: they were handed in.
+    """
+
+    give: Callable[[], Any]
+    holder: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """The user's objects, and the Trainer of a trial.
+
+    Attributes:
+        pl: The package.
+        module: As it was passed, maybe compiled.
+        own: The LightningModule itself.
+        datamodule: Or None.
+        arguments: Of a trial's Trainer.
+        micro: Batches for one optimizer step.
+        batch_size: The attribute.
+        sources: Of the loaders, by `TRAIN` and `EVAL`.
+        orders: Of the examples, by the same and the place of the loader.
+        own_sizes: Filled with batch sizes of validation loaders that do not follow.
+    """
+
+    pl: Any
+    module: Any
+    own: Any
+    datamodule: Any
+    arguments: Mapping[str, Any]
+    micro: int
+    batch_size: BatchSize
+    sources: Mapping[str, Source]
+    orders: dict[str, dict[int, Order]] = field(default_factory=dict)
+    own_sizes: dict[str, set[int]] = field(default_factory=dict)
+
+    def look(self, size: int, meet: Callable[[str, Any], None]) -> None:
+        """Prepare and set up, ask for the loaders of that batch size, and train nothing."""
+
+        def met(name: str) -> Any:
+            loaders = self.sources[name].give()
+            meet(name, loaders)
+            return each(lambda place, loader: [], loaders)
+
+        def all_met() -> Any:
+            for name in self.sources:
+                met(name)
+            return []
+
+        self._fit(size, {TRAIN: all_met}, live=("prepare_data", "setup"), max_steps=0, limit_val_batches=0)
+
+    def end(self, size: int) -> None:
+        """Let the hooks called ``teardown`` have their turn, once."""
+        self._fit(size, {TRAIN: list}, live=("teardown",), max_steps=0, limit_val_batches=0)
+
+    @property
+    def told(self) -> tuple[object, ...]:
+        """Simple values that say which settings these are."""
+        plain = (bool, int, float, str, type(None))
+        values = [(name, value) for name, value in self.arguments.items() if isinstance(value, plain)]
+        plugins = tuple(type(plugin).__name__ for plugin in self.arguments["plugins"])
+        data = type(self.datamodule).__name__, str(getattr(self.arguments["plugins"][0], "precision", None))
+        return (*values, *plugins, *data, self.own.automatic_optimization)
+
+    def train(self, size: int) -> None:
+        """Two optimizer steps on batches of one size."""
+        self._run(size, steps=LOOP_STEPS, eval_batches=0)
+
+    def evaluate(self, size: int) -> None:
+        """One optimizer step, and validation with what it leaves: gradients and the state of the optimizer."""
+        self._run(size, steps=1, eval_batches=EVAL_BATCHES)
+
+    def _run(self, size: int, *, steps: int, eval_batches: int) -> None:
+        seen = _Seen(wanted=steps * self.micro, steps=steps, manual=not self.own.automatic_optimization)
+        given = {TRAIN: self._batches(TRAIN, size, seen.most), EVAL: self._batches(EVAL, size, EVAL_BATCHES)}
+        loaders = {
+            name: lambda name=name: each(given[name].of, self.sources[name].give())
+            for name in self.sources
+        }
+        watch = self.pl.callbacks.LambdaCallback(
+            on_train_batch_end=seen.trained, on_validation_batch_end=seen.evaluated
+        )
+        self._fit(size, loaders, callbacks=[watch], limit_val_batches=eval_batches)
+        self._check(size, seen, given, evaluating=bool(eval_batches))
+
+    def _batches(self, name: str, size: int, least: int) -> Batches:
+        orders = self.orders.get(name, {})
+        # Validation loaders that were handed in keep the size that they will have in training.
+        handed_in = name == TRAIN and self.sources[name].holder is None
+        return Batches(size=size, least=least, orders=orders, handed_in=handed_in)
+
+    def _check(self, size: int, seen: _Seen, given: Mapping[str, Batches], *, evaluating: bool) -> None:
+        if seen.batches < seen.wanted:
+            raise UnreliableError(
+                f"at batch {size} Lightning ran {seen.batches} training batches of the {seen.wanted} that make a trial: "
+                "does the module, or a callback, stop the Trainer, or on_train_batch_start skip batches?"
+            )
+        if not given[TRAIN].followed:
+            raise UnreliableError(unfollowed(self.batch_size, size, given[TRAIN].own_sizes))
+        if evaluating and not seen.eval_batches:
+            raise UnreliableError(f"at batch {size} Lightning ran no validation batch: does val_dataloader() give any?")
+        for name, batches in given.items():
+            self.own_sizes.setdefault(name, set()).update(batches.own_sizes)
+
+    def _fit(
+        self, size: int, loaders: Mapping[str, Callable[[], Any]], *, live: tuple[str, ...] = (), **settings: Any
+    ) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(_ctrl_c_as_it_was())
+            stack.enter_context(self.batch_size.at(size))
+            for holder, functions in self._replacements(loaders, live):
+                stack.enter_context(replaced(holder, functions))
+            trainer = self.pl.Trainer(**{**self.arguments, **settings})
+            try:
+                self._call(trainer, loaders)
+            finally:
+                self._let_go(trainer)
+
+    def _call(self, trainer: Any, loaders: Mapping[str, Callable[[], Any]]) -> None:
+        handed_in = {
+            argument: loaders[name]()
+            for name, argument in ((TRAIN, "train_dataloaders"), (EVAL, "val_dataloaders"))
+            if name in loaders and self.sources[name].holder is None
+        }
+        try:
+            trainer.fit(self.module, **handed_in, **({"datamodule": self.datamodule} if self.datamodule else {}))
+        except SystemExit as ended:
+            # Lightning answers Ctrl-C by leaving the process; here it is the caller's to handle.
+            if isinstance(ended.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            raise
+
+    def _replacements(
+        self, loaders: Mapping[str, Callable[[], Any]], live: tuple[str, ...]
+    ) -> Iterator[tuple[Any, dict[str, Callable[..., Any]]]]:
+        """What runs once for a training runs once for a probe; callbacks of the module are the user's own."""
+        once = {name: _nothing for name in _ONCE if name not in live}
+        yield self.own, {**once, "configure_callbacks": list}
+        if self.datamodule is not None:
+            yield self.datamodule, once
+        for name, give in loaders.items():
+            if self.sources[name].holder is not None:
+                yield self.sources[name].holder, {name: _as_method(give)}
+
+    def _let_go(self, trainer: Any) -> None:
+        """A Trainer is in cycles: without this it would hold its optimizers until garbage is collected."""
+        trainer.strategy.optimizers = []
+        trainer.strategy.lr_scheduler_configs = []
+        self.own.trainer = None
+        if self.datamodule is not None:
+            self.datamodule.trainer = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    """Counts the batches of one fit, and ends it; called as hooks of a callback."""
+
+    wanted: int
+    steps: int
+    manual: bool
+    batches: int = 0
+    eval_batches: int = 0
+
+    @property
+    def most(self) -> int:
+        """With manual optimization only the module knows how many batches make a step."""
+        return max(self.wanted, MANUAL_BATCHES) if self.manual else self.wanted
+
+    def trained(self, trainer: Any, *_: Any) -> None:
+        self.batches += 1
+        if self.batches >= self.wanted and (trainer.global_step >= self.steps or self.batches >= self.most):
+            trainer.should_stop = True
+
+    def evaluated(self, *_: Any) -> None:
+        self.eval_batches += 1
+
+
+def unfollowed(batch_size: BatchSize, size: int, own_sizes: set[int]) -> str:
+    """What to say of train loaders that do not have the size that the attribute says."""
+    own = min(own_sizes, default=None)
+    others = batch_size.names_of(own)
+    named = f", or pass batch_size_name={others[0]!r}, which is {own}" if others else ""
+    return (
+        f"train_dataloader() made batches of {own} where {batch_size.name}={size} was set: it does not read that "
+        f"attribute. Write DataLoader(..., batch_size=self.{batch_size.name}){named}"
+    )
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def _as_method(give: Callable[[], Any]) -> Callable[..., Any]:
+    """Lightning looks for the code of a hook to see that it is not its own: only a function has some."""
+
+    def hook() -> Any:
+        return give()
+
+    return hook
+
+
+@scope
+def quiet() -> Iterator[None]:
+    """Without what Lightning says of each trial: of its own settings, or what it says again when the user trains.
+
+    Entered once for a probe: each time, Python forgets which warnings have been shown.
+    """
+    levels = [(logger, logger.level) for logger in map(logging.getLogger, _LOGGERS)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=rf"({'|'.join(_PACKAGES)})(\.|$)")
+        try:
+            for logger, _ in levels:
+                logger.setLevel(logging.ERROR)
+            yield
+        finally:
+            for logger, level in levels:
+                logger.setLevel(level)
+
+
+@scope
+def _ctrl_c_as_it_was() -> Iterator[None]:
+    """Lightning ignores Ctrl-C from the first one on, and may not get to undo that."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not before:
+            signal.signal(signal.SIGINT, before)
