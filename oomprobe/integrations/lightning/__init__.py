@@ -20,10 +20,11 @@ from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.examples import Examples
 from oomprobe.integrations.lightning.loop import EVAL, TRAIN, Loop, Source, quiet
 from oomprobe.integrations.lightning.undone import on_host, undone
-from oomprobe.options import check_size
+from oomprobe.options import Options, check_size
 from oomprobe.result import ProbeResult
 from oomprobe.scope import scope
 
+LONGEST = "longest sequence"  # how the core says that it does not know which examples a step makes batches of
 DATA_LOADERS = {TRAIN: "train_dataloaders", EVAL: "val_dataloaders"}
 
 
@@ -43,7 +44,7 @@ def find_max_batch(
 
     Every trial is `Trainer.fit` of a Trainer with the same accelerator, precision plugin, gradient clipping and
     accumulation, on batches of the largest examples, without loggers, checkpoints and callbacks. Where the module
-    validates, a second step trains once and validates with what that leaves in memory. ``prepare_data`` and
+    validates, a second step trains once and validates beside the optimizer state which that leaves. ``prepare_data`` and
     ``setup`` run once, before the first trial, and ``teardown`` once after the last. Afterwards the module, the data
     module and the random number generators are as before, so that training gives the same losses.
 
@@ -119,10 +120,12 @@ def _probe(loop: Loop, device: Device, options: dict[str, Any], scan_s: float) -
         try:
             result = oomprobe.find_max_batch(loop.module, _steps(loop, examples), device=device, **options)
         except StepFailedError as failed:
-            if isinstance(failed.__cause__, UnreliableError):  # ours: the step has no bug
-                raise UnreliableError(str(failed.__cause__), trials=failed.trials) from None
+            cause = failed.__cause__
+            if isinstance(cause, UnreliableError | InvalidArgumentError):  # ours: the step has no bug
+                raise type(cause)(str(cause), trials=failed.trials) from None
             raise
-    return replace(result, notes=(*result.notes, *examples.notes(result)))
+    not_covered = [item for item in result.not_covered if not (examples.largest_ran and item.startswith(LONGEST))]
+    return replace(result, notes=(*result.notes, *examples.notes(result)), not_covered=tuple(not_covered))
 
 
 @scope
@@ -173,9 +176,8 @@ def _others(trainer: Any, datamodule: Any) -> list[Any]:
 
 
 def _first(options: dict[str, Any]) -> int:
-    check_size("min_batch", smallest := options.get("min_batch", 1))
-    check_size("multiple_of", multiple := options.get("multiple_of", 1))
-    return -(-smallest // multiple) * multiple
+    smallest, multiple_of = options.get("min_batch", 1), options.get("multiple_of", 1)
+    return Options(min_batch=smallest, multiple_of=multiple_of, max_batch=options.get("max_batch")).sizes.first
 
 
 def _sources(pl: Any, trainer: Any, own: Any, datamodule: Any, handed_in: dict[str, Any]) -> dict[str, Source]:

@@ -38,6 +38,7 @@ class Examples:
         self._lengths: list[int | None] = []
         self._asked_beyond = False
         self._notes: list[str] = []
+        self.largest_ran = True  # as far as can be told; each loader may say otherwise
         loop.look(size, self._meet)
 
     @property
@@ -82,20 +83,22 @@ class Examples:
         there = len(order.indices)
         if order.variable:
             self._notes.append(f"{_SAID[name]} batches were made of the largest examples")
-            if order.seen < there:
-                self._notes.append(
-                    f"{order.seen} of {there} {_SAID[name]} examples were looked at in {self._scan_s:g} s: larger ones may be "
-                    "among the rest (allow more with scan_s)"
-                )
-        elif not order.known and there:
+        if not order.complete:
+            self._notes.append(
+                f"{order.seen} of {there} {_SAID[name]} examples were looked at in {self._scan_s:g} s: larger ones may be "
+                "among the rest (allow more with scan_s)"
+            )
+        if not order.known and there:
             self._notes.append(
                 f"the size of {_SAID[name]} examples could not be told from what the data set gives: if they differ, the "
                 "largest may not have been in a trial"
             )
+        self.largest_ran = self.largest_ran and order.complete and order.known
         return order
 
     def _note_unseen(self, name: str, loader: Any) -> None:
         what = "a stream" if kind_of(loader) is Kind.STREAM else f"a {type(loader).__name__}"
+        self.largest_ran = False
         self._notes.append(
             f"{_SAID[name]} batches came from {what} in its own order: longer examples may come later, and where it "
             "stood is not restored"

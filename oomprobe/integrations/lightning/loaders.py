@@ -9,8 +9,8 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.integrations.lightning.worst import Order

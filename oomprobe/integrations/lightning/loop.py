@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from oomprobe.errors import UnreliableError
+from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.loaders import Batches, each
 from oomprobe.integrations.lightning.settings import LOOP_STEPS
@@ -24,6 +24,11 @@ EVAL_BATCHES = 2
 MANUAL_BATCHES = 64  # in which a module with manual optimization must have stepped twice
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 _LOGGERS = (*_PACKAGES, "lightning.pytorch", "lightning.fabric")  # each has a level of its own
+NO_OPTIMIZER = (
+    "configure_optimizers() returned no optimizer, so this module does not train, and memory for it is not what training "
+    "takes: return one, or probe what the module does by oomprobe.find_max_batch(module, step_fn)"
+)
+_NO_STEPS = {"max_steps": 0, "limit_val_batches": 0}
 _ONCE = ("prepare_data", "setup", "teardown")
 
 
@@ -81,11 +86,11 @@ class Loop:
                 met(name)
             return []
 
-        self._fit(size, {TRAIN: all_met}, live=("prepare_data", "setup"), max_steps=0, limit_val_batches=0)
+        self._fit(size, {TRAIN: all_met}, live=("prepare_data", "setup"), **_NO_STEPS)
 
     def end(self, size: int) -> None:
         """Let the hooks called ``teardown`` have their turn, once."""
-        self._fit(size, {TRAIN: list}, live=("teardown",), max_steps=0, limit_val_batches=0)
+        self._fit(size, {TRAIN: list}, live=("teardown",), **_NO_STEPS)
 
     @property
     def told(self) -> tuple[object, ...]:
@@ -101,16 +106,13 @@ class Loop:
         self._run(size, steps=LOOP_STEPS, eval_batches=0)
 
     def evaluate(self, size: int) -> None:
-        """One optimizer step, and validation with what it leaves: gradients and the state of the optimizer."""
+        """One optimizer step, and validation beside the optimizer state that it leaves (Lightning drops gradients before)."""
         self._run(size, steps=1, eval_batches=EVAL_BATCHES)
 
     def _run(self, size: int, *, steps: int, eval_batches: int) -> None:
         seen = _Seen(wanted=steps * self.micro, steps=steps, manual=not self.own.automatic_optimization)
         given = {TRAIN: self._batches(TRAIN, size, seen.most), EVAL: self._batches(EVAL, size, EVAL_BATCHES)}
-        loaders = {
-            name: lambda name=name: each(given[name].of, self.sources[name].give())
-            for name in self.sources
-        }
+        loaders = {name: lambda name=name: each(given[name].of, self.sources[name].give()) for name in self.sources}
         watch = self.pl.callbacks.LambdaCallback(
             on_train_batch_end=seen.trained, on_validation_batch_end=seen.evaluated
         )
@@ -169,7 +171,9 @@ class Loop:
     ) -> Iterator[tuple[Any, dict[str, Callable[..., Any]]]]:
         """What runs once for a training runs once for a probe; callbacks of the module are the user's own."""
         once = {name: _nothing for name in _ONCE if name not in live}
-        yield self.own, {**once, "configure_callbacks": list}
+        # A scheduler cannot be made for no steps.
+        idle = {"configure_optimizers": _nothing} if live else {}
+        yield self.own, {**once, **idle, "configure_callbacks": list}
         if self.datamodule is not None:
             yield self.datamodule, once
         for name, give in loaders.items():
@@ -201,6 +205,8 @@ class _Seen:
         return max(self.wanted, MANUAL_BATCHES) if self.manual else self.wanted
 
     def trained(self, trainer: Any, *_: Any) -> None:
+        if not trainer.optimizers:
+            raise InvalidArgumentError(NO_OPTIMIZER)
         self.batches += 1
         if self.batches >= self.wanted and (trainer.global_step >= self.steps or self.batches >= self.most):
             trainer.should_stop = True

@@ -55,7 +55,7 @@ def micro_batches(trainer: Any, module: Any, *, planned: bool) -> int:
     """Batches for one optimizer step of a trial; with manual optimization that is the module's own business."""
     if not module.automatic_optimization:
         return 1
-    return min(max(trainer.accumulate_grad_batches, MICRO_BATCHES if planned else 1), MICRO_BATCHES)
+    return MICRO_BATCHES if planned or trainer.accumulate_grad_batches > 1 else 1
 
 
 def trial_arguments(pl: Any, trainer: Any, micro: int) -> Mapping[str, Any]:

@@ -23,12 +23,14 @@ class Order:
     Attributes:
         indices: Largest first, and those that were not looked at last.
         seen: How many were looked at.
+        complete: Whether no other can be larger: all were, or they are taken for images of one size.
         variable: Whether they differ.
         known: Whether anything about their size could be told.
     """
 
     indices: Sequence[int]
     seen: int
+    complete: bool
     variable: bool
     known: bool
 
@@ -57,12 +59,13 @@ def largest_first(
         item = dataset[index]
         sizes[index] = _elements(item)
         shapes.add(_shapes(item))
-        if clock() > until or (len(sizes) == ALIKE and _images_of_one_size(shapes)):
+        if clock() >= until or (len(sizes) == ALIKE and _images_of_one_size(shapes)):
             break
     # Sorting is stable: where all are alike, the order is the data set's own.
     return Order(
         indices=sorted(indices, key=lambda index: -sizes.get(index, -1)),
         seen=len(sizes),
+        complete=len(sizes) == len(shuffled) or (len(sizes) >= ALIKE and _images_of_one_size(shapes)),
         variable=len(shapes) > 1,
         known=any(sizes.values()),
     )
