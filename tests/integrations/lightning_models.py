@@ -1,5 +1,6 @@
 """Lightning modules and data for the tests, each with what it is a test of."""
 
+import pytest
 import torch
 from calibration import torchvision_names
 from ledger import MIB, LedgerDevice
@@ -7,7 +8,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 torchvision_names.declare()
 
-import lightning.pytorch as pl  # noqa: E402 - it imports torchvision where that is installed
+pl = pytest.importorskip("lightning.pytorch")  # it imports torchvision, where that is installed
+torchmetrics = pytest.importorskip("torchmetrics")
 
 WIDTH = 8
 # What Lightning itself says of torch 2.13, of a Trainer without workers, and of short runs.
@@ -108,7 +110,6 @@ class Data(pl.LightningDataModule):
     def __init__(self, examples=64, *, batch_size=4, val_batch_size=None, validates=True):
         super().__init__()
         self.examples, self.batch_size, self.val_batch_size = examples, batch_size, val_batch_size
-        self.hooks = HOOKS  # a list of the tests: what a probe adds to it stays
         if not validates:
             self.val_dataloader = super().val_dataloader
 
@@ -116,11 +117,11 @@ class Data(pl.LightningDataModule):
         HOOKS.append("prepare_data")
 
     def setup(self, stage):
-        HOOKS.append(f"setup {stage}")
+        HOOKS.append(f"setup {stage.value}")
         self.train_set = data(self.examples)
 
     def teardown(self, stage):
-        HOOKS.append(f"teardown {stage}")
+        HOOKS.append(f"teardown {stage.value}")
         del self.train_set
 
     def train_dataloader(self):
@@ -130,11 +131,31 @@ class Data(pl.LightningDataModule):
         return DataLoader(self.train_set, batch_size=self.val_batch_size or self.batch_size)
 
 
-HOOKS: list[str] = []
+HOOKS: list[str] = []  # no attribute, which a probe would put back
 
 
 def data(examples):
     return TensorDataset(torch.linspace(-1, 1, examples * WIDTH).reshape(examples, WIDTH))
+
+
+class Rows(Dataset):
+    """The same for large batches: they are fetched at once, and `one_tensor` makes a batch of them."""
+
+    def __init__(self, examples):
+        self.rows = data(examples).tensors[0]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def __getitems__(self, indices):
+        return self.rows[indices]
+
+
+def one_tensor(rows):
+    return [rows]
 
 
 class Sentences(Dataset):
@@ -155,4 +176,4 @@ def padded(sentences):
     return torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True)
 
 
-__all__ = ["HOOKS", "MIB", "WIDTH", "Data", "DataLoader", "LedgerDevice", "Module", "OwnLoaders", "pl"]
+__all__ = ["HOOKS", "MIB", "WIDTH", "Data", "DataLoader", "LedgerDevice", "Module", "OwnLoaders", "pl", "torchmetrics"]

@@ -172,13 +172,24 @@ class Loop:
         """What runs once for a training runs once for a probe; callbacks of the module are the user's own."""
         once = {name: _nothing for name in _ONCE if name not in live}
         # A scheduler cannot be made for no steps.
-        idle = {"configure_optimizers": _nothing} if live else {}
-        yield self.own, {**once, **idle, "configure_callbacks": list}
+        configure = _nothing if live else self._configured(self.own.configure_optimizers)
+        yield self.own, {**once, "configure_optimizers": configure, "configure_callbacks": list}
         if self.datamodule is not None:
             yield self.datamodule, once
         for name, give in loaders.items():
             if self.sources[name].holder is not None:
                 yield self.sources[name].holder, {name: _as_method(give)}
+
+    def _configured(self, configure: Callable[[], Any]) -> Callable[[], Any]:
+        """With automatic optimization, None would be trained with an optimizer that does nothing."""
+
+        def configure_optimizers() -> Any:
+            made = configure()
+            if made is None and self.own.automatic_optimization:
+                raise InvalidArgumentError(NO_OPTIMIZER)
+            return made
+
+        return configure_optimizers
 
     def _let_go(self, trainer: Any) -> None:
         """A Trainer is in cycles: without this it would hold its optimizers until garbage is collected."""
@@ -205,8 +216,6 @@ class _Seen:
         return max(self.wanted, MANUAL_BATCHES) if self.manual else self.wanted
 
     def trained(self, trainer: Any, *_: Any) -> None:
-        if not trainer.optimizers:
-            raise InvalidArgumentError(NO_OPTIMIZER)
         self.batches += 1
         if self.batches >= self.wanted and (trainer.global_step >= self.steps or self.batches >= self.most):
             trainer.should_stop = True
