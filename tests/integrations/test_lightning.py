@@ -418,8 +418,9 @@ def test_batches_that_are_made_elsewhere_are_checked():
 def test_on_real_memory_it_answers_what_a_bare_loop_does():
     class Heavy(Module):
         def training_step(self, batch, batch_idx):
-            activations = torch.ones(len(batch[0]), 4 * MIB)
-            return self.layer(batch[0]).mean() + activations.mean()
+            activations = torch.empty(len(batch[0]), 4 * MIB)  # 16 MiB each, of the address space
+            activations[:, 0] = 1
+            return self.layer(batch[0]).mean() + activations[:, 0].mean()
 
     module = Heavy()
     result = find_max_batch(

@@ -3,6 +3,8 @@
 Neither knows that the capacity is a raise in the step: both run the same module.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -28,6 +30,15 @@ NOT_KNOWN_THERE = [
     "HIP out of memory. Tried to allocate 2.00 GiB",
     "MPS backend out of memory (MPS allocated: 1.00 GiB, other allocations: 1.00 GiB, max allowed: 2.00 GiB)",
 ]
+
+
+@pytest.fixture(autouse=True)
+def quick_and_elsewhere(tmp_path, monkeypatch):
+    """Lightning's finder writes a checkpoint where it is, and collects garbage in each trial: all that is imported."""
+    monkeypatch.chdir(tmp_path)
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class OwnData(Module):

@@ -7,6 +7,7 @@ import signal
 import warnings
 import weakref
 from contextlib import nullcontext
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -185,7 +186,7 @@ def test_teardown_also_has_its_turn_when_nothing_fits():
 
 
 class Listening(pl.Callback):
-    heard: list = []
+    heard: ClassVar[list] = []
 
     def __getattribute__(self, name):
         if name.startswith("on_"):
