@@ -1,6 +1,7 @@
 """find_max_batch for Lightning, on a ledger that knows the truth, and on real host memory."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -329,7 +330,7 @@ def test_a_validation_loader_with_a_size_of_its_own_keeps_it():
     module = Module(device, eval_mib=1)
     result = find_max_batch(quiet_trainer(), module, Data(val_batch_size=16), device=device, **QUIET)
     assert result.batch_size == 30
-    assert set(module.told.validated) == {16}
+    assert set(module.told.validated) == {2, 16}  # two examples, where training is the trial
     assert "a validation loader keeps its own batch size of 16" in result.notes
 
 
@@ -430,3 +431,112 @@ def test_on_real_memory_it_answers_what_a_bare_loop_does():
     assert expected - 2 <= result.batch_size <= expected
     assert result.limited_by == "memory"
     assert result.first_failing_batch_size > result.batch_size
+
+
+def test_a_bare_loop_with_the_same_memory_gets_the_same_answer():
+    """The number that Lightning's own loop can have, and the number of a loop written by hand."""
+
+    class Heavy(Module):
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch[0]).mean() + drawn(len(batch[0]))
+
+    def drawn(size):
+        activations = torch.empty(size, 4 * MIB)
+        activations[:, 0] = 1
+        return activations[:, 0].mean()
+
+    def step(model, size):
+        optimizer.zero_grad()
+        (model(torch.zeros(size, WIDTH)).mean() + drawn(size)).backward()
+        optimizer.step()
+
+    model = torch.nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    options = {"device": "cpu:384MiB", "progress": "off"}
+    bare = oomprobe.find_max_batch(model, step, max_batch=40, **options).batch_size
+    ours = find_max_batch(quiet_trainer(limit_val_batches=0), Heavy(), Data(40), **options).batch_size
+    assert abs(ours - bare) <= 1
+
+
+def test_on_a_card_that_is_not_there():
+    module = Module()
+    result = find_max_batch(quiet_trainer(), module, Data(64), device="sim:64MiB", multiple_of=16, progress="off")
+    assert result.batch_size == 64
+    assert result.device == "simulated GPU, 64.0 MiB"
+    wide = torch.nn.Sequential(torch.nn.Linear(WIDTH, 4096), torch.nn.Linear(4096, 4096), torch.nn.Linear(4096, 1))
+    module.layer = wide
+    with pytest.raises(oomprobe.NothingFitsError):
+        find_max_batch(quiet_trainer(), module, Data(64), device="sim:64MiB", multiple_of=16, progress="off")
+
+
+def test_a_journal_is_resumed_and_one_of_other_settings_refused(tmp_path):
+    journal = tmp_path / "trials"
+
+    def probe(**settings):
+        torch.manual_seed(0)
+        options = {"device": "cpu:256MiB", "max_batch": 8, "progress": "off", "journal": journal}
+        return find_max_batch(quiet_trainer(**settings), Module(), Data(), **options)
+
+    first, again = probe(), probe()
+    assert again.batch_size == first.batch_size
+    assert any("recalled from the journal" in note for note in again.notes)
+    with pytest.raises(oomprobe.InvalidArgumentError, match="journal"):
+        probe(gradient_clip_val=1.0)
+    with pytest.raises(oomprobe.InvalidArgumentError, match="journal"):
+        probe(precision="bf16-mixed")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, of its tracing
+def test_a_compiled_module():
+    module = OwnLoaders(examples=8)
+    compiled = torch.compile(module, backend="eager")
+    result = find_max_batch(
+        quiet_trainer(limit_val_batches=0), compiled, device="cpu:256MiB", max_batch=2, progress="off"
+    )
+    assert (result.batch_size, module.batch_size) == (2, 2)
+
+
+def test_layers_that_setup_makes_are_part_of_the_trials():
+    class Made(Module):
+        def setup(self, stage):
+            made.append(stage)
+            self.extra = torch.nn.Linear(WIDTH, WIDTH)
+
+        def training_step(self, batch, batch_idx):
+            trained.append(id(self.extra))
+            return super().training_step([self.extra(batch[0])], batch_idx)
+
+    made, trained, device = [], [], ledger(9)
+    module = Made(device)
+    assert find_max_batch(quiet_trainer(), module, Data(), device=device, **QUIET).batch_size == 9
+    assert len(made) == 1
+    assert len(set(trained)) == 1
+    assert not hasattr(module, "extra")
+
+
+def test_metrics_of_validation_are_there_for_hooks_and_schedulers():
+    class Plateau(Module):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+
+        def on_train_epoch_end(self):
+            seen.append(self.trainer.callback_metrics["val"])
+
+    seen, device = [], ledger(40)
+    module = Plateau(device, eval_mib=4)
+    result = find_max_batch(quiet_trainer(), module, Data(), device=device, **QUIET)
+    assert (result.batch_size, result.limiting_step) == (10, "eval")
+    assert seen
+
+
+def test_the_time_limit_ends_a_trial():
+    class Slow(Module):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.05)
+            return super().training_step(batch, batch_idx)
+
+    device = ledger(10**6)
+    with pytest.raises(oomprobe.TimeLimitError):
+        find_max_batch(quiet_trainer(), Slow(device), Data(10**5), device=device, time_limit_s=1, scan_s=0, **QUIET)

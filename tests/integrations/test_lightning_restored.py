@@ -264,3 +264,26 @@ def test_a_trial_lets_go_of_its_optimizer_at_once():
     finally:
         gc.enable()
     assert max(alive) <= 1
+
+
+def test_ctrl_c_while_data_are_set_up():
+    class Interrupted(Data):
+        def setup(self, stage):
+            super().setup(stage)
+            signal.raise_signal(signal.SIGINT)
+
+    module, datamodule = Module(), Interrupted()
+    before = dict(vars(datamodule))
+    with pytest.raises(KeyboardInterrupt):
+        find_max_batch(quiet_trainer(), module, datamodule, device=LedgerDevice(MIB), **QUIET)
+    assert vars(datamodule) == before
+    assert module._trainer is None
+
+
+def test_class_methods_of_the_user_are_as_they_were():
+    module, datamodule = Module(LedgerDevice(5 * MIB)), Data()
+    datamodule.train_dataloader = own = datamodule.train_dataloader
+    find_max_batch(quiet_trainer(), module, datamodule, device=module.ledger, **QUIET)
+    assert vars(datamodule)["train_dataloader"] == own
+    assert "val_dataloader" not in vars(datamodule)
+    assert "configure_callbacks" not in vars(module)

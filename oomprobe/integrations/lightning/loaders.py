@@ -120,6 +120,7 @@ class Batches:
         size: Examples in a batch of a loader that follows the batch size.
         least: Batches that a loop needs before the loader ends.
         orders: Of the examples, by the place of the loader.
+        most: Examples of a batch that are really made; None: all.
         handed_in: Whether the loaders cannot be asked for another size, and so are made again.
         own_sizes: Filled with the sizes of loaders that keep their own.
         followed: Set once a loader was of the size asked for.
@@ -128,6 +129,7 @@ class Batches:
     size: int
     least: int
     orders: Mapping[int, Order]
+    most: int | None = None
     handed_in: bool = False
     own_sizes: set[int] = field(default_factory=set)
     followed: bool = False
@@ -140,6 +142,7 @@ class Batches:
             self.followed = True
         else:
             self.own_sizes.add(size)
+        size = min(size, self.most or size)
         if kind is Kind.EXAMPLES:
             return self._examples(loader, self._order(place, loader), size)
         if kind is Kind.STREAM:

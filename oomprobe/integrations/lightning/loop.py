@@ -21,6 +21,7 @@ from oomprobe.scope import scope
 
 TRAIN, EVAL = "train_dataloader", "val_dataloader"
 EVAL_BATCHES = 2
+SMALL_EVAL = 2  # examples: of one, what squeezes its tensors breaks that never sees one in training
 MANUAL_BATCHES = 64  # in which a module with manual optimization must have stepped twice
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 _LOGGERS = (*_PACKAGES, "lightning.pytorch", "lightning.fabric")  # each has a level of its own
@@ -102,16 +103,19 @@ class Loop:
         return (*values, *plugins, *data, self.own.automatic_optimization)
 
     def train(self, size: int) -> None:
-        """Two optimizer steps on batches of one size."""
-        self._run(size, steps=LOOP_STEPS, eval_batches=0)
+        """Two optimizer steps on batches of one size.
+
+        Where training validates, hooks and schedulers may want its metrics, so it does, on the smallest of batches.
+        """
+        self._run(size, steps=LOOP_STEPS, eval_batches=int(EVAL in self.sources), eval_most=SMALL_EVAL)
 
     def evaluate(self, size: int) -> None:
         """One optimizer step, and validation beside the optimizer state that it leaves (Lightning drops gradients before)."""
         self._run(size, steps=1, eval_batches=EVAL_BATCHES)
 
-    def _run(self, size: int, *, steps: int, eval_batches: int) -> None:
+    def _run(self, size: int, *, steps: int, eval_batches: int, eval_most: int | None = None) -> None:
         seen = _Seen(wanted=steps * self.micro, steps=steps, manual=not self.own.automatic_optimization)
-        given = {TRAIN: self._batches(TRAIN, size, seen.most), EVAL: self._batches(EVAL, size, EVAL_BATCHES)}
+        given = {TRAIN: self._batches(TRAIN, size, seen.most), EVAL: self._batches(EVAL, size, EVAL_BATCHES, eval_most)}
         loaders = {name: lambda name=name: each(given[name].of, self.sources[name].give()) for name in self.sources}
         watch = self.pl.callbacks.LambdaCallback(
             on_train_batch_end=seen.trained, on_validation_batch_end=seen.evaluated
@@ -119,11 +123,11 @@ class Loop:
         self._fit(size, loaders, callbacks=[watch], limit_val_batches=eval_batches)
         self._check(size, seen, given, evaluating=bool(eval_batches))
 
-    def _batches(self, name: str, size: int, least: int) -> Batches:
+    def _batches(self, name: str, size: int, least: int, most: int | None = None) -> Batches:
         orders = self.orders.get(name, {})
         # Validation loaders that were handed in keep the size that they will have in training.
         handed_in = name == TRAIN and self.sources[name].holder is None
-        return Batches(size=size, least=least, orders=orders, handed_in=handed_in)
+        return Batches(size=size, least=least, orders=orders, most=most, handed_in=handed_in)
 
     def _check(self, size: int, seen: _Seen, given: Mapping[str, Batches], *, evaluating: bool) -> None:
         if seen.batches < seen.wanted:
