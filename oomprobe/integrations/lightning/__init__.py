@@ -18,14 +18,15 @@ from oomprobe.errors import InvalidArgumentError, StepFailedError, UnreliableErr
 from oomprobe.integrations.lightning import settings
 from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.examples import Examples
-from oomprobe.integrations.lightning.loop import EVAL, TRAIN, Loop, Source, quiet
+from oomprobe.integrations.lightning.loop import Loop
+from oomprobe.integrations.lightning.quiet import quiet
+from oomprobe.integrations.lightning.sources import EVAL, TRAIN, sources_of
 from oomprobe.integrations.lightning.undone import on_host, undone
 from oomprobe.options import Options, check_size
 from oomprobe.result import ProbeResult
 from oomprobe.scope import scope
 
 LONGEST = "longest sequence"  # how the core says that it does not know which examples a step makes batches of
-DATA_LOADERS = {TRAIN: "train_dataloaders", EVAL: "val_dataloaders"}
 
 
 def find_max_batch(
@@ -88,7 +89,7 @@ def find_max_batch(
     device = _device(trainer, options.pop("device", None))
     with quiet(), on_host(own), undone(own, _others(trainer, datamodule), options.get("preserve", ()), _kind(device)):
         batch_size = BatchSize(batch_size_name, own, datamodule)
-        sources = _sources(pl, trainer, own, datamodule, handed_in)
+        sources = sources_of(pl, trainer, own, datamodule, handed_in)
         if sources[TRAIN].holder is not None and not batch_size.exists:
             raise InvalidArgumentError(_no_attribute(batch_size_name, datamodule))
         micro = settings.micro_batches(trainer, own, planned=options.get("global_batch") is not None)
@@ -178,34 +179,6 @@ def _others(trainer: Any, datamodule: Any) -> list[Any]:
 def _first(options: dict[str, Any]) -> int:
     smallest, multiple_of = options.get("min_batch", 1), options.get("multiple_of", 1)
     return Options(min_batch=smallest, multiple_of=multiple_of, max_batch=options.get("max_batch")).sizes.first
-
-
-def _sources(pl: Any, trainer: Any, own: Any, datamodule: Any, handed_in: dict[str, Any]) -> dict[str, Source]:
-    given = [argument for name, argument in DATA_LOADERS.items() if handed_in[name] is not None]
-    if datamodule is not None and given:
-        raise InvalidArgumentError(f"pass either datamodule or {given[0]}: Trainer.fit takes no more than one of them")
-    found = {name: _source(pl, name, own, datamodule, handed_in[name]) for name in DATA_LOADERS}
-    train, validation = found[TRAIN], found[EVAL]
-    if train is None:
-        raise InvalidArgumentError(
-            f"there is no training data: neither {type(own).__name__} nor a data module has train_dataloader(). Pass "
-            "datamodule=..., or train_dataloaders=..., as you would to trainer.fit"
-        )
-    validates = trainer.limit_val_batches != 0 and _overrides(own, "validation_step", pl.LightningModule)
-    return {TRAIN: train, EVAL: validation} if validation is not None and validates else {TRAIN: train}
-
-
-def _source(pl: Any, name: str, own: Any, datamodule: Any, handed_in: Any) -> Source | None:
-    if handed_in is not None:
-        return Source(give=lambda: handed_in)
-    for holder, base in ((datamodule, pl.LightningDataModule), (own, pl.LightningModule)):
-        if holder is not None and _overrides(holder, name, base):
-            return Source(give=getattr(holder, name), holder=holder)
-    return None
-
-
-def _overrides(holder: Any, name: str, base: type) -> bool:
-    return name in vars(holder) or getattr(type(holder), name, None) is not getattr(base, name)
 
 
 def _no_attribute(name: str, datamodule: Any) -> str:

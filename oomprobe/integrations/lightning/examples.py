@@ -14,7 +14,8 @@ from oomprobe.integrations.lightning.loaders import (
     refuse_fixed,
     size_of,
 )
-from oomprobe.integrations.lightning.loop import EVAL, TRAIN, Loop, unfollowed
+from oomprobe.integrations.lightning.loop import Loop, unfollowed
+from oomprobe.integrations.lightning.sources import EVAL, TRAIN
 from oomprobe.integrations.lightning.worst import Order, largest_first
 from oomprobe.result import ProbeResult
 

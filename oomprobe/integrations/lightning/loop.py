@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import signal
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,36 +10,21 @@ from typing import Any
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.loaders import Batches, each
+from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
 from oomprobe.integrations.lightning.settings import LOOP_STEPS
+from oomprobe.integrations.lightning.sources import EVAL, TRAIN, Source
 from oomprobe.integrations.lightning.undone import replaced
 from oomprobe.integrations.lightning.worst import Order
-from oomprobe.scope import scope
 
-TRAIN, EVAL = "train_dataloader", "val_dataloader"
 EVAL_BATCHES = 2
 SMALL_EVAL = 2  # examples: of one, what squeezes its tensors breaks that never sees one in training
 MANUAL_BATCHES = 64  # in which a module with manual optimization must have stepped twice
-_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
-_LOGGERS = (*_PACKAGES, "lightning.pytorch", "lightning.fabric")  # each has a level of its own
 NO_OPTIMIZER = (
     "configure_optimizers() returned no optimizer, so this module does not train, and memory for it is not what training "
     "takes: return one, or probe what the module does by oomprobe.find_max_batch(module, step_fn)"
 )
 _NO_STEPS = {"max_steps": 0, "limit_val_batches": 0}
 _ONCE = ("prepare_data", "setup", "teardown")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where the loaders of one kind come from.
-
-    Attributes:
-        give: Makes them, while a Trainer is attached.
-        holder: Whose method that is; None: they were handed in.
-    """
-
-    give: Callable[[], Any]
-    holder: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +127,7 @@ class Loop:
         self, size: int, loaders: Mapping[str, Callable[[], Any]], *, live: tuple[str, ...] = (), **settings: Any
     ) -> None:
         with ExitStack() as stack:
-            stack.enter_context(_ctrl_c_as_it_was())
+            stack.enter_context(ctrl_c_as_it_was())
             stack.enter_context(self.batch_size.at(size))
             for holder, functions in self._replacements(loaders, live):
                 stack.enter_context(replaced(holder, functions))
@@ -250,32 +231,3 @@ def _as_method(give: Callable[[], Any]) -> Callable[..., Any]:
         return give()
 
     return hook
-
-
-@scope
-def quiet() -> Iterator[None]:
-    """Without what Lightning says of each trial: of its own settings, or what it says again when the user trains.
-
-    Entered once for a probe: each time, Python forgets which warnings have been shown.
-    """
-    levels = [(logger, logger.level) for logger in map(logging.getLogger, _LOGGERS)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=rf"({'|'.join(_PACKAGES)})(\.|$)")
-        try:
-            for logger, _ in levels:
-                logger.setLevel(logging.ERROR)
-            yield
-        finally:
-            for logger, level in levels:
-                logger.setLevel(level)
-
-
-@scope
-def _ctrl_c_as_it_was() -> Iterator[None]:
-    """Lightning ignores Ctrl-C from the first one on, and may not get to undo that."""
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not before:
-            signal.signal(signal.SIGINT, before)
