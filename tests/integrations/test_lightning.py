@@ -334,6 +334,14 @@ def test_a_validation_loader_with_a_size_of_its_own_keeps_it():
     assert "a validation loader keeps its own batch size of 16" in result.notes
 
 
+def test_validation_loaders_may_be_handed_in_alone():
+    device = ledger(30)
+    module = OwnLoaders(device, examples=100, eval_mib=3)
+    validation = DataLoader(data(50), batch_size=8)
+    result = find_max_batch(quiet_trainer(), module, val_dataloaders=validation, device=device, **QUIET)
+    assert (result.batch_size, module.batch_size, set(module.told.validated)) == (30, 30, {2, 8})
+
+
 def test_validation_that_gives_no_batch_is_no_silent_pass():
     class Empty(Data):
         def val_dataloader(self):

@@ -36,6 +36,11 @@ def test_an_option_that_the_contract_does_not_have():
     refused("unexpected keyword argument 'batchsize'", datamodule=Data(), batchsize=3, error=TypeError)
 
 
+@pytest.mark.parametrize("scan_s", [-1, float("nan"), True, "3"])
+def test_seconds_that_are_none(scan_s):
+    refused("scan_s must be a number of seconds", datamodule=Data(), scan_s=scan_s)
+
+
 def test_what_is_no_trainer_or_no_module():
     refused(r"trainer must be a lightning.pytorch.Trainer, not int", trainer=3)
     refused(
@@ -131,10 +136,9 @@ def test_fewer_examples_than_the_smallest_batch():
 
 
 def test_a_device_where_the_trainer_does_not_train():
-    pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("the other device would be there")
-    refused("no device 'cuda' here", datamodule=Data(), device="cuda", error=oomprobe.NoDeviceError)
+    elsewhere = LedgerDevice()
+    elsewhere.torch_device = torch.device("cuda", 1)
+    refused("but the Trainer trains on cpu.*accelerator='cuda'", datamodule=Data(), device=elsewhere)
 
 
 def test_no_optimizer():

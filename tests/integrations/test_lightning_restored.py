@@ -29,6 +29,8 @@ from integrations.lightning_models import (
     torchmetrics,
 )
 from oomprobe.integrations.lightning import find_max_batch
+from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
+from oomprobe.integrations.lightning.undone import replaced
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in FRAMEWORK_WARNINGS]
 QUIET = {"progress": "off", "memory_fraction": 1.0}
@@ -213,11 +215,11 @@ def test_nobody_hears_of_trials_and_no_file_is_made(tmp_path, monkeypatch, caplo
     Listening.heard.clear()
     caplog.clear()
     capsys.readouterr()
-    with warnings.catch_warnings():
-        warnings.resetwarnings()
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         module = Own(LedgerDevice(5 * MIB))
         result = find_max_batch(trainer, module, Data(), device=module.ledger, **QUIET)
+    assert [str(warning.message) for warning in warned] == []
     assert Listening.heard == []
     assert list(tmp_path.iterdir()) == []
     assert caplog.text == ""
@@ -278,6 +280,25 @@ def test_ctrl_c_while_data_are_set_up():
         find_max_batch(quiet_trainer(), module, datamodule, device=LedgerDevice(MIB), **QUIET)
     assert vars(datamodule) == before
     assert module._trainer is None
+
+
+def test_ctrl_c_goes_on_working_whenever_lightning_stopped_it():
+    before = signal.getsignal(signal.SIGINT)
+    with ctrl_c_as_it_was():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_method_that_was_on_the_object_is_there_again():
+    holder = Holder()
+    holder.one = one = lambda: 1
+    with replaced(holder, {"one": lambda: 2, "two": lambda: 3}):
+        assert (holder.one(), holder.two()) == (2, 3)
+    assert vars(holder) == {"one": one}
+
+
+class Holder:
+    pass
 
 
 def test_class_methods_of_the_user_are_as_they_were():

@@ -78,6 +78,8 @@ def find_max_batch(
         trainer.fit(module, datamodule=datamodule)  # at result.batch_size
     """
     inspect.signature(oomprobe.find_max_batch).bind(None, None, **options)  # its own TypeError for what it lacks
+    if isinstance(scan_s, bool) or not isinstance(scan_s, int | float) or not scan_s >= 0:
+        raise InvalidArgumentError(f"scan_s must be a number of seconds, at least 0, not {scan_s!r}")
     pl = settings.lightning_of(trainer)
     own = getattr(module, "_orig_mod", module)  # where torch.compile keeps the module
     if not isinstance(own, pl.LightningModule):
@@ -159,10 +161,11 @@ def _device(trainer: Any, device: object) -> Device:
     """Not where the parameters are: Lightning brings them to its device with each fit, and takes them back after it."""
     root = trainer.strategy.root_device
     chosen = choose_device(str(root) if device is None else device, torch.nn.Module())
-    if not isinstance(chosen, Simulated) and chosen.torch_device.type != root.type:
+    there = chosen.torch_device
+    if not isinstance(chosen, Simulated) and (there.type, there.index or 0) != (root.type, root.index or 0):
         raise InvalidArgumentError(
             f"device={device!r}, but the Trainer trains on {root}: leave device out, or give the Trainer "
-            f"accelerator={chosen.torch_device.type!r}"
+            f"accelerator={there.type!r}"
         )
     return chosen
 
