@@ -29,6 +29,7 @@ from integrations.lightning_models import (
     torchmetrics,
 )
 from oomprobe.integrations.lightning import find_max_batch
+from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
 from oomprobe.integrations.lightning.undone import replaced
 
@@ -308,3 +309,12 @@ def test_class_methods_of_the_user_are_as_they_were():
     assert vars(datamodule)["train_dataloader"] == own
     assert "val_dataloader" not in vars(datamodule)
     assert "configure_callbacks" not in vars(module)
+
+
+def test_the_batch_size_is_put_back_after_each_fit():
+    module = Module()
+    module.save_hyperparameters({"batch_size": 8})
+    batch_size = BatchSize("batch_size", module, None)
+    with batch_size.at(16):
+        assert batch_size.values == [16, 16]
+    assert batch_size.values == [4, 8]

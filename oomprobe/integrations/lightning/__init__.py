@@ -114,12 +114,12 @@ def find_max_batch(
 
 def _probe(loop: Loop, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
     first = _first(options)
-    examples = Examples(loop, first, scan_s)
-    options = examples.limited(options)
     for name, contracted in (("steps", 2), ("confirm_steps", 5)):
         check_size(name, options.setdefault(name, contracted))
         options[name] = -(-options[name] // settings.LOOP_STEPS)
+    examples = Examples(loop, first, scan_s)
     with _as_ended(loop, first):
+        options = examples.limited(options)
         try:
             result = oomprobe.find_max_batch(loop.module, _steps(loop, examples), device=device, **options)
         except StepFailedError as failed:

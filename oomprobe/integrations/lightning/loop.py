@@ -143,8 +143,9 @@ class Loop:
             for name, argument in ((TRAIN, "train_dataloaders"), (EVAL, "val_dataloaders"))
             if name in loaders and self.sources[name].holder is None
         }
+        given = handed_in if self.datamodule is None else {"datamodule": self.datamodule}
         try:
-            trainer.fit(self.module, **handed_in, **({"datamodule": self.datamodule} if self.datamodule else {}))
+            trainer.fit(self.module, **given)
         except SystemExit as ended:
             # Lightning answers Ctrl-C by leaving the process; here it is the caller's to handle.
             if isinstance(ended.__context__, KeyboardInterrupt):
