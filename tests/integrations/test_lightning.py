@@ -151,8 +151,9 @@ def test_a_trial_takes_two_steps_of_the_size_asked_for():
     result = find_max_batch(
         quiet_trainer(limit_val_batches=0), module, Data(100), device=device, max_batch=8, min_batch=8, **QUIET
     )
-    # Until the optimizer stepped, 2 steps (one fit), and 5 steps to confirm (three fits), with one before each.
-    assert module.told.trained == [8] * 2 * ((1 + 1) + (1 + 3))
+    # Until the optimizer stepped, 2 steps (one fit), and 5 steps to confirm (three fits), with one before each; and one
+    # fit after the search, in which the core counts for its rules of thumb.
+    assert module.told.trained == [8] * 2 * ((1 + 1) + (1 + 3) + 1)
     assert result.options["steps"] == 1
     assert result.options["confirm_steps"] == 3
 
