@@ -154,6 +154,7 @@ def test_a_trial_takes_two_steps_of_the_size_asked_for():
     # Until the optimizer stepped, 2 steps (one fit), and 5 steps to confirm (three fits), with one before each; and one
     # fit after the search, in which the core counts for its rules of thumb.
     assert module.told.trained == [8] * 2 * ((1 + 1) + (1 + 3) + 1)
+    assert {trial.samples_per_s for trial in result.trials} == {None}  # a call takes more than one batch
     assert result.options["steps"] == 1
     assert result.options["confirm_steps"] == 3
 

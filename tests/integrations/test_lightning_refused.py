@@ -6,6 +6,7 @@ import torch
 import oomprobe
 from integrations.lightning_models import (
     FRAMEWORK_WARNINGS,
+    HOOKS,
     MIB,
     Data,
     DataLoader,
@@ -13,7 +14,6 @@ from integrations.lightning_models import (
     Module,
     OwnLoaders,
     data,
-    pl,
     quiet_trainer,
 )
 from oomprobe.integrations.lightning import find_max_batch
@@ -33,7 +33,9 @@ def refused(match, *, trainer=None, module=None, datamodule=None, error=oomprobe
 
 
 def test_an_option_that_the_contract_does_not_have():
+    HOOKS.clear()
     refused("unexpected keyword argument 'batchsize'", datamodule=Data(), batchsize=3, error=TypeError)
+    assert HOOKS == []  # no setup() either
 
 
 @pytest.mark.parametrize("scan_s", [-1, float("nan"), True, "3"])
@@ -209,6 +211,3 @@ def test_the_framework_is_not_imported_with_the_adapter():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-__all__ = ["pl"]
