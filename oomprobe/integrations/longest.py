@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.integrations.largest import Order, largest_first, shapes_of
 
 STREAM_EXAMPLES = 32  # of a stream are looked at
 
@@ -77,22 +79,22 @@ def longest_of(
     total = len(dataset)
     if not total:
         raise InvalidArgumentError("the data set is empty: there is no example to make a batch of")
-    sizes = _sizes(dataset, total, clock() + scan_s, clock)
-    order = _longest_first(sizes)
-    notes = []
-    if len(sizes) < total:
-        notes.append(
-            f"{len(sizes)} of the {total} examples were looked at in {scan_s:g} s, and the longest of them made the batches: "
+    order = largest_first(dataset, range(total), scan_s, clock=clock)
+    if max_length is not None:
+        longest = stretched(dataset[order.indices[0]], max_length)
+        return Longest(examples=[longest], order=(0,), total=total, notes=(_stretched(max_length),))
+    notes = tuple(_notes(order, total, scan_s))
+    return Longest(examples=dataset, order=tuple(order.indices), total=total, notes=notes)
+
+
+def _notes(order: Order, total: int, scan_s: float) -> Iterator[str]:
+    if not order.complete:
+        yield (
+            f"{order.seen} of the {total} examples were looked at in {scan_s:g} s, and the longest of them made the batches: "
             "a longer one may follow. Give scan_s more time, or say max_length"
         )
-    if max_length is not None:
-        return Longest(
-            examples=[stretched(dataset[order[0]], max_length)],
-            order=(0,),
-            total=total,
-            notes=(_stretched(max_length),),
-        )
-    return Longest(examples=dataset, order=order, total=total, notes=tuple(notes))
+    if not order.known:
+        yield "the size of the examples could not be told: if they differ, the longest may not have been in a trial"
 
 
 def stretched(example: Any, max_length: int) -> Any:
@@ -116,72 +118,15 @@ def stretched(example: Any, max_length: int) -> Any:
     return {key: _to_length(value, max_length) if key in sequences else value for key, value in example.items()}
 
 
-def elements(value: Any) -> int:
-    """How many numbers a value holds.
-
-    Example:
-        >>> elements([[1, 2], [3]]), elements(torch.zeros(2, 3)), elements(7)
-        (3, 6, 1)
-    """
-    if isinstance(value, torch.Tensor):
-        return value.numel()
-    size = getattr(value, "size", None)
-    if isinstance(size, int):  # of an array
-        return size
-    if isinstance(size, tuple):  # of a picture
-        return int(torch.Size(size).numel())
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(elements, value.values()))
-    if isinstance(value, Sequence):
-        return len(value) if value and isinstance(value[0], int | float) else sum(map(elements, value))
-    return 1
-
-
-def _fields(example: Any) -> dict[Any, int]:
-    if isinstance(example, Mapping):
-        items: list[tuple[Any, Any]] = list(example.items())
-    elif isinstance(example, tuple | list):
-        items = list(enumerate(example))
-    else:
-        items = [(0, example)]
-    texts = {key for key, value in items if isinstance(value, str | bytes)}
-    if len(texts) < len(items):  # beside numbers a text is for people
-        items = [(key, value) for key, value in items if key not in texts]
-    return {key: elements(value) for key, value in items}
-
-
-def _sizes(dataset: Any, total: int, until_s: float, clock: Callable[[], float]) -> list[dict[Any, int]]:
-    sizes = []
-    for index in range(total):
-        sizes.append(_fields(dataset[index]))
-        if clock() > until_s:
-            break
-    return sizes
-
-
-def _longest_first(sizes: list[dict[Any, int]]) -> tuple[int, ...]:
-    """By all their elements; but first the longest in each field, to whose length a batch is padded."""
-    totals = [sum(fields.values()) for fields in sizes]
-    keys = dict.fromkeys(key for fields in sizes for key in fields)
-    longest = [max(range(len(sizes)), key=lambda i: (sizes[i].get(key, 0), totals[i])) for key in keys]
-    first = sorted(set(longest), key=lambda i: -totals[i])
-    rest = sorted(set(range(len(sizes))) - set(first), key=lambda i: (-totals[i], i))
-    return (*first, *rest)
-
-
 def _of_stream(dataset: Any, max_length: int | None) -> Longest:
     examples = [example for example, _ in zip(dataset, range(STREAM_EXAMPLES), strict=False)]
     if not examples:
         raise InvalidArgumentError("the data set gave no example to make a batch of")
-    sizes = [_fields(example) for example in examples]
     if max_length is not None:
-        longest = examples[_longest_first(sizes)[0]]
-        return Longest(
-            examples=[stretched(longest, max_length)], order=(0,), total=None, notes=(_stretched(max_length),)
-        )
-    if any(fields != sizes[0] for fields in sizes):
+        order = largest_first(examples, range(len(examples)), math.inf)
+        longest = stretched(examples[order.indices[0]], max_length)
+        return Longest(examples=[longest], order=(0,), total=None, notes=(_stretched(max_length),))
+    if any(shapes_of(example) != shapes_of(examples[0]) for example in examples):
         raise InvalidArgumentError(
             f"the data set has no length, and its first {len(examples)} examples differ in theirs: the longest one, which "
             "decides, cannot be known. Say max_length= (the most elements a sequence can have)"

@@ -91,9 +91,10 @@ def find_max_batch(
             notes.append(_written(args, entry, whole))
     if write_back and entry is not None:
         _write(trainer, entry)
-    return replace(
-        result, notes=(*result.notes, *notes), not_covered=(*result.not_covered, *_not_covered(trainer, evaluated))
-    )
+    # A call takes several steps, and prepares a loop: the core's samples a second would be a fraction of the truth.
+    trials = tuple(replace(trial, samples_per_s=None) for trial in result.trials)
+    not_covered = (*result.not_covered, *_not_covered(trainer, evaluated))
+    return replace(result, trials=trials, notes=(*result.notes, *notes), not_covered=not_covered)
 
 
 def _checked(trainer: Any) -> Any:

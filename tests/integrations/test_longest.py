@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomprobe import InvalidArgumentError
-from oomprobe.integrations.longest import elements, longest_of, stretched
+from oomprobe.integrations.largest import ALIKE, largest_first, shapes_of
+from oomprobe.integrations.longest import longest_of, stretched
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 40), st.integers(1, 3))
@@ -33,20 +34,20 @@ def test_the_longest_of_each_field_comes_first():
 
 
 @pytest.mark.parametrize(
-    ("value", "count"),
+    ("value", "shapes"),
     [
-        (torch.zeros(2, 3), 6),
-        (np.zeros((4, 5)), 20),
-        ([1, 2, 3], 3),
-        ([[1], [2, 3]], 3),
-        ({"a": [1, 2], "b": 1}, 3),
-        ("some text", 9),
-        (None, 1),
-        ([], 0),
+        (torch.zeros(2, 3), {0: ((2, 3),)}),
+        (np.zeros((4, 5)), {0: ((4, 5),)}),
+        ([1, 2, 3], {0: ((3,),)}),
+        ([[1], [2, 3]], {0: ((1,),), 1: ((2,),)}),
+        ({"a": [1, 2], "b": 1}, {"a": ((2,),), "b": ()}),
+        ("some text", {0: ((9,),)}),
+        (None, {0: ()}),
+        ([], {}),
     ],
 )
-def test_elements(value, count):
-    assert elements(value) == count
+def test_shapes(value, shapes):
+    assert shapes_of(value) == shapes
 
 
 def test_a_text_beside_numbers_does_not_count():
@@ -58,7 +59,7 @@ def test_a_text_beside_numbers_does_not_count():
 def test_what_could_not_be_looked_at_is_told():
     ticks = iter(range(100))
     found = longest_of([[1]] * 50, scan_s=5, clock=lambda: next(ticks))
-    assert len(found.order) < 50
+    assert len(found.order) == 50
     assert "of the 50 examples were looked at in 5 s" in found.notes[0]
     assert longest_of([[1]] * 50).notes == ()
 
@@ -97,3 +98,20 @@ def test_streams():
     for empty in (stream(), []):
         with pytest.raises(InvalidArgumentError, match="no example"):
             longest_of(empty)
+
+
+def test_images_of_one_size_are_not_all_looked_at():
+    looked = []
+
+    class Images:
+        def __getitem__(self, index):
+            looked.append(index)
+            return torch.zeros(3, 8, 8), index
+
+    order = largest_first(Images(), range(1000), 60)
+    assert (order.seen, len(looked), order.complete, order.variable) == (ALIKE, ALIKE, True, False)
+    assert sorted(order.indices) == list(range(1000))
+
+
+def test_what_has_no_size_is_told():
+    assert "could not be told" in longest_of([None, None]).notes[0]

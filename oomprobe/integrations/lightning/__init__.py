@@ -14,7 +14,7 @@ import torch
 
 import oomprobe
 from oomprobe.devices import Device, Simulated, choose_device
-from oomprobe.errors import InvalidArgumentError, StepFailedError, UnreliableError
+from oomprobe.errors import InvalidArgumentError, StepFailedError
 from oomprobe.integrations.lightning import settings
 from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.examples import Examples
@@ -124,7 +124,7 @@ def _probe(loop: Loop, device: Device, options: dict[str, Any], scan_s: float) -
             result = oomprobe.find_max_batch(loop.module, _steps(loop, examples), device=device, **options)
         except StepFailedError as failed:
             cause = failed.__cause__
-            if isinstance(cause, UnreliableError | InvalidArgumentError):  # ours: the step has no bug
+            if isinstance(cause, InvalidArgumentError):  # ours: the step has no bug
                 raise type(cause)(str(cause), trials=failed.trials) from None
             raise
     not_covered = [item for item in result.not_covered if not (examples.largest_ran and item.startswith(LONGEST))]

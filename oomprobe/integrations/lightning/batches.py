@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
-from oomprobe.errors import UnreliableError
+from oomprobe.errors import NotRunError
 
 
 class Repeated:
@@ -49,7 +49,7 @@ class Counted:
 
     def __call__(self, examples: Any) -> Any:
         if len(examples) != self._size:
-            raise UnreliableError(
+            raise NotRunError(
                 f"a batch of {self._size} was asked for, and {len(examples)} examples came: the stream cannot be read "
                 "again, or ends"
             )
@@ -78,7 +78,7 @@ class Checked:
         sizes = {len(part) for part in parts if isinstance(part, torch.Tensor) and part.dim()}
         if self._size not in sizes:
             seen = f"tensors whose first dimension is {sorted(sizes)}" if sizes else f"a {type(batch).__name__}"
-            raise UnreliableError(
+            raise NotRunError(
                 f"a batch of {self._size} was asked for, and the {type(self._loader).__name__} gave {seen}: does it read "
                 f"the batch size when it is made? If its data ends before, pass a smaller max_batch"
             )

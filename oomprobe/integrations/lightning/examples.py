@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.integrations.largest import Order, largest_first
 from oomprobe.integrations.lightning.loaders import (
     Kind,
     flat,
@@ -16,7 +17,6 @@ from oomprobe.integrations.lightning.loaders import (
 )
 from oomprobe.integrations.lightning.loop import Loop, unfollowed
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN
-from oomprobe.integrations.lightning.worst import Order, largest_first
 from oomprobe.result import ProbeResult
 
 _SAID = {TRAIN: "training", EVAL: "validation"}

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from oomprobe.errors import InvalidArgumentError, UnreliableError
+from oomprobe.errors import InvalidArgumentError, NotRunError
+from oomprobe.integrations.largest import Order
 from oomprobe.integrations.lightning.batches import Checked, Counted, Endless, Repeated
-from oomprobe.integrations.lightning.worst import Order
 
 
 class Kind(StrEnum):
@@ -150,7 +150,7 @@ class Batches:
     def _order(self, place: int, loader: Any) -> Sequence[int]:
         order, there = self.orders[place].indices, length_of(loader)
         if there != len(order):
-            raise UnreliableError(
+            raise NotRunError(
                 f"the data set had {len(order)} examples when the probe began and has {there} now: make it once, in "
                 "setup(), or probe with a data set that stays as it is"
             )

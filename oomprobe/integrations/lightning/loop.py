@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from oomprobe.errors import InvalidArgumentError, UnreliableError
+from oomprobe.errors import InvalidArgumentError, NotRunError
+from oomprobe.integrations.largest import Order
 from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.loaders import Batches, each
 from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
 from oomprobe.integrations.lightning.settings import LOOP_STEPS
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN, Source
 from oomprobe.integrations.lightning.undone import replaced
-from oomprobe.integrations.lightning.worst import Order
 
 EVAL_BATCHES = 2
 SMALL_EVAL = 2  # examples: of one, what squeezes its tensors breaks that never sees one in training
@@ -112,14 +112,14 @@ class Loop:
 
     def _check(self, size: int, seen: _Seen, given: Mapping[str, Batches], *, evaluating: bool) -> None:
         if seen.batches < seen.wanted:
-            raise UnreliableError(
+            raise NotRunError(
                 f"at batch {size} Lightning ran {seen.batches} training batches of the {seen.wanted} that make a trial: "
                 "does the module, or a callback, stop the Trainer, or on_train_batch_start skip batches?"
             )
         if not given[TRAIN].followed:
-            raise UnreliableError(unfollowed(self.batch_size, size, given[TRAIN].own_sizes))
+            raise NotRunError(unfollowed(self.batch_size, size, given[TRAIN].own_sizes))
         if evaluating and not seen.eval_batches:
-            raise UnreliableError(f"at batch {size} Lightning ran no validation batch: does val_dataloader() give any?")
+            raise NotRunError(f"at batch {size} Lightning ran no validation batch: does val_dataloader() give any?")
         for name, batches in given.items():
             self.own_sizes.setdefault(name, set()).update(batches.own_sizes)
 
