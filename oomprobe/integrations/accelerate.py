@@ -39,6 +39,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -194,16 +195,16 @@ class _Trials:
         self._function, self._args, self._kwargs, self._trial_steps = function, args, kwargs, trial_steps
         self._stepped_at: set[int] = set()  # sizes at which an optimizer stepped
         self._ended_at: set[int] = set()  # sizes at which it ran to its end
-        self._there: set[int] | None = None  # tensors that were there before the call, by id; None: not known
+        _collect()
+        objects = gc.get_objects()
+        self._accelerators, self._scalers = _accelerators(objects), _of_type(objects, torch.amp.GradScaler)
+        # Tensors that were there before, by id; None: not known, for what is frozen is not among the objects.
+        self._there = set(map(id, _of_type(objects, torch.Tensor))) if gc.get_freeze_count() == 0 else None
 
     def __call__(self, model: torch.nn.Module, batch_size: int) -> None:
         _collect()  # models and loaders are cycles, and two of them at once are no trial of one
-        leave, objects = _Leave(self._trial_steps), gc.get_objects()
-        accelerators, scalers = _accelerators(objects), _of_type(objects, torch.amp.GradScaler)
-        # What is frozen is not among the objects, and might be a parameter.
-        self._there = set(map(id, _of_type(objects, torch.Tensor))) if gc.get_freeze_count() == 0 else None
-        del objects
-        with unchanged(*accelerators), leave:
+        leave = _Leave(self._trial_steps)
+        with unchanged(*self._accelerators), leave:
             try:
                 self._function(batch_size, *self._args, **self._kwargs)
                 if not leave.raised:
@@ -213,7 +214,7 @@ class _Trials:
             finally:
                 for (
                     scaler
-                ) in scalers:  # one that was left in the midst of a step refuses the next; public is only update()
+                ) in self._scalers:  # in the midst of a step it refuses the next; its only public way is update()
                     scaler._per_optimizer_states.clear()
         if leave.stepped:
             self._stepped_at.add(batch_size)
@@ -225,7 +226,7 @@ class _Trials:
             )
 
     def oomprobe_made(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the function made all that an optimizer trains in this call, so that nothing of it is to be restored."""
+        """Whether the function made all that an optimizer trains in its call, so that nothing of it is to be restored."""
         if self._there is None:
             return False
         return all(id(one) not in self._there for group in optimizer.param_groups for one in group["params"])
@@ -249,13 +250,9 @@ class _Leave:
     """Counts the steps of optimizers in this thread, and leaves the function with the last that is wanted."""
 
     def __init__(self, trial_steps: int) -> None:
-        self._wanted, self._counts = trial_steps, dict[int, int]()
-        self._thread = threading.get_ident()
-        self.raised = False
-
-    @property
-    def stepped(self) -> bool:
-        return bool(self._counts)
+        self._wanted, self._thread = trial_steps, threading.get_ident()
+        self._counts = WeakKeyDictionary[torch.optim.Optimizer, int]()  # one that has died is not waited for
+        self.stepped = self.raised = False
 
     def __enter__(self) -> None:
         self._handle = register_optimizer_step_post_hook(self._after_step)
@@ -266,8 +263,9 @@ class _Leave:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if threading.get_ident() != self._thread:  # the hook is of the whole process
             return
-        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
-        counts = self._counts.values()
+        self.stepped = True
+        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        counts = list(self._counts.values())
         if min(counts) >= self._wanted or max(counts) >= PATIENCE * self._wanted:
             self.raised = True
             raise _Left
