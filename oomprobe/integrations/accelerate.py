@@ -36,10 +36,10 @@ import inspect
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -195,6 +195,8 @@ class _Trials:
         self._function, self._args, self._kwargs, self._trial_steps = function, args, kwargs, trial_steps
         self._stepped_at: set[int] = set()  # sizes at which an optimizer stepped
         self._ended_at: set[int] = set()  # sizes at which it ran to its end
+        self._calls = 0
+        self._made: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # parameters by id, in which call
         _collect()
         objects = gc.get_objects()
         self._accelerators, self._scalers = _accelerators(objects), _of_type(objects, torch.amp.GradScaler)
@@ -203,6 +205,7 @@ class _Trials:
 
     def __call__(self, model: torch.nn.Module, batch_size: int) -> None:
         _collect()  # models and loaders are cycles, and two of them at once are no trial of one
+        self._calls += 1
         leave = _Leave(self._trial_steps)
         with unchanged(*self._accelerators), leave:
             try:
@@ -212,9 +215,8 @@ class _Trials:
             except _Left:
                 pass
             finally:
-                for (
-                    scaler
-                ) in self._scalers:  # in the midst of a step it refuses the next; its only public way is update()
+                # One that was left in the midst of a step refuses the next; its only public way out, update(), scales.
+                for scaler in self._scalers:
                     scaler._per_optimizer_states.clear()
         if leave.stepped:
             self._stepped_at.add(batch_size)
@@ -229,7 +231,21 @@ class _Trials:
         """Whether the function made all that an optimizer trains in its call, so that nothing of it is to be restored."""
         if self._there is None:
             return False
-        return all(id(one) not in self._there for group in optimizer.param_groups for one in group["params"])
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        if any(id(one) in self._there for one in parameters):
+            return False
+        for one in parameters:
+            self._refuse_kept(one)
+            self._made[id(one)] = (self._calls, weakref.ref(one))
+        return True
+
+    def _refuse_kept(self, parameter: torch.Tensor) -> None:
+        call, made = self._made.get(id(parameter), (self._calls, None))
+        if call != self._calls and made is not None and made() is parameter:
+            raise NotRunError(
+                f"{self._name} trains what an earlier call of it has made and kept (in a global, in a cache): the trials have "
+                "trained it, and how it was before is not known. Make it before the first call, or anew in each"
+            )
 
     @property
     def _name(self) -> str:
@@ -251,7 +267,7 @@ class _Leave:
 
     def __init__(self, trial_steps: int) -> None:
         self._wanted, self._thread = trial_steps, threading.get_ident()
-        self._counts = WeakKeyDictionary[torch.optim.Optimizer, int]()  # one that has died is not waited for
+        self._counts = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # one that has died is not waited for
         self.stepped = self.raised = False
 
     def __enter__(self) -> None:
