@@ -210,8 +210,7 @@ class _Trials:
         with unchanged(*self._accelerators), leave:
             try:
                 self._function(batch_size, *self._args, **self._kwargs)
-                if not leave.raised:
-                    self._ended_at.add(batch_size)
+                self._ended_at.add(batch_size)
             except _Left:
                 pass
             finally:
@@ -257,7 +256,7 @@ class _Trials:
         how = f"a trial calls {self._name}, and leaves it when each optimizer has made {self._trial_steps} steps"
         if not self._ended_at:
             return (how,)
-        why = "before that" if self._stepped_at else "without a step of an optimizer of torch"
+        why = "all the same" if self._stepped_at else "without a step of an optimizer of torch"
         sizes = f"{min(self._ended_at)} to {max(self._ended_at)}"
         return (f"{how}; at sizes of {sizes} it ran to its end {why}, with whatever it does there",)
 
@@ -268,7 +267,7 @@ class _Leave:
     def __init__(self, trial_steps: int) -> None:
         self._wanted, self._thread = trial_steps, threading.get_ident()
         self._counts = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # one that has died is not waited for
-        self.stepped = self.raised = False
+        self.stepped = False
 
     def __enter__(self) -> None:
         self._handle = register_optimizer_step_post_hook(self._after_step)
@@ -283,7 +282,6 @@ class _Leave:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         counts = list(self._counts.values())
         if min(counts) >= self._wanted or max(counts) >= PATIENCE * self._wanted:
-            self.raised = True
             raise _Left
 
 

@@ -246,6 +246,22 @@ def test_a_function_that_catches_everything_is_left_at_its_end():
 
     assert train() == "to its end"
     assert train.result.batch_size == 2
+    assert "at sizes of 1 to 2 it ran to its end all the same" in train.result.notes[-1]
+
+
+def test_a_function_that_goes_on_after_any_failure_is_left():
+    rounds = []
+
+    @find_executable_batch_size(starting_batch_size=2, **HOST)
+    def train(batch_size):
+        rounds.append(0)
+        for _ in range(30):
+            rounds[-1] += 1
+            with contextlib.suppress(Exception):
+                steps_of(batch_size, number=2)
+
+    train()
+    assert set(rounds[:-1]) == {1}
 
 
 # --- functions that end ---
@@ -272,7 +288,7 @@ def test_a_data_set_of_less_than_the_steps_is_a_whole_run():
         steps_of(batch_size, number=8 // batch_size if batch_size > 2 else 50)
 
     train()
-    assert "at sizes of 4 to 4 it ran to its end before that" not in " ".join(
+    assert "at sizes of 4 to 4 it ran to its end all the same" not in " ".join(
         train.result.notes
     )  # 2 steps: just enough
 
@@ -282,7 +298,7 @@ def test_a_data_set_of_less_than_the_steps_is_a_whole_run():
 
     short()
     assert short.result.batch_size == 8
-    assert "at sizes of 8 to 8 it ran to its end before that" in short.result.notes[-1]
+    assert "at sizes of 8 to 8 it ran to its end all the same" in short.result.notes[-1]
 
 
 def test_a_loader_that_drops_its_only_batch_is_not_a_size_that_fits():
@@ -373,6 +389,8 @@ def test_training_is_bit_equal_to_training_at_that_size_alone():
             loss = model(torch.randn(batch_size, 4)).square().mean()
             optimizer.zero_grad()
             scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)  # a trial ends in here
             scaler.update()
             scheduler.step()
