@@ -34,10 +34,9 @@ import functools
 import gc
 import inspect
 import math
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -46,13 +45,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from oomprobe import probe
 from oomprobe.errors import InvalidArgumentError, NotRunError, add_note
+from oomprobe.integrations.accelerators import accelerators_of, of_type
+from oomprobe.integrations.accelerators import unchanged as unchanged
 from oomprobe.options import check_size
 from oomprobe.result import ProbeResult
-from oomprobe.scope import scope
 from oomprobe.verdict import Verdict, classify_error
 
 PATIENCE = 8  # times the steps asked for, that others make while one optimizer is waited for: it may have been for once
-SHARED = ("PartialState", "AcceleratorState", "GradientState")  # of accelerate.state: each one for the whole process
 
 
 def find_executable_batch_size(
@@ -199,9 +198,9 @@ class _Trials:
         self._made: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # parameters by id, in which call
         _collect()
         objects = gc.get_objects()
-        self._accelerators, self._scalers = _accelerators(objects), _of_type(objects, torch.amp.GradScaler)
+        self._accelerators, self._scalers = accelerators_of(objects), of_type(objects, torch.amp.GradScaler)
         # Tensors that were there before, by id; None: not known, for what is frozen is not among the objects.
-        self._there = set(map(id, _of_type(objects, torch.Tensor))) if gc.get_freeze_count() == 0 else None
+        self._there = set(map(id, of_type(objects, torch.Tensor))) if gc.get_freeze_count() == 0 else None
 
     def __call__(self, model: torch.nn.Module, batch_size: int) -> None:
         _collect()  # models and loaders are cycles, and two of them at once are no trial of one
@@ -283,66 +282,6 @@ class _Leave:
         counts = list(self._counts.values())
         if min(counts) >= self._wanted or max(counts) >= PATIENCE * self._wanted:
             raise _Left
-
-
-@scope
-def unchanged(*accelerators: Any) -> Iterator[None]:
-    """Give Accelerators, and what all of a process share, back as they were.
-
-    An Accelerator counts micro-batches and lists what it prepared, outside any ``state_dict``. A probe that is left in the
-    midst of an accumulation would leave training to step at other micro-batches than without it.
-
-    Args:
-        accelerators: Of `accelerate.Accelerator`.
-
-    Example:
-        >>> class Accelerator:
-        ...     step = 0
-        >>> accelerator = Accelerator()
-        >>> with unchanged(accelerator):
-        ...     accelerator.step = 3
-        >>> accelerator.step
-        0
-    """
-    own = [(vars(one), _copy(vars(one))) for one in accelerators]
-    shared = {name: _copy(state) for name, state in _shared_states().items()}
-    try:
-        yield
-    finally:
-        for attributes, before in own:
-            _put_back(attributes, before)
-        for name, state in _shared_states().items():  # it may have been imported meanwhile
-            _put_back(state, shared.get(name, {}))
-
-
-def _copy(attributes: dict[str, Any]) -> dict[str, tuple[Any, list[Any]]]:
-    """Each value, and what is in it if it is a list: those are filled in place."""
-    return {name: (value, list(value) if isinstance(value, list) else []) for name, value in attributes.items()}
-
-
-def _put_back(attributes: dict[str, Any], before: dict[str, tuple[Any, list[Any]]]) -> None:
-    attributes.clear()
-    for name, (value, items) in before.items():
-        if isinstance(value, list):
-            value[:] = items
-        attributes[name] = value
-
-
-def _shared_states() -> dict[str, dict[str, Any]]:
-    """By class. Private: accelerate has no other way to them that would not make them."""
-    module = sys.modules.get("accelerate.state")
-    return {} if module is None else {name: getattr(module, name)._shared_state for name in SHARED}
-
-
-def _accelerators(objects: list[Any]) -> list[Any]:
-    """Those among all objects there are: the function may reach its own by globals of functions that it calls."""
-    module = sys.modules.get("accelerate.accelerator")
-    return [] if module is None else _of_type(objects, module.Accelerator)
-
-
-def _of_type(objects: list[Any], kind: type) -> list[Any]:
-    """Without asking them: lazy modules import what they stand for when they are."""
-    return [one for one in objects if issubclass(type(one), kind)]
 
 
 def _collect() -> None:

@@ -276,7 +276,7 @@ def test_a_function_without_an_optimizer_runs_to_its_end_and_the_result_says_so(
         return torch.nn.Linear(4, 1)(torch.randn(batch_size, 4)).shape[0]
 
     assert infer() == 4
-    assert calls.count(1) <= 5  # not 32 runs of a whole data set in search of an optimizer
+    assert calls.count(1) < 10  # not 32 runs of a whole data set in search of an optimizer
     notes = " ".join(infer.result.notes)
     assert "no optimizer stepped" in notes
     assert "at sizes of 1 to 4 it ran to its end without a step of an optimizer" in notes
