@@ -58,9 +58,10 @@ def bench_here(
         place(resident_tensors([model, *steps.values(), *preserve]))
 
         def meet(optimizer: torch.optim.Optimizer) -> None:
-            with outside_modes():
-                keeper.add(optimizer)
-                place(state_tensors(optimizer))
+            if not any(_made_by(step, optimizer) for step in steps.values()):
+                with outside_modes():
+                    keeper.add(optimizer)
+                    place(state_tensors(optimizer))
             if isinstance(chosen, Simulated) and isinstance(optimizer, torch.optim.LBFGS):
                 trials.notes[LBFGS] = None
 
@@ -95,6 +96,12 @@ def bench_here(
 
 def _there_already(tensors: Iterable[torch.Tensor]) -> None:
     """On a real device the model, and what belongs to it, is where it is."""
+
+
+def _made_by(step: object, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step knows that it made the optimizer and all its parameters in this call: they end with it."""
+    made = getattr(step, "oomprobe_made", None)
+    return made is not None and bool(made(optimizer))
 
 
 @scope

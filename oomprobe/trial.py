@@ -140,7 +140,8 @@ class Trials:
         except (SimulationError, NotRunError):
             raise
         except StoppedStepping:
-            raise UnreliableError(STOPPED_STEPPING.format(calls=MAX_CALLS, size=request.batch_size)) from None
+            calls = _max_calls(self._steps[run.step_name or ""])
+            raise UnreliableError(STOPPED_STEPPING.format(calls=calls, size=request.batch_size)) from None
         except Exception as error:
             run.usage = self._usage()
             run.failure = failure_of(error)
@@ -204,7 +205,7 @@ class Trials:
             raise
         self._expected[name] = stepped
         if not stepped:
-            self.notes[NO_OPTIMIZER.format(calls=MAX_CALLS, step=name)] = None
+            self.notes[NO_OPTIMIZER.format(calls=_max_calls(step), step=name)] = None
 
     def _full_step(
         self, step: StepFn, wanted: set[int], request: Request, run: _Run, *, learned: bool = True
@@ -215,7 +216,7 @@ class Trials:
             StoppedStepping: one that stepped before does not any more, so that the size was not really run.
         """
         self._watch.stepped.clear()
-        for _ in range(MAX_CALLS if wanted else 1):
+        for _ in range(_max_calls(step) if wanted else 1):
             self._call_or_repeat(step, request, run)
             if self._watch.stepped and self._all_stepped(wanted):
                 return set(self._watch.stepped)
@@ -302,6 +303,11 @@ class Trials:
             if len(self._steps) > 1:
                 self._restore_modes()
             self._call(step, request, _Run(), inside)
+
+
+def _max_calls(step: StepFn) -> int:
+    """A step that is a whole training run says so: calling it again would only repeat it."""
+    return int(getattr(step, "oomprobe_max_calls", MAX_CALLS))
 
 
 def _wraps_another(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,58 @@
+"""Before a long run: will the configured batch fit? Copy this file, and put your model and data in place of these.
+
+python sanity_check.py --batch-size 64 --require    # exit 5 when 64 does not fit; other codes as `oomprobe run`
+"""
+
+import argparse
+import sys
+
+import torch
+from torch import nn
+
+import oomprobe
+from oomprobe.exits import explain
+
+parser = argparse.ArgumentParser(description="Probe the batch size, then train with it.")
+parser.add_argument("--batch-size", type=int, default=64, help="the configured one")
+parser.add_argument("--require", action="store_true", help="exit when it does not fit, instead of training with less")
+parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu:1GiB")
+parser.add_argument("--steps", type=int, default=20)
+args = parser.parse_args()
+
+# --- the training, as it is without the check ---
+device = torch.device("cpu" if args.device.startswith("cpu") else args.device)
+mixed = device.type == "cuda"
+body = [nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.ReLU()]
+model = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler(device.type, enabled=mixed)
+
+
+def make_batch(size):
+    """As large as any that training will meet: full resolution, the longest sequence."""
+    return torch.randn(size, 3, 64, 64, device=device), torch.randint(10, (size,), device=device)
+
+
+def step(model, batch_size):
+    images, labels = make_batch(batch_size)
+    optimizer.zero_grad()
+    with torch.autocast(device.type, enabled=mixed):
+        loss = nn.functional.cross_entropy(model(images), labels)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.item()
+
+
+# --- the check: when it has ended, everything above is as it was ---
+try:
+    result = oomprobe.find_max_batch(model, step, device=args.device, min_batch=2, max_batch=args.batch_size)
+except oomprobe.OomProbeError as error:
+    sys.exit(explain(error, required=args.require))
+if result.batch_size < args.batch_size:
+    print(result, f"batch {args.batch_size} does not fit, {result.batch_size} does", sep="\n", file=sys.stderr)
+    if args.require:
+        sys.exit(5)
+
+for number in range(args.steps):
+    print(f"step {number}: batch {result.batch_size}, loss {step(model, result.batch_size):.4f}")

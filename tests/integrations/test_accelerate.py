@@ -1,0 +1,582 @@
+import contextlib
+import copy
+import functools
+import gc
+import inspect
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from accelerate.utils import find_executable_batch_size as shrinking
+
+import oomprobe
+from oomprobe.integrations.accelerate import find_executable_batch_size, unchanged
+
+pytestmark = pytest.mark.filterwarnings(
+    # torch's own, of the autocast that accelerate enters with bf16 on a CPU
+    "ignore:.*torch.cpu.amp.autocast.*:FutureWarning"
+)
+HOST = {"device": "cpu:1GiB", "progress": "off"}
+
+
+@pytest.fixture(autouse=True)
+def unfrozen(monkeypatch):
+    """The imports are frozen, for speed, and no tensor that matters: the decorator may trust what the collector knows."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+
+
+def fail_above(fitting, batch_size):
+    if batch_size > fitting:
+        torch.empty(2**50)  # more than any machine has: the allocator's own error
+
+
+def steps_of(batch_size, *, optimizer=torch.optim.SGD, number=50, model=None, calls=None):
+    model = torch.nn.Linear(4, 1) if model is None else model
+    made = optimizer(model.parameters(), lr=0.1)
+    for _ in range(number):
+        made.zero_grad()
+        model(torch.randn(batch_size, 4)).square().mean().backward()
+        made.step()
+        if calls is not None:
+            calls.append(batch_size)
+
+
+# --- the call style ---
+
+
+def test_what_it_takes_is_what_accelerate_takes():
+    ours, theirs = (list(inspect.signature(one).parameters.values()) for one in (find_executable_batch_size, shrinking))
+    assert [(p.name, p.default, p.kind) for p in ours[:3]] == [(p.name, p.default, p.kind) for p in theirs]
+    assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in ours[3:])
+
+
+def test_it_is_used_with_parentheses_without_and_as_a_partial(monkeypatch):
+    def train(batch_size, factor, *, added=0):
+        """Train."""
+        steps_of(batch_size, number=3)
+        return batch_size * factor + added
+
+    asked = []
+
+    @functools.wraps(oomprobe.find_max_batch)
+    def answered(model, step_fn, find_max_batch=oomprobe.find_max_batch, **options):
+        asked.append(options)
+        return find_max_batch(model, step_fn, **{**options, **HOST, "max_batch": 2})
+
+    monkeypatch.setattr("oomprobe.probe.find_max_batch", answered)
+    of_module = functools.partial(find_executable_batch_size, starting_batch_size=16)
+    for style in (find_executable_batch_size, find_executable_batch_size(starting_batch_size=8), of_module):
+        decorated = style(train)
+        assert decorated.result is None
+        assert decorated(10, added=1) == 21
+        assert decorated.result.batch_size == 2
+        assert (decorated.__name__, decorated.__doc__) == ("train", "Train.")
+    assert [one["max_batch"] for one in asked] == [128, 8, 16]
+    assert {(one["steps"], one["confirm_steps"]) for one in asked} == {(1, 3)}  # calls, of two optimizer steps each
+
+
+def test_a_batch_size_passed_by_mistake_is_told():
+    @find_executable_batch_size(**HOST)
+    def train(batch_size, model):
+        raise AssertionError("it was called")
+
+    with pytest.raises(TypeError, match=r"train\(batch_size, model\).*too many positional.*call train without it"):
+        train(64, torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"multiple values for argument 'batch_size'"):
+        train(torch.nn.Linear(1, 1), batch_size=64)
+    with pytest.raises(TypeError, match=r"missing a required argument: 'model'"):
+        train()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ({"reduce_batch_size_fn": lambda: 1}, oomprobe.InvalidArgumentError, "bisects: leave it out"),
+        ({"global_batch": 64}, oomprobe.InvalidArgumentError, "accumulates gradients itself"),
+        ({"starting_batch_size": 0}, oomprobe.InvalidArgumentError, "starting_batch_size must be"),
+        ({"trial_steps": 0}, oomprobe.InvalidArgumentError, "trial_steps must be"),
+        ({"steps": "2"}, oomprobe.InvalidArgumentError, "steps must be"),
+        ({"max_batch": 3}, TypeError, "max_batch"),
+        ({"no_such_option": 3}, TypeError, "no_such_option"),
+    ],
+)
+def test_wrong_arguments_are_refused_where_they_are_written(arguments, error, told):
+    with pytest.raises(error, match=told):
+        find_executable_batch_size(**arguments)
+
+
+def test_an_async_function_is_refused():
+    async def train(batch_size):
+        raise AssertionError
+
+    with pytest.raises(oomprobe.InvalidArgumentError, match="cannot be probed"):
+        find_executable_batch_size(train)
+
+
+# --- trials ---
+
+
+def test_it_bisects_to_the_size_that_fits_and_trains_once():
+    calls, for_good = [], []
+
+    @find_executable_batch_size(starting_batch_size=128, **HOST)
+    def train(batch_size):
+        fail_above(37, batch_size)
+        steps_of(batch_size, calls=calls)
+        for_good.append(batch_size)  # what is after the training is met once
+        return f"trained at {batch_size}"
+
+    assert train() == "trained at 37"
+    assert for_good == [37]
+    assert calls[-50:] == [37] * 50
+    assert (train.result.batch_size, train.result.limit_batch_size) == (37, 37)
+    assert {t.batch_size for t in train.result.trials if not t.passed} >= {38, 64}
+    assert train.result.limited_by == "memory"
+    trials = {t.batch_size for t in train.result.trials}
+    assert len(trials) <= 15  # accelerate's would be 13 runs, and end at 33: below the limit
+    assert max(calls.count(size) for size in trials - {37}) <= 2 * 6  # two steps a call
+    assert train.result.notes[-1] == "a trial calls train, and leaves it when each optimizer has made 2 steps"
+    assert "first seen when it stepped" not in str(train.result)
+
+
+def test_steps_are_those_asked_for():
+    calls = []
+
+    @find_executable_batch_size(starting_batch_size=1, trial_steps=5, **HOST)
+    def train(batch_size):
+        calls.append([])
+        steps_of(batch_size, calls=calls[-1])
+
+    train()
+    # The fifth is left before it could be written down.
+    assert {len(one) for one in calls[:-1]} == {4}
+    assert len(calls[-1]) == 50
+
+
+def test_every_optimizer_makes_its_steps():
+    made = []
+
+    @find_executable_batch_size(starting_batch_size=1, **HOST)
+    def train(batch_size):
+        models = {name: torch.nn.Linear(4, 1) for name in ("critic", "generator")}
+        optimizers = {name: torch.optim.Adam(one.parameters()) for name, one in models.items()}
+        made.append([])
+        for number in range(40):
+            for name in ("critic", "generator") if number % 3 == 0 else ("critic",):
+                made[-1].append(name)
+                models[name](torch.randn(batch_size, 4)).sum().backward()
+                optimizers[name].step()
+
+    train()
+    assert {tuple(one) for one in made[:-1]} == {("critic", "generator", "critic", "critic", "critic", "generator")}
+
+
+@pytest.mark.parametrize(("kept", "left_after"), [(True, 15), (False, 1)])
+def test_an_optimizer_that_stepped_for_once_is_not_waited_for(kept, left_after):
+    longest = []
+
+    @find_executable_batch_size(starting_batch_size=1, **HOST)
+    def train(batch_size):
+        longest.append([])
+        head, model = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(head.parameters())
+        optimizer.step()
+        if not kept:
+            del optimizer
+        steps_of(batch_size, number=500, model=model, calls=longest[-1])
+
+    train()
+    assert {len(one) for one in longest[:-1]} == {left_after}
+
+
+def test_optimizers_of_other_threads_do_not_end_a_trial():
+    together = []
+
+    @find_executable_batch_size(starting_batch_size=1, **HOST)
+    def train(batch_size):
+        def elsewhere():
+            steps_of(batch_size, number=20)
+            together.append("all 20")
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        steps_of(batch_size, number=20)
+
+    train()
+    assert len(together) > 3
+
+
+def test_nothing_of_a_call_is_alive_in_the_next():
+    models, alive = [], []
+
+    @find_executable_batch_size(starting_batch_size=16, **HOST)
+    def train(batch_size):
+        alive.append(sum(one() is not None for one in models))
+        model = torch.nn.Linear(4, 1)
+        model.itself = [model]  # a cycle, as accelerate and schedulers make them
+        models.append(weakref.ref(model))
+        model(torch.randn(batch_size, 4)).mean().backward()
+        fail_above(5, batch_size)
+        steps_of(batch_size, model=model)
+
+    gc.disable()
+    try:
+        train()
+    finally:
+        gc.enable()
+    assert set(alive) == {0}
+    assert len(alive) > 10
+
+
+def test_a_function_that_catches_everything_is_left_at_its_end():
+    @find_executable_batch_size(starting_batch_size=2, **HOST)
+    def train(batch_size):
+        for _ in range(4):
+            with contextlib.suppress(BaseException):
+                steps_of(batch_size, number=2)
+        return "to its end"
+
+    assert train() == "to its end"
+    assert train.result.batch_size == 2
+    assert "at sizes of 1 to 2 it ran to its end all the same" in train.result.notes[-1]
+
+
+def test_a_function_that_goes_on_after_any_failure_is_left():
+    rounds = []
+
+    @find_executable_batch_size(starting_batch_size=2, **HOST)
+    def train(batch_size):
+        rounds.append(0)
+        for _ in range(30):
+            rounds[-1] += 1
+            with contextlib.suppress(Exception):
+                steps_of(batch_size, number=2)
+
+    train()
+    assert set(rounds[:-1]) == {1}
+
+
+# --- functions that end ---
+
+
+def test_a_function_without_an_optimizer_runs_to_its_end_and_the_result_says_so():
+    calls = []
+
+    @find_executable_batch_size(starting_batch_size=4, **HOST)
+    def infer(batch_size):
+        calls.append(batch_size)
+        return torch.nn.Linear(4, 1)(torch.randn(batch_size, 4)).shape[0]
+
+    assert infer() == 4
+    assert calls.count(1) < 10  # not 32 runs of a whole data set in search of an optimizer
+    notes = " ".join(infer.result.notes)
+    assert "no optimizer stepped" in notes
+    assert "at sizes of 1 to 4 it ran to its end without a step of an optimizer" in notes
+
+
+def test_a_data_set_of_less_than_the_steps_is_a_whole_run():
+    @find_executable_batch_size(starting_batch_size=4, **HOST)
+    def train(batch_size):
+        steps_of(batch_size, number=8 // batch_size if batch_size > 2 else 50)
+
+    train()
+    assert "at sizes of 4 to 4 it ran to its end all the same" not in " ".join(
+        train.result.notes
+    )  # 2 steps: just enough
+
+    @find_executable_batch_size(starting_batch_size=8, **HOST)
+    def short(batch_size):
+        steps_of(batch_size, number=8 // batch_size)
+
+    short()
+    assert short.result.batch_size == 8
+    assert "at sizes of 8 to 8 it ran to its end all the same" in short.result.notes[-1]
+
+
+def test_a_loader_that_drops_its_only_batch_is_not_a_size_that_fits():
+    data = torch.utils.data.TensorDataset(torch.randn(20, 4))
+
+    @find_executable_batch_size(starting_batch_size=64, **HOST)
+    def train(batch_size):
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (x,) in torch.utils.data.DataLoader(data, batch_size, drop_last=True):
+            model(x).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(
+        oomprobe.UnreliableError, match=r"at batch 32 train ended without an optimizer step.*at batch 16"
+    ):
+        train()
+
+
+# --- failures ---
+
+
+def test_a_bug_is_raised_at_once_as_what_it_is():
+    calls = []
+
+    @find_executable_batch_size(**HOST)
+    def train(batch_size):
+        calls.append(batch_size)
+        return {}["labels"]
+
+    with pytest.raises(KeyError) as caught:
+        train()
+    assert isinstance(caught.value, oomprobe.StepFailedError)
+    assert set(calls) == {1}
+    assert train.result is None
+
+
+def test_nothing_fits_is_an_error_of_that_name():
+    @find_executable_batch_size(**HOST)
+    def train(batch_size):
+        fail_above(0, batch_size)
+
+    with pytest.raises(oomprobe.NothingFitsError, match="batch 1, the smallest allowed"):
+        train()
+
+
+def test_texts_that_accelerate_takes_for_bugs_are_out_of_memory():
+    def train(batch_size):
+        steps_of(batch_size, number=1)
+        if batch_size > 11:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return batch_size
+
+    with pytest.raises(RuntimeError, match="CUBLAS"):
+        shrinking(train, starting_batch_size=16)()
+    decorated = find_executable_batch_size(train, starting_batch_size=16, **HOST)
+    assert decorated() == 11
+
+
+def test_memory_that_ends_in_the_call_for_good_is_told_and_not_tried_again():
+    calls = []
+
+    @find_executable_batch_size(starting_batch_size=2, **HOST)
+    def train(batch_size):
+        calls.append(batch_size)
+        steps_of(batch_size, number=5)
+        torch.empty(2**50)  # beyond the steps of a trial
+
+    with pytest.raises(RuntimeError, match="can't allocate") as caught:
+        train()
+    assert "batch 2 ran in the probe" in caught.value.__notes__[0]
+    assert train.result.batch_size == 2
+    assert calls.count(2) < 14
+
+
+# --- what is given back ---
+
+
+def test_training_is_bit_equal_to_training_at_that_size_alone():
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+
+    def train(batch_size, model, optimizer, scheduler):
+        fail_above(5, batch_size)
+        losses = []
+        for _ in range(8):
+            loss = model(torch.randn(batch_size, 4)).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)  # a trial ends in here
+            scaler.update()
+            scheduler.step()
+            losses.append(loss.item())
+        return losses, scaler.get_scale(), scheduler.get_last_lr()
+
+    def made():
+        torch.manual_seed(2)
+        own = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=0.1)
+        return own, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    before = scaler.state_dict()
+    decorated = find_executable_batch_size(train, starting_batch_size=8, **HOST)
+    probed = made()
+    found = decorated(*probed)
+    scaler.load_state_dict(before)
+    plain = made()
+    assert found == train(5, *plain)
+    assert decorated.result.state_verified
+    for one, other in zip(probed[0].parameters(), plain[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_model_that_is_kept_from_call_to_call_is_refused():
+    @functools.cache
+    def model_of_all_calls():
+        return torch.nn.Linear(4, 1)
+
+    @find_executable_batch_size(starting_batch_size=4, **HOST)
+    def train(batch_size):
+        steps_of(batch_size, model=model_of_all_calls())
+
+    with pytest.raises(oomprobe.UnreliableError, match=r"train trains what an earlier call of it has made and kept"):
+        train()
+    assert train() is None  # now it was there before, and comes back
+
+
+def test_everything_is_as_it_was_after_ctrl_c():
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(4, 1)
+    before = copy.deepcopy(model.state_dict())
+
+    @find_executable_batch_size(starting_batch_size=4, **HOST)
+    def train(batch_size):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with accelerator.accumulate(model):
+            model(torch.randn(batch_size, 4)).sum().backward()
+            accelerator._models.append(model)
+            optimizer.step()
+            if batch_size == 4:
+                raise KeyboardInterrupt
+            optimizer.step()
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert train.result is None
+    assert (accelerator.step, accelerator._models, accelerator.sync_gradients) == (0, [], True)
+    assert same(model.state_dict(), before)
+
+
+def test_the_loop_of_the_documentation_of_accelerate():
+    """An Accelerator outside, and everything else made and prepared inside."""
+    seen, accelerator = [], accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+    @find_executable_batch_size(starting_batch_size=32, **HOST)
+    def inner(batch_size):
+        nonlocal accelerator
+        seen.append((accelerator.step, len(accelerator._models), accelerator.gradient_state.active_dataloader))
+        accelerator.free_memory()
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(256, 4)), batch_size)
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        steps = 0
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                fail_above(9, batch_size)
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+        return batch_size, steps, len(accelerator._models)
+
+    assert inner() == (9, 29, 1)
+    assert set(seen) == {(0, 0, None)}
+    assert len(accelerator._models) == 1  # of the call for good
+
+
+def test_an_accelerator_made_inside():
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+    @find_executable_batch_size(starting_batch_size=2, **HOST)
+    def train(batch_size):
+        made_already = accelerate.state.is_initialized()
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        model, optimizer = torch.nn.Linear(4, 1), None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(9):
+            accelerator.backward(model(torch.randn(batch_size, 4)).mean())
+            optimizer.step()
+        return made_already
+
+    try:
+        assert train() is False
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def prepared():
+    torch.manual_seed(3)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(), torch.nn.Linear(8, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    losses = []
+
+    def micro_batch(model, batch_size):
+        with accelerator.accumulate(model):
+            loss = model(torch.randn(batch_size, 4)).float().square().mean()
+            accelerator.backward(loss)
+            fail_above(20, batch_size)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+    def trained():
+        losses.clear()
+        for _ in range(11):
+            micro_batch(model, 6)
+        return list(losses), copy.deepcopy((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
+
+    return accelerator, model, micro_batch, trained
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def test_what_was_prepared_is_probed_by_the_plain_call_and_trains_on_bit_equal():
+    accelerator, model, micro_batch, trained = prepared()
+    with unchanged(accelerator):
+        result = oomprobe.find_max_batch(model, micro_batch, min_batch=2, **HOST)
+    assert (result.batch_size, result.state_verified) == (20, True)
+    assert max(trial.steps for trial in result.trials) <= 2 * (5 + 1)  # the wrapper of the optimizer is not waited for
+    found = trained()
+    assert same(found, prepared()[-1]())
+
+
+def test_without_unchanged_an_interrupted_accumulation_is_out_of_step():
+    accelerator, model, micro_batch, _ = prepared()
+    oomprobe.find_max_batch(model, micro_batch, min_batch=2, **HOST)
+    assert accelerator.step != 0  # what unchanged is for
+
+
+# --- the answer in accelerate's own decorator ---
+
+
+def test_a_probed_size_runs_at_the_first_try_where_shrinking_ends_lower():
+    """All in processes of their own, under the same limit of real memory."""
+    ended = subprocess.run(
+        [sys.executable, Path(__file__).parent / "accelerate_sizes.py"],
+        # A second arena takes 64 MiB of the budget, or not, by chance; a heap keeps holes.
+        env={**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["tried from the probed size"] == [found["probed"]]
+    assert found["tried from 512"] == [512, 460, 414, 372, 334]  # 351 was probed, 372 does not fit
+    assert 334 < found["probed"] < 372
+
+
+def test_importing_the_adapter_does_not_import_accelerate():
+    code = "import oomprobe.integrations.accelerate, sys; print('accelerate' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
