@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from oomprobe.anatomy import Anatomy, AnatomyCounter
 from oomprobe.clock import Clock
@@ -15,6 +16,13 @@ from oomprobe.trial import Trials
 from oomprobe.work import Work, WorkCounter, load_counter
 
 
+class Attended(Protocol):
+    """What is needed of whoever looks after the model's state."""
+
+    def start_over(self) -> None: ...
+    def drop_gradients(self) -> None: ...
+
+
 class Aside:
     """Calls each step once; what fails here is left to a trial, only the time limit ends the probe.
 
@@ -23,7 +31,7 @@ class Aside:
         trials: Calls them.
         recorded: The trials so far, for the error when time has passed.
         clock: Knows until when.
-        drop_gradients: Lets go of the gradients of a failed call.
+        state: Begins anew before a call, and lets go of the gradients of a failed one.
     """
 
     def __init__(
@@ -32,10 +40,10 @@ class Aside:
         trials: Trials,
         recorded: Sequence[Trial],
         clock: Clock,
-        drop_gradients: Callable[[], None],
+        state: Attended,
     ) -> None:
         self._device, self._trials, self._recorded, self._clock = device, trials, recorded, clock
-        self._drop_gradients = drop_gradients
+        self._state = state
         self._primed: set[int] = set()
         self.warmed_at: int | None = None  # the size that ran, without a limit, to warm the process
 
@@ -64,7 +72,7 @@ class Aside:
             try:
                 self._call(size)
             except Exception:  # the leak itself may fill the memory; it is measured next
-                self._drop_gradients()
+                self._state.drop_gradients()
 
     def work_at(self, size: int) -> Work | None:
         """The work of one call; None where that size does not run."""
@@ -86,10 +94,11 @@ class Aside:
                     self._call(size, counter := AnatomyCounter(self._trials.model, size))
                 return counter.anatomy
             except Exception:  # no answer hangs on it
-                self._drop_gradients()
+                self._state.drop_gradients()
                 return None
 
     def _call(self, size: int, inside: AbstractContextManager[object] | None = None) -> None:
+        self._state.start_over()  # the call before may have failed half-way, in the midst of a scaler's step
         self._trials.call_once(size, self._clock.deadline_s(), inside)
 
     @scope

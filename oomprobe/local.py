@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from oomprobe.anatomy import Anatomy
-from oomprobe.aside import Aside
+from oomprobe.aside import Aside, Attended
 from oomprobe.clock import Clock
 from oomprobe.devices import Device, asked_bytes
 from oomprobe.leaks import TOLERATED_BYTES, Baseline
@@ -19,13 +18,6 @@ from oomprobe.runner import Measured, Ran
 from oomprobe.trial import Request, Trials
 from oomprobe.verdict import Verdict
 from oomprobe.work import Work
-
-
-class Attended(Protocol):
-    """What trials need of whoever looks after the model's state."""
-
-    def start_over(self) -> None: ...
-    def drop_gradients(self) -> None: ...
 
 
 class LocalRunner:
@@ -56,7 +48,7 @@ class LocalRunner:
     ) -> None:
         self.place, self.notes = device, trials.notes
         self.trials, self._state = trials, state
-        self._aside = Aside(device, trials, recorded, clock, state.drop_gradients)
+        self._aside = Aside(device, trials, recorded, clock, state)
         self._baseline = Baseline(device, drop_gradients=state.drop_gradients, flush=self._flush, sleep=sleep)
         self._smallest = smallest
         self._is_first = False
@@ -80,8 +72,8 @@ class LocalRunner:
 
     def run(self, request: Request) -> Ran:
         self._warm_once()
-        self._state.start_over()
         self._aside.prime(request.batch_size)
+        self._state.start_over()
         before = self.place.outside_bytes()
         trial = self.trials.run(replace(request, smaller_passed=request.smaller_passed or self._warmed(request)))
         if trial.verdict is Verdict.POISONED:  # nothing more can be asked of it

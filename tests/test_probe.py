@@ -499,3 +499,20 @@ def test_a_device_that_says_no_number_gives_no_answer(asked, value):
     device = SilentDevice(100 * MIB)
     with pytest.raises(oomprobe.UnreliableError, match=f"{asked}.. returned {value!r}"):
         probe(device, linear_step(device))
+
+
+def test_a_scaler_whose_step_failed_half_way_fails_no_later_trial():
+    """The usual order with clipping: between unscale_ and update a scaler refuses another unscale_."""
+    model = nn.Linear(4, 1)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(batch_size, 4)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        if batch_size > 9:
+            torch.empty(2**50)
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert oomprobe.find_max_batch(model, step, device="cpu:1GiB", progress="off").batch_size == 9
