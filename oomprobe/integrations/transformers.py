@@ -18,6 +18,7 @@ from oomprobe.integrations.splits import running_split
 from oomprobe.options import StepFn, check_size
 from oomprobe.plan import PlanEntry
 from oomprobe.result import ProbeResult
+from oomprobe.state import preserved
 
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs beside the gradients of the first
 
@@ -50,7 +51,7 @@ def find_max_batch(
             without length (streaming) has to say it, unless all of its examples have one size.
         scan_s: Seconds for looking for the longest examples.
         global_batch: Samples for one optimizer step; None: the product of the two arguments as they are.
-        max_batch: Largest size to try; None: the length of the data set.
+        max_batch: Largest size to try; never more than the data set has.
         steps: As for `oomprobe.find_max_batch`: optimizer steps of a trial, rounded up to whole loops of two.
         confirm_steps: As there, rounded up likewise.
         preserve: As there.
@@ -73,21 +74,22 @@ def find_max_batch(
         check_size(name, value)
     longest = longest_of(trainer.train_dataset, max_length=max_length, scan_s=scan_s)
     evaluated = _evaluated(trainer, max_length, scan_s)
-    if max_batch is None:
+    if longest.total is not None and (max_batch is None or max_batch > longest.total):
         max_batch = longest.total
     whole = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
     accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
     with lent(trainer, simulated=is_simulated(options.get("device"))) as copied:
         loop = _Loop(copied, longest, evaluated)
-        preserve = (*preserve, *stateful(trainer))
+        preserve = (*preserved(preserve), *stateful(trainer))
         steps, confirm_steps = math.ceil(steps / LOOP_STEPS), math.ceil(confirm_steps / LOOP_STEPS)
         common: dict[str, Any] = {"confirm_steps": confirm_steps, "preserve": preserve}
         result = probe.find_max_batch(
             trainer.model, loop.steps(accumulation), max_batch=max_batch, steps=steps, **common, **options
         )
-        notes = [*longest.notes, *_notes(trainer, accumulation, longest)]
+        notes = [*longest.notes, *_notes(trainer, accumulation, longest, result)]
         if write_back:
-            entry = running_split(trainer.model, loop.steps, whole, result.batch_size, {**common, **options})
+            left = _with_time_left(options, result.elapsed_s)
+            entry = running_split(trainer.model, loop.steps, whole, result.batch_size, {**common, **left})
             notes.append(_written(args, entry, whole))
     if write_back and entry is not None:
         _write(trainer, entry)
@@ -214,13 +216,20 @@ def _written(args: Any, entry: PlanEntry | None, whole: int) -> str:
 # --- what is said ---
 
 
-def _notes(trainer: Any, accumulation: int, longest: Longest) -> list[str]:
+def _with_time_left(options: dict[str, Any], elapsed_s: float) -> dict[str, Any]:
+    limit_s = options.get("time_limit_s")
+    return options if limit_s is None else {**options, "time_limit_s": limit_s - elapsed_s}
+
+
+def _notes(trainer: Any, accumulation: int, longest: Longest, result: ProbeResult) -> list[str]:
     notes = [f"a trial is the Trainer's own loop for {LOOP_STEPS} optimizer steps a call, on its longest examples"]
     if trainer.args.gradient_accumulation_steps > accumulation:
         notes.append(
             f"the search accumulated {accumulation} micro-batches, not {trainer.args.gradient_accumulation_steps}: the memory "
             "of a step is that of its second, but for inputs that are on the device together"
         )
+    if result.limited_by == "max_batch" and result.batch_size == longest.total:
+        notes.append(f"the data set ends the search: it has {longest.total} examples")
     return notes
 
 

@@ -1,6 +1,7 @@
 """A real Trainer, probed: what it answers, and that it then trains as if nothing had been."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -210,8 +211,26 @@ def test_no_file_no_line_and_no_callback(trainer, tmp_path, capsys):
 
 
 def test_no_larger_than_the_data_set(trainer):
-    result = find(trainer(dataset=Sentences(6)), max_batch=None)
-    assert (result.batch_size, result.limited_by) == (6, "max_batch")
+    for asked in (None, 100):
+        result = find(trainer(dataset=Sentences(6)), max_batch=asked, write_back=False)
+        assert (result.batch_size, result.limited_by) == (6, "max_batch")
+        assert any("the data set ends the search" in note for note in result.notes)
+
+
+def test_a_loop_that_failed_leaves_no_noise_for_the_next(trainer):
+    probed, hooks = trainer(neftune_noise_alpha=5.0), []
+    embeddings = probed.model.get_input_embeddings()
+
+    def collate_and_fail(examples):
+        hooks.append(sum("neftune" in str(hook) for hook in embeddings._forward_hooks.values()))
+        if len(examples) > 4:
+            torch.empty(2**50)
+        return collate(examples)
+
+    probed.data_collator = collate_and_fail
+    assert find(probed, write_back=False).batch_size == 4
+    assert set(hooks) == {1}
+    assert not embeddings._forward_hooks
 
 
 # --- what is written back ---
@@ -247,6 +266,15 @@ def test_a_global_batch_may_be_asked_for(trainer):
     probed = trainer()
     find(probed, global_batch=40)
     assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == (8, 5)
+
+
+def test_a_time_limit_is_for_all_of_it(trainer):
+    started = time.monotonic()
+    probed = trainer(per_device_train_batch_size=4, gradient_accumulation_steps=30)
+    result = find(probed, time_limit_s=8.0, max_batch=4)
+    assert time.monotonic() - started < 12
+    assert result.batch_size == 4
+    assert result.trials[0].samples_per_s is None  # of a loop with its preparations it would be too low
 
 
 # --- real memory ---
