@@ -74,6 +74,7 @@ def bench_here(
                 restore_modes=keeper.restore_modes,
                 watch=watch,
                 interrupts=interrupts,
+                after_call=keeper.release_dead,
             )
             clock = Clock(options)
             runner = LocalRunner(chosen, trials, keeper, clock, recorded, smallest=options.sizes.first)

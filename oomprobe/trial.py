@@ -96,6 +96,7 @@ class Trials:
         restore_modes: Puts every module's train or eval mode back.
         watch: Sees optimizers step.
         interrupts: Lets signals reach the step.
+        after_call: Called after each call of a step.
     """
 
     def __init__(
@@ -108,10 +109,11 @@ class Trials:
         restore_modes: Callable[[], None],
         watch: OptimizerWatch,
         interrupts: Interrupts,
+        after_call: Callable[[], None] = lambda: None,
     ) -> None:
         self._device, self.model, self._steps = device, model, steps
         self._optimizers, self._watch, self.interrupts = optimizers, watch, interrupts
-        self._restore_modes = restore_modes
+        self._restore_modes, self._after_call = restore_modes, after_call
         if isinstance(device, Simulated):
             device.begin_probe(interrupts.poll)
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
@@ -260,6 +262,7 @@ class Trials:
         finally:
             duration = time.perf_counter() - started
             self.in_steps_s += duration
+        self._after_call()
         run.calls += 1
         run.durations_s.setdefault(run.step_name or "", []).append(duration)
 

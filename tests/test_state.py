@@ -19,6 +19,7 @@ import oomprobe
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.state import Keeper, keeper
 from oomprobe.state.capture import reachable
+from oomprobe.watch import OptimizerWatch
 
 
 class Net(nn.Module):
@@ -809,3 +810,40 @@ def test_tensors_that_are_kept_can_be_swapped():
     assert result.state_verified
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
     assert [(bits(p), p.data_ptr()) for p in parameters] == before
+
+
+# --- models and optimizers that a step makes anew on each call ---
+
+
+def stepped(model):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_what_a_call_made_and_dropped_is_not_kept():
+    keeper, made = Keeper(nn.Module(), [], [], "cpu"), []
+    with OptimizerWatch(keeper.add):
+        for _ in range(3):
+            model = nn.Linear(4, 4)
+            made.append(weakref.ref(model.weight))
+            stepped(model)
+            del model
+            keeper.release_dead()
+            assert made[-1]() is None
+    keeper.put_back()
+    assert keeper.differences() == []
+
+
+def test_what_others_still_have_is_kept_when_its_optimizer_has_died():
+    keeper, model = Keeper(nn.Module(), [], [], "cpu"), nn.Linear(4, 4)
+    before = [p.detach().clone() for p in model.parameters()]
+    with OptimizerWatch(keeper.add):
+        for _ in range(3):
+            stepped(model)
+            keeper.release_dead()
+    assert not torch.equal(model.weight, before[0])
+    keeper.put_back()
+    assert [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)] == [True, True]
+    assert [p.grad for p in model.parameters()] == [None, None]
+    assert keeper.differences() == []

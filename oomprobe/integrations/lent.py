@@ -41,10 +41,9 @@ def lent(trainer: Any, *, simulated: bool) -> Iterator[Any]:
         trainer: A `transformers.Trainer`, set up.
         simulated: Whether it is to train on a card that is not there.
     """
-    config, shared = getattr(trainer.model, "config", None), trainer.accelerator.gradient_state
+    config = getattr(trainer.model, "config", None)
     objects = [one for one in (config, getattr(trainer.model, "generation_config", None)) if one is not None]
     before = [(one, dict(vars(one))) for one in objects]  # shallow: parts of the model hold the same sub-configs
-    loaders = shared_state(shared)
     patched = [(one, vars(one).get("step")) for one in stateful(trainer) if isinstance(one, torch.optim.Optimizer)]
     try:
         yield _copied(trainer, simulated)
@@ -52,7 +51,6 @@ def lent(trainer: Any, *, simulated: bool) -> Iterator[Any]:
         for one, attributes in before:
             vars(one).clear()
             vars(one).update(attributes)
-        vars(shared).update(loaders)
         for optimizer, step in patched:  # a scaler that failed in the midst of a step leaves its own there
             vars(optimizer).pop("step", None)
             vars(optimizer).update({} if step is None else {"step": step})

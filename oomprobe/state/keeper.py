@@ -60,6 +60,7 @@ class Keeper:
         preserve, steps = preserved(preserve), list(steps)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._late: weakref.WeakKeyDictionary[torch.optim.Optimizer, KeptLate] = weakref.WeakKeyDictionary()
+        self._late_parameters: list[tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = []
         self._model = model
         self._surroundings = Surroundings(device_type)
         self._memory = Memory()
@@ -80,6 +81,20 @@ class Keeper:
         """Keep an optimizer that shows itself by stepping, just before it does, for as long as it lives."""
         if not self._knows(optimizer):
             self._keep_all([optimizer, *reachable([optimizer])], late=True)
+
+    def release_dead(self) -> None:
+        """Let go of what died with an optimizer: a step may make its model and optimizer anew on each call."""
+        dead = [key for optimizer, keys in self._late_parameters if optimizer() is None for key in keys]
+        self._late_parameters = [one for one in self._late_parameters if one[0]() is not None]
+        if not dead:
+            return
+        gradients = {key: self._grads.pop(key)[1] for key in dead}
+        for key in dead:
+            self._seen.pop(key, None)
+        gone = self._memory.release(dead)
+        for key in set(dead) - gone:
+            parameter = self._seen[key] = self._memory.value(key)
+            self._grads[key] = (parameter, gradients[key])
 
     def put_back(self, *, device_lost: bool = False) -> None:
         """Restore everything in place. With a lost device, only what lives on the host.
@@ -195,6 +210,8 @@ class Keeper:
 
     def _keep_parameters(self, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if late and (new := [id(p) for p in parameters if id(p) not in self._grads]):
+            self._late_parameters.append((weakref.ref(optimizer), new))
         for parameter in parameters:
             self._memory.keep(parameter, hold=True)
         self._keep_grads_and_hooks(parameters, late=late)

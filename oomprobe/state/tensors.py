@@ -65,6 +65,10 @@ class KeptTensor:
         """Keep the bytes alone."""
         self.watch, self._held = _nothing, None
 
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Hold it again, after it was let go."""
+        self.watch, self._held = _watching(tensor, hold=True), (tensor, tensor.detach())
+
     def on_host(self) -> torch.Tensor:
         """The tensor as it was, in host memory."""
         return self._view_of(self.storage.kept_bytes.untyped_storage())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import enum
+import gc
 import types
+import weakref
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ MAX_DEPTH = 100  # of containers in containers; deeper ones are linked lists, no
 MAX_OBJECTS = 10_000  # that are looked into: a preconditioner a parameter, not a data set
 MAX_ENTRIES = 1_000  # a longer list of anything but tensors and containers of them is data
 
+_NONE = (None, None)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (int, float, complex, str, bytes, type(None), np.generic, enum.Enum, *_CODE, *_TORCHS)
@@ -87,6 +90,39 @@ class Memory:
     def _remember(self, value: object, kept: Kept) -> Kept:
         self._known[id(value)] = (value, kept)
         return kept
+
+    def release(self, keys: Iterable[int]) -> set[int]:
+        """Forget held tensors that nothing else refers to any more.
+
+        Args:
+            keys: Their ids.
+
+        Returns:
+            The ids of those that are gone.
+        """
+        loose = [(key, *self._loosened(key)) for key in keys if isinstance(self._known.get(key, _NONE)[1], KeptTensor)]
+        gc.collect()
+        gone = set()
+        for key, reference, kept in loose:
+            tensor = reference()
+            if tensor is None:
+                gone.add(key)
+            else:
+                kept.hold(tensor)
+                self._known[key] = (tensor, kept)
+        dead = {id(kept) for key, _, kept in loose if key in gone}
+        self.tensors = [kept for kept in self.tensors if id(kept) not in dead]
+        return gone
+
+    def value(self, key: int) -> Any:
+        """A held tensor, by its id."""
+        return self._known[key][0]
+
+    def _loosened(self, key: int) -> tuple[weakref.ref[Any], KeptTensor]:
+        tensor, kept = self._known.pop(key)
+        assert isinstance(kept, KeptTensor)
+        kept.let_go()
+        return weakref.ref(tensor), kept
 
     def let_go(self) -> None:
         """From here on what is only watched may die. What is held stays known, and is never kept a second time."""

@@ -138,6 +138,7 @@ def test_a_probe_that_was_ended_leaves_a_trainer_that_trains_to_the_same_bits(tr
         find(probed)
     probed.data_collator = collate
     assert probed.args.per_device_train_batch_size == 4
+    assert not probed.accelerator.gradient_state.in_dataloader
     assert same(trained(probed), expected)
 
 
@@ -167,13 +168,20 @@ def test_a_trainer_that_has_trained_goes_on_as_it_would_have(trainer):
 
 
 def test_with_model_init_the_model_that_is_there_is_probed(trainer):
+    models = []
+
+    def model_init():
+        models.append(language_model())
+        return models[-1]
+
     def made():
-        return trainer(kind=lambda model, **rest: transformers.Trainer(model_init=lambda: language_model(), **rest))
+        return trainer(kind=lambda model, **rest: transformers.Trainer(model_init=model_init, **rest))
 
     expected, probed = trained(made()), made()
-    model = probed.model
+    before = list(models)
     find(probed, write_back=False)
-    assert probed.model is model
+    assert models == before
+    assert probed.model is models[-1]
     assert same(trained(probed), expected)
 
 
