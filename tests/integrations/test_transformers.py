@@ -306,7 +306,7 @@ def test_the_limit_is_a_real_one(trainer):
     probed = trainer(model=Hungry(), dataset=Sentences(200))
     result = find(probed, device="cpu:512MiB", max_batch=None, write_back=False)
     assert result.limited_by == "memory"
-    assert 12 <= result.batch_size <= 19  # 90 % of 512 MiB are 19.2 of them; a heap with holes holds fewer
+    assert 8 <= result.batch_size <= 19  # 90 % of 512 MiB are 19.2 of them; the heap of a long test run holds fewer
     assert result.first_failing_batch_size > result.limit_batch_size
 
 
