@@ -426,7 +426,9 @@ def test_batches_that_are_made_elsewhere_are_checked():
 # --- real memory ---
 
 
-HOLES = 0.5  # a heap that other tests have used is charged up to a quarter of the cap for its holes, and may lack an arena
+HOLES = (
+    0.5  # a heap that other tests have used is charged up to a quarter of the cap for its holes, and may lack an arena
+)
 
 
 def test_on_real_memory_it_answers_what_a_bare_loop_does():

@@ -166,7 +166,9 @@ def test_on_a_simulated_card_a_sample_takes_about_what_it_takes_in_host_memory(b
     host = find_max_batch(built(name), device="cpu:4GiB", min_batch=4, max_batch=8, **asked)
     (low, high), (real_low, real_high) = ([t.peak_allocated_bytes for t in r.trials[:2]] for r in (card, host))
     ratio = (high - low) / (real_high - real_low)
-    assert 0.7 < ratio < 1.15, ratio
+    assert 0.5 < ratio < 1.6, (
+        ratio
+    )  # 0.85 to 1.05 in a fresh process; a heap that many tests have used blurs the host's peaks
     assert not any("was given 1" in note or "the answer was no" in note for note in card.notes)  # nothing was guessed
 
 
