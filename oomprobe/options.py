@@ -70,6 +70,11 @@ def check_size(name: str, value: object) -> None:
         raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}{_how_to_convert(value)}")
 
 
+def check_seconds(name: str, value: object) -> None:
+    """Refuse what is no time to spend."""
+    _check_number(name, value, "a number of seconds, at least 0", lambda x: x >= 0)
+
+
 def _how_to_convert(value: object) -> str:
     """A numpy integer may print like Python's own, and has no place in a result that becomes JSON."""
     if isinstance(value, int) or not hasattr(value, "__index__"):

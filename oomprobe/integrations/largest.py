@@ -28,6 +28,7 @@ class Order:
         complete: Whether no other can be larger: all were, or they are taken for images of one size.
         variable: Whether they differ.
         known: Whether anything about their size could be told.
+        leaders: How many stand first because a field of theirs is the largest of its kind.
     """
 
     indices: Sequence[int]
@@ -35,6 +36,23 @@ class Order:
     complete: bool
     variable: bool
     known: bool
+    leaders: int = 1
+
+    def batch(self, size: int, number: int) -> list[int]:
+        """Indices of the batch of that number: each begins with the leaders that the one before had no room for.
+
+        Example:
+            >>> order = largest_first([([1], [5, 5]), ([1, 2, 3], [5]), ([1], [5])], range(3), 1.0)
+            >>> order.indices, order.leaders, order.batch(1, 0), order.batch(1, 1), order.batch(2, 0)
+            ([1, 0, 2], 2, [1], [0], [1, 0])
+        """
+        first = number * size % self.leaders
+        led = [*self.indices[first : self.leaders], *self.indices[:first]]
+        return [*led, *self.indices[self.leaders : max(size, self.leaders)]][:size]
+
+    def batches_of_leaders(self, size: int) -> int:
+        """How many batches it takes for each leader to have been in one."""
+        return -(-self.leaders // size)
 
 
 def largest_first(
@@ -65,8 +83,10 @@ def largest_first(
         if clock() >= until or (len(seen) == ALIKE and _images_of_one_size(kinds)):
             break
     sizes = {index: {key: _elements(shapes) for key, shapes in fields.items()} for index, fields in seen.items()}
+    by_size, leaders = _sorted(list(indices), sizes)
     return Order(
-        indices=_sorted(list(indices), sizes),
+        indices=by_size,
+        leaders=leaders,
         seen=len(seen),
         complete=len(seen) == len(shuffled) or (len(seen) >= ALIKE and _images_of_one_size(kinds)),
         variable=len(kinds) > 1,
@@ -93,8 +113,8 @@ def shapes_of(example: Any) -> dict[Any, tuple[Shape, ...]]:
     return {key: _shapes(value) for key, value in fields.items()}
 
 
-def _sorted(indices: list[int], sizes: Mapping[int, Mapping[Any, int]]) -> list[int]:
-    """Sorting is stable: where all are alike, the order is the data set's own."""
+def _sorted(indices: list[int], sizes: Mapping[int, Mapping[Any, int]]) -> tuple[list[int], int]:
+    """With the number of those that lead. Sorting is stable: where all are alike, the order is the data set's own."""
     totals = {index: sum(fields.values()) for index, fields in sizes.items()}
     by_size = sorted(indices, key=lambda index: -totals.get(index, -1))
     largest: dict[Any, int] = {}
@@ -103,7 +123,8 @@ def _sorted(indices: list[int], sizes: Mapping[int, Mapping[Any, int]]) -> list[
             if key not in largest or size > sizes[largest[key]].get(key, 0):
                 largest[key] = index
     first = set(largest.values())
-    return [index for index in by_size if index in first] + [index for index in by_size if index not in first]
+    leading = [index for index in by_size if index in first]
+    return leading + [index for index in by_size if index not in first], max(1, len(leading))
 
 
 def _images_of_one_size(kinds: set[tuple[Any, ...]]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from oomprobe.integrations.framework import framework
+from oomprobe.integrations.generators import generators_kept
 from oomprobe.scope import scope
 
 LOOP_STEPS = 2  # optimizer steps of one call of its loop: the second finds what the first left
@@ -44,9 +45,11 @@ def lent(trainer: Any, *, simulated: bool) -> Iterator[Any]:
     config = getattr(trainer.model, "config", None)
     objects = [one for one in (config, getattr(trainer.model, "generation_config", None)) if one is not None]
     before = [(one, dict(vars(one))) for one in objects]  # shallow: parts of the model hold the same sub-configs
+    sources = [one for one in (trainer.data_collator, trainer.train_dataset, trainer.eval_dataset) if one is not None]
     patched = [(one, vars(one).get("step")) for one in stateful(trainer) if isinstance(one, torch.optim.Optimizer)]
     try:
-        yield _copied(trainer, simulated)
+        with generators_kept(sources):
+            yield _copied(trainer, simulated)
     finally:
         for one, attributes in before:
             vars(one).clear()
@@ -75,6 +78,10 @@ def _copied(trainer: Any, simulated: bool) -> Any:
     if kwargs:  # the Trainer itself put it there, and refuses to find it
         kwargs.pop("num_steps", None)
     lent.create_accelerator_and_postprocess()
+    # A sampler of the Trainer's own knows another data set; here the order is ours.
+    lent._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(lent.train_dataset)
+    if hasattr(lent, "_memory_tracker"):  # made for the argument that QUIET overrules; it starts threads
+        lent._memory_tracker = type(lent._memory_tracker)(True)
     lent.model_init, lent.model_wrapped = None, trainer.model
     lent.control = type(trainer.control)()
     lent.callback_handler = copy.copy(trainer.callback_handler)

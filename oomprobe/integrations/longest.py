@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.integrations.largest import Order, largest_first, shapes_of
 
 STREAM_EXAMPLES = 32  # of a stream are looked at
+ONLY = Order(indices=(0,), seen=1, complete=True, variable=False, known=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,24 +25,30 @@ class Longest:
     """Examples, the longest first.
 
     Attributes:
-        examples: Gives one by its place in `order`; a data set, or a list.
-        order: Indices of `examples`, the longest first.
+        examples: Gives one by its index; a data set, or a list.
+        order: Of the indices.
         total: How many the data set has; None where it has no length.
         notes: What a reader of the result should know.
     """
 
     examples: Any
-    order: tuple[int, ...]
+    order: Order
     total: int | None
     notes: tuple[str, ...] = field(default=())
 
     def batches(self, batch_size: int, count: int) -> Repeated:
-        """`count` batches, each of the `batch_size` longest; smaller data sets are repeated."""
+        """`count` batches of the longest; smaller data sets are repeated."""
         return Repeated(self, batch_size, count)
+
+    @property
+    def asked(self) -> str:
+        """What a probe with them depends on: the shapes of those that lead."""
+        leading = [shapes_of(self.examples[index]) for index in self.order.indices[: self.order.leaders]]
+        return f"{leading} of {self.total}"
 
 
 class Repeated(Dataset[Any]):
-    """The same batch several times, as a data set to be read in order."""
+    """Batches of the longest examples, as a data set to be read in order."""
 
     def __init__(self, longest: Longest, batch_size: int, count: int) -> None:
         self._longest, self._batch_size, self._length = longest, batch_size, batch_size * count
@@ -49,8 +57,9 @@ class Repeated(Dataset[Any]):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        order = self._longest.order
-        return self._longest.examples[order[index % self._batch_size % len(order)]]
+        number, place = divmod(index, self._batch_size)
+        batch = self._longest.order.batch(self._batch_size, number)
+        return self._longest.examples[batch[place % len(batch)]]
 
 
 def longest_of(
@@ -69,8 +78,8 @@ def longest_of(
 
     Example:
         >>> data = [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [1]}]
-        >>> longest_of(data).order
-        (1, 0, 2)
+        >>> longest_of(data).order.indices
+        [1, 0, 2]
         >>> longest_of(data, max_length=6).examples[0]
         {'input_ids': [1, 2, 3, 4, 1, 2]}
     """
@@ -82,9 +91,9 @@ def longest_of(
     order = largest_first(dataset, range(total), scan_s, clock=clock)
     if max_length is not None:
         longest = stretched(dataset[order.indices[0]], max_length)
-        return Longest(examples=[longest], order=(0,), total=total, notes=(_stretched(max_length),))
+        return Longest(examples=[longest], order=ONLY, total=total, notes=(_stretched(max_length),))
     notes = tuple(_notes(order, total, scan_s))
-    return Longest(examples=dataset, order=tuple(order.indices), total=total, notes=notes)
+    return Longest(examples=dataset, order=order, total=total, notes=notes)
 
 
 def _notes(order: Order, total: int, scan_s: float) -> Iterator[str]:
@@ -98,7 +107,7 @@ def _notes(order: Order, total: int, scan_s: float) -> Iterator[str]:
 
 
 def stretched(example: Any, max_length: int) -> Any:
-    """An example whose sequences are repeated, or cut, to a length; what is not a sequence stays as it is.
+    """An example whose longest sequences are repeated, or cut, to a length; everything else stays as it is.
 
     Args:
         example: A mapping of fields, as a tokenizer makes it.
@@ -107,9 +116,10 @@ def stretched(example: Any, max_length: int) -> Any:
     Raises:
         InvalidArgumentError: it is no mapping with a sequence of numbers in it.
     """
-    sequences = (
-        {key for key, value in example.items() if _is_sequence(value)} if isinstance(example, Mapping) else set()
-    )
+    fields = dict(example) if isinstance(example, Mapping) else {}
+    lengths = {key: len(value) for key, value in fields.items() if _is_sequence(value)}
+    # Shorter ones are no sequences of the same elements: the labels of several classes, the sides of a picture.
+    sequences = {key for key, length in lengths.items() if length == max(lengths.values())}
     if not sequences:
         raise InvalidArgumentError(
             f"max_length={max_length} cannot be made of an example of type {type(example).__name__} without a sequence of "
@@ -119,20 +129,26 @@ def stretched(example: Any, max_length: int) -> Any:
 
 
 def _of_stream(dataset: Any, max_length: int | None) -> Longest:
-    examples = [example for example, _ in zip(dataset, range(STREAM_EXAMPLES), strict=False)]
+    if iter(dataset) is iter(dataset):
+        raise InvalidArgumentError(
+            "the data set can be read only once, and a probe would use it up: pass one whose __iter__ begins anew each time"
+        )
+    examples = list(islice(dataset, STREAM_EXAMPLES))
     if not examples:
         raise InvalidArgumentError("the data set gave no example to make a batch of")
     if max_length is not None:
         order = largest_first(examples, range(len(examples)), math.inf)
         longest = stretched(examples[order.indices[0]], max_length)
-        return Longest(examples=[longest], order=(0,), total=None, notes=(_stretched(max_length),))
+        return Longest(examples=[longest], order=ONLY, total=None, notes=(_stretched(max_length),))
     if any(shapes_of(example) != shapes_of(examples[0]) for example in examples):
         raise InvalidArgumentError(
             f"the data set has no length, and its first {len(examples)} examples differ in theirs: the longest one, which "
             "decides, cannot be known. Say max_length= (the most elements a sequence can have)"
         )
     note = f"the data set has no length: its first {len(examples)} examples, all of one size, stand for all"
-    return Longest(examples=examples, order=tuple(range(len(examples))), total=None, notes=(note,))
+    return Longest(
+        examples=examples, order=largest_first(examples, range(len(examples)), math.inf), total=None, notes=(note,)
+    )
 
 
 def _stretched(max_length: int) -> str:

@@ -15,12 +15,23 @@ from oomprobe.integrations.framework import framework, is_simulated, refuse_seve
 from oomprobe.integrations.lent import LOOP_STEPS, callbacks, lent, shared_state, stateful
 from oomprobe.integrations.longest import Longest, longest_of
 from oomprobe.integrations.splits import running_split
-from oomprobe.options import StepFn, check_size
+from oomprobe.options import StepFn, check_seconds, check_size
 from oomprobe.plan import PlanEntry
 from oomprobe.result import ProbeResult
 from oomprobe.state import preserved
+from oomprobe.trial import MAX_CALLS
 
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs beside the gradients of the first
+PLAIN = (bool, int, float, str, type(None))
+# Settings that change with each trial, or that no number depends on.
+NOT_ASKED = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "output_dir",
+    "logging_dir",
+    "run_name",
+)
 
 
 def find_max_batch(
@@ -40,8 +51,10 @@ def find_max_batch(
 
     Each call of the step is the Trainer's own loop for two optimizer steps: its optimizer, collator, precision, loss,
     gradient checkpointing and accumulation, on a batch of the longest examples of its data set. Where evaluation is on,
-    each trial evaluates too, at the Trainer's own evaluation batch size. The Trainer, its model and its optimizer come
-    back as they were: training afterwards is bit-equal to training without a probe.
+    each trial evaluates too, at the Trainer's own evaluation batch size. A copy of the Trainer is trained; the model, the
+    optimizer, the scheduler and the random number generators, also those of the collator and the data set, come back as
+    they were: training afterwards is bit-equal to training without a probe. Not given back: what a Trainer of your own
+    keeps in lists and dicts and changes in place (an average of the weights; pass what has ``state_dict`` in `preserve`).
 
     Args:
         trainer: Set up as for ``trainer.train()``.
@@ -70,13 +83,18 @@ def find_max_batch(
     """
     framework("transformers", minimum="5.0", extra="transformers")
     args = _checked(trainer)
-    for name, value in (("steps", steps), ("confirm_steps", confirm_steps)):
-        check_size(name, value)
+    sizes = {"steps": steps, "confirm_steps": confirm_steps, "max_length": max_length, "global_batch": global_batch}
+    for name, value in sizes.items():
+        if value is not None:
+            check_size(name, value)
+    check_seconds("scan_s", scan_s)
     longest = longest_of(trainer.train_dataset, max_length=max_length, scan_s=scan_s)
     evaluated = _evaluated(trainer, max_length, scan_s)
     if longest.total is not None and (max_batch is None or max_batch > longest.total):
         max_batch = longest.total
-    whole = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    whole = (
+        args.per_device_train_batch_size * args.gradient_accumulation_steps if global_batch is None else global_batch
+    )
     accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
     with lent(trainer, simulated=is_simulated(options.get("device"))) as copied:
         loop = _Loop(copied, longest, evaluated)
@@ -86,7 +104,11 @@ def find_max_batch(
         result = probe.find_max_batch(
             trainer.model, loop.steps(accumulation), max_batch=max_batch, steps=steps, **common, **options
         )
-        notes = [*longest.notes, *_notes(trainer, accumulation, longest, result)]
+        notes = [
+            *longest.notes,
+            *(note for one in evaluated for note in one.notes),
+            *_notes(trainer, accumulation, longest, result),
+        ]
         if write_back:
             left = _with_time_left(options, result.elapsed_s)
             entry = running_split(trainer.model, loop.steps, whole, result.batch_size, {**common, **left})
@@ -96,7 +118,8 @@ def find_max_batch(
     # A call takes several steps, and prepares a loop: the core's samples a second would be a fraction of the truth.
     trials = tuple(replace(trial, samples_per_s=None) for trial in result.trials)
     not_covered = (*result.not_covered, *_not_covered(trainer, evaluated))
-    return replace(result, trials=trials, notes=(*result.notes, *notes), not_covered=not_covered)
+    told = [note for note in result.notes if not (note.startswith("no optimizer stepped") and "'eval'" in note)]
+    return replace(result, trials=trials, notes=(*told, *notes), not_covered=not_covered)
 
 
 def _checked(trainer: Any) -> Any:
@@ -116,18 +139,14 @@ def _checked(trainer: Any) -> Any:
     return args
 
 
-def _evaluated(trainer: Any, max_length: int | None, scan_s: float) -> Longest | None:
-    """The longest examples it will be evaluated on; None where it is not."""
+def _evaluated(trainer: Any, max_length: int | None, scan_s: float) -> list[Longest]:
+    """The longest examples of each data set it will be evaluated on; none where it is not."""
     if trainer.args.eval_strategy == "no" and not getattr(trainer.args, "eval_on_start", False):
-        return None
+        return []
     several = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    found = [longest_of(one, max_length=max_length, scan_s=scan_s) for one in several.values()]
-    return Longest(
-        examples=[one.examples[one.order[0]] for one in found],
-        order=tuple(range(len(found))),
-        total=None,
-        notes=tuple(note for one in found for note in one.notes),
-    )
+    if not several:
+        raise InvalidArgumentError("eval_dataset is an empty dict, and evaluation is on: give it a data set")
+    return [longest_of(one, max_length=max_length, scan_s=scan_s) for one in several.values()]
 
 
 class _Loop:
@@ -136,12 +155,13 @@ class _Loop:
     Args:
         trainer: A copy that may be trained.
         longest: Examples to train on.
-        evaluated: Examples to evaluate on; None: it does not.
+        evaluated: Examples of each data set to evaluate on; none: it does not.
     """
 
-    def __init__(self, trainer: Any, longest: Longest, evaluated: Longest | None) -> None:
+    def __init__(self, trainer: Any, longest: Longest, evaluated: list[Longest]) -> None:
         self._trainer, self._longest, self._evaluated = trainer, longest, evaluated
         self._collate, self._collated = trainer.data_collator, [0]
+        self._collate_owner = self._collate if hasattr(self._collate, "__dict__") else self
         trainer.data_collator = self._counted
 
     def steps(self, accumulation: int) -> dict[str, StepFn]:
@@ -151,23 +171,48 @@ class _Loop:
             self._train(batch_size, accumulation)
 
         def evaluate(model: torch.nn.Module, batch_size: int) -> None:
-            assert self._evaluated is not None
-            size = self._trainer.args.per_device_eval_batch_size
-            self._run(size, lambda: self._trainer.evaluate(self._evaluated.batches(size, LOOP_STEPS)))  # type: ignore[union-attr]
+            for longest in self._evaluated:
+                self._evaluate(longest)
 
-        steps: dict[str, StepFn] = {"train": train}
-        return steps if self._evaluated is None else {**steps, "eval": evaluate}
+        steps: dict[str, Any] = {"train": train} | ({"eval": evaluate} if self._evaluated else {})
+        for step in steps.values():
+            step.oomprobe_asked = self._asked(accumulation)  # of a journal's question
+            step.oomprobe_max_calls = 1 if step is evaluate else MAX_CALLS  # it has no optimizer to wait for
+        return steps
+
+    def _asked(self, accumulation: int) -> object:
+        """What the numbers depend on, beside the code of the Trainer: its settings, and the examples."""
+        trainer = self._trainer
+        settings = {name: value for name, value in trainer.args.to_dict().items() if name not in NOT_ASKED}
+        kinds = [type(one).__qualname__ for one in (trainer, trainer.data_collator, trainer.optimizer)]
+        examples = [one.asked for one in (self._longest, *self._evaluated)]
+        collator = {name: value for name, value in vars(self._collate_owner).items() if isinstance(value, PLAIN)}
+        return (accumulation, sorted(map(str, settings.items())), kinds, examples, sorted(map(str, collator.items())))
+
+    def _evaluate(self, longest: Longest) -> None:
+        """As in the midst of training: outside it, full_eval would cast the model."""
+        trainer = self._trainer
+        own = trainer.args.per_device_eval_batch_size
+        size = own if longest.total is None else min(own, longest.total)
+        batches = longest.batches(size, max(LOOP_STEPS, longest.order.batches_of_leaders(size)))
+        trainer.is_in_train, trainer.args.per_device_eval_batch_size = True, size
+        try:
+            self._run(size, lambda: trainer.evaluate(batches))
+        finally:
+            trainer.is_in_train, trainer.args.per_device_eval_batch_size = False, own
 
     def _train(self, batch_size: int, accumulation: int) -> None:
         trainer = self._trainer
         trainer.args.per_device_train_batch_size = batch_size
         trainer.args.gradient_accumulation_steps = accumulation
         trainer._train_batch_size = batch_size  # what its loader is made with: the argument is read once, at the start
-        trainer.train_dataset = self._longest.batches(batch_size, accumulation * LOOP_STEPS)
+        steps = max(LOOP_STEPS, math.ceil(self._longest.order.batches_of_leaders(batch_size) / accumulation))
+        trainer.args.max_steps = steps
+        trainer.train_dataset = self._longest.batches(batch_size, accumulation * steps)
         self._run(batch_size, trainer.train)
-        if trainer.state.global_step != LOOP_STEPS:
+        if trainer.state.global_step != steps:
             raise NotRunError(
-                f"the Trainer's loop made {trainer.state.global_step} optimizer steps where {LOOP_STEPS} were asked for, so "
+                f"the Trainer's loop made {trainer.state.global_step} optimizer steps where {steps} were asked for, so "
                 f"batch {batch_size} was not really run. Something of the Trainer's own ends it early"
             )
 
@@ -233,14 +278,14 @@ def _notes(trainer: Any, accumulation: int, longest: Longest, result: ProbeResul
     return notes
 
 
-def _not_covered(trainer: Any, evaluated: Longest | None) -> list[str]:
+def _not_covered(trainer: Any, evaluated: list[Longest]) -> list[str]:
     own = callbacks()
     known = (own.DefaultFlowCallback, own.ProgressCallback, own.PrinterCallback)
     others = [type(one).__name__ for one in trainer.callback_handler.callbacks if not isinstance(one, known)]
     told = [f"callbacks of the Trainer, which were not called: {', '.join(others)}"] if others else []
     if trainer.args.dataloader_num_workers:
         told.append("workers of data loaders: batches were made in this process")
-    if evaluated is not None and trainer.compute_metrics is not None and trainer.args.eval_accumulation_steps is None:
+    if evaluated and trainer.compute_metrics is not None and trainer.args.eval_accumulation_steps is None:
         told.append(
             "the predictions of the whole evaluation set, which stay on the device until its end: set "
             "eval_accumulation_steps to have them moved"

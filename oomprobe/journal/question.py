@@ -64,7 +64,14 @@ def _step(step: Callable[..., object]) -> dict[str, Any]:
         "module": _name(function, "__module__"),
         "name": _name(function, "__qualname__"),
         "sha256": digest(step),
+        "asked": _asked(step),
     }
+
+
+def _asked(step: Callable[..., object]) -> str | None:
+    """What an adapter says its step depends on, hashed: settings inside objects of a framework are not looked into."""
+    asked = getattr(step, "oomprobe_asked", None)
+    return None if asked is None else hashlib.sha256(repr(asked).encode()).hexdigest()
 
 
 def _name(function: object, name: str) -> str:

@@ -30,7 +30,7 @@ def test_the_longest_of_each_field_comes_first():
         {"a": [0], "b": [0] * 8},
         {"a": [0] * 6, "b": [0] * 5},
     ]
-    assert set(longest_of(data).order[:2]) == {1, 2}
+    assert set(longest_of(data).order.indices[:2]) == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_shapes(value, shapes):
 
 def test_a_text_beside_numbers_does_not_count():
     data = [{"ids": [1], "text": "x" * 99}, {"ids": [1, 2, 3], "text": "x"}]
-    assert longest_of(data).order[0] == 1
-    assert longest_of(["a", "abc", "ab"]).order == (1, 2, 0)
+    assert longest_of(data).order.indices[0] == 1
+    assert longest_of(["a", "abc", "ab"]).order.indices == [1, 2, 0]
 
 
 def test_what_could_not_be_looked_at_is_told():
     ticks = iter(range(100))
     found = longest_of([[1]] * 50, scan_s=5, clock=lambda: next(ticks))
-    assert len(found.order) == 50
+    assert len(found.order.indices) == 50
     assert "of the 50 examples were looked at in 5 s" in found.notes[0]
     assert longest_of([[1]] * 50).notes == ()
 
@@ -92,6 +92,8 @@ def stream(*examples):
 def test_streams():
     assert longest_of(stream(*[torch.zeros(3)] * 40)).total is None
     assert "stand for all" in longest_of(stream(*[torch.zeros(3)] * 40)).notes[0]
+    with pytest.raises(InvalidArgumentError, match="only once"):
+        longest_of(one for one in [torch.zeros(3)])
     with pytest.raises(InvalidArgumentError, match="differ in theirs"):
         longest_of(stream({"x": [1]}, {"x": [1, 2]}))
     assert longest_of(stream({"x": [1]}, {"x": [1, 2]}), max_length=3).examples == [{"x": [1, 2, 1]}]
@@ -115,3 +117,19 @@ def test_images_of_one_size_are_not_all_looked_at():
 
 def test_what_has_no_size_is_told():
     assert "could not be told" in longest_of([None, None]).notes[0]
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=12), st.integers(1, 6))
+def test_batches_of_leaders_hold_the_largest_of_each_field(sizes, batch_size):
+    data = [{name: [0] * count for name, count in zip("abc", one, strict=True)} for one in sizes]
+    order = longest_of(data).order
+    batches = [order.batch(batch_size, number) for number in range(order.batches_of_leaders(batch_size))]
+    seen = [data[index] for batch in batches for index in batch]
+    for place, name in enumerate("abc"):
+        assert max(len(one[name]) for one in seen) == max(one[place] for one in sizes)
+    assert all(len(batch) == len(set(batch)) == min(batch_size, len(data)) for batch in batches)
+
+
+def test_labels_of_several_classes_are_not_stretched():
+    one = stretched({"input_ids": [1, 2, 3, 4], "attention_mask": [1, 1, 1, 1], "labels": [1.0, 0.0, 1.0]}, 6)
+    assert [len(one[name]) for name in ("input_ids", "attention_mask", "labels")] == [6, 6, 3]

@@ -356,27 +356,99 @@ def test_a_trainer_that_stops_early_is_refused(trainer):
         find(trainer(kind=Lazy))
 
 
-def test_evaluation_runs_at_its_own_size(trainer):
-    sizes = []
+@pytest.fixture
+def watched():
+    """What the model sees: whether it trains, and the shape."""
+    seen = []
 
-    def seen(examples):
-        sizes.append((torch.is_grad_enabled(), len(examples)))
-        return collate(examples)
+    def watch(made):
+        forward = made.model.forward
 
-    given = {"eval_dataset": {"a": Sentences(9), "b": Sentences(9, longest=60)}, "data_collator": seen}
+        def watched_forward(input_ids, **rest):
+            seen.append((made.model.training, tuple(input_ids.shape)))
+            return forward(input_ids=input_ids, **rest)
+
+        made.model.forward = watched_forward
+        return seen
+
+    return watch
+
+
+def test_evaluation_runs_at_its_own_size_on_the_longest_of_each_data_set(trainer, watched):
+    given = {"eval_dataset": {"a": Sentences(9), "b": Sentences(9, longest=60)}}
     probed = trainer(given=given, eval_strategy="epoch", per_device_eval_batch_size=5)
-    model_sizes = []
-    forward = probed.model.forward
-
-    def watched(input_ids, **rest):
-        if not probed.model.training:
-            model_sizes.append(tuple(input_ids.shape))
-        return forward(input_ids=input_ids, **rest)
-
-    probed.model.forward = watched
+    seen = watched(probed)
     result = find(probed)
-    assert set(model_sizes) == {(5, 60)}
-    assert {trial.step_name for trial in result.trials} <= {"train", "eval"}
+    assert {shape for trains, shape in seen if not trains} == {(5, 24), (5, 60)}
+    assert not any("no optimizer" in note for note in result.notes)
+
+
+def test_evaluation_is_no_larger_than_its_data_set(trainer, watched):
+    probed = trainer(given={"eval_dataset": Sentences(3)}, eval_strategy="epoch", per_device_eval_batch_size=64)
+    seen = watched(probed)
+    find(probed, max_batch=2)
+    assert {shape for trains, shape in seen if not trains} == {(3, 24)}
+
+
+def test_evaluation_in_half_precision_is_as_in_the_midst_of_training(trainer):
+    probed = trainer(given={"eval_dataset": Sentences(9)}, eval_strategy="epoch", bf16_full_eval=True)
+    kinds, forward = [], probed.model.forward
+
+    def watched_forward(input_ids, labels=None, **rest):
+        kinds.append((probed.model.training, probed.model.lm_head.weight.dtype))
+        return forward(input_ids=input_ids, labels=labels, **rest)
+
+    probed.model.forward = watched_forward
+    find(probed, max_batch=2)
+    assert set(kinds) == {(True, torch.float32), (False, torch.float32)}
+
+
+def test_a_field_that_the_collator_drops_hides_no_longer_sentence(trainer, watched):
+    class WithHistory(Sentences):
+        def __getitem__(self, index):
+            return {**super().__getitem__(index), "history": [0] * (500 if index == 3 else 1)}
+
+    probed = trainer(dataset=WithHistory(), remove_unused_columns=False)
+    seen = watched(probed)
+    find(probed, max_batch=1)
+    assert max(shape[1] for _, shape in seen) == 24
+
+
+def test_a_sampler_of_the_trainers_own(trainer):
+    class Weighted(transformers.Trainer):
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.WeightedRandomSampler(torch.ones(40), 40)
+
+    assert find(trainer(kind=Weighted), max_batch=None, write_back=False).batch_size == 40
+
+
+def test_a_collators_own_generator_is_given_back(trainer):
+    class Masked:
+        def __init__(self):
+            self.generator, self.made = torch.Generator().manual_seed(7), None
+
+        def __call__(self, examples):
+            self.made = self.made or torch.Generator().manual_seed(8)
+            batch = collate(examples)
+            drawn = torch.rand(batch["labels"].shape, generator=self.generator)
+            drawn *= torch.rand(batch["labels"].shape, generator=self.made)
+            batch["labels"][drawn < 0.1] = -100
+            return batch
+
+    expected, probed = trained(trainer(given={"data_collator": Masked()})), trainer(given={"data_collator": Masked()})
+    find(probed, write_back=False)
+    assert same(trained(probed), expected)
+
+
+def test_a_journal_is_of_one_set_up(trainer, tmp_path):
+    def probe(length, journal, **args):
+        return find(trainer(dataset=Sentences(longest=length), **args), journal=journal, write_back=False)
+
+    journal = tmp_path / "trials"
+    assert probe(24, journal).batch_size == probe(24, journal).batch_size == 8
+    for other in ({"length": 30}, {"length": 24, "gradient_checkpointing": True}, {"length": 24, "optim": "sgd"}):
+        with pytest.raises(oomprobe.InvalidArgumentError):
+            probe(journal=journal, **other)
 
 
 # --- bad input ---
@@ -402,8 +474,11 @@ def test_what_is_no_trainer_or_has_no_data(trainer):
         find(torch.nn.Linear(1, 1))
     with pytest.raises(oomprobe.InvalidArgumentError, match="no train_dataset"):
         find(trainer(given={"train_dataset": None}))
-    with pytest.raises(oomprobe.InvalidArgumentError, match="steps must be an integer"):
-        find(trainer(), steps=0)
+    for name, value in [("steps", 0), ("global_batch", 0), ("global_batch", "8"), ("max_length", -3), ("scan_s", "a")]:
+        with pytest.raises(oomprobe.InvalidArgumentError, match=f"{name} must be"):
+            find(trainer(), **{name: value})
+    with pytest.raises(oomprobe.InvalidArgumentError, match="preserve"):
+        find(trainer(), preserve=5)
 
 
 def test_several_ranks_are_refused(trainer, monkeypatch):
