@@ -20,7 +20,7 @@ parser.add_argument("--steps", type=int, default=20)
 args = parser.parse_args()
 
 # --- the training, as it is without the check ---
-device = torch.device("cpu" if args.device.startswith("cpu") else args.device)
+device = torch.device(args.device if args.device.startswith("cuda") else "cpu")
 mixed = device.type == "cuda"
 body = [nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.ReLU()]
 model = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).to(device)
@@ -46,7 +46,8 @@ def step(model, batch_size):
 
 # --- the check: when it has ended, everything above is as it was ---
 try:
-    result = oomprobe.find_max_batch(model, step, device=args.device, min_batch=2, max_batch=args.batch_size)
+    sizes = {"min_batch": min(2, args.batch_size), "max_batch": args.batch_size}
+    result = oomprobe.find_max_batch(model, step, device=args.device, **sizes)
 except oomprobe.OomProbeError as error:
     sys.exit(explain(error, required=args.require))
 if result.batch_size < args.batch_size:

@@ -69,8 +69,10 @@ def find_executable_batch_size(
     it does afterwards (evaluation, checkpoints) happens only in the one call for good. A function that ends earlier, or
     never steps an optimizer of torch, runs to its end in each trial; `result.notes` says so.
 
-    What it reaches (models, optimizers, random number generators) comes back between the trials' end and the call for good,
-    bit for bit, and accelerate's own state before each call: it trains as if it had been called with that size at once.
+    What it reaches (models, optimizers, torch's, numpy's and Python's random numbers) comes back between the trials' end and
+    the call for good, bit for bit, and accelerate's own state before each call: it trains as if it had been called with that
+    size at once. Not given back: generators of its own, iterators that it draws from, and tensors in plain containers that it
+    changes in place (pass what has ``state_dict`` in `preserve`).
 
     Args:
         function: Takes the batch size as its first argument; it is called without it. None: used with parentheses.
@@ -78,7 +80,7 @@ def find_executable_batch_size(
         reduce_batch_size_fn: Of accelerate's signature; there is nothing to reduce here, so only None.
         trial_steps: Steps that each optimizer makes in one call of a trial, at least 1. More of them where one that steps
             rarely comes late.
-        options: Those of `oomprobe.find_max_batch`, but for max_batch and global_batch: the function itself accumulates.
+        options: Those of `oomprobe.find_max_batch`, but for max_batch, journal and global_batch (the function accumulates).
             `device` None is the current accelerator, or host memory where there is none.
 
     Returns:
@@ -112,6 +114,15 @@ def find_executable_batch_size(
     if "global_batch" in options:
         raise InvalidArgumentError(
             "global_batch: the function accumulates gradients itself; plan with result.plan(...)"
+        )
+    if options.get("journal") is not None:
+        raise InvalidArgumentError(
+            "journal: what the function trains is not known before it is called, so that a journal of another model could "
+            "not be refused. Probe with oomprobe.find_max_batch(model, step_fn, journal=...)"
+        )
+    if "max_batch" in options:
+        raise InvalidArgumentError(
+            "max_batch: starting_batch_size is the largest size that is tried, as accelerate has it"
         )
     options = _checked(options, starting_batch_size, trial_steps)
     if function is None:

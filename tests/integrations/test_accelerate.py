@@ -580,3 +580,9 @@ def test_a_probed_size_runs_at_the_first_try_where_shrinking_ends_lower():
 def test_importing_the_adapter_does_not_import_accelerate():
     code = "import oomprobe.integrations.accelerate, sys; print('accelerate' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", ["journal", "max_batch"])
+def test_options_that_would_mean_something_else_are_refused(name):
+    with pytest.raises(oomprobe.InvalidArgumentError, match=name):
+        find_executable_batch_size(lambda batch_size: None, **{name: 4})

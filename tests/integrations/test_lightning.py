@@ -501,6 +501,55 @@ def test_a_journal_is_resumed_and_one_of_other_settings_refused(tmp_path):
         probe(precision="bf16-mixed")
 
 
+@pytest.mark.parametrize("changed", ["flag", "longer examples", "hyperparameters"])
+def test_a_journal_of_another_module_or_data_is_refused(tmp_path, changed):
+    class Longer(Data):
+        def setup(self, stage):
+            super().setup(stage)
+            self.train_set = [(x.repeat(2), *rest) for x, *rest in self.train_set]
+
+    class Flagged(Module):
+        def __init__(self, flag=False, rate=0.1):
+            super().__init__()
+            self.flag = flag
+            self.save_hyperparameters()
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step([batch[0][:, :WIDTH], *batch[1:]], batch_idx)
+
+    def probe(module, data):
+        torch.manual_seed(0)
+        options = {"device": "cpu:256MiB", "max_batch": 4, "progress": "off", "journal": tmp_path / "trials"}
+        return find_max_batch(quiet_trainer(limit_val_batches=0), module, data, **options)
+
+    probe(Flagged(), Data())
+    assert probe(Flagged(), Data()).batch_size == 4
+    module = Flagged(flag=changed == "flag", rate=0.2 if changed == "hyperparameters" else 0.1)
+    with pytest.raises(oomprobe.InvalidArgumentError, match="journal"):
+        probe(module, Longer() if changed == "longer examples" else Data())
+
+
+def test_an_unused_field_hides_no_longer_sentence():
+    """At one example a batch, each field's largest leads a batch of its own."""
+    seen = []
+
+    class Sentences(Data):
+        def setup(self, stage):
+            unused = [500 if place == 3 else 1 for place in range(16)]
+            lengths = [200 if place == 7 else 5 for place in range(16)]
+            self.train_set = [(torch.zeros(n), torch.zeros(m)) for n, m in zip(lengths, unused, strict=True)]
+
+    class Reads(Module):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch[0].shape[1])
+            return self.layer(torch.zeros(1, WIDTH)).mean() * batch[0].mean()
+
+    options = {"device": "cpu:256MiB", "max_batch": 1, "progress": "off"}
+    result = find_max_batch(quiet_trainer(limit_val_batches=0), Reads(), Sentences(), **options)
+    assert max(seen) == 200
+    assert not any("longest" in item for item in result.not_covered)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, of its tracing
 def test_a_compiled_module():
     module = OwnLoaders(examples=8)

@@ -605,3 +605,33 @@ def test_the_line_is_beside_the_answer_and_never_it(nano):
     assert name == "Ultralytics' line through 1, 2, 4"
     assert value > result.batch_size == 4
     assert name in str(result)
+
+
+def test_a_journal_is_of_one_image_size(built, tmp_path):
+    asked = {**HOST, "max_batch": 4, "journal": tmp_path / "trials"}
+    assert find_max_batch(built("yolo11n"), **asked).batch_size == 4
+    assert find_max_batch(built("yolo11n"), **asked).batch_size == 4
+    for other in ({"imgsz": 96}, {"max_num_obj": 3}):
+        with pytest.raises(oomprobe.InvalidArgumentError):
+            find_max_batch(built("yolo11n"), **{**asked, **other})
+
+
+def test_the_wrapper_that_trains_and_what_is_no_model_are_refused(ultralytics):
+    wrapper = framework("ultralytics", minimum="8.4", extra="ultralytics").YOLO("yolo11n.yaml")
+    wrapper.train = lambda *_, **__: pytest.fail("it trains")
+    for model, match in [(wrapper, r"pass what it wraps, YOLO\(...\).model"), (torch.nn.Linear(1, 1), "not Linear")]:
+        with pytest.raises(oomprobe.InvalidArgumentError, match=match):
+            find_max_batch(model, device="cpu:1GiB")
+    for name, value in [("imgsz", 0), ("dataset_size", -5), ("dataset_size", None)]:
+        with pytest.raises(oomprobe.InvalidArgumentError, match=name):
+            find_max_batch(wrapper.model, **{name: value})
+
+
+def test_two_installs_are_undone_in_any_order(ultralytics):
+    autobatch_module = framework("ultralytics.utils.autobatch", minimum="8.4", extra="ultralytics")
+    before = autobatch_module.check_train_batch_size
+    first, second = install(), install()
+    first.undo()
+    assert autobatch_module.check_train_batch_size is not before
+    second.undo()
+    assert autobatch_module.check_train_batch_size is before

@@ -47,7 +47,9 @@ def find_max_batch(
     accumulation, on batches of the largest examples, without loggers, checkpoints and callbacks. Where the module
     validates, a second step trains once and validates beside the optimizer state which that leaves. ``prepare_data`` and
     ``setup`` run once, before the first trial, and ``teardown`` once after the last. Afterwards the module, the data
-    module and the random number generators are as before, so that training gives the same losses.
+    module and the random number generators are as before, so that training gives the same losses. Not given back: what
+    the module keeps in plain dicts and objects and changes in place (an average of the weights; pass what has
+    ``state_dict`` in `preserve`), and where a stream stood.
 
     Args:
         trainer: The ``Trainer`` that will train: on one device. It is asked for its settings and never run.
@@ -127,7 +129,8 @@ def _probe(loop: Loop, device: Device, options: dict[str, Any], scan_s: float) -
             if isinstance(cause, InvalidArgumentError):  # ours: the step has no bug
                 raise type(cause)(str(cause), trials=failed.trials) from None
             raise
-    not_covered = [item for item in result.not_covered if not (examples.largest_ran and item.startswith(LONGEST))]
+    covered = examples.largest_ran and examples.all_led(result.batch_size)
+    not_covered = [item for item in result.not_covered if not (covered and item.startswith(LONGEST))]
     return replace(result, notes=(*result.notes, *examples.notes(result)), not_covered=tuple(not_covered))
 
 

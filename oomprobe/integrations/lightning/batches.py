@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -11,19 +10,20 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from oomprobe.errors import NotRunError
+from oomprobe.integrations.largest import Order
 
 
 class Repeated:
-    """One batch of indices, many times."""
+    """Batches of the largest examples, as indices."""
 
-    def __init__(self, indices: list[int], times: int) -> None:
-        self._indices, self._times = indices, times
+    def __init__(self, order: Order, size: int, times: int) -> None:
+        self._order, self._size, self._times = order, size, times
 
     def __len__(self) -> int:
         return self._times
 
     def __iter__(self) -> Iterator[list[int]]:
-        return repeat(self._indices, self._times)
+        return (self._order.batch(self._size, number) for number in range(self._times))
 
 
 class Endless(IterableDataset[Any]):

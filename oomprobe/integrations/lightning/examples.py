@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.integrations.largest import Order, largest_first
+from oomprobe.integrations.largest import Order, largest_first, shapes_of
 from oomprobe.integrations.lightning.loaders import (
     Kind,
     flat,
@@ -16,6 +16,7 @@ from oomprobe.integrations.lightning.loaders import (
     size_of,
 )
 from oomprobe.integrations.lightning.loop import Loop, unfollowed
+from oomprobe.integrations.lightning.settings import LOOP_STEPS
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN
 from oomprobe.result import ProbeResult
 
@@ -39,13 +40,14 @@ class Examples:
         self._lengths: list[int | None] = []
         self._asked_beyond = False
         self._notes: list[str] = []
+        self._leading: list[str] = []
         self.largest_ran = True  # as far as can be told; each loader may say otherwise
         loop.look(size, self._meet)
 
     @property
     def told(self) -> tuple[Any, ...]:
         """Simple values that say which data these are."""
-        return (tuple(self._lengths), tuple(self._notes))
+        return (tuple(self._lengths), tuple(self._notes), tuple(self._leading))
 
     @property
     def count(self) -> int | None:
@@ -82,6 +84,7 @@ class Examples:
     def _order(self, name: str, loader: Any) -> Order:
         order = largest_first(loader.dataset, indices_of(loader), self._scan_s)
         there = len(order.indices)
+        self._leading += [str(shapes_of(loader.dataset[index])) for index in order.indices[: order.leaders]]
         if order.variable:
             self._notes.append(f"{_SAID[name]} batches were made of the largest examples")
         if not order.complete:
@@ -122,9 +125,18 @@ class Examples:
         self._asked_beyond = asked is None or asked > there
         return {**options, "max_batch": there if self._asked_beyond else asked}
 
+    def all_led(self, batch_size: int) -> bool:
+        """Whether the largest of each field was in a batch of a trial at that size."""
+        drawn = batch_size * LOOP_STEPS * self._loop.micro
+        return all(order.leaders <= drawn for order in self._loop.orders.get(TRAIN, {}).values())
+
     def notes(self, result: ProbeResult) -> list[str]:
         """What a careful reader should know of the data behind this number."""
         found = list(dict.fromkeys(self._notes))
+        if not self.all_led(result.batch_size):
+            found.append(
+                "the largest examples are others for each of their fields, and not all of them were in a batch"
+            )
         if self._asked_beyond and result.limited_by == "max_batch":
             found.append(f"the data set ends the search: it has {self.count} examples, and no larger batch is possible")
         if self.count is None:

@@ -147,19 +147,20 @@ class Batches:
             return _quiet_loader(loader, Endless(loader.dataset), size, batch_size=size)
         return Checked(loader, size)
 
-    def _order(self, place: int, loader: Any) -> Sequence[int]:
-        order, there = self.orders[place].indices, length_of(loader)
-        if there != len(order):
+    def _order(self, place: int, loader: Any) -> Order:
+        order, there = self.orders[place], length_of(loader)
+        if there != len(order.indices):
             raise NotRunError(
-                f"the data set had {len(order)} examples when the probe began and has {there} now: make it once, in "
+                f"the data set had {len(order.indices)} examples when the probe began and has {there} now: make it once, in "
                 "setup(), or probe with a data set that stays as it is"
             )
         return order
 
-    def _examples(self, loader: Any, order: Sequence[int], size: int) -> Any:
-        """The same batch again and again: the largest examples there are, in as many batches as training has."""
-        size = min(size, len(order))
-        batches = Repeated(list(order[:size]), max(self.least, -(-len(order) // size)))
+    def _examples(self, loader: Any, order: Order, size: int) -> Any:
+        """The largest examples there are, again and again, in as many batches as training has."""
+        there = len(order.indices)
+        size = min(size, there)
+        batches = Repeated(order, size, max(self.least, -(-there // size)))
         return _quiet_loader(loader, loader.dataset, size, batch_sampler=batches)
 
 

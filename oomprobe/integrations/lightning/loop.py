@@ -81,7 +81,15 @@ class Loop:
         values = [(name, value) for name, value in self.arguments.items() if isinstance(value, plain)]
         plugins = tuple(type(plugin).__name__ for plugin in self.arguments["plugins"])
         data = type(self.datamodule).__name__, str(getattr(self.arguments["plugins"][0], "precision", None))
-        return (*values, *plugins, *data, self.own.automatic_optimization)
+        own = [self._plain(one) for one in (self.own, self.datamodule) if one is not None]
+        return (*values, *plugins, *data, self.own.automatic_optimization, *own)
+
+    def _plain(self, holder: Any) -> str:
+        """Settings that a module or data module has in its attributes or hyperparameters, but for the batch size."""
+        found = {**vars(holder), **dict(getattr(holder, "hparams", {}))}
+        plain = (bool, int, float, str, type(None))
+        kept = {name: value for name, value in found.items() if isinstance(value, plain) and not name.startswith("_")}
+        return str(sorted((name, repr(value)) for name, value in kept.items() if name != self.batch_size.name))
 
     def train(self, size: int) -> None:
         """Two optimizer steps on batches of one size.

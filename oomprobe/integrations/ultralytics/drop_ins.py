@@ -190,10 +190,11 @@ class Installed:
     replaced: tuple[tuple[Any, str, Any, Any], ...]
 
     def undo(self) -> None:
-        """Put back what was there; what somebody else has replaced since stays."""
+        """Put back what was there, whichever was undone first; what somebody else has replaced since stays."""
         for module, name, before, ours in self.replaced:
-            if getattr(module, name) is ours:
-                setattr(module, name, before)
+            ours.undone_to = before
+            while hasattr(current := getattr(module, name), "undone_to"):
+                setattr(module, name, current.undone_to)
 
     def __enter__(self) -> Installed:
         return self

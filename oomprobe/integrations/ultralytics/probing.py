@@ -11,7 +11,9 @@ import torch
 
 import oomprobe
 from oomprobe.devices import choose_device
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.integrations.ultralytics.training import part, prepare
+from oomprobe.options import check_size
 from oomprobe.result import Phase, ProbeResult, Trial
 from oomprobe.state import preserved
 
@@ -61,6 +63,7 @@ def find_max_batch(
         FrameworkError: Ultralytics is not there, or older than 8.4.
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
+    _check(model, imgsz, dataset_size)
     chosen = choose_device(device, model)
     training = prepare(model, chosen, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size)
     options = {**_limits(model, imgsz, dataset_size), **options}
@@ -79,6 +82,22 @@ def find_max_batch(
         not_covered=(*result.not_covered, *NOT_COVERED),
         estimates={**result.estimates, **line(result, dataset_size)},
     )
+
+
+def _check(model: Any, imgsz: int, dataset_size: int) -> None:
+    if isinstance(model, part("engine.model").Model):  # whose train() trains, and not: sets a mode
+        raise InvalidArgumentError(
+            f"model is a {type(model).__name__}, the wrapper that downloads and trains: pass what it wraps, "
+            f"{type(model).__name__}(...).model"
+        )
+    plain = part("utils.torch_utils").unwrap_model(model) if isinstance(model, torch.nn.Module) else model
+    if not isinstance(model, torch.nn.Module) or not hasattr(plain, "init_criterion"):
+        raise InvalidArgumentError(
+            f"model must be a model of Ultralytics, such as YOLO('yolo11n.yaml').model, not {type(model).__name__}"
+        )
+    check_size("imgsz", imgsz)
+    if isinstance(dataset_size, bool) or not isinstance(dataset_size, int) or dataset_size < 0:
+        raise InvalidArgumentError(f"dataset_size must be a number of images, or 0, not {dataset_size!r}")
 
 
 def _limits(model: torch.nn.Module, imgsz: int, dataset_size: int) -> dict[str, Any]:

@@ -101,6 +101,8 @@ def prepare(
         compiled=bool(getattr(plain.args, "compile", False)),
         loss_of=plain.loss,
     )
+    settings = sorted((name, repr(value)) for name, value in vars(plain.args).items())
+    step.oomprobe_asked = (task, imgsz, str(precision), batches.objects, type(optimizer).__name__, settings)  # type: ignore[attr-defined]
     return Training(model=trained, step=step, notes=tuple(_notes(batches, optimizer, precision, unfrozen)))
 
 
