@@ -120,10 +120,6 @@ def find_executable_batch_size(
             "journal: what the function trains is not known before it is called, so that a journal of another model could "
             "not be refused. Probe with oomprobe.find_max_batch(model, step_fn, journal=...)"
         )
-    if "max_batch" in options:
-        raise InvalidArgumentError(
-            "max_batch: starting_batch_size is the largest size that is tried, as accelerate has it"
-        )
     options = _checked(options, starting_batch_size, trial_steps)
     if function is None:
         return functools.partial(_decorated, trial_steps=trial_steps, options=options)

@@ -70,8 +70,11 @@ def _step(step: Callable[..., object]) -> dict[str, Any]:
 
 def _asked(step: Callable[..., object]) -> str | None:
     """What an adapter says its step depends on, hashed: settings inside objects of a framework are not looked into."""
-    asked = getattr(step, "oomprobe_asked", None)
-    return None if asked is None else hashlib.sha256(repr(asked).encode()).hexdigest()
+    try:
+        asked = getattr(step, "oomprobe_asked", None)
+        return hashlib.sha256(repr(asked).encode()).hexdigest() if isinstance(asked, tuple) else None
+    except Exception:  # an object's own attributes may do anything
+        return None
 
 
 def _name(function: object, name: str) -> str:

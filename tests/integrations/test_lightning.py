@@ -595,6 +595,9 @@ def test_metrics_of_validation_are_there_for_hooks_and_schedulers():
     assert seen
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # time is up in a weak reference's callback
 def test_the_time_limit_ends_a_trial():
     class Slow(Module):
         def training_step(self, batch, batch_idx):
