@@ -8,6 +8,7 @@ from integrations.lightning_models import (
     FRAMEWORK_WARNINGS,
     HOOKS,
     MIB,
+    WIDTH,
     Data,
     DataLoader,
     LedgerDevice,
@@ -211,3 +212,21 @@ def test_the_framework_is_not_imported_with_the_adapter():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_data_that_can_be_read_only_once_is_not_used_up():
+    class Once(torch.utils.data.IterableDataset):
+        def __init__(self):
+            self.rest = iter([torch.zeros(WIDTH)] * 9)
+
+        def __iter__(self):
+            return self.rest
+
+    class Streamed(Data):
+        def train_dataloader(self):
+            return DataLoader(once, batch_size=self.batch_size)
+
+    once = Once()
+    with pytest.raises(oomprobe.InvalidArgumentError, match="read only once"):
+        find_max_batch(quiet_trainer(limit_val_batches=0), Module(), Streamed(), max_batch=2, device="cpu:1GiB")
+    assert len(list(once.rest)) == 9

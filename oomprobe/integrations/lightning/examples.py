@@ -101,6 +101,11 @@ class Examples:
         return order
 
     def _note_unseen(self, name: str, loader: Any) -> None:
+        if kind_of(loader) is Kind.STREAM and iter(loader.dataset) is iter(loader.dataset):
+            raise InvalidArgumentError(
+                f"the {_SAID[name]} data can be read only once, and a probe would use it up: pass a data set whose __iter__ "
+                "begins anew each time"
+            )
         what = "a stream" if kind_of(loader) is Kind.STREAM else f"a {type(loader).__name__}"
         self.largest_ran = False
         self._notes.append(
