@@ -333,7 +333,11 @@ class OddText(str):
 
 
 class TestTotality:
-    @pytest.mark.parametrize("thing", [None, 42, "CUDA out of memory", RuntimeError, object(), [], Hostile], ids=lambda thing: type(thing).__name__)
+    @pytest.mark.parametrize(
+        "thing",
+        [None, 42, "CUDA out of memory", RuntimeError, object(), [], Hostile],
+        ids=lambda thing: type(thing).__name__,
+    )
     def test_what_is_no_exception_is_a_bug(self, thing):
         assert classify_error(thing) is Verdict.BUG
 
