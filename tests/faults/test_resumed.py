@@ -77,7 +77,8 @@ def test_row_16_a_probe_that_was_killed_anywhere_is_resumed_where_it_was(tmp_pat
     for number, (resumed, again) in enumerate(told["found"], start=1):
         assert resumed["batch_size"] == whole["batch_size"]
         crashed = [t["batch_size"] for t in resumed["trials"] if t["verdict"] == Verdict.CRASHED]
-        assert crashed == [called[number - 1]]
+        # The last call is beside the trials: it counts what rules of thumb need, after the answer.
+        assert crashed == ([called[number - 1]] if number < len(called) else [])
         verdicts = [(t["batch_size"], t["verdict"]) for t in resumed["trials"] if t["verdict"] != Verdict.CRASHED]
         assert verdicts == [(t["batch_size"], t["verdict"]) for t in whole["trials"]]
         assert again == called[len(called) - len(again) :]  # what the whole probe ran, from some call on:
