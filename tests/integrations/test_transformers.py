@@ -326,6 +326,7 @@ def test_a_card_that_is_not_there(trainer):
     assert result.state_verified
 
 
+@pytest.mark.slow
 def test_half_precision_takes_less_of_a_card(trainer):
     peaks = [
         find(trainer(**args), device="sim:1GiB", max_length=200, write_back=False).trials[-1].peak_allocated_bytes
