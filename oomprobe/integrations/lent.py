@@ -66,29 +66,29 @@ def shared_state(shared: Any) -> dict[str, Any]:
 
 def _copied(trainer: Any, simulated: bool) -> Any:
     """Its attributes are its own, what they refer to is the Trainer's: but for all that a loop changes in place."""
-    lent = copy.copy(trainer)
-    lent.args = copy.copy(trainer.args)
+    copied = copy.copy(trainer)
+    copied.args = copy.copy(trainer.args)
     for name, value in QUIET.items():
-        if hasattr(lent.args, name):
-            setattr(lent.args, name, value)
+        if hasattr(copied.args, name):
+            setattr(copied.args, name, value)
     if simulated:
-        vars(lent.args)["_setup_devices"] = torch.device("cuda", 0)  # where args.device looks, once it has been asked
-    lent.args.accelerator_config = copy.deepcopy(trainer.args.accelerator_config)
-    kwargs = getattr(lent.args.accelerator_config, "gradient_accumulation_kwargs", None)
+        vars(copied.args)["_setup_devices"] = torch.device("cuda", 0)  # where args.device looks, once it has been asked
+    copied.args.accelerator_config = copy.deepcopy(trainer.args.accelerator_config)
+    kwargs = getattr(copied.args.accelerator_config, "gradient_accumulation_kwargs", None)
     if kwargs:  # the Trainer itself put it there, and refuses to find it
         kwargs.pop("num_steps", None)
-    lent.create_accelerator_and_postprocess()
+    copied.create_accelerator_and_postprocess()
     # A sampler of the Trainer's own knows another data set; here the order is ours.
-    lent._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(lent.train_dataset)
-    if hasattr(lent, "_memory_tracker"):  # made for the argument that QUIET overrules; it starts threads
-        lent._memory_tracker = type(lent._memory_tracker)(True)
-    lent.model_init, lent.model_wrapped = None, trainer.model
-    lent.control = type(trainer.control)()
-    lent.callback_handler = copy.copy(trainer.callback_handler)
-    lent.callback_handler.callbacks = [callbacks().DefaultFlowCallback()]
+    copied._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(copied.train_dataset)
+    if hasattr(copied, "_memory_tracker"):  # made for the argument that QUIET overrules; it starts threads
+        copied._memory_tracker = type(copied._memory_tracker)(True)
+    copied.model_init, copied.model_wrapped = None, trainer.model
+    copied.control = type(trainer.control)()
+    copied.callback_handler = copy.copy(trainer.callback_handler)
+    copied.callback_handler.callbacks = [callbacks().DefaultFlowCallback()]
     if trainer.compute_metrics is not None:  # predictions are gathered for it as ever, and it does not hear of trials
-        lent.compute_metrics = _no_metrics
-    return lent
+        copied.compute_metrics = _no_metrics
+    return copied
 
 
 def callbacks() -> Any:

@@ -19,7 +19,6 @@ from oomprobe.options import StepFn, check_seconds, check_size
 from oomprobe.plan import PlanEntry
 from oomprobe.result import ProbeResult
 from oomprobe.state import preserved
-from oomprobe.trial import MAX_CALLS
 
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs beside the gradients of the first
 PLAIN = (bool, int, float, str, type(None))
@@ -115,11 +114,7 @@ def find_max_batch(
             notes.append(_written(args, entry, whole))
     if write_back and entry is not None:
         _write(trainer, entry)
-    # A call takes several steps, and prepares a loop: the core's samples a second would be a fraction of the truth.
-    trials = tuple(replace(trial, samples_per_s=None) for trial in result.trials)
-    not_covered = (*result.not_covered, *_not_covered(trainer, evaluated))
-    told = [note for note in result.notes if not (note.startswith("no optimizer stepped") and "'eval'" in note)]
-    return replace(result, trials=trials, notes=(*told, *notes), not_covered=not_covered)
+    return _told(result, notes, _not_covered(trainer, evaluated))
 
 
 def _checked(trainer: Any) -> Any:
@@ -161,7 +156,6 @@ class _Loop:
     def __init__(self, trainer: Any, longest: Longest, evaluated: list[Longest]) -> None:
         self._trainer, self._longest, self._evaluated = trainer, longest, evaluated
         self._collate, self._collated = trainer.data_collator, [0]
-        self._collate_owner = self._collate if hasattr(self._collate, "__dict__") else self
         trainer.data_collator = self._counted
 
     def steps(self, accumulation: int) -> dict[str, StepFn]:
@@ -174,10 +168,10 @@ class _Loop:
             for longest in self._evaluated:
                 self._evaluate(longest)
 
+        evaluate.oomprobe_max_calls = 1  # type: ignore[attr-defined]  # it has no optimizer to wait for
         steps: dict[str, Any] = {"train": train} | ({"eval": evaluate} if self._evaluated else {})
         for step in steps.values():
             step.oomprobe_asked = self._asked(accumulation)  # of a journal's question
-            step.oomprobe_max_calls = 1 if step is evaluate else MAX_CALLS  # it has no optimizer to wait for
         return steps
 
     def _asked(self, accumulation: int) -> object:
@@ -186,8 +180,10 @@ class _Loop:
         settings = {name: value for name, value in trainer.args.to_dict().items() if name not in NOT_ASKED}
         kinds = [type(one).__qualname__ for one in (trainer, trainer.data_collator, trainer.optimizer)]
         examples = [one.asked for one in (self._longest, *self._evaluated)]
-        collator = {name: value for name, value in vars(self._collate_owner).items() if isinstance(value, PLAIN)}
-        return (accumulation, sorted(map(str, settings.items())), kinds, examples, sorted(map(str, collator.items())))
+        own = getattr(self._collate, "__dict__", {})
+        collator = sorted((name, str(value)) for name, value in own.items() if isinstance(value, PLAIN))
+        config = str(getattr(trainer.model, "config", None))  # which attention it takes, among others
+        return (accumulation, sorted(map(str, settings.items())), kinds, examples, collator, config)
 
     def _evaluate(self, longest: Longest) -> None:
         """As in the midst of training: outside it, full_eval would cast the model."""
@@ -264,6 +260,13 @@ def _written(args: Any, entry: PlanEntry | None, whole: int) -> str:
 def _with_time_left(options: dict[str, Any], elapsed_s: float) -> dict[str, Any]:
     limit_s = options.get("time_limit_s")
     return options if limit_s is None else {**options, "time_limit_s": limit_s - elapsed_s}
+
+
+def _told(result: ProbeResult, notes: list[str], not_covered: list[str]) -> ProbeResult:
+    # A call takes several steps, and prepares a loop: the core's samples a second would be a fraction of the truth.
+    trials = tuple(replace(trial, samples_per_s=None) for trial in result.trials)
+    own = [note for note in result.notes if not (note.startswith("no optimizer stepped") and "'eval'" in note)]
+    return replace(result, trials=trials, notes=(*own, *notes), not_covered=(*result.not_covered, *not_covered))
 
 
 def _notes(trainer: Any, accumulation: int, longest: Longest, result: ProbeResult) -> list[str]:

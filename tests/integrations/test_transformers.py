@@ -1,6 +1,7 @@
 """A real Trainer, probed: what it answers, and that it then trains as if nothing had been."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -450,6 +451,20 @@ def test_a_journal_is_of_one_set_up(trainer, tmp_path):
     for other in ({"length": 30}, {"length": 24, "gradient_checkpointing": True}, {"length": 24, "optim": "sgd"}):
         with pytest.raises(oomprobe.InvalidArgumentError):
             probe(journal=journal, **other)
+    model = language_model(attn_pdrop=0.0)  # of the same code and shapes, and not of the same memory
+    with pytest.raises(oomprobe.InvalidArgumentError):
+        probe(24, journal, model=model)
+
+
+def test_a_probe_that_failed_leaves_no_thread_that_follows_memory(trainer):
+    def fails(examples):
+        raise ValueError("a bug in the collator")
+
+    before = set(threading.enumerate())
+    probed = trainer(given={"data_collator": fails}, skip_memory_metrics=False)
+    with pytest.raises(ValueError, match="a bug in the collator"):
+        find(probed)
+    assert set(threading.enumerate()) == before
 
 
 # --- bad input ---
