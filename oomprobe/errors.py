@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import builtins
 from contextlib import suppress
+from dataclasses import dataclass
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import TYPE_CHECKING
 
@@ -95,8 +96,28 @@ class StepFailedError(OomProbeError, RuntimeError):
         return str(vars(self).get(_TEXT, ""))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """What the user of an adapter types, who has written no ``step_fn``: the attribute ``oomprobe_caller`` of a step.
+
+    Attributes:
+        alone: How to run the same without a probe; ``{batch_size}`` stands for the size.
+        limit: The argument that keeps a search below a size.
+        more: A further sentence, of what a trial lacks.
+    """
+
+    alone: str
+    limit: str = "max_batch"
+    more: str = ""
+
+
 def step_failed(
-    error: BaseException, *, batch_size: int, trials: tuple[Trial, ...], largest_passed: int | None = None
+    error: BaseException,
+    *,
+    batch_size: int,
+    trials: tuple[Trial, ...],
+    largest_passed: int | None = None,
+    caller: Caller | None = None,
 ) -> StepFailedError:
     """Make the `StepFailedError` for a user's exception; the caller raises it ``from`` that exception.
 
@@ -105,6 +126,7 @@ def step_failed(
         batch_size: The size that was being tried.
         trials: What had been run until then.
         largest_passed: The largest size that ran; None: none did.
+        caller: Of the adapter whose step it is; None: the user's own.
     """
     failed = _of_both_classes(error)
     if not _filled(failed, error, batch_size, trials):
@@ -112,8 +134,8 @@ def step_failed(
         _filled(failed, error, batch_size, trials)
     vars(failed)[_TEXT] = (
         f"the step failed at batch size {batch_size} with {type(error).__name__}: {_text_of(error)}\n"
-        f"This is not about memory{_no_answer(error, batch_size, largest_passed)}. "
-        f"Run step_fn(model, {batch_size}) once by itself to see it.{_hint(error, batch_size)}"
+        f"This is not about memory{_no_answer(error, batch_size, largest_passed, caller)}. "
+        f"{_alone(batch_size, caller)}{_hint(error, batch_size)}"
     )
     return failed
 
@@ -152,16 +174,26 @@ def add_note(error: BaseException, text: str) -> None:
         notes.append(text)
 
 
-def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None) -> str:
+def _alone(batch_size: int, caller: Caller | None) -> str:
+    if caller is None:
+        return f"Run step_fn(model, {batch_size}) once by itself to see it."
+    how = caller.alone.replace("{batch_size}", str(batch_size))
+    return f"To see whether it comes without oomprobe, {how}.{' ' * bool(caller.more)}{caller.more}"
+
+
+def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None, caller: Caller | None) -> str:
     if "Couldn't swap" in _text_of(error):  # torch/nn/modules/module.py, _apply
         return (
             ": torch does not swap tensors to which others refer, and this probe refers to gradients and attributes that "
             "were there before it, so without oomprobe it may not come; set .grad to None first"
         )
     if largest_passed is None or largest_passed >= batch_size:
-        return ", so no batch size would answer it: the same error comes without oomprobe"
+        # A trial of an adapter is of the adapter's making, and may be what is at fault.
+        comes = ": the same error comes without oomprobe" if caller is None else ""
+        return f", so no batch size would answer it{comes}"
+    limit = "max_batch" if caller is None else caller.limit
     return (
-        f"; batch {largest_passed} ran: pass max_batch={largest_passed} if sizes above it are not meant to work "
+        f"; batch {largest_passed} ran: pass {limit}={largest_passed} if sizes above it are not meant to work "
         "(a data set that ends?)"
     )
 

@@ -150,7 +150,11 @@ class Trials:
             run.verdict = self._judge(run, request, healthy=True)
             if run.verdict is Verdict.BUG and self._device.healthy():
                 raise step_failed(
-                    error, batch_size=request.batch_size, trials=(), largest_passed=request.largest_passed
+                    error,
+                    batch_size=request.batch_size,
+                    trials=(),
+                    largest_passed=request.largest_passed,
+                    caller=getattr(self._steps.get(run.step_name or ""), "oomprobe_caller", None),
                 ) from error
         # Here the exception is gone, and with it the frames that held the failed step's tensors.
         if run.failure is None:

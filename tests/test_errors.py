@@ -285,6 +285,18 @@ def test_a_step_that_ran_at_no_smaller_size_is_told_that_none_will_do(largest_pa
     assert "max_batch" not in text
 
 
+def test_a_user_of_an_adapter_is_told_what_he_can_type():
+    caller = errors.Caller(alone="run train({batch_size})", limit="starting_batch_size", more="It has no logger.")
+    text = str(step_failed(ValueError("x"), batch_size=8, trials=(), caller=caller))
+    assert text.endswith(
+        "This is not about memory, so no batch size would answer it. To see whether it comes without oomprobe, run "
+        "train(8). It has no logger."
+    )
+    text = str(step_failed(ValueError("x"), batch_size=8, trials=(), largest_passed=4, caller=caller))
+    assert "batch 4 ran: pass starting_batch_size=4 if" in text
+    assert "step_fn" not in text
+
+
 def test_a_target_that_failed_is_a_step_failure_with_its_own_text():
     failed = errors.target_failed(KeyError("config"), "train.py:build")
     assert str(failed).startswith("the target train.py:build failed with KeyError while it was imported and built: ")

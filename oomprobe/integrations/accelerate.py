@@ -32,11 +32,10 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
-import math
 import threading
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -44,10 +43,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from oomprobe import probe
-from oomprobe.errors import InvalidArgumentError, NotRunError, add_note
+from oomprobe.errors import Caller, InvalidArgumentError, NotRunError, add_note
 from oomprobe.integrations.accelerators import accelerators_of, of_type
 from oomprobe.integrations.accelerators import unchanged as unchanged
-from oomprobe.options import check_size
+from oomprobe.integrations.decorating import check_call, check_function, checked, name_of
 from oomprobe.result import ProbeResult
 from oomprobe.verdict import Verdict, classify_error
 
@@ -75,7 +74,8 @@ def find_executable_batch_size(
     changes in place (pass what has ``state_dict`` in `preserve`).
 
     Args:
-        function: Takes the batch size as its first argument; it is called without it. None: used with parentheses.
+        function: Takes the batch size as its first argument; it is called without it. A method takes it before ``self``.
+            None: used with parentheses.
         starting_batch_size: No larger size is tried, as with accelerate; None: until the memory ends.
         reduce_batch_size_fn: Of accelerate's signature; there is nothing to reduce here, so only None.
         trial_steps: Steps that each optimizer makes in one call of a trial, at least 1. More of them where one that steps
@@ -91,6 +91,7 @@ def find_executable_batch_size(
         InvalidArgumentError: an argument is wrong.
         TypeError: an unknown option; or, when it is called, arguments that the function does not take, such as the batch
             size.
+        UnreliableError: when it is called: its trials call another decorated function.
         OomProbeError: when it is called, as `oomprobe.find_max_batch`: `NothingFitsError` where accelerate raises
             ``RuntimeError("No executable batch size found, reached zero.")``.
 
@@ -115,39 +116,30 @@ def find_executable_batch_size(
         raise InvalidArgumentError(
             "global_batch: the function accumulates gradients itself; plan with result.plan(...)"
         )
+    if "max_batch" in options:
+        raise InvalidArgumentError(
+            f"max_batch={options['max_batch']!r}: here the largest size that is tried is starting_batch_size, as with "
+            f"accelerate. Pass starting_batch_size={options['max_batch']!r} instead"
+        )
     if options.get("journal") is not None:
         raise InvalidArgumentError(
             "journal: what the function trains is not known before it is called, so that a journal of another model could "
             "not be refused. Probe with oomprobe.find_max_batch(model, step_fn, journal=...)"
         )
-    options = _checked(options, starting_batch_size, trial_steps)
+    options = checked(options, starting_batch_size, trial_steps)
     if function is None:
         return functools.partial(_decorated, trial_steps=trial_steps, options=options)
     return _decorated(function, trial_steps, options)
 
 
-def _checked(options: dict[str, Any], starting_batch_size: int | None, trial_steps: int) -> dict[str, Any]:
-    """With all that is passed on: the contract counts optimizer steps, and a call makes several."""
-    check_size("trial_steps", trial_steps)
-    if starting_batch_size is not None:
-        check_size("starting_batch_size", starting_batch_size)
-    bound = inspect.signature(probe.find_max_batch).bind(None, None, max_batch=starting_batch_size, **options)
-    bound.apply_defaults()
-    for name in ("steps", "confirm_steps"):
-        check_size(name, bound.kwargs[name])
-    counts = {name: math.ceil(bound.kwargs[name] / trial_steps) for name in ("steps", "confirm_steps")}
-    return {**options, **counts, "max_batch": starting_batch_size}
-
-
 def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str, Any]) -> Callable[..., Any]:
-    if not callable(function) or inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise InvalidArgumentError(
-            f"{function!r} cannot be probed: it must be a function that trains when it is called with the batch size first"
-        )
+    check_function(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _check_call(function, args, kwargs)
+        check_call(function, args, kwargs)
+        if (outer := _IN_TRIAL.get()) is not None:
+            outer.refuse_inner(function)
         trials = _Trials(function, args, kwargs, trial_steps)
         result = probe.find_max_batch(torch.nn.Module(), trials, **options)
         call.result = replace(result, notes=(*result.notes, *trials.notes))  # type: ignore[attr-defined]
@@ -156,20 +148,8 @@ def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str
         return _for_good(function, call.result, args, kwargs)  # type: ignore[attr-defined]
 
     call.result = None  # type: ignore[attr-defined]
+    call.oomprobe_decorated = True  # type: ignore[attr-defined]
     return call
-
-
-def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name = getattr(function, "__name__", repr(function))
-    try:
-        inspect.signature(function).bind(1, *args, **kwargs)
-    except ValueError:  # a callable of C has no signature to look at
-        return
-    except TypeError as error:
-        raise TypeError(
-            f"{name}{inspect.signature(function)} was called with arguments it does not take ({error}). The batch size is "
-            f"passed by the decorator: call {name} without it"
-        ) from None
 
 
 def _for_good(function: Callable[..., Any], result: ProbeResult, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,9 +179,13 @@ class _Trials:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], trial_steps: int
     ) -> None:
         self._function, self._args, self._kwargs, self._trial_steps = function, args, kwargs, trial_steps
+        self.oomprobe_caller = Caller(
+            alone=f"call {self._name}.__wrapped__({{batch_size}}, ...), the function without the decorator",
+            limit="starting_batch_size",
+        )
         self._stepped_at: set[int] = set()  # sizes at which an optimizer stepped
         self._ended_at: set[int] = set()  # sizes at which it ran to its end
-        self._calls = 0
+        self._calls, self._inner = 0, ""
         self._made: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # parameters by id, in which call
         _collect()
         objects = gc.get_objects()
@@ -213,6 +197,7 @@ class _Trials:
         _collect()  # models and loaders are cycles, and two of them at once are no trial of one
         self._calls += 1
         leave = _Leave(self._trial_steps)
+        before = _IN_TRIAL.set(self)
         with unchanged(*self._accelerators), leave:
             try:
                 self._function(batch_size, *self._args, **self._kwargs)
@@ -220,9 +205,16 @@ class _Trials:
             except _Left:
                 pass
             finally:
+                _IN_TRIAL.reset(before)
                 # One that was left in the midst of a step refuses the next; its only public way out, update(), scales.
                 for scaler in self._scalers:
                     scaler._per_optimizer_states.clear()
+        if self._inner:
+            raise NotRunError(
+                f"{self._name} calls {self._inner} in its trials, and both are decorated with find_executable_batch_size: the "
+                f"steps and the memory of one's trials would be taken for the other's. Decorate {self._inner} alone, or "
+                f"{self._name} alone and let it pass a batch size on"
+            )
         if leave.stepped:
             self._stepped_at.add(batch_size)
         elif self._stepped_at:
@@ -231,6 +223,11 @@ class _Trials:
                 f"{max(self._stepped_at)} it made some, so that size was not really run. Often the data set is smaller than "
                 "a batch and the loader drops the last: pass its length as starting_batch_size"
             )
+
+    def refuse_inner(self, function: Callable[..., Any]) -> None:
+        """Leave a trial in which another decorated function would be probed; no handler of the user's takes it up."""
+        self._inner = name_of(function)
+        raise _Left
 
     def oomprobe_made(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the function made all that an optimizer trains in its call, so that nothing of it is to be restored."""
@@ -254,7 +251,7 @@ class _Trials:
 
     @property
     def _name(self) -> str:
-        return str(getattr(self._function, "__name__", self._function))
+        return name_of(self._function)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -265,6 +262,9 @@ class _Trials:
         why = "all the same" if self._stepped_at else "without a step of an optimizer of torch"
         sizes = f"{min(self._ended_at)} to {max(self._ended_at)}"
         return (f"{how}; at sizes of {sizes} it ran to its end {why}, with whatever it does there",)
+
+
+_IN_TRIAL: ContextVar[_Trials | None] = ContextVar("_IN_TRIAL", default=None)
 
 
 class _Leave:

@@ -103,7 +103,16 @@ def test_a_batch_size_passed_by_mistake_is_told():
         ({"starting_batch_size": 0}, oomprobe.InvalidArgumentError, "starting_batch_size must be"),
         ({"trial_steps": 0}, oomprobe.InvalidArgumentError, "trial_steps must be"),
         ({"steps": "2"}, oomprobe.InvalidArgumentError, "steps must be"),
-        ({"max_batch": 3}, TypeError, "max_batch"),
+        ({"max_batch": 4}, oomprobe.InvalidArgumentError, r"max_batch=4: .*Pass starting_batch_size=4 instead"),
+        (
+            {"min_batch": 200},
+            oomprobe.InvalidArgumentError,
+            "min_batch=200 is larger than starting_batch_size=128.*None",
+        ),
+        ({"min_batch": 8, "starting_batch_size": 4}, oomprobe.InvalidArgumentError, "starting_batch_size=4"),
+        ({"multiple_of": 200}, oomprobe.InvalidArgumentError, "multiple of 200 .* starting_batch_size=128: lower"),
+        ({"min_batch": "4"}, oomprobe.InvalidArgumentError, "min_batch must be an integer"),
+        ({"memory_fraction": 2}, oomprobe.InvalidArgumentError, "memory_fraction must be"),
         ({"no_such_option": 3}, TypeError, "no_such_option"),
     ],
 )
@@ -118,6 +127,47 @@ def test_an_async_function_is_refused():
 
     with pytest.raises(oomprobe.InvalidArgumentError, match="cannot be probed"):
         find_executable_batch_size(train)
+
+
+def test_a_method_takes_the_batch_size_before_self():
+    class Runner:
+        @find_executable_batch_size(starting_batch_size=2, **HOST)
+        def train(batch_size, self, factor):
+            steps_of(batch_size, number=3)
+            return batch_size * factor * self.scale
+
+        scale = 10
+
+    assert Runner().train(3) == 60
+    assert Runner.train.result.batch_size == 2
+    told = r"train\(self, batch_size, lr\) is a method.*Write def train\(batch_size, self, lr\)"
+    with pytest.raises(oomprobe.InvalidArgumentError, match=told):
+
+        @find_executable_batch_size
+        def train(self, batch_size, lr):
+            raise AssertionError
+
+    class Plain:
+        def train(self, batch_size):
+            steps_of(batch_size, number=3)
+            return batch_size
+
+    assert find_executable_batch_size(Plain().train, starting_batch_size=2, **HOST)() == 2  # bound, it has no self
+
+
+def test_what_takes_no_batch_size_or_is_decorated_already_is_refused():
+    with pytest.raises(oomprobe.InvalidArgumentError, match=r"train\(\*, lr\) takes no batch size"):
+
+        @find_executable_batch_size
+        def train(*, lr):
+            raise AssertionError
+
+    with pytest.raises(oomprobe.InvalidArgumentError, match=r"train is decorated .* already"):
+
+        @find_executable_batch_size
+        @find_executable_batch_size
+        def train(batch_size):
+            raise AssertionError
 
 
 # --- trials ---
@@ -249,6 +299,43 @@ def test_a_function_that_catches_everything_is_left_at_its_end():
     assert "at sizes of 1 to 2 it ran to its end all the same" in train.result.notes[-1]
 
 
+@pytest.mark.parametrize("caught", [(), (Exception,)])
+def test_a_decorated_function_in_the_trials_of_another_is_refused(caught):
+    """In one of the outer's trials it would be left with its first, and the outer's own steps would never be met."""
+    calls = []
+
+    @find_executable_batch_size(starting_batch_size=4, **HOST)
+    def inner(batch_size):
+        calls.append(batch_size)
+        steps_of(batch_size)
+
+    @find_executable_batch_size(starting_batch_size=4, **HOST)
+    def outer(batch_size):
+        with contextlib.suppress(*caught):
+            inner()
+        steps_of(batch_size)
+
+    with pytest.raises(oomprobe.UnreliableError, match=r"outer calls inner in its trials.* Decorate inner alone"):
+        outer()
+    assert calls == []
+    inner()
+    assert inner.result.batch_size == 4
+
+
+def test_a_decorated_function_that_follows_the_training_of_another_is_probed_for_itself():
+    @find_executable_batch_size(starting_batch_size=4, **HOST)
+    def second(batch_size):
+        steps_of(batch_size)
+        return batch_size
+
+    @find_executable_batch_size(starting_batch_size=8, **HOST)
+    def first(batch_size):
+        steps_of(batch_size)
+        return batch_size, second()
+
+    assert first() == (8, 4)
+
+
 def test_a_function_that_goes_on_after_any_failure_is_left():
     rounds = []
 
@@ -332,8 +419,18 @@ def test_a_bug_is_raised_at_once_as_what_it_is():
     with pytest.raises(KeyError) as caught:
         train()
     assert isinstance(caught.value, oomprobe.StepFailedError)
+    assert "comes without oomprobe, call train.__wrapped__(1, ...), the function" in str(caught.value)
     assert set(calls) == {1}
     assert train.result is None
+
+
+def test_a_bug_at_larger_sizes_names_the_argument_that_keeps_below_them():
+    @find_executable_batch_size(starting_batch_size=8, **HOST)
+    def train(batch_size):
+        steps_of([1, 2][batch_size - 1])
+
+    with pytest.raises(IndexError, match="batch 2 ran: pass starting_batch_size=2 if"):
+        train()
 
 
 def test_nothing_fits_is_an_error_of_that_name():
