@@ -108,6 +108,15 @@ def test_loaders_that_are_handed_in_are_made_again_at_each_size():
     assert "nothing was set: make your DataLoader with batch_size=11" in result.notes
 
 
+def test_loaders_and_data_modules_are_taken_where_fit_takes_them():
+    device = ledger(11)
+    found = find_max_batch(quiet_trainer(), Module(device), DataLoader(data(100), batch_size=3), device=device, **QUIET)
+    assert (found.batch_size, "make your DataLoader with batch_size=11" in str(found.notes)) == (11, True)
+    datamodule = Data(100)
+    find_max_batch(quiet_trainer(), Module(device), train_dataloaders=datamodule, device=device, **QUIET)
+    assert datamodule.batch_size == 11
+
+
 def test_a_subset_sampler_says_which_examples_there_are():
     device = ledger(1000)
     loader = DataLoader(data(100), sampler=torch.utils.data.SubsetRandomSampler(range(30)), batch_size=2)

@@ -80,7 +80,44 @@ def test_no_attribute_to_set():
     datamodule = Data()
     del datamodule.batch_size
     refused(r"have 'batch_size'.*batch_size_name=", module=Module(batch_size=None), datamodule=datamodule)
-    refused(r"have 'bs'.*self.bs = 1 in __init__", datamodule=Data(), batch_size_name="bs")
+    refused(
+        r"neither Module nor Data nor their hyperparameters have 'bs'.*self.bs = 1 in __init__.*there are 'batch_size',",
+        datamodule=Data(),
+        batch_size_name="bs",
+    )
+
+
+@pytest.mark.parametrize("name", [5, "", None, "batch size"])
+def test_a_name_that_is_none(name):
+    refused(r"batch_size_name must be the name of an attribute, .*not " + repr(name), batch_size_name=name)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("layer", "Sequential"), ("forward", "method")])
+def test_a_name_of_what_is_no_number(name, kind):
+    refused(
+        f"batch_size_name='{name}' names something of type {kind}, not a batch size.*'batch_size'",
+        datamodule=Data(),
+        batch_size_name=name,
+    )
+
+
+@pytest.mark.parametrize(
+    ("datamodule", "said"),
+    [("x", "not 'x'"), (Data, r"not the class Data: make an instance, Data\(...\)"), (3, "not 3"), ([], "type list")],
+)
+def test_what_is_no_data_module(datamodule, said):
+    refused(f"datamodule must be a LightningDataModule of lightning.pytorch.*{said}", datamodule=datamodule)
+
+
+@pytest.mark.parametrize("argument", ["train_dataloaders", "val_dataloaders"])
+@pytest.mark.parametrize(
+    ("loaders", "said"),
+    [("x", "there is 'x' in it"), ({"a": [7]}, "there is 7 in it"), (data(9), r"a data set \(TensorDataset\)")],
+    ids=["x", "7", "data set"],
+)
+def test_what_is_no_loader(argument, loaders, said):
+    handed_in = {"train_dataloaders": DataLoader(data(9)), argument: loaders}
+    refused(f"{argument} .*{said}", **handed_in)
 
 
 def test_an_attribute_that_nothing_reads_names_the_one_that_may_be_read():

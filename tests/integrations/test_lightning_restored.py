@@ -191,13 +191,9 @@ def test_teardown_also_has_its_turn_when_nothing_fits():
 class Listening(pl.Callback):
     heard: ClassVar[list] = []
 
-    def __getattribute__(self, name):
-        if name.startswith("on_"):
-            Listening.heard.append(name)
-        return super().__getattribute__(name)
 
-    def setup(self, trainer, pl_module, stage):
-        Listening.heard.append("setup")
+for hook in ("setup", "teardown", *(name for name in dir(pl.Callback) if name.startswith("on_"))):
+    setattr(Listening, hook, lambda *_, hook=hook: Listening.heard.append(hook))
 
 
 def test_nobody_hears_of_trials_and_no_file_is_made(tmp_path, monkeypatch, caplog, capsys):

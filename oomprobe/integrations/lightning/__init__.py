@@ -14,13 +14,14 @@ import torch
 
 import oomprobe
 from oomprobe.devices import Device, Simulated, choose_device
-from oomprobe.errors import InvalidArgumentError, StepFailedError
+from oomprobe.errors import Caller, InvalidArgumentError, StepFailedError
 from oomprobe.integrations.lightning import settings
 from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.examples import Examples
 from oomprobe.integrations.lightning.loop import Loop
 from oomprobe.integrations.lightning.quiet import quiet
-from oomprobe.integrations.lightning.sources import EVAL, TRAIN, sources_of
+from oomprobe.integrations.lightning.sources import EVAL, TRAIN, data_of, sources_of
+from oomprobe.integrations.lightning.standins import stand_ins
 from oomprobe.integrations.lightning.undone import on_host, undone
 from oomprobe.options import Options, check_size
 from oomprobe.result import ProbeResult
@@ -44,17 +45,23 @@ def find_max_batch(
     """Find the largest batch size that this training fits with, by running it; called before ``trainer.fit``.
 
     Every trial is `Trainer.fit` of a Trainer with the same accelerator, precision plugin, gradient clipping and
-    accumulation, on batches of the largest examples, without loggers, checkpoints and callbacks. Where the module
-    validates, a second step trains once and validates beside the optimizer state which that leaves. ``prepare_data`` and
-    ``setup`` run once, before the first trial, and ``teardown`` once after the last. Afterwards the module, the data
-    module and the random number generators are as before, so that training gives the same losses. Not given back: what
-    the module keeps in plain dicts and objects and changes in place (an average of the weights; pass what has
-    ``state_dict`` in `preserve`), and where a stream stood.
+    accumulation, on batches of the largest examples. Where the module validates, a second step trains once and validates
+    beside the optimizer state which that leaves. ``prepare_data`` and ``setup`` run once, before the first trial, and
+    ``teardown`` once after the last.
+
+    In place of the loggers and callbacks the module finds others of their classes, to look at and without effect: nothing
+    is logged and no checkpoint written, hooks of callbacks are not called, and what the module writes into ``log_dir``
+    goes when the probe ends. What it writes elsewhere is written in each trial.
+
+    Afterwards the module, the data module and the random number generators are as before, so that training gives the same
+    losses. Not given back: what the module keeps in plain dicts and objects and changes in place (an average of the
+    weights; pass what has ``state_dict`` in `preserve`), and where a stream stood.
 
     Args:
         trainer: The ``Trainer`` that will train: on one device. It is asked for its settings and never run.
         module: A ``LightningModule``, maybe compiled.
-        datamodule: A ``LightningDataModule``; None: the loaders are the module's own, or handed in.
+        datamodule: A ``LightningDataModule``; None: the loaders are the module's own, or handed in. Train loaders are taken
+            in its place, as by ``trainer.fit``.
         train_dataloaders: Data loaders instead, as for ``trainer.fit``. They are made again at each size, from their
             data set and collate function, and keep none of a batch sampler.
         val_dataloaders: The same for validation; they keep their batch size.
@@ -89,26 +96,33 @@ def find_max_batch(
             f"module must be a LightningModule of {pl.__name__}, as the Trainer is, not {type(own).__name__}"
         )
     settings.check_trainer(pl, trainer)
-    handed_in = {TRAIN: train_dataloaders, EVAL: val_dataloaders}
+    datamodule, handed_in = data_of(pl, datamodule, train_dataloaders, val_dataloaders)
     device = _device(trainer, options.pop("device", None))
-    with quiet(), on_host(own), undone(own, _others(trainer, datamodule), options.get("preserve", ()), _kind(device)):
+    preserve = options.get("preserve", ())
+    with (
+        quiet(),
+        on_host(own),
+        undone(own, _others(trainer, datamodule), preserve, _kind(device)),
+        stand_ins(pl, trainer) as others,
+    ):
         batch_size = BatchSize(batch_size_name, own, datamodule)
         sources = sources_of(pl, trainer, own, datamodule, handed_in)
-        if sources[TRAIN].holder is not None and not batch_size.exists:
-            raise InvalidArgumentError(_no_attribute(batch_size_name, datamodule))
+        if sources[TRAIN].holder is not None:
+            batch_size.check()
         micro = settings.micro_batches(trainer, own, planned=options.get("global_batch") is not None)
         loop = Loop(
             pl=pl,
             module=module,
             own=own,
             datamodule=datamodule,
-            arguments=settings.trial_arguments(pl, trainer, micro),
+            arguments=settings.trial_arguments(pl, trainer, micro, others.loggers),
+            stand_ins=others,
             micro=micro,
             batch_size=batch_size,
             sources=sources,
         )
         result = _probe(loop, device, options, scan_s)
-    missed = settings.unheard(pl, trainer)
+    missed = settings.unheard(pl, others.kinds)
     if write_back and sources[TRAIN].holder is not None:
         batch_size.write(result.batch_size)
     return _told(result, loop, missed)
@@ -157,7 +171,18 @@ def _steps(loop: Loop, examples: Examples) -> dict[str, Any]:
     def evaluate(model: object, batch_size: int, asked: object = asked) -> None:
         loop.evaluate(batch_size)
 
-    return {"train": train, "eval": evaluate} if EVAL in loop.sources else {"train": train}
+    steps = {"train": train, "eval": evaluate} if EVAL in loop.sources else {"train": train}
+    for step in steps.values():
+        step.oomprobe_caller = _caller(loop)  # type: ignore[attr-defined]
+    return steps
+
+
+def _caller(loop: Loop) -> Caller:
+    held = loop.sources[TRAIN].holder is None
+    how = "loaders of batch_size={batch_size}" if held else f"{loop.batch_size.name} = {{batch_size}}"
+    missed = sorted(kind.__name__ for kind in loop.stand_ins.kinds)
+    more = f"In trials callbacks ({', '.join(missed)}) are not called, and loggers log nothing." if missed else ""
+    return Caller(alone=f"run trainer.fit with {how}", more=more)
 
 
 def _device(trainer: Any, device: object) -> Device:
@@ -185,15 +210,6 @@ def _others(trainer: Any, datamodule: Any) -> list[Any]:
 def _first(options: dict[str, Any]) -> int:
     smallest, multiple_of = options.get("min_batch", 1), options.get("multiple_of", 1)
     return Options(min_batch=smallest, multiple_of=multiple_of, max_batch=options.get("max_batch")).sizes.first
-
-
-def _no_attribute(name: str, datamodule: Any) -> str:
-    owner = "the module" if datamodule is None else "the module, the data module"
-    return (
-        f"neither {owner} nor their hyperparameters have {name!r}, so there is nothing to set to another batch size. Write "
-        f"self.{name} = 1 in __init__ and DataLoader(..., batch_size=self.{name}) in train_dataloader(), or name the "
-        "attribute that it reads with batch_size_name=..."
-    )
 
 
 def _told(result: ProbeResult, loop: Loop, missed: list[str]) -> ProbeResult:

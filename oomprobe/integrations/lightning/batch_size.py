@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Number
+from types import NoneType
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
@@ -18,16 +20,41 @@ class BatchSize:
         name: Of the attribute.
         module: A ``LightningModule``.
         datamodule: A ``LightningDataModule``, or None.
+
+    Raises:
+        InvalidArgumentError: that is no name.
     """
 
     def __init__(self, name: str, module: Any, datamodule: Any) -> None:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise InvalidArgumentError(
+                f"batch_size_name must be the name of an attribute, such as 'batch_size', not {name!r}"
+            )
         self.name = name
         self._owners = [owner for owner in (module, datamodule) if owner is not None]
         self._places = [place for owner in self._owners for place in _places(owner, name)]
 
-    @property
-    def exists(self) -> bool:
-        return bool(self._places)
+    def check(self) -> None:
+        """Refuse a name that nothing has, or something that is no number.
+
+        Raises:
+            InvalidArgumentError: so it is.
+        """
+        for value in self.values:
+            if isinstance(value, bool) or not isinstance(value, Number | str | NoneType):
+                raise InvalidArgumentError(
+                    f"batch_size_name={self.name!r} names something of type {type(value).__name__}, not a batch size"
+                    + _or_these(self.names_of())
+                )
+        if self._places:
+            return
+        said = " nor ".join(type(owner).__name__ for owner in self._owners)
+        raise InvalidArgumentError(
+            f"neither {said} nor {'its' if len(self._owners) == 1 else 'their'} hyperparameters have {self.name!r}, so there "
+            f"is nothing to set to another batch size. Write self.{self.name} = 1 in __init__ and DataLoader(..., "
+            f"batch_size=self.{self.name}) in train_dataloader(), or pass batch_size_name=, the name of the "
+            "attribute that it reads" + _or_these(self.names_of())
+        )
 
     @property
     def values(self) -> list[Any]:
@@ -55,14 +82,18 @@ class BatchSize:
                 if _read(place, self.name) is not value:
                     _write(place, self.name, value)
 
-    def names_of(self, size: int | None) -> list[str]:
-        """Other attributes with that value, one of which may be what the user meant."""
+    def names_of(self, *sizes: int | None) -> list[str]:
+        """Other attributes with that value, or any whole number, one of which may be what the user meant."""
         found: dict[str, None] = {}
         for owner in self._owners:
             for name, value in (*vars(owner).items(), *_hparams(owner).items()):
-                if type(value) is int and value == size and not str(name).startswith("_"):
+                if type(value) is int and (not sizes or value in sizes) and not str(name).startswith("_"):
                     found[str(name)] = None
         return list(found)
+
+
+def _or_these(names: list[str]) -> str:
+    return f". Of whole numbers there are {', '.join(map(repr, sorted(names)))}" if names else ""
 
 
 def _hparams(owner: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from oomprobe.integrations.lightning.loaders import Batches, each
 from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
 from oomprobe.integrations.lightning.settings import LOOP_STEPS
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN, Source
+from oomprobe.integrations.lightning.standins import StandIns, lacking
 from oomprobe.integrations.lightning.undone import replaced
 
 EVAL_BATCHES = 2
@@ -23,7 +24,7 @@ NO_OPTIMIZER = (
     "configure_optimizers() returned no optimizer, so this module does not train, and memory for it is not what training "
     "takes: return one, or probe what the module does by oomprobe.find_max_batch(module, step_fn)"
 )
-_NO_STEPS = {"max_steps": 0, "limit_val_batches": 0}
+_NO_STEPS: dict[str, Any] = {"max_steps": 0, "limit_val_batches": 0}
 _ONCE = ("prepare_data", "setup", "teardown")
 
 
@@ -37,6 +38,7 @@ class Loop:
         own: The LightningModule itself.
         datamodule: Or None.
         arguments: Of a trial's Trainer.
+        stand_ins: For the user's loggers and callbacks.
         micro: Batches for one optimizer step.
         batch_size: The attribute.
         sources: Of the loaders, by `TRAIN` and `EVAL`.
@@ -49,6 +51,7 @@ class Loop:
     own: Any
     datamodule: Any
     arguments: Mapping[str, Any]
+    stand_ins: StandIns
     micro: int
     batch_size: BatchSize
     sources: Mapping[str, Source]
@@ -106,10 +109,10 @@ class Loop:
         seen = _Seen(wanted=steps * self.micro, steps=steps, manual=not self.own.automatic_optimization)
         given = {TRAIN: self._batches(TRAIN, size, seen.most), EVAL: self._batches(EVAL, size, EVAL_BATCHES, eval_most)}
         loaders = {name: lambda name=name: each(given[name].of, self.sources[name].give()) for name in self.sources}
-        watch = self.pl.callbacks.LambdaCallback(
-            on_train_batch_end=seen.trained, on_validation_batch_end=seen.evaluated
-        )
-        self._fit(size, loaders, callbacks=[watch], limit_val_batches=eval_batches)
+        # Of a class of its own: one that the module configures takes the place of those of its class.
+        kind = type("Watch", (self.pl.callbacks.LambdaCallback,), {})
+        watch = kind(on_train_batch_end=seen.trained, on_validation_batch_end=seen.evaluated)
+        self._fit(size, loaders, watch=[watch], limit_val_batches=eval_batches)
         self._check(size, seen, given, evaluating=bool(eval_batches))
 
     def _batches(self, name: str, size: int, least: int, most: int | None = None) -> Batches:
@@ -122,7 +125,7 @@ class Loop:
         if seen.batches < seen.wanted:
             raise NotRunError(
                 f"at batch {size} Lightning ran {seen.batches} training batches of the {seen.wanted} that make a trial: "
-                "does the module, or a callback, stop the Trainer, or on_train_batch_start skip batches?"
+                "does the module stop the Trainer, raise StopIteration, or skip batches in on_train_batch_start?"
             )
         if not given[TRAIN].followed:
             raise NotRunError(unfollowed(self.batch_size, size, given[TRAIN].own_sizes))
@@ -132,7 +135,13 @@ class Loop:
             self.own_sizes.setdefault(name, set()).update(batches.own_sizes)
 
     def _fit(
-        self, size: int, loaders: Mapping[str, Callable[[], Any]], *, live: tuple[str, ...] = (), **settings: Any
+        self,
+        size: int,
+        loaders: Mapping[str, Callable[[], Any]],
+        *,
+        live: tuple[str, ...] = (),
+        watch: Sequence[Any] = (),
+        **settings: Any,
     ) -> None:
         with ExitStack() as stack:
             stack.enter_context(ctrl_c_as_it_was())
@@ -141,6 +150,7 @@ class Loop:
                 stack.enter_context(replaced(holder, functions))
             trainer = self.pl.Trainer(**{**self.arguments, **settings})
             try:
+                self.stand_ins.give(trainer, list(watch))
                 self._call(trainer, loaders)
             finally:
                 self._let_go(trainer)
@@ -159,20 +169,28 @@ class Loop:
             if isinstance(ended.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from None
             raise
+        except AttributeError as error:
+            if said := lacking(error, trainer):
+                raise InvalidArgumentError(said) from error
+            raise
 
     def _replacements(
         self, loaders: Mapping[str, Callable[[], Any]], live: tuple[str, ...]
     ) -> Iterator[tuple[Any, dict[str, Callable[..., Any]]]]:
-        """What runs once for a training runs once for a probe; callbacks of the module are the user's own."""
+        """What runs once for a training runs once for a probe."""
         once = {name: _nothing for name in _ONCE if name not in live}
         # A scheduler cannot be made for no steps.
         configure = _nothing if live else self._configured(self.own.configure_optimizers)
-        yield self.own, {**once, "configure_optimizers": configure, "configure_callbacks": list}
+        callbacks = self._stood_in(self.own.configure_callbacks)
+        yield self.own, {**once, "configure_optimizers": configure, "configure_callbacks": callbacks}
         if self.datamodule is not None:
             yield self.datamodule, once
         for name, give in loaders.items():
             if self.sources[name].holder is not None:
                 yield self.sources[name].holder, {name: _as_method(give)}
+
+    def _stood_in(self, configure: Callable[[], Any]) -> Callable[[], list[Any]]:
+        return lambda: self.stand_ins.callbacks(configure())
 
     def _configured(self, configure: Callable[[], Any]) -> Callable[[], Any]:
         """With automatic optimization, None would be trained with an optimizer that does nothing."""
@@ -189,6 +207,7 @@ class Loop:
         """A Trainer is in cycles: without this it would hold its optimizers until garbage is collected."""
         trainer.strategy.optimizers = []
         trainer.strategy.lr_scheduler_configs = []
+        trainer.callbacks = []
         self.own.trainer = None
         if self.datamodule is not None:
             self.datamodule.trainer = None

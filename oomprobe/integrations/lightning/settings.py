@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
@@ -58,12 +58,11 @@ def micro_batches(trainer: Any, module: Any, *, planned: bool) -> int:
     return MICRO_BATCHES if planned or trainer.accumulate_grad_batches > 1 else 1
 
 
-def trial_arguments(pl: Any, trainer: Any, micro: int) -> Mapping[str, Any]:
+def trial_arguments(pl: Any, trainer: Any, micro: int, loggers: list[Any]) -> Mapping[str, Any]:
     """Arguments of a quiet Trainer that takes the same steps as the user's.
 
     The lengths (epochs, steps) are the user's own, since schedulers are made for them; a trial stops itself.
     """
-    dummy = pl.loggers.logger.DummyLogger
     index = trainer.strategy.root_device.index
     return {
         "accelerator": trainer.accelerator,
@@ -77,8 +76,7 @@ def trial_arguments(pl: Any, trainer: Any, micro: int) -> Mapping[str, Any]:
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
         "detect_anomaly": trainer._detect_anomaly,  # has no public name; it keeps a traceback for each operator
         "inference_mode": trainer.validate_loop.inference_mode,
-        # A module may use its logger; what it says is lost.
-        "logger": [dummy() for _ in trainer.loggers] or False,
+        "logger": loggers or False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -95,8 +93,8 @@ def _environment(pl: Any) -> Any:
     return importlib.import_module(f"{fabric}.plugins.environments").LightningEnvironment()
 
 
-def unheard(pl: Any, trainer: Any) -> list[str]:
-    """Names of the user's callbacks that were not called, but for those that only show or save."""
+def unheard(pl: Any, callbacks: Iterable[type]) -> list[str]:
+    """Names of those of the user's callbacks, none of which is called, that do more than show or save."""
     shown = ("ProgressBar", "ModelSummary", "Checkpoint", "LearningRateMonitor", "DeviceStatsMonitor")
     kinds = tuple(getattr(pl.callbacks, name) for name in shown)
-    return sorted({type(one).__name__ for one in trainer.callbacks if not isinstance(one, kinds)})
+    return sorted({one.__name__ for one in callbacks if not issubclass(one, kinds)})
