@@ -1,7 +1,9 @@
 """Modules that use the loggers and callbacks of their Trainer are probed, and nothing of it is seen afterwards."""
 
+import gc
 import os
 import tempfile
+import weakref
 from pathlib import Path
 
 import pytest
@@ -125,21 +127,35 @@ def test_without_a_logger_there_is_none():
 
 
 def test_a_callback_is_there_to_look_at_and_is_not_called():
-    own = Kept()
-
     def finds(module):
         [found] = [one for one in module.trainer.callbacks if isinstance(one, Kept)]
-        assert found is not own
         found.teacher(torch.ones(4, 1))
-        SEEN.append((found.note(3), len(found.seen)))
+        SEEN.append((id(found), found.note(3), len(found.seen)))
 
-    result = probed(finds, trainer_of(callbacks=[own]))
+    trainer = trainer_of(callbacks=[Kept()])  # in no variable of this function that the step could be seen to reach
+    result = probed(finds, trainer)
+    own = trainer.callbacks[0]
     assert result.batch_size == 8
     assert (own.seen, hasattr(own, "last"), hasattr(own, "log")) == ([], False, False)
     assert own.teacher.num_batches_tracked == 0  # modules are looked after, wherever they are
-    assert {scaled for scaled, _ in SEEN} == {6.0}
-    assert max(count for _, count in SEEN) <= 2  # each fit begins with the user's
+    assert {scaled for _, scaled, _ in SEEN} == {6.0}
+    assert max(count for _, _, count in SEEN) <= 2  # each fit begins with the user's
+    assert id(own) not in {one for one, _, _ in SEEN}
     assert any("Kept" in item for item in result.not_covered)
+
+
+def test_what_a_module_leaves_in_a_callback_ends_with_the_fit():
+    def leaves(module):
+        [found] = [one for one in module.trainer.callbacks if isinstance(one, Kept)]
+        if module.global_step == 0:
+            assert all(one() in (None, found) for one in SEEN)
+        SEEN.append(weakref.ref(found))
+
+    gc.disable()
+    try:
+        probed(leaves, trainer_of(callbacks=[Kept()]))
+    finally:
+        gc.enable()
 
 
 def test_callbacks_that_the_module_configures_are_there_too_and_do_not_end_a_trial():
@@ -156,8 +172,13 @@ def test_callbacks_that_the_module_configures_are_there_too_and_do_not_end_a_tri
 
 
 def test_training_is_not_resumed_from_a_checkpoint_of_its_last_exception(tmp_path):
-    on_exception = pl.callbacks.OnExceptionCheckpoint(tmp_path / "none")
-    assert probed(lambda module: None, trainer_of(callbacks=[on_exception])).batch_size == 8
+    before = trainer_of(logger=False, enable_checkpointing=False, max_steps=3)
+    before.fit(OwnLoaders(examples=64))
+    on_exception = pl.callbacks.OnExceptionCheckpoint(tmp_path)
+    before.save_checkpoint(on_exception.ckpt_path)
+    found = probed(lambda module: SEEN.append(module.global_step), trainer_of(callbacks=[on_exception]))
+    assert (found.batch_size, set(SEEN)) == (8, {0, 1})
+    Path(on_exception.ckpt_path).unlink()
 
 
 def test_what_the_user_has_put_on_the_trainer_is_there():

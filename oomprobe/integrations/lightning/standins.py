@@ -120,8 +120,7 @@ class StandIns:
         """Each as it is now, in an object of its own whose hooks do nothing."""
         found = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
         self.kinds.update(map(type, found))
-        # One would have the trial resumed from its checkpoint.
-        return [self._callback(one) for one in found if not isinstance(one, self._pl.callbacks.OnExceptionCheckpoint)]
+        return [self._callback(one) for one in found]
 
     def _callback(self, callback: Any) -> Any:
         try:
@@ -131,7 +130,8 @@ class StandIns:
         for name, value in vars(callback).items():
             vars(standin)[name] = copy.copy(value) if type(value) in _CONTAINERS else value
         vars(standin).update(dict.fromkeys(_hooks(self._pl), _nothing))
-        if "dirpath" in vars(standin):  # of a ModelCheckpoint, which finds its own when it is set up
+        # A ModelCheckpoint finds its own when it is set up; what lies in that of an OnExceptionCheckpoint is resumed from.
+        if "dirpath" in vars(standin):
             vars(standin)["dirpath"] = self._folder
         return standin
 
