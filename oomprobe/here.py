@@ -100,7 +100,11 @@ def _there_already(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _made_by(step: object, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step knows that it made the optimizer and all its parameters in this call: they end with it."""
+    """Whether a step knows that it made the optimizer and all its parameters in this call: they end with it.
+
+    Then no copy is made of them in the midst of the call, which in host memory would count against the budget. Of other
+    steps a copy is made, and let go of with what it is of.
+    """
     made = getattr(step, "oomprobe_made", None)
     return made is not None and bool(made(optimizer))
 

@@ -831,6 +831,7 @@ def test_what_a_call_made_and_dropped_is_not_kept():
             del model
             keeper.release_dead()
             assert made[-1]() is None
+    assert keeper.notes == []  # what its gradients were before the probe is no question
     keeper.put_back()
     assert keeper.differences() == []
 
@@ -846,4 +847,5 @@ def test_what_others_still_have_is_kept_when_its_optimizer_has_died():
     keeper.put_back()
     assert [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)] == [True, True]
     assert [p.grad for p in model.parameters()] == [None, None]
+    assert "gradients of 2 of its parameters" in keeper.notes[0]
     assert keeper.differences() == []

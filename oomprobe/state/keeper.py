@@ -69,13 +69,20 @@ class Keeper:
         self._objects: list[KeptObject] = []
         self._grads: dict[int, tuple[torch.Tensor, Kept]] = {}
         self._seen: dict[int, object] = {}
-        self.notes: list[str] = []
+        self._unread: list[str] = []
+        self._unknown_before: list[tuple[str, set[int]]] = []  # by kind of optimizer, the ids of parameters
         self._keep_all([model, *preserve, *reachable([model, *steps, *preserve])])
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that are kept and alive."""
         return [*self._optimizers, *self._late]
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not kept as well as it should be; nothing of what has died, for nothing is left of it."""
+        unknown = [(kind, len(keys)) for kind, keys in self._unknown_before if keys]
+        return [*self._unread, *(UNKNOWN_BEFORE.format(kind=kind, count=count) for kind, count in unknown)]
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep an optimizer that shows itself by stepping, just before it does, for as long as it lives."""
@@ -92,6 +99,8 @@ class Keeper:
         for key in dead:
             self._seen.pop(key, None)
         gone = self._memory.release(dead)
+        for _, keys in self._unknown_before:
+            keys -= gone
         for key in set(dead) - gone:
             parameter = self._seen[key] = self._memory.value(key)
             self._grads[key] = (parameter, gradients[key])
@@ -202,9 +211,9 @@ class Keeper:
 
     def _keep_late(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        unknown = sum(p.grad is not None and id(p) not in self._grads for p in parameters)
+        unknown = {id(p) for p in parameters if p.grad is not None and id(p) not in self._grads}
         if unknown:
-            self.notes.append(UNKNOWN_BEFORE.format(kind=type(optimizer).__name__, count=unknown))
+            self._unknown_before.append((type(optimizer).__name__, unknown))
         self._late[optimizer] = KeptLate(optimizer)
         self._keep_parameters(optimizer, late=True)
 
@@ -228,7 +237,7 @@ class Keeper:
             kept = KeptObject(value, self._memory)
             self._objects.append(kept)
             if kept.unread:
-                self.notes.append(UNREAD.format(name=kept.name, why=kept.unread))
+                self._unread.append(UNREAD.format(name=kept.name, why=kept.unread))
             if isinstance(value, torch.optim.Optimizer):
                 self._optimizers.append(value)
                 self._keep_parameters(value, late=late)

@@ -286,6 +286,18 @@ def test_nothing_of_a_call_is_alive_in_the_next():
     assert len(alive) > 10
 
 
+def test_nothing_is_copied_of_what_a_call_makes(monkeypatch):
+    """In the midst of a trial: on a host the copy would count against the budget, and the answer be a fraction."""
+    monkeypatch.setattr("oomprobe.state.Keeper.add", lambda self, optimizer: pytest.fail("kept"))
+
+    @find_executable_batch_size(starting_batch_size=2, **HOST)
+    def train(batch_size):
+        steps_of(batch_size)
+
+    train()
+    assert train.result.batch_size == 2
+
+
 def test_a_function_that_catches_everything_is_left_at_its_end():
     @find_executable_batch_size(starting_batch_size=2, **HOST)
     def train(batch_size):
