@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from oomprobe.integrations.ultralytics import (
     find_max_batch,
     install,
 )
+from oomprobe.integrations.ultralytics.asked import Asked, image_size, precision
 from oomprobe.integrations.ultralytics.batches import Batches
 from oomprobe.integrations.ultralytics.selections import Selections, call, criteria
 from oomprobe.integrations.ultralytics.training import Precision, prepare
@@ -33,6 +35,11 @@ HOST = {**SMALL, **ONCE, "device": "cpu:1GiB", "max_batch": 4}
 @pytest.fixture(scope="module")
 def ultralytics(torchvision_imports):
     return framework("ultralytics", minimum="8.4", extra="ultralytics")
+
+
+@pytest.fixture(scope="module")
+def settings(ultralytics):
+    return framework("ultralytics.cfg", minimum="8.4", extra="ultralytics")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +75,10 @@ def told(ultralytics):
     yield said
     logger.removeHandler(handler)
     logger.setLevel(level)
+
+
+def prepared(model, device, *, imgsz=64, amp=False, max_num_obj=1, dataset_size=0):
+    return prepare(model, device, Asked(imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size))
 
 
 def state_of(model):
@@ -205,7 +216,7 @@ def test_every_image_has_all_objects_and_a_quarter_of_all_pairs():
 
 def test_the_boxes_really_meet_a_quarter_of_the_pairs_of_object_and_anchor(nano):
     """What a simulated card is told, compared with what the real assigner sees."""
-    training = prepare(nano, choose_device("cpu:1GiB", nano), imgsz=256, amp=False, max_num_obj=16, dataset_size=0)
+    training = prepared(nano, choose_device("cpu:1GiB", nano), imgsz=256, amp=False, max_num_obj=16)
     (criterion,) = criteria(training.model.criterion)
     seen = []
     inner = criterion.assigner.get_box_metrics
@@ -219,7 +230,7 @@ def test_the_boxes_really_meet_a_quarter_of_the_pairs_of_object_and_anchor(nano)
 def test_as_many_anchors_are_matched_as_can_be(built, name, matched):
     """Of four objects: 10 anchors each, and 1 in the second loss of an end-to-end model."""
     model = built(name)
-    training = prepare(model, choose_device("cpu:1GiB", model), imgsz=64, amp=False, max_num_obj=4, dataset_size=0)
+    training = prepared(model, choose_device("cpu:1GiB", model), max_num_obj=4)
     seen = []
     for criterion in criteria(training.model.criterion):
         inner = criterion.bbox_loss.forward
@@ -229,7 +240,7 @@ def test_as_many_anchors_are_matched_as_can_be(built, name, matched):
 
 
 def test_an_assigner_that_runs_out_of_memory_does_not_go_on_image_by_image(nano):
-    criterion = prepare(nano, choose_device("cpu:1GiB", nano), imgsz=64, amp=False, max_num_obj=2, dataset_size=0)
+    criterion = prepared(nano, choose_device("cpu:1GiB", nano), max_num_obj=2)
     theirs = next(criteria(criterion.model.criterion)).assigner.__class__(topk=1)
 
     def refused(*_):
@@ -257,9 +268,7 @@ def test_the_optimizer_is_the_one_of_the_trainer(nano):
         size = change.pop("dataset_size", 0)
         model = copy.deepcopy(nano)
         model.args = {**model.args, **change}
-        training = prepare(
-            model, choose_device("cpu:1GiB", model), imgsz=64, amp=False, max_num_obj=1, dataset_size=size
-        )
+        training = prepared(model, choose_device("cpu:1GiB", model), dataset_size=size)
         return training.notes[0]
 
     assert "AdamW" in built_for()
@@ -269,7 +278,7 @@ def test_the_optimizer_is_the_one_of_the_trainer(nano):
 
 
 def test_its_weights_do_not_move_so_that_no_size_diverges(nano):
-    training = prepare(nano, choose_device("cpu:1GiB", nano), imgsz=64, amp=False, max_num_obj=4, dataset_size=0)
+    training = prepared(nano, choose_device("cpu:1GiB", nano), max_num_obj=4)
     before = [p.clone() for p in training.model.parameters()]
     for _ in range(3):
         training.step(training.model, 2)
@@ -280,7 +289,7 @@ def test_its_weights_do_not_move_so_that_no_size_diverges(nano):
 def test_the_average_of_the_trainer_is_in_the_peak(nano):
     device = oomprobe.SimulatedDevice("RTX-3090")
     asked = {"device": device, "max_batch": 2, "steps": 1, "confirm_steps": 1, "progress": "off"}
-    training = prepare(nano, device, imgsz=64, amp=True, max_num_obj=8, dataset_size=0)
+    training = prepared(nano, device, imgsz=64, amp=True, max_num_obj=8)
     alone = oomprobe.find_max_batch(training.model, training.step, **asked).trials[0].peak_allocated_bytes
     asked["device"] = oomprobe.SimulatedDevice("RTX-3090")
     ours = find_max_batch(nano, imgsz=64, max_num_obj=8, **asked).trials[0].peak_allocated_bytes
@@ -356,8 +365,32 @@ def test_the_model_is_as_it_was_after_an_error(nano, monkeypatch, error):
     assert_same(nano, before)
 
 
-def test_a_criterion_and_arguments_of_its_own_are_left_alone(nano, ultralytics):
-    nano.args = ultralytics.cfg.get_cfg(overrides={"optimizer": "SGD"})
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_of_another_precision_is_trained_in_32_bits_as_the_trainer_does(built, ultralytics, dtype):
+    """The trainer builds a model anew and copies the weights into it."""
+    model = built("yolo11n-cls").to(dtype)
+    trained = ultralytics.YOLO("yolo11n-cls.yaml", verbose=False).model
+    trained.load(copy.deepcopy(model))
+    assert {p.dtype for p in trained.parameters()} == {torch.float32}
+    before = state_of(model)
+    result = find_max_batch(model, **HOST)
+    assert result.batch_size == 4
+    named = str(dtype).removeprefix("torch.")
+    assert any(f"weights of {named}: it was trained, and averaged, in float32" in note for note in result.notes)
+    assert_same(model, before)
+
+
+def test_the_average_of_a_model_in_half_precision_is_of_32_bits(built):
+    """Both of the trainer's copies, and beside them the model that was given."""
+    asked = {**SMALL, **ONCE, "device": "sim:RTX-3090", "amp": False, "max_batch": 1}
+    model = built("yolo11n-cls")
+    whole = find_max_batch(model, **asked).trials[0].peak_allocated_bytes
+    half = find_max_batch(model.half(), **asked).trials[0].peak_allocated_bytes
+    assert half - whole == pytest.approx(sum(t.nbytes for t in [*model.parameters(), *model.buffers()]), rel=0.2)
+
+
+def test_a_criterion_and_arguments_of_its_own_are_left_alone(nano, settings):
+    nano.args = settings.get_cfg(overrides={"optimizer": "SGD"})
     nano.criterion = mine = nano.init_criterion()
     before = state_of(nano)
     assert any("SGD" in note for note in find_max_batch(nano, **HOST).notes)
@@ -410,20 +443,69 @@ def test_where_nothing_fits_there_is_no_default(nano):
         check_train_batch_size(nano, 640, device="sim:150MiB")
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"device": "nonsense"}, oomprobe.InvalidArgumentError),
-        ({"device": "sim:no-such-card"}, oomprobe.NoDeviceError),
-        ({"imgsz": 0}, oomprobe.InvalidArgumentError),
-        ({"imgsz": 64.0}, oomprobe.InvalidArgumentError),
-        ({"max_num_obj": -1}, oomprobe.InvalidArgumentError),
-        ({"fraction": 1.5}, oomprobe.InvalidArgumentError),
-    ],
-)
-def test_a_wrong_argument_is_an_error_and_no_default(nano, change, error):
+@pytest.mark.parametrize(("device", "error"), [("a", oomprobe.InvalidArgumentError), ("sim:b", oomprobe.NoDeviceError)])
+def test_a_wrong_device_is_an_error_and_no_default(nano, device, error):
     with pytest.raises(error):
-        autobatch(nano, **{"imgsz": 64, "device": "cpu:1GiB", **change})
+        autobatch(nano, 64, device=device)
+
+
+NAN = math.nan
+WRONG = {
+    "imgsz": (0, 64.0, "64", None, NAN, True, [], ["a"], [64, 0]),
+    "max_num_obj": (-1, 2.5, "8", None, True),
+    "dataset_size": (-1, 2.5, "8", None, True),
+    "fraction": (0, -0.1, 1.5, NAN, "0.5", None, True),
+    "batch_size": (0, -1, 2.5, "16", None, True),
+    "batch": (None, "0.5", NAN, math.inf, True),
+    "amp": ("half", "", None, 2, torch.float32, torch.int8, torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("device", [None, "cpu:1GiB"])
+def test_a_wrong_argument_is_an_error_and_no_default(nano, name, device):
+    """Also where the contract's default would be the answer to a right one."""
+    ours = check_train_batch_size if name in ("batch", "amp") else autobatch
+    for value in WRONG[name]:
+        with pytest.raises(oomprobe.InvalidArgumentError, match=f"^{name} must be .*, not "):
+            ours(nano, **{"imgsz": 64, "device": device, name: value})
+
+
+@pytest.mark.parametrize("value", [0, "8", 2.5, True])
+def test_a_wrong_largest_size_is_not_taken_for_that_of_the_data_set(nano, value):
+    with pytest.raises(oomprobe.InvalidArgumentError, match="max_batch must be"):
+        find_max_batch(nano, **{**HOST, "max_batch": value}, dataset_size=3)
+
+
+@pytest.mark.parametrize(("imgsz", "taken"), [(64, 64), (65, 96), (1, 32), ([64], 64), ((64, 90), 96)])
+def test_an_image_is_as_large_as_the_trainer_would_make_it(nano, told, imgsz, taken):
+    assert image_size(nano, imgsz) == taken
+    warned = any("updating to" in text for level, text in told if level == "WARNING")
+    assert warned == (imgsz not in (64, [64]))
+
+
+def test_an_image_that_is_no_multiple_of_the_stride_is_probed_rounded_up(nano):
+    assert any("at imgsz 96" in note for note in find_max_batch(nano, **{**HOST, "imgsz": 70, "max_batch": 1}).notes)
+
+
+def test_the_coarsest_stride_is_the_models(built):
+    assert image_size(built("yolo11n-cls"), 33) == 64
+    coarse = built("yolo11n-cls")
+    coarse.stride = torch.tensor([64.0])
+    assert image_size(coarse, 65) == 128
+
+
+@pytest.mark.parametrize(
+    ("amp", "taken"),
+    [
+        ("fp16", torch.float16), ("BF16", torch.bfloat16), ("fp32", False), (1, True), (False, False), (np.True_, True),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_the_words_for_precisions_are_those_of_the_trainer(settings, amp, taken):
+    assert precision(amp) is taken
+    if isinstance(amp, str):
+        assert settings.get_cfg(overrides={"amp": amp}).amp == amp.lower()
 
 
 def test_a_task_that_is_not_known_is_refused():
@@ -541,7 +623,6 @@ YOLO("yolo11n.yaml").train(batch=-1, name="plain", **common)
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Eight made-up images with two objects each."""
-    import numpy as np
     from PIL import Image
 
     place = tmp_path_factory.mktemp("tiny")
@@ -622,9 +703,6 @@ def test_the_wrapper_that_trains_and_what_is_no_model_are_refused(ultralytics):
     for model, match in [(wrapper, r"pass what it wraps, YOLO\(...\).model"), (torch.nn.Linear(1, 1), "not Linear")]:
         with pytest.raises(oomprobe.InvalidArgumentError, match=match):
             find_max_batch(model, device="cpu:1GiB")
-    for name, value in [("imgsz", 0), ("dataset_size", -5), ("dataset_size", None)]:
-        with pytest.raises(oomprobe.InvalidArgumentError, match=name):
-            find_max_batch(wrapper.model, **{name: value})
 
 
 def test_two_installs_are_undone_in_any_order(ultralytics):

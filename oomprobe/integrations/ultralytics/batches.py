@@ -136,11 +136,8 @@ def batches_for(model: Any, args: Any, task: str, imgsz: int, max_num_obj: int, 
         device: Where the batches are made.
 
     Raises:
-        InvalidArgumentError: a size is no positive integer, or the task is not known.
+        InvalidArgumentError: the task is not known.
     """
-    for name, value, least in (("imgsz", imgsz, 1), ("max_num_obj", max_num_obj, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InvalidArgumentError(f"{name} must be an integer of at least {least}, not {value!r}")
     head = model.model[-1]
     return Batches(
         task=task,

@@ -21,11 +21,14 @@ from oomprobe.errors import (
     SimulationError,
 )
 from oomprobe.integrations.framework import FrameworkError, is_simulated
+from oomprobe.integrations.ultralytics.asked import Asked, part, share_of
 from oomprobe.integrations.ultralytics.probing import find_max_batch, line_in_words
-from oomprobe.integrations.ultralytics.training import part
+from oomprobe.options import check_size
 
 DEFAULT_FRACTION = 0.6
 DEFAULT_BATCH = 16
+FRACTION = "a share of the available memory, above 0 and at most 1"
+ASKED = ("imgsz", "amp", "max_num_obj", "dataset_size")
 PATCHED = (
     ("utils.autobatch", "autobatch"),
     ("utils.autobatch", "check_train_batch_size"),
@@ -56,7 +59,7 @@ def autobatch(
 
     Args:
         model: Of Ultralytics; it is only read.
-        imgsz: Height and width of an image, pixels.
+        imgsz: As for `find_max_batch`: height and width of an image, pixels.
         fraction: Share of the available memory that training may use, in (0, 1].
         batch_size: What to return when the probe itself failed, with a warning that says why; also, as the contract of
             the original has it, for a model on the CPU or MPS while `device` is None.
@@ -92,8 +95,8 @@ def check_train_batch_size(
     Args:
         model: As for `autobatch`.
         imgsz: As for `autobatch`.
-        amp: Mixed precision, or the dtype of autocast.
-        batch: Share of the available memory, where it is in (0, 1); otherwise that is 0.6.
+        amp: As for `find_max_batch`: mixed precision, or its dtype.
+        batch: Share of the available memory, where it is in (0, 1); any other number means 0.6.
         max_num_obj: As for `autobatch`.
         dataset_size: As for `autobatch`.
         device: As for `autobatch`.
@@ -119,10 +122,13 @@ def _auto(
     **options: Any,
 ) -> int:
     """The precision is that of the autocast in which it is called, as of the original."""
+    if not 0.0 < share_of("fraction", fraction, FRACTION) <= 1.0:
+        raise InvalidArgumentError(f"fraction must be {FRACTION}, not {fraction!r}")
+    check_size("batch_size", batch_size)
     kind = "cuda" if is_simulated(device) else _home(model).type
     amp = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else False
     return _answer(
-        model, batch_size, device, imgsz=imgsz, amp=amp, memory_fraction=fraction, max_num_obj=max_num_obj,
+        model, batch_size, device, imgsz=imgsz, amp=amp, memory_fraction=float(fraction), max_num_obj=max_num_obj,
         dataset_size=dataset_size, **options,
     )  # fmt: skip
 
@@ -138,6 +144,7 @@ def _check(
     device: Any,
     **options: Any,
 ) -> int:
+    batch = share_of("batch", batch, "a share of the available memory, between 0 and 1, or -1 for 0.6")
     fraction = batch if 0.0 < batch < 1.0 else DEFAULT_FRACTION
     return _answer(
         model, DEFAULT_BATCH, device, imgsz=imgsz, amp=amp, memory_fraction=fraction,
@@ -146,6 +153,8 @@ def _check(
 
 
 def _answer(model: torch.nn.Module, default: int, device: Any, **options: Any) -> int:
+    asked = Asked.of(model, **{name: options[name] for name in ASKED})  # wrong is wrong on the CPU, too
+    options |= {name: getattr(asked, name) for name in ASKED}
     utils = part("utils")
     logger, prefix = utils.LOGGER, utils.colorstr("AutoBatch: ")
     home = _home(model).type
@@ -239,7 +248,7 @@ def install(*, device: Any = None, **options: Any) -> Installed:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     for name in options:
-        if name in ("memory_fraction", "imgsz", "amp", "max_num_obj", "dataset_size"):
+        if name in ("memory_fraction", *ASKED):
             raise InvalidArgumentError(
                 f"install({name}=...): the trainer says that itself (memory_fraction is its batch, such as batch=0.8)"
             )

@@ -12,7 +12,8 @@ import torch
 import oomprobe
 from oomprobe.devices import choose_device
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.integrations.ultralytics.training import part, prepare
+from oomprobe.integrations.ultralytics.asked import GRID, Asked, coarsest_stride, part
+from oomprobe.integrations.ultralytics.training import prepare
 from oomprobe.options import check_size
 from oomprobe.result import Phase, ProbeResult, Trial
 from oomprobe.state import preserved
@@ -30,7 +31,7 @@ def find_max_batch(
     model: torch.nn.Module,
     *,
     imgsz: int = 640,
-    amp: bool | torch.dtype = True,
+    amp: bool | str | torch.dtype = True,
     max_num_obj: int = 1,
     dataset_size: int = 0,
     device: Any = None,
@@ -39,13 +40,15 @@ def find_max_batch(
     """Find the largest batch that a model of Ultralytics trains with, by training.
 
     Runs the model's own loss on images with `max_num_obj` objects each, backward, gradient clipping and the optimizer
-    that the trainer would build. All of that happens to a copy; the model that was given is only read, and stands for the
-    average of the weights that the trainer keeps.
+    that the trainer would build. All of that happens to a copy, in 32 bits, as the trainer's; the model that was given is
+    only read, and stands for the average of the weights that the trainer keeps.
 
     Args:
         model: Such as ``YOLO("yolo11n.yaml").model``, or a trainer's.
-        imgsz: Height and width of an image, pixels, a multiple of the model's stride.
-        amp: Mixed precision, or the dtype of autocast. Without effect on the CPU and MPS, as in training.
+        imgsz: Height and width of an image, pixels; as in training the largest of several, rounded up to a multiple of
+            the model's stride, with Ultralytics' own warning.
+        amp: Mixed precision, or its dtype (torch.float16, torch.bfloat16), or as for ``train()``: "fp16", "bf16", "fp32".
+            Without effect on the CPU and MPS, as in training.
         max_num_obj: Objects in an image, as the trainer counts them: four times those of the fullest image of the data
             set, for its mosaics.
         dataset_size: Images of the training set: no larger batch is tried, and the choice of ``optimizer=auto`` rests
@@ -63,12 +66,14 @@ def find_max_batch(
         FrameworkError: Ultralytics is not there, or older than 8.4.
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
-    _check(model, imgsz, dataset_size)
+    _check(model)
+    asked = Asked.of(model, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size)
+    if options.get("max_batch") is not None:
+        check_size("max_batch", options["max_batch"])
     chosen = choose_device(device, model)
-    training = prepare(model, chosen, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size)
-    options = {**_limits(model, imgsz, dataset_size), **options}
-    # The model itself is the second copy that the trainer keeps in memory, for its average of the weights.
-    options["preserve"] = [model, *preserved(options.get("preserve", ()))]
+    training = prepare(model, chosen, asked)
+    options = {**_limits(model, asked), **options}
+    options["preserve"] = [model, training.average, *preserved(options.get("preserve", ()))]
     notes = list(training.notes)
     if dataset_size > 0:
         options["max_batch"] = min(options.get("max_batch") or dataset_size, dataset_size)
@@ -84,7 +89,7 @@ def find_max_batch(
     )
 
 
-def _check(model: Any, imgsz: int, dataset_size: int) -> None:
+def _check(model: Any) -> None:
     if isinstance(model, part("engine.model").Model):  # whose train() trains, and not: sets a mode
         raise InvalidArgumentError(
             f"model is a {type(model).__name__}, the wrapper that downloads and trains: pass what it wraps, "
@@ -95,16 +100,11 @@ def _check(model: Any, imgsz: int, dataset_size: int) -> None:
         raise InvalidArgumentError(
             f"model must be a model of Ultralytics, such as YOLO('yolo11n.yaml').model, not {type(model).__name__}"
         )
-    check_size("imgsz", imgsz)
-    if isinstance(dataset_size, bool) or not isinstance(dataset_size, int) or dataset_size < 0:
-        raise InvalidArgumentError(f"dataset_size must be a number of images, or 0, not {dataset_size!r}")
 
 
-def _limits(model: torch.nn.Module, imgsz: int, dataset_size: int) -> dict[str, Any]:
+def _limits(model: torch.nn.Module, asked: Asked) -> dict[str, Any]:
     """Where the last feature map is a single point, batch norm cannot train on one image."""
-    stride = getattr(part("utils.torch_utils").unwrap_model(model), "stride", None)
-    coarsest = max(32, int(stride.max()) if stride is not None else 32)
-    return {"min_batch": 2} if imgsz < 2 * coarsest and dataset_size != 1 else {}
+    return {"min_batch": 2} if asked.imgsz < 2 * max(GRID, coarsest_stride(model)) and asked.dataset_size != 1 else {}
 
 
 def line(result: ProbeResult, dataset_size: int) -> dict[str, float | None]:

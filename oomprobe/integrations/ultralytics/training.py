@@ -14,7 +14,7 @@ import torch
 
 from oomprobe.devices import Device, Simulated
 from oomprobe.errors import SimulationError
-from oomprobe.integrations.framework import framework
+from oomprobe.integrations.ultralytics.asked import Asked, part
 from oomprobe.integrations.ultralytics.batches import Batches, batches_for
 from oomprobe.integrations.ultralytics.selections import (
     UNKNOWN_HERE,
@@ -26,18 +26,8 @@ from oomprobe.integrations.ultralytics.selections import (
 )
 from oomprobe.scope import scope
 
-MINIMUM = "8.4"
 CLIPPED_NORM = 10.0  # what the trainer clips gradients to
 SIMULATED_TASKS = ("detect", "segment", "pose", "obb", "classify")
-
-
-def part(name: str) -> Any:
-    """A module of Ultralytics.
-
-    Raises:
-        FrameworkError: it is not there, or too old.
-    """
-    return framework(f"ultralytics.{name}", minimum=MINIMUM, extra="ultralytics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,29 +35,23 @@ class Training:
     """What a probe runs.
 
     Attributes:
-        model: A copy of the one that was given.
+        model: A copy of the one that was given, in 32 bits.
+        average: The second copy that the trainer keeps in memory, for the average of the weights.
         step: One full step.
         notes: What is particular about it.
     """
 
     model: torch.nn.Module
+    average: torch.nn.Module
     step: Callable[[torch.nn.Module, int], object]
     notes: tuple[str, ...]
 
 
-def prepare(
-    model: torch.nn.Module,
-    device: Device,
-    *,
-    imgsz: int,
-    amp: bool | torch.dtype,
-    max_num_obj: int,
-    dataset_size: int,
-) -> Training:
+def prepare(model: torch.nn.Module, device: Device, asked: Asked) -> Training:
     """Build what a probe runs from a model of Ultralytics.
 
     Raises:
-        InvalidArgumentError: a size is no positive integer, or the task is not known.
+        InvalidArgumentError: the task is not known.
         SimulationError: a simulated card cannot run this loss.
         FrameworkError: Ultralytics is not there, or too old.
     """
@@ -75,11 +59,15 @@ def prepare(
     kind = "cuda" if simulated else device.torch_device.type
     with device.building() if isinstance(device, Simulated) else nullcontext(), _quietly():
         trained = copy.deepcopy(model).train()
+        was = _widen(trained)
+        average = copy.deepcopy(trained).requires_grad_(False) if was else model
         plain = part("utils.torch_utils").unwrap_model(trained)
         plain.args = _arguments(plain)
         unfrozen = _unfreeze(trained)
         task = str(part("nn.tasks").guess_model_task(plain))
-        batches = batches_for(plain, plain.args, task, imgsz, max_num_obj, kind if simulated else device.torch_device)
+        batches = batches_for(
+            plain, plain.args, task, asked.imgsz, asked.max_num_obj, kind if simulated else device.torch_device
+        )
         if simulated:
             _put_on_card(trained, plain)
         plain.criterion = plain.init_criterion()
@@ -89,8 +77,8 @@ def prepare(
             prepare_for_simulation(plain.criterion, selections)
         for criterion in criteria(plain.criterion):
             selections.impose_on(criterion.assigner)
-        optimizer = _optimizer(trained, plain, dataset_size)
-        precision = Precision.of(amp, kind)
+        optimizer = _optimizer(trained, plain, asked.dataset_size)
+        precision = Precision.of(asked.amp, kind)
         scaler = torch.amp.GradScaler(kind, enabled=precision.scaled)
     step = _step(
         batches,
@@ -102,8 +90,9 @@ def prepare(
         loss_of=plain.loss,
     )
     settings = sorted((name, repr(value)) for name, value in vars(plain.args).items())
-    step.oomprobe_asked = (task, imgsz, str(precision), batches.objects, type(optimizer).__name__, settings)  # type: ignore[attr-defined]
-    return Training(model=trained, step=step, notes=tuple(_notes(batches, optimizer, precision, unfrozen)))
+    step.oomprobe_asked = (task, asked.imgsz, str(precision), batches.objects, type(optimizer).__name__, settings)  # type: ignore[attr-defined]
+    notes = (*_notes(batches, optimizer, precision, unfrozen), *was)
+    return Training(model=trained, average=average, step=step, notes=notes)
 
 
 def _step(
@@ -165,6 +154,17 @@ def _arguments(model: Any) -> Any:
         return known
     utils = part("utils")
     return utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **known})
+
+
+def _widen(model: torch.nn.Module) -> tuple[str, ...]:
+    """Bring a model to 32 bits, as the trainer does with the weights that it starts from; a note, where it was not."""
+    values = (*model.parameters(), *model.buffers())
+    others = {value.dtype for value in values if value.is_floating_point()} - {torch.float32}
+    if not others:
+        return ()
+    model.float()
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in others))
+    return (f"the model has weights of {names}: it was trained, and averaged, in float32, as the trainer does",)
 
 
 def _unfreeze(model: torch.nn.Module) -> bool:
