@@ -70,6 +70,22 @@ def refuse_several(what: str, ranks: int) -> None:
         )
 
 
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False: the text ``"no"`` would mean yes.
+
+    Raises:
+        InvalidArgumentError: it is something else.
+
+    Example:
+        >>> check_flag("write_back", "no")
+        Traceback (most recent call last):
+        ...
+        oomprobe.errors.InvalidArgumentError: write_back must be True or False, not 'no'
+    """
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} must be True or False, not {value!r}")
+
+
 def is_simulated(device: object) -> bool:
     """Whether a `device` argument names a card that is not there."""
     return isinstance(device, Simulated) or (isinstance(device, str) and device.startswith("sim:"))

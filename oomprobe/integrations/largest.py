@@ -154,4 +154,11 @@ def _shapes(value: Any) -> tuple[Shape, ...]:
 
 
 def _is_numbers(value: Any) -> bool:
-    return bool(value) and all(isinstance(part, int | float) for part in value)
+    return bool(value) and all(is_number(part) for part in value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one element of a sequence: of Python, of numpy, or a tensor without dimensions."""
+    return isinstance(value, int | float | np.number | np.bool_) or (
+        isinstance(value, torch.Tensor) and value.dim() == 0
+    )

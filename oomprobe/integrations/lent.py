@@ -45,10 +45,9 @@ def lent(trainer: Any, *, simulated: bool) -> Iterator[Any]:
     config = getattr(trainer.model, "config", None)
     objects = [one for one in (config, getattr(trainer.model, "generation_config", None)) if one is not None]
     before = [(one, dict(vars(one))) for one in objects]  # shallow: parts of the model hold the same sub-configs
-    sources = [one for one in (trainer.data_collator, trainer.train_dataset, trainer.eval_dataset) if one is not None]
     patched = [(one, vars(one).get("step")) for one in stateful(trainer) if isinstance(one, torch.optim.Optimizer)]
     try:
-        with generators_kept(sources):
+        with generators_kept(sources_of(trainer)):
             yield _copied(trainer, simulated)
     finally:
         for one, attributes in before:
@@ -57,6 +56,12 @@ def lent(trainer: Any, *, simulated: bool) -> Iterator[Any]:
         for optimizer, step in patched:  # a scaler that failed in the midst of a step leaves its own there
             vars(optimizer).pop("step", None)
             vars(optimizer).update({} if step is None else {"step": step})
+
+
+def sources_of(trainer: Any) -> list[Any]:
+    """Whatever makes its batches, and may draw random numbers as it does."""
+    evaluated = trainer.eval_dataset.values() if isinstance(trainer.eval_dataset, dict) else [trainer.eval_dataset]
+    return [trainer.data_collator, trainer.train_dataset, *evaluated]
 
 
 def shared_state(shared: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.integrations.largest import Order, largest_first, shapes_of
+from oomprobe.integrations.largest import Order, is_number, largest_first, shapes_of
 
 STREAM_EXAMPLES = 32  # of a stream are looked at
 ONLY = Order(indices=(0,), seen=1, complete=True, variable=False, known=True)
@@ -158,7 +158,7 @@ def _stretched(max_length: int) -> str:
 def _is_sequence(value: Any) -> bool:
     if isinstance(value, torch.Tensor) or hasattr(value, "ndim"):
         return bool(value.ndim == 1)
-    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], int | float)
+    return isinstance(value, list | tuple) and bool(value) and is_number(value[0])
 
 
 def _to_length(value: Any, length: int) -> Any:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from oomprobe import probe
 from oomprobe.errors import InvalidArgumentError, NotRunError
-from oomprobe.integrations.framework import framework, is_simulated, refuse_several
-from oomprobe.integrations.lent import LOOP_STEPS, callbacks, lent, shared_state, stateful
+from oomprobe.integrations.framework import check_flag, framework, is_simulated, refuse_several
+from oomprobe.integrations.generators import generators_kept
+from oomprobe.integrations.lent import LOOP_STEPS, callbacks, lent, shared_state, sources_of, stateful
 from oomprobe.integrations.longest import Longest, longest_of
+from oomprobe.integrations.positions import positions_of, refuse_too_long
 from oomprobe.integrations.splits import running_split
 from oomprobe.options import StepFn, check_seconds, check_size
 from oomprobe.plan import PlanEntry
 from oomprobe.result import ProbeResult
 from oomprobe.state import preserved
 
+TRAINED, EVAL = "train_dataset", "eval_dataset"
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs beside the gradients of the first
 PLAIN = (bool, int, float, str, type(None))
 # Settings that change with each trial, or that no number depends on.
@@ -74,7 +78,8 @@ def find_max_batch(
 
     Raises:
         FrameworkError: transformers is not installed, or too old.
-        InvalidArgumentError: the Trainer trains on several ranks, or its data set gives no example.
+        InvalidArgumentError: the Trainer trains on several ranks, its data set gives no example, or sequences are longer
+            than the model has positions for.
         OomProbeError: as for `oomprobe.find_max_batch`.
 
     Source:
@@ -83,19 +88,23 @@ def find_max_batch(
     framework("transformers", minimum="5.0", extra="transformers")
     args = _checked(trainer)
     sizes = {"steps": steps, "confirm_steps": confirm_steps, "max_length": max_length, "global_batch": global_batch}
-    for name, value in sizes.items():
+    for name, value in {**sizes, "max_batch": max_batch}.items():
         if value is not None:
             check_size(name, value)
     check_seconds("scan_s", scan_s)
-    longest = longest_of(trainer.train_dataset, max_length=max_length, scan_s=scan_s)
-    evaluated = _evaluated(trainer, max_length, scan_s)
-    if longest.total is not None and (max_batch is None or max_batch > longest.total):
-        max_batch = longest.total
+    check_flag("write_back", write_back)
+    with generators_kept(sources_of(trainer)):  # a data set may draw numbers as it gives an example
+        longest = longest_of(trainer.train_dataset, max_length=max_length, scan_s=scan_s)
+        named = _evaluated(trainer, max_length, scan_s)
+    evaluated = list(named.values())
+    max_batch = _limited(max_batch, longest.total, options.get("min_batch", 1))
     whole = (
         args.per_device_train_batch_size * args.gradient_accumulation_steps if global_batch is None else global_batch
     )
     accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
     with lent(trainer, simulated=is_simulated(options.get("device"))) as copied:
+        positions, sets = positions_of(trainer.model), {TRAINED: longest, **named}
+        refuse_too_long(positions, sets.items(), max_length=max_length, loader_of=partial(_loader, copied))
         loop = _Loop(copied, longest, evaluated)
         preserve = (*preserved(preserve), *stateful(trainer))
         steps, confirm_steps = math.ceil(steps / LOOP_STEPS), math.ceil(confirm_steps / LOOP_STEPS)
@@ -134,14 +143,36 @@ def _checked(trainer: Any) -> Any:
     return args
 
 
-def _evaluated(trainer: Any, max_length: int | None, scan_s: float) -> list[Longest]:
-    """The longest examples of each data set it will be evaluated on; none where it is not."""
+def _limited(max_batch: int | None, total: int | None, min_batch: Any) -> int | None:
+    """Never more than the data set has."""
+    if total is None:
+        return max_batch
+    if isinstance(min_batch, int) and min_batch > total:
+        raise InvalidArgumentError(
+            f"min_batch={min_batch} is more than the {total} examples of the data set, and no batch has more: lower it"
+        )
+    return total if max_batch is None else min(max_batch, total)
+
+
+def _evaluated(trainer: Any, max_length: int | None, scan_s: float) -> dict[str, Longest]:
+    """The longest examples of each data set it will be evaluated on, by its name; none where it is not."""
     if trainer.args.eval_strategy == "no" and not getattr(trainer.args, "eval_on_start", False):
-        return []
-    several = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+        return {}
+    given = trainer.eval_dataset
+    several = (
+        {f"eval_dataset[{key!r}]": one for key, one in given.items()} if isinstance(given, dict) else {EVAL: given}
+    )
     if not several:
         raise InvalidArgumentError("eval_dataset is an empty dict, and evaluation is on: give it a data set")
-    return [longest_of(one, max_length=max_length, scan_s=scan_s) for one in several.values()]
+    return {name: longest_of(one, max_length=max_length, scan_s=scan_s) for name, one in several.items()}
+
+
+def _loader(copied: Any, name: str, dataset: Any) -> Any:
+    """The loader that the loop would read that data set with."""
+    if name != TRAINED:
+        return copied.get_eval_dataloader(dataset)
+    copied.train_dataset = dataset
+    return copied.get_train_dataloader()
 
 
 class _Loop:

@@ -34,6 +34,26 @@ def test_a_generator_goes_on_where_it_was(kind, error):
     assert draw(owner.own) == first
 
 
+@pytest.mark.parametrize("wrapping", [["dataset"], ["datasets"], ["dataset", "datasets", "transform"]])
+def test_one_of_a_data_set_in_another_goes_on_where_it_was(wrapping):
+    inner = outer = Owner(own=random.Random(7))
+    for name in wrapping:
+        outer = Owner(**{name: [outer, outer] if name == "datasets" else outer})
+    inner.dataset = outer  # a circle ends
+    with generators_kept([outer]):
+        first = inner.own.random()
+    assert inner.own.random() == first
+
+
+def test_the_default_ones_go_on_where_they_were():
+    def draw():
+        return torch.rand(1).item(), np.random.random(), random.random()
+
+    with generators_kept([]):
+        first = draw()
+    assert draw() == first
+
+
 @pytest.mark.parametrize("before", [{}, {"own": None}], ids=str)
 def test_one_that_was_made_meanwhile_is_gone(before):
     owner = Owner(**before)

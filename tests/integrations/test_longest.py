@@ -40,6 +40,10 @@ def test_the_longest_of_each_field_comes_first():
         (np.zeros((4, 5)), {0: ((4, 5),)}),
         ([1, 2, 3], {0: ((3,),)}),
         ([[1], [2, 3]], {0: ((1,),), 1: ((2,),)}),
+        ([np.int64(1)] * 3, {0: ((3,),)}),
+        ({"a": [np.float32(1), 2], "b": np.int64(1), "c": [np.bool_(1)] * 3}, {"a": ((2,),), "b": (), "c": ((3,),)}),
+        ({"a": [torch.tensor(1)] * 4, "b": [[np.int64(1)]] * 2}, {"a": ((4,),), "b": ((1,), (1,))}),
+        (["a", np.str_("abc")], {0: ((1,),), 1: ((3,),)}),
         ({"a": [1, 2], "b": 1}, {"a": ((2,),), "b": ()}),
         ("some text", {0: ((9,),)}),
         (None, {0: ()}),
@@ -65,7 +69,9 @@ def test_what_could_not_be_looked_at_is_told():
 
 
 @pytest.mark.parametrize(
-    "ids", [[1, 2, 3], (1, 2, 3), torch.tensor([1, 2, 3]), np.array([1, 2, 3])], ids=lambda x: type(x).__name__
+    "ids",
+    [[1, 2, 3], (1, 2, 3), torch.tensor([1, 2, 3]), np.array([1, 2, 3]), [np.int64(i) for i in (1, 2, 3)]],
+    ids=["list", "tuple", "Tensor", "ndarray", "list of np.int64"],
 )
 @pytest.mark.parametrize("length", [2, 3, 8])
 def test_sequences_are_stretched_and_the_rest_stays(ids, length):

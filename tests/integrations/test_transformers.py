@@ -1,9 +1,11 @@
 """A real Trainer, probed: what it answers, and that it then trains as if nothing had been."""
 
 import os
+import random
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import pad
@@ -442,6 +444,35 @@ def test_a_collators_own_generator_is_given_back(trainer):
     assert same(trained(probed), expected)
 
 
+class Masked(Sentences):
+    """Draws as it gives an example, as data sets of images do."""
+
+    def __init__(self, **rest):
+        super().__init__(**rest)
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __getitem__(self, index):
+        ids = super().__getitem__(index)["input_ids"].clone()
+        ids[torch.rand(len(ids), generator=self.generator) * random.random() * torch.rand(1) < 0.1] = 3
+        return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_data_set_that_draws_as_it_is_read_trains_to_the_same_bits(trainer, wrapped):
+    def made():
+        random.seed(5)  # which a Trainer does only once, and before its model is made
+        dataset = Masked()
+        dataset = torch.utils.data.Subset(dataset, range(40)) if wrapped else dataset
+        given = {"eval_dataset": {"a": Masked(count=6)}}
+        return trainer(dataset=dataset, given=given, eval_strategy="steps", eval_steps=4)
+
+    expected, probed = trained(made()), made()
+    evaluated = probed.eval_dataset["a"].generator.get_state()
+    find(probed, write_back=False)
+    assert torch.equal(probed.eval_dataset["a"].generator.get_state(), evaluated)
+    assert same(trained(probed), expected)
+
+
 def test_a_journal_is_of_one_set_up(trainer, tmp_path):
     def probe(length, journal, **args):
         return find(trainer(dataset=Sentences(longest=length), **args), journal=journal, write_back=False)
@@ -490,11 +521,109 @@ def test_what_is_no_trainer_or_has_no_data(trainer):
         find(torch.nn.Linear(1, 1))
     with pytest.raises(oomprobe.InvalidArgumentError, match="no train_dataset"):
         find(trainer(given={"train_dataset": None}))
-    for name, value in [("steps", 0), ("global_batch", 0), ("global_batch", "8"), ("max_length", -3), ("scan_s", "a")]:
+    for name, value in [
+        ("steps", 0),
+        ("global_batch", 0),
+        ("global_batch", "8"),
+        ("max_length", -3),
+        ("max_batch", "8"),
+    ]:
         with pytest.raises(oomprobe.InvalidArgumentError, match=f"{name} must be"):
             find(trainer(), **{name: value})
+    with pytest.raises(oomprobe.InvalidArgumentError, match="scan_s must be"):
+        find(trainer(), scan_s="a")
     with pytest.raises(oomprobe.InvalidArgumentError, match="preserve"):
         find(trainer(), preserve=5)
+
+
+def test_sequences_beyond_the_models_positions_are_no_bug_of_the_step(trainer):
+    """The model has 256 positions; nothing is run, and nothing changed."""
+    ran = []
+
+    def seen(examples):
+        ran.append(len(examples))
+        return collate(examples)
+
+    long = Sentences(longest=300)
+    cases = [
+        (r"max_length=300 is longer .* 256 .*Pass max_length=256", {}, {"max_length": 300}),
+        (
+            r"the longest example of train_dataset has 300 input_ids.*truncation=True, max_length=256",
+            {"dataset": long},
+            {},
+        ),
+        (
+            r"the longest example of eval_dataset\['b'\] has 300 input_ids",
+            {"eval_strategy": "epoch", "given": {"eval_dataset": {"a": Sentences(), "b": long}}},
+            {},
+        ),
+    ]
+    for device in ("cpu:1GiB", "sim:1GiB"):
+        for told, made, asked in cases:
+            given = {"data_collator": seen, **made.get("given", {})}
+            probed = trainer(**{**made, "given": given})
+            probed.model.forward = lambda input_ids, labels: pytest.fail("it ran")
+            before = dict(vars(probed)), torch.get_rng_state()
+            with pytest.raises(oomprobe.InvalidArgumentError, match=told):
+                find(probed, device=device, **asked)
+            assert dict(vars(probed)) == before[0]
+            assert torch.equal(torch.get_rng_state(), before[1])
+    assert set(ran) == {1}
+    assert find(trainer(dataset=long), max_length=256, max_batch=1).batch_size == 1
+
+
+def test_a_collator_that_cuts_to_the_models_positions_is_believed(trainer, watched):
+    def cut(examples):
+        return collate([{name: value[:256] for name, value in one.items()} for one in examples])
+
+    probed = trainer(dataset=Sentences(longest=300), given={"data_collator": cut})
+    seen = watched(probed)
+    assert find(probed, max_batch=1).batch_size == 1
+    assert {shape for _, shape in seen} == {(1, 256)}
+
+
+def test_a_loader_for_evaluation_that_cuts_is_believed(trainer, watched):
+    class Cuts(transformers.Trainer):
+        def get_eval_dataloader(self, eval_dataset=None):
+            def cut(examples):
+                return self.data_collator([{name: value[:256] for name, value in one.items()} for one in examples])
+
+            return torch.utils.data.DataLoader(eval_dataset, self.args.per_device_eval_batch_size, collate_fn=cut)
+
+    probed = trainer(kind=Cuts, given={"eval_dataset": Sentences(3, longest=300)}, eval_strategy="epoch")
+    seen = watched(probed)
+    assert find(probed, max_batch=1).batch_size == 1
+    assert {shape for trains, shape in seen if not trains} == {(3, 256)}
+
+
+@pytest.mark.parametrize("value", ["no", "False", 1, 0, None, []])
+def test_write_back_is_yes_or_no(trainer, value):
+    probed = trainer()
+    with pytest.raises(oomprobe.InvalidArgumentError, match="write_back must be True or False, not "):
+        find(probed, write_back=value)
+    assert probed.args.per_device_train_batch_size == 4
+
+
+def test_lists_of_numpys_numbers_have_a_length(trainer, watched):
+    class OfNumpy(Sentences):
+        def __getitem__(self, index):
+            return {name: list(value.numpy()) for name, value in super().__getitem__(index).items()}
+
+    def tensors(examples):
+        return collate([{name: torch.tensor(np.array(value)) for name, value in one.items()} for one in examples])
+
+    for asked, length in (({}, 24), ({"max_length": 40}, 40)):
+        probed = trainer(dataset=OfNumpy(), given={"data_collator": tensors})
+        seen = watched(probed)
+        seen.clear()
+        result = find(probed, max_batch=1, **asked)
+        assert {shape[1] for _, shape in seen} == {length}
+        assert not any("could not be told" in note for note in result.notes)
+
+
+def test_a_smallest_size_that_the_data_set_does_not_have(trainer):
+    with pytest.raises(oomprobe.InvalidArgumentError, match="min_batch=50 is more than the 40 examples"):
+        find(trainer(), min_batch=50, max_batch=None)
 
 
 def test_several_ranks_are_refused(trainer, monkeypatch):
