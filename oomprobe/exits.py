@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 
 from oomprobe import errors
 from oomprobe.report import trials_table
+from oomprobe.scope import scope
 from oomprobe.streams import tell
 
 STEP_FAILED, UNTRUSTED, UNFORESEEN, INTERRUPTED = 3, 6, 70, 130
@@ -16,6 +18,26 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (errors.NothingFitsError, 1),
     (errors.OomProbeError, UNTRUSTED),
 )
+
+
+@scope
+def explained(*, required: bool = False) -> Iterator[None]:
+    """Where a script's call of oomprobe finds no answer: tell why, and leave with the exit code of ``oomprobe run``.
+
+    Args:
+        required: Whether one size was required, so that nothing else would do.
+
+    Example:
+        >>> with explained():
+        ...     raise errors.NoDeviceError("no device 'cuda' here")
+        Traceback (most recent call last):
+        ...
+        SystemExit: 4
+    """
+    try:
+        yield
+    except errors.OomProbeError as error:
+        raise SystemExit(explain(error, required=required)) from None
 
 
 def explain(error: BaseException, *, required: bool) -> int:

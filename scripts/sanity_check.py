@@ -1,6 +1,6 @@
 """Before a long run: will the configured batch fit? Copy this file, and put your model and data in place of these.
 
-python sanity_check.py --batch-size 64 --require    # exit 5 when 64 does not fit; other codes as `oomprobe run`
+python sanity_check.py --batch-size 64 --require    # exit 5 when 64 does not fit, 4 without the device; as `oomprobe run`
 """
 
 import argparse
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import oomprobe
-from oomprobe.exits import explain
+from oomprobe.devices import choose_device
+from oomprobe.exits import explained
 
 parser = argparse.ArgumentParser(description="Probe the batch size, then train with it.")
 parser.add_argument("--batch-size", type=int, default=64, help="the configured one")
@@ -20,7 +21,8 @@ parser.add_argument("--steps", type=int, default=20)
 args = parser.parse_args()
 
 # --- the training, as it is without the check ---
-device = torch.device(args.device if args.device.startswith("cuda") else "cpu")
+with explained():
+    device = choose_device(args.device, nn.Identity()).torch_device
 mixed = device.type == "cuda"
 body = [nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.ReLU()]
 model = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).to(device)
@@ -45,11 +47,9 @@ def step(model, batch_size):
 
 
 # --- the check: when it has ended, everything above is as it was ---
-try:
-    sizes = {"min_batch": min(2, args.batch_size), "max_batch": args.batch_size}
+sizes = {"min_batch": min(2, args.batch_size), "max_batch": args.batch_size}
+with explained(required=args.require):
     result = oomprobe.find_max_batch(model, step, device=args.device, **sizes)
-except oomprobe.OomProbeError as error:
-    sys.exit(explain(error, required=args.require))
 if result.batch_size < args.batch_size:
     print(result, f"batch {args.batch_size} does not fit, {result.batch_size} does", sep="\n", file=sys.stderr)
     if args.require:

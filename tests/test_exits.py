@@ -3,7 +3,7 @@
 import pytest
 
 from oomprobe import errors
-from oomprobe.exits import explain
+from oomprobe.exits import explain, explained
 from oomprobe.interrupts import EXIT_TERMINATED
 
 CODES = {
@@ -23,6 +23,22 @@ def test_errors_of_ours(capsys, kind):
     assert explain(kind("what happened"), required=False) == CODES[kind]
     assert explain(kind("what happened"), required=True) == {1: 5}.get(CODES[kind], CODES[kind])
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize("required", [True, False])
+def test_a_script_leaves_with_the_same_codes(capsys, kind, required):
+    with pytest.raises(SystemExit) as left, explained(required=required):
+        raise kind("what happened")
+    assert left.value.code == explain(kind("what happened"), required=required)
+    assert capsys.readouterr().err.startswith("oomprobe: ")
+
+
+def test_a_script_that_has_its_answer_goes_on_and_other_errors_are_its_own():
+    with explained():
+        pass
+    with pytest.raises(KeyError), explained():
+        raise KeyError("x")
 
 
 @pytest.mark.parametrize("own", [KeyError("x"), errors.InvalidArgumentError("of a probe inside the step")])
