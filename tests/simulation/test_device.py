@@ -395,6 +395,15 @@ def test_a_model_built_for_cuda():
     assert probe(model, trained(model, "cuda"), card).state_verified
 
 
+def test_values_are_there_while_a_model_is_built():
+    """Nothing is faked yet: initialisation may read what it has made."""
+    with SimulatedDevice("1GiB").building():
+        made = torch.tensor([1.0, 2.0, 3.0], device="cuda")
+        assert str(made.device) == "cuda:0"
+        assert [float(one) for one in made] == made.tolist() == made.cpu().tolist() == [1.0, 2.0, 3.0]
+        assert made[1].tolist() == made[1].item() == 2.0
+
+
 def test_targets_are_built_on_the_card(tmp_path):
     target = tmp_path / "train.py"
     target.write_text(
