@@ -23,7 +23,7 @@ from oomprobe.integrations.ultralytics import (
 )
 from oomprobe.integrations.ultralytics.asked import Asked, image_size, precision
 from oomprobe.integrations.ultralytics.batches import Batches
-from oomprobe.integrations.ultralytics.selections import Selections, call, criteria
+from oomprobe.integrations.ultralytics.selections import AsManyAsCan, Selections, call, criteria
 from oomprobe.integrations.ultralytics.training import Precision, prepare
 
 SMALL = {"imgsz": 64, "max_num_obj": 8, "progress": "off"}
@@ -163,7 +163,15 @@ def test_models_of_every_task_run_on_host_memory(built, name):
     assert_same(model, before)
 
 
-SLOWER = [("yolo11n-seg", 96), ("yolo11n-pose", 96), ("yolo11n-obb", 96), ("yolo11n-cls", 128), ("yolo26n-pose", 64)]
+SLOWER = [
+    ("yolo11n-seg", 96),
+    ("yolo11n-pose", 96),
+    ("yolo11n-obb", 96),
+    ("yolo11n-cls", 128),
+    ("yolo26n-pose", 64),
+    ("yolo26n-sem", 192),
+    ("yolo26n-depth", 192),
+]
 
 
 @pytest.mark.parametrize(
@@ -183,8 +191,21 @@ def test_on_a_simulated_card_a_sample_takes_about_what_it_takes_in_host_memory(b
     assert not any("was given 1" in note or "the answer was no" in note for note in card.notes)  # nothing was guessed
 
 
-@pytest.mark.parametrize("name", ["yolo26n-seg", "yolo26n-sem", "yolo26n-depth"])
-def test_a_loss_that_a_simulated_card_cannot_bound_is_refused(built, name):
+@pytest.mark.parametrize("name", ["yolo26n-sem", "yolo26n-depth"])
+def test_losses_over_all_pixels_run_on_a_simulated_card(built, name):
+    """Every pixel counts there as it does in host memory, and nothing is guessed."""
+    result = find_max_batch(built(name), **{**HOST, "device": "sim:RTX-3090", "max_batch": 2})
+    assert result.batch_size == 2
+    assert not any("was given 1" in note or "the answer was no" in note for note in result.notes)
+    made = Batches(
+        task=name.removeprefix("yolo26n-").replace("sem", "semantic"), imgsz=64, channels=3, classes=5, objects=1
+    )
+    batch = made.make(2)
+    assert (batch["depth"] > 0.001).all() if "depth" in batch else (batch["semantic_mask"] != 255).all()
+
+
+def test_a_loss_that_a_simulated_card_cannot_bound_is_refused(built):
+    name = "yolo26n-seg"
     with pytest.raises(
         oomprobe.errors.SimulationError, match=r"cannot run this loss.*on host memory with device='cpu:8GiB'"
     ):
@@ -193,12 +214,25 @@ def test_a_loss_that_a_simulated_card_cannot_bound_is_refused(built, name):
         autobatch(built(name), 64, device="sim:RTX-3090")
 
 
-def test_a_mask_for_each_object_is_refused_on_a_simulated_card(built):
+@pytest.mark.parametrize("device", ["sim:RTX-3090", "cpu:1GiB"])
+def test_a_mask_for_each_object(built, device):
     model = built("yolo11n-seg")
     model.args = {**model.args, "overlap_mask": False}
-    with pytest.raises(oomprobe.errors.SimulationError, match="v8SegmentationLoss"):
-        find_max_batch(model, **{**HOST, "device": "sim:RTX-3090", "max_batch": 1})
-    assert find_max_batch(model, **{**HOST, "max_batch": 2}).batch_size == 2
+    result = find_max_batch(model, **{**HOST, "device": device, "max_batch": 2})
+    assert result.batch_size == 2
+    assert not any("was given 1" in note or "the answer was no" in note for note in result.notes)
+
+
+def test_the_objects_of_one_image_are_as_many_as_there_are():
+    """Also where a batch has as many objects as an image has anchors."""
+    selections = Selections(8)
+    selections.anchors, selections.matched = 24, 20
+    with AsManyAsCan(selections):
+        image = torch.arange(3).repeat_interleave(8)
+        assert torch.ones(24, 5)[image == 1].shape == (8, 5)
+        assert torch.ones(24, 5)[torch.ones(24, dtype=torch.bool)].shape == (20, 5)
+        assert not torch.tensor(3) < 10  # too few to go on: never, where there are as many as can be
+        assert torch.zeros(2).any()
 
 
 def test_every_image_has_all_objects_and_a_quarter_of_all_pairs():

@@ -19,6 +19,7 @@ from oomprobe.errors import SimulationError
 from oomprobe.integrations.ultralytics.batches import SIDE
 
 _T = torch.Tensor
+OF_ONE_IMAGE = "_oomprobe_of_one_image"  # an attribute of a mask over all objects of a batch
 UNKNOWN_HERE = (
     "a simulated card cannot run this loss ({what}): how much it selects depends on masks. "
     "Probe on the card itself, or on host memory with device='cpu:8GiB'"
@@ -70,6 +71,8 @@ class Selections:
         """How many elements of a mask of the loss are true, at most."""
         if mask.dim() == 3:  # images, objects, anchors: those inside the object
             return max(1, int(mask.numel() * SIDE * SIDE))
+        if hasattr(mask, OF_ONE_IMAGE):
+            return self.objects
         if self.anchors and mask.shape[-1] == self.anchors:
             return mask.numel() // self.anchors * self.matched
         return mask.numel()
@@ -127,6 +130,12 @@ class AsManyAsCan(TorchFunctionMode):
             return torch.full((kwargs["minlength"],), args[0].numel() // kwargs["minlength"], device="cpu")
         if func is _T.__bool__:  # "is any object matched?"
             return True
+        if func in (_T.lt, torch.lt) and args[0].dim() == 0:  # "are there too few?"
+            return False
+        if func in (_T.__eq__, _T.eq, torch.eq) and args[0].dim() == 1:  # "whose image is this one?"
+            found = func(*args, **kwargs)
+            setattr(found, OF_ONE_IMAGE, True)
+            return found
         if func in (_T.__getitem__, _T.__setitem__):
             tensor, key, *value = args
             args = (tensor, self._positions(key), *value)
@@ -153,7 +162,7 @@ def prepare_for_simulation(criterion: Any, selections: Selections) -> None:
         SimulationError: the loss selects by what cannot be bounded from shapes.
     """
     for part in criteria(criterion):
-        if _looks_at_masks(part.assigner) or not getattr(part, "overlap", True):
+        if _looks_at_masks(part.assigner):
             raise SimulationError(UNKNOWN_HERE.format(what=type(part).__name__))
         part.preprocess = _padded(selections)
 

@@ -27,7 +27,7 @@ from oomprobe.integrations.ultralytics.selections import (
 from oomprobe.scope import scope
 
 CLIPPED_NORM = 10.0  # what the trainer clips gradients to
-SIMULATED_TASKS = ("detect", "segment", "pose", "obb", "classify")
+ASSIGNED = ("detect", "segment", "pose", "obb")  # tasks whose losses match anchors with objects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ def _put_on_card(model: torch.nn.Module, plain: Any) -> None:
 
 
 def _check_simulation(task: str, criterion: Any) -> None:
-    if task not in SIMULATED_TASKS or (task != "classify" and not list(criteria(criterion))):
+    if task in ASSIGNED and not list(criteria(criterion)):
         raise SimulationError(UNKNOWN_HERE.format(what=type(criterion).__name__))
 
 
@@ -217,7 +217,7 @@ def _notes(batches: Batches, optimizer: torch.optim.Optimizer, precision: Precis
         f"Ultralytics' loss for {batches.task} at imgsz {batches.imgsz}, {type(optimizer).__name__}, {cast}, and the second "
         "copy of the model that the trainer averages into"
     )
-    if batches.task in ("detect", "segment", "pose", "obb"):
+    if batches.task in ASSIGNED:
         yield (
             f"every image had {batches.objects} objects (max_num_obj; the trainer counts four times the fullest image's), "
             "each a quarter of the image, with as many anchors matched as the assigner may match"
