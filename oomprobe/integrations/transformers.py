@@ -56,8 +56,9 @@ def find_max_batch(
     gradient checkpointing and accumulation, on a batch of the longest examples of its data set. Where evaluation is on,
     each trial evaluates too, at the Trainer's own evaluation batch size. A copy of the Trainer is trained; the model, the
     optimizer, the scheduler and the random number generators, also those of the collator and the data set, come back as
-    they were: training afterwards is bit-equal to training without a probe. Not given back: what a Trainer of your own
-    keeps in lists and dicts and changes in place (an average of the weights; pass what has ``state_dict`` in `preserve`).
+    they were: training afterwards is bit-equal to training without a probe. Not given back: lists and dicts of a Trainer
+    of your own that it changes in place. What has ``state_dict`` is, also in them; where nothing of the Trainer refers to
+    it, pass it in `preserve`.
 
     Args:
         trainer: Set up as for ``trainer.train()``.

@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -288,6 +289,49 @@ def test_a_time_limit_is_for_all_of_it(trainer):
     assert result.trials[0].samples_per_s is None  # of a loop with its preparations it would be too low
 
 
+def test_where_no_split_keeps_the_global_batch_nothing_is_written(trainer):
+    probed = trainer()
+    result = find(probed, global_batch=7, multiple_of=4)
+    assert result.batch_size == 8
+    assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == (4, 1)
+    assert any("nothing was written back" in note and "global batch of 7" in note for note in result.notes)
+
+
+def test_what_is_in_preserve_is_given_back(trainer):
+    """An average of the weights that nothing of the Trainer holds."""
+
+    class Averages(transformers.Trainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            updated.append(self.average().update_parameters(self.model))
+            return loss
+
+    probed = trainer(kind=Averages)
+    average = torch.optim.swa_utils.AveragedModel(probed.model)
+    average.update_parameters(probed.model)
+    probed.average, updated = weakref.ref(average), []
+    before = {name: value.clone() for name, value in average.state_dict().items()}
+    assert find(probed, preserve=[average]).state_verified
+    assert len(updated) > 4
+    assert all(torch.equal(value, before[name]) for name, value in average.state_dict().items())
+
+
+def test_what_is_not_given_back_is_what_is_said(trainer):
+    """Objects with state are, also in a dict; a list that grows is not."""
+
+    class Keeps(transformers.Trainer):
+        def training_step(self, *args, **kwargs):
+            self.losses.append(super().training_step(*args, **kwargs))
+            self.kept["average"].update_parameters(self.model)
+            return self.losses[-1]
+
+    probed = trainer(kind=Keeps)
+    probed.losses, probed.kept = [], {"average": torch.optim.swa_utils.AveragedModel(probed.model)}
+    find(probed)
+    assert probed.kept["average"].n_averaged == 0
+    assert probed.losses
+
+
 # --- real memory ---
 
 
@@ -385,6 +429,15 @@ def test_evaluation_runs_at_its_own_size_on_the_longest_of_each_data_set(trainer
     result = find(probed)
     assert {shape for trains, shape in seen if not trains} == {(5, 24), (5, 60)}
     assert not any("no optimizer" in note for note in result.notes)
+
+
+def test_what_evaluation_and_loading_do_beyond_a_trial_is_said(trainer):
+    given = {"eval_dataset": Sentences(6), "compute_metrics": lambda _: pytest.fail("it heard of a trial")}
+    listed = " ".join(find(trainer(given=given, eval_on_start=True, dataloader_num_workers=2)).not_covered)
+    assert "eval_accumulation_steps" in listed
+    assert "workers of data loaders" in listed
+    told = find(trainer(given=given, eval_strategy="epoch", eval_accumulation_steps=1)).not_covered
+    assert not any("eval_accumulation_steps" in one or "workers of data loaders" in one for one in told)
 
 
 def test_evaluation_is_no_larger_than_its_data_set(trainer, watched):
@@ -624,6 +677,28 @@ def test_lists_of_numpys_numbers_have_a_length(trainer, watched):
 def test_a_smallest_size_that_the_data_set_does_not_have(trainer):
     with pytest.raises(oomprobe.InvalidArgumentError, match="min_batch=50 is more than the 40 examples"):
         find(trainer(), min_batch=50, max_batch=None)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
+def test_what_spreads_the_model_is_refused(trainer, name):
+    probed = trainer()
+    setattr(probed.args, name, "a config")
+    with pytest.raises(oomprobe.InvalidArgumentError, match=f"{name}='a config' spreads the model over ranks"):
+        find(probed)
+
+
+def test_several_cards_in_one_process_are_refused(trainer, monkeypatch):
+    probed = trainer()
+    monkeypatch.setattr(type(probed.args), "n_gpu", property(lambda _: 3))
+    with pytest.raises(oomprobe.InvalidArgumentError, match=r"DataParallel .*CUDA_VISIBLE_DEVICES=0.* 3 ranks"):
+        find(probed)
+
+
+def test_an_evaluation_without_data_is_refused(trainer):
+    probed = trainer(given={"eval_dataset": Sentences(3)}, eval_strategy="epoch")
+    probed.eval_dataset = {}
+    with pytest.raises(oomprobe.InvalidArgumentError, match="empty dict"):
+        find(probed)
 
 
 def test_several_ranks_are_refused(trainer, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 
 import oomprobe
 from oomprobe.devices import choose_device
-from oomprobe.integrations.framework import framework
+from oomprobe.integrations.framework import FrameworkError, framework
 from oomprobe.integrations.ultralytics import (
     NoBatchSizeError,
     autobatch,
@@ -248,6 +248,36 @@ def test_every_image_has_all_objects_and_a_quarter_of_all_pairs():
     assert set(batch["cls"].flatten().tolist()) == {0.0, 1.0, 2.0, 3.0, 4.0}
 
 
+def test_masks_are_those_of_the_trainers_data():
+    """As many times smaller as mask_ratio says; of more bits where 8 cannot number the objects; one for each where asked."""
+    sizes = {"task": "segment", "imgsz": 64, "channels": 4, "classes": 5}
+    few, many = (Batches(**sizes, objects=count).make(2) for count in (255, 256))
+    assert few["img"].shape == (2, 4, 64, 64)
+    assert (few["masks"].shape, few["masks"].dtype) == ((2, 16, 16), torch.uint8)
+    assert many["masks"].dtype is torch.int32
+    apart = Batches(**sizes, objects=256, overlap_mask=False, mask_ratio=2).make(2)
+    assert (apart["masks"].shape, apart["masks"].dtype) == ((512, 32, 32), torch.uint8)
+
+
+def test_a_model_of_other_channels_gets_images_of_as_many(ultralytics):
+    model = ultralytics.nn.tasks.ClassificationModel("yolo11n-cls.yaml", ch=1, nc=3, verbose=False)
+    seen = []
+    model.model[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+    assert find_max_batch(model, **{**HOST, "max_batch": 2}).batch_size == 2
+    assert {shape[1:] for shape in seen} <= {(1, 64, 64)}
+
+
+def test_where_training_compiles_the_forward_pass_is_its_own(nano):
+    """The trainer then calls the model for predictions, and the loss apart."""
+    order = []
+    nano.args = {**nano.args, "compile": "default"}
+    training = prepared(nano, choose_device("cpu:1GiB", nano), max_num_obj=2)
+    training.model.register_forward_pre_hook(lambda _, inputs: order.append(type(inputs[0]).__name__))
+    training.step(training.model, 2)
+    assert order == ["Tensor"]
+    assert all(p.grad is not None for p in training.model.parameters() if p.requires_grad)
+
+
 def test_the_boxes_really_meet_a_quarter_of_the_pairs_of_object_and_anchor(nano):
     """What a simulated card is told, compared with what the real assigner sees."""
     training = prepared(nano, choose_device("cpu:1GiB", nano), imgsz=256, amp=False, max_num_obj=16)
@@ -466,6 +496,27 @@ def test_a_probe_that_failed_gives_the_default_and_says_why(nano, told, monkeypa
     (warning,) = [text for level, text in told if level == "WARNING"]
     assert "WHICH WAS NOT RUN" in warning
     assert "division by zero" in warning
+
+
+@pytest.mark.parametrize(
+    ("error", "leaves"),
+    [
+        (oomprobe.DeviceLostError, True), (oomprobe.InvalidArgumentError, True), (oomprobe.NoDeviceError, True),
+        (oomprobe.errors.SimulationError, True), (FrameworkError, True), (oomprobe.TimeLimitError, False),
+        (oomprobe.UnreliableError, False),
+    ],
+)  # fmt: skip
+def test_only_a_probe_that_failed_by_itself_gives_the_default(nano, told, monkeypatch, error, leaves):
+    def fails(*_, **__):
+        raise error("what happened")
+
+    monkeypatch.setattr(sys.modules["oomprobe.integrations.ultralytics.drop_ins"], "find_max_batch", fails)
+    if leaves:
+        with pytest.raises(error):
+            autobatch(nano, 64, batch_size=5, device="cpu:1GiB")
+        return
+    assert autobatch(nano, 64, batch_size=5, device="cpu:1GiB") == 5
+    assert [f"{error.__name__}: what happened" in text for level, text in told if level == "WARNING"] == [True]
 
 
 def test_where_nothing_fits_there_is_no_default(nano):
