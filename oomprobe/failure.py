@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from oomprobe.frames import is_library
+from oomprobe.frames import is_library, is_within
 from oomprobe.verdict import SIGNALS, Facts, facts_of
 
 MAX_TEXT = 600
 _TORCH = Path(torch.__file__).parent
+_OPTIM = _TORCH / "optim"
 _BACKWARD_FILES = {_TORCH / "_tensor.py", _TORCH / "autograd" / "__init__.py"}
 
 
@@ -62,7 +63,7 @@ def _where(error: BaseException) -> str | None:
 def _part(frames: list[tuple[Path, str, int]]) -> str:
     """Forward, backward or optimizer, by the functions of torch that the failure went through."""
     for path, function, _ in reversed(frames):
-        if _TORCH / "optim" in path.parents:
+        if is_within(path, _OPTIM):
             return "optimizer"
         if function == "backward" and path in _BACKWARD_FILES:
             return "backward"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 
@@ -14,5 +15,11 @@ def is_library(path: Path) -> bool:
         (True, False)
     """
     torch = sys.modules.get("torch")  # not imported here: the modules that ask this are pure
-    folders = {Path(__file__).parent, *([] if torch is None else [Path(str(torch.__file__)).parent])}
-    return path.name != "demo.py" and not folders.isdisjoint(path.parents)
+    folders = [Path(__file__).parent, *([] if torch is None else [Path(str(torch.__file__)).parent])]
+    return path.name != "demo.py" and any(is_within(path, folder) for folder in folders)
+
+
+@cache
+def is_within(path: Path, folder: Path) -> bool:
+    """Whether a file lies in a folder; asked of the same few files after each failure."""
+    return folder in path.parents

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from oomprobe import error_texts as table
@@ -186,6 +186,7 @@ _RULES: tuple[Callable[[Link], ErrorText | None], ...] = (
 )
 
 
+@lru_cache(maxsize=16)  # each failure is judged before and after the health of its device is known
 def _deciding_row(facts: Facts) -> ErrorText | None:
     telling = [link for link in facts.links if not _is_judged(link)]
     found = (rule(link) for rule in _RULES for link in telling)

@@ -99,7 +99,7 @@ class HostDevice:
         takes 256 KiB a kernel, so large budgets hardly ever meet this, and small ones can spare the room.
         """
         room = PRIME_FACTOR * self._available_bytes
-        if room > (linux.free_bytes() or 0):
+        if not torch.backends.mkldnn.enabled or room > (linux.free_bytes() or 0):
             return
         self._run_once(step, room)
 

@@ -175,7 +175,8 @@ def trim_heap() -> None:
         return
 
 
-LARGEST_HOLE_BYTES, SMALLEST_HOLE_BYTES = 2**36, 2**14
+SMALLEST_HOLE_BYTES = 2**14
+ARENA_BYTES = 2**26  # what an arena other than the first reserves (glibc, arena.c: HEAP_MAX_SIZE)
 # A malloc that finds nothing tries one other arena, each time the next one (glibc, arena.c: reused_arena): asked
 # often enough, it has looked into all of them. An arena reserves 64 MiB ahead, which no limit counts a second time.
 ARENAS = 8 * (os.cpu_count() or 1) + 1
@@ -195,7 +196,7 @@ class Plugs:
         self._plugs: list[int] = []
 
     def fill(self) -> None:
-        size = LARGEST_HOLE_BYTES
+        size = 1 << max(ARENA_BYTES, free_in_heap_bytes()).bit_length()  # no hole is larger
         while size >= SMALLEST_HOLE_BYTES:
             refused = 0
             while refused < ARENAS:

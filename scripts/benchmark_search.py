@@ -1,0 +1,125 @@
+"""What a probe costs as its answer grows from 1 to 1,000,000, on host memory, with allocations that fail for real.
+
+    python scripts/benchmark_search.py [--answers 1 128 1000000] [--step-ms 1 10 100] [--out tests/evidence/search_host.json]
+
+The step takes a block of memory for each sample and as long as is asked for at the answer, less in proportion below it.
+Printed for each answer and duration: trials of the search beside the bound 2 * ceil(log2 n) + 3, rechecks and
+confirmations, samples run and step-times spent (both in units of one step at the answer), and the share of the probe
+that was outside the steps. Goals: within the bound; at most 26 step-times from 128 to 1000; outside the steps under
+10 % at 10 ms and under 3 % at 100 ms.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import oomprobe
+
+BUDGET_MIB, PAGES_BYTES = 256, 8 * 4096
+STEP_TIMES_GOAL, OUTSIDE_GOALS = 26, {10: 0.10, 100: 0.03}
+
+
+RUN = []  # sizes, in the order of the calls
+
+
+class Block(torch.nn.Module):
+    """Keeps a block of memory for each sample from its forward until its backward, and sleeps as a card computes."""
+
+    def __init__(self, bytes_per_sample, sample_s):
+        super().__init__()
+        self.bytes_per_sample, self.sample_s = bytes_per_sample, sample_s
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        RUN.append(len(x))
+        done_s = time.perf_counter() + self.sample_s * len(x)
+        block = torch.empty(len(x) * self.bytes_per_sample, dtype=torch.uint8)
+        block[::PAGES_BYTES] = 1  # an eighth of its pages: all of them would take longer than the shortest steps
+        time.sleep(max(0.0, done_s - time.perf_counter()))
+        return (x * self.scale).mean() + 0 * block[:1].sum()
+
+
+def probe(answer, step_ms):
+    """One probe whose answer is near `answer`."""
+    torch.backends.mkldnn.enabled = False  # nothing here uses it, and a host probe would warm its kernels up
+    model = Block(BUDGET_MIB * 2**20 // answer, step_ms / 1000 / answer)
+    RUN.clear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.ones(batch_size, 1)).backward()
+        optimizer.step()
+
+    stated = f"cpu:{BUDGET_MIB + BUDGET_MIB // 10}MiB"
+    return oomprobe.find_max_batch(model, step, device=stated, memory_fraction=1.0, progress="off")
+
+
+def row(answer, step_ms):
+    probe(4, 1)  # imports, threads
+    result = probe(answer, step_ms)
+    found = result.batch_size
+    searching = [trial for trial in result.trials if trial.phase in ("grow", "bisect")]
+    return {
+        "asked": answer,
+        "answer": found,
+        "step_ms": step_ms,
+        "trials": len(searching),
+        "bound": 2 * math.ceil(math.log2(max(found, 1))) + 3,
+        "more": len(result.trials) - len(searching),
+        "samples": sum(RUN) / found,
+        "step_times": result.elapsed_s / (step_ms / 1000 * found / answer),
+        "outside": 1 - result.in_steps_s / result.elapsed_s,
+    }
+
+
+def in_a_process_of_its_own(answer, step_ms):
+    command = [sys.executable, __file__, "--row", str(answer), str(step_ms)]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def missed(line):
+    """The goals that a line does not meet."""
+    goals = {
+        "trials": line["trials"] <= line["bound"],
+        "step-times": line["step_ms"] < 100
+        or not 128 <= line["answer"] <= 1000
+        or line["step_times"] <= STEP_TIMES_GOAL,
+        "outside": line["outside"] < OUTSIDE_GOALS.get(line["step_ms"], 1),
+    }
+    return [name for name, met in goals.items() if not met]
+
+
+def main():
+    if sys.argv[1:2] == ["--row"]:
+        return print(json.dumps(row(*map(int, sys.argv[2:]))))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--answers", nargs="+", type=int, default=[1, 2, 10, 100, 128, 250, 500, 1000, 10**4, 10**5, 10**6]
+    )
+    parser.add_argument("--step-ms", nargs="+", type=int, default=[1, 10, 100])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    lines = []
+    print("step_ms   answer  trials  bound  more  samples  step-times  outside  missed")
+    for step_ms in arguments.step_ms:
+        for answer in arguments.answers:
+            lines.append(line := in_a_process_of_its_own(answer, step_ms))
+            print(
+                f"{step_ms:7}  {line['answer']:7}  {line['trials']:6}  {line['bound']:5}  {line['more']:4}  {line['samples']:7.1f}  "
+                f"{line['step_times']:10.1f}  {line['outside']:7.1%}  {', '.join(missed(line)) or '-'}",
+                flush=True,
+            )
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"torch": torch.__version__, "lines": lines}, indent=1) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What runs in a process of its own: one tool on one workload, a scan of all sizes, or fifty steps at one size.
+
+    python -m peers.child tool WORKLOAD TOOL
+    python -m peers.child scan WORKLOAD
+    python -m peers.child survive WORKLOAD SIZE
+
+Prints one line of JSON.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+
+SURVIVED_STEPS = 50
+
+
+def tool(workload, name):
+    from peers import limits, state, tools
+
+    call = tools.TOOLS[name]()
+    model = workload.build()
+    job = tools.Job(workload, model, workload.optimizer(model))
+    limits.warm(workload)
+    before, in_use = state.taken_down(model, job.optimizer), limits.in_use_bytes()
+    answer, error, began_s = None, None, time.perf_counter()
+    with limits.held(workload.budget_mib):
+        try:
+            answer = call(job)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:200]}"
+    wall_s = time.perf_counter() - began_s
+    if isinstance(answer, tools.NotFor):
+        return {"not_for": answer.why}
+    return {
+        "answer": answer,
+        "error": error,
+        "wall_s": wall_s,
+        "changed": state.changed(before, state.taken_down(model, job.optimizer)),
+        "left_bytes": max(0, limits.in_use_bytes() - in_use),
+    }
+
+
+def scan(workload):
+    """Each size from the smallest on, in a fork of one warm process that has seen no failure; forks are forgotten."""
+    from peers import limits
+
+    model = workload.build()
+    step = workload.step(workload.optimizer(model))
+    limits.warm(workload)
+    fits, failed_in_a_row, size = [], 0, workload.smallest
+    with limits.held(workload.budget_mib):
+        while failed_in_a_row < workload.scan_beyond and size <= (workload.examples or 10**6):
+            child = os.fork()
+            if child == 0:
+                os._exit(_survives(model, step, size, workload.scan_steps))
+            if os.waitpid(child, 0)[1] == 0:
+                fits, failed_in_a_row = [*fits, size], 0
+            else:
+                failed_in_a_row += 1
+            size += 1
+    return {"fits": _ranges(fits)}
+
+
+def _survives(model, step, size, steps):
+    sys.stderr.close()
+    try:
+        for _ in range(steps):
+            step(model, size)
+    except BaseException:
+        return 1
+    return 0
+
+
+def _ranges(sizes):
+    ranges = []
+    for size in sizes:
+        if ranges and ranges[-1][1] == size - 1:
+            ranges[-1][1] = size
+        else:
+            ranges.append([size, size])
+    return ranges
+
+
+def survive(workload, size):
+    from peers import limits
+
+    model = workload.build()
+    step = workload.step(workload.optimizer(model))
+    limits.warm(workload)
+    times_s = []
+    with limits.held(workload.budget_mib):
+        for _ in range(SURVIVED_STEPS):
+            began_s = time.perf_counter()
+            step(model, int(size))
+            times_s.append(time.perf_counter() - began_s)
+    return {"step_s": statistics.median(times_s)}
+
+
+def main():
+    from peers import workloads
+
+    kind, workload, *arguments = sys.argv[1:]
+    result = {"tool": tool, "scan": scan, "survive": survive}[kind](workloads.HOST[workload], *arguments)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

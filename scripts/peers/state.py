@@ -1,0 +1,46 @@
+"""What a call must leave as it was, taken down as hashes: before, after, and what differs."""
+
+import hashlib
+import pickle
+import random
+
+import numpy
+import torch
+
+
+def _digest(value):
+    sha = hashlib.sha256()
+
+    def add(part):
+        if isinstance(part, torch.Tensor):
+            sha.update(f"{part.dtype}{tuple(part.shape)}".encode() + part.detach().cpu().contiguous().numpy().tobytes())
+        elif isinstance(part, dict):
+            for key in part:
+                sha.update(repr(key).encode())
+                add(part[key])
+        elif isinstance(part, list | tuple):
+            for element in part:
+                add(element)
+        else:
+            sha.update(pickle.dumps(part))
+
+    add(value)
+    return sha.hexdigest()
+
+
+def taken_down(model, optimizer):
+    """Hashes by name."""
+    return {
+        "weights": _digest(dict(model.named_parameters())),
+        "buffers": _digest(dict(model.named_buffers())),
+        "gradients": _digest({name: p.grad for name, p in model.named_parameters()}),
+        "modes": _digest([module.training for module in model.modules()]),
+        "optimizer": _digest(optimizer.state_dict()),
+        "torch's generator": _digest(torch.get_rng_state()),
+        "numpy's generator": _digest(pickle.dumps(numpy.random.get_state())),
+        "Python's generator": _digest(random.getstate()),
+    }
+
+
+def changed(before, after):
+    return [name for name in before if before[name] != after[name]]
