@@ -60,10 +60,22 @@ def _refuse_same(
     further = sizes.up(now.batch_size, now.batch_size)  # a step may round up to chunks
     before, *after = (work_at(size) for size in (then.batch_size, now.batch_size, further))
     if before is not None and all(work == before for work in after):
+        first = _first_with(before, sizes, then.batch_size, work_at)
         raise UnreliableError(
-            f"batch {then.batch_size} and batch {now.batch_size} do the same work ({before.operators} operators, "
+            f"batch {first} and batch {now.batch_size} do the same work ({before.operators} operators, "
             f"{before.elements} elements) in the same memory: the step ignores batch_size, or its data ends before. "
-            f"If it is the data, pass max_batch={then.batch_size}; if the step rounds up, as padding does, pass "
+            f"If it is the data, pass max_batch={first}; if the step rounds up, as padding does, pass "
             f"min_batch={further} or the size it rounds to",
             trials=tuple(trials),
         )
+
+
+def _first_with(work: Work, sizes: Sizes, same: int, work_at: WorkAt) -> int:
+    """The smallest size that does this work, where `same` does: the end of the data."""
+    less = sizes.first - sizes.step
+    while (middle := sizes.middle(less, same)) is not None:
+        if work_at(middle) == work:
+            same = middle
+        else:
+            less = middle
+    return same

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tenacity
 
 from oomprobe.devices import Device, asked_bytes
+from oomprobe.errors import UnreliableError
 from oomprobe.result import Trial
 from oomprobe.units import format_bytes
 
@@ -16,6 +17,7 @@ TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay
 # which malloc cannot tell from a leak, so more is forgiven there; a step that keeps its activations exceeds both.
 REPORTED_SHARE = {"device": 0.0, "host": 0.01}
 REFUSED_SHARE = {"device": 0.05, "host": 0.2}
+STEPS_TO_LAST = 1000  # a margin that a leak uses up in fewer is none
 
 
 class Baseline:
@@ -102,3 +104,45 @@ class Baseline:
         gc.collect()
         self._device.release()
         return self._leaked_bytes()
+
+
+def refuse_growing(trials: Sequence[Trial], batch_size: int, *, margin_bytes: int) -> None:
+    """Raise where each step of the answer leaks, so that the margin lasts for a moment only.
+
+    For trials that each began in a process of their own, so that what one left is its own: the answer was confirmed with
+    more steps than any size was tried with, and what it left beyond the most that a trial left is due to those.
+
+    Args:
+        trials: Of the probe.
+        batch_size: The answer.
+        margin_bytes: What the answer leaves free.
+
+    Raises:
+        UnreliableError: the margin would be used up within `STEPS_TO_LAST` steps.
+
+    Example:
+        >>> from oomprobe.result import Phase, Verdict
+        >>> ran = dict(batch_size=8, verdict=Verdict.FITS, phase=Phase.BISECT)
+        >>> three, six = Trial(**ran, steps=3, leaked_bytes=3 << 20), Trial(**ran, steps=6, leaked_bytes=6 << 20)
+        >>> refuse_growing([three, six], 8, margin_bytes=1 << 34)
+        >>> refuse_growing([three, six], 8, margin_bytes=1 << 25)
+        Traceback (most recent call last):
+        ...
+        oomprobe.errors.UnreliableError: each step at batch 8 keeps 1.00 MiB, even after collecting garbage: ...
+    """
+    passed = [trial for trial in trials if trial.passed]
+    last = max((t for t in passed if t.batch_size == batch_size), key=lambda t: t.steps, default=None)
+    shorter = [t for t in passed if last and t.steps < last.steps and t.leaked_bytes]
+    most = max(shorter, key=lambda t: t.leaked_bytes, default=None)
+    if last is None or most is None or last.leaked_bytes - most.leaked_bytes <= TOLERATED_BYTES:
+        return
+    per_step_bytes = (last.leaked_bytes - most.leaked_bytes) // (last.steps - most.steps)
+    lasts = margin_bytes // per_step_bytes
+    if lasts < STEPS_TO_LAST:
+        raise UnreliableError(
+            f"each step at batch {batch_size} keeps {format_bytes(per_step_bytes)}, even after collecting garbage: it ran "
+            f"{last.steps} steps, and the margin of {format_bytes(margin_bytes)} is used up after about {lasts} more, so no size "
+            "lasts. Something keeps tensors of each step: a list of losses that still have their graph (append "
+            "loss.item()), a cache keyed by shape",
+            trials=tuple(trials),
+        )

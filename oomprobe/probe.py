@@ -122,6 +122,7 @@ def search_on(bench: Workbench) -> search.Found:
     found = _find(bench, bench.options)
     if found.batch_size is None:
         raise summary.nothing_fits(bench)
+    bench.refuse_leaking(found.batch_size)
     run_plan(bench, found.batch_size)
     bench.count_anatomy()
     return found

@@ -13,6 +13,7 @@ from oomprobe.clock import Clock
 from oomprobe.devices import Simulated, nvml
 from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, UnreliableError, process_died
 from oomprobe.idle import refuse_idle
+from oomprobe.leaks import refuse_growing
 from oomprobe.neighbours import Neighbours
 from oomprobe.options import Options
 from oomprobe.progress import Reporter
@@ -131,6 +132,11 @@ class Workbench:
         sizes = [trial.batch_size for trial in self.trials if trial.passed]
         with suppress(OomProbeError):
             self.anatomy = self.runner.anatomy_at(min(sizes))
+
+    def refuse_leaking(self, answer: int) -> None:
+        """Raise where the answer would not last; in one process, what a trial leaves is refused as it comes."""
+        if self.runner.replaceable:
+            refuse_growing(self.trials, answer, margin_bytes=self.available_bytes - self.budget_bytes)
 
     def enough(self, good: int, bad: int) -> bool:
         """Whether the bracket is narrow enough, or only time for the confirmation is left."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from faults.card import CARD, trained
 from faults.processes import PATIENCE_S, environment, marked
-from oomprobe import Phase, TimeLimitError, probe_target
+from oomprobe import Phase, TimeLimitError, UnreliableError, probe_target
 from oomprobe.isolation import process
 
 GRACE_S = 25  # for what hangs to be ended, on a busy machine
@@ -186,3 +186,28 @@ def forks_on_card():
 
 def test_a_target_that_forks_itself_in_a_child_neither_hangs_nor_breaks_the_answer():
     assert probe_target(forks_on_card, time_limit_s=60, max_batch=2, **on_card).batch_size == 2
+
+
+# --- steps that keep something ---
+
+
+def leaking():
+    """Each step keeps two MiB."""
+    model, kept = nn.Linear(2, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch_size):
+        kept.append(torch.ones(2**19))
+        block = torch.ones(batch_size * 2**20)
+        (model(torch.randn(batch_size, 2)).sum() + 0 * block.sum()).backward()
+        optimizer.step()
+
+    return model, step
+
+
+def test_a_step_that_leaks_has_no_answer_although_each_process_begins_anew():
+    with pytest.raises(
+        UnreliableError, match=r"each step at batch \d+ keeps 2\.\d+ MiB.* after about \d+ more"
+    ) as caught:
+        probe_target(leaking, device="cpu:256MiB", progress="off")
+    assert [trial.leaked_bytes > 0 for trial in caught.value.trials if trial.passed][-1]
