@@ -1,5 +1,6 @@
 import contextlib
 import json
+import mmap
 import resource
 import sys
 
@@ -340,6 +341,20 @@ def test_a_peak_that_cannot_be_reset_is_not_told(monkeypatch):
     assert (usage.peak_allocated_bytes, usage.peak_reserved_bytes, usage.alloc_retries) == (None, None, 0)
 
 
+def test_pages_of_files_that_came_in_between_trials_are_not_the_next_ones_peak(tmp_path):
+    """A first failure reads symbols of the libraries to tell its trace: 15 MiB, seen in every later peak."""
+    device = HostDevice(64 * MIB)
+    device.warm(lambda: None)
+    file = tmp_path / "library"
+    file.write_bytes(bytes(32 * MIB))
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        assert sum(pages[:: mmap.PAGESIZE]) == 0
+        device.start_trial()
+        block = torch.ones(20 * MIB, dtype=torch.uint8)
+        assert device.usage().peak_allocated_bytes / MIB == pytest.approx(20, abs=8)
+        del block
+
+
 def test_a_kept_tensor_is_alive_and_a_dropped_one_is_not():
     device = HostDevice(64 * MIB)
     before = device.live_bytes()
@@ -385,7 +400,7 @@ def test_a_step_of_one_mebibyte_a_sample_answers_the_mebibytes(memory_fraction):
     out = run_python(KNOWN.format(before="", device="cpu:512MiB", memory_fraction=memory_fraction))
     answer, available, limited_by, verified = json.loads(out)
     truth = 512 * memory_fraction
-    arena = 66  # MiB of address space: malloc may take another arena in a trial (447 of 512 was seen)
+    arena = 72  # MiB of address space: malloc may take another arena in a trial (443 and 447 of 512 were seen)
     assert min(0.9 * truth, truth - arena) <= answer <= 1.03 * truth
     assert (available, limited_by, verified) == (512 * MIB, "memory", True)
 

@@ -65,7 +65,7 @@ class HostDevice:
         self.total_bytes = linux.machine_bytes("MemTotal") or free
         self._stated_bytes = stated_bytes
         self._available_bytes = free if stated_bytes is None else stated_bytes
-        self._resident_base = 0
+        self._resident_base = self._mapped_bytes = 0
         self._cap_bytes = self._available_bytes
         self._limit_bytes = 0  # of the address space, in the last trial
         self._made_by_plugs = 0  # free in the heap only because plugs grew it into an arena's reserve: no history
@@ -77,7 +77,7 @@ class HostDevice:
 
     def warm(self, step: Callable[[], object]) -> None:
         self._run_once(step, self.warming_bytes())
-        self._resident_base = linux.process_bytes("VmRSS") or 0
+        self._resident_base = (linux.process_bytes("VmRSS") or 0) - _mapped_bytes()
         self.sample()
 
     def warming_bytes(self) -> int:
@@ -142,11 +142,15 @@ class HostDevice:
             self._made_by_plugs = max(0, self._made_by_plugs + made)
 
     def start_trial(self) -> None:
+        # Pages of libraries come in as they are first needed, 15 MiB with a first failure's trace: the trial has no part in them.
+        self._mapped_bytes = _mapped_bytes()
         self._peak.start()
 
     def usage(self) -> Usage:
         return self._peak.usage(
-            base_bytes=self._resident_base, limit_bytes=self._limit_bytes, cap_bytes=self._cap_bytes
+            base_bytes=self._resident_base + self._mapped_bytes,
+            limit_bytes=self._limit_bytes,
+            cap_bytes=self._cap_bytes,
         )
 
     def live_bytes(self) -> int:
@@ -165,6 +169,11 @@ class HostDevice:
         if not kernel_answers(self.torch_device, self.synchronize):
             return False
         return onednn.makes_primitives() or (onednn.clear_error() and onednn.makes_primitives())
+
+
+def _mapped_bytes() -> int:
+    """Resident pages of files."""
+    return linux.process_bytes("RssFile") or 0
 
 
 def _round_size(free_bytes: int) -> str:
