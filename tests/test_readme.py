@@ -35,5 +35,5 @@ def test_the_house_is_the_house():
 
 
 def test_no_cuda_claim_without_evidence():
-    evidence = list((ROOT / "tests" / "evidence").glob("*.json"))
+    evidence = [file for file in (ROOT / "tests" / "evidence").glob("*.json") if not file.stem.endswith("_host")]
     assert bool(evidence) != ("CUDA results have not been recorded yet" in README)

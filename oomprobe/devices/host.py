@@ -168,7 +168,7 @@ class HostDevice:
     def healthy(self) -> bool:
         if not kernel_answers(self.torch_device, self.synchronize):
             return False
-        return onednn.makes_primitives() or (onednn.clear_error() and onednn.makes_primitives())
+        return onednn.is_sound()
 
 
 def _mapped_bytes() -> int:
