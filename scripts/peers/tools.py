@@ -9,7 +9,6 @@ import io
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -250,6 +249,8 @@ PACKAGES = {
 
 def missing(package):
     """Whether it is a package, and not installed here."""
+    from importlib import metadata
+
     try:
         return package is not None and not metadata.version(package)
     except metadata.PackageNotFoundError:
