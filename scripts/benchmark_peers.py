@@ -1,6 +1,6 @@
 """oomprobe beside its peers: the same work, the same real limit on memory, a process of its own for each call.
 
-    python scripts/benchmark_peers.py [--tools NAME ...] [--workloads NAME ...] [--out tests/evidence/peers_host.json]
+    python scripts/benchmark_peers.py [--device cuda] [--tools NAME ...] [--workloads NAME ...] [--out FILE.json]
     python scripts/benchmark_peers.py --show tests/evidence/peers_host.json
     python scripts/benchmark_peers.py --readme
 
@@ -8,73 +8,19 @@ Needs `pip install 'oomprobe[peers]'`. For each workload all sizes are run, each
 the truth. Then each tool is called as its documentation says; what it really ran is taken down by the model itself. Its
 answer is run for fifty steps in a fresh process under the same limit. One result is added to the file after the other,
 and what the file has is not run again.
+
+On a card a second process takes memory by plain allocations until only the budget is left, and keeps it while the others
+work (peers/ballast.py). A process that has come to CUDA cannot be forked: there the truth is found by bisection, each size
+in a fresh process, and the sizes beside it are run too (peers/truth.py). Exit code 4: no CUDA device here.
 """
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LONGEST_S = 300
-
-
-def run_child(*arguments, log=None):
-    """The child's answer, or how it ended."""
-    from peers import limits, seen
-
-    environment = {
-        **os.environ,
-        **limits.ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]),
-    }
-    if log is not None:
-        environment[seen.LOG_VARIABLE] = str(log)
-    command = [sys.executable, "-W", "ignore", "-m", "peers.child", *map(str, arguments)]
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            done = subprocess.run(
-                command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=LONGEST_S
-            )
-        except subprocess.TimeoutExpired:
-            return {"ended": f"no answer within {LONGEST_S} s"}
-    if done.returncode:
-        return {
-            "ended": f"process ended with {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:200]}"
-        }
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def ask(workload, name):
-    from peers import seen
-
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        told = run_child("tool", workload, name, log=log)
-        was = seen.read(log)
-    if told.get("answer") is not None:
-        told |= {"ran": was.ran(told["answer"])}
-    return {**told, "trials": was.trials, "in_steps_s": was.in_steps_s}
-
-
-def measure(results, path, workloads, names):
-    """Adds to `results` what it has not yet, and keeps it."""
-    for workload in workloads:
-        row = results["workloads"].setdefault(workload, {"tools": {}, "survived": {}})
-        if "truth" not in row:
-            row["truth"] = run_child("scan", workload)
-        for name in names:
-            if name not in row["tools"]:
-                row["tools"][name] = ask(workload, name)
-            answer = row["tools"][name].get("answer")
-            if answer is not None and str(answer) not in row["survived"]:
-                row["survived"][str(answer)] = run_child("survive", workload, answer)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(results, indent=1) + "\n")
-            print(workload, name, row["tools"][name], flush=True)
+EVIDENCE = ROOT / "tests" / "evidence"
 
 
 def versions():
@@ -83,29 +29,63 @@ def versions():
 
     from peers import tools
 
-    packages = ["torch", *sorted(set(tools.PACKAGES.values()))]
-    return {"python": platform.python_version(), **{package: metadata.version(package) for package in packages}}
+    packages = [package for package in sorted(set(tools.PACKAGES.values())) if not tools.missing(package)]
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in ["torch", *packages]}}
+
+
+def surroundings(device):
+    """What it ran on: versions, and the card."""
+    if device == "host":
+        return {"versions": versions()}
+    import gpu_check
+
+    return {"versions": versions(), "card": gpu_check.surroundings()}
+
+
+def parsed():
+    from peers import cards, tools
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=cards.BY_DEVICE, default="host")
+    parser.add_argument("--tools", nargs="+", choices=tools.TOOLS, default=list(tools.TOOLS), metavar="NAME")
+    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="default: all of the device")
+    parser.add_argument("--out", type=Path, help="default: tests/evidence/peers_DEVICE.json")
+    parser.add_argument("--show", type=Path, help="print the tables of a file, run nothing")
+    parser.add_argument("--readme", action="store_true", help="put the tables into README.md, run nothing")
+    arguments = parser.parse_args()
+    there = cards.BY_DEVICE[arguments.device]
+    unknown = [name for name in arguments.workloads or () if name not in there]
+    if unknown:
+        parser.error(f"no workload {unknown[0]} on {arguments.device}; there are {', '.join(there)}")
+    arguments.workloads = [there[name] for name in arguments.workloads or there]
+    arguments.out = arguments.out or EVIDENCE / f"peers_{arguments.device}.json"
+    return arguments
 
 
 def main():
-    from peers import table, tools, workloads
+    import torch
+    from peers import measuring, table
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tools", nargs="+", choices=tools.TOOLS, default=list(tools.TOOLS), metavar="NAME")
-    parser.add_argument("--workloads", nargs="+", choices=workloads.HOST, default=list(workloads.HOST), metavar="NAME")
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "evidence" / "peers_host.json")
-    parser.add_argument("--show", type=Path, help="print the tables of a file, run nothing")
-    parser.add_argument("--readme", action="store_true", help="put the table into README.md, run nothing")
-    arguments = parser.parse_args()
+    arguments = parsed()
     if arguments.show:
         return print(table.whole(json.loads(arguments.show.read_text())))
     if arguments.readme:
-        return table.into_readme(ROOT / "README.md", json.loads(arguments.out.read_text()))
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"device": "host", "workloads": {}}
-    results["versions"] = versions()
-    measure(results, arguments.out, arguments.workloads, arguments.tools)
+        host, cuda = EVIDENCE / "peers_host.json", EVIDENCE / "peers_cuda.json"
+        measured = json.loads(cuda.read_text()) if cuda.exists() else None
+        return table.into_readme(ROOT / "README.md", json.loads(host.read_text()), measured)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        told = (
+            f"no CUDA device here (torch {torch.__version__}), nothing was run; the host rows need none: --device host"
+        )
+        print(f"benchmark_peers: {told}", file=sys.stderr)
+        return 4
+    results = {"device": arguments.device, "workloads": {}}
+    if arguments.out.exists():
+        results = json.loads(arguments.out.read_text())
+    results |= surroundings(arguments.device)
+    measuring.measure(results, arguments.out, arguments.workloads, arguments.tools)
     return print(table.whole(results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

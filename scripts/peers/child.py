@@ -1,8 +1,8 @@
-"""What runs in a process of its own: one tool on one workload, a scan of all sizes, or fifty steps at one size.
+"""What runs in a process of its own: one tool on one workload, a scan of all sizes, or steps at one size.
 
     python -m peers.child tool WORKLOAD TOOL
     python -m peers.child scan WORKLOAD
-    python -m peers.child survive WORKLOAD SIZE
+    python -m peers.child survive WORKLOAD SIZE STEPS
 
 Prints one line of JSON.
 """
@@ -13,23 +13,22 @@ import statistics
 import sys
 import time
 
-SURVIVED_STEPS = 50
-
 
 def tool(workload, name):
-    from peers import limits, state, tools
+    from peers import limits, seen, state, tools
 
-    call = tools.TOOLS[name]()
-    model = workload.build()
+    limit, call = limits.of(workload), tools.TOOLS[name]()
+    model = workload.build() if name in tools.BUILD_THEIR_OWN else workload.placed()
     job = tools.Job(workload, model, workload.optimizer(model))
-    limits.warm(workload)
-    before, in_use = state.taken_down(model, job.optimizer), limits.in_use_bytes()
+    limit.warm(workload)
+    before, in_use = state.taken_down(model, job.optimizer), limit.in_use()
     answer, error, began_s = None, None, time.perf_counter()
-    with limits.held(workload.budget_mib):
+    with limit.held(workload.budget_mib):
         try:
             answer = call(job)
         except Exception as raised:
             error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:200]}"
+    seen.settled()
     wall_s = time.perf_counter() - began_s
     if isinstance(answer, tools.NotFor):
         return {"not_for": answer.why}
@@ -38,7 +37,7 @@ def tool(workload, name):
         "error": error,
         "wall_s": wall_s,
         "changed": state.changed(before, state.taken_down(model, job.optimizer)),
-        "left_bytes": max(0, limits.in_use_bytes() - in_use),
+        **{name: max(0, now - in_use[name]) for name, now in limit.in_use().items()},
     }
 
 
@@ -46,11 +45,11 @@ def scan(workload):
     """Each size from the smallest on, in a fork of one warm process that has seen no failure; forks are forgotten."""
     from peers import limits
 
-    model = workload.build()
+    limit, model = limits.of(workload), workload.placed()
     step = workload.step(workload.optimizer(model))
-    limits.warm(workload)
+    limit.warm(workload)
     fits, failed_in_a_row, size = [], 0, workload.smallest
-    with limits.held(workload.budget_mib):
+    with limit.held(workload.budget_mib):
         while failed_in_a_row < workload.scan_beyond and size <= (workload.examples or 10**6):
             child = os.fork()
             if child == 0:
@@ -83,26 +82,27 @@ def _ranges(sizes):
     return ranges
 
 
-def survive(workload, size):
-    from peers import limits
+def survive(workload, size, steps):
+    from peers import limits, seen
 
-    model = workload.build()
+    limit, model = limits.of(workload), workload.placed()
     step = workload.step(workload.optimizer(model))
-    limits.warm(workload)
+    limit.warm(workload)
     times_s = []
-    with limits.held(workload.budget_mib):
-        for _ in range(SURVIVED_STEPS):
+    with limit.held(workload.budget_mib):
+        for _ in range(int(steps)):
             began_s = time.perf_counter()
             step(model, int(size))
+            seen.settled()
             times_s.append(time.perf_counter() - began_s)
-    return {"step_s": statistics.median(times_s)}
+    return {"step_s": statistics.median(times_s), **limit.peak()}
 
 
 def main():
-    from peers import workloads
+    from peers import cards
 
     kind, workload, *arguments = sys.argv[1:]
-    result = {"tool": tool, "scan": scan, "survive": survive}[kind](workloads.HOST[workload], *arguments)
+    result = {"tool": tool, "scan": scan, "survive": survive}[kind](cards.ALL[workload], *arguments)
     print(json.dumps(result))
 
 

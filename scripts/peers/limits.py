@@ -1,17 +1,24 @@
-"""One limit for all: the address space of this process, from where it stands once it is warm.
+"""One limit for all tools, and a real one: of the host's memory, or of a card's.
 
-glibc is told to give each block of 128 KiB and more its own pages and to keep one arena, so that what a process may
+On the host: the address space of this process, from where it stands once it is warm. glibc is told to give each block of 128 KiB and more its own pages and to keep one arena, so that what a process may
 use does not hang on what its heap has been through; oneDNN and NNPACK are off, whose failures speak in words that
 most tools were not written for. Both make the host more like a card, for every tool alike.
+
+On a card: what a neighbour leaves free of it (see ballast.py), context and libraries of the process included. Nothing is
+set, and nothing is warmed: what a tool's process takes, it takes from that.
 """
 
 import ctypes
 import gc
 import os
 import resource
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
+
+from peers import ballast
 
 MIB = 2**20
 ENVIRONMENT = {
@@ -34,12 +41,12 @@ def address_space_bytes():
         return int(statm.read().split()[0]) * resource.getpagesize()
 
 
-def in_use_bytes():
+def malloced():
     """What malloc has handed out."""
     from oomprobe.devices import linux
 
     settle()
-    return linux.malloced_bytes()
+    return {"left_bytes": linux.malloced_bytes()}
 
 
 def plain_kernels():
@@ -69,3 +76,67 @@ def held(budget_mib):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def allocated():
+    """What tensors hold of the card, and what the allocator does; nothing where this process has not come to it."""
+    gc.collect()
+    return {"left_bytes": torch.cuda.memory_allocated(), "left_reserved_bytes": torch.cuda.memory_reserved()}
+
+
+def reserved():
+    """The most that the allocator has held of the card."""
+    return {"peak_reserved_bytes": torch.cuda.max_memory_reserved()}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How memory is limited on a kind of device.
+
+    Attributes:
+        environment: Of the processes that work under it.
+        beside: Holds it from outside, while processes work; takes MiB, gives the bytes left free where it knows.
+        warm: What a process does first.
+        held: Holds it from inside; takes MiB.
+        in_use: Bytes in use by this process, by name.
+        peak: The most that were, by name; nothing where that is not measured.
+        forks: Whether a warm process may fork, so that all sizes can be scanned.
+    """
+
+    environment: Mapping[str, str]
+    beside: Callable[[int], AbstractContextManager]
+    warm: Callable
+    held: Callable[[int], AbstractContextManager]
+    in_use: Callable[[], dict[str, int]]
+    peak: Callable[[], dict[str, int]]
+    forks: bool
+
+
+def nothing(*_):
+    return {}
+
+
+LIMITS = {
+    "cpu": Limit(
+        environment=ENVIRONMENT,
+        beside=lambda mib: nullcontext(),
+        warm=warm,
+        held=held,
+        in_use=malloced,
+        peak=nothing,
+        forks=True,
+    ),
+    "cuda": Limit(
+        environment={"PYTHONHASHSEED": "0"},
+        beside=ballast.beside,
+        warm=nothing,
+        held=lambda mib: nullcontext(),
+        in_use=allocated,
+        peak=reserved,
+        forks=False,
+    ),
+}
+
+
+def of(workload):
+    return LIMITS[workload.device]

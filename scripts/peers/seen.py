@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 LOG_VARIABLE = "PEERS_LOG"
@@ -21,9 +22,16 @@ def note(event, size):
     path = os.environ.get(LOG_VARIABLE)
     if path is None:
         return
+    settled()
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(log, f"{event} {size} {time.perf_counter():.6f}\n".encode())
     os.close(log)
+
+
+def settled():
+    """What was sent to a card is done, so that a clock means something."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def forward(size):

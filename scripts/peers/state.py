@@ -35,11 +35,16 @@ def taken_down(model, optimizer):
         "buffers": _digest(dict(model.named_buffers())),
         "gradients": _digest({name: p.grad for name, p in model.named_parameters()}),
         "modes": _digest([module.training for module in model.modules()]),
+        "device": _digest([str(p.device) for p in model.parameters()]),
         "optimizer": _digest(optimizer.state_dict()),
-        "torch's generator": _digest(torch.get_rng_state()),
+        "torch's generator": _digest([torch.get_rng_state(), _card_s_generator()]),
         "numpy's generator": _digest(pickle.dumps(numpy.random.get_state())),
         "Python's generator": _digest(random.getstate()),
     }
+
+
+def _card_s_generator():
+    return torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 
 def changed(before, after):

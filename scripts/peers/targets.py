@@ -3,7 +3,7 @@
 import re
 
 from peers import limits
-from peers.workloads import HOST
+from peers.cards import ALL
 
 
 def identifier(name):
@@ -17,7 +17,7 @@ def function_name(name):
 def _target(workload):
     def build():
         limits.plain_kernels()
-        model = workload.build()
+        model = workload.placed()
         return model, workload.step(workload.optimizer(model))
 
     return build
@@ -32,7 +32,7 @@ def _model(workload, name):
     return build
 
 
-for _workload in HOST.values():
+for _workload in ALL.values():
     globals()[function_name(_workload.name)] = _target(_workload)
     _name = f"model_{identifier(_workload.name)}"
     globals()[_name] = _model(_workload, _name)

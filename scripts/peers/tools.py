@@ -1,18 +1,20 @@
 """Each tool, called as its own documentation says, on one workload. Imports come first, outside the limit.
 
 A tool is a function that takes a `Job` and gives its answer. The ones that start high are told to start at 512, a guess
-as their users make one; those that wrap a training function are given one of ten steps.
+as their users make one; those that wrap a training function are given one of ten steps. Mixed precision is part of the
+step, or an option where the tool has one; "batch-probe (model)" and "batch-finder" take a model alone and run it without.
 """
 
 import io
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 FIRST_GUESS, TRAINING_STEPS = 512, 10
+PRECISIONS = {None: "32-true", torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}  # as Lightning names them
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Job:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
 
-    @property
+    @cached_property
     def step(self):
         return self.workload.step(self.optimizer)
 
@@ -33,8 +35,10 @@ class Job:
 def oomprobe(**options):
     import oomprobe
 
+    options = {"progress": "off", **options}
+
     def call(job):
-        return oomprobe.find_max_batch(job.model, job.step, device="cpu", progress="off", **options).batch_size
+        return oomprobe.find_max_batch(job.model, job.step, device=job.workload.device, **options).batch_size
 
     return call
 
@@ -45,7 +49,7 @@ def oomprobe_isolated():
 
     def call(job):
         target = f"{targets.__file__}:{targets.function_name(job.workload.name)}"
-        return oomprobe.probe_target(target, device="cpu", progress="off").batch_size
+        return oomprobe.probe_target(target, device=job.workload.device, progress="off").batch_size
 
     return call
 
@@ -71,7 +75,8 @@ def lightning(mode):
             return DataLoader(Examples(self.job[0].workload), batch_size=self.batch_size)
 
     def call(job):
-        trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False)
+        options = {"accelerator": job.workload.device, "precision": PRECISIONS[job.workload.mixed]}
+        trainer = Trainer(max_epochs=1, devices=1, logger=False, enable_progress_bar=False, **options)
         module = Module(job)
         Tuner(trainer).scale_batch_size(module, mode=mode)
         return module.batch_size
@@ -81,7 +86,7 @@ def lightning(mode):
 
 class Examples(torch.utils.data.Dataset):
     def __init__(self, workload):
-        self.example, self.count = workload.inputs(1)[0], workload.examples or 1_000_000
+        self.example, self.count = workload.inputs(1)[0].cpu(), workload.examples or 1_000_000
 
     def __len__(self):
         return self.count
@@ -98,7 +103,7 @@ def accelerate():
     def call(job):
         @find_executable_batch_size(starting_batch_size=FIRST_GUESS)
         def train(batch_size):
-            model = job.workload.build()
+            model = job.workload.placed()
             Job(job.workload, model, job.workload.optimizer(model)).train(batch_size)
             return batch_size
 
@@ -167,7 +172,8 @@ def batch_finder():
         names = ["input_ids" if job.workload.tokens else "x"]
         build = getattr(targets, f"model_{targets.identifier(job.workload.name)}")
         with redirect_stdout(io.StringIO()):
-            found = find_max_minibatch(build, input_shapes=shape, forward_params=names, device=torch.device("cpu"))
+            device = torch.device(job.workload.device)
+            found = find_max_minibatch(build, input_shapes=shape, forward_params=names, device=device)
         return None if found is None else found[0]
 
     return call
@@ -178,9 +184,10 @@ def ultralytics():
     from ultralytics.utils.autobatch import check_train_batch_size
 
     def call(job):
-        if job.workload.name != "yolo":
+        if not hasattr(job.model, "detector"):
             return NotFor("for YOLO models")
-        return check_train_batch_size(job.model.detector, imgsz=160, amp=False, batch=-1)
+        options = {"imgsz": job.workload.sample[-1], "amp": job.workload.mixed is not None}
+        return check_train_batch_size(job.model.detector, batch=-1, **options)
 
     return call
 
@@ -226,6 +233,7 @@ TOOLS = {
     "batch-finder": batch_finder,
     "Ultralytics": ultralytics,
 }
+BUILD_THEIR_OWN = {"oomprobe run", "accelerate", "batch-finder"}  # a model of ours on the card would be one too many
 PACKAGES = {
     "Lightning power": "lightning",
     "Lightning binsearch": "lightning",
@@ -237,3 +245,13 @@ PACKAGES = {
     "batch-finder": "batch-finder",
     "Ultralytics": "ultralytics",
 }
+
+
+def missing(package):
+    """Whether it is a package, and not installed here."""
+    from importlib import metadata
+
+    try:
+        return package is not None and not metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return True

@@ -181,6 +181,9 @@ class Workload:
         an_error_is_right: Sizes fit, and yet a number would hide something.
         scan_steps: Steps that a size has to survive to count as fitting.
         scan_beyond: Failures in a row that end a scan.
+        device: Where it trains.
+        mixed: What autocast computes in; with float16 the loss is scaled. None: without autocast.
+        needs: A package without which it cannot be built.
     """
 
     name: str
@@ -196,19 +199,43 @@ class Workload:
     an_error_is_right: bool = False
     scan_steps: int = 3
     scan_beyond: int = 12
+    device: str = "cpu"
+    mixed: torch.dtype | None = None
+    needs: str | None = None
+
+    def placed(self):
+        """The model where it trains."""
+        return self.build().to(self.device)
 
     def inputs(self, size):
         size = size if self.examples is None else min(size, self.examples)
-        return torch.randint(1000, (size, *self.sample)) if self.tokens else torch.randn(size, *self.sample)
+        shape = (size, *self.sample)
+        return torch.randint(1000, shape, device=self.device) if self.tokens else torch.randn(shape, device=self.device)
 
     def step(self, optimizer):
         """The loop's body, as one writes it."""
+        if self.mixed is not None:
+            return self._mixed_step(optimizer)
 
         def step(model, batch_size):
             x = self.inputs(batch_size)
             optimizer.zero_grad()
             model(x).backward()
             optimizer.step()
+
+        return step
+
+    def _mixed_step(self, optimizer):
+        scaler = torch.amp.GradScaler(self.device, enabled=self.mixed is torch.float16)
+
+        def step(model, batch_size):
+            x = self.inputs(batch_size)
+            optimizer.zero_grad()
+            with torch.autocast(self.device, dtype=self.mixed):
+                loss = model(x)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
         return step
 
@@ -233,6 +260,13 @@ HOST = {
         Workload("leak", "each step keeps 1 MiB", Leaking, budget_mib=192, scan_steps=50),
         Workload("poisoned", "above 24 the process is lost", Poisoned, an_error_is_right=True),
         Workload("not-monotone", "from 97 on less memory is needed", NotMonotone, budget_mib=192, scan_beyond=130),
-        Workload("yolo", "Ultralytics' yolo11n at 160 pixels", Yolo, sample=(3, 160, 160), budget_mib=192),
+        Workload(
+            "yolo",
+            "Ultralytics' yolo11n at 160 pixels",
+            Yolo,
+            sample=(3, 160, 160),
+            budget_mib=192,
+            needs="ultralytics",
+        ),
     )
 }
