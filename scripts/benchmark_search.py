@@ -12,12 +12,14 @@ that was outside the steps. Goals: within the bound; at most 26 step-times from 
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
+from peers import limits
 
 import oomprobe
 
@@ -82,7 +84,8 @@ def row(answer, step_ms):
 
 def in_a_process_of_its_own(answer, step_ms):
     command = [sys.executable, __file__, "--row", str(answer), str(step_ms)]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    environment = {**os.environ, **limits.ENVIRONMENT}
+    return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def missed(line):

@@ -346,10 +346,10 @@ def test_steps_are_timed_and_peaks_told(unlogged, monkeypatch):
 @pytest.mark.parametrize(("name", "placed"), [("toma", True), ("oomprobe run", False), ("accelerate", False)])
 def test_who_builds_the_model_finds_the_card_empty(name, placed, unlogged, monkeypatch):
     monkeypatch.setitem(limits.LIMITS, "meta", replace(limits.LIMITS["cuda"], in_use=lambda: {"left_bytes": 0}))
-    monkeypatch.setitem(tools.TOOLS, name, lambda: lambda job: job.model.first.weight.device.type)
+    monkeypatch.setitem(tools.TOOLS, name, lambda: lambda job: job.model and job.model.first.weight.device.type)
     monkeypatch.setattr(state, "taken_down", lambda model, optimizer: {})
     said = child.tool(replace(cards.CUDA["resnet50"], build=Plain, device="meta"), name)
-    assert said["answer"] == ("meta" if placed else "cpu")
+    assert (said["answer"], said["own_model"]) == ("meta" if placed else None, not placed)
 
 
 def test_who_is_not_installed_is_said_and_asked_again_once_it_is(monkeypatch, tmp_path):

@@ -1,8 +1,9 @@
 """One limit for all tools, and a real one: of the host's memory, or of a card's.
 
-On the host: the address space of this process, from where it stands once it is warm. glibc is told to give each block of 128 KiB and more its own pages and to keep one arena, so that what a process may
-use does not hang on what its heap has been through; oneDNN and NNPACK are off, whose failures speak in words that
-most tools were not written for. Both make the host more like a card, for every tool alike.
+On the host: the address space of this process, from where it stands once it is warm. glibc is told to give each block
+of 128 KiB and more its own pages and to keep one arena, so that what a process may use does not hang on what its heap has
+been through; oneDNN and NNPACK are off, whose failures speak in words that most tools were not written for. Both make the
+host more like a card, for every tool alike.
 
 On a card: what a neighbour leaves free of it (see ballast.py), context and libraries of the process included. Nothing is
 set, and nothing is warmed: what a tool's process takes, it takes from that.

@@ -29,7 +29,16 @@ def _digest(value):
 
 
 def taken_down(model, optimizer):
-    """Hashes by name."""
+    """Hashes by name; without a model, of what is the process's."""
+    of_process = {
+        "torch's generator": _digest([torch.get_rng_state(), _card_s_generator()]),
+        "numpy's generator": _digest(pickle.dumps(numpy.random.get_state())),
+        "Python's generator": _digest(random.getstate()),
+    }
+    return of_process if model is None else _of_training(model, optimizer) | of_process
+
+
+def _of_training(model, optimizer):
     return {
         "weights": _digest(dict(model.named_parameters())),
         "buffers": _digest(dict(model.named_buffers())),
@@ -37,9 +46,6 @@ def taken_down(model, optimizer):
         "modes": _digest([module.training for module in model.modules()]),
         "device": _digest([str(p.device) for p in model.parameters()]),
         "optimizer": _digest(optimizer.state_dict()),
-        "torch's generator": _digest([torch.get_rng_state(), _card_s_generator()]),
-        "numpy's generator": _digest(pickle.dumps(numpy.random.get_state())),
-        "Python's generator": _digest(random.getstate()),
     }
 
 
@@ -48,4 +54,4 @@ def _card_s_generator():
 
 
 def changed(before, after):
-    return [name for name in before if before[name] != after[name]]
+    return [name for name in after if before[name] != after[name]]

@@ -31,7 +31,7 @@ def cell(workload, row, told):
         return f"error {RIGHT}" if expected else "error"
     if not survived(row, answer):
         return f"**{answer}: dies**"
-    if told["ran"] == "no":
+    if told["ran"] == "no" or answer > (true_max(row) or answer):
         return f"**{_share(row, answer)}, never run**"
     return f"**{_share(row, answer)}**" if workload.name == "bug" else _share(row, answer)
 

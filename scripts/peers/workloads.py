@@ -257,7 +257,7 @@ HOST = {
         Workload("100-examples", "memory for more than the data set has", Plain, budget_mib=512, examples=100),
         Workload("bug", "a bug above 24", Buggy, an_error_is_right=True),
         Workload("size-limit", "torch refuses sizes above 32", SizeLimited, budget_mib=512),
-        Workload("leak", "each step keeps 1 MiB", Leaking, budget_mib=192, scan_steps=50),
+        Workload("leak", "each step keeps 1 MiB", Leaking, budget_mib=192, scan_steps=50, an_error_is_right=True),
         Workload("poisoned", "above 24 the process is lost", Poisoned, an_error_is_right=True),
         Workload("not-monotone", "from 97 on less memory is needed", NotMonotone, budget_mib=192, scan_beyond=130),
         Workload(
