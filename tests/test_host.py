@@ -341,6 +341,32 @@ def test_a_peak_that_cannot_be_reset_is_not_told(monkeypatch):
     assert (usage.peak_allocated_bytes, usage.peak_reserved_bytes, usage.alloc_retries) == (None, None, 0)
 
 
+def test_gradients_that_a_failure_took_along_have_their_room_in_the_next_trial():
+    """They are part of the warm process: without room for them a model of 64 MiB was told 14 where 30 ran."""
+    out = run_python(
+        """
+        import torch
+        from oomprobe.devices.host import HostDevice
+        MIB = 2**20
+        device, kept = HostDevice(200 * MIB), []
+        def step():
+            kept.append(torch.ones(100 * MIB, dtype=torch.uint8))
+        device.warm(step)
+        kept.clear()
+        for more in (180, 220):
+            try:
+                with device.cap(None):
+                    step()
+                    torch.ones(more * MIB, dtype=torch.uint8)
+                print("ran")
+            except RuntimeError:
+                print("failed")
+            kept.clear()
+        """
+    )
+    assert out.split() == ["ran", "failed"]
+
+
 def test_pages_of_files_that_came_in_between_trials_are_not_the_next_ones_peak(tmp_path):
     """A first failure reads symbols of the libraries to tell its trace: 15 MiB, seen in every later peak."""
     device = HostDevice(64 * MIB)

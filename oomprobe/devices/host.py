@@ -66,6 +66,7 @@ class HostDevice:
         self._stated_bytes = stated_bytes
         self._available_bytes = free if stated_bytes is None else stated_bytes
         self._resident_base = self._mapped_bytes = 0
+        self._live_bytes = 0  # when what is available was sampled
         self._cap_bytes = self._available_bytes
         self._limit_bytes = 0  # of the address space, in the last trial
         self._made_by_plugs = 0  # free in the heap only because plugs grew it into an arena's reserve: no history
@@ -90,6 +91,7 @@ class HostDevice:
         if self._stated_bytes is None:
             self._available_bytes = linux.free_bytes() or self._available_bytes
         self._available_bytes = min([self._available_bytes, *left_by_own_limits()])
+        self._live_bytes = self.live_bytes()
 
     def prime(self, step: Callable[[], object]) -> None:
         """Let oneDNN make its primitives for a new shape while there is room, where the budget is a small one.
@@ -123,7 +125,7 @@ class HostDevice:
         self._cap_bytes = self._available_bytes if limit_bytes is None else limit_bytes
         free_before = linux.free_in_heap_bytes()
         history = max(0, free_before - self._made_by_plugs) if self._history_bytes is None else self._history_bytes
-        room = self._cap_bytes - min(history, int(HISTORY_SHARE * self._cap_bytes))
+        room = self._cap_bytes - min(history, int(HISTORY_SHARE * self._cap_bytes)) + self._missing_bytes()
         plugs = linux.Plugs()
         size = linux.process_bytes("VmSize") or 0
         try:
@@ -140,6 +142,10 @@ class HostDevice:
             plugs.drain()
             made = linux.free_in_heap_bytes() - left_by_trial - free_before
             self._made_by_plugs = max(0, self._made_by_plugs + made)
+
+    def _missing_bytes(self) -> int:
+        """What the warm process had and this one has not, as gradients after a failure: the step makes them again."""
+        return max(0, self._live_bytes - self.live_bytes())
 
     def start_trial(self) -> None:
         # Pages of libraries come in as they are first needed, 15 MiB with a first failure's trace: the trial has no part in them.
