@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from oomprobe import probe
-from oomprobe.errors import InvalidArgumentError, NotRunError
+from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
 from oomprobe.integrations.framework import check_flag, framework, is_simulated, refuse_several
 from oomprobe.integrations.generators import generators_kept
-from oomprobe.integrations.lent import LOOP_STEPS, callbacks, lent, shared_state, sources_of, stateful
+from oomprobe.integrations.lent import LOOP_STEPS, lent, shared_state, sources_of, stateful
 from oomprobe.integrations.longest import Longest, longest_of
 from oomprobe.integrations.positions import positions_of, refuse_too_long
+from oomprobe.integrations.said import caller_of, not_covered, notes_of
 from oomprobe.integrations.splits import running_split
 from oomprobe.options import StepFn, check_seconds, check_size
 from oomprobe.plan import PlanEntry
@@ -106,7 +107,8 @@ def find_max_batch(
     with lent(trainer, simulated=is_simulated(options.get("device"))) as copied:
         positions, sets = positions_of(trainer.model), {TRAINED: longest, **named}
         refuse_too_long(positions, sets.items(), max_length=max_length, loader_of=partial(_loader, copied))
-        loop = _Loop(copied, longest, evaluated)
+        callers = {name: caller_of(trainer, name) for name in ("train", "eval")}
+        loop = _Loop(copied, longest, evaluated, callers)
         preserve = (*preserved(preserve), *stateful(trainer))
         steps, confirm_steps = math.ceil(steps / LOOP_STEPS), math.ceil(confirm_steps / LOOP_STEPS)
         common: dict[str, Any] = {"confirm_steps": confirm_steps, "preserve": preserve}
@@ -116,7 +118,7 @@ def find_max_batch(
         notes = [
             *longest.notes,
             *(note for one in evaluated for note in one.notes),
-            *_notes(trainer, accumulation, longest, result),
+            *notes_of(trainer, accumulation, longest, result),
         ]
         if write_back:
             left = _with_time_left(options, result.elapsed_s)
@@ -124,7 +126,7 @@ def find_max_batch(
             notes.append(_written(args, entry, whole))
     if write_back and entry is not None:
         _write(trainer, entry)
-    return _told(result, notes, _not_covered(trainer, evaluated))
+    return _told(result, notes, not_covered(trainer, evaluates=bool(evaluated)))
 
 
 def _checked(trainer: Any) -> Any:
@@ -183,10 +185,11 @@ class _Loop:
         trainer: A copy that may be trained.
         longest: Examples to train on.
         evaluated: Examples of each data set to evaluate on; none: it does not.
+        callers: What the user types instead, by the name of the step.
     """
 
-    def __init__(self, trainer: Any, longest: Longest, evaluated: list[Longest]) -> None:
-        self._trainer, self._longest, self._evaluated = trainer, longest, evaluated
+    def __init__(self, trainer: Any, longest: Longest, evaluated: list[Longest], callers: Mapping[str, Caller]) -> None:
+        self._trainer, self._longest, self._evaluated, self._callers = trainer, longest, evaluated, callers
         self._collate, self._collated = trainer.data_collator, [0]
         trainer.data_collator = self._counted
 
@@ -202,8 +205,9 @@ class _Loop:
 
         evaluate.oomprobe_max_calls = 1  # type: ignore[attr-defined]  # it has no optimizer to wait for
         steps: dict[str, Any] = {"train": train} | ({"eval": evaluate} if self._evaluated else {})
-        for step in steps.values():
+        for name, step in steps.items():
             step.oomprobe_asked = self._asked(accumulation)  # of a journal's question
+            step.oomprobe_caller = self._callers[name]
         return steps
 
     def _asked(self, accumulation: int) -> object:
@@ -294,35 +298,8 @@ def _with_time_left(options: dict[str, Any], elapsed_s: float) -> dict[str, Any]
     return options if limit_s is None else {**options, "time_limit_s": limit_s - elapsed_s}
 
 
-def _told(result: ProbeResult, notes: list[str], not_covered: list[str]) -> ProbeResult:
+def _told(result: ProbeResult, notes: list[str], missing: list[str]) -> ProbeResult:
     # A call takes several steps, and prepares a loop: the core's samples a second would be a fraction of the truth.
     trials = tuple(replace(trial, samples_per_s=None) for trial in result.trials)
     own = [note for note in result.notes if not (note.startswith("no optimizer stepped") and "'eval'" in note)]
-    return replace(result, trials=trials, notes=(*own, *notes), not_covered=(*result.not_covered, *not_covered))
-
-
-def _notes(trainer: Any, accumulation: int, longest: Longest, result: ProbeResult) -> list[str]:
-    notes = [f"a trial is the Trainer's own loop for {LOOP_STEPS} optimizer steps a call, on its longest examples"]
-    if trainer.args.gradient_accumulation_steps > accumulation:
-        notes.append(
-            f"the search accumulated {accumulation} micro-batches, not {trainer.args.gradient_accumulation_steps}: the memory "
-            "of a step is that of its second, but for inputs that are on the device together"
-        )
-    if result.limited_by == "max_batch" and result.batch_size == longest.total:
-        notes.append(f"the data set ends the search: it has {longest.total} examples")
-    return notes
-
-
-def _not_covered(trainer: Any, evaluated: list[Longest]) -> list[str]:
-    own = callbacks()
-    known = (own.DefaultFlowCallback, own.ProgressCallback, own.PrinterCallback)
-    others = [type(one).__name__ for one in trainer.callback_handler.callbacks if not isinstance(one, known)]
-    told = [f"callbacks of the Trainer, which were not called: {', '.join(others)}"] if others else []
-    if trainer.args.dataloader_num_workers:
-        told.append("workers of data loaders: batches were made in this process")
-    if evaluated and trainer.compute_metrics is not None and trainer.args.eval_accumulation_steps is None:
-        told.append(
-            "the predictions of the whole evaluation set, which stay on the device until its end: set "
-            "eval_accumulation_steps to have them moved"
-        )
-    return told
+    return replace(result, trials=trials, notes=(*own, *notes), not_covered=(*result.not_covered, *missing))

@@ -146,6 +146,33 @@ def test_a_probe_that_was_ended_leaves_a_trainer_that_trains_to_the_same_bits(tr
     assert same(trained(probed), expected)
 
 
+def test_a_bug_is_told_with_what_to_type_and_what_a_trial_lacks(trainer):
+    class Mine(transformers.TrainerCallback):
+        pass
+
+    def of_two(examples):
+        if len(examples) > 2:
+            raise KeyError("labels")
+        return collate(examples)
+
+    def said(found, **options):
+        with pytest.raises(KeyError) as caught:
+            find(found, **options)
+        assert isinstance(caught.value, oomprobe.StepFailedError)
+        return str(caught.value)
+
+    text = said(trainer(given={"data_collator": of_two, "callbacks": [Mine()]}))
+    assert "batch 2 ran: pass max_batch=2" in text
+    assert (
+        "comes without oomprobe, make the Trainer with per_device_train_batch_size=4 and run trainer.train()." in text
+    )
+    assert "Its callbacks (Mine) are not called." in text
+    assert "step_fn" not in text
+    given = {"data_collator": of_two, "eval_dataset": Sentences(6)}
+    text = said(trainer(given=given, eval_strategy="epoch", per_device_eval_batch_size=5), max_batch=2)
+    assert "run trainer.evaluate(), which is at per_device_eval_batch_size=5. A trial begins with the longest" in text
+
+
 def test_optimizers_that_were_given_are_given_back(trainer):
     def made():
         model = language_model()

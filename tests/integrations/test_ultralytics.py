@@ -453,6 +453,21 @@ def test_the_average_of_a_model_in_half_precision_is_of_32_bits(built):
     assert half - whole == pytest.approx(sum(t.nbytes for t in [*model.parameters(), *model.buffers()]), rel=0.2)
 
 
+def test_a_bug_is_told_with_what_to_type_and_what_a_trial_lacks(nano):
+    def fail_of_two(module, args):
+        if isinstance(args[0], dict) and len(args[0]["img"]) > 2:
+            raise KeyError("labels")
+
+    nano.register_forward_pre_hook(fail_of_two)
+    with pytest.raises(KeyError) as caught:
+        find_max_batch(nano, **HOST)
+    assert "batch 2 ran: pass max_batch=2" in str(caught.value)
+    assert (
+        "comes without oomprobe, train with YOLO(...).train(batch=4, imgsz=64). A trial makes its own images, with 8 objects "
+        "each, and calls none of the trainer's callbacks."
+    ) in str(caught.value)
+
+
 def test_a_criterion_and_arguments_of_its_own_are_left_alone(nano, settings):
     nano.args = settings.get_cfg(overrides={"optimizer": "SGD"})
     nano.criterion = mine = nano.init_criterion()

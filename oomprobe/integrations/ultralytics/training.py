@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from oomprobe.devices import Device, Simulated
-from oomprobe.errors import SimulationError
+from oomprobe.errors import Caller, SimulationError
 from oomprobe.integrations.ultralytics.asked import Asked, part
 from oomprobe.integrations.ultralytics.batches import Batches, batches_for
 from oomprobe.integrations.ultralytics.selections import (
@@ -91,6 +91,7 @@ def prepare(model: torch.nn.Module, device: Device, asked: Asked) -> Training:
     )
     settings = sorted((name, repr(value)) for name, value in vars(plain.args).items())
     step.oomprobe_asked = (task, asked.imgsz, str(precision), batches.objects, type(optimizer).__name__, settings)  # type: ignore[attr-defined]
+    step.oomprobe_caller = _caller(batches)  # type: ignore[attr-defined]
     notes = (*_notes(batches, optimizer, precision, unfrozen), *was)
     return Training(model=trained, average=average, step=step, notes=notes)
 
@@ -209,6 +210,14 @@ def _put_on_card(model: torch.nn.Module, plain: Any) -> None:
 def _check_simulation(task: str, criterion: Any) -> None:
     if task in ASSIGNED and not list(criteria(criterion)):
         raise SimulationError(UNKNOWN_HERE.format(what=type(criterion).__name__))
+
+
+def _caller(batches: Batches) -> Caller:
+    many = f", with {batches.objects} objects each" if batches.task in ASSIGNED else ""
+    return Caller(
+        alone=f"train with YOLO(...).train(batch={{batch_size}}, imgsz={batches.imgsz})",
+        more=f"A trial makes its own images{many}, and calls none of the trainer's callbacks.",
+    )
 
 
 def _notes(batches: Batches, optimizer: torch.optim.Optimizer, precision: Precision, unfrozen: bool) -> Iterator[str]:
