@@ -59,9 +59,10 @@ def lent(trainer: Any, *, simulated: bool) -> Iterator[Any]:
 
 
 def sources_of(trainer: Any) -> list[Any]:
-    """Whatever makes its batches, and may draw random numbers as it does."""
+    """Whatever trains or makes its batches, and may draw random numbers as it does."""
     evaluated = trainer.eval_dataset.values() if isinstance(trainer.eval_dataset, dict) else [trainer.eval_dataset]
-    return [trainer.data_collator, trainer.train_dataset, *evaluated]
+    modules = trainer.model.modules() if isinstance(trainer.model, torch.nn.Module) else ()
+    return [trainer, *modules, trainer.data_collator, trainer.train_dataset, *evaluated]
 
 
 def shared_state(shared: Any) -> dict[str, Any]:

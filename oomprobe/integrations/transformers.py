@@ -56,10 +56,10 @@ def find_max_batch(
     Each call of the step is the Trainer's own loop for two optimizer steps: its optimizer, collator, precision, loss,
     gradient checkpointing and accumulation, on a batch of the longest examples of its data set. Where evaluation is on,
     each trial evaluates too, at the Trainer's own evaluation batch size. A copy of the Trainer is trained; the model, the
-    optimizer, the scheduler and the random number generators, also those of the collator and the data set, come back as
-    they were: training afterwards is bit-equal to training without a probe. Not given back: lists and dicts of a Trainer
-    of your own that it changes in place. What has ``state_dict`` is, also in them; where nothing of the Trainer refers to
-    it, pass it in `preserve`.
+    optimizer, the scheduler and the random number generators, also those in attributes of the Trainer, the model, the
+    collator and the data sets, come back as they were: training afterwards is bit-equal to training without a probe. Not
+    given back: lists and dicts of a Trainer of your own that it changes in place. What has ``state_dict`` is, also in them;
+    where nothing of the Trainer refers to it, pass it in `preserve`.
 
     Args:
         trainer: Set up as for ``trainer.train()``.

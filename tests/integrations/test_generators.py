@@ -1,10 +1,14 @@
+import gc
 import random
+import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from oomprobe.integrations.generators import generators_kept
+import oomprobe
+from oomprobe.integrations.generators import Generators, generators_kept
 
 KINDS = {
     "torch": (lambda: torch.Generator().manual_seed(7), lambda one: torch.rand(1, generator=one).item()),
@@ -34,11 +38,11 @@ def test_a_generator_goes_on_where_it_was(kind, error):
     assert draw(owner.own) == first
 
 
-@pytest.mark.parametrize("wrapping", [["dataset"], ["datasets"], ["dataset", "datasets", "transform"]])
+@pytest.mark.parametrize("wrapping", [["dataset"], ["datasets"], ["dataset", "transforms", "transform", "collate_fn"]])
 def test_one_of_a_data_set_in_another_goes_on_where_it_was(wrapping):
     inner = outer = Owner(own=random.Random(7))
     for name in wrapping:
-        outer = Owner(**{name: [outer, outer] if name == "datasets" else outer})
+        outer = Owner(**{name: [outer, outer] if name.endswith("s") else outer})
     inner.dataset = outer  # a circle ends
     with generators_kept([outer]):
         first = inner.own.random()
@@ -60,3 +64,85 @@ def test_one_that_was_made_meanwhile_is_gone(before):
     with generators_kept([owner]):
         owner.own = random.Random(7)
     assert vars(owner) == before
+
+
+@pytest.mark.parametrize("before", [7, "a generator", None], ids=str)
+def test_what_one_took_the_place_of_is_there_again(before):
+    owner = Owner(own=random.Random(7) if before == "a generator" else before)
+    was = owner.own
+    with generators_kept([owner]):
+        owner.own = torch.Generator()
+    assert owner.own is was
+
+
+def test_a_data_set_is_found_under_any_name():
+    inner = torch.utils.data.TensorDataset(torch.zeros(3))
+    inner.own = random.Random(7)
+    with generators_kept([Owner(images=inner)]):
+        first = inner.own.random()
+    assert inner.own.random() == first
+
+
+class Collator(Owner):
+    def collate(self, examples):
+        return self.own.random()
+
+
+@pytest.mark.parametrize("way", ["method", "keyword", "argument"])
+def test_so_is_that_of_a_function_that_collates(way):
+    collator = Collator(own=random.Random(7))
+    ways = {
+        "method": collator.collate,
+        "keyword": partial(lambda examples, own: own.random(), own=collator.own),
+        "argument": partial(lambda own, examples: own.random(), collator.own),
+    }
+    loader = torch.utils.data.DataLoader([1, 2], collate_fn=ways[way])
+    with generators_kept([loader]):
+        first = list(loader)
+    assert list(loader) == first
+
+
+def test_one_that_was_added_later_goes_on_where_it_was_then():
+    early, late = Owner(own=random.Random(7)), Owner(own=random.Random(8))
+    with generators_kept([early]) as kept:
+        first = early.own.random()
+        early.other = random.Random(9)
+        kept.add([early, late])
+        second = late.own.random()
+        late.other = random.Random(9)
+    assert (early.own.random(), late.own.random()) == (first, second)
+    assert [sorted(vars(one)) for one in (early, late)] == [["own"], ["own"]]
+
+
+def test_data_sets_are_let_go():
+    kept, owner = Generators(), Owner(own=random.Random(7), rows=Owner())
+    kept.add([owner])
+    held = [weakref.ref(owner), weakref.ref(owner.rows)]
+    del owner
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+    kept.put_back()
+
+
+def test_one_without_a_state_is_passed_over():
+    with generators_kept([Owner(own=random.SystemRandom(), odd=np.random.RandomState(np.random.PCG64(1)))]):
+        pass
+
+
+def test_on_a_lost_device_only_those_of_the_host_are_put_back():
+    class OfACard(torch.Generator):
+        device = torch.device("cuda")
+
+        def set_state(self, state):
+            raise RuntimeError("illegal memory access")
+
+    owner, first = Owner(card=OfACard(), host=random.Random(7)), []
+
+    def draw_and_lose():
+        with generators_kept([owner]):
+            first.append(owner.host.random())
+            raise oomprobe.DeviceLostError("gone")
+
+    with pytest.raises(oomprobe.DeviceLostError):
+        draw_and_lose()
+    assert owner.host.random() == first[0]

@@ -122,6 +122,87 @@ def test_so_it_does_with_manual_optimization_and_loaders_of_its_own():
     assert losses(probed=True) == losses(probed=False)
 
 
+class Drawing(torch.utils.data.Dataset):
+    """Draws from generators of its own and from all that there are, as it gives an example."""
+
+    def __init__(self, count):
+        self.count = count
+        self.torch, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(2)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        drawn = torch.rand(8, generator=self.torch) + self.numpy.random() + torch.rand(8) + random.random()
+        return ((drawn + np.random.rand()).float(),)
+
+
+class Split(pl.LightningDataModule):
+    """Draws from one of its own as it is set up, and has data sets in others."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_size, self.split, self.full = 4, torch.Generator().manual_seed(5), Drawing(30)
+
+    def setup(self, stage):
+        self.mean = sum(self.full[index][0].mean() for index in range(3))
+        self.parts = torch.utils.data.random_split(self.full, [24, 6], generator=self.split)
+
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], batch_size=self.batch_size, shuffle=True, collate_fn=self.noisy)
+
+    def val_dataloader(self):
+        return DataLoader(ONE_FOR_ALL, batch_size=2)
+
+    def noisy(self, examples):
+        return [torch.stack([one[0] for one in examples]) + self.mean]
+
+
+class Noisy(Module):
+    """Draws from one of its own as it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer.insert(0, Noise())
+
+    def validation_step(self, batch, batch_idx):
+        self.told.losses.append(self.layer(batch[0]).mean().item())
+
+
+class Noise(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(4)
+
+    def forward(self, x):
+        return x + torch.rand(x.shape, generator=self.generator)
+
+
+ONE_FOR_ALL = Drawing(6)
+
+
+@pytest.mark.parametrize("handed_in", [False, True])
+def test_generators_of_the_users_own_are_where_they_were(handed_in):
+    def losses(*, probed):
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(3)
+        ONE_FOR_ALL.__init__(6)
+        module, given = Noisy(), {"datamodule": Split()}
+        if handed_in:
+            given["datamodule"].setup("fit")
+            loaders = given["datamodule"].train_dataloader(), given["datamodule"].val_dataloader()
+            given = dict(zip(("train_dataloaders", "val_dataloaders"), loaders, strict=True))
+        if probed:
+            find_max_batch(quiet_trainer(), module, **given, device="cpu:1GiB", max_batch=8, write_back=False, **QUIET)
+            del module.told.losses[:]
+        quiet_trainer(max_epochs=2).fit(module, **given)
+        return module.told.losses
+
+    expected = losses(probed=False)
+    assert len(expected) == 20
+    assert losses(probed=True) == expected
+
+
 def test_a_probe_of_a_training_that_has_begun():
     """The Trainer that fitted goes on as it would have: it is never run."""
 

@@ -524,6 +524,21 @@ def test_a_collators_own_generator_is_given_back(trainer):
     assert same(trained(probed), expected)
 
 
+def test_those_of_the_trainer_and_of_its_model_are_given_back(trainer):
+    class Drawing(transformers.Trainer):
+        def __init__(self, *, model, **rest):
+            super().__init__(model=model, **rest)
+            model.generator, self.generator = torch.Generator().manual_seed(7), torch.Generator().manual_seed(8)
+
+        def compute_loss(self, model, inputs, *args, **rest):
+            drawn = torch.rand(1, generator=self.generator) * torch.rand(1, generator=self.model.generator)
+            return super().compute_loss(model, inputs, *args, **rest) * drawn.item()
+
+    expected, probed = trained(trainer(kind=Drawing)), trainer(kind=Drawing)
+    find(probed, write_back=False)
+    assert same(trained(probed), expected)
+
+
 class Masked(Sentences):
     """Draws as it gives an example, as data sets of images do."""
 

@@ -15,6 +15,7 @@ import torch
 import oomprobe
 from oomprobe.devices import Device, Simulated, choose_device
 from oomprobe.errors import Caller, InvalidArgumentError, StepFailedError
+from oomprobe.integrations.generators import generators_kept
 from oomprobe.integrations.lightning import settings
 from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.examples import Examples
@@ -53,9 +54,10 @@ def find_max_batch(
     is logged and no checkpoint written, hooks of callbacks are not called, and what the module writes into ``log_dir``
     goes when the probe ends. What it writes elsewhere is written in each trial.
 
-    Afterwards the module, the data module and the random number generators are as before, so that training gives the same
-    losses. Not given back: what the module keeps in plain dicts and objects and changes in place (an average of the
-    weights; pass what has ``state_dict`` in `preserve`), and where a stream stood.
+    Afterwards the module, the data module and the random number generators, also those in attributes of the two, of data
+    sets and of collate functions, are as before, so that training gives the same losses. Not given back: what the module
+    keeps in plain dicts and objects and changes in place (an average of the weights; pass what has ``state_dict`` in
+    `preserve`), and where a stream stood.
 
     Args:
         trainer: The ``Trainer`` that will train: on one device. It is asked for its settings and never run.
@@ -104,6 +106,7 @@ def find_max_batch(
         on_host(own),
         undone(own, _others(trainer, datamodule), preserve, _kind(device)),
         stand_ins(pl, trainer) as others,
+        generators_kept([*own.modules(), datamodule]) as generators,
     ):
         batch_size = BatchSize(batch_size_name, own, datamodule)
         sources = sources_of(pl, trainer, own, datamodule, handed_in)
@@ -120,6 +123,7 @@ def find_max_batch(
             micro=micro,
             batch_size=batch_size,
             sources=sources,
+            generators=generators,
         )
         result = _probe(loop, device, options, scan_s)
     missed = settings.unheard(pl, others.kinds)

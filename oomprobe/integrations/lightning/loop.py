@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError, NotRunError
+from oomprobe.integrations.generators import Generators
 from oomprobe.integrations.largest import Order
 from oomprobe.integrations.lightning.batch_size import BatchSize
-from oomprobe.integrations.lightning.loaders import Batches, each
+from oomprobe.integrations.lightning.loaders import Batches, each, flat
 from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
 from oomprobe.integrations.lightning.settings import LOOP_STEPS
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN, Source
@@ -42,6 +43,7 @@ class Loop:
         micro: Batches for one optimizer step.
         batch_size: The attribute.
         sources: Of the loaders, by `TRAIN` and `EVAL`.
+        generators: Given back when the probe ends; those of the loaders are added.
         orders: Of the examples, by the same and the place of the loader.
         own_sizes: Filled with batch sizes of validation loaders that do not follow.
     """
@@ -55,6 +57,7 @@ class Loop:
     micro: int
     batch_size: BatchSize
     sources: Mapping[str, Source]
+    generators: Generators
     orders: dict[str, dict[int, Order]] = field(default_factory=dict)
     own_sizes: dict[str, set[int]] = field(default_factory=dict)
 
@@ -63,6 +66,7 @@ class Loop:
 
         def met(name: str) -> Any:
             loaders = self.sources[name].give()
+            self.generators.add(flat(loaders))
             meet(name, loaders)
             return each(lambda place, loader: [], loaders)
 
