@@ -10,9 +10,9 @@ import torch
 
 from oomprobe.integrations.framework import framework
 from oomprobe.integrations.generators import generators_kept
+from oomprobe.integrations.loops import LOOP_STEPS
 from oomprobe.scope import scope
 
-LOOP_STEPS = 2  # optimizer steps of one call of its loop: the second finds what the first left
 # Whatever a training run writes, reports, evaluates or decides by itself.
 QUIET: dict[str, Any] = {
     "max_steps": LOOP_STEPS,

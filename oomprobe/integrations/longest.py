@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.integrations.largest import Order, is_number, largest_first, shapes_of
+from oomprobe.integrations.loops import refuse_once
 
 STREAM_EXAMPLES = 32  # of a stream are looked at
 ONLY = Order(indices=(0,), seen=1, complete=True, variable=False, known=True)
@@ -129,10 +130,7 @@ def stretched(example: Any, max_length: int) -> Any:
 
 
 def _of_stream(dataset: Any, max_length: int | None) -> Longest:
-    if iter(dataset) is iter(dataset):
-        raise InvalidArgumentError(
-            "the data set can be read only once, and a probe would use it up: pass one whose __iter__ begins anew each time"
-        )
+    refuse_once(dataset)
     examples = list(islice(dataset, STREAM_EXAMPLES))
     if not examples:
         raise InvalidArgumentError("the data set gave no example to make a batch of")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from oomprobe.errors import Caller
-from oomprobe.integrations.lent import LOOP_STEPS, callbacks
+from oomprobe.integrations.lent import callbacks
 from oomprobe.integrations.longest import Longest
+from oomprobe.integrations.loops import LOOP_STEPS
 from oomprobe.result import ProbeResult
 
 

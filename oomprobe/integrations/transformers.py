@@ -14,8 +14,9 @@ from oomprobe import probe
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
 from oomprobe.integrations.framework import check_flag, framework, is_simulated, refuse_several
 from oomprobe.integrations.generators import generators_kept
-from oomprobe.integrations.lent import LOOP_STEPS, lent, shared_state, sources_of, stateful
+from oomprobe.integrations.lent import lent, shared_state, sources_of, stateful
 from oomprobe.integrations.longest import Longest, longest_of
+from oomprobe.integrations.loops import LOOP_STEPS, loops_of, plain_of, untimed
 from oomprobe.integrations.positions import positions_of, refuse_too_long
 from oomprobe.integrations.said import caller_of, not_covered, notes_of
 from oomprobe.integrations.splits import running_split
@@ -26,7 +27,6 @@ from oomprobe.state import preserved
 
 TRAINED, EVAL = "train_dataset", "eval_dataset"
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs beside the gradients of the first
-PLAIN = (bool, int, float, str, type(None))
 # Settings that change with each trial, or that no number depends on.
 NOT_ASKED = (
     "per_device_train_batch_size",
@@ -89,8 +89,8 @@ def find_max_batch(
     """
     framework("transformers", minimum="5.0", extra="transformers")
     args = _checked(trainer)
-    sizes = {"steps": steps, "confirm_steps": confirm_steps, "max_length": max_length, "global_batch": global_batch}
-    for name, value in {**sizes, "max_batch": max_batch}.items():
+    steps, confirm_steps = loops_of("steps", steps), loops_of("confirm_steps", confirm_steps)
+    for name, value in {"max_length": max_length, "global_batch": global_batch, "max_batch": max_batch}.items():
         if value is not None:
             check_size(name, value)
     check_seconds("scan_s", scan_s)
@@ -110,7 +110,6 @@ def find_max_batch(
         callers = {name: caller_of(trainer, name) for name in ("train", "eval")}
         loop = _Loop(copied, longest, evaluated, callers)
         preserve = (*preserved(preserve), *stateful(trainer))
-        steps, confirm_steps = math.ceil(steps / LOOP_STEPS), math.ceil(confirm_steps / LOOP_STEPS)
         common: dict[str, Any] = {"confirm_steps": confirm_steps, "preserve": preserve}
         result = probe.find_max_batch(
             trainer.model, loop.steps(accumulation), max_batch=max_batch, steps=steps, **common, **options
@@ -217,7 +216,7 @@ class _Loop:
         kinds = [type(one).__qualname__ for one in (trainer, trainer.data_collator, trainer.optimizer)]
         examples = [one.asked for one in (self._longest, *self._evaluated)]
         own = getattr(self._collate, "__dict__", {})
-        collator = sorted((name, str(value)) for name, value in own.items() if isinstance(value, PLAIN))
+        collator = sorted((name, str(value)) for name, value in plain_of(own).items())
         config = str(getattr(trainer.model, "config", None))  # which attention it takes, among others
         return (accumulation, sorted(map(str, settings.items())), kinds, examples, collator, config)
 
@@ -299,7 +298,5 @@ def _with_time_left(options: dict[str, Any], elapsed_s: float) -> dict[str, Any]
 
 
 def _told(result: ProbeResult, notes: list[str], missing: list[str]) -> ProbeResult:
-    # A call takes several steps, and prepares a loop: the core's samples a second would be a fraction of the truth.
-    trials = tuple(replace(trial, samples_per_s=None) for trial in result.trials)
     own = [note for note in result.notes if not (note.startswith("no optimizer stepped") and "'eval'" in note)]
-    return replace(result, trials=trials, notes=(*own, *notes), not_covered=(*result.not_covered, *missing))
+    return replace(untimed(result), notes=(*own, *notes), not_covered=(*result.not_covered, *missing))

@@ -39,6 +39,11 @@ def test_an_option_that_the_contract_does_not_have():
     assert HOOKS == []  # no setup() either
 
 
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_write_back_is_yes_or_no(value):
+    refused(f"write_back must be True or False, not {value!r}", datamodule=Data(), write_back=value)
+
+
 @pytest.mark.parametrize("scan_s", [-1, float("nan"), True, "3"])
 def test_seconds_that_are_none(scan_s):
     refused("scan_s must be a number of seconds", datamodule=Data(), scan_s=scan_s)

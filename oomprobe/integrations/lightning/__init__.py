@@ -15,6 +15,7 @@ import torch
 import oomprobe
 from oomprobe.devices import Device, Simulated, choose_device
 from oomprobe.errors import Caller, InvalidArgumentError, StepFailedError
+from oomprobe.integrations.framework import check_flag
 from oomprobe.integrations.generators import generators_kept
 from oomprobe.integrations.lightning import settings
 from oomprobe.integrations.lightning.batch_size import BatchSize
@@ -24,7 +25,8 @@ from oomprobe.integrations.lightning.quiet import quiet
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN, data_of, sources_of
 from oomprobe.integrations.lightning.standins import stand_ins
 from oomprobe.integrations.lightning.undone import on_host, undone
-from oomprobe.options import Options, check_size
+from oomprobe.integrations.loops import LOOP_STEPS, loops_of, untimed
+from oomprobe.options import Options, check_seconds
 from oomprobe.result import ProbeResult
 from oomprobe.scope import scope
 
@@ -89,8 +91,8 @@ def find_max_batch(
         trainer.fit(module, datamodule=datamodule)  # at result.batch_size
     """
     inspect.signature(oomprobe.find_max_batch).bind(None, None, **options)  # its own TypeError for what it lacks
-    if isinstance(scan_s, bool) or not isinstance(scan_s, int | float) or not scan_s >= 0:
-        raise InvalidArgumentError(f"scan_s must be a number of seconds, at least 0, not {scan_s!r}")
+    check_seconds("scan_s", scan_s)
+    check_flag("write_back", write_back)
     pl = settings.lightning_of(trainer)
     own = getattr(module, "_orig_mod", module)  # where torch.compile keeps the module
     if not isinstance(own, pl.LightningModule):
@@ -135,8 +137,7 @@ def find_max_batch(
 def _probe(loop: Loop, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
     first = _first(options)
     for name, contracted in (("steps", 2), ("confirm_steps", 5)):
-        check_size(name, options.setdefault(name, contracted))
-        options[name] = -(-options[name] // settings.LOOP_STEPS)
+        options[name] = loops_of(name, options.get(name, contracted))
     examples = Examples(loop, first, scan_s)
     with _as_ended(loop, first):
         options = examples.limited(options)
@@ -218,7 +219,7 @@ def _first(options: dict[str, Any]) -> int:
 
 def _told(result: ProbeResult, loop: Loop, missed: list[str]) -> ProbeResult:
     notes = [
-        f"one step of a trial is Trainer.fit for {settings.LOOP_STEPS} optimizer steps"
+        f"one step of a trial is Trainer.fit for {LOOP_STEPS} optimizer steps"
         + (f" of {loop.micro} accumulated batches each" if loop.micro > 1 else "")
     ]
     if loop.sources[TRAIN].holder is None:
@@ -227,11 +228,9 @@ def _told(result: ProbeResult, loop: Loop, missed: list[str]) -> ProbeResult:
         notes.append(f"a validation loader keeps its own batch size of {own_size}")
     for own_size in sorted(loop.own_sizes.get(TRAIN, ())):
         notes.append(f"a training loader keeps its own batch size of {own_size}")
-    # A call takes several steps, and makes a Trainer: the core's samples a second would be a fraction of the truth.
-    trials = tuple(replace(trial, samples_per_s=None) for trial in result.trials)
     not_covered = list(result.not_covered)
     if missed:
         not_covered.append(
             f"callbacks, which trials do not call: {', '.join(missed)} (one that averages weights holds a copy of them)"
         )
-    return replace(result, trials=trials, notes=(*result.notes, *notes), not_covered=tuple(not_covered))
+    return replace(untimed(result), notes=(*result.notes, *notes), not_covered=tuple(not_covered))

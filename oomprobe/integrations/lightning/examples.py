@@ -16,8 +16,8 @@ from oomprobe.integrations.lightning.loaders import (
     size_of,
 )
 from oomprobe.integrations.lightning.loop import Loop, unfollowed
-from oomprobe.integrations.lightning.settings import LOOP_STEPS
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN
+from oomprobe.integrations.loops import LOOP_STEPS, refuse_once
 from oomprobe.result import ProbeResult
 
 _SAID = {TRAIN: "training", EVAL: "validation"}
@@ -101,11 +101,8 @@ class Examples:
         return order
 
     def _note_unseen(self, name: str, loader: Any) -> None:
-        if kind_of(loader) is Kind.STREAM and iter(loader.dataset) is iter(loader.dataset):
-            raise InvalidArgumentError(
-                f"the {_SAID[name]} data can be read only once, and a probe would use it up: pass a data set whose __iter__ "
-                "begins anew each time"
-            )
+        if kind_of(loader) is Kind.STREAM:
+            refuse_once(loader.dataset, f"{_SAID[name]} data set")
         what = "a stream" if kind_of(loader) is Kind.STREAM else f"a {type(loader).__name__}"
         self.largest_ran = False
         self._notes.append(

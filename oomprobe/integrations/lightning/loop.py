@@ -13,10 +13,10 @@ from oomprobe.integrations.largest import Order
 from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.loaders import Batches, each, flat
 from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
-from oomprobe.integrations.lightning.settings import LOOP_STEPS
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN, Source
 from oomprobe.integrations.lightning.standins import StandIns, lacking
 from oomprobe.integrations.lightning.undone import replaced
+from oomprobe.integrations.loops import LOOP_STEPS, plain_of
 
 EVAL_BATCHES = 2
 SMALL_EVAL = 2  # examples: of one, what squeezes its tensors breaks that never sees one in training
@@ -84,8 +84,7 @@ class Loop:
     @property
     def told(self) -> tuple[object, ...]:
         """Simple values that say which settings these are."""
-        plain = (bool, int, float, str, type(None))
-        values = [(name, value) for name, value in self.arguments.items() if isinstance(value, plain)]
+        values = plain_of(self.arguments).items()
         plugins = tuple(type(plugin).__name__ for plugin in self.arguments["plugins"])
         data = type(self.datamodule).__name__, str(getattr(self.arguments["plugins"][0], "precision", None))
         own = [self._plain(one) for one in (self.own, self.datamodule) if one is not None]
@@ -94,8 +93,7 @@ class Loop:
     def _plain(self, holder: Any) -> str:
         """Settings that a module or data module has in its attributes or hyperparameters, but for the batch size."""
         found = {**vars(holder), **dict(getattr(holder, "hparams", {}))}
-        plain = (bool, int, float, str, type(None))
-        kept = {name: value for name, value in found.items() if isinstance(value, plain) and not name.startswith("_")}
+        kept = {name: value for name, value in plain_of(found).items() if not name.startswith("_")}
         return str(sorted((name, repr(value)) for name, value in kept.items() if name != self.batch_size.name))
 
     def train(self, size: int) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.integrations.framework import framework, refuse_several
+from oomprobe.integrations.loops import LOOP_STEPS
 
 MINIMUM = "2.5"
-LOOP_STEPS = 2  # optimizer steps in one call of Trainer.fit: the second finds what the first left
 MICRO_BATCHES = 2  # during the second, gradients are there already; further ones are like it
 
 
