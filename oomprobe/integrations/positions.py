@@ -15,6 +15,8 @@ from oomprobe.integrations.longest import Longest
 OFFSETS = (0, 1, 2)  # rows that a table may have beyond the positions its config tells of
 NAMES = ("pos", "wpe")  # of tables of positions: position_embeddings, embed_positions, pos_emb, wpe
 FIELDS = ("input_ids", "decoder_input_ids")
+# Kinds that make further rows as they need them (fsmt), or give all positions beyond the table its last row (tapas).
+WITHOUT_END = ("fsmt", "tapas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,8 @@ def positions_of(model: torch.nn.Module) -> Positions | None:
     stated = getattr(config, "max_position_embeddings", None)
     if not isinstance(stated, int) or getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         return None
+    if getattr(config, "model_type", None) in WITHOUT_END:
+        return None
     for name, module in model.named_modules():
         if _is_table(module, name) and module.num_embeddings - stated in OFFSETS:
             count = min(stated, module.num_embeddings - _before_first(module))
@@ -68,7 +72,7 @@ def _is_table(module: torch.nn.Module, name: str) -> TypeGuard[torch.nn.Embeddin
 
 def _before_first(table: torch.nn.Embedding) -> int:
     """Rows that no token uses: models of RoBERTa's kind count positions from the one after the padding's."""
-    return table.padding_idx + 1 if type(table) is torch.nn.Embedding and table.padding_idx else 0
+    return 0 if type(table) is not torch.nn.Embedding or table.padding_idx is None else table.padding_idx + 1
 
 
 def refuse_too_long(

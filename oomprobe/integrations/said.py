@@ -44,13 +44,19 @@ def notes_of(trainer: Any, accumulation: int, longest: Longest, result: ProbeRes
     return notes
 
 
+def _keeps_predictions(trainer: Any) -> bool:
+    args = trainer.args
+    dropped = args.prediction_loss_only or args.batch_eval_metrics
+    return trainer.compute_metrics is not None and args.eval_accumulation_steps is None and not dropped
+
+
 def not_covered(trainer: Any, *, evaluates: bool) -> list[str]:
     """What training does, and no trial did."""
     missed = uncalled(trainer)
     told = [f"callbacks of the Trainer, which were not called: {', '.join(missed)}"] if missed else []
     if trainer.args.dataloader_num_workers:
         told.append("workers of data loaders: batches were made in this process")
-    if evaluates and trainer.compute_metrics is not None and trainer.args.eval_accumulation_steps is None:
+    if evaluates and _keeps_predictions(trainer):
         told.append(
             "the predictions of the whole evaluation set, which stay on the device until its end: set "
             "eval_accumulation_steps to have them moved"

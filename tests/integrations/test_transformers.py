@@ -467,6 +467,13 @@ def test_what_evaluation_and_loading_do_beyond_a_trial_is_said(trainer):
     assert not any("eval_accumulation_steps" in one or "workers of data loaders" in one for one in told)
 
 
+@pytest.mark.parametrize("setting", ["batch_eval_metrics", "prediction_loss_only"])
+def test_predictions_that_evaluation_does_not_keep_are_no_gap(trainer, setting):
+    given = {"eval_dataset": Sentences(6), "compute_metrics": lambda _, compute_result=True: {}}
+    told = find(trainer(given=given, eval_strategy="epoch", **{setting: True})).not_covered
+    assert not any("predictions" in one for one in told)
+
+
 def test_evaluation_is_no_larger_than_its_data_set(trainer, watched):
     probed = trainer(given={"eval_dataset": Sentences(3)}, eval_strategy="epoch", per_device_eval_batch_size=64)
     seen = watched(probed)
