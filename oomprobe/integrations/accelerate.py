@@ -220,8 +220,9 @@ class _Trials:
         elif self._stepped_at:
             raise NotRunError(
                 f"at batch {batch_size} {self._name} ended without an optimizer step, and at batch "
-                f"{max(self._stepped_at)} it made some, so that size was not really run. Often the data set is smaller than "
-                "a batch and the loader drops the last: pass its length as starting_batch_size"
+                f"{max(self._stepped_at)} it made some, so that size was not really run. Where it handles an "
+                "out-of-memory error itself, have it raise that again. Otherwise the data set is often smaller than a batch and "
+                "the loader drops the last: pass its length as starting_batch_size"
             )
 
     def refuse_inner(self, function: Callable[..., Any]) -> None:

@@ -22,7 +22,10 @@ def checked(options: dict[str, Any], starting_batch_size: int | None, trial_step
     check_size("trial_steps", trial_steps)
     if starting_batch_size is not None:
         check_size("starting_batch_size", starting_batch_size)
-    bound = inspect.signature(probe.find_max_batch).bind(None, None, max_batch=starting_batch_size, **options)
+    try:
+        bound = inspect.signature(probe.find_max_batch).bind(None, None, max_batch=starting_batch_size, **options)
+    except TypeError as error:
+        raise TypeError(f"find_executable_batch_size() {error}") from None
     bound.apply_defaults()
     _check_numbers(bound.kwargs)
     counts = {name: math.ceil(bound.kwargs[name] / trial_steps) for name in ("steps", "confirm_steps")}

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from oomprobe.errors import add_note
+
 # Of which all have one shape, with three dimensions or more, are taken for images of one size.
 ALIKE = 64
 IMAGE_DIMENSIONS = 3
@@ -78,7 +80,7 @@ def largest_first(
     seen: dict[int, dict[Any, tuple[Shape, ...]]] = {}
     kinds: set[tuple[Any, ...]] = set()
     for index in shuffled:
-        seen[index] = shapes_of(dataset[index])
+        seen[index] = shapes_of(_example(dataset, index))
         kinds.add(tuple(seen[index].items()))
         if clock() >= until or (len(seen) == ALIKE and _images_of_one_size(kinds)):
             break
@@ -92,6 +94,14 @@ def largest_first(
         variable=len(kinds) > 1,
         known=any(size for fields in sizes.values() for size in fields.values()),
     )
+
+
+def _example(dataset: Any, index: int) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:
+        add_note(error, f"oomprobe: example {index} of the data set raised this, before the first trial")
+        raise
 
 
 def shapes_of(example: Any) -> dict[Any, tuple[Shape, ...]]:

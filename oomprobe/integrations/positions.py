@@ -108,8 +108,8 @@ def _told(positions: Positions, found: str, max_length: int | None) -> str:
     if max_length is not None:
         return f"max_length={max_length} is longer than the model has positions for: {positions}. Pass {advised}"
     return (
-        f"{found}, and the model has positions for {positions}: training would fail there, too. Cut them as you tokenize "
-        f"(truncation=True, {advised}), or have a collator do it. To probe with sequences of that length, pass {advised}"
+        f"{found}, and the model has positions for {positions}: training would fail there, too, unless your Trainer cuts "
+        f"them. Cut them as you tokenize (truncation=True, {advised}), or have a collator do it. To probe with sequences of that length, pass {advised}"
     )
 
 

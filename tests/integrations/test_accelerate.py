@@ -417,6 +417,30 @@ def test_a_loader_that_drops_its_only_batch_is_not_a_size_that_fits():
         train()
 
 
+def test_a_function_that_handles_what_it_should_let_out_is_told_so():
+    @find_executable_batch_size(starting_batch_size=8, **HOST)
+    def train(batch_size):
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            if batch_size > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            model(torch.randn(batch_size, 4)).sum().backward()
+            optimizer.step()
+        except RuntimeError:
+            return
+
+    with pytest.raises(
+        oomprobe.UnreliableError, match=r"at batch 4 .* out-of-memory error itself, have it raise that again"
+    ):
+        train()
+
+
+def test_an_option_that_there_is_not_is_told_by_the_decorators_name():
+    with pytest.raises(TypeError, match=r"find_executable_batch_size\(\) got an unexpected keyword argument 'lr'"):
+        find_executable_batch_size(lr=3, **HOST)
+
+
 # --- failures ---
 
 

@@ -139,3 +139,13 @@ def test_batches_of_leaders_hold_the_largest_of_each_field(sizes, batch_size):
 def test_labels_of_several_classes_are_not_stretched():
     one = stretched({"input_ids": [1, 2, 3, 4], "attention_mask": [1, 1, 1, 1], "labels": [1.0, 0.0, 1.0]}, 6)
     assert [len(one[name]) for name in ("input_ids", "attention_mask", "labels")] == [6, 6, 3]
+
+
+def test_an_example_that_cannot_be_read_is_named():
+    class Broken(list):
+        def __getitem__(self, index):
+            return super().__getitem__(index) if index != 2 else 1 / 0
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        longest_of(Broken([[1]] * 4))
+    assert caught.value.__notes__ == ["oomprobe: example 2 of the data set raised this, before the first trial"]
