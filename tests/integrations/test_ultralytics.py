@@ -214,6 +214,15 @@ def test_a_loss_that_a_simulated_card_cannot_bound_is_refused(built):
         autobatch(built(name), 64, device="sim:RTX-3090")
 
 
+@pytest.mark.parametrize("device", ["cpu:1GiB", pytest.param("sim:RTX-3090", marks=pytest.mark.slow)])
+def test_a_model_that_reads_texts_gets_as_many_as_it_has(built, device):
+    model = built("yolov8s-world")
+    seen = set()
+    model.model[-1].register_forward_pre_hook(lambda head, args: seen.add(tuple(args[1].shape)))
+    assert find_max_batch(model, **{**HOST, "device": device, "max_batch": 2}).batch_size == 2
+    assert seen == {(1, 80, 512), (2, 80, 512)}
+
+
 @pytest.mark.parametrize("device", ["sim:RTX-3090", "cpu:1GiB"])
 def test_a_mask_for_each_object(built, device):
     model = built("yolo11n-seg")

@@ -34,6 +34,7 @@ class Batches:
         mask_ratio: An image is so many times as wide as its mask.
         overlap_mask: Whether the objects of an image share one mask.
         keypoints: Of an object; 0 where there are none.
+        texts: How many there are with each image, and numbers to each; none where the model reads none.
         device: Where the batches are made.
     """
 
@@ -45,6 +46,7 @@ class Batches:
     mask_ratio: int = 4
     overlap_mask: bool = True
     keypoints: int = 0
+    texts: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
@@ -61,7 +63,8 @@ class Batches:
             images = torch.rand(shape, device=self.device)
         else:
             images = torch.randint(256, shape, dtype=torch.uint8, device=self.device).float() / 255
-        return {"img": images, **_TARGETS[self.task](self, batch_size)}
+        texts = {"txt_feats": torch.ones(batch_size, *self.texts, device=self.device)} if self.texts else {}
+        return {"img": images, **texts, **_TARGETS[self.task](self, batch_size)}
 
 
 def _boxes(batches: Batches, batch_size: int, numbers: int = 4) -> Batch:
@@ -148,5 +151,6 @@ def batches_for(model: Any, args: Any, task: str, imgsz: int, max_num_obj: int, 
         mask_ratio=int(args.mask_ratio),
         overlap_mask=bool(args.overlap_mask),
         keypoints=int(getattr(head, "kpt_shape", (0,))[0]),
+        texts=tuple(getattr(model, "txt_feats", torch.empty(1)).shape[1:]),
         device=device,
     )
