@@ -396,7 +396,7 @@ def test_the_limit_on_a_card_stands_while_it_is_worked_on(monkeypatch, tmp_path)
             events.append("let go")
 
     def run_child(kind, workload, *arguments, log=None):
-        events.append(kind)
+        events.append((kind, *arguments))
         return {"answer": 4} if kind == "tool" else {"step_s": 1.0} if arguments[0] <= 4 else {"ended": "died"}
 
     monkeypatch.setitem(limits.LIMITS, "cuda", replace(limits.LIMITS["cuda"], beside=Beside))
@@ -404,7 +404,7 @@ def test_the_limit_on_a_card_stands_while_it_is_worked_on(monkeypatch, tmp_path)
     results = {"workloads": {}}
     measuring.measure(results, tmp_path / "kept.json", [cards.CUDA["resnet50"]], ["oomprobe"])
     assert events[0] == "8192 MiB left"
-    assert events[-3:] == ["tool", "survive", "let go"]
+    assert events[-3:] == [("tool", "oomprobe"), ("survive", 4, 50), "let go"]
     assert results["workloads"]["resnet50"]["free_bytes"] == 8192 * MIB
 
 
