@@ -367,6 +367,35 @@ def test_gradients_that_a_failure_took_along_have_their_room_in_the_next_trial()
     assert out.split() == ["ran", "failed"]
 
 
+@pytest.mark.slow
+def test_under_a_limit_of_the_users_own_trials_do_not_take_each_others_room():
+    """Holes count against such a limit: plugged in each trial, they grew until 3 images were the answer where 12 ran."""
+    out = run_python(
+        """
+        import resource, torch, oomprobe
+        from oomprobe.devices import linux
+        MIB = 2**20
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(model, batch_size):
+            optimizer.zero_grad()
+            kept = [torch.ones(25 * 1024) for _ in range(10 * batch_size)]  # in the heap: malloc maps larger ones
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+
+        step(model, 1)
+        limit = linux.process_bytes("VmSize") + 300 * MIB
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        result = oomprobe.find_max_batch(model, step, device="cpu", memory_fraction=1.0, progress="off")
+        print(result.batch_size, resource.getrlimit(resource.RLIMIT_AS)[0] == limit)
+        """
+    )
+    answer, kept = out.split()
+    assert 200 <= int(answer) <= 315
+    assert kept == "True"
+
+
 def test_pages_of_files_that_came_in_between_trials_are_not_the_next_ones_peak(tmp_path):
     """A first failure reads symbols of the libraries to tell its trace: 15 MiB, seen in every later peak."""
     device = HostDevice(64 * MIB)

@@ -66,7 +66,7 @@ class HostDevice:
         self._stated_bytes = stated_bytes
         self._available_bytes = free if stated_bytes is None else stated_bytes
         self._resident_base = self._mapped_bytes = 0
-        self._live_bytes = 0  # when what is available was sampled
+        self._live_bytes = self._holes_bytes = 0  # when what is available was sampled
         self._cap_bytes = self._available_bytes
         self._limit_bytes = 0  # of the address space, in the last trial
         self._made_by_plugs = 0  # free in the heap only because plugs grew it into an arena's reserve: no history
@@ -91,7 +91,7 @@ class HostDevice:
         if self._stated_bytes is None:
             self._available_bytes = linux.free_bytes() or self._available_bytes
         self._available_bytes = min([self._available_bytes, *left_by_own_limits()])
-        self._live_bytes = self.live_bytes()
+        self._live_bytes, self._holes_bytes = self.live_bytes(), linux.free_in_heap_bytes()
 
     def prime(self, step: Callable[[], object]) -> None:
         """Let oneDNN make its primitives for a new shape while there is room, where the budget is a small one.
@@ -123,16 +123,24 @@ class HostDevice:
     @scope
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         self._cap_bytes = self._available_bytes if limit_bytes is None else limit_bytes
+        room = self._cap_bytes + self._missing_bytes()
+        held = self._in_new_space if min(left_by_own_limits(), default=room + 1) > room else self._in_what_is_left
+        with held(room):
+            yield
+
+    @scope
+    def _in_new_space(self, room_bytes: int) -> Iterator[None]:
+        """With the holes of the heap plugged: a trial begins as in a fresh process."""
         free_before = linux.free_in_heap_bytes()
         history = max(0, free_before - self._made_by_plugs) if self._history_bytes is None else self._history_bytes
-        room = self._cap_bytes - min(history, int(HISTORY_SHARE * self._cap_bytes)) + self._missing_bytes()
+        room_bytes -= min(history, int(HISTORY_SHARE * self._cap_bytes))
         plugs = linux.Plugs()
         size = linux.process_bytes("VmSize") or 0
         try:
             with address_space(size):
                 plugs.fill()
-            self._limit_bytes = size + room
-            with address_space(self._limit_bytes, room):
+            self._limit_bytes = size + room_bytes
+            with address_space(self._limit_bytes, room_bytes):
                 yield
         except Exception:
             self._history_bytes = history
@@ -142,6 +150,15 @@ class HostDevice:
             plugs.drain()
             made = linux.free_in_heap_bytes() - left_by_trial - free_before
             self._made_by_plugs = max(0, self._made_by_plugs + made)
+
+    @scope
+    def _in_what_is_left(self, room_bytes: int) -> Iterator[None]:
+        """Under a limit of the user's own, that holes count against: plugged, each trial would leave less to the next."""
+        holes = max(0, linux.free_in_heap_bytes() - self._holes_bytes)
+        room_bytes = max(0, room_bytes - holes)
+        self._limit_bytes = (linux.process_bytes("VmSize") or 0) + room_bytes
+        with address_space(self._limit_bytes, room_bytes):
+            yield
 
     def _missing_bytes(self) -> int:
         """What the warm process had and this one has not, as gradients after a failure: the step makes them again."""
