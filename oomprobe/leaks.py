@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import tenacity
 
 from oomprobe.devices import Device, asked_bytes
 from oomprobe.errors import UnreliableError
-from oomprobe.result import Trial
+from oomprobe.result import SECOND_OPINIONS, Trial
 from oomprobe.units import format_bytes
 
 TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay below it
@@ -17,6 +18,7 @@ TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay
 # which malloc cannot tell from a leak, so more is forgiven there; a step that keeps its activations exceeds both.
 REPORTED_SHARE = {"device": 0.0, "host": 0.01}
 REFUSED_SHARE = {"device": 0.05, "host": 0.2}
+SMALLEST_BYTES = 2**14  # in each step: a list of losses as numbers, and what malloc needs to keep it, stay below
 STEPS_TO_LAST = 1000  # a margin that a leak uses up in fewer is none
 
 
@@ -72,6 +74,18 @@ class Baseline:
             leaked_bytes = self._residue_bytes = self._reclaim()
         return leaked_bytes if leaked_bytes > self._tolerated_bytes else 0
 
+    def added_by(self, call: Callable[[], None]) -> int:
+        """What each further call keeps, the least of two: what libraries make for a shape they make once."""
+        lives = [self._live_after(again) for again in (lambda: None, call, call)]
+        added_bytes = min(after - before for before, after in pairwise(lives))
+        return added_bytes if added_bytes >= SMALLEST_BYTES else 0
+
+    def _live_after(self, call: Callable[[], None]) -> int:
+        call()
+        gc.collect()
+        self._device.release()
+        return asked_bytes(self._device, "live_bytes")
+
     def refusal(self, trial: Trial) -> str | None:
         """Why what a trial left would make the answer a wrong one; None where it would not."""
         if trial.leaked_bytes <= self._refused_bytes:
@@ -109,8 +123,8 @@ class Baseline:
 def refuse_growing(trials: Sequence[Trial], batch_size: int, *, margin_bytes: int) -> None:
     """Raise where each step of the answer leaks, so that the margin lasts for a moment only.
 
-    For trials that each began in a process of their own, so that what one left is its own: the answer was confirmed with
-    more steps than any size was tried with, and what it left beyond the most that a trial left is due to those.
+    For trials that each began in a process of their own, so that what one left is its own: in the confirmation, what each
+    step added (`Baseline.added_by`), times its steps.
 
     Args:
         trials: Of the probe.
@@ -122,21 +136,18 @@ def refuse_growing(trials: Sequence[Trial], batch_size: int, *, margin_bytes: in
 
     Example:
         >>> from oomprobe.result import Phase, Verdict
-        >>> ran = dict(batch_size=8, verdict=Verdict.FITS, phase=Phase.BISECT)
-        >>> three, six = Trial(**ran, steps=3, leaked_bytes=3 << 20), Trial(**ran, steps=6, leaked_bytes=6 << 20)
-        >>> refuse_growing([three, six], 8, margin_bytes=1 << 34)
-        >>> refuse_growing([three, six], 8, margin_bytes=1 << 25)
+        >>> confirmed = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.CONFIRM, steps=6, leaked_bytes=6 << 20)
+        >>> refuse_growing([confirmed], 8, margin_bytes=1 << 34)
+        >>> refuse_growing([confirmed], 8, margin_bytes=1 << 25)
         Traceback (most recent call last):
         ...
         oomprobe.errors.UnreliableError: each step at batch 8 keeps 1.00 MiB, even after collecting garbage: ...
     """
-    passed = [trial for trial in trials if trial.passed]
-    last = max((t for t in passed if t.batch_size == batch_size), key=lambda t: t.steps, default=None)
-    shorter = [t for t in passed if last and t.steps < last.steps and t.leaked_bytes]
-    most = max(shorter, key=lambda t: t.leaked_bytes, default=None)
-    if last is None or most is None or last.leaked_bytes - most.leaked_bytes <= TOLERATED_BYTES:
+    asked = (t for t in reversed(trials) if t.passed and t.batch_size == batch_size and t.phase in SECOND_OPINIONS)
+    last = next(asked, None)
+    if last is None or not last.leaked_bytes:
         return
-    per_step_bytes = (last.leaked_bytes - most.leaked_bytes) // (last.steps - most.steps)
+    per_step_bytes = last.leaked_bytes // last.steps
     lasts = margin_bytes // per_step_bytes
     if lasts < STEPS_TO_LAST:
         raise UnreliableError(

@@ -13,7 +13,7 @@ from oomprobe.aside import Aside, Attended
 from oomprobe.clock import Clock
 from oomprobe.devices import Device, asked_bytes
 from oomprobe.leaks import TOLERATED_BYTES, Baseline
-from oomprobe.result import Trial
+from oomprobe.result import SECOND_OPINIONS, Trial
 from oomprobe.runner import Measured, Ran
 from oomprobe.trial import Request, Trials
 from oomprobe.verdict import Verdict
@@ -99,10 +99,14 @@ class LocalRunner:
     def _left_by(self, trial: Trial) -> int:
         """What did not come back. A first step leaves what libraries keep for its size: that is no leak if a second adds none."""
         left_bytes = self._baseline.settle(passed=trial.passed)
-        if not self._is_first or not left_bytes:
+        if not self._is_first:
             return left_bytes
         if not trial.passed:
             return 0  # its process ends with it
+        if trial.phase in SECOND_OPINIONS:  # each begins anew, so that a small leak has no trials to add up over
+            return self._baseline.added_by(lambda: self._aside.flush(trial.batch_size)) * trial.steps
+        if not left_bytes:
+            return 0
         self._aside.flush(trial.batch_size)
         if self._baseline.settle(passed=True) - left_bytes > TOLERATED_BYTES:
             return left_bytes

@@ -212,4 +212,5 @@ def check_on(bench: Workbench, warm_size: int) -> search.Found:
     found = confirm_only(bench, bench.options.min_batch)
     if found.batch_size is None:
         raise summary.nothing_fits(bench)
+    bench.refuse_leaking(found.batch_size)
     return found

@@ -42,6 +42,9 @@ class Phase(StrEnum):
     CONFIRM = "confirm"
 
 
+SECOND_OPINIONS = (Phase.RECHECK, Phase.CONFIRM)  # asked of a process that has run nothing else, where there can be one
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One batch size, tried.

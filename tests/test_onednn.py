@@ -1,5 +1,6 @@
 """oneDNN's sticky error, provoked for real in a child process."""
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -73,6 +74,14 @@ def test_where_the_error_cannot_be_read_a_primitive_is_made(monkeypatch):
     monkeypatch.setattr(onednn, "makes_primitives", lambda: made.append(1) or True)
     assert onednn.is_sound()
     assert made == [1]
+
+
+@pytest.mark.parametrize("value", [-1, 64, 2**30])
+def test_what_is_no_error_of_oneDNN_does_not_condemn_the_process(value, monkeypatch):
+    cell = ctypes.c_int(value)
+    monkeypatch.setattr(onednn, "_error", lambda: cell)
+    assert onednn.is_sound()
+    assert cell.value == value
 
 
 def test_a_step_that_fails_while_warming_or_priming_does_not_poison_its_trial(monkeypatch):

@@ -64,3 +64,18 @@ def test_other_files_have_none(tmp_path, content):
     other.write_bytes(content)
     assert symbols.thread_local_int(other, b"wanted") is None
     assert symbols.thread_local_int(tmp_path / "absent.so", b"wanted") is None
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(24, "Too many open files")])
+def test_what_could_not_be_read_once_is_found_another_time(library, error, monkeypatch):
+    """It is asked for just when memory has run out."""
+
+    def refuse(*_):
+        raise error
+
+    ctypes.CDLL(str(library))
+    symbols._offset.cache_clear()
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(symbols, "_read", refuse)
+        assert symbols.thread_local_int(library, b"wanted") is None
+    assert symbols.thread_local_int(library, b"wanted") is not None

@@ -29,7 +29,7 @@ def is_sound() -> bool:
     Where the error can be read, it is: a primitive made to see would keep half a MiB of code each time.
     """
     cell = _error()
-    if cell is None:
+    if cell is None or not 0 <= cell.value < LARGEST_ERROR:  # not what is looked for
         return makes_primitives()
     return cell.value == 0 or (clear_error() and makes_primitives())
 

@@ -24,7 +24,10 @@ _SYMBOL = np.dtype([("name", "<u4"), ("info", "u1"), ("other", "u1"), ("section"
 
 def thread_local_int(library: Path, symbol: bytes) -> ctypes.c_int | None:
     """This thread's copy of a variable; None where it cannot be found, and before the thread has one."""
-    offset = _offset(library, symbol)
+    try:
+        offset = _offset(library, symbol)
+    except (OSError, MemoryError):  # out of memory or of files now: another time it may be found
+        return None
     block = None if offset is None else _thread_local_block(library)
     return None if block is None or offset is None else ctypes.c_int.from_address(block + offset)
 
@@ -32,11 +35,11 @@ def thread_local_int(library: Path, symbol: bytes) -> ctypes.c_int | None:
 @cache
 def _offset(library: Path, symbol: bytes) -> int | None:
     """Where in the library's thread-local block the variable lies."""
-    try:
-        with library.open("rb") as file:
+    with library.open("rb") as file:
+        try:
             return _offset_in(file, symbol)
-    except (OSError, ValueError, IndexError, MemoryError):  # not such a file, or cut off
-        return None
+        except (ValueError, IndexError, OverflowError):  # not such a file, or cut off
+            return None
 
 
 def _offset_in(file: BinaryIO, symbol: bytes) -> int | None:

@@ -17,7 +17,7 @@ from oomprobe.isolation.failures import raise_failure
 from oomprobe.isolation.process import ANSWER_S, TemplateProcess
 from oomprobe.isolation.spec import Spec
 from oomprobe.isolation.wire import Message
-from oomprobe.result import Phase, Trial, trial_from_dict
+from oomprobe.result import SECOND_OPINIONS, Phase, Trial, trial_from_dict
 from oomprobe.runner import Measured, Ran
 from oomprobe.trial import Request
 from oomprobe.verdict import Evidence, Verdict
@@ -31,7 +31,6 @@ COMPILED = (
     "the step is compiled by torch.compile: each size was compiled anew, as training at that size alone would, and in "
     "processes that training has nothing to do with"
 )
-SECOND_OPINIONS = (Phase.RECHECK, Phase.CONFIRM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

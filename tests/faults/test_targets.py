@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from faults.card import CARD, trained
 from faults.processes import PATIENCE_S, environment, marked
 from oomprobe import Phase, TimeLimitError, UnreliableError, probe_target
+from oomprobe.by_name import check_target
 from oomprobe.isolation import process
 
 GRACE_S = 25  # for what hangs to be ended, on a busy machine
@@ -192,12 +194,12 @@ def test_a_target_that_forks_itself_in_a_child_neither_hangs_nor_breaks_the_answ
 
 
 def leaking():
-    """Each step keeps two MiB."""
+    """Each step keeps half a MiB: less than libraries keep of a new shape, and the margin is gone after fifty steps."""
     model, kept = nn.Linear(2, 2), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(model, batch_size):
-        kept.append(torch.ones(2**19))
+        kept.append(torch.ones(2**17))
         block = torch.ones(batch_size * 2**20)
         (model(torch.randn(batch_size, 2)).sum() + 0 * block.sum()).backward()
         optimizer.step()
@@ -207,7 +209,30 @@ def leaking():
 
 def test_a_step_that_leaks_has_no_answer_although_each_process_begins_anew():
     with pytest.raises(
-        UnreliableError, match=r"each step at batch \d+ keeps 2\.\d+ MiB.* after about \d+ more"
+        UnreliableError, match=r"each step at batch \d+ keeps 5\d\d\.\d+ KiB.* after about \d+ more"
     ) as caught:
-        probe_target(leaking, device="cpu:256MiB", progress="off")
+        probe_target(leaking, device="cpu:256MiB", progress="off", max_batch=4)
     assert [trial.leaked_bytes > 0 for trial in caught.value.trials if trial.passed][-1]
+
+
+def test_a_step_that_leaks_is_no_size_that_survives():
+    with pytest.raises(UnreliableError, match=r"each step at batch 8 keeps 5\d\d\.\d+ KiB"):
+        check_target(leaking, 8, device="cpu:256MiB", progress="off")
+
+
+def keeping_the_last():
+    """What a step keeps of the last three batches is no leak, although it comes a step at a time."""
+    model, kept = nn.Linear(2, 2), deque(maxlen=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch_size):
+        kept.append(torch.ones(2**20))
+        model(torch.randn(batch_size, 2)).sum().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def test_a_step_that_keeps_the_last_batches_has_an_answer_also_without_a_margin():
+    checked = check_target(keeping_the_last, 4, device="cpu:256MiB", memory_fraction=1.0, progress="off")
+    assert (checked.batch_size, checked.trials[-1].leaked_bytes) == (4, 0)
