@@ -434,6 +434,7 @@ MADE_UP = {
     "truth": {"fits": [[1, 100]]},
     "survived": {
         "90": {"step_s": 0.5, "peak_reserved_bytes": 6144 * MIB},
+        "130": {"step_s": 0.5},
         "120": {"ended": "process ended with 1: out of memory"},
     },
 }
@@ -449,10 +450,13 @@ def told(answer=None, **more):
     [
         ("90%", "conv", told(90)),
         ("**120: dies**", "conv", told(120)),
-        ("**90%, never run**", "conv", told(90, ran="no")),
+        ("90%, computed", "conv", told(90, ran="no")),
+        ("**90%, computed**", "leak", told(90, ran="no")),
         ("90%", "conv", told(90, ran="backward")),
         ("**90%**", "bug", told(90)),
         ("error", "conv", told(error="RuntimeError: no")),
+        ("nothing", "conv", told(error=None)),
+        ("**130: beyond the data**", "100-examples", told(130, ran="no")),
         ("error ✓", "nothing-fits", told(error="NothingFitsError: no")),
         ("error ✓", "bug", told(error="StepFailedError: no")),
         ("**hangs**", "conv", {"ended": "no answer within 300 s"}),

@@ -34,6 +34,11 @@ def settled():
         torch.cuda.synchronize()
 
 
+def last_size():
+    """Of the batch that the model was given last."""
+    return _size
+
+
 def forward(size):
     global _size, _hooked
     _size = size

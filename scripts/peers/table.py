@@ -28,12 +28,14 @@ def cell(workload, row, told):
     answer = told.get("answer")
     if answer is None:
         expected = not workload.sizes_fit or workload.an_error_is_right
-        return f"error {RIGHT}" if expected else "error"
+        said = "error" if told.get("error") else "nothing"
+        return f"{said} {RIGHT}" if expected else said
     if not survived(row, answer):
         return f"**{answer}: dies**"
-    if told["ran"] == "no" or answer > (true_max(row) or answer):
-        return f"**{_share(row, answer)}, never run**"
-    return f"**{_share(row, answer)}**" if workload.name == "bug" else _share(row, answer)
+    if answer > (true_max(row) or answer):
+        return f"**{answer}: beyond the data**"
+    share = _share(row, answer) + (", computed" if told["ran"] == "no" else "")
+    return f"**{share}**" if workload.a_number_hides else share
 
 
 def _share(row, answer):

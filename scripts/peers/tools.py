@@ -168,6 +168,8 @@ def batch_finder():
     from peers import targets
 
     def call(job):
+        if job.workload.examples is not None:
+            return NotFor("makes its own inputs, and is told of no data set")
         shape = (-1, *job.workload.sample)
         names = ["input_ids" if job.workload.tokens else "x"]
         build = getattr(targets, f"model_{targets.identifier(job.workload.name)}")
@@ -186,7 +188,10 @@ def ultralytics():
     def call(job):
         if not hasattr(job.model, "detector"):
             return NotFor("for YOLO models")
+        if job.workload.device == "cpu":
+            return NotFor("for CUDA: on the CPU it gives its default of 16 and runs nothing")
         options = {"imgsz": job.workload.sample[-1], "amp": job.workload.mixed is not None}
+        options["max_num_obj"] = job.model.OBJECTS
         return check_train_batch_size(job.model.detector, batch=-1, **options)
 
     return call

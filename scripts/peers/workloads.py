@@ -25,8 +25,8 @@ class Trained(nn.Module):
         return self.loss(x)
 
     def watched(self, entry):
-        """Notes when backward reaches this, an activation near the input."""
-        size = len(entry)
+        """Notes when backward reaches this, an activation near the input; of a batch in parts, each part says it of all."""
+        size = seen.last_size()
         if entry.requires_grad:
             entry.register_hook(lambda gradient: seen.backward(size))
         return entry
@@ -178,7 +178,8 @@ class Workload:
         sample: Shape of one example; of floats, or of token ids.
         examples: How many there are, where that is the point.
         sizes_fit: Whether any size does; else the right answer is an error.
-        an_error_is_right: Sizes fit, and yet a number would hide something.
+        an_error_is_right: Sizes fit, and yet an error says more than a number.
+        a_number_hides: What no number tells, a bug or a leak.
         scan_steps: Steps that a size has to survive to count as fitting.
         scan_beyond: Failures in a row that end a scan.
         device: Where it trains.
@@ -197,6 +198,7 @@ class Workload:
     smallest: int = 1
     sizes_fit: bool = True
     an_error_is_right: bool = False
+    a_number_hides: bool = False
     scan_steps: int = 3
     scan_beyond: int = 12
     device: str = "cpu"
@@ -255,10 +257,18 @@ HOST = {
         Workload("one-is-too-few", "BatchNorm refuses a batch of 1", OneIsTooFew, smallest=2),
         Workload("nothing-fits", "not even a batch of 1", wide, budget_mib=40, sizes_fit=False),
         Workload("100-examples", "memory for more than the data set has", Plain, budget_mib=512, examples=100),
-        Workload("bug", "a bug above 24", Buggy, an_error_is_right=True),
+        Workload("bug", "a bug above 24", Buggy, an_error_is_right=True, a_number_hides=True),
         Workload("size-limit", "torch refuses sizes above 32", SizeLimited, budget_mib=512),
-        Workload("leak", "each step keeps 1 MiB", Leaking, budget_mib=192, scan_steps=50, an_error_is_right=True),
-        Workload("poisoned", "above 24 the process is lost", Poisoned, an_error_is_right=True),
+        Workload(
+            "leak",
+            "each step keeps 1 MiB",
+            Leaking,
+            budget_mib=192,
+            scan_steps=50,
+            an_error_is_right=True,
+            a_number_hides=True,
+        ),
+        Workload("poisoned", "above 24 the process is lost (CUDA's words for it)", Poisoned, an_error_is_right=True),
         Workload("not-monotone", "from 97 on less memory is needed", NotMonotone, budget_mib=192, scan_beyond=130),
         Workload(
             "yolo",
