@@ -78,6 +78,7 @@ def _crossing(fixed: float, slope: float, budget_bytes: int) -> int | None:
         return None
     try:
         size = (budget_bytes - fixed) / slope
-        return max(0, math.floor(size + 1e-9 * max(1.0, size)))  # 99.9999999999 is 100, rounded
+        lost = 4 * np.finfo(np.float64).eps * (abs(fixed) + budget_bytes) / slope  # in their difference
+        return max(0, math.floor(size + 1e-9 * max(1.0, size) + lost))  # 99.9999999999 is 100, rounded
     except (OverflowError, ValueError):  # infinite, or not a number
         return None

@@ -398,10 +398,11 @@ def test_under_a_limit_of_the_users_own_trials_do_not_take_each_others_room():
 
 def test_pages_of_files_that_came_in_between_trials_are_not_the_next_ones_peak(tmp_path):
     """A first failure reads symbols of the libraries to tell its trace: 15 MiB, seen in every later peak."""
-    device = HostDevice(64 * MIB)
-    device.warm(lambda: None)
     file = tmp_path / "library"
     file.write_bytes(bytes(32 * MIB))
+    device = HostDevice(64 * MIB)
+    device.release()
+    device.warm(lambda: None)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as pages:
         assert sum(pages[:: mmap.PAGESIZE]) == 0
         device.start_trial()

@@ -78,6 +78,7 @@ class HostDevice:
 
     def warm(self, step: Callable[[], object]) -> None:
         self._run_once(step, self.warming_bytes())
+        onednn.is_sound()  # looked for once while there is memory to look
         self._resident_base = (linux.process_bytes("VmRSS") or 0) - _mapped_bytes()
         self.sample()
 
@@ -189,6 +190,7 @@ class HostDevice:
         linux.trim_heap()
 
     def healthy(self) -> bool:
+        self.release()  # under a limit of the user's own what a failed step freed is still in the heap, and nothing else free
         if not kernel_answers(self.torch_device, self.synchronize):
             return False
         return onednn.is_sound()

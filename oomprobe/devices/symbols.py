@@ -108,6 +108,6 @@ def _thread_local_block(library: Path) -> int | None:
     callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadedObject), ctypes.c_size_t, ctypes.c_void_p)
     try:
         ctypes.CDLL(None).dl_iterate_phdr(callback(look), None)
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, MemoryError):
         return None
     return found[0] if len(found) == 1 else None
