@@ -91,6 +91,9 @@ class Compiled:
         self._tally()
         if _count("frames", "total") == self._frames:
             return
+        if _compiling_here():  # what dynamo would forget is in use further up this thread's stack: it dies
+            self._failed = "it is compiling in this thread"
+            return
         try:
             _reset()
             self._forgot = True
@@ -103,6 +106,12 @@ def _count(kind: str, name: str) -> int:
     """A counter of dynamo, which its own reset leaves alone; 0 where dynamo is not loaded, or not yet altogether."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return 0 if counters is None else int(counters[kind][name])
+
+
+def _compiling_here() -> bool:
+    """Whether this thread is called by torch.compile's own compilation, as a backend is."""
+    context = getattr(sys.modules.get("torch._guards"), "CompileContext", None)
+    return context is not None and context.try_get() is not None
 
 
 def _reset() -> None:

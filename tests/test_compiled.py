@@ -353,17 +353,25 @@ def test_a_reset_that_fails_is_told_and_stops_nothing(monkeypatch):
     assert torch_compile.graphs == 2
 
 
-def test_called_while_this_thread_compiles():
+def test_called_while_this_thread_compiles_it_forgets_afterwards(monkeypatch):
+    resets, inside = [], []
+    reset = torch._dynamo.reset
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: (resets.append(list(inside)), reset()))
     torch_compile = Compiled()
 
     def backend(graph, inputs):
-        torch_compile.start_size(4)
+        inside.append(1)
+        torch_compile.start_size(4)  # a reset here freed what the compiler was using: now and then the process died
+        inside.pop()
         return graph.forward
 
     torch_compile.start_size(2)
     model, step = compiled_model(backend=backend)
     step(model, 2)
+    assert resets == []
+    assert "could not be made to forget a size (it is compiling in this thread)" in torch_compile.notes[-1]
     torch_compile.finish()
+    assert resets == [[]]
     step(model, 2)
 
 
