@@ -17,56 +17,69 @@ NOISE_BYTES = {"device": 0, "host": 16 * 2**20}
 WorkAt = Callable[[int], Work | None]
 
 
-def refuse_idle(trials: Sequence[Trial], sizes: Sizes, work_at: WorkAt, *, nothing_stepped: bool, kind: str) -> None:
-    """Raise where growing on would be for nothing; called after each trial of grow.
+class Idle:
+    """Looks after each trial of grow whether growing on would be for nothing.
 
     Args:
-        trials: So far.
+        trials: Filled with those that ran.
         sizes: That may be tried.
         work_at: Counts the work of one call at a size; None where it does not run.
-        nothing_stepped: Whether no optimizer was seen.
         kind: ``"host"`` or ``"device"``, for the noise of a peak.
-
-    Raises:
-        UnreliableError: the step dispatches no torch operator, or ignores its batch size.
     """
-    grown = [trial for trial in trials if trial.phase is Phase.GROW and trial.passed]
-    if len(grown) == 1 and nothing_stepped:
-        _refuse_nothing(trials, work_at(grown[0].batch_size))
-    if len(grown) > DOUBLINGS and (len(grown) - 1) % DOUBLINGS == 0:
-        _refuse_same(trials, grown[-1 - DOUBLINGS], grown[-1], sizes, work_at, NOISE_BYTES[kind])
 
+    def __init__(self, trials: Sequence[Trial], sizes: Sizes, work_at: WorkAt, *, kind: str) -> None:
+        self._trials, self._sizes, self._work_at, self._noise_bytes = trials, sizes, work_at, NOISE_BYTES[kind]
+        self._last: tuple[int, Work | None] = (
+            0,
+            None,
+        )  # the size whose work was counted last: the next look begins there
 
-def _refuse_nothing(trials: Sequence[Trial], work: Work | None) -> None:
-    if work is not None and work.operators == 0:
-        raise UnreliableError(
-            "the step dispatched no torch operator, so there is nothing to measure: does it run the model, or has its "
-            "data loader run out?",
-            trials=tuple(trials),
-        )
+    def refuse(self, *, nothing_stepped: bool) -> None:
+        """Raise where growing on would be for nothing.
 
+        Args:
+            nothing_stepped: Whether no optimizer was seen.
 
-def _refuse_same(
-    trials: Sequence[Trial], then: Trial, now: Trial, sizes: Sizes, work_at: WorkAt, noise_bytes: int
-) -> None:
-    if now.batch_size >= ENDLESS_BATCH:
-        raise UnreliableError(
-            f"batch {now.batch_size} still runs, so memory is not what ends this: the step ignores batch_size. "
-            "Pass max_batch",
-            trials=tuple(trials),
-        )
-    if (now.peak_allocated_bytes or 0) > (then.peak_allocated_bytes or 0) + noise_bytes:
-        return
-    further = sizes.up(now.batch_size, now.batch_size)  # a step may round up to chunks
-    before, *after = (work_at(size) for size in (then.batch_size, now.batch_size, further))
-    if before is not None and all(work == before for work in after):
-        first = _first_with(before, sizes, then.batch_size, work_at)
+        Raises:
+            UnreliableError: the step dispatches no torch operator, or ignores its batch size.
+        """
+        grown = [trial for trial in self._trials if trial.phase is Phase.GROW and trial.passed]
+        if len(grown) == 1 and nothing_stepped:
+            self._refuse_nothing(self._work_at(grown[0].batch_size))
+        if len(grown) > DOUBLINGS and (len(grown) - 1) % DOUBLINGS == 0:
+            self._refuse_same(grown[-1 - DOUBLINGS], grown[-1])
+
+    def _refuse_nothing(self, work: Work | None) -> None:
+        if work is not None and work.operators == 0:
+            raise UnreliableError(
+                "the step dispatched no torch operator, so there is nothing to measure: does it run the model, or has "
+                "its data loader run out?",
+                trials=tuple(self._trials),
+            )
+
+    def _refuse_same(self, then: Trial, now: Trial) -> None:
+        if now.batch_size >= ENDLESS_BATCH:
+            raise UnreliableError(
+                f"batch {now.batch_size} still runs, so memory is not what ends this: the step ignores batch_size. "
+                "Pass max_batch",
+                trials=tuple(self._trials),
+            )
+        if (now.peak_allocated_bytes or 0) > (then.peak_allocated_bytes or 0) + self._noise_bytes:
+            return
+        size, before = self._last
+        if size != then.batch_size or before is None:
+            before = self._work_at(then.batch_size)
+        self._last = now.batch_size, self._work_at(now.batch_size)
+        further = self._sizes.up(now.batch_size, now.batch_size)  # a step may round up to chunks
+        if before is None or self._last[1] != before or self._work_at(further) != before:
+            return
+        first = _first_with(before, self._sizes, then.batch_size, self._work_at)
         raise UnreliableError(
             f"batch {first} and batch {now.batch_size} do the same work ({before.operators} operators, "
             f"{before.elements} elements) in the same memory: the step ignores batch_size, or its data ends before. "
             f"If it is the data, pass max_batch={first}; if the step rounds up, as padding does, pass "
             f"min_batch={further} or the size it rounds to",
-            trials=tuple(trials),
+            trials=tuple(self._trials),
         )
 
 

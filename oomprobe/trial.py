@@ -194,7 +194,8 @@ class Trials:
                 run.durations_s.pop(name, None)
                 for _ in range(request.steps):
                     self._full_step(step, self._expected[name], request, run)
-            run.peaks[name] = self._usage().peak_allocated_bytes or 0
+            if len(self._steps) > 1:
+                run.peaks[name] = self._usage().peak_allocated_bytes or 0
 
     def _until_steady(self, name: str, step: StepFn, request: Request, run: _Run) -> None:
         """Call until every optimizer of the step has stepped: only then does its state exist."""

@@ -163,8 +163,13 @@ def _text(rows: tuple[ErrorText, ...], link: Link) -> ErrorText | None:
     return next(said, None)
 
 
+@lru_cache(maxsize=16)  # asked by several rules
+def _is_bug(link: Link) -> bool:
+    return _text(_BUGS, link) is not None
+
+
 def _text_but_for_bugs(rows: tuple[ErrorText, ...], link: Link) -> ErrorText | None:
-    return None if _text(_BUGS, link) else _text(rows, link)
+    return None if _is_bug(link) else _text(rows, link)
 
 
 def _rows(verdict: Verdict, *, ambiguous: bool) -> tuple[ErrorText, ...]:

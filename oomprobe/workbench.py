@@ -12,7 +12,7 @@ from oomprobe.anatomy import Anatomy
 from oomprobe.clock import Clock
 from oomprobe.devices import Simulated, nvml
 from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, UnreliableError, process_died
-from oomprobe.idle import refuse_idle
+from oomprobe.idle import Idle
 from oomprobe.leaks import refuse_growing
 from oomprobe.neighbours import Neighbours
 from oomprobe.options import Options
@@ -59,6 +59,8 @@ class Workbench:
         self.anatomy: Anatomy | None = None
         self.neighbours = Neighbours(self.device.total_bytes, self.tenants, sleep=sleep)
         self._reporter, self._clock, self._record = reporter, clock, record
+        kind = "host" if self.device.on_host else "device"
+        self._idle = Idle(trials, options.sizes, runner.work_at, kind=kind)
         self._rehearsals = Rehearsals(self.device, single=len(runner.step_names) == 1)
         if record.measured is not None:
             self._take(record.measured)
@@ -75,13 +77,7 @@ class Workbench:
             size, phase, steps=steps, cap_bytes=cap_bytes
         )
         if phase is Phase.GROW:
-            refuse_idle(
-                self.trials,
-                self.options.sizes,
-                self.runner.work_at,
-                nothing_stepped=self._nothing_stepped(),
-                kind="host" if self.device.on_host else "device",
-            )
+            self._idle.refuse(nothing_stepped=self._nothing_stepped())
         peak = trial.peak_reserved_bytes
         return Reply(passed=trial.passed, within_cap=trial.passed and peak is not None and peak <= self.budget_bytes)
 

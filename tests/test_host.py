@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_linux import run_python
 
-from oomprobe.devices import Device, host, linux
+from oomprobe.devices import Device, heap, host, linux
 from oomprobe.devices.host import HostDevice
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.interrupts import TimeUp
@@ -238,9 +238,9 @@ def test_no_limit_means_what_is_available():
 @pytest.mark.parametrize(("free_in_heap", "charged"), [(0, 0), (10 * MIB, 10 * MIB), (GIB, 30 * MIB)])
 def test_what_is_free_in_a_grown_heap_is_charged_up_to_a_share(monkeypatch, free_in_heap, charged):
     wanted = []
-    monkeypatch.setattr(linux, "Plugs", NoPlugs)
+    monkeypatch.setattr(heap, "Plugs", NoPlugs)
     monkeypatch.setattr(linux, "process_bytes", lambda name: GIB)
-    monkeypatch.setattr(linux, "free_in_heap_bytes", lambda: free_in_heap)
+    monkeypatch.setattr(heap, "free_in_heap_bytes", lambda: free_in_heap)
     monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: wanted.append((kind, pair[0])))
     with HostDevice(GIB).cap(120 * MIB):
         pass
@@ -251,9 +251,9 @@ def test_what_only_the_plugs_made_free_is_not_charged(monkeypatch):
     # plugs grow an arena into its reserve: 64 MiB are free once they are drained, and no trial left them
     free = iter([3 * MIB, 0, 67 * MIB, 67 * MIB, 0, 67 * MIB])
     wanted = []
-    monkeypatch.setattr(linux, "Plugs", NoPlugs)
+    monkeypatch.setattr(heap, "Plugs", NoPlugs)
     monkeypatch.setattr(linux, "process_bytes", lambda name: GIB)
-    monkeypatch.setattr(linux, "free_in_heap_bytes", lambda: next(free))
+    monkeypatch.setattr(heap, "free_in_heap_bytes", lambda: next(free))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: wanted.append((kind, pair[0])))
     device = HostDevice(GIB)
     for _ in range(2):
@@ -267,9 +267,9 @@ def test_what_trials_leave_after_the_first_failure_does_not_raise_the_charge(mon
     # plugged, each trial leaves holes beside those of the others: 20 of them left 400 MiB, and a quarter was charged
     free = [3 * MIB]
     wanted = []
-    monkeypatch.setattr(linux, "Plugs", NoPlugs)
+    monkeypatch.setattr(heap, "Plugs", NoPlugs)
     monkeypatch.setattr(linux, "process_bytes", lambda name: GIB)
-    monkeypatch.setattr(linux, "free_in_heap_bytes", lambda: free[0])
+    monkeypatch.setattr(heap, "free_in_heap_bytes", lambda: free[0])
     monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: wanted.append((kind, pair[0])))
     device = HostDevice(GIB)
     for number in range(20):
@@ -290,8 +290,8 @@ class NoPlugs:
 @pytest.mark.parametrize("error", [RuntimeError("x"), KeyboardInterrupt()])
 def test_the_plugs_are_drained_on_every_way_out(monkeypatch, error):
     seen = []
-    monkeypatch.setattr(linux.Plugs, "fill", lambda self: seen.append("fill"))
-    monkeypatch.setattr(linux.Plugs, "drain", lambda self: seen.append(("drain", limits() == before)))
+    monkeypatch.setattr(heap.Plugs, "fill", lambda self: seen.append("fill"))
+    monkeypatch.setattr(heap.Plugs, "drain", lambda self: seen.append(("drain", limits() == before)))
     before = limits()
     device = HostDevice(256 * MIB)
     with device.cap(64 * MIB):

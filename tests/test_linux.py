@@ -1,4 +1,3 @@
-import ctypes
 import os
 import subprocess
 import sys
@@ -155,20 +154,7 @@ def test_version_1_without_a_limit_is_a_huge_number(tmp_path):
     assert tree.free == MACHINE_FREE
 
 
-# --- malloc and the resident peak ---
-
-
-def test_malloced_bytes_sees_10_mib_to_the_page():
-    before = linux.malloced_bytes()
-    if before is None:
-        pytest.skip("this C library has no mallinfo2")
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    block = libc.malloc(ctypes.c_size_t(10 * MIB))
-    held = linux.malloced_bytes() - before
-    libc.free(block)
-    assert held == pytest.approx(10 * MIB, abs=64 * 1024)
-    assert linux.malloced_bytes() - before < 64 * 1024
+# --- the resident peak ---
 
 
 def test_the_resident_peak_can_be_reset():
@@ -190,59 +176,6 @@ def test_a_kernel_that_refuses_to_reset_is_no_error(monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", refuse)
     assert linux.reset_resident_peak() is False
-
-
-def test_a_c_library_without_these_functions_is_no_error(monkeypatch):
-    monkeypatch.setattr(linux.ctypes, "CDLL", lambda name: object())
-    linux.trim_heap()
-    assert linux.malloced_bytes() is None
-    assert linux.free_in_heap_bytes() == 0
-
-
-# --- plugs ---
-
-WITH_HOLES = """
-    import ctypes, resource
-    from oomprobe.devices import linux
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MiB go to the heap, as in a process with a history
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    blocks = [libc.malloc(ctypes.c_size_t(4 * 2**20)) for _ in range(20)]
-    kept, freed = blocks[1::2], blocks[::2]
-    for block in freed:
-        libc.free(block)
-    holes = linux.free_in_heap_bytes()
-    assert holes > 32 * 2**20, holes
-    used, size = linux.malloced_bytes(), linux.process_bytes("VmSize")
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    plugs = linux.Plugs()
-    resource.setrlimit(resource.RLIMIT_AS, (size, before[1]))
-    plugs.fill()
-    resource.setrlimit(resource.RLIMIT_AS, before)
-"""
-
-
-def test_plugs_fill_the_holes_of_the_heap_and_the_address_space_does_not_grow():
-    run_python(
-        WITH_HOLES
-        + """
-    assert linux.process_bytes("VmSize") <= size + 2**20, (size, linux.process_bytes("VmSize"))
-    assert linux.malloced_bytes() - used > 0.9 * holes, (linux.malloced_bytes() - used, holes)
-    assert linux.free_in_heap_bytes() < 2 * 2**20, linux.free_in_heap_bytes()
-    assert linux.process_bytes("VmRSS") < size  # nothing was written to them
-    """
-    )
-
-
-def test_plugs_drain_to_the_last_byte():
-    run_python(
-        WITH_HOLES
-        + """
-    plugs.drain()
-    assert linux.malloced_bytes() <= used + 64 * 1024, (linux.malloced_bytes(), used)
-    plugs.drain()
-    """
-    )
 
 
 def test_the_least_that_cgroups_are_held_to(tmp_path):

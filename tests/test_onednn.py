@@ -12,11 +12,11 @@ from oomprobe.devices import linux, onednn
 
 POISON = """
 import torch
-from oomprobe.devices import host, limits, linux, onednn
+from oomprobe.devices import heap, host, limits, linux, onednn
 
 def poison():
     image, weight = torch.ones(2, 1, 3, 9999), torch.ones(1, 1, 3, 3)
-    plugs, size = linux.Plugs(), linux.process_bytes("VmSize")
+    plugs, size = heap.Plugs(), linux.process_bytes("VmSize")
     with limits.address_space(size):
         plugs.fill()
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oomprobe.devices import linux
+from oomprobe.devices import heap, linux
 from oomprobe.devices.accelerator import kernel_answers
 from oomprobe.devices.base import Usage
 from oomprobe.devices.host import HostDevice
@@ -97,7 +97,7 @@ class ForkedHostDevice(PlainDevice):
         )
 
     def live_bytes(self) -> int:
-        return (linux.malloced_bytes() or linux.process_bytes("VmRSS") or 0) - self._state_bytes()
+        return (heap.malloced_bytes() or linux.process_bytes("VmRSS") or 0) - self._state_bytes()
 
     def outside_bytes(self) -> None:
         return None
@@ -106,7 +106,7 @@ class ForkedHostDevice(PlainDevice):
         """Steps on the host are done when they return."""
 
     def release(self) -> None:
-        linux.trim_heap()
+        heap.trim_heap()
 
     def healthy(self) -> bool:
         return kernel_answers(torch.device("cpu"), self.synchronize)
@@ -124,6 +124,6 @@ class _Footprint:
     def now(cls) -> _Footprint:
         return cls(
             space_bytes=linux.process_bytes("VmSize") or 0,
-            hole_bytes=linux.free_in_heap_bytes(),
+            hole_bytes=heap.free_in_heap_bytes(),
             resident_bytes=linux.process_bytes("VmRSS") or 0,
         )

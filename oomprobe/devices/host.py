@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from oomprobe.devices import linux, onednn
+from oomprobe.devices import heap, linux, onednn
 from oomprobe.devices.accelerator import kernel_answers
 from oomprobe.devices.base import Usage
 from oomprobe.devices.limits import address_space, left_by_own_limits
@@ -92,7 +92,7 @@ class HostDevice:
         if self._stated_bytes is None:
             self._available_bytes = linux.free_bytes() or self._available_bytes
         self._available_bytes = min([self._available_bytes, *left_by_own_limits()])
-        self._live_bytes, self._holes_bytes = self.live_bytes(), linux.free_in_heap_bytes()
+        self._live_bytes, self._holes_bytes = self.live_bytes(), heap.free_in_heap_bytes()
 
     def prime(self, step: Callable[[], object]) -> None:
         """Let oneDNN make its primitives for a new shape while there is room, where the budget is a small one.
@@ -132,10 +132,10 @@ class HostDevice:
     @scope
     def _in_new_space(self, room_bytes: int) -> Iterator[None]:
         """With the holes of the heap plugged: a trial begins as in a fresh process."""
-        free_before = linux.free_in_heap_bytes()
+        free_before = heap.free_in_heap_bytes()
         history = max(0, free_before - self._made_by_plugs) if self._history_bytes is None else self._history_bytes
         room_bytes -= min(history, int(HISTORY_SHARE * self._cap_bytes))
-        plugs = linux.Plugs()
+        plugs = heap.Plugs()
         size = linux.process_bytes("VmSize") or 0
         try:
             with address_space(size):
@@ -147,15 +147,15 @@ class HostDevice:
             self._history_bytes = history
             raise
         finally:
-            left_by_trial = linux.free_in_heap_bytes()
+            left_by_trial = heap.free_in_heap_bytes()
             plugs.drain()
-            made = linux.free_in_heap_bytes() - left_by_trial - free_before
+            made = heap.free_in_heap_bytes() - left_by_trial - free_before
             self._made_by_plugs = max(0, self._made_by_plugs + made)
 
     @scope
     def _in_what_is_left(self, room_bytes: int) -> Iterator[None]:
         """Under a limit of the user's own, that holes count against: plugged, each trial would leave less to the next."""
-        holes = max(0, linux.free_in_heap_bytes() - self._holes_bytes)
+        holes = max(0, heap.free_in_heap_bytes() - self._holes_bytes)
         room_bytes = max(0, room_bytes - holes)
         self._limit_bytes = (linux.process_bytes("VmSize") or 0) + room_bytes
         with address_space(self._limit_bytes, room_bytes):
@@ -178,7 +178,7 @@ class HostDevice:
         )
 
     def live_bytes(self) -> int:
-        return linux.malloced_bytes() or linux.process_bytes("VmRSS") or 0
+        return heap.malloced_bytes() or linux.process_bytes("VmRSS") or 0
 
     def outside_bytes(self) -> None:
         return None
@@ -187,7 +187,7 @@ class HostDevice:
         """Steps on the host are done when they return."""
 
     def release(self) -> None:
-        linux.trim_heap()
+        heap.trim_heap()
 
     def healthy(self) -> bool:
         self.release()  # under a limit of the user's own what a failed step freed is still in the heap, and nothing else free

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
+import mmap
 from pathlib import Path
 
 PAGE_TABLE_OF_CGROUPS = Path("/proc/self/cgroup")
@@ -17,16 +16,18 @@ def machine_bytes(name: str, meminfo: Path = Path("/proc/meminfo")) -> int | Non
 
 def process_bytes(name: str) -> int | None:
     """A figure of /proc/self/status: ``VmSize`` (address space), ``VmRSS`` (resident), ``VmHWM``, ``VmPeak``."""
+    if name == "VmSize" and (pages := _first_word(Path("/proc/self/statm"))):  # the same, at a fifth of the time
+        return int(pages) * mmap.PAGESIZE
     return _kib_field(Path("/proc/self/status"), name)
 
 
 def _kib_field(path: Path, name: str) -> int | None:
     try:
-        lines = path.read_text().splitlines()
+        text = b"\n" + _read(path)
     except OSError:
         return None
-    found = (line.split()[1] for line in lines if line.startswith(name + ":"))
-    return next((int(kib) * 1024 for kib in found), None)
+    _, _, figure = text.partition(b"\n" + name.encode() + b":")
+    return int(figure.split(maxsplit=1)[0]) * 1024 if figure else None
 
 
 def reset_resident_peak() -> bool:
@@ -75,9 +76,15 @@ def cgroup_limit_bytes(table: Path = PAGE_TABLE_OF_CGROUPS, root: Path = CGROUP_
 
 def _first_word(file: Path) -> str:
     try:
-        return file.read_text().split()[0]
-    except (OSError, IndexError):
+        return _read(file).split(maxsplit=1)[0].decode()
+    except (OSError, IndexError, UnicodeDecodeError):
         return ""
+
+
+def _read(file: Path) -> bytes:
+    """Without a path's own way of reading, which takes twice as long: some files are read in each trial."""
+    with open(file, "rb", buffering=0) as opened:
+        return opened.read()
 
 
 def _cgroup_free(folder: Path) -> int | None:
@@ -135,78 +142,3 @@ def boot_id() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
-
-
-class _Mallinfo2(ctypes.Structure):  # mallinfo(3), glibc 2.33
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
-
-
-def _mallinfo2() -> _Mallinfo2 | None:
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):
-        return None
-    mallinfo2.restype = _Mallinfo2
-    return mallinfo2()  # type: ignore[no-any-return]
-
-
-def malloced_bytes() -> int | None:
-    """Bytes that malloc has handed out and not got back; None where the C library cannot say."""
-    info = _mallinfo2()
-    return None if info is None else int(info.uordblks + info.hblkhd)
-
-
-def free_in_heap_bytes() -> int:
-    """Bytes in the holes of malloc's heap; 0 where the C library cannot say."""
-    info = _mallinfo2()
-    return 0 if info is None else int(info.fordblks)
-
-
-def trim_heap() -> None:
-    """Give the free top and free pages of the heap back to the system, where the C library can."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError):
-        return
-
-
-SMALLEST_HOLE_BYTES = 2**14
-ARENA_BYTES = 2**26  # what an arena other than the first reserves (glibc, arena.c: HEAP_MAX_SIZE)
-# A malloc that finds nothing tries one other arena, each time the next one (glibc, arena.c: reused_arena): asked
-# often enough, it has looked into all of them. An arena reserves 64 MiB ahead, which no limit counts a second time.
-ARENAS = 8 * (os.cpu_count() or 1) + 1
-
-
-class Plugs:
-    """Fills the holes that earlier trials left in malloc's heap, so that a trial cannot be served from them.
-
-    A fresh process has no such holes, and a limit on address space does not count them. Nothing is written to the
-    plugs, so they cost no memory. Only sensible while the address space cannot grow: otherwise malloc makes room.
-    """
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None)
-        self._libc.malloc.restype, self._libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-        self._libc.free.restype, self._libc.free.argtypes = None, [ctypes.c_void_p]
-        self._plugs: list[int] = []
-
-    def fill(self) -> None:
-        size = 1 << max(ARENA_BYTES, free_in_heap_bytes()).bit_length()  # no hole is larger
-        while size >= SMALLEST_HOLE_BYTES:
-            refused = 0
-            while refused < ARENAS:
-                plug = self._libc.malloc(size)
-                if plug:
-                    self._plugs.append(plug)
-                else:
-                    refused += 1
-            size //= 2
-
-    def drain(self) -> None:
-        while self._plugs:
-            self._libc.free(self._plugs.pop())

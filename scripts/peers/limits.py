@@ -44,10 +44,10 @@ def address_space_bytes():
 
 def malloced():
     """What malloc has handed out."""
-    from oomprobe.devices import linux
+    from oomprobe.devices import heap
 
     settle()
-    return {"left_bytes": linux.malloced_bytes()}
+    return {"left_bytes": heap.malloced_bytes()}
 
 
 def plain_kernels():

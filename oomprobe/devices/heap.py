@@ -1,0 +1,81 @@
+"""malloc's heap, where the C library is one that can be asked about it: what it has handed out, and its holes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+
+class _Mallinfo2(ctypes.Structure):  # mallinfo(3), glibc 2.33
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+@cache  # asked a few times in each trial
+def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return None
+    mallinfo2.restype = _Mallinfo2
+    return mallinfo2
+
+
+def malloced_bytes() -> int | None:
+    """Bytes that malloc has handed out and not got back; None where the C library cannot say."""
+    ask = _mallinfo2()
+    return None if ask is None else int((info := ask()).uordblks + info.hblkhd)
+
+
+def free_in_heap_bytes() -> int:
+    """Bytes in the holes of malloc's heap; 0 where the C library cannot say."""
+    ask = _mallinfo2()
+    return 0 if ask is None else int(ask().fordblks)
+
+
+def trim_heap() -> None:
+    """Give the free top and free pages of the heap back to the system, where the C library can."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):
+        return
+
+
+SMALLEST_HOLE_BYTES = 2**14
+ARENA_BYTES = 2**26  # what an arena other than the first reserves (glibc, arena.c: HEAP_MAX_SIZE)
+
+
+class Plugs:
+    """Fills the holes that earlier trials left in malloc's heap, so that a trial cannot be served from them.
+
+    A fresh process has no such holes, and a limit on address space does not count them. Nothing is written to the
+    plugs, so they cost no memory. Only sensible while the address space cannot grow: otherwise malloc makes room.
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self._libc.malloc.restype, self._libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        self._libc.free.restype, self._libc.free.argtypes = None, [ctypes.c_void_p]
+        self._plugs: list[int] = []
+
+    def fill(self) -> None:
+        """Take what this thread's mallocs could be served from.
+
+        A malloc looks into the thread's own arena, and where that has nothing into one other (glibc, arena.c:
+        arena_get_retry), always the same: what it refuses once it refuses again. An arena reserves memory ahead, which
+        no limit counts a second time; the other arenas are other threads', and not reached from here.
+        """
+        size = 1 << max(ARENA_BYTES, free_in_heap_bytes()).bit_length()  # no hole is larger
+        while size >= SMALLEST_HOLE_BYTES:
+            while plug := self._libc.malloc(size):
+                self._plugs.append(plug)
+            size //= 2
+
+    def drain(self) -> None:
+        while self._plugs:
+            self._libc.free(self._plugs.pop())
