@@ -19,7 +19,8 @@ TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay
 REPORTED_SHARE = {"device": 0.0, "host": 0.01}
 REFUSED_SHARE = {"device": 0.05, "host": 0.2}
 SMALLEST_BYTES = 2**14  # in each step: a list of losses as numbers, and what malloc needs to keep it, stay below
-STEPS_TO_LAST = 1000  # a margin that a leak uses up in fewer is none
+# A margin that a leak uses up in fewer is none. In the user's own process something beside the step may have grown.
+STEPS_TO_LAST = {"isolated": 1000, "in one process": 100}
 
 
 class Baseline:
@@ -43,6 +44,7 @@ class Baseline:
         self._device, self._drop_gradients, self._flush, self._sleep = device, drop_gradients, flush, sleep
         self._kind = "host" if device.on_host else "device"
         self._live_bytes: int | None = None
+        self._settled_bytes = self._grown_bytes = 0  # in use after the last trial, and what the last one added
         self._residue_bytes = 0  # above the baseline, and known not to come back
         self._tolerated_bytes = float(TOLERATED_BYTES)
         self._refused_bytes = float("inf")
@@ -72,7 +74,12 @@ class Baseline:
         leaked_bytes = self._leaked_bytes()
         if leaked_bytes > self._residue_bytes + self._tolerated_bytes:
             leaked_bytes = self._residue_bytes = self._reclaim()
+        self._grown_bytes, self._settled_bytes = leaked_bytes - self._settled_bytes, leaked_bytes
         return leaked_bytes if leaked_bytes > self._tolerated_bytes else 0
+
+    def may_be_growing(self, steps: int) -> bool:
+        """Whether so many steps left enough since the last time that each of them may have kept something."""
+        return not self.known or self._grown_bytes >= steps * SMALLEST_BYTES
 
     def added_by(self, call: Callable[[], None]) -> int:
         """What each further call keeps, the least of two: what libraries make for a shape they make once."""
@@ -120,40 +127,55 @@ class Baseline:
         return self._leaked_bytes()
 
 
-def refuse_growing(trials: Sequence[Trial], batch_size: int, *, margin_bytes: int) -> None:
-    """Raise where each step of the answer leaks, so that the margin lasts for a moment only.
-
-    For trials that each began in a process of their own, so that what one left is its own: in the confirmation, what each
-    step added (`Baseline.added_by`), times its steps.
+def steps_to_last(trials: Sequence[Trial], batch_size: int, *, margin_bytes: int) -> tuple[int, int] | None:
+    """What each step of the answer keeps, and after how many the margin is used up; None where none keeps any.
 
     Args:
         trials: Of the probe.
         batch_size: The answer.
         margin_bytes: What the answer leaves free.
 
+    Example:
+        >>> from oomprobe.result import Phase, Verdict
+        >>> confirmed = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.CONFIRM, steps=6, step_leaked_bytes=1 << 20)
+        >>> steps_to_last([confirmed], 8, margin_bytes=1 << 25)
+        (1048576, 32)
+    """
+    asked = (t for t in reversed(trials) if t.passed and t.batch_size == batch_size and t.phase in SECOND_OPINIONS)
+    last = next(asked, None)
+    if last is None or not last.step_leaked_bytes:
+        return None
+    return last.step_leaked_bytes, margin_bytes // last.step_leaked_bytes
+
+
+def refuse_growing(trials: Sequence[Trial], batch_size: int, *, margin_bytes: int, isolated: bool) -> None:
+    """Raise where each step of the answer leaks, so that the margin lasts for a moment only.
+
+    Args:
+        trials: Of the probe.
+        batch_size: The answer.
+        margin_bytes: What the answer leaves free.
+        isolated: Whether each trial began in a process of its own, so that what grew is the step's.
+
     Raises:
         UnreliableError: the margin would be used up within `STEPS_TO_LAST` steps.
 
     Example:
         >>> from oomprobe.result import Phase, Verdict
-        >>> confirmed = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.CONFIRM, steps=6, leaked_bytes=6 << 20)
-        >>> refuse_growing([confirmed], 8, margin_bytes=1 << 34)
-        >>> refuse_growing([confirmed], 8, margin_bytes=1 << 25)
+        >>> confirmed = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.CONFIRM, steps=6, step_leaked_bytes=1 << 20)
+        >>> refuse_growing([confirmed], 8, margin_bytes=1 << 34, isolated=True)
+        >>> refuse_growing([confirmed], 8, margin_bytes=1 << 25, isolated=True)
         Traceback (most recent call last):
         ...
         oomprobe.errors.UnreliableError: each step at batch 8 keeps 1.00 MiB, even after collecting garbage: ...
     """
-    asked = (t for t in reversed(trials) if t.passed and t.batch_size == batch_size and t.phase in SECOND_OPINIONS)
-    last = next(asked, None)
-    if last is None or not last.leaked_bytes:
+    leak = steps_to_last(trials, batch_size, margin_bytes=margin_bytes)
+    if leak is None or leak[1] >= STEPS_TO_LAST["isolated" if isolated else "in one process"]:
         return
-    per_step_bytes = last.leaked_bytes // last.steps
-    lasts = margin_bytes // per_step_bytes
-    if lasts < STEPS_TO_LAST:
-        raise UnreliableError(
-            f"each step at batch {batch_size} keeps {format_bytes(per_step_bytes)}, even after collecting garbage: it ran "
-            f"{last.steps} steps, and the margin of {format_bytes(margin_bytes)} is used up after about {lasts} more, so no size "
-            "lasts. Something keeps tensors of each step: a list of losses that still have their graph (append "
-            "loss.item()), a cache keyed by shape",
-            trials=tuple(trials),
-        )
+    raise UnreliableError(
+        f"each step at batch {batch_size} keeps {format_bytes(leak[0])}, even after collecting garbage: the margin of "
+        f"{format_bytes(margin_bytes)} is used up after about {leak[1]} more, so no size lasts. Something keeps tensors of "
+        "each step: a list of losses that still have their graph (append loss.item()), a cache keyed by shape, or a "
+        "buffer that was not full yet: then let the step run until it is before the probe",
+        trials=tuple(trials),
+    )

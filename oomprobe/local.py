@@ -78,7 +78,7 @@ class LocalRunner:
         trial = self.trials.run(replace(request, smaller_passed=request.smaller_passed or self._warmed(request)))
         if trial.verdict is Verdict.POISONED:  # nothing more can be asked of it
             return Ran(trial=trial)
-        trial = replace(trial, leaked_bytes=self._left_by(trial))
+        trial = self._with_leak(trial)
         after = None
         if trial.passed and not self._baseline.known:
             after = self._measured()
@@ -96,17 +96,21 @@ class LocalRunner:
         self._is_first = True
         self._baseline.take(available_bytes, live_bytes)
 
-    def _left_by(self, trial: Trial) -> int:
-        """What did not come back. A first step leaves what libraries keep for its size: that is no leak if a second adds none."""
+    def _with_leak(self, trial: Trial) -> Trial:
+        """With what did not come back, and what each further step keeps."""
         left_bytes = self._baseline.settle(passed=trial.passed)
-        if not self._is_first:
-            return left_bytes
-        if not trial.passed:
-            return 0  # its process ends with it
-        if trial.phase in SECOND_OPINIONS:  # each begins anew, so that a small leak has no trials to add up over
-            return self._baseline.added_by(lambda: self._aside.flush(trial.batch_size)) * trial.steps
-        if not left_bytes:
-            return 0
+        if trial.passed and trial.phase in SECOND_OPINIONS:
+            if self._is_first or self._baseline.may_be_growing(trial.steps):
+                kept_bytes = self._baseline.added_by(lambda: self._aside.flush(trial.batch_size))
+                trial = replace(trial, step_leaked_bytes=kept_bytes)
+            grown_bytes = trial.step_leaked_bytes * trial.steps
+            return replace(trial, leaked_bytes=grown_bytes if self._is_first else max(left_bytes, grown_bytes))
+        return replace(trial, leaked_bytes=self._left_by_first(trial, left_bytes) if self._is_first else left_bytes)
+
+    def _left_by_first(self, trial: Trial, left_bytes: int) -> int:
+        """A first step leaves what libraries keep for its size: that is no leak if a second adds none."""
+        if not left_bytes or not trial.passed:
+            return 0  # the process of a failed one ends with it
         self._aside.flush(trial.batch_size)
         if self._baseline.settle(passed=True) - left_bytes > TOLERATED_BYTES:
             return left_bytes

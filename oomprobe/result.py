@@ -63,6 +63,7 @@ class Trial:
         samples_per_s: ``batch_size / step_s``.
         alloc_retries: Times the allocator had to give its cache back to serve a request.
         leaked_bytes: Memory that did not come back after the trial and a full clean-up.
+        step_leaked_bytes: What each further step kept, seen by two more calls after a confirmation that left something.
         error: Text of the failure; None when it passed.
         where: Where it failed, such as ``"backward, model.py:142"``.
         step_name: Which of several named steps failed, or had the highest peak; None for a single step.
@@ -83,6 +84,7 @@ class Trial:
     samples_per_s: float | None = None
     alloc_retries: int = 0
     leaked_bytes: int = 0
+    step_leaked_bytes: int = 0
     error: str | None = None
     where: str | None = None
     step_name: str | None = None

@@ -16,6 +16,7 @@ from oomprobe.devices import Simulated
 from oomprobe.errors import NothingFitsError
 from oomprobe.estimates import estimates
 from oomprobe.fit import LinearFit, fit_line
+from oomprobe.leaks import steps_to_last
 from oomprobe.result import ProbeResult, Trial
 from oomprobe.search import Found
 from oomprobe.units import format_bytes, format_seconds
@@ -149,6 +150,7 @@ def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
         *(f"batch {size} passed as a trial and failed in confirmation" for size in found.unconfirmed),
         *_of_device(bench.device),
         *_leaks(bench.trials, on_host=bench.device.on_host),
+        *_growing(bench, answer),
         *(_simulated(bench.device, bench.trials, answer) if isinstance(bench.device, Simulated) else _pressure(answer)),
         *_slow(bench.trials, answer),
         *_outside(bench),
@@ -172,6 +174,16 @@ def _leaks(trials: Iterable[Trial], *, on_host: bool) -> list[str]:
     return [
         f"leak: {format_bytes(worst.leaked_bytes)} had not come back after batch {worst.batch_size}, even after collecting "
         f"garbage; {why}"
+    ]
+
+
+def _growing(bench: Workbench, answer: Trial) -> list[str]:
+    leak = steps_to_last(bench.trials, answer.batch_size, margin_bytes=bench.margin_bytes)
+    if leak is None:
+        return []
+    return [
+        f"leak: each step at batch {answer.batch_size} keeps {format_bytes(leak[0])}, and the margin lasts for about "
+        f"{leak[1]} of them; something keeps tensors of each step"
     ]
 
 

@@ -130,9 +130,13 @@ class Workbench:
             self.anatomy = self.runner.anatomy_at(min(sizes))
 
     def refuse_leaking(self, answer: int) -> None:
-        """Raise where the answer would not last; in one process, what a trial leaves is refused as it comes."""
-        if self.runner.replaceable:
-            refuse_growing(self.trials, answer, margin_bytes=self.available_bytes - self.budget_bytes)
+        """Raise where the answer would not last."""
+        refuse_growing(self.trials, answer, margin_bytes=self.margin_bytes, isolated=self.runner.replaceable)
+
+    @property
+    def margin_bytes(self) -> int:
+        """What an answer leaves free."""
+        return self.available_bytes - self.budget_bytes
 
     def enough(self, good: int, bad: int) -> bool:
         """Whether the bracket is narrow enough, or only time for the confirmation is left."""

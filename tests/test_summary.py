@@ -33,6 +33,7 @@ def bench(*trials, on_host=True, step_names=("step",), **options):
         options=Options(**options),
         budget_bytes=90 * MIB,
         available_bytes=100 * MIB,
+        margin_bytes=10 * MIB,
         notes={},
         circumstances=(),
         tenants=lambda: "",
@@ -118,6 +119,14 @@ def test_a_leak_on_the_host_may_be_a_librarys_cache():
     assert "smaller by as much" not in note
     [note] = result(trial(1, leaked_bytes=3 * MIB), trial(2), on_host=False).notes
     assert note.endswith("something keeps tensors of past steps, and the answer is smaller by as much")
+
+
+def test_what_each_step_keeps_is_told_with_how_long_the_margin_lasts():
+    [note] = result(trial(1), trial(2, phase=Phase.CONFIRM, step_leaked_bytes=MIB // 64)).notes
+    assert note == (
+        "leak: each step at batch 2 keeps 16.00 KiB, and the margin lasts for about 640 of them; something keeps tensors "
+        "of each step"
+    )
 
 
 # --- not covered ---

@@ -223,6 +223,40 @@ def test_a_small_leak_is_reported_with_its_bytes():
     assert "LEAKED 3.00 MiB" in str(result)
 
 
+def keeping(device, kept_bytes):
+    def step(model, batch_size):
+        torch.ones(batch_size)
+        device.take(batch_size * 100 * MIB)
+        device.live += kept_bytes
+
+    return step
+
+
+def test_a_leak_that_ends_the_margin_within_100_steps_is_an_error_however_short_the_probe():
+    device = LedgerDevice(1000 * MIB)
+    with pytest.raises(oomprobe.UnreliableError, match=r"each step at batch 4 keeps 1.25 MiB.* after about 80 more"):
+        oomprobe.check(nn.Linear(1, 1), keeping(device, 5 * MIB // 4), 4, device=device, progress="off")
+
+
+def test_a_slower_one_is_told_with_how_long_the_margin_lasts():
+    device = LedgerDevice(1000 * MIB)
+    result = oomprobe.check(nn.Linear(1, 1), keeping(device, MIB // 4), 4, device=device, progress="off")
+    assert result.trials[-1].step_leaked_bytes == MIB // 4
+    assert any("keeps 256.00 KiB, and the margin lasts for about 400" in note for note in result.notes)
+
+
+def test_a_confirmation_that_leaves_nothing_is_not_called_again():
+    device, calls = LedgerDevice(1000 * MIB), []
+
+    def step(model, batch_size):
+        calls.append(batch_size)
+        torch.ones(batch_size)
+        device.take(batch_size * 100 * MIB)
+
+    result = oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, progress="off")
+    assert calls.count(9) == sum(trial.steps for trial in result.trials if trial.batch_size == 9)
+
+
 def test_a_step_that_keeps_its_last_batch_does_not_leak():
     """What it keeps is replaced by the next, smaller batch: a cache, not a leak."""
     device = LedgerDevice(1000 * MIB)
