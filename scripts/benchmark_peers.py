@@ -16,6 +16,7 @@ in a fresh process, and the sizes beside it are run too (peers/truth.py). Exit c
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,7 +31,19 @@ def versions():
     from peers import tools
 
     packages = [package for package in sorted(set(tools.PACKAGES.values())) if not tools.missing(package)]
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in ["torch", *packages]}}
+    found = {name: metadata.version(name) for name in ["torch", *packages]}
+    return {"python": platform.python_version(), "oomprobe": own_version(), **found}
+
+
+def own_version():
+    """The commit, with a "+" where files differ from it; the release, where there is no repository."""
+    import oomprobe
+
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return oomprobe.__version__
 
 
 def surroundings(device):

@@ -457,8 +457,13 @@ def told(answer=None, **more):
         ("error", "conv", told(error="RuntimeError: no")),
         ("nothing", "conv", told(error=None)),
         ("**130: beyond the data**", "100-examples", told(130, ran="no")),
-        ("error ✓", "nothing-fits", told(error="NothingFitsError: no")),
-        ("error ✓", "bug", told(error="StepFailedError: no")),
+        ("**90%**", "leak", told(90, notes=["batch 90 is slow"])),
+        ("90%, told", "leak", told(90, notes=["slow", "leak: each step at batch 90 keeps 1.00 MiB"])),
+        ("error ✓", "nothing-fits", told(error="NothingFitsError: batch 1 does not fit on host memory")),
+        ("KeyError", "nothing-fits", told(error="KeyError: 'exp_avg'")),
+        ("error ✓", "bug", told(error="StepFailedError: the step failed with ValueError: could not broadcast 24")),
+        ("RuntimeError", "bug", told(error="RuntimeError: no")),
+        ("nothing", "poisoned", told(error=None)),
         ("**hangs**", "conv", {"ended": "no answer within 300 s"}),
         ("**crashes**", "conv", {"ended": "process ended with -11: "}),
         ("-", "conv", {"not_for": "for YOLO models"}),
@@ -500,13 +505,23 @@ CARD = made_up("cuda", "resnet50", card={"card": "Made Up 1", "driver": "0.0", "
 
 def test_a_row_has_a_column_for_each_heading():
     for results in (made_up("host", "conv"), CARD):
-        lines = [
-            line for line in table.whole(results).splitlines() if line.startswith("| oomprobe") or "| toma" in line
-        ]
-        details = [line for line in lines if not line.startswith("| workload")]
+        [(name, row)] = results["workloads"].items()
+        lines = table.detailed(name, row).splitlines()
+        details = [line for line in lines if line.startswith(("| oomprobe", "| toma"))]
         assert [line.count("|") for line in details] == [len(table.HEAD) + 1] * 2
     assert "| 75% |" in details[0]
     assert "| 25%, 3.0 s | nothing | 0 MiB, 3 MiB reserved |" in details[0]
+
+
+def test_totals_by_tool():
+    rows = (
+        made_up("host", "conv")["workloads"]
+        | made_up("host", "leak")["workloads"]
+        | made_up("host", "gpt")["workloads"]
+    )
+    rows["gpt"] = {**MADE_UP, "tools": {"oomprobe": told(120, ran="no", changed=["weights"], left_bytes=5 * MIB)}}
+    lines = table.totals({"workloads": rows}).splitlines()
+    assert lines[2:] == ["| oomprobe | 2 of 3 | 0 | 2 of 3 | 90% | 9 | 24 | 1 of 3 | 5 MiB |"]
 
 
 def readme(tmp_path, *results):

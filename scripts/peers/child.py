@@ -36,9 +36,13 @@ def tool(workload, name):
     wall_s = time.perf_counter() - began_s
     if isinstance(answer, tools.NotFor):
         return {"not_for": answer.why}
+    notes = ()
+    if isinstance(answer, tools.Noted):
+        answer, notes = answer.answer, answer.notes
     return {
         "answer": answer,
         "error": error,
+        "notes": list(notes),
         "wall_s": wall_s,
         "changed": state.changed(before, state.taken_down(model, job.optimizer)),
         "own_model": name in tools.BUILD_THEIR_OWN,

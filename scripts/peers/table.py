@@ -1,6 +1,7 @@
 """Results as tables: one for the README, a cell for each answer, and one with every column for each workload."""
 
 import re
+import statistics
 from pathlib import Path
 
 from peers import cards, tools
@@ -27,15 +28,26 @@ def cell(workload, row, told):
         return "**hangs**" if told["ended"].startswith("no answer") else "**crashes**"
     answer = told.get("answer")
     if answer is None:
-        expected = not workload.sizes_fit or workload.an_error_is_right
-        said = "error" if told.get("error") else "nothing"
-        return f"{said} {RIGHT}" if expected else said
+        error = told.get("error")
+        return "nothing" if not error else f"error {RIGHT}" if _says(workload, error) else _other(workload, error)
     if not survived(row, answer):
         return f"**{answer}: dies**"
     if answer > (true_max(row) or answer):
         return f"**{answer}: beyond the data**"
     share = _share(row, answer) + (", computed" if told["ran"] == "no" else "")
-    return f"**{share}**" if workload.a_number_hides else share
+    if not workload.a_number_hides:
+        return share
+    return f"{share}, told" if any(_says(workload, note) for note in told.get("notes", ())) else f"**{share}**"
+
+
+def _says(workload, text):
+    """Whether it names what is the matter with the workload."""
+    return workload.right_words is not None and re.search(workload.right_words, text) is not None
+
+
+def _other(workload, error):
+    """An error about something else, where one is right; where none is, they are all the same."""
+    return "error" if workload.right_words is None else error.partition(":")[0]
 
 
 def _share(row, answer):
@@ -71,6 +83,46 @@ def compact(results, write=cell):
         cells = [write(workload, row, row["tools"][tool]) if tool in row["tools"] else "" for tool in names]
         lines.append(f"| {workload.says} | {true_max(row) or 'none'} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+TOTALS = (
+    "tool", "wrong", "errors that say what is the matter", "answers that were run", "share", "trials", "time in steps",
+    "state changed", "left at most",
+)  # fmt: skip
+
+
+def totals(results):
+    """A line for each tool: counts of workloads, and medians over those with an answer that survives."""
+    lines = ["| " + " | ".join(TOTALS) + " |", "|---" * len(TOTALS) + "|"]
+    for tool in tools.TOOLS:
+        asked = [(cards.ALL[name], row, row["tools"].get(tool, {})) for name, row in results["workloads"].items()]
+        asked = [(workload, row, told) for workload, row, told in asked if not {"not_for", "not_installed"} & {*told}]
+        if asked := [one for one in asked if one[2]]:
+            lines.append("| " + " | ".join([tool, *_total(asked)]) + " |")
+    return "\n".join(lines)
+
+
+def _total(asked):
+    cells = [cell(*one) for one in asked]
+    ended = [one for one in asked if "wall_s" in one[2]]
+    answers = [told for _, _, told in ended if told["answer"] is not None]
+    good = [(row, told) for _, row, told in ended if told["answer"] is not None and survived(row, told["answer"])]
+    known = [(row, told) for row, told in good if true_max(row) and told["answer"] <= true_max(row)]
+    changed = [told for _, _, told in ended if told["changed"]]
+    return [
+        f"{sum(text.startswith('**') for text in cells)} of {len(asked)}",
+        str(sum(RIGHT in text for text in cells)),
+        f"{sum(told['ran'] != 'no' for told in answers)} of {len(answers)}",
+        _median([100 * told["answer"] / true_max(row) for row, told in known], "%"),
+        _median([told["trials"] for _, told in good]),
+        _median([told["wall_s"] / row["survived"][str(told["answer"])]["step_s"] for row, told in good]),
+        f"{len(changed)} of {len(ended)}",
+        f"{max((told['left_bytes'] for _, _, told in ended), default=0) / 2**20:.0f} MiB",
+    ]
+
+
+def _median(values, unit=""):
+    return f"{statistics.median(values):.0f}{unit}" if values else "-"
 
 
 HEAD = (
@@ -125,13 +177,17 @@ def _ranges(row):
 
 def whole(results):
     rows = results["workloads"].items()
-    return "\n\n".join([compact(results), *(detailed(name, row) for name, row in rows)])
+    return "\n\n".join([compact(results), totals(results), *(detailed(name, row) for name, row in rows)])
 
 
 def versions(results):
     return ", ".join(f"{name} {version}" for name, version in results["versions"].items())
 
 
+TOTALS_ARE = (
+    "The same by tool. A time is that of the whole call, in steps at its answer; shares, trials and times are medians over the\n"
+    "answers that survive:"
+)
 NO_CARD = (
     "On CUDA this has not been measured yet: no card was at hand, and the rows above stand alone. Where there is one:\n"
     "`scripts/benchmark_peers.py --device cuda`."
@@ -151,6 +207,8 @@ def into_readme(readme: Path, host, cuda=None):
     text = readme.read_text()
     if not (BEGIN in text and END in text):
         raise SystemExit(f"benchmark_peers: {readme} has no place for the tables, {BEGIN} ... {END}")
-    section = "\n\n".join([compact(host), f"{versions(host)}.", on_card(cuda) if cuda else NO_CARD])
+    section = "\n\n".join(
+        [compact(host), TOTALS_ARE, totals(host), f"{versions(host)}.", on_card(cuda) if cuda else NO_CARD]
+    )
     section = f"{BEGIN}\n{section}\n{END}"
     readme.write_text(re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: section, text, flags=re.DOTALL))

@@ -38,7 +38,7 @@ def oomprobe(**options):
     options = {"progress": "off", **options}
 
     def call(job):
-        return oomprobe.find_max_batch(job.model, job.step, device=job.workload.device, **options).batch_size
+        return of_result(oomprobe.find_max_batch(job.model, job.step, device=job.workload.device, **options))
 
     return call
 
@@ -49,9 +49,13 @@ def oomprobe_isolated():
 
     def call(job):
         target = f"{targets.__file__}:{targets.function_name(job.workload.name)}"
-        return oomprobe.probe_target(target, device=job.workload.device, progress="off").batch_size
+        return of_result(oomprobe.probe_target(target, device=job.workload.device, progress="off"))
 
     return call
+
+
+def of_result(result):
+    return Noted(result.batch_size, result.notes)
 
 
 def lightning(mode):
@@ -207,6 +211,14 @@ def let_torchvision_import():
 @dataclass(frozen=True)
 class NotFor:
     why: str
+
+
+@dataclass(frozen=True)
+class Noted:
+    """An answer, and what was said beside it."""
+
+    answer: int
+    notes: tuple[str, ...]
 
 
 def in_cuda_s_words(function):

@@ -104,13 +104,17 @@ class SizeLimited(Plain):
 
 
 class Leaking(Plain):
-    def __init__(self):
+    def __init__(self, kept_kib=1024):
         super().__init__()
-        self.history = []
+        self.history, self.kept_kib = [], kept_kib
 
     def loss(self, x):
-        self.history.append(torch.ones(MIB // 4))
+        self.history.append(torch.ones(self.kept_kib * 256))
         return super().loss(x)
+
+
+def leaking_slowly():
+    return Leaking(kept_kib=64)
 
 
 class Poisoned(Plain):
@@ -177,9 +181,8 @@ class Workload:
         says: What is hard about it.
         sample: Shape of one example; of floats, or of token ids.
         examples: How many there are, where that is the point.
-        sizes_fit: Whether any size does; else the right answer is an error.
-        an_error_is_right: Sizes fit, and yet an error says more than a number.
-        a_number_hides: What no number tells, a bug or a leak.
+        right_words: What an error, or a note beside a number, has to say so that it is right. None: no error is.
+        a_number_hides: What no number tells, a bug or a leak: one that nothing is said of is wrong.
         scan_steps: Steps that a size has to survive to count as fitting.
         scan_beyond: Failures in a row that end a scan.
         device: Where it trains.
@@ -196,8 +199,7 @@ class Workload:
     budget_mib: int = 128
     examples: int | None = None
     smallest: int = 1
-    sizes_fit: bool = True
-    an_error_is_right: bool = False
+    right_words: str | None = None
     a_number_hides: bool = False
     scan_steps: int = 3
     scan_beyond: int = 12
@@ -247,6 +249,8 @@ def wide():
     return Plain(table_mib=32)
 
 
+LEAK = r"did not come back|keeps \d"
+
 HOST = {
     workload.name: workload
     for workload in (
@@ -255,9 +259,15 @@ HOST = {
         Workload("mlp", "a big fixed cost", wide, optimizer=sgd, budget_mib=128),
         Workload("second-step", "AdamW's state comes with step 1, step 2 needs more", wide, budget_mib=256),
         Workload("one-is-too-few", "BatchNorm refuses a batch of 1", OneIsTooFew, smallest=2),
-        Workload("nothing-fits", "not even a batch of 1", wide, budget_mib=40, sizes_fit=False),
+        Workload(
+            "nothing-fits",
+            "not even a batch of 1",
+            wide,
+            budget_mib=40,
+            right_words=r"memory|does not fit|batch size found",
+        ),
         Workload("100-examples", "memory for more than the data set has", Plain, budget_mib=512, examples=100),
-        Workload("bug", "a bug above 24", Buggy, an_error_is_right=True, a_number_hides=True),
+        Workload("bug", "a bug above 24", Buggy, right_words="could not broadcast", a_number_hides=True),
         Workload("size-limit", "torch refuses sizes above 32", SizeLimited, budget_mib=512),
         Workload(
             "leak",
@@ -265,10 +275,24 @@ HOST = {
             Leaking,
             budget_mib=192,
             scan_steps=50,
-            an_error_is_right=True,
+            right_words=LEAK,
             a_number_hides=True,
         ),
-        Workload("poisoned", "above 24 the process is lost (CUDA's words for it)", Poisoned, an_error_is_right=True),
+        Workload(
+            "slow-leak",
+            "each step keeps 64 KiB",
+            leaking_slowly,
+            budget_mib=192,
+            scan_steps=50,
+            right_words=LEAK,
+            a_number_hides=True,
+        ),
+        Workload(
+            "poisoned",
+            "above 24 the process is lost (CUDA's words for it)",
+            Poisoned,
+            right_words="illegal memory access",
+        ),
         Workload("not-monotone", "from 97 on less memory is needed", NotMonotone, budget_mib=192, scan_beyond=130),
         Workload(
             "yolo",
