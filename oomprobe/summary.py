@@ -16,7 +16,7 @@ from oomprobe.devices import Simulated
 from oomprobe.errors import NothingFitsError
 from oomprobe.estimates import estimates
 from oomprobe.fit import LinearFit, fit_line
-from oomprobe.leaks import steps_to_last
+from oomprobe.leaks import leak_of_step
 from oomprobe.result import ProbeResult, Trial
 from oomprobe.search import Found
 from oomprobe.units import format_bytes, format_seconds
@@ -178,12 +178,14 @@ def _leaks(trials: Iterable[Trial], *, on_host: bool) -> list[str]:
 
 
 def _growing(bench: Workbench, answer: Trial) -> list[str]:
-    leak = steps_to_last(bench.trials, answer.batch_size, margin_bytes=bench.margin_bytes)
+    leak = leak_of_step(
+        bench.trials, answer.batch_size, available_bytes=bench.available_bytes, budget_bytes=bench.budget_bytes
+    )
     if leak is None:
         return []
     return [
-        f"leak: each step at batch {answer.batch_size} keeps {format_bytes(leak[0])}, and the margin lasts for about "
-        f"{leak[1]} of them; something keeps tensors of each step"
+        f"leak: each step at batch {answer.batch_size} keeps {format_bytes(leak.kept_bytes)}, and what is left free lasts "
+        f"for about {leak.steps_to_last} of them; something keeps tensors of each step"
     ]
 
 

@@ -131,12 +131,13 @@ class Workbench:
 
     def refuse_leaking(self, answer: int) -> None:
         """Raise where the answer would not last."""
-        refuse_growing(self.trials, answer, margin_bytes=self.margin_bytes, isolated=self.runner.replaceable)
-
-    @property
-    def margin_bytes(self) -> int:
-        """What an answer leaves free."""
-        return self.available_bytes - self.budget_bytes
+        refuse_growing(
+            self.trials,
+            answer,
+            available_bytes=self.available_bytes,
+            budget_bytes=self.budget_bytes,
+            isolated=self.runner.replaceable,
+        )
 
     def enough(self, good: int, bad: int) -> bool:
         """Whether the bracket is narrow enough, or only time for the confirmation is left."""

@@ -33,7 +33,6 @@ def bench(*trials, on_host=True, step_names=("step",), **options):
         options=Options(**options),
         budget_bytes=90 * MIB,
         available_bytes=100 * MIB,
-        margin_bytes=10 * MIB,
         notes={},
         circumstances=(),
         tenants=lambda: "",
@@ -121,12 +120,35 @@ def test_a_leak_on_the_host_may_be_a_librarys_cache():
     assert note.endswith("something keeps tensors of past steps, and the answer is smaller by as much")
 
 
-def test_what_each_step_keeps_is_told_with_how_long_the_margin_lasts():
-    [note] = result(trial(1), trial(2, phase=Phase.CONFIRM, step_leaked_bytes=MIB // 64)).notes
+def test_what_each_step_keeps_is_told_with_how_long_the_free_memory_lasts():
+    held = {"peak_reserved_bytes": 90 * MIB, "phase": Phase.CONFIRM, "step_leaked_bytes": MIB // 64}
+    [note] = result(trial(1), trial(2, **held)).notes
     assert note == (
-        "leak: each step at batch 2 keeps 16.00 KiB, and the margin lasts for about 640 of them; something keeps tensors "
-        "of each step"
+        "leak: each step at batch 2 keeps 16.00 KiB, and what is left free lasts for about 640 of them; something keeps "
+        "tensors of each step"
     )
+
+
+@pytest.mark.parametrize(
+    ("peaks", "above", "steps"),
+    [
+        ({"peak_reserved_bytes": 36 * MIB}, [trial(3)], 64),
+        ({"peak_reserved_bytes": 36 * MIB}, [trial(3, passed=False)], 64),
+        ({"peak_reserved_bytes": None, "peak_allocated_bytes": 36 * MIB}, [], 64),
+        ({"peak_reserved_bytes": None, "peak_allocated_bytes": 36 * MIB}, [trial(3, passed=False)], 10),
+    ],
+)
+def test_what_an_answer_leaves_free_is_what_it_did_not_take(peaks, above, steps):
+    """Live tensors alone say too little where memory ended the search: holes between them are used up too."""
+    confirmed = trial(2, phase=Phase.CONFIRM, step_leaked_bytes=MIB, **peaks)
+    [note] = [line for line in result(trial(1), *above, confirmed).notes if line.startswith("leak")]
+    assert f"lasts for about {steps} of them" in note
+
+
+def test_the_plans_trial_is_no_word_about_the_answers_leak():
+    confirmed = trial(2, phase=Phase.CONFIRM, step_leaked_bytes=MIB)
+    [note] = result(trial(1), confirmed, trial(2, phase=Phase.CONFIRM, accumulation_steps=4)).notes
+    assert "each step at batch 2 keeps 1.00 MiB" in note
 
 
 # --- not covered ---

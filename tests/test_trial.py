@@ -223,10 +223,10 @@ def test_a_small_leak_is_reported_with_its_bytes():
     assert "LEAKED 3.00 MiB" in str(result)
 
 
-def keeping(device, kept_bytes):
+def keeping(device, kept_bytes, sample_bytes=100 * MIB):
     def step(model, batch_size):
         torch.ones(batch_size)
-        device.take(batch_size * 100 * MIB)
+        device.take(batch_size * sample_bytes)
         device.live += kept_bytes
 
     return step
@@ -234,15 +234,23 @@ def keeping(device, kept_bytes):
 
 def test_a_leak_that_ends_the_margin_within_100_steps_is_an_error_however_short_the_probe():
     device = LedgerDevice(1000 * MIB)
-    with pytest.raises(oomprobe.UnreliableError, match=r"each step at batch 4 keeps 1.25 MiB.* after about 80 more"):
-        oomprobe.check(nn.Linear(1, 1), keeping(device, 5 * MIB // 4), 4, device=device, progress="off")
+    with pytest.raises(oomprobe.UnreliableError, match=r"each step at batch 8 keeps 1.25 MiB.* after about 85 more"):
+        oomprobe.check(nn.Linear(1, 1), keeping(device, 5 * MIB // 4, 106 * MIB), 8, device=device, progress="off")
 
 
-def test_a_slower_one_is_told_with_how_long_the_margin_lasts():
+def test_the_same_leak_of_a_size_that_leaves_much_free_is_told():
+    """A check, or a search that max_batch ends, has more than the margin left, and may have no margin at all."""
+    device = LedgerDevice(1000 * MIB)
+    options = {"device": device, "memory_fraction": 1.0, "progress": "off"}
+    result = oomprobe.check(nn.Linear(1, 1), keeping(device, 5 * MIB // 4), 2, **options)
+    assert any("keeps 1.25 MiB, and what is left free lasts for about 604 of them" in note for note in result.notes)
+
+
+def test_a_slower_one_is_told_with_how_long_what_is_left_free_lasts():
     device = LedgerDevice(1000 * MIB)
     result = oomprobe.check(nn.Linear(1, 1), keeping(device, MIB // 4), 4, device=device, progress="off")
     assert result.trials[-1].step_leaked_bytes == MIB // 4
-    assert any("keeps 256.00 KiB, and the margin lasts for about 400" in note for note in result.notes)
+    assert any("keeps 256.00 KiB, and what is left free lasts for about 2364" in note for note in result.notes)
 
 
 def test_a_confirmation_that_leaves_nothing_is_not_called_again():
