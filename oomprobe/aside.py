@@ -67,12 +67,14 @@ class Aside:
                 self._device.prime(lambda: self._call(size))
 
     def flush(self, size: int) -> None:
-        """Replace what a step keeps of its last batch."""
-        with self._in_time(size):
-            try:
-                self._call(size)
-            except Exception:  # the leak itself may fill the memory; it is measured next
-                self._state.drop_gradients()
+        """Replace what a step keeps of its last batch; a trial that has passed is not lost for want of time for this."""
+        try:
+            self._call(size)
+        except TimeUp as up:
+            self._trials.interrupts.check_own(up)
+            self._state.drop_gradients()
+        except Exception:  # the leak itself may fill the memory; it is measured next
+            self._state.drop_gradients()
 
     def work_at(self, size: int) -> Work | None:
         """The work of one call; None where that size does not run."""

@@ -10,7 +10,7 @@ import torch
 
 from oomprobe.anatomy import Anatomy
 from oomprobe.aside import Aside, Attended
-from oomprobe.clock import Clock
+from oomprobe.clock import CONFIRM_SLACK, Clock
 from oomprobe.devices import Device, asked_bytes
 from oomprobe.leaks import TOLERATED_BYTES, Baseline
 from oomprobe.result import SECOND_OPINIONS, Trial
@@ -70,7 +70,13 @@ class LocalRunner:
     def outside_bytes(self) -> int | None:
         return self.place.outside_bytes()
 
-    def run(self, request: Request) -> Ran:
+    def run(self, request: Request, *, awaited_until_s: float | None = None) -> Ran:
+        """Run one trial, and put the memory back to its baseline.
+
+        Args:
+            request: What to run.
+            awaited_until_s: On the monotonic clock, when whoever waits for the trial gives up; None: at its deadline.
+        """
         self._warm_once()
         self._aside.prime(request.batch_size)
         self._state.start_over()
@@ -78,7 +84,7 @@ class LocalRunner:
         trial = self.trials.run(replace(request, smaller_passed=request.smaller_passed or self._warmed(request)))
         if trial.verdict is Verdict.POISONED:  # nothing more can be asked of it
             return Ran(trial=trial)
-        trial = self._with_leak(trial)
+        trial = self._with_leak(trial, request.deadline_s if awaited_until_s is None else awaited_until_s)
         after = None
         if trial.passed and not self._baseline.known:
             after = self._measured()
@@ -96,14 +102,15 @@ class LocalRunner:
         self._is_first = True
         self._baseline.take(available_bytes, live_bytes)
 
-    def _with_leak(self, trial: Trial) -> Trial:
+    def _with_leak(self, trial: Trial, until_s: float | None) -> Trial:
         """With what did not come back, and what each further step keeps."""
         left_bytes = self._baseline.settle(passed=trial.passed)
         if trial.passed and trial.phase in SECOND_OPINIONS:
-            if self._is_first or self._baseline.may_be_growing(trial.steps):
+            rounds = trial.steps // len(self.step_names)  # each further call is one of every step
+            if _suffices_for_two(until_s, trial) and (self._is_first or self._baseline.may_be_growing(rounds)):
                 kept_bytes = self._baseline.added_by(lambda: self._aside.flush(trial.batch_size))
                 trial = replace(trial, step_leaked_bytes=kept_bytes)
-            grown_bytes = trial.step_leaked_bytes * trial.steps
+            grown_bytes = trial.step_leaked_bytes * rounds
             return replace(trial, leaked_bytes=grown_bytes if self._is_first else max(left_bytes, grown_bytes))
         return replace(trial, leaked_bytes=self._left_by_first(trial, left_bytes) if self._is_first else left_bytes)
 
@@ -153,3 +160,8 @@ class LocalRunner:
 
     def _flush(self) -> None:
         self._aside.flush(self._smallest)
+
+
+def _suffices_for_two(until_s: float | None, trial: Trial) -> bool:
+    """Whether there is time for two calls more, so that what has passed is not ended in the midst of them."""
+    return until_s is None or time.monotonic() + CONFIRM_SLACK * 2 * (trial.step_s or 0.0) < until_s

@@ -253,6 +253,29 @@ def test_a_slower_one_is_told_with_how_long_what_is_left_free_lasts():
     assert any("keeps 256.00 KiB, and what is left free lasts for about 2364" in note for note in result.notes)
 
 
+def test_a_size_that_was_confirmed_is_not_lost_for_want_of_time_to_look_for_leaks():
+    device = LedgerDevice(1000 * MIB)
+    keep = keeping(device, MIB // 4)
+
+    def step(model, batch_size):
+        if device.limit == device.total_bytes:  # in no trial
+            time.sleep(30)
+        keep(model, batch_size)
+
+    result = oomprobe.check(nn.Linear(1, 1), step, 4, device=device, time_limit_s=1.0, progress="off")
+    assert (result.batch_size, len(result.trials)) == (4, 1)
+
+
+def test_the_leak_of_one_step_among_others_is_counted_once_a_round():
+    device = LedgerDevice(1000 * MIB)
+    others = {name: lambda model, batch_size: torch.ones(batch_size) for name in ("eval", "save", "test")}
+    steps = {"train": keeping(device, MIB // 64), **others}
+    options = {"device": device, "max_batch": 1, "confirm_steps": 4, "progress": "off"}
+    confirmed = oomprobe.find_max_batch(nn.Linear(1, 1), steps, **options).trials[-1]
+    assert (confirmed.step_leaked_bytes, confirmed.steps) == (MIB // 64, 4 * 4)
+    assert confirmed.leaked_bytes == 4 * confirmed.step_leaked_bytes
+
+
 def test_a_confirmation_that_leaves_nothing_is_not_called_again():
     device, calls = LedgerDevice(1000 * MIB), []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -186,13 +187,15 @@ class _Answers:
         warm_size: int | None,
         learned: dict[str, list[int]],
         forked: dict[str, Any] | None,
+        left_s: float | None,
     ) -> Message:
+        until_s = None if left_s is None else time.monotonic() + left_s
         asked = Request(**{**request, "phase": Phase(request["phase"])})
         is_new = self._runner is None
         runner = self._reused(warm_size) if forked is None else self._forked(**forked)
         if is_new:
             runner.trials.learn(learned)
-        ran = runner.run(asked)
+        ran = runner.run(asked, awaited_until_s=until_s)
         return {"ran": asdict(ran), **self._said(runner)}
 
     def _work(self, size: int) -> Message:

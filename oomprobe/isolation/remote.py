@@ -173,6 +173,7 @@ class RemoteRunner:
             "warm_size": self._warm_size,
             "learned": self._learned,
             "forked": forked,
+            "left_s": self._clock.left_s(),
         }
 
     def _warmed(self) -> _Warm:

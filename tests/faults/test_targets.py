@@ -220,6 +220,25 @@ def test_a_step_that_leaks_is_no_size_that_survives():
         check_target(leaking, 8, device="cpu:256MiB", progress="off")
 
 
+def slow():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch_size):
+        time.sleep(0.6)
+        model(torch.randn(batch_size, 2)).sum().backward()
+        optimizer.step()
+
+    return model, step
+
+
+@pytest.mark.slow
+def test_a_trial_that_passed_in_time_is_not_ended_while_it_is_looked_for_leaks():
+    options = {"device": "cpu:256MiB", "memory_fraction": 1.0, "max_batch": 1, "progress": "off"}
+    result = probe_target(slow, confirm_steps=4, trial_time_limit_s=4.0, **options)
+    assert (result.batch_size, [trial.verdict.name for trial in result.trials]) == (1, ["FITS", "FITS"])
+
+
 def keeping_the_last():
     """What a step keeps of the last three batches is no leak, although it comes a step at a time."""
     model, kept = nn.Linear(2, 2), deque(maxlen=3)
