@@ -15,9 +15,12 @@ from oomprobe.devices import Device, asked_bytes
 from oomprobe.leaks import TOLERATED_BYTES, Baseline
 from oomprobe.result import SECOND_OPINIONS, Trial
 from oomprobe.runner import Measured, Ran
+from oomprobe.state.surroundings import with_same_numbers
 from oomprobe.trial import Request, Trials
 from oomprobe.verdict import Verdict
 from oomprobe.work import Work
+
+NO_TIME_FOR_LEAKS = "time limit: none was left to see whether each step at batch {size} keeps memory"
 
 
 class LocalRunner:
@@ -107,12 +110,18 @@ class LocalRunner:
         left_bytes = self._baseline.settle(passed=trial.passed)
         if trial.passed and trial.phase in SECOND_OPINIONS:
             rounds = trial.steps // len(self.step_names)  # each further call is one of every step
-            if _suffices_for_two(until_s, trial) and (self._is_first or self._baseline.may_be_growing(rounds)):
-                kept_bytes = self._baseline.added_by(lambda: self._aside.flush(trial.batch_size))
-                trial = replace(trial, step_leaked_bytes=kept_bytes)
+            if self._is_first or self._baseline.may_be_growing(rounds):
+                trial = replace(trial, step_leaked_bytes=self._kept_by_each(trial, until_s))
             grown_bytes = trial.step_leaked_bytes * rounds
             return replace(trial, leaked_bytes=grown_bytes if self._is_first else max(left_bytes, grown_bytes))
         return replace(trial, leaked_bytes=self._left_by_first(trial, left_bytes) if self._is_first else left_bytes)
+
+    def _kept_by_each(self, trial: Trial, until_s: float | None) -> int:
+        """What each of two more calls keeps. Of the same shapes, also where those are random: a new one is kept by libraries."""
+        if not _suffices_for_two(until_s, trial):
+            self.notes[NO_TIME_FOR_LEAKS.format(size=trial.batch_size)] = None
+            return 0
+        return self._baseline.added_by(with_same_numbers(lambda: self._aside.flush(trial.batch_size)))
 
     def _left_by_first(self, trial: Trial, left_bytes: int) -> int:
         """A first step leaves what libraries keep for its size: that is no leak if a second adds none."""

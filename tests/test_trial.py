@@ -1,6 +1,7 @@
 """Steady state, leak freedom and what a trial keeps."""
 
 import gc
+import random
 import time
 import weakref
 
@@ -264,6 +265,36 @@ def test_a_size_that_was_confirmed_is_not_lost_for_want_of_time_to_look_for_leak
 
     result = oomprobe.check(nn.Linear(1, 1), step, 4, device=device, time_limit_s=1.0, progress="off")
     assert (result.batch_size, len(result.trials)) == (4, 1)
+
+
+def test_leaks_that_there_is_no_time_to_look_for_are_said():
+    device, model = LedgerDevice(1000 * MIB), nn.Linear(1, 1)
+    keep, optimizer = keeping(device, MIB // 4), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch_size):
+        time.sleep(0.25)
+        keep(model, batch_size)
+        optimizer.step()
+
+    result = oomprobe.check(
+        model, step, 4, device=device, time_limit_s=2.0, progress="off"
+    )  # 1.5 s, and 0.75 for two more
+    assert (result.batch_size, result.trials[-1].step_leaked_bytes) == (4, 0)
+    assert "time limit: none was left to see whether each step at batch 4 keeps memory" in result.notes
+
+
+def test_what_is_kept_once_for_each_shape_is_no_leak_of_each_step_although_shapes_are_random():
+    device, seen = LedgerDevice(1000 * MIB), set()
+
+    def step(model, batch_size):
+        length = random.randrange(10**6)
+        device.take(batch_size * 100 * MIB)
+        device.live += 0 if length in seen else MIB
+        seen.add(length)
+        torch.ones(length)
+
+    confirmed = oomprobe.check(nn.Linear(1, 1), step, 4, device=device, progress="off").trials[-1]
+    assert (confirmed.verdict, confirmed.step_leaked_bytes) == (Verdict.FITS, 0)
 
 
 def test_the_leak_of_one_step_among_others_is_counted_once_a_round():
