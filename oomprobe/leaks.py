@@ -48,7 +48,7 @@ class Baseline:
         self._settled_bytes = self._grown_bytes = 0  # in use after the last trial, and what the last one added
         self._residue_bytes = 0  # above the baseline, and known not to come back
         self._tolerated_bytes = float(TOLERATED_BYTES)
-        self._refused_bytes = float("inf")
+        self._available_bytes: int | None = None
 
     @property
     def known(self) -> bool:
@@ -64,7 +64,7 @@ class Baseline:
         """
         self._live_bytes = asked_bytes(self._device, "live_bytes") if live_bytes is None else live_bytes
         self._tolerated_bytes = max(TOLERATED_BYTES, REPORTED_SHARE[self._kind] * available_bytes)
-        self._refused_bytes = REFUSED_SHARE[self._kind] * available_bytes
+        self._available_bytes = available_bytes
 
     def settle(self, *, passed: bool) -> int:
         """Clean up after a trial, and return the bytes that did not come back (0 when tolerably few)."""
@@ -96,14 +96,7 @@ class Baseline:
 
     def refusal(self, trial: Trial) -> str | None:
         """Why what a trial left would make the answer a wrong one; None where it would not."""
-        if trial.leaked_bytes <= self._refused_bytes:
-            return None
-        return (
-            f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
-            "collecting garbage and a step at the smallest size, so every later trial would have less memory and "
-            "the answer would be too small. Something keeps tensors of each step: a list of losses that still have "
-            "their graph (append loss.item()), a cache keyed by shape, an output kept in an attribute"
-        )
+        return refusal_of(trial, available_bytes=self._available_bytes, on_host=self._kind == "host")
 
     def _leaked_bytes(self) -> int:
         return 0 if self._live_bytes is None else max(0, asked_bytes(self._device, "live_bytes") - self._live_bytes)
@@ -126,6 +119,25 @@ class Baseline:
         gc.collect()
         self._device.release()
         return self._leaked_bytes()
+
+
+def refusal_of(trial: Trial, *, available_bytes: int | None, on_host: bool) -> str | None:
+    """Why what a trial left would make the answer a wrong one; None where it would not.
+
+    Args:
+        trial: Run, or recalled.
+        available_bytes: On the device; None: not known yet.
+        on_host: Whether its memory is the host's own.
+    """
+    share = REFUSED_SHARE["host" if on_host else "device"]
+    if available_bytes is None or trial.leaked_bytes <= share * available_bytes:
+        return None
+    return (
+        f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
+        "collecting garbage and a step at the smallest size, so every later trial would have less memory and "
+        "the answer would be too small. Something keeps tensors of each step: a list of losses that still have "
+        "their graph (append loss.item()), a cache keyed by shape, an output kept in an attribute"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from oomprobe.clock import Clock
 from oomprobe.devices import Simulated, nvml
 from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, UnreliableError, process_died
 from oomprobe.idle import Idle
-from oomprobe.leaks import refuse_growing
+from oomprobe.leaks import refusal_of, refuse_growing
 from oomprobe.neighbours import Neighbours
 from oomprobe.options import Options
 from oomprobe.progress import Reporter
@@ -193,7 +193,7 @@ class Workbench:
     def _run(self, request: Request) -> Ran:
         recalled = self._record.recall(request, self._ended)
         if recalled is not None:
-            return Ran(trial=recalled)
+            return Ran(trial=recalled, refusal=self._refusal_of(recalled))
         with self._record.of(request) as write:
             ran = self.neighbours.undisturbed(
                 lambda: self.runner.run(self._completed(request)), self.runner.outside_bytes
@@ -203,6 +203,12 @@ class Workbench:
         if ran.measured is not None and not self.available_bytes:
             self._take(ran.measured)
         return ran
+
+    def _refusal_of(self, recalled: Trial) -> str | None:
+        """What made the earlier probe stop there; what a failed trial left went with its process, where it had one."""
+        if self.runner.replaceable and not recalled.passed:
+            return None
+        return refusal_of(recalled, available_bytes=self.available_bytes or None, on_host=self.device.on_host)
 
     def _ended(self, trial: Trial) -> None:
         self.trials.append(trial)

@@ -208,6 +208,23 @@ def test_a_leak_is_an_error_with_its_bytes_and_not_a_small_maximum():
     assert caught.value.trials[-1].leaked_bytes > 50 * MIB
 
 
+def test_a_leak_that_was_an_error_is_one_when_its_trials_are_recalled(tmp_path):
+    device = LedgerDevice(1000 * MIB)
+
+    def step(model, batch_size):
+        torch.ones(batch_size)
+        device.live += batch_size * 4 * MIB
+
+    options = {"journal": tmp_path / "journal", "max_batch": 8, "progress": "off"}
+    calls = []
+    for _ in range(2):
+        with pytest.raises(oomprobe.UnreliableError, match="MiB did not come back after batch 4") as caught:
+            oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, **options)
+        calls.append(len(caught.value.trials))
+        device.live = 0
+    assert calls[0] == calls[1]
+
+
 def test_a_small_leak_is_reported_with_its_bytes():
     device, leaked = LedgerDevice(1000 * MIB), []
 
