@@ -13,7 +13,8 @@ from oomprobe.clock import Clock
 from oomprobe.devices import Simulated, nvml
 from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, UnreliableError, process_died
 from oomprobe.idle import Idle
-from oomprobe.leaks import refusal_of, refuse_growing
+from oomprobe.lasting import refuse_growing
+from oomprobe.leaks import refusal_of
 from oomprobe.neighbours import Neighbours
 from oomprobe.options import Options
 from oomprobe.progress import Reporter
