@@ -1,6 +1,7 @@
 """The benchmark beside the peers: what it takes down, how it judges, and that its limit is one."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -58,6 +59,21 @@ def test_how_far_a_size_came(tmp_path):
 def test_where_nothing_steps_a_backward_counts(tmp_path):
     was = log(tmp_path, "forward 4 0.0", "backward 4 1.0", "forward 8 2.0")
     assert [was.ran(4), was.ran(8)] == ["backward", "no"]
+
+
+def test_a_backward_does_not_count_where_the_step_that_follows_it_fails(tmp_path):
+    was = log(tmp_path, "forward 4 0.0", "backward 4 1.0", "stepping 4 1.5")
+    assert was.ran(4) == "no"
+
+
+def test_a_step_is_taken_down_before_and_after_it(tmp_path):
+    log_path = tmp_path / "log"
+    code = "import torch; from peers.workloads import Plain, adamw; m = Plain(); o = adamw(m); m(torch.randn(3, 64)).backward(); o.step()"
+    path = os.pathsep.join([str(SCRIPT.parent), str(SCRIPT.parent.parent)])
+    environment = {**os.environ, seen.LOG_VARIABLE: str(log_path), "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    events = [line.split()[:2] for line in log_path.read_text().splitlines()]
+    assert events == [[event, "3"] for event in ("forward", "backward", "stepping", "stepped")]
 
 
 def test_no_log_is_nothing_run(tmp_path):
@@ -350,6 +366,16 @@ def test_who_builds_the_model_finds_the_card_empty(name, placed, unlogged, monke
     monkeypatch.setattr(state, "taken_down", lambda model, optimizer: {})
     said = child.tool(replace(cards.CUDA["resnet50"], build=Plain, device="meta"), name)
     assert (said["answer"], said["own_model"]) == ("meta" if placed else None, not placed)
+
+
+@pytest.mark.parametrize(("name", "left"), [("accelerate", 5), ("toma", 1)])
+def test_what_is_left_counts_from_where_the_call_began(name, left, unlogged, monkeypatch):
+    """A model of ours that went before the call is no memory that the call gave back."""
+    told = iter((96, 101)) if name == "accelerate" else iter((100, 101))
+    limit = replace(limits.LIMITS["cuda"], in_use=lambda: {"left_bytes": next(told)})
+    monkeypatch.setitem(limits.LIMITS, "cpu", limit)
+    monkeypatch.setitem(tools.TOOLS, name, lambda: lambda job: 3)
+    assert child.tool(replace(HOST["bug"], build=Plain), name)["left_bytes"] == left
 
 
 def test_who_is_not_installed_is_said_and_asked_again_once_it_is(monkeypatch, tmp_path):
