@@ -405,6 +405,32 @@ def test_what_the_file_has_is_not_run_again(monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "run_child", lambda *arguments, **named: pytest.fail(f"ran {arguments}"))
     kept = {"truth": {}, "tools": {"oomprobe": {"answer": 3}}, "survived": {"3": {"step_s": 1.0}}}
     measuring.measure({"workloads": {"bug": kept}}, tmp_path / "kept.json", [HOST["bug"]], ["oomprobe"])
+    assert not (tmp_path / "kept.json").exists(), "nothing was measured, and versions were written anew"
+
+
+def test_an_interruption_while_the_file_is_written_leaves_it_whole(monkeypatch, tmp_path):
+    path = tmp_path / "kept.json"
+    measuring.keep({"first": 1}, path)
+
+    def torn(self, text):
+        with self.open("w") as file:
+            file.write(text[:3])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(KeyboardInterrupt):
+        measuring.keep({"second": 2}, path)
+    assert json.loads(path.read_text()) == {"first": 1}
+
+
+def test_the_commit_is_that_of_the_code(monkeypatch):
+    import benchmark_peers
+
+    said = {"rev-parse": "abc1234", "status": ""}
+    monkeypatch.setattr(benchmark_peers, "git", lambda verb, *_: said[verb])
+    assert benchmark_peers.own_version() == "abc1234"
+    said["status"] = " M scripts/peers/tools.py"
+    assert benchmark_peers.own_version() == "abc1234+"
 
 
 def test_the_limit_on_a_card_stands_while_it_is_worked_on(monkeypatch, tmp_path):
@@ -482,6 +508,9 @@ def told(answer=None, **more):
         ("**90%**", "bug", told(90)),
         ("error", "conv", told(error="RuntimeError: no")),
         ("nothing", "conv", told(error=None)),
+        ("nothing", "nothing-fits", told(error=None)),
+        ("error ✓", "leak", told(error="RuntimeError: memory leak: 50 MiB more after 50 steps")),
+        ("RuntimeError", "leak", told(error="RuntimeError: target_w_leak failed")),
         ("**130: beyond the data**", "100-examples", told(130, ran="no")),
         ("**90%**", "leak", told(90, notes=["batch 90 is slow"])),
         ("90%, told", "leak", told(90, notes=["slow", "leak: each step at batch 90 keeps 1.00 MiB"])),
@@ -498,6 +527,27 @@ def told(answer=None, **more):
 )
 def test_a_cell_for_each_outcome(text, workload, answer):
     assert table.cell(cards.ALL[workload], MADE_UP, answer) == text
+
+
+def test_none_is_right_where_nothing_fits():
+    assert table.cell(HOST["nothing-fits"], {**MADE_UP, "truth": {"fits": []}}, told(error=None)) == "nothing ✓"
+
+
+def test_a_row_whose_truth_is_not_known_says_so():
+    results = made_up("host", "conv")
+    results["workloads"]["conv"]["truth"] = {"ended": "no answer within 300 s"}
+    assert "| a convolutional net | ? | ? | not installed |" in table.compact(results)
+    assert "sizes that fit not known, no answer within 300 s" in table.whole(results)
+
+
+def test_versions_of_earlier_rows_are_told():
+    now, before = {"python": "3", "torch": "2"}, {"python": "3", "torch": "1"}
+    results = {"versions": before}
+    results |= {"versions": now, "versions_before": measuring.measured_before(results, now)}
+    assert table.versions(results) == "python 3, torch 2, some rows with torch 1"
+    assert measuring.measured_before(results, now) == [before]
+    assert measuring.measured_before(results, before) == [now]
+    assert measuring.measured_before({}, now) == []
 
 
 def test_a_cell_where_the_truth_is_not_known():

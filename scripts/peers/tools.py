@@ -161,7 +161,7 @@ def batch_probe_work():
     from batch_probe import probe
 
     def call(job):
-        return probe(lambda size: in_cuda_s_words(job.step)(job.model, size), verbose=False)
+        return probe(lambda size: in_cuda_s_words(job.step)(job.model, size), backend="torch", verbose=False)
 
     return call
 
