@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,16 @@ def test_a_model_takes_down_its_forwards_and_backwards(tmp_path, unlogged, monke
     Plain()(torch.randn(3, 64)).backward()
     events = [line.split()[:2] for line in (tmp_path / "log").read_text().splitlines()]
     assert events == [["forward", "3"], ["backward", "3"]]
+
+
+def test_a_part_of_a_model_is_heard_in_a_copy_too(tmp_path, unlogged, monkeypatch):
+    monkeypatch.setenv(seen.LOG_VARIABLE, str(tmp_path / "log"))
+    part = torch.nn.Linear(4, 1)
+    tools.heard(part)
+    deepcopy(part)(torch.ones(5, 4, requires_grad=True)).sum().backward()
+    with torch.no_grad():
+        part(torch.ones(6, 4))
+    assert (seen.read(tmp_path / "log").trials, seen.read(tmp_path / "log").backwards) == (2, {5})
 
 
 # --- what a call leaves behind ---
