@@ -186,7 +186,8 @@ except oomprobe.OomProbeError as error:
 
 def run_fault(name, target, environment, answer, limited_by):
     command = [sys.executable, "-c", FAULT_CODE, f"{ROOT / 'tests' / 'gpu_targets.py'}:{target}"]
-    env = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, **environment, "PYTHONPATH": path}
     try:
         done = within(command, FAULT_TIME_S, env=env)
         said = json.loads(done.stdout.splitlines()[-1])

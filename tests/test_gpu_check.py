@@ -62,6 +62,19 @@ def test_what_was_found_is_kept_when_the_rest_is_cut_off(monkeypatch, tmp_path):
     assert kept["wrong"] == []
 
 
+def test_a_fault_finds_what_this_process_finds(monkeypatch, tmp_path):
+    asked = {}
+
+    def within(command, timeout_s, env):
+        asked.update(env)
+        return subprocess.CompletedProcess(command, 0, '{"error": "none"}', "")
+
+    monkeypatch.setattr(gpu_check, "within", within)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert gpu_check.run_fault(*gpu_check.FAULTS[0])["as_promised"] is False
+    assert asked["PYTHONPATH"] == os.pathsep.join([str(gpu_check.ROOT), str(tmp_path)])
+
+
 def test_its_arguments_are_a_file_and_a_folder(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$(basename "$1") $2 $3" >> "$ASKED"\n')
