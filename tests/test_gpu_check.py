@@ -75,6 +75,17 @@ def test_a_fault_finds_what_this_process_finds(monkeypatch, tmp_path):
     assert asked["PYTHONPATH"] == os.pathsep.join([str(gpu_check.ROOT), str(tmp_path)])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
+@pytest.mark.parametrize("name", ["gpu_check.py", "gpu_traces.py"])
+def test_nothing_has_to_be_installed_or_on_the_path(name):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, CHECK.with_name(name)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no CUDA device here" in done.stderr
+
+
 def test_its_arguments_are_a_file_and_a_folder(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$(basename "$1") $2 $3" >> "$ASKED"\n')
