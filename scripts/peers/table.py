@@ -32,7 +32,7 @@ def cell(workload, row, told):
     if not survived(row, answer):
         return f"**{answer}: dies**"
     if answer > (true_max(row) or answer):
-        return f"**{answer}: beyond the data**"
+        return f"{answer}: beyond the data"
     share = _share(row, answer) + (", computed" if told["ran"] == "no" else "")
     if not workload.a_number_hides:
         return share
@@ -94,7 +94,7 @@ def compact(results, write=cell):
 
 TOTALS = (
     "tool", "wrong", "errors that say what is the matter", "answers that were run", "share", "trials", "time in steps",
-    "state changed", "left at most",
+    "weights or optimizer changed", "left at most",
 )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def _total(asked):
     answers = [told for _, _, told in ended if told["answer"] is not None]
     good = [(row, told) for _, row, told in ended if told["answer"] is not None and survived(row, told["answer"])]
     known = [(row, told) for row, told in good if true_max(row) and told["answer"] <= true_max(row)]
-    changed = [told for _, _, told in ended if told["changed"]]
+    changed = [told for _, _, told in ended if {"weights", "buffers", "optimizer"} & {*told["changed"]}]
     return [
         f"{sum(text.startswith('**') for text in cells)} of {len(asked)}",
         str(sum(RIGHT in text for text in cells)),
