@@ -135,7 +135,7 @@ def step_failed(
     vars(failed)[_TEXT] = (
         f"the step failed at batch size {batch_size} with {type(error).__name__}: {_text_of(error)}\n"
         f"This is not about memory{_no_answer(error, batch_size, largest_passed, caller)}. "
-        f"{_alone(batch_size, caller)}{_hint(error, batch_size)}"
+        f"{_alone(batch_size, caller)}"
     )
     return failed
 
@@ -187,6 +187,8 @@ def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None
             ": torch does not swap tensors to which others refer, and this probe refers to gradients and attributes that "
             "were there before it, so without oomprobe it may not come; set .grad to None first"
         )
+    if batch_size == 1 and "Expected more than 1 value per channel when training" in _text_of(error):
+        return ": BatchNorm cannot train on one sample (torch/nn/functional.py). Use min_batch=2"
     if largest_passed is None or largest_passed >= batch_size:
         # A trial of an adapter is of the adapter's making, and may be what is at fault.
         comes = ": the same error comes without oomprobe" if caller is None else ""
@@ -196,13 +198,6 @@ def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None
         f"; batch {largest_passed} ran: pass {limit}={largest_passed} if sizes above it are not meant to work "
         "(a data set that ends?)"
     )
-
-
-def _hint(error: BaseException, batch_size: int) -> str:
-    """What to type, for the one bug that is about the size: BatchNorm needs two samples (torch/nn/functional.py)."""
-    if batch_size == 1 and "Expected more than 1 value per channel when training" in _text_of(error):
-        return "\nBatchNorm cannot train on one sample: use min_batch=2."
-    return ""
 
 
 def _of_both_classes(error: BaseException) -> StepFailedError:

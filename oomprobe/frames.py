@@ -15,8 +15,14 @@ def is_library(path: Path) -> bool:
         (True, False)
     """
     torch = sys.modules.get("torch")  # not imported here: the modules that ask this are pure
-    folders = [Path(__file__).parent, *([] if torch is None else [Path(str(torch.__file__)).parent])]
-    return path.name != "demo.py" and any(is_within(path, folder) for folder in folders)
+    return path.name != "demo.py" and any(
+        is_within(path, folder) for folder in _folders(getattr(torch, "__file__", ""))
+    )
+
+
+@cache
+def _folders(torch_file: str) -> tuple[Path, ...]:
+    return (Path(__file__).parent, *([Path(torch_file).parent] if torch_file else []))
 
 
 @cache

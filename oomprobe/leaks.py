@@ -41,7 +41,9 @@ class Baseline:
         self._device, self._drop_gradients, self._flush, self._sleep = device, drop_gradients, flush, sleep
         self._kind = "host" if device.on_host else "device"
         self._live_bytes: int | None = None
-        self._settled_bytes = self._grown_bytes = 0  # in use after the last trial, and what the last one added
+        self._settled_bytes = self._grown_bytes = (
+            0  # above it after the last trial that passed, and what that one added
+        )
         self._residue_bytes = 0  # above the baseline, and known not to come back
         self._tolerated_bytes = float(TOLERATED_BYTES)
         self._available_bytes: int | None = None
@@ -71,22 +73,27 @@ class Baseline:
         leaked_bytes = self._leaked_bytes()
         if leaked_bytes > self._residue_bytes + self._tolerated_bytes:
             leaked_bytes = self._residue_bytes = self._reclaim()
-        self._grown_bytes, self._settled_bytes = leaked_bytes - self._settled_bytes, leaked_bytes
+        if passed:  # after others the gradients are gone, which hides what was left
+            self._grown_bytes, self._settled_bytes = leaked_bytes - self._settled_bytes, leaked_bytes
         return leaked_bytes if leaked_bytes > self._tolerated_bytes else 0
 
     def may_be_growing(self, steps: int) -> bool:
-        """Whether so many steps left enough since the last time that each of them may have kept something."""
+        """Whether so many steps left enough since the trial before that each of them may have kept something."""
         return not self.known or self._grown_bytes >= steps * SMALLEST_BYTES
 
     def added_by(self, call: Callable[[], None]) -> int:
         """What each further call keeps, the least of two: what libraries make for a shape they make once."""
-        lives = [self._live_after(again) for again in (lambda: None, call, call)]
+        # A full collection takes a tenth of a second, and most steps keep nothing.
+        return self._added_by(call, generation=1) and self._added_by(call, generation=2)
+
+    def _added_by(self, call: Callable[[], None], generation: int) -> int:
+        lives = [self._live_after(again, generation) for again in (lambda: None, call, call)]
         added_bytes = min(after - before for before, after in pairwise(lives))
         return added_bytes if added_bytes >= SMALLEST_BYTES else 0
 
-    def _live_after(self, call: Callable[[], None]) -> int:
+    def _live_after(self, call: Callable[[], None], generation: int) -> int:
         call()
-        gc.collect()
+        gc.collect(generation)
         self._device.release()
         return asked_bytes(self._device, "live_bytes")
 

@@ -114,8 +114,9 @@ class Trials:
         self._device, self.model, self._steps = device, model, steps
         self._optimizers, self._watch, self.interrupts = optimizers, watch, interrupts
         self._restore_modes, self._after_call = restore_modes, after_call
-        if isinstance(device, Simulated):
-            device.begin_probe(interrupts.poll)
+        self._simulated: Simulated | None = device if isinstance(device, Simulated) else None
+        if self._simulated is not None:
+            self._simulated.begin_probe(interrupts.poll)
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # in the last call that was run
         self.compiled = Compiled()
@@ -134,8 +135,8 @@ class Trials:
         try:
             with self._device.cap(request.cap_bytes):
                 self._run_steps(request, run)
-            if isinstance(self._device, Simulated):
-                self._device.end_trial()
+            if self._simulated is not None:
+                self._simulated.end_trial()
         except TimeUp as up:
             self.interrupts.check_own(up)
             run.verdict = Verdict.TIMED_OUT
@@ -163,7 +164,7 @@ class Trials:
                 run.verdict = Verdict.OOM
         elif run.verdict is not Verdict.POISONED:
             run.verdict = self._judge(run, request, healthy=self._device.healthy())
-        return _trial(request, run, several=len(self._steps) > 1, timed=not isinstance(self._device, Simulated))
+        return _trial(request, run, several=len(self._steps) > 1, timed=self._simulated is None)
 
     def _judge(self, run: _Run, request: Request, *, healthy: bool) -> Verdict:
         assert run.failure is not None
@@ -245,8 +246,8 @@ class Trials:
 
     def _call_or_repeat(self, step: StepFn, request: Request, run: _Run) -> None:
         """A call that is known to do what the last one did may be left to a simulated device."""
-        known = run.calls and len(self._steps) == 1 and isinstance(self._device, Simulated)
-        if known and self._device.repeat():  # type: ignore[attr-defined]
+        known = run.calls and len(self._steps) == 1
+        if known and self._simulated is not None and self._simulated.repeat():
             self._watch.stepped |= self._last_stepped
             run.calls += 1
             return
@@ -259,7 +260,7 @@ class Trials:
         self, step: StepFn, request: Request, run: _Run, inside: AbstractContextManager[Any] | None = None
     ) -> None:
         started = time.perf_counter()
-        allowed = self.interrupts.allowed(request.deadline_s, polled=isinstance(self._device, Simulated))
+        allowed = self.interrupts.allowed(request.deadline_s, polled=self._simulated is not None)
         try:
             with self._device.session(), inside or nullcontext(), allowed:
                 step(self.model, request.batch_size)

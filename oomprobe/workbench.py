@@ -60,6 +60,7 @@ class Workbench:
         self.anatomy: Anatomy | None = None
         self.neighbours = Neighbours(self.device.total_bytes, self.tenants, sleep=sleep)
         self._reporter, self._clock, self._record = reporter, clock, record
+        self._simulated = isinstance(self.device, Simulated)
         kind = "host" if self.device.on_host else "device"
         self._idle = Idle(trials, options.sizes, runner.work_at, kind=kind)
         self._rehearsals = Rehearsals(self.device, single=len(runner.step_names) == 1)
@@ -98,7 +99,7 @@ class Workbench:
 
     def _steps(self, phase: Phase) -> int:
         """Full steps of a trial; a simulated device repeats them without running them, so none need fewer."""
-        if isinstance(self.device, Simulated):
+        if self._simulated:
             return max(self.options.steps, self.options.confirm_steps)
         return self.options.confirm_steps if phase is Phase.CONFIRM else self.options.steps
 
@@ -264,7 +265,7 @@ class Workbench:
 
     def tenants(self) -> str:
         """Who else is on the device; empty where nobody knows."""
-        if self.device.torch_device.type != "cuda" or isinstance(self.device, Simulated):
+        if self.device.torch_device.type != "cuda" or self._simulated:
             return ""
         return nvml.name_tenants(nvml.processes_on(self.device.torch_device))
 

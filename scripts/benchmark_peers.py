@@ -4,10 +4,11 @@
     python scripts/benchmark_peers.py --show tests/evidence/peers_host.json
     python scripts/benchmark_peers.py --readme
 
-Needs `pip install 'oomprobe[peers]'`. For each workload all sizes are run, each in a process that has seen no failure: that is
+Needs `pip install -e '.[peers]'` in a clone. For each workload all sizes are run, each in a process that has seen no failure: that is
 the truth. Then each tool is called as its documentation says; what it really ran is taken down by the model itself. Its
 answer is run for fifty steps in a fresh process under the same limit. One result is added to the file after the other,
-and what the file has is not run again.
+and what the file has is not run again: interrupted, the same command goes on where it was. Versions that an earlier run
+had are kept beside those of the last one.
 
 On a card a second process takes memory by plain allocations until only the budget is left, and keeps it while the others
 work (peers/ballast.py). A process that has come to CUDA cannot be forked: there the truth is found by bisection, each size
@@ -36,14 +37,19 @@ def versions():
 
 
 def own_version():
-    """The commit, with a "+" where files differ from it; the release, where there is no repository."""
+    """The commit, with a "+" where the code differs from it; the release, where there is no repository."""
     import oomprobe
 
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        commit, differs = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "oomprobe", "scripts")
     except (OSError, subprocess.CalledProcessError):
         return oomprobe.__version__
+    return f"{commit}+" if differs else commit
+
+
+def git(*arguments):
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def surroundings(device):
@@ -95,7 +101,8 @@ def main():
     results = {"device": arguments.device, "workloads": {}}
     if arguments.out.exists():
         results = json.loads(arguments.out.read_text())
-    results |= surroundings(arguments.device)
+    found = surroundings(arguments.device)
+    results |= {**found, "versions_before": measuring.measured_before(results, found["versions"])}
     measuring.measure(results, arguments.out, arguments.workloads, arguments.tools)
     return print(table.whole(results))
 

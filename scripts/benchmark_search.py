@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from benchmark_peers import own_version
 from peers import limits
 
 import oomprobe
@@ -122,7 +123,9 @@ def main():
                 flush=True,
             )
     if arguments.out:
-        arguments.out.write_text(json.dumps({"torch": torch.__version__, "lines": lines}, indent=1) + "\n")
+        arguments.out.write_text(
+            json.dumps({"torch": torch.__version__, "oomprobe": own_version(), "lines": lines}, indent=1) + "\n"
+        )
     return None
 
 

@@ -7,7 +7,8 @@ answer are run under the same cap, without oomprobe's search, to find where they
 
     scripts/gpu-check [EVIDENCE.json]       default: tests/evidence/<card>-torch<version>.json
 
-Takes under ten minutes. Exit codes: 0 all as promised; 1 a test failed, a part failed, or an answer was wrong; 2 no
+Takes under ten minutes; the file is written after each part, so that what was measured is there when it is ended before.
+Exit codes: 0 all as promised; 1 a test failed, a part failed, or an answer was wrong; 2 no
 CUDA device here, or no torch.
 """
 
@@ -19,6 +20,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -71,15 +73,43 @@ def main():
         os._exit(0)  # what a dead context does at exit is not our matter
     started = time.monotonic()
     # This process asks for names only: a context of its own would take memory from the parts.
-    evidence = {**surroundings(), "tests": run_tests(), "faults": [run_fault(*fault) for fault in FAULTS]}
-    evidence["parts"] = [run_in_child(part) for part in PARTS]
-    evidence["wrong"] = wrong(evidence)
-    evidence["seconds"] = round(time.monotonic() - started, 1)
+    evidence = {**surroundings(), "tests": NOT_RUN, "faults": [], "parts": []}
     path = arguments.evidence or default_path(evidence)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
+    for whose, found in measured():
+        evidence[whose] = found if whose == "tests" else [*evidence[whose], found]
+        evidence |= {"wrong": wrong(evidence), "seconds": round(time.monotonic() - started, 1)}
+        keep(evidence, path)
     print_summary(evidence, path)
     return 1 if evidence["wrong"] else 0
+
+
+NOT_RUN = {"ran": False, "exit_code": None, "summary": "not run"}
+
+
+def measured():
+    """Each thing that was found, as it is found, and where it belongs."""
+    yield "tests", run_tests()
+    for fault in FAULTS:
+        yield "faults", run_fault(*fault)
+    for part in PARTS:
+        yield "parts", run_in_child(part)
+
+
+def keep(evidence, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
+
+
+def within(command, timeout_s, **options):
+    """Run it, and after the time end all that it started too: that would go on, and keep the card's memory."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes, **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 # --- what this is ---
@@ -156,9 +186,10 @@ except oomprobe.OomProbeError as error:
 
 def run_fault(name, target, environment, answer, limited_by):
     command = [sys.executable, "-c", FAULT_CODE, f"{ROOT / 'tests' / 'gpu_targets.py'}:{target}"]
-    env = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, **environment, "PYTHONPATH": path}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=FAULT_TIME_S, check=False, env=env)
+        done = within(command, FAULT_TIME_S, env=env)
         said = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         said = {"error": f"no answer: {error!r}"}
@@ -180,7 +211,7 @@ def run_tests():
     command = [sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "test_gpu.py")]
     progress("tests marked gpu")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TESTS_TIME_S, cwd=ROOT, check=False)
+        done = within(command, TESTS_TIME_S, cwd=ROOT)
     except subprocess.TimeoutExpired as error:
         return {"ran": True, "exit_code": None, "summary": f"not done in {TESTS_TIME_S} s", "tail": text(error.stdout)}
     lines = done.stdout.strip().splitlines()
@@ -204,7 +235,7 @@ def run_in_child(part):
     progress(f"{part['model']} on {'the whole card' if part['limit_bytes'] is None else 'a small card'}")
     command = [sys.executable, str(Path(__file__).resolve()), "--part", json.dumps(part)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=part["kill_s"], cwd=ROOT, check=False)
+        done = within(command, part["kill_s"], cwd=ROOT)
     except subprocess.TimeoutExpired as error:
         return {**part, "error": f"not done in {part['kill_s']} s", "stderr": text(error.stderr)}
     said = [line for line in done.stdout.splitlines() if line.startswith(MARK)]

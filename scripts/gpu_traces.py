@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch
 
-import oomprobe
-from oomprobe import demo
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import oomprobe  # noqa: E402
+from oomprobe import demo  # noqa: E402
+
 CALLS = 3
 BATCHES = {"conv_net": 2048, "small_gpt": 256, "small_gpt_amp": 256}
 

@@ -23,11 +23,14 @@ def out_of_bounds():
 
 
 def gibibytes():
-    """A sample takes half a gibibyte, in pieces."""
+    """A sample takes half a gibibyte, in pieces; an optimizer steps, or each trial would be 32 calls that wait for one."""
     model = nn.Linear(64, 64, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(model, batch_size):
         held = [torch.zeros(GIB // 16, dtype=torch.float16, device="cuda") for _ in range(4 * batch_size)]
+        optimizer.zero_grad()
         (model(torch.randn(8, 64, device="cuda")).square().mean() + held[-1][0].float()).backward()
+        optimizer.step()
 
     return model, step

@@ -1,9 +1,11 @@
 """The benchmark beside the peers: what it takes down, how it judges, and that its limit is one."""
 
 import json
+import os
 import random
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +62,21 @@ def test_where_nothing_steps_a_backward_counts(tmp_path):
     assert [was.ran(4), was.ran(8)] == ["backward", "no"]
 
 
+def test_a_backward_does_not_count_where_the_step_that_follows_it_fails(tmp_path):
+    was = log(tmp_path, "forward 4 0.0", "backward 4 1.0", "stepping 4 1.5")
+    assert was.ran(4) == "no"
+
+
+def test_a_step_is_taken_down_before_and_after_it(tmp_path):
+    log_path = tmp_path / "log"
+    code = "import torch; from peers.workloads import Plain, adamw; m = Plain(); o = adamw(m); m(torch.randn(3, 64)).backward(); o.step()"
+    path = os.pathsep.join([str(SCRIPT.parent), str(SCRIPT.parent.parent)])
+    environment = {**os.environ, seen.LOG_VARIABLE: str(log_path), "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    events = [line.split()[:2] for line in log_path.read_text().splitlines()]
+    assert events == [[event, "3"] for event in ("forward", "backward", "stepping", "stepped")]
+
+
 def test_no_log_is_nothing_run(tmp_path):
     assert seen.read(tmp_path / "none") == seen.Seen(0, frozenset(), frozenset(), 0.0)
 
@@ -69,6 +86,16 @@ def test_a_model_takes_down_its_forwards_and_backwards(tmp_path, unlogged, monke
     Plain()(torch.randn(3, 64)).backward()
     events = [line.split()[:2] for line in (tmp_path / "log").read_text().splitlines()]
     assert events == [["forward", "3"], ["backward", "3"]]
+
+
+def test_a_part_of_a_model_is_heard_in_a_copy_too(tmp_path, unlogged, monkeypatch):
+    monkeypatch.setenv(seen.LOG_VARIABLE, str(tmp_path / "log"))
+    part = torch.nn.Linear(4, 1)
+    tools.heard(part)
+    deepcopy(part)(torch.ones(5, 4, requires_grad=True)).sum().backward()
+    with torch.no_grad():
+        part(torch.ones(6, 4))
+    assert (seen.read(tmp_path / "log").trials, seen.read(tmp_path / "log").backwards) == (2, {5})
 
 
 # --- what a call leaves behind ---
@@ -352,6 +379,16 @@ def test_who_builds_the_model_finds_the_card_empty(name, placed, unlogged, monke
     assert (said["answer"], said["own_model"]) == ("meta" if placed else None, not placed)
 
 
+@pytest.mark.parametrize(("name", "left"), [("accelerate", 5), ("toma", 1)])
+def test_what_is_left_counts_from_where_the_call_began(name, left, unlogged, monkeypatch):
+    """A model of ours that went before the call is no memory that the call gave back."""
+    told = iter((96, 101)) if name == "accelerate" else iter((100, 101))
+    limit = replace(limits.LIMITS["cuda"], in_use=lambda: {"left_bytes": next(told)})
+    monkeypatch.setitem(limits.LIMITS, "cpu", limit)
+    monkeypatch.setitem(tools.TOOLS, name, lambda: lambda job: 3)
+    assert child.tool(replace(HOST["bug"], build=Plain), name)["left_bytes"] == left
+
+
 def test_who_is_not_installed_is_said_and_asked_again_once_it_is(monkeypatch, tmp_path):
     monkeypatch.setitem(tools.PACKAGES, "toma", "no-such-package")
     results = {"device": "host", "workloads": {"bug": {"tools": {}, "survived": {}, "truth": {"fits": [[1, 24]]}}}}
@@ -379,6 +416,32 @@ def test_what_the_file_has_is_not_run_again(monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "run_child", lambda *arguments, **named: pytest.fail(f"ran {arguments}"))
     kept = {"truth": {}, "tools": {"oomprobe": {"answer": 3}}, "survived": {"3": {"step_s": 1.0}}}
     measuring.measure({"workloads": {"bug": kept}}, tmp_path / "kept.json", [HOST["bug"]], ["oomprobe"])
+    assert not (tmp_path / "kept.json").exists(), "nothing was measured, and versions were written anew"
+
+
+def test_an_interruption_while_the_file_is_written_leaves_it_whole(monkeypatch, tmp_path):
+    path = tmp_path / "kept.json"
+    measuring.keep({"first": 1}, path)
+
+    def torn(self, text):
+        with self.open("w") as file:
+            file.write(text[:3])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(KeyboardInterrupt):
+        measuring.keep({"second": 2}, path)
+    assert json.loads(path.read_text()) == {"first": 1}
+
+
+def test_the_commit_is_that_of_the_code(monkeypatch):
+    import benchmark_peers
+
+    said = {"rev-parse": "abc1234", "status": ""}
+    monkeypatch.setattr(benchmark_peers, "git", lambda verb, *_: said[verb])
+    assert benchmark_peers.own_version() == "abc1234"
+    said["status"] = " M scripts/peers/tools.py"
+    assert benchmark_peers.own_version() == "abc1234+"
 
 
 def test_the_limit_on_a_card_stands_while_it_is_worked_on(monkeypatch, tmp_path):
@@ -456,7 +519,10 @@ def told(answer=None, **more):
         ("**90%**", "bug", told(90)),
         ("error", "conv", told(error="RuntimeError: no")),
         ("nothing", "conv", told(error=None)),
-        ("**130: beyond the data**", "100-examples", told(130, ran="no")),
+        ("nothing", "nothing-fits", told(error=None)),
+        ("error ✓", "leak", told(error="RuntimeError: memory leak: 50 MiB more after 50 steps")),
+        ("RuntimeError", "leak", told(error="RuntimeError: target_w_leak failed")),
+        ("130: beyond the data", "100-examples", told(130, ran="no")),
         ("**90%**", "leak", told(90, notes=["batch 90 is slow"])),
         ("90%, told", "leak", told(90, notes=["slow", "leak: each step at batch 90 keeps 1.00 MiB"])),
         ("error ✓", "nothing-fits", told(error="NothingFitsError: batch 1 does not fit on host memory")),
@@ -472,6 +538,27 @@ def told(answer=None, **more):
 )
 def test_a_cell_for_each_outcome(text, workload, answer):
     assert table.cell(cards.ALL[workload], MADE_UP, answer) == text
+
+
+def test_none_is_right_where_nothing_fits():
+    assert table.cell(HOST["nothing-fits"], {**MADE_UP, "truth": {"fits": []}}, told(error=None)) == "nothing ✓"
+
+
+def test_a_row_whose_truth_is_not_known_says_so():
+    results = made_up("host", "conv")
+    results["workloads"]["conv"]["truth"] = {"ended": "no answer within 300 s"}
+    assert "| a convolutional net | ? | ? | not installed |" in table.compact(results)
+    assert "sizes that fit not known, no answer within 300 s" in table.whole(results)
+
+
+def test_versions_of_earlier_rows_are_told():
+    now, before = {"python": "3", "torch": "2"}, {"python": "3", "torch": "1"}
+    results = {"versions": before}
+    results |= {"versions": now, "versions_before": measuring.measured_before(results, now)}
+    assert table.versions(results) == "python 3, torch 2, some rows with torch 1"
+    assert measuring.measured_before(results, now) == [before]
+    assert measuring.measured_before(results, before) == [now]
+    assert measuring.measured_before({}, now) == []
 
 
 def test_a_cell_where_the_truth_is_not_known():

@@ -14,9 +14,11 @@ _kept = []  # a library forgets its names when it dies
 
 
 def declare():
-    """Give the operators names, unless torchvision brings them."""
+    """Give the operators names, unless torchvision brings them, or is not here."""
     try:
         import torchvision  # noqa: F401
+    except ModuleNotFoundError:
+        return
     except RuntimeError:  # "operator torchvision::nms does not exist"
         library = torch.library.Library("torchvision", "DEF")
         for schema in SCHEMAS:

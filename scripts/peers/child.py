@@ -21,12 +21,12 @@ def tool(workload, name):
     model = workload.build() if name in tools.BUILD_THEIR_OWN else workload.placed()
     job = tools.Job(workload, model, workload.optimizer(model))
     limit.warm(workload)
-    before, in_use = state.taken_down(model, job.optimizer), limit.in_use()
+    before = state.taken_down(model, job.optimizer)
     answer, error = None, None
     with limit.held(workload.budget_mib):
         if name in tools.BUILD_THEIR_OWN:  # in the place of this one
             model, job = None, tools.Job(workload, None, None)
-            limit.in_use()
+        in_use = limit.in_use()
         began_s = time.perf_counter()
         try:
             answer = call(job)

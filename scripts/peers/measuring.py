@@ -74,16 +74,29 @@ def measure_one(row, workload, names, keep):
     if "truth" not in row:
         row["truth"] = true_sizes(workload)
         keep()
+        print(workload.name, row["truth"], flush=True)
     for name in names:
-        if "not_installed" in row["tools"].get(name, {"not_installed": None}):
+        asked = "not_installed" in row["tools"].get(name, {"not_installed": None})
+        if asked:
             row["tools"][name] = ask(workload, name)
         answer = row["tools"][name].get("answer")
-        if answer is not None and str(answer) not in row["survived"]:
+        survives = answer is not None and str(answer) not in row["survived"]
+        if survives:
             row["survived"][str(answer)] = run_child("survive", workload, answer, SURVIVED_STEPS)
-        keep()
+        if asked or survives:
+            keep()
         print(workload.name, name, row["tools"][name], flush=True)
 
 
 def keep(results, path):
+    """Whole or not at all: an interruption leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(json.dumps(results, indent=1) + "\n")
+    beside.replace(path)
+
+
+def measured_before(results, now):
+    """Versions that earlier runs had, each once, where they are not those of now: their rows stay."""
+    were = [*results.get("versions_before", ()), *filter(None, [results.get("versions")])]
+    return [versions for number, versions in enumerate(were) if versions != now and versions not in were[:number]]

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 LOG_VARIABLE = "PEERS_LOG"
 _size = None  # of the batch that went through a model last
@@ -43,6 +43,7 @@ def forward(size):
     global _size, _hooked
     _size = size
     if not _hooked:
+        register_optimizer_step_pre_hook(lambda *_: note("stepping", _size))
         register_optimizer_step_post_hook(lambda *_: note("stepped", _size))
         _hooked = True
     note("forward", size)
@@ -54,18 +55,19 @@ def backward(size):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a log says: sizes in their order, those whose step was finished, those that came through backward."""
+    """What a log says: how often the size changed, which sizes finished a step, which came through backward."""
 
     trials: int
     stepped: frozenset
     backwards: frozenset
     in_steps_s: float
+    steps: bool = False  # whether an optimizer began to step at all
 
     def ran(self, size):
-        """How far a batch of this size came: "stepped", "backward" where the tool never steps, or "no"."""
+        """How far a batch of this size came: "stepped", "backward" where the tool never tries to step, or "no"."""
         if size in self.stepped:
             return "stepped"
-        return "backward" if not self.stepped and size in self.backwards else "no"
+        return "backward" if not self.steps and size in self.backwards else "no"
 
 
 def read(path):
@@ -77,6 +79,7 @@ def read(path):
         stepped=frozenset(size for kind, size, _ in events if kind == "stepped"),
         backwards=frozenset(size for kind, size, _ in events if kind == "backward"),
         in_steps_s=_in_steps_s(events),
+        steps=any(kind in ("stepping", "stepped") for kind, _, _ in events),
     )
 
 

@@ -28,16 +28,22 @@ def cell(workload, row, told):
         return "**hangs**" if told["ended"].startswith("no answer") else "**crashes**"
     answer = told.get("answer")
     if answer is None:
-        error = told.get("error")
-        return "nothing" if not error else f"error {RIGHT}" if _says(workload, error) else _other(workload, error)
+        return _without_a_number(workload, row, told.get("error"))
     if not survived(row, answer):
         return f"**{answer}: dies**"
     if answer > (true_max(row) or answer):
-        return f"**{answer}: beyond the data**"
+        return f"{answer}: beyond the data"
     share = _share(row, answer) + (", computed" if told["ran"] == "no" else "")
     if not workload.a_number_hides:
         return share
     return f"{share}, told" if any(_says(workload, note) for note in told.get("notes", ())) else f"**{share}**"
+
+
+def _without_a_number(workload, row, error):
+    """An error, or None, which says that nothing fits."""
+    if not error:
+        return f"nothing {RIGHT}" if row["truth"].get("fits") == [] else "nothing"
+    return f"error {RIGHT}" if _says(workload, error) else _other(workload, error)
 
 
 def _says(workload, text):
@@ -81,13 +87,14 @@ def compact(results, write=cell):
     for name, row in results["workloads"].items():
         workload = cards.ALL[name]
         cells = [write(workload, row, row["tools"][tool]) if tool in row["tools"] else "" for tool in names]
-        lines.append(f"| {workload.says} | {true_max(row) or 'none'} | " + " | ".join(cells) + " |")
+        largest = true_max(row) or ("none" if "fits" in row["truth"] else "?")
+        lines.append(f"| {workload.says} | {largest} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 TOTALS = (
     "tool", "wrong", "errors that say what is the matter", "answers that were run", "share", "trials", "time in steps",
-    "state changed", "left at most",
+    "weights or optimizer changed", "left at most",
 )  # fmt: skip
 
 
@@ -108,7 +115,7 @@ def _total(asked):
     answers = [told for _, _, told in ended if told["answer"] is not None]
     good = [(row, told) for _, row, told in ended if told["answer"] is not None and survived(row, told["answer"])]
     known = [(row, told) for row, told in good if true_max(row) and told["answer"] <= true_max(row)]
-    changed = [told for _, _, told in ended if told["changed"]]
+    changed = [told for _, _, told in ended if {"weights", "buffers", "optimizer"} & {*told["changed"]}]
     return [
         f"{sum(text.startswith('**') for text in cells)} of {len(asked)}",
         str(sum(RIGHT in text for text in cells)),
@@ -172,7 +179,9 @@ def _left(told):
 
 
 def _ranges(row):
-    return ", ".join(f"{first} to {last}" for first, last in row["truth"].get("fits", [])) or "none"
+    if "fits" not in row["truth"]:
+        return f"not known, {row['truth']['ended']}"
+    return ", ".join(f"{first} to {last}" for first, last in row["truth"]["fits"]) or "none"
 
 
 def whole(results):
@@ -181,7 +190,12 @@ def whole(results):
 
 
 def versions(results):
-    return ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    now = results["versions"]
+    told = [f"{name} {version}" for name, version in now.items()]
+    for before in results.get("versions_before", ()):
+        others = [f"{name} {before.get(name, 'missing')}" for name in now if before.get(name) != now[name]]
+        told.append(f"some rows with {' and '.join(others)}")
+    return ", ".join(told)
 
 
 TOTALS_ARE = (
@@ -190,7 +204,7 @@ TOTALS_ARE = (
 )
 NO_CARD = (
     "On CUDA this has not been measured yet: no card was at hand, and the rows above stand alone. Where there is one:\n"
-    "`scripts/benchmark_peers.py --device cuda`."
+    "`python scripts/benchmark_peers.py --device cuda`."
 )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from peers import seen
+
 FIRST_GUESS, TRAINING_STEPS = 512, 10
 PRECISIONS = {None: "32-true", torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}  # as Lightning names them
 
@@ -161,7 +163,7 @@ def batch_probe_work():
     from batch_probe import probe
 
     def call(job):
-        return probe(lambda size: in_cuda_s_words(job.step)(job.model, size), verbose=False)
+        return probe(lambda size: in_cuda_s_words(job.step)(job.model, size), backend="torch", verbose=False)
 
     return call
 
@@ -196,9 +198,22 @@ def ultralytics():
             return NotFor("for CUDA: on the CPU it gives its default of 16 and runs nothing")
         options = {"imgsz": job.workload.sample[-1], "amp": job.workload.mixed is not None}
         options["max_num_obj"] = job.model.OBJECTS
+        heard(job.model.detector)
         return check_train_batch_size(job.model.detector, batch=-1, **options)
 
     return call
+
+
+def heard(part):
+    """Take down what a tool gives to a part of the model, or to a copy of it, past the model itself."""
+
+    def given(_, inputs):
+        size = len(inputs[0])
+        seen.forward(size)
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda gradient: seen.backward(size))
+
+    part.register_forward_pre_hook(given)
 
 
 def let_torchvision_import():

@@ -249,7 +249,7 @@ def wide():
     return Plain(table_mib=32)
 
 
-LEAK = r"did not come back|keeps \d"
+LEAK = r"(?i)\bleak(s|ed|ing)?\b|did not come back|keeps \d|memory (grows|grew|is growing)"
 
 HOST = {
     workload.name: workload
