@@ -18,6 +18,7 @@ TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay
 REPORTED_SHARE = {"device": 0.0, "host": 0.01}
 REFUSED_SHARE = {"device": 0.05, "host": 0.2}
 SMALLEST_BYTES = 2**14  # in each step: a list of losses as numbers, and what malloc needs to keep it, stay below
+FURTHER_CALLS = 4  # that show what each step keeps, at most: two, and two again where those kept something
 
 
 class Baseline:

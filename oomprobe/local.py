@@ -12,7 +12,7 @@ from oomprobe.anatomy import Anatomy
 from oomprobe.aside import Aside, Attended
 from oomprobe.clock import CONFIRM_SLACK, Clock
 from oomprobe.devices import Device, asked_bytes
-from oomprobe.leaks import TOLERATED_BYTES, Baseline
+from oomprobe.leaks import FURTHER_CALLS, TOLERATED_BYTES, Baseline
 from oomprobe.result import SECOND_OPINIONS, Trial
 from oomprobe.runner import Measured, Ran
 from oomprobe.state.surroundings import with_same_numbers
@@ -117,8 +117,8 @@ class LocalRunner:
         return replace(trial, leaked_bytes=self._left_by_first(trial, left_bytes) if self._is_first else left_bytes)
 
     def _kept_by_each(self, trial: Trial, until_s: float | None) -> int:
-        """What each of two more calls keeps. Of the same shapes, also where those are random: a new one is kept by libraries."""
-        if not _suffices_for_two(until_s, trial):
+        """What each further call keeps. Of the same shapes, also where those are random: a new one is kept by libraries."""
+        if not _suffices_for_more(until_s, trial):
             self.notes[NO_TIME_FOR_LEAKS.format(size=trial.batch_size)] = None
             return 0
         return self._baseline.added_by(with_same_numbers(lambda: self._aside.flush(trial.batch_size)))
@@ -171,6 +171,6 @@ class LocalRunner:
         self._aside.flush(self._smallest)
 
 
-def _suffices_for_two(until_s: float | None, trial: Trial) -> bool:
-    """Whether there is time for two calls more, so that what has passed is not ended in the midst of them."""
-    return until_s is None or time.monotonic() + CONFIRM_SLACK * 2 * (trial.step_s or 0.0) < until_s
+def _suffices_for_more(until_s: float | None, trial: Trial) -> bool:
+    """Whether there is time for further calls, so that what has passed is not ended in the midst of them."""
+    return until_s is None or time.monotonic() + CONFIRM_SLACK * FURTHER_CALLS * (trial.step_s or 0.0) < until_s
