@@ -145,6 +145,12 @@ def test_what_an_answer_leaves_free_is_what_it_did_not_take(peaks, above, steps)
     assert f"lasts for about {steps} of them" in note
 
 
+def test_one_leak_is_told_once():
+    kept = trial(2, phase=Phase.CONFIRM, leaked_bytes=6 * MIB, step_leaked_bytes=MIB)
+    [note] = result(trial(1), kept).notes
+    assert "each step at batch 2 keeps 1.00 MiB" in note
+
+
 def test_the_plans_trial_is_no_word_about_the_answers_leak():
     confirmed = trial(2, phase=Phase.CONFIRM, step_leaked_bytes=MIB)
     [note] = result(trial(1), confirmed, trial(2, phase=Phase.CONFIRM, accumulation_steps=4)).notes
