@@ -1,3 +1,5 @@
+import time
+
 import pytest
 import torch
 from ledger import MIB, LedgerDevice
@@ -5,13 +7,14 @@ from ledger import MIB, LedgerDevice
 from oomprobe.integrations.splits import running_split
 
 
-def split(global_batch, largest, *, room=64, per_step=1, **options):
-    """Steps that need `per_step` MiB more for each micro-batch to an optimizer step."""
+def split(global_batch, largest, *, room=64, per_step=1, step_s=0.0, **options):
+    """Steps that need `per_step` MiB more for each micro-batch to an optimizer step, and `step_s`."""
     device, ran = LedgerDevice(room * MIB), []
 
     def steps(accumulation):
         def train(model, batch_size):
             torch.ones(1)
+            time.sleep(step_s)
             device.take((batch_size + per_step * accumulation) * MIB)
             ran.append((batch_size, accumulation))
 
@@ -41,7 +44,7 @@ def test_a_split_that_does_not_run_is_not_the_answer():
         (96, 48, {"per_step": 60}),  # nothing runs
         (97, 40, {"min_batch": 2}),  # a prime
         (96, 40, {"multiple_of": 5}),
-        (96, 40, {"time_limit_s": 1e-9}),
+        (96, 40, {"time_limit_s": 1e-9, "step_s": 0.01}),
         (1, 0, {}),
     ],
 )
