@@ -414,9 +414,16 @@ def test_what_cannot_be_built_is_left_out(monkeypatch, tmp_path, capsys):
 
 def test_what_the_file_has_is_not_run_again(monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "run_child", lambda *arguments, **named: pytest.fail(f"ran {arguments}"))
-    kept = {"truth": {}, "tools": {"oomprobe": {"answer": 3}}, "survived": {"3": {"step_s": 1.0}}}
+    kept = {"truth": {"fits": []}, "tools": {"oomprobe": {"answer": 3}}, "survived": {"3": {"step_s": 1.0}}}
     measuring.measure({"workloads": {"bug": kept}}, tmp_path / "kept.json", [HOST["bug"]], ["oomprobe"])
     assert not (tmp_path / "kept.json").exists(), "nothing was measured, and versions were written anew"
+
+
+def test_a_truth_that_was_not_found_in_time_is_looked_for_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "run_child", lambda *arguments, **named: {"fits": [[1, 24]]})
+    kept = {"truth": {"ended": "no answer within 300 s"}, "tools": {"oomprobe": {}}, "survived": {}}
+    measuring.measure({"workloads": {"bug": kept}}, tmp_path / "kept.json", [HOST["bug"]], ["oomprobe"])
+    assert kept["truth"] == {"fits": [[1, 24]]}
 
 
 def test_an_interruption_while_the_file_is_written_leaves_it_whole(monkeypatch, tmp_path):

@@ -11,11 +11,13 @@ from peers import limits, seen, tools, truth
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 LONGEST_S = 300
+SCAN_S = 1800  # of all sizes, in one child
 SURVIVED_STEPS = 50
 
 
-def run_child(kind, workload, *arguments, log=None):
+def run_child(kind, workload, *arguments, log=None, longest_s=None):
     """The child's answer, or how it ended."""
+    longest_s = longest_s or LONGEST_S
     path = filter(None, [str(SCRIPTS.parent), str(SCRIPTS), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, **limits.of(workload).environment, "PYTHONPATH": os.pathsep.join(path)}
     if log is not None:
@@ -24,10 +26,10 @@ def run_child(kind, workload, *arguments, log=None):
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=LONGEST_S
+                command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=longest_s
             )
         except subprocess.TimeoutExpired:
-            return {"ended": f"no answer within {LONGEST_S} s"}
+            return {"ended": f"no answer within {longest_s} s"}
     if done.returncode:
         return {
             "ended": f"process ended with {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:200]}"
@@ -51,7 +53,7 @@ def ask(workload, name):
 def true_sizes(workload):
     """All sizes where they can be scanned; else what a bisection says of them."""
     if limits.of(workload).forks:
-        return run_child("scan", workload)
+        return run_child("scan", workload, longest_s=SCAN_S)
     return truth.bisected(
         lambda size: run_child("survive", workload, size, workload.scan_steps).get("ended"), workload.smallest
     )
@@ -71,7 +73,7 @@ def measure(results, path, workloads, names):
 
 
 def measure_one(row, workload, names, keep):
-    if "truth" not in row:
+    if "fits" not in row.get("truth", {}):
         row["truth"] = true_sizes(workload)
         keep()
         print(workload.name, row["truth"], flush=True)
