@@ -13,6 +13,7 @@ from oomprobe.interrupts import TimeUp
 from oomprobe.result import Trial
 from oomprobe.scope import scope
 from oomprobe.trial import Trials
+from oomprobe.verdict import Verdict, classify_error
 from oomprobe.work import Work, WorkCounter, load_counter
 
 
@@ -66,15 +67,22 @@ class Aside:
             with self._in_time(size):
                 self._device.prime(lambda: self._call(size))
 
-    def flush(self, size: int) -> None:
-        """Replace what a step keeps of its last batch; a trial that has passed is not lost for want of time for this."""
+    def flush(self, size: int) -> bool:
+        """Replace what a step keeps of its last batch; a trial that has passed is not lost for want of time for this.
+
+        Returns:
+            Whether there was memory for it: the leak itself may have filled it, which is measured next.
+        """
         try:
             self._call(size)
+            return True
         except TimeUp as up:
             self._trials.interrupts.check_own(up)
-            self._state.drop_gradients()
-        except Exception:  # the leak itself may fill the memory; it is measured next
-            self._state.drop_gradients()
+            enough = True
+        except Exception as error:
+            enough = classify_error(error) not in (Verdict.OOM, Verdict.HOST_OOM)
+        self._state.drop_gradients()
+        return enough
 
     def work_at(self, size: int) -> Work | None:
         """The work of one call; None where that size does not run."""

@@ -80,7 +80,12 @@ class Baseline:
 
     def may_be_growing(self, steps: int) -> bool:
         """Whether so many steps left enough since the trial before that each of them may have kept something."""
-        return not self.known or self._grown_bytes >= steps * SMALLEST_BYTES
+        return not self.known or bool(self.grown_by_each(steps))
+
+    def grown_by_each(self, steps: int) -> int:
+        """What the last trial that passed added, for each of its steps; 0 where it is little, or not known."""
+        grown_bytes = self._grown_bytes // steps if self.known else 0
+        return grown_bytes if grown_bytes >= SMALLEST_BYTES else 0
 
     def added_by(self, call: Callable[[], None]) -> int:
         """What each further call keeps, the least of two: what libraries make for a shape they make once."""

@@ -324,6 +324,19 @@ def test_the_leak_of_one_step_among_others_is_counted_once_a_round():
     assert confirmed.leaked_bytes == 4 * confirmed.step_leaked_bytes
 
 
+def test_a_leak_that_leaves_no_room_for_a_further_call_is_seen_in_the_confirmation():
+    """At the exact limit each step takes of what the next one needs: no answer lasts."""
+    device, kept_bytes = LedgerDevice(999 * MIB), 6 * MIB // 5  # of the 9 MiB beside 99 samples
+
+    def step(model, batch_size):
+        torch.ones(batch_size)
+        device.take(batch_size * 10 * MIB)
+        device.live += kept_bytes * (batch_size == 99)
+
+    with pytest.raises(oomprobe.UnreliableError, match=r"each step at batch 99 keeps 1.20 MiB.* after about [01] more"):
+        oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, memory_fraction=1.0, progress="off")
+
+
 def test_a_confirmation_that_leaves_nothing_is_not_called_again():
     device, calls = LedgerDevice(1000 * MIB), []
 
