@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background of a script, as `scripts/test &`: the tests of Ctrl-C, and the processes they start, would wait for ever.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def _process_settings():
     return {
