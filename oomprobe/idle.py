@@ -29,10 +29,8 @@ class Idle:
 
     def __init__(self, trials: Sequence[Trial], sizes: Sizes, work_at: WorkAt, *, kind: str) -> None:
         self._trials, self._sizes, self._work_at, self._noise_bytes = trials, sizes, work_at, NOISE_BYTES[kind]
-        self._last: tuple[int, Work | None] = (
-            0,
-            None,
-        )  # the size whose work was counted last: the next look begins there
+        # The size whose work was counted last: the next look begins there.
+        self._last: tuple[int, Work | None] = (0, None)
 
     def refuse(self, *, nothing_stepped: bool) -> None:
         """Raise where growing on would be for nothing.

@@ -42,9 +42,8 @@ class Baseline:
         self._device, self._drop_gradients, self._flush, self._sleep = device, drop_gradients, flush, sleep
         self._kind = "host" if device.on_host else "device"
         self._live_bytes: int | None = None
-        self._settled_bytes = self._grown_bytes = (
-            0  # above it after the last trial that passed, and what that one added
-        )
+        self._settled_bytes = 0  # above it after the last trial that passed
+        self._grown_bytes = 0  # what that one added
         self._residue_bytes = 0  # above the baseline, and known not to come back
         self._tolerated_bytes = float(TOLERATED_BYTES)
         self._available_bytes: int | None = None

@@ -63,7 +63,7 @@ class Trial:
         samples_per_s: ``batch_size / step_s``.
         alloc_retries: Times the allocator had to give its cache back to serve a request.
         leaked_bytes: Memory that did not come back after the trial and a full clean-up.
-        step_leaked_bytes: What each further step kept, seen by two more calls after a confirmation that left something.
+        step_leaked_bytes: What each step keeps, seen by further calls after a confirmation that left something.
         error: Text of the failure; None when it passed.
         where: Where it failed, such as ``"backward, model.py:142"``.
         step_name: Which of several named steps failed, or had the highest peak; None for a single step.
