@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable
 from functools import cache
 
@@ -55,13 +56,16 @@ class Plugs:
 
     A fresh process has no such holes, and a limit on address space does not count them. Nothing is written to the
     plugs, so they cost no memory. Only sensible while the address space cannot grow: otherwise malloc makes room.
+    Room to note them all is taken first: once the holes are full, not even a list could grow.
     """
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
         self._libc.malloc.restype, self._libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         self._libc.free.restype, self._libc.free.argtypes = None, [ctypes.c_void_p]
-        self._plugs: list[int] = []
+        self._largest_bytes = 1 << max(ARENA_BYTES, free_in_heap_bytes()).bit_length()  # no hole is larger
+        self._plugs = array("Q", [0]) * (self._largest_bytes // SMALLEST_HOLE_BYTES)
+        self._count = 0
 
     def fill(self) -> None:
         """Take what this thread's mallocs could be served from.
@@ -70,12 +74,16 @@ class Plugs:
         arena_get_retry), always the same: what it refuses once it refuses again. An arena reserves memory ahead, which
         no limit counts a second time; the other arenas are other threads', and not reached from here.
         """
-        size = 1 << max(ARENA_BYTES, free_in_heap_bytes()).bit_length()  # no hole is larger
+        size = self._largest_bytes
         while size >= SMALLEST_HOLE_BYTES:
-            while plug := self._libc.malloc(size):
-                self._plugs.append(plug)
+            while self._count < len(self._plugs) and (plug := self._libc.malloc(size)):
+                self._plugs[self._count] = plug
+                self._count += 1
             size //= 2
 
     def drain(self) -> None:
-        while self._plugs:
-            self._libc.free(self._plugs.pop())
+        """Free them, and the room to note them: plugs are of one trial."""
+        while self._count:
+            self._count -= 1
+            self._libc.free(self._plugs[self._count])
+        self._plugs = array("Q")
