@@ -62,7 +62,7 @@ def bench_here(
                 with outside_modes():
                     keeper.add(optimizer)
                     place(state_tensors(optimizer))
-            if isinstance(chosen, Simulated) and isinstance(optimizer, torch.optim.LBFGS):
+            if isinstance(optimizer, torch.optim.LBFGS) and isinstance(chosen, Simulated):
                 trials.notes[LBFGS] = None
 
         with OptimizerWatch(meet) as watch:

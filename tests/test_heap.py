@@ -25,9 +25,12 @@ def test_malloced_bytes_sees_10_mib_to_the_page():
 
 @pytest.fixture
 def asked_anew():
-    heap._mallinfo2.cache_clear()
+    asked = heap._library, heap._mallinfo2
+    for each in asked:
+        each.cache_clear()
     yield
-    heap._mallinfo2.cache_clear()
+    for each in asked:
+        each.cache_clear()
 
 
 def test_a_c_library_without_these_functions_is_no_error(monkeypatch, asked_anew):

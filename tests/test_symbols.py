@@ -41,6 +41,7 @@ def test_each_thread_has_its_own(library):
     thread.start()
     thread.join()
     assert look()
+    assert look()  # where it was found before
     assert seen == [True]
 
 
@@ -73,7 +74,7 @@ def test_what_could_not_be_read_once_is_found_another_time(library, error, monke
     def refuse(*_):
         raise error
 
-    ctypes.CDLL(str(library))
+    ctypes.CDLL(str(library)).of_this_thread()  # from then on this thread has one
     symbols._offset.cache_clear()
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(symbols, "_read", refuse)

@@ -18,12 +18,18 @@ class _Mallinfo2(ctypes.Structure):  # mallinfo(3), glibc 2.33
 
 
 @cache  # asked a few times in each trial
-def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
+def _library() -> ctypes.CDLL | None:
     try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):
+        return ctypes.CDLL(None)
+    except OSError:
         return None
-    mallinfo2.restype = _Mallinfo2
+
+
+@cache
+def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
+    mallinfo2 = getattr(_library(), "mallinfo2", None)
+    if mallinfo2 is not None:
+        mallinfo2.restype = _Mallinfo2
     return mallinfo2
 
 
@@ -41,14 +47,21 @@ def free_in_heap_bytes() -> int:
 
 def trim_heap() -> None:
     """Give the free top and free pages of the heap back to the system, where the C library can."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError):
-        return
+    trim = getattr(_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 SMALLEST_HOLE_BYTES = 2**14
 ARENA_BYTES = 2**26  # what an arena other than the first reserves (glibc, arena.c: HEAP_MAX_SIZE)
+
+
+@cache
+def _malloc_and_free() -> tuple[Callable[[int], int | None], Callable[[int], None]]:
+    library = ctypes.CDLL(None)  # not the one above: what is said of arguments here holds for this one only
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
+    return library.malloc, library.free
 
 
 class Plugs:
@@ -60,9 +73,7 @@ class Plugs:
     """
 
     def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None)
-        self._libc.malloc.restype, self._libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-        self._libc.free.restype, self._libc.free.argtypes = None, [ctypes.c_void_p]
+        self._malloc, self._free = _malloc_and_free()
         self._largest_bytes = 1 << max(ARENA_BYTES, free_in_heap_bytes()).bit_length()  # no hole is larger
         self._plugs = array("Q", [0]) * (self._largest_bytes // SMALLEST_HOLE_BYTES)
         self._count = 0
@@ -76,7 +87,7 @@ class Plugs:
         """
         size = self._largest_bytes
         while size >= SMALLEST_HOLE_BYTES:
-            while self._count < len(self._plugs) and (plug := self._libc.malloc(size)):
+            while self._count < len(self._plugs) and (plug := self._malloc(size)):
                 self._plugs[self._count] = plug
                 self._count += 1
             size //= 2
@@ -85,5 +96,5 @@ class Plugs:
         """Free them, and the room to note them: plugs are of one trial."""
         while self._count:
             self._count -= 1
-            self._libc.free(self._plugs[self._count])
+            self._free(self._plugs[self._count])
         self._plugs = array("Q")

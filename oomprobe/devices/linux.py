@@ -5,20 +5,22 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
+MEMINFO, STATM, STATUS = Path("/proc/meminfo"), Path("/proc/self/statm"), Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 PAGE_TABLE_OF_CGROUPS = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def machine_bytes(name: str, meminfo: Path = Path("/proc/meminfo")) -> int | None:
+def machine_bytes(name: str, meminfo: Path = MEMINFO) -> int | None:
     """A figure of /proc/meminfo such as ``MemAvailable``, in bytes; None where there is none."""
     return _kib_field(meminfo, name)
 
 
 def process_bytes(name: str) -> int | None:
     """A figure of /proc/self/status: ``VmSize`` (address space), ``VmRSS`` (resident), ``VmHWM``, ``VmPeak``."""
-    if name == "VmSize" and (pages := _first_word(Path("/proc/self/statm"))):  # the same, at a fifth of the time
+    if name == "VmSize" and (pages := _first_word(STATM)):  # the same, at a fifth of the time
         return int(pages) * mmap.PAGESIZE
-    return _kib_field(Path("/proc/self/status"), name)
+    return _kib_field(STATUS, name)
 
 
 def _kib_field(path: Path, name: str) -> int | None:
@@ -33,15 +35,13 @@ def _kib_field(path: Path, name: str) -> int | None:
 def reset_resident_peak() -> bool:
     """Reset ``VmHWM``; False where the kernel refuses (proc_pid_clear_refs(5))."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        CLEAR_REFS.write_text("5")
     except OSError:
         return False
     return True
 
 
-def free_bytes(
-    meminfo: Path = Path("/proc/meminfo"), table: Path = PAGE_TABLE_OF_CGROUPS, root: Path = CGROUP_ROOT
-) -> int | None:
+def free_bytes(meminfo: Path = MEMINFO, table: Path = PAGE_TABLE_OF_CGROUPS, root: Path = CGROUP_ROOT) -> int | None:
     """Memory this process could still use: the least of what the machine and each of its cgroups have free.
 
     None where nothing says (not Linux).

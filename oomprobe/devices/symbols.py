@@ -6,6 +6,7 @@ Read a piece at a time: this is asked when memory has just run out, and a librar
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -28,8 +29,21 @@ def thread_local_int(library: Path, symbol: bytes) -> ctypes.c_int | None:
         offset = _offset(library, symbol)
     except (OSError, MemoryError):  # out of memory or of files now: another time it may be found
         return None
-    block = None if offset is None else _thread_local_block(library)
-    return None if block is None or offset is None else ctypes.c_int.from_address(block + offset)
+    if offset is None:
+        return None
+    if library not in _known.blocks and (block := _thread_local_block(library)) is not None:
+        _known.blocks[library] = block
+    return ctypes.c_int.from_address(_known.blocks[library] + offset) if library in _known.blocks else None
+
+
+class _Known(threading.local):
+    """Where this thread's copies are: once made they stay there, and to find one takes a look at every library loaded."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[Path, int] = {}
+
+
+_known = _Known()
 
 
 @cache
