@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import torch
 
 from oomprobe.scope import scope
+from oomprobe.state.shelf import KeptBytes, Shelf, keep_bytes
 
 # Answers of `same_bytes` by storage and copy: many tensors may look at one storage.
 _COMPARED: ContextVar[dict[tuple[int, int], bool] | None] = ContextVar("_COMPARED", default=None)
@@ -28,22 +29,32 @@ class KeptStorage:
     """A storage and its bytes. It is only watched, so that a step which lets go of it is not charged for it.
 
     Tensors that shared it share it again: where it has died it is made anew, once.
+
+    Args:
+        storage: Its bytes are copied.
+        shelf: Where to; None: into this process.
     """
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, shelf: Shelf | None = None) -> None:
         self._device = storage.device
         self._find: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)  # one Python object a storage
-        self.kept_bytes = _as_bytes(storage).to("cpu", copy=True)
+        self._kept = keep_bytes(_as_bytes(storage), shelf)
 
     def put_back(self) -> torch.UntypedStorage:
         """The storage, with its bytes as they were."""
         storage = self._find()
         if storage is None:
-            made = self.kept_bytes.to(self._device, copy=True).untyped_storage()
+            data = torch.empty(len(self._kept), dtype=torch.uint8, device=self._device)
+            self._kept.write_to(data)
+            made = data.untyped_storage()
             self._find = lambda: made
             return made
-        _write(storage, self.kept_bytes)
+        _write(storage, self._kept)
         return storage
+
+    def on_host(self) -> torch.UntypedStorage:
+        """A storage in host memory with the bytes as they were, to be read only."""
+        return self._kept.whole().untyped_storage()
 
     def is_under(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor looks at this storage and no other."""
@@ -51,27 +62,27 @@ class KeptStorage:
 
     def differs(self, storage: torch.UntypedStorage) -> bool:
         """Whether the bytes of a storage are not those that were kept."""
-        return not _same_bytes(storage, self.kept_bytes)
+        return not _same_bytes(storage, self._kept)
 
 
-def _same_bytes(storage: torch.UntypedStorage, kept: torch.Tensor) -> bool:
+def _same_bytes(storage: torch.UntypedStorage, kept: KeptBytes) -> bool:
     known = _COMPARED.get()
     key = (storage._cdata, id(kept))
     if known is not None and key in known:
         return known[key]
-    answer = storage.nbytes() == kept.numel() and torch.equal(_as_bytes(storage).cpu(), kept)
+    answer = storage.nbytes() == len(kept) and kept.same_as(_as_bytes(storage))
     if known is not None:
         known[key] = answer
     return answer
 
 
-def _write(storage: torch.UntypedStorage, kept: torch.Tensor) -> None:
+def _write(storage: torch.UntypedStorage, kept: KeptBytes) -> None:
     """Only where it differs: memory that was never written may be read-only, such as a mapped file."""
     if _same_bytes(storage, kept):
         return
-    if storage.nbytes() != kept.numel():
-        storage.resize_(kept.numel())
-    _as_bytes(storage).copy_(kept)
+    if storage.nbytes() != len(kept):
+        storage.resize_(len(kept))
+    kept.write_to(_as_bytes(storage))
     known = _COMPARED.get()
     if known is not None:
         known[storage._cdata, id(kept)] = True

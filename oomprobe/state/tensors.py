@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oomprobe.state.compare import same_tensors
+from oomprobe.state.shelf import shelf_beside_limits
 from oomprobe.state.storage import KeptStorage
 
 
@@ -71,7 +72,7 @@ class KeptTensor:
 
     def on_host(self) -> torch.Tensor:
         """The tensor as it was, in host memory."""
-        return self._view_of(self.storage.kept_bytes.untyped_storage())
+        return self._view_of(self.storage.on_host())
 
     def _view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._geometry)
@@ -202,7 +203,8 @@ def storages_of(kept: Iterable[KeptTensor]) -> dict[int, tuple[torch.UntypedStor
 
 def copy_storages(storages: dict[int, tuple[torch.UntypedStorage, list[KeptTensor]]]) -> None:
     """Take the bytes, each storage once however many tensors look at it."""
+    shelf = shelf_beside_limits()
     for storage, lookers in storages.values():
-        kept = KeptStorage(storage)
+        kept = KeptStorage(storage, shelf)
         for one in lookers:
             one.take(kept)

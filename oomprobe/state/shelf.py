@@ -1,0 +1,144 @@
+"""Bytes kept where a limit on address space does not count them: in a file in memory that is mapped nowhere.
+
+Beside a limit of the user's own (``ulimit -v``) a copy in this process would take from what the trials may use, and the
+training that comes after the probe has no such copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from oomprobe.devices.limits import left_by_own_limits
+
+PIECE_BYTES = 2**20  # read at a time
+
+
+class KeptBytes(Protocol):
+    """What was kept of a storage."""
+
+    def __len__(self) -> int: ...
+    def same_as(self, data: torch.Tensor) -> bool:
+        """Whether a tensor of bytes, on any device, has these."""
+
+    def write_to(self, data: torch.Tensor) -> None:
+        """Write them into a tensor of as many bytes, on any device."""
+
+    def whole(self) -> torch.Tensor:
+        """A tensor of them in host memory, to be read only."""
+
+
+class InProcess:
+    """Bytes in this process."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._kept = data.to("cpu", copy=True)
+
+    def __len__(self) -> int:
+        return self._kept.numel()
+
+    def same_as(self, data: torch.Tensor) -> bool:
+        return torch.equal(data.cpu(), self._kept)
+
+    def write_to(self, data: torch.Tensor) -> None:
+        data.copy_(self._kept)
+
+    def whole(self) -> torch.Tensor:
+        return self._kept
+
+
+class OnShelf:
+    """Bytes on a shelf, from `start` on."""
+
+    def __init__(self, shelf: Shelf, start: int, length: int) -> None:
+        self._shelf, self._start, self._length = shelf, start, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def same_as(self, data: torch.Tensor) -> bool:
+        buffer = torch.empty(min(PIECE_BYTES, self._length), dtype=torch.uint8, device="cpu")
+        return all(
+            torch.equal(part, self._shelf.read(self._start + at, buffer[: part.numel()])) for at, part in _parts(data)
+        )
+
+    def write_to(self, data: torch.Tensor) -> None:
+        self._shelf.read(self._start, data)
+
+    def whole(self) -> torch.Tensor:
+        return self._shelf.read(self._start, torch.empty(self._length, dtype=torch.uint8, device="cpu"))
+
+
+class Shelf:
+    """A file in memory, there for as long as anything lies on it.
+
+    Example:
+        >>> kept = Shelf().put(torch.arange(3, dtype=torch.uint8))
+        >>> kept.same_as(torch.tensor([0, 1, 2], dtype=torch.uint8, device="cpu")), kept.whole().tolist()
+        (True, [0, 1, 2])
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("oomprobe")
+        self._end = 0
+        weakref.finalize(self, os.close, self._file)
+
+    def put(self, data: torch.Tensor) -> OnShelf:
+        """Put bytes in host memory on it.
+
+        Raises:
+            OSError: they do not go there.
+        """
+        start = self._end
+        for at, part in _parts(data):
+            self._write(start + at, part)
+        self._end += data.numel()
+        return OnShelf(self, start, data.numel())
+
+    def _write(self, start: int, data: torch.Tensor) -> None:
+        view = _memory_of(data)
+        while view:
+            written = os.pwrite(self._file, view, start)
+            start, view = start + written, view[written:]
+
+    def read(self, start: int, into: torch.Tensor) -> torch.Tensor:
+        """Fill a tensor of bytes in host memory."""
+        view = _memory_of(into)
+        while view:
+            count = os.preadv(self._file, [view], start)
+            if not count:
+                raise OSError(f"the copy of the model's state ends at byte {start}, and {len(view)} more were kept")
+            start, view = start + count, view[count:]
+        return into
+
+
+def _memory_of(data: torch.Tensor) -> memoryview:
+    """Its memory, not by way of an array: `Tensor.numpy` leaves the storage unable to change its size."""
+    return memoryview((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())).cast("B")
+
+
+def _parts(data: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    return ((at, data[at : at + PIECE_BYTES]) for at in range(0, data.numel(), PIECE_BYTES))
+
+
+def shelf_beside_limits() -> Shelf | None:
+    """Where copies of host memory go; None: into this process, where nothing of the user's own limits it."""
+    try:
+        return Shelf() if left_by_own_limits() else None
+    except (AttributeError, ImportError, OSError):  # not Linux, or no such files there
+        return None
+
+
+def keep_bytes(data: torch.Tensor, shelf: Shelf | None) -> KeptBytes:
+    """Keep a tensor of bytes: on the shelf, where there is one and they are in host memory."""
+    if shelf is None or data.device.type != "cpu" or not data.numel():
+        return InProcess(data)
+    try:
+        return shelf.put(data)
+    except (OSError, RuntimeError):  # a limit on the size of files, no memory for it, or not such bytes
+        return InProcess(data)

@@ -1,0 +1,194 @@
+"""Copies kept out of the address space: the same bytes, no descriptor left, and a process's own limits count none of it."""
+
+import gc
+import os
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_linux import run_python
+
+from oomprobe.state import shelf
+from oomprobe.state.shelf import InProcess, OnShelf, Shelf, keep_bytes
+from oomprobe.state.storage import KeptStorage
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")
+
+PIECE = shelf.PIECE_BYTES
+
+
+def some_bytes(count, seed=0):
+    return torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def descriptors():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("count", [1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5])
+def test_what_is_put_there_comes_back(count):
+    place, data = Shelf(), some_bytes(count)
+    place.put(some_bytes(17, seed=1))
+    kept = place.put(data)
+    place.put(some_bytes(5, seed=2))
+    assert len(kept) == count
+    assert torch.equal(kept.whole(), data)
+    into = torch.zeros(count, dtype=torch.uint8)
+    kept.write_to(into)
+    assert torch.equal(into, data)
+
+
+@settings(max_examples=50, deadline=None)
+@given(count=st.integers(1, 200), changed=st.integers(0, 199), piece=st.integers(1, 64))
+def test_one_changed_byte_is_seen_wherever_it_lies(count, changed, piece):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shelf, "PIECE_BYTES", piece)
+        data = some_bytes(count)
+        kept = Shelf().put(data)
+        assert kept.same_as(data)
+        data[changed % count] ^= 1
+        assert not kept.same_as(data)
+
+
+def test_reads_and_writes_that_stop_half_way_go_on(monkeypatch):
+    written, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, view, at: written(file, view[:7], at))
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: read(file, [views[0][:5]], at))
+    data = some_bytes(100)
+    assert torch.equal(Shelf().put(data).whole(), data)
+
+
+def test_the_default_device_has_no_part_in_it():
+    data = some_bytes(10)
+    kept = Shelf().put(data)
+    with torch.device("meta"):
+        assert kept.same_as(data)
+        assert kept.whole().device.type == "cpu"
+
+
+def test_a_copy_that_is_cut_off_is_an_error_and_no_loop():
+    place = Shelf()
+    kept = place.put(some_bytes(100))
+    os.ftruncate(place._file, 60)
+    with pytest.raises(OSError, match="ends at byte 60, and 40 more were kept"):
+        kept.whole()
+
+
+def test_the_file_is_closed_with_the_last_thing_on_it():
+    before = descriptors()
+    first, second = (lambda place: (place.put(some_bytes(3)), place.put(some_bytes(4))))(Shelf())
+    assert descriptors() == before + 1
+    del first
+    assert descriptors() == before + 1
+    assert len(second.whole()) == 4
+    del second
+    assert descriptors() == before
+
+
+def test_only_host_memory_goes_there(monkeypatch):
+    place = Shelf()
+    assert isinstance(keep_bytes(some_bytes(3), place), OnShelf)
+    assert isinstance(keep_bytes(some_bytes(3), None), InProcess)
+    assert isinstance(keep_bytes(some_bytes(0), place), InProcess)
+    monkeypatch.setattr(place, "_file", -1)
+    kept = keep_bytes(some_bytes(3), place)
+    assert isinstance(kept, InProcess)
+    assert torch.equal(kept.whole(), some_bytes(3))
+
+
+def test_a_storage_is_put_back_from_there():
+    tensor = torch.arange(4.0)
+    kept = KeptStorage(tensor.untyped_storage(), Shelf())
+    assert not kept.differs(tensor.untyped_storage())
+    tensor.untyped_storage().resize_(0)
+    assert kept.differs(tensor.untyped_storage())
+    kept.put_back()
+    assert tensor.tolist() == [0, 1, 2, 3]
+    tensor[1] = float("nan")
+    assert kept.differs(tensor.untyped_storage())
+    kept.put_back()
+    assert tensor.tolist() == [0, 1, 2, 3]
+    del tensor
+    gc.collect()
+    assert kept.put_back() is kept.put_back()  # made anew, once
+    assert torch.empty(0).set_(kept.put_back()).tolist() == [0, 1, 2, 3]
+    assert torch.empty(0).set_(kept.on_host()).tolist() == [0, 1, 2, 3]
+
+
+# --- in a process with a limit of its own ---
+
+LIMITED = """
+    import gc, os, resource, torch
+    import oomprobe
+    from oomprobe.devices import linux
+    from oomprobe.state import Keeper
+    torch.backends.mkldnn.enabled = False
+
+    class Large(torch.nn.Module):
+        def __init__(self, mib):
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.arange(mib * 2**18, dtype=torch.float32), requires_grad=False)
+            self.scale = torch.nn.Parameter(torch.ones(1))
+        def forward(self, x):
+            return (torch.ones(len(x), 2**18) * self.scale * self.table[:1].add(1)).mean()  # a MiB or a few of them a sample
+
+    def step(model, batch_size):
+        model.zero_grad()
+        model(torch.ones(batch_size, 1)).backward()
+
+    model = Large({state_mib})
+    step(model, 4)
+    resource.setrlimit(resource.RLIMIT_AS, (linux.process_bytes("VmSize") + {room_mib} * 2**20, resource.RLIM_INFINITY))
+"""
+
+
+def test_a_copy_takes_nothing_of_the_address_space():
+    run_python(
+        LIMITED.format(state_mib=64, room_mib=32)
+        + """
+    was, address_space = model.table[:: 2**16].clone(), linux.process_bytes("VmSize")
+    keeper = Keeper(model, [], [], "cpu")
+    assert linux.process_bytes("VmSize") < address_space + 8 * 2**20
+    with torch.no_grad():
+        model.table.zero_()
+    assert keeper.differences()
+    keeper.put_back()
+    assert not keeper.differences()
+    assert torch.equal(model.table[:: 2**16], was)
+    """
+    )
+
+
+def test_a_limit_on_the_size_of_files_leaves_the_copy_to_the_process():
+    run_python(
+        LIMITED.format(state_mib=8, room_mib=128)
+        + """
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+    keeper = Keeper(model, [], [], "cpu")
+    with torch.no_grad():
+        model.table.zero_()
+    keeper.put_back()
+    assert not keeper.differences()
+    assert model.table[5] == 5
+    """
+    )
+
+
+def test_an_answer_under_the_users_own_limit_is_that_of_a_process_without_a_copy():
+    found = [
+        int(
+            run_python(
+                LIMITED.format(state_mib=state_mib, room_mib=96)
+                + """
+    result = oomprobe.find_max_batch(model, step, device="cpu", memory_fraction=1.0, progress="off")
+    assert result.state_verified
+    print(result.batch_size)
+    """
+            )
+        )
+        for state_mib in (1, 40)
+    ]
+    assert found[1] > 0.9 * found[0], found
