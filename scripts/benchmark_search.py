@@ -137,9 +137,9 @@ def main():
             measured += lines
             print(told(lines), flush=True)
     if arguments.out:
-        arguments.out.write_text(
-            json.dumps({"torch": torch.__version__, "oomprobe": own_version(), "lines": measured}, indent=1) + "\n"
-        )
+        lines = ",\n".join(map(json.dumps, measured))
+        versions = json.dumps({"torch": torch.__version__, "oomprobe": own_version()})
+        arguments.out.write_text(f'{versions[:-1]}, "lines": [\n{lines}\n]}}\n')
     return None
 
 
