@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from oomprobe.clock import Clock
 from oomprobe.devices import Device, Simulated, choose_device, memory_of, raised_by
+from oomprobe.devices.host import HostDevice
 from oomprobe.errors import DeviceLostError, OomProbeError, UnreliableError, add_note, unmeasured
 from oomprobe.interrupts import Interrupts
 from oomprobe.journal import Journal
@@ -54,6 +56,8 @@ def bench_here(
         if book is not None:
             book.ask(question_of(model, steps, chosen.name, options, memory=memory_of(chosen)))
         keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
+        if isinstance(chosen, HostDevice):
+            chosen.state_bytes = partial(keeper.state_bytes, "cpu")
         place = chosen.place if isinstance(chosen, Simulated) else _there_already
         place(resident_tensors([model, *steps.values(), *preserve]))
 

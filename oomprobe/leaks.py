@@ -27,6 +27,8 @@ class Baseline:
     Args:
         device: Whose memory.
         drop_gradients: Lets go of the gradients of a failed trial.
+        state_bytes: Tells what gradients and optimizer state hold: what comes with a size at which parameters are first
+            used, such as those of a rare expert, is no leak.
         flush: Runs the step once at the smallest size, which replaces what a step keeps of its last batch.
         sleep: Waits; tests do not.
     """
@@ -36,12 +38,15 @@ class Baseline:
         device: Device,
         *,
         drop_gradients: Callable[[], None],
+        state_bytes: Callable[[], int],
         flush: Callable[[], None],
         sleep: Callable[[float], None],
     ) -> None:
         self._device, self._drop_gradients, self._flush, self._sleep = device, drop_gradients, flush, sleep
         self._kind = "host" if device.on_host else "device"
+        self._state_bytes = state_bytes
         self._live_bytes: int | None = None
+        self._state_in_it_bytes: int | None = None  # of those; None: none of it is
         self._settled_bytes = 0  # above it after the last trial that passed
         self._grown_bytes = 0  # what that one added
         self._residue_bytes = 0  # above the baseline, and known not to come back
@@ -58,9 +63,11 @@ class Baseline:
 
         Args:
             available_bytes: On the device.
-            live_bytes: In use then, where that is known before; None: what is in use now.
+            live_bytes: In use then but for gradients and optimizer state, where that is known before, of a device that
+                does not count those; None: what is in use now.
         """
         self._live_bytes = asked_bytes(self._device, "live_bytes") if live_bytes is None else live_bytes
+        self._state_in_it_bytes = self._state_bytes() if live_bytes is None else None
         self._tolerated_bytes = max(TOLERATED_BYTES, REPORTED_SHARE[self._kind] * available_bytes)
         self._available_bytes = available_bytes
 
@@ -107,7 +114,12 @@ class Baseline:
         return refusal_of(trial, available_bytes=self._available_bytes, on_host=self._kind == "host")
 
     def _leaked_bytes(self) -> int:
-        return 0 if self._live_bytes is None else max(0, asked_bytes(self._device, "live_bytes") - self._live_bytes)
+        if self._live_bytes is None:
+            return 0
+        added_bytes = asked_bytes(self._device, "live_bytes") - self._live_bytes
+        if added_bytes > self._tolerated_bytes and self._state_in_it_bytes is not None:
+            added_bytes -= max(0, self._state_bytes() - self._state_in_it_bytes)
+        return max(0, added_bytes)
 
     def _reclaim(self) -> int:
         """Collect, flush, and wait a little. What is still there then is no cache of the last batch but a leak."""

@@ -52,7 +52,13 @@ class LocalRunner:
         self.place, self.notes = device, trials.notes
         self.trials, self._state = trials, state
         self._aside = Aside(device, trials, recorded, clock, state)
-        self._baseline = Baseline(device, drop_gradients=state.drop_gradients, flush=self._flush, sleep=sleep)
+        self._baseline = Baseline(
+            device,
+            drop_gradients=state.drop_gradients,
+            state_bytes=lambda: state.state_bytes(device.torch_device.type),
+            flush=self._flush,
+            sleep=sleep,
+        )
         self._smallest = smallest
         self._is_first = False
         self.kept_bytes = 0  # by libraries, for the size of the first trial

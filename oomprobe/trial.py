@@ -147,6 +147,7 @@ class Trials:
             raise UnreliableError(STOPPED_STEPPING.format(calls=calls, size=request.batch_size)) from None
         except Exception as error:
             run.usage = self._usage()
+            self._watch.drop_half_made()
             run.failure = failure_of(error)
             run.verdict = self._judge(run, request, healthy=True)
             if run.verdict is Verdict.BUG and self._device.healthy():
@@ -308,10 +309,14 @@ class Trials:
         """
         request = Request(batch_size=batch_size, phase=Phase.GROW, steps=1, deadline_s=deadline_s)
         self.compiled.start_size(batch_size)
-        for step in self._steps.values():
-            if len(self._steps) > 1:
-                self._restore_modes()
-            self._call(step, request, _Run(), inside)
+        try:
+            for step in self._steps.values():
+                if len(self._steps) > 1:
+                    self._restore_modes()
+                self._call(step, request, _Run(), inside)
+        except BaseException:
+            self._watch.drop_half_made()
+            raise
 
 
 def _max_calls(step: StepFn) -> int:

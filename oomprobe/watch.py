@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,11 +25,13 @@ class OptimizerWatch:
         self._before_step = before_step
         self._handles: list[Any] = []
         self.stepped: set[int] = set()
+        # Those in the midst of a step, and of how many parameters they had state before it.
+        self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._thread = threading.get_ident()
 
     def __enter__(self) -> OptimizerWatch:
         self._handles = [
-            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._here(self._before_step, optimizer)),
+            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._here(self._begin, optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._here(self._after_step, optimizer)),
         ]
         return self
@@ -38,12 +41,35 @@ class OptimizerWatch:
         if threading.get_ident() == self._thread:
             act(optimizer)
 
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        self._before_step(optimizer)
+        self._begun[optimizer] = len(_state_of(optimizer))
+
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._begun.pop(optimizer, None)
         self.stepped.add(id(optimizer))
+
+    def drop_half_made(self) -> None:
+        """After a call that failed: the state that an optimizer was making is made anew by its next step.
+
+        An AdamW that ran out of memory on the way has a step count for a parameter and no averages: its next step at any
+        size would end in a ``KeyError``, and what it has made already is missing from the memory of that.
+        """
+        for optimizer, count in self._begun.items():
+            state = _state_of(optimizer)
+            for parameter in list(state)[count:]:
+                del state[parameter]
+        self._begun.clear()
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """By parameter, in the order in which it was made; some optimizers keep theirs in another way."""
+    state = getattr(optimizer, "state", None)
+    return state if isinstance(state, dict) else {}
 
 
 @scope

@@ -131,6 +131,21 @@ def test_a_warm_step_may_end_the_probe(error):
 # --- the cap ---
 
 
+def test_state_that_came_after_the_process_was_warm_is_paid_from_the_budget():
+    state = [10 * MIB]
+    device = HostDevice(256 * MIB)
+    device.state_bytes = lambda: state[0]
+    device.warm(lambda: None)
+    left = []
+    for state_bytes in (10 * MIB, 110 * MIB, 5 * MIB, 1000 * MIB):
+        state[0] = state_bytes
+        with device.cap(200 * MIB):
+            left.append(resource.getrlimit(resource.RLIMIT_AS)[0] - linux.process_bytes("VmSize"))
+    assert left[0] - left[1] == pytest.approx(100 * MIB, abs=2 * MIB)
+    assert left[2] == pytest.approx(left[0], abs=2 * MIB)
+    assert left[3] <= 0
+
+
 def test_beyond_the_cap_torch_fails_with_its_own_error_and_below_it_does_not():
     run_python(
         """
@@ -471,3 +486,59 @@ def test_the_margin_holds_under_a_limit_of_the_users_own():
     answer, available, _, _ = json.loads(out)
     assert available <= 512 * MIB
     assert 0.6 * 0.5 * available / MIB <= answer <= 1.03 * 0.5 * available / MIB
+
+
+# --- an optimizer that runs out of memory while it makes its state ---
+
+
+def test_a_size_whose_optimizer_state_does_not_fit_leaves_the_others_as_they_were():
+    """From 40 samples on an expert is used, and AdamW has no room for its averages: half of them would be left."""
+    found = run_python(
+        """
+        import torch, oomprobe
+        torch.backends.mkldnn.enabled = False
+        often = torch.nn.Parameter(torch.ones(4))
+        experts = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(4 * 2**18)) for _ in range(4))
+        model = torch.nn.ParameterList([often, *experts])
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+        def step(model, batch_size):
+            optimizer.zero_grad()
+            loss = (torch.ones(batch_size, 2**14) * often[0]).mean()
+            (loss + sum(expert.sum() for expert in experts if batch_size >= 40)).backward()
+            optimizer.step()
+
+        for budget in ("38MiB", "60MiB"):
+            result = oomprobe.find_max_batch(model, step, device=f"cpu:{budget}", progress="off")
+            print(result.batch_size, any(note.startswith("leak") for note in result.notes))
+        """
+    )
+    assert found.split() == ["39", "False"] * 2
+
+
+def test_nothing_fits_where_the_first_step_ends_in_the_midst_of_that():
+    run_python(
+        """
+        import resource
+        import torch, oomprobe
+        from oomprobe.devices import linux
+        torch.backends.mkldnn.enabled = False
+        model = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(4 * 2**18)) for _ in range(8))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+        def step(model, batch_size):
+            optimizer.zero_grad()
+            sum(part.sum() for part in model).backward()
+            optimizer.step()
+
+        room = 32 + 48  # MiB: for gradients, and more than half of the averages
+        space = (linux.process_bytes("VmSize") + room * 2**20, resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_AS, space)
+        try:
+            print(oomprobe.find_max_batch(model, step, device="cpu", progress="off").batch_size)
+        except oomprobe.NothingFitsError:
+            assert not optimizer.state
+        else:
+            raise AssertionError("it answered")
+        """
+    )

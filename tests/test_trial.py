@@ -225,6 +225,42 @@ def test_a_leak_that_was_an_error_is_one_when_its_trials_are_recalled(tmp_path):
     assert calls[0] == calls[1]
 
 
+def with_a_rare_expert(device, expert_bytes, *, used_from):
+    """Its state comes at the first size that uses it; the ledger is told of that, as a device would be."""
+    often, rare = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(expert_bytes // 4))
+    optimizer = torch.optim.AdamW([often, rare], foreach=False)
+    model = nn.ParameterList([often, rare])
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        device.take(batch_size * 100 * MIB)
+        (often.sum() + (rare.sum() if batch_size >= used_from else 0)).backward()
+        device.live += 0 if rare in optimizer.state or rare.grad is None else 2 * expert_bytes
+        optimizer.step()
+
+    return model, step
+
+
+def test_state_of_parameters_that_a_larger_size_uses_first_is_no_leak():
+    device = LedgerDevice(1000 * MIB)
+    model, step = with_a_rare_expert(device, 30 * MIB, used_from=4)
+    result = oomprobe.find_max_batch(model, step, device=device, progress="off")
+    assert result.batch_size == 8
+    assert not any(note.startswith("leak") for note in result.notes)
+
+
+def test_what_stays_beside_such_state_is_one():
+    device = LedgerDevice(1000 * MIB)
+    model, inner = with_a_rare_expert(device, 30 * MIB, used_from=4)
+
+    def step(model, batch_size):
+        inner(model, batch_size)
+        device.live += 100 * MIB if batch_size == 4 else 0
+
+    with pytest.raises(oomprobe.UnreliableError, match=r"did not come back after batch 4"):
+        oomprobe.find_max_batch(model, step, device=device, progress="off")
+
+
 def test_a_small_leak_is_reported_with_its_bytes():
     device, leaked = LedgerDevice(1000 * MIB), []
 

@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -34,6 +37,83 @@ def sgd(model):
 
 def global_hooks():
     return dict(torch_optimizer._global_optimizer_pre_hooks), dict(torch_optimizer._global_optimizer_post_hooks)
+
+
+# --- state that a failed step has half made ---
+
+
+class FailsAt(torch.optim.AdamW):
+    """Runs out of memory when it makes the state of its nth parameter."""
+
+    def __init__(self, params, nth):
+        super().__init__(params, foreach=False)
+        self.nth = nth
+
+    def _init_group(self, group, *lists):
+        for place, parameter in enumerate(group["params"]):
+            if place == self.nth and parameter not in self.state:
+                self.state[parameter]["step"] = torch.tensor(0.0)
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            one = {**group, "params": [parameter]}
+            super()._init_group(one, *lists)
+        return False
+
+
+def test_state_that_a_step_was_making_when_it_failed_goes_and_the_next_step_makes_it(model):
+    optimizer = FailsAt(model.parameters(), nth=1)
+    backward(model)
+    with OptimizerWatch(lambda one: None) as watch:
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        assert len(optimizer.state) == 2
+        watch.drop_half_made()
+        assert dict(optimizer.state) == {}
+        optimizer.nth = None
+        optimizer.step()
+    assert [sorted(state) for state in optimizer.state.values()] == [["exp_avg", "exp_avg_sq", "step"]] * 2
+
+
+def test_state_from_before_the_step_that_failed_stays(model):
+    optimizer = FailsAt(model.parameters(), nth=1)
+    model.bias.requires_grad_(False)
+    with OptimizerWatch(lambda one: None) as watch:
+        optimizer.nth = None
+        model.bias.grad = None
+        backward(model)
+        optimizer.step()
+        before = optimizer.state[model.weight]["exp_avg"]
+        watch.drop_half_made()  # nothing is
+        assert model.weight in optimizer.state
+        optimizer.nth = 1
+        optimizer.state.pop(model.bias, None)
+        model.bias.requires_grad_(True)
+        backward(model)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        watch.drop_half_made()
+    assert optimizer.state[model.weight]["exp_avg"] is before
+    assert model.bias not in optimizer.state
+
+
+def test_an_optimizer_whose_step_was_never_ended_is_not_kept_alive(model):
+    optimizer = FailsAt(model.parameters(), nth=0)
+    backward(model)
+    with OptimizerWatch(lambda one: None):
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        gone = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert gone() is None
+
+
+def test_an_optimizer_that_keeps_its_state_otherwise_is_left_alone(model):
+    optimizer = PlainSteps(model.parameters())
+    optimizer.state = None
+    with OptimizerWatch(lambda one: None) as watch:
+        with pytest.raises(TypeError):  # no gradients
+            optimizer.step()
+        watch.drop_half_made()
 
 
 # --- seeing steps ---

@@ -161,7 +161,7 @@ class _Answers:
         """What the first step adds to this process, and what is free then."""
         host = self._device
         assert isinstance(host, HostDevice)
-        device = ForkedHostDevice(host, state_bytes=self._seen.state_bytes)
+        device = ForkedHostDevice(host, state_bytes=lambda: self._seen.state_bytes("cpu"))
         trials = self._trials(device)
         failed = False
         try:
@@ -230,7 +230,10 @@ class _Answers:
         assert isinstance(self._device, HostDevice)
         grown = Growth(**growth)
         device = ForkedHostDevice(
-            self._device, growth=grown, available_bytes=available_bytes, state_bytes=self._seen.state_bytes
+            self._device,
+            growth=grown,
+            available_bytes=available_bytes,
+            state_bytes=lambda: self._seen.state_bytes("cpu"),
         )
         runner = self._runner_on(device)
         gc.collect()

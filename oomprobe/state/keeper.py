@@ -18,6 +18,7 @@ from oomprobe.state.late import KeptLate
 from oomprobe.state.modules import KeptModule
 from oomprobe.state.objects import KeptObject
 from oomprobe.state.preserve import preserved
+from oomprobe.state.resident import bytes_left_by_steps
 from oomprobe.state.storage import once_per_storage
 from oomprobe.state.surroundings import Surroundings
 from oomprobe.state.tensors import KeptTensor, KeptWhole, copy_storages, plain_parts, storages_of
@@ -169,6 +170,10 @@ class Keeper:
         """Let go of what a failed trial left in ``.grad``."""
         for parameter, _ in self._grads.values():
             parameter.grad = None
+
+    def state_bytes(self, device_type: str) -> int:
+        """What gradients and optimizer state hold on a kind of device."""
+        return bytes_left_by_steps((parameter for parameter, _ in self._grads.values()), self.optimizers, device_type)
 
     def host_copy(self) -> dict[str, Any]:
         """The model and the optimizers as they were, in host memory: what survives a lost device.

@@ -1,4 +1,4 @@
-"""The tensors that are on a device before the first step, where there is a device to put them on."""
+"""Tensors that stay on a device: those that are there before the first step, and those that steps leave there."""
 
 from __future__ import annotations
 
@@ -39,3 +39,20 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """What an optimizer keeps for its parameters; counts of steps, single numbers, stay on the host."""
     for state in optimizer.state.values():
         yield from (tensor for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.dim() > 0)
+
+
+def bytes_left_by_steps(
+    parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer], device_type: str
+) -> int:
+    """What gradients and optimizer state hold on a kind of device, each memory once.
+
+    Example:
+        >>> weight = torch.ones(3, requires_grad=True)
+        >>> weight.sum().backward()
+        >>> bytes_left_by_steps([weight], [], "cpu")
+        12
+    """
+    held = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    held += [tensor for optimizer in optimizers for tensor in state_tensors(optimizer)]
+    storages = (tensor.untyped_storage() for tensor in held if tensor.device.type == device_type)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oomprobe.state.capture import reachable
-from oomprobe.state.resident import state_tensors
+from oomprobe.state.resident import bytes_left_by_steps
 
 _COUNTS = (bool, int, float, str, type(None))
 
@@ -25,7 +25,7 @@ class Seen:
         >>> model = torch.nn.Linear(2, 1)
         >>> seen = Seen(model, [])
         >>> _ = model.eval(), model(torch.ones(1, 2)).sum().backward()
-        >>> seen.restore_modes(), seen.state_bytes(), model.training
+        >>> seen.restore_modes(), seen.state_bytes("cpu"), model.training
         (None, 12, True)
     """
 
@@ -66,11 +66,9 @@ class Seen:
         for parameter in self._parameters():
             parameter.grad = None
 
-    def state_bytes(self) -> int:
-        """What gradients and optimizer state hold."""
-        held = [p.grad for p in self._parameters() if p.grad is not None]
-        held += [tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+    def state_bytes(self, device_type: str) -> int:
+        """What gradients and optimizer state hold on a kind of device."""
+        return bytes_left_by_steps(self._parameters(), self.optimizers, device_type)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         of_modules = (p for module, _ in self._modes for p in module.parameters(recurse=False))
