@@ -18,12 +18,12 @@ def test_modes_gradients_and_optimizers():
     seen.restore_modes()
     assert (model.training, model[1].training) == (True, False)
     model(torch.ones(2, 4)).sum().backward()
-    assert seen.state_bytes() == 80
+    assert seen.state_bytes("cpu") == 80
     optimizer.step()
-    assert seen.state_bytes() == 80 + 160  # two moments; step counts are single numbers
+    assert seen.state_bytes("cpu") == 80 + 160  # two moments; step counts are single numbers
     seen.drop_gradients()
     assert model[0].weight.grad is None
-    assert seen.state_bytes() == 160
+    assert seen.state_bytes("cpu") == 160
 
 
 def test_an_optimizer_that_is_met_lives_no_longer_for_it():

@@ -55,4 +55,4 @@ def bytes_left_by_steps(
     held = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held += [tensor for optimizer in optimizers for tensor in state_tensors(optimizer)]
     storages = (tensor.untyped_storage() for tensor in held if tensor.device.type == device_type)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
