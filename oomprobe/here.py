@@ -63,7 +63,7 @@ def bench_here(
 
         def meet(optimizer: torch.optim.Optimizer) -> None:
             if not any(_made_by(step, optimizer) for step in steps.values()):
-                with outside_modes():
+                with interrupts.held_back(), outside_modes():
                     keeper.add(optimizer)
                     place(state_tensors(optimizer))
             if isinstance(optimizer, torch.optim.LBFGS) and isinstance(chosen, Simulated):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_linux import run_python
 
-from oomprobe.state import Keeper, shelf
+import oomprobe
+from oomprobe.state import Keeper, shelf, tensors
 from oomprobe.state.shelf import InProcess, OnShelf, Shelf, keep_bytes, with_room
 from oomprobe.state.storage import KeptStorage
 
@@ -293,3 +295,27 @@ def test_an_answer_under_the_users_own_limit_is_that_of_a_process_without_a_copy
         for state_mib in (1, 40)
     ]
     assert found[1] > 0.9 * found[0], found
+
+
+def test_ctrl_c_in_the_midst_of_keeping_an_optimizer_leaves_the_state_whole(monkeypatch):
+    model, optimizers = torch.nn.Linear(1, 1), []
+    before, real = model.weight.item(), tensors.KeptStorage
+
+    def interrupted(storage, place=None):
+        if optimizers:
+            signal.raise_signal(signal.SIGINT)
+        return real(storage, place)
+
+    def step(model, batch_size):
+        model(torch.ones(batch_size, 1)).sum().backward()
+        optimizers.append(torch.optim.Adagrad(model.parameters()))
+        optimizers[-1].step()
+
+    monkeypatch.setattr(tensors, "KeptStorage", interrupted)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            oomprobe.find_max_batch(model, step, device="cpu:64MiB", max_batch=2, progress="off")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert model.weight.item() == before
