@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def bench_here(
             if isinstance(optimizer, torch.optim.LBFGS) and isinstance(chosen, Simulated):
                 trials.notes[LBFGS] = None
 
-        with OptimizerWatch(meet) as watch:
+        with closing(keeper), OptimizerWatch(meet) as watch:
             trials = Trials(
                 chosen,
                 model,

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -295,6 +296,31 @@ def test_an_answer_under_the_users_own_limit_is_that_of_a_process_without_a_copy
         for state_mib in (1, 40)
     ]
     assert found[1] > 0.9 * found[0], found
+
+
+def test_no_descriptor_waits_for_a_collection_of_garbage_once_there_is_an_answer(monkeypatch):
+    monkeypatch.setattr(shelf, "limited_by_the_user", lambda: True)
+    model = torch.nn.Linear(1, 1)
+    before = descriptors()
+    gc.disable()
+    try:
+        oomprobe.find_max_batch(
+            model, lambda m, b: m(torch.ones(b, 1)).sum().backward(), device="cpu:64MiB", max_batch=1, progress="off"
+        )
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
+
+
+def test_what_lay_in_a_closed_file_cannot_be_read_from_another_of_its_number():
+    place = Shelf()
+    kept = place.put(some_bytes(10))
+    place.close()
+    with tempfile.TemporaryFile() as other:
+        other.write(bytes(10))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            kept.whole()
+    place.close()
 
 
 def test_ctrl_c_in_the_midst_of_keeping_an_optimizer_leaves_the_state_whole(monkeypatch):

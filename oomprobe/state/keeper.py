@@ -158,6 +158,11 @@ class Keeper:
     def _restorables(self) -> list[KeptModule | KeptHooks | KeptObject | KeptLate]:
         return [*self._modules, *self._hooks, *self._objects, *self._late.values()]
 
+    def close(self) -> None:
+        """Let go of what lies in a file, before the training begins: cycles may keep the rest until the next collection."""
+        if self._shelf is not None:
+            self._shelf.close()
+
     def start_over(self) -> None:
         """Before each trial: what only counts steps begins anew, so that trials do not run it off its end."""
         for kept in self._objects:

@@ -91,7 +91,8 @@ class Shelf:
         self._file = os.memfd_create("oomprobe")
         self._end = 0
         self._free: dict[int, list[int]] = {}  # by length, where something lay: each step may make an optimizer anew
-        weakref.finalize(self, _close, self._file, self._owner).atexit = False  # a thread may still be at work then
+        self._let_go = weakref.finalize(self, _close, self._file, self._owner)
+        self._let_go.atexit = False  # a thread may still be at work then
 
     def put(self, data: torch.Tensor) -> OnShelf:
         """Put bytes in host memory on it.
@@ -111,6 +112,11 @@ class Shelf:
     def give_back(self, start: int, length: int) -> None:
         """What lay there is no longer needed."""
         self._free.setdefault(length, []).append(start)
+
+    def close(self) -> None:
+        """Give the memory back now; nothing can be read afterwards."""
+        self._let_go()
+        self._file = -1  # the number may be another file's next
 
     def _write(self, start: int, data: torch.Tensor) -> None:
         view = _memory_of(data)
