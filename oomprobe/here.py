@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,13 @@ def bench_here(
 
         def meet(optimizer: torch.optim.Optimizer) -> None:
             if not any(_made_by(step, optimizer) for step in steps.values()):
-                with outside_modes():
+                with interrupts.held_back(), outside_modes():
                     keeper.add(optimizer)
                     place(state_tensors(optimizer))
             if isinstance(optimizer, torch.optim.LBFGS) and isinstance(chosen, Simulated):
                 trials.notes[LBFGS] = None
 
-        with OptimizerWatch(meet) as watch:
+        with closing(keeper), OptimizerWatch(meet) as watch:
             trials = Trials(
                 chosen,
                 model,

@@ -6,12 +6,14 @@ import signal
 import sysconfig
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from oomprobe.frames import is_library
+from oomprobe.scope import scope
 
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
@@ -41,7 +43,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._pending: list[int] = []
-        self._open = self._polled = False
+        self._open = self._polled = self._busy = False
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -83,6 +85,16 @@ class Interrupts:
             self._deliver_pending()
             self._open = True
 
+    @scope
+    def held_back(self) -> Iterator[None]:
+        """For work of our own in the midst of a step, which must not stop half-way: what comes meanwhile follows it."""
+        was_open, self._open, self._busy = self._open, False, True
+        try:
+            yield
+        finally:
+            self._open, self._busy = was_open, False
+        self.poll()
+
     def check_own(self, up: TimeUp) -> None:
         """Raise what is about the time of another probe, around this one."""
         if up.of is not self:
@@ -112,7 +124,7 @@ class Interrupts:
             self._deliver(number, frame)
             self._deliver_pending()  # what came while the handler ran
             self._open = True  # a handler that returns lets the step go on
-        elif number != ALARM:
+        elif number != ALARM or self._busy:
             self._pending.append(number)
 
     def _deliver_pending(self) -> None:

@@ -445,3 +445,31 @@ def test_a_signal_from_this_process_reaches_the_step():
 
     with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts, interrupts.allowed(None):
         step()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM], ids=["Ctrl-C", "a time limit"])
+def test_work_of_our_own_in_the_midst_of_a_step_is_done_before_a_signal_stops_the_step(number):
+    done = []
+
+    def step(interrupts):
+        with interrupts.held_back():
+            signal.raise_signal(number)
+            done.append("work")
+        done.append("step")
+
+    with (
+        Interrupts() as interrupts,
+        pytest.raises(TimeUp if number == signal.SIGALRM else KeyboardInterrupt),
+        interrupts.allowed(time.monotonic() + 60),
+    ):
+        step(interrupts)
+    assert done == ["work"]
+
+
+def test_work_of_our_own_outside_a_step_delivers_nothing_early():
+    done = []
+    with contextlib.suppress(KeyboardInterrupt), Interrupts() as interrupts:
+        with interrupts.held_back():
+            signal.raise_signal(signal.SIGINT)
+        done.append("cleaned up")
+    assert done == ["cleaned up"]

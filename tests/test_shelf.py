@@ -2,7 +2,9 @@
 
 import gc
 import os
+import signal
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_linux import run_python
 
-from oomprobe.state import shelf
-from oomprobe.state.shelf import InProcess, OnShelf, Shelf, keep_bytes
+import oomprobe
+from oomprobe.state import Keeper, shelf, tensors
+from oomprobe.state.shelf import InProcess, OnShelf, Shelf, keep_bytes, with_room
 from oomprobe.state.storage import KeptStorage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")
@@ -118,6 +121,107 @@ def test_a_storage_is_put_back_from_there():
     assert torch.empty(0).set_(kept.on_host()).tolist() == [0, 1, 2, 3]
 
 
+def test_a_comparison_takes_no_memory(monkeypatch):
+    """A signal may have ended a step that holds it all, and whose frames are still there."""
+    data = some_bytes(2 * PIECE + 5)
+    kept = Shelf().put(data)
+    monkeypatch.setattr(torch, "empty", None)
+    assert kept.same_as(data)
+
+
+def test_what_is_let_go_of_leaves_its_place_to_the_next_of_its_length():
+    place, other = Shelf(), some_bytes(40)
+    stays = place.put(other)
+    for seed in range(9):
+        data = some_bytes(100, seed)
+        kept = place.put(data)
+        assert torch.equal(kept.whole(), data)
+        del kept
+    assert os.fstat(place._file).st_size == 140
+    assert torch.equal(stays.whole(), other)
+
+
+def test_a_forked_child_writes_nothing_into_the_file_of_its_parent():
+    place = Shelf()
+    child = os.fork()
+    if not child:
+        os._exit(0 if isinstance(keep_bytes(some_bytes(10, seed=1), place), InProcess) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.fstat(place._file).st_size == 0
+
+
+def test_memory_that_a_forked_child_still_has_open_is_given_back():
+    place = Shelf()
+    place.put(some_bytes(100))
+    childs = os.dup(place._file)
+    del place
+    gc.collect()
+    assert os.fstat(childs).st_size == 0
+    os.close(childs)
+
+
+def test_a_forked_child_that_lets_go_leaves_the_file_to_its_parent():
+    place, data = Shelf(), some_bytes(100)
+    kept = place.put(data)
+    child = os.fork()
+    if not child:
+        del place, kept
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert torch.equal(kept.whole(), data)
+
+
+def test_views_of_one_storage_share_one_copy_on_the_host_too(monkeypatch):
+    monkeypatch.setattr(shelf, "limited_by_the_user", lambda: True)
+    model = torch.nn.Linear(4, 4)
+    model.bias = torch.nn.Parameter(model.weight.detach().view(-1)[:4])
+    weight, bias = Keeper(model, [], [], "cpu").host_copy()["model"].values()
+    assert torch.equal(weight, model.weight)
+    assert bias.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def test_optimizers_that_show_themselves_late_need_no_descriptor_each(monkeypatch):
+    monkeypatch.setattr(shelf, "limited_by_the_user", lambda: True)
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(20)])
+    keeper, before = Keeper(layers, [], [], "cpu"), descriptors()
+    late = [torch.optim.Adagrad(layer.parameters(), initial_accumulator_value=1) for layer in layers]
+    for optimizer in late:
+        keeper.add(optimizer)
+    assert descriptors() == before
+    state = late[3].state[layers[3].weight]["sum"]
+    state.zero_()
+    keeper.put_back()
+    assert state.item() == 1
+    assert not keeper.differences()
+
+
+def test_only_limits_of_the_users_own_count_and_not_those_of_a_trial():
+    run_python(
+        """
+    import resource
+    from oomprobe.devices.limits import address_space, limited_by_the_user
+    assert not limited_by_the_user()
+    with address_space(2**40), address_space(2**39, 2**38):
+        assert not limited_by_the_user()
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        resource.setrlimit(kind, (2**41, resource.RLIM_INFINITY))
+        with address_space(2**40), address_space(2**39, 2**38):
+            assert limited_by_the_user()
+        resource.setrlimit(kind, (resource.RLIM_INFINITY,) * 2)
+    """
+    )
+
+
+@pytest.mark.parametrize(("left", "there"), [([100, 900], True), ([101], False), ([], True)])
+def test_a_copy_counts_where_the_machine_has_no_room_for_it_beside_the_trials(monkeypatch, left, there):
+    monkeypatch.setattr(shelf, "left_by_own_limits", lambda: left)
+    place = Shelf()
+    assert (with_room(place, 50, 150) is place) is there
+    assert with_room(place, 50, None) is None
+    assert with_room(None, 50, 150) is None
+
+
 # --- in a process with a limit of its own ---
 
 LIMITED = """
@@ -192,3 +296,52 @@ def test_an_answer_under_the_users_own_limit_is_that_of_a_process_without_a_copy
         for state_mib in (1, 40)
     ]
     assert found[1] > 0.9 * found[0], found
+
+
+def test_no_descriptor_waits_for_a_collection_of_garbage_once_there_is_an_answer(monkeypatch):
+    monkeypatch.setattr(shelf, "limited_by_the_user", lambda: True)
+    model = torch.nn.Linear(1, 1)
+    before = descriptors()
+    gc.disable()
+    try:
+        oomprobe.find_max_batch(
+            model, lambda m, b: m(torch.ones(b, 1)).sum().backward(), device="cpu:64MiB", max_batch=1, progress="off"
+        )
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
+
+
+def test_what_lay_in_a_closed_file_cannot_be_read_from_another_of_its_number():
+    place = Shelf()
+    kept = place.put(some_bytes(10))
+    place.close()
+    with tempfile.TemporaryFile() as other:
+        other.write(bytes(10))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            kept.whole()
+    place.close()
+
+
+def test_ctrl_c_in_the_midst_of_keeping_an_optimizer_leaves_the_state_whole(monkeypatch):
+    model, optimizers = torch.nn.Linear(1, 1), []
+    before, real = model.weight.item(), tensors.KeptStorage
+
+    def interrupted(storage, place=None):
+        if optimizers:
+            signal.raise_signal(signal.SIGINT)
+        return real(storage, place)
+
+    def step(model, batch_size):
+        model(torch.ones(batch_size, 1)).sum().backward()
+        optimizers.append(torch.optim.Adagrad(model.parameters()))
+        optimizers[-1].step()
+
+    monkeypatch.setattr(tensors, "KeptStorage", interrupted)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            oomprobe.find_max_batch(model, step, device="cpu:64MiB", max_batch=2, progress="off")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert model.weight.item() == before

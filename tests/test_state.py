@@ -694,7 +694,7 @@ def test_sparse_parameter_comes_back_in_place():
 def test_state_that_is_kept_already_is_not_copied_again(monkeypatch):
     copied = []
     original = keeper.copy_storages
-    monkeypatch.setattr(keeper, "copy_storages", lambda storages: (copied.append(len(storages)), original(storages)))
+    monkeypatch.setattr(keeper, "copy_storages", lambda new, to: (copied.append(len(new)), original(new, to)))
     average = Attributes(shadow={"a": torch.ones(3)})
     kept = Keeper(nn.Module(), [], [average], "cpu")
     assert copied == [1]

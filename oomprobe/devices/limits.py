@@ -23,6 +23,15 @@ def left_by_own_limits() -> list[int]:
     ]
 
 
+def limited_by_the_user() -> bool:
+    """Whether ulimits of the user's own hold this process, whatever a trial around this holds it to."""
+    import resource  # Linux only, like this device
+
+    outermost = {kind: limits for held in reversed(_held) for kind, limits in held.items()}
+    kinds = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    return any((outermost.get(kind) or resource.getrlimit(kind))[0] != resource.RLIM_INFINITY for kind in kinds)
+
+
 def standing_limits() -> dict[str, int]:
     """What may hold this process to less than the machine has: its own ulimits, and its cgroups'; none, where none does."""
     import resource  # Linux only, like this device

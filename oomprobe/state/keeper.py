@@ -19,6 +19,7 @@ from oomprobe.state.modules import KeptModule
 from oomprobe.state.objects import KeptObject
 from oomprobe.state.preserve import preserved
 from oomprobe.state.resident import bytes_left_by_steps
+from oomprobe.state.shelf import Shelf, shelf_beside_limits, with_room
 from oomprobe.state.storage import once_per_storage
 from oomprobe.state.surroundings import Surroundings
 from oomprobe.state.tensors import KeptTensor, KeptWhole, copy_storages, plain_parts, storages_of
@@ -63,6 +64,7 @@ class Keeper:
         self._late: weakref.WeakKeyDictionary[torch.optim.Optimizer, KeptLate] = weakref.WeakKeyDictionary()
         self._late_parameters: list[tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = []
         self._model = model
+        self._shelf = shelf_beside_limits()
         self._surroundings = Surroundings(device_type)
         self._memory = Memory()
         self._modules: list[KeptModule] = []
@@ -156,6 +158,11 @@ class Keeper:
     def _restorables(self) -> list[KeptModule | KeptHooks | KeptObject | KeptLate]:
         return [*self._modules, *self._hooks, *self._objects, *self._late.values()]
 
+    def close(self) -> None:
+        """Let go of what lies in a file, before the training begins: cycles may keep the rest until the next collection."""
+        if self._shelf is not None:
+            self._shelf.close()
+
     def start_over(self) -> None:
         """Before each trial: what only counts steps begins anew, so that trials do not run it off its end."""
         for kept in self._objects:
@@ -211,7 +218,7 @@ class Keeper:
                     self._keep(part, late=late)
         kept = [*self._memory.tensors, *(tensor for one in self._late.values() for tensor in one.tensors)]
         plain = [part for one in kept for part in plain_parts(one)]
-        _copy_checked([part for part in (*plain, *self._memory.aliases) if not part.taken])
+        _copy_checked([part for part in (*plain, *self._memory.aliases) if not part.taken], self._shelf)
         self._memory.let_go()
 
     def _keep_late(self, optimizer: torch.optim.Optimizer) -> None:
@@ -278,7 +285,7 @@ def _watched(kept: Kept) -> torch.Tensor | None:
     return kept.watch() if isinstance(kept, KeptTensor | KeptWhole) else None
 
 
-def _copy_checked(tensors: list[KeptTensor]) -> None:
+def _copy_checked(tensors: list[KeptTensor], shelf: Shelf | None) -> None:
     storages = storages_of(tensors)
     needed = sum(storage.nbytes() for storage, _ in storages.values())
     free = linux.free_bytes()
@@ -288,4 +295,4 @@ def _copy_checked(tensors: list[KeptTensor]) -> None:
             f"{format_bytes(free)} is free: nothing was run. Free host memory, or probe a target that can be built anew "
             "(oomprobe run path/to/train.py:build)"
         )
-    copy_storages(storages)
+    copy_storages(storages, with_room(shelf, needed, free))

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from oomprobe.devices.limits import left_by_own_limits
+from oomprobe.devices.limits import left_by_own_limits, limited_by_the_user
 
-PIECE_BYTES = 2**20  # read at a time
+PIECE_BYTES = 2**18  # read at a time
 
 
 class KeptBytes(Protocol):
@@ -61,11 +61,11 @@ class OnShelf:
     def __len__(self) -> int:
         return self._length
 
+    def __del__(self) -> None:
+        self._shelf.give_back(self._start, self._length)
+
     def same_as(self, data: torch.Tensor) -> bool:
-        buffer = torch.empty(min(PIECE_BYTES, self._length), dtype=torch.uint8, device="cpu")
-        return all(
-            torch.equal(part, self._shelf.read(self._start + at, buffer[: part.numel()])) for at, part in _parts(data)
-        )
+        return all(torch.equal(part, self._shelf.piece(self._start + at, len(part))) for at, part in _parts(data))
 
     def write_to(self, data: torch.Tensor) -> None:
         self._shelf.read(self._start, data)
@@ -75,7 +75,9 @@ class OnShelf:
 
 
 class Shelf:
-    """A file in memory, there for as long as anything lies on it.
+    """A file in memory, there for as long as anything lies on it; one for a whole probe, for a process has few descriptors.
+
+    Room for a piece is taken before: the state is compared where a step that a signal ended may still hold all memory.
 
     Example:
         >>> kept = Shelf().put(torch.arange(3, dtype=torch.uint8))
@@ -84,9 +86,13 @@ class Shelf:
     """
 
     def __init__(self) -> None:
+        self._buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
+        self._owner = os.getpid()
         self._file = os.memfd_create("oomprobe")
         self._end = 0
-        weakref.finalize(self, os.close, self._file)
+        self._free: dict[int, list[int]] = {}  # by length, where something lay: each step may make an optimizer anew
+        self._let_go = weakref.finalize(self, _close, self._file, self._owner)
+        self._let_go.atexit = False  # a thread may still be at work then
 
     def put(self, data: torch.Tensor) -> OnShelf:
         """Put bytes in host memory on it.
@@ -94,17 +100,33 @@ class Shelf:
         Raises:
             OSError: they do not go there.
         """
-        start = self._end
+        if os.getpid() != self._owner:
+            raise OSError("the file is that of the process this one was forked from, which goes on writing to it")
+        free = self._free.get(len(data))
+        start = free.pop() if free else self._end
         for at, part in _parts(data):
             self._write(start + at, part)
-        self._end += data.numel()
-        return OnShelf(self, start, data.numel())
+        self._end = max(self._end, start + len(data))
+        return OnShelf(self, start, len(data))
+
+    def give_back(self, start: int, length: int) -> None:
+        """What lay there is no longer needed."""
+        self._free.setdefault(length, []).append(start)
+
+    def close(self) -> None:
+        """Give the memory back now; nothing can be read afterwards."""
+        self._let_go()
+        self._file = -1  # the number may be another file's next
 
     def _write(self, start: int, data: torch.Tensor) -> None:
         view = _memory_of(data)
         while view:
             written = os.pwrite(self._file, view, start)
             start, view = start + written, view[written:]
+
+    def piece(self, start: int, length: int) -> torch.Tensor:
+        """At most `PIECE_BYTES`, until the next is read."""
+        return self.read(start, self._buffer[:length])
 
     def read(self, start: int, into: torch.Tensor) -> torch.Tensor:
         """Fill a tensor of bytes in host memory."""
@@ -115,6 +137,12 @@ class Shelf:
                 raise OSError(f"the copy of the model's state ends at byte {start}, and {len(view)} more were kept")
             start, view = start + count, view[count:]
         return into
+
+
+def _close(file: int, owner: int) -> None:
+    if os.getpid() == owner:  # a child forked meanwhile, as a data loader's worker, has it open for as long as it lives
+        os.ftruncate(file, 0)
+    os.close(file)
 
 
 def _memory_of(data: torch.Tensor) -> memoryview:
@@ -129,9 +157,19 @@ def _parts(data: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def shelf_beside_limits() -> Shelf | None:
     """Where copies of host memory go; None: into this process, where nothing of the user's own limits it."""
     try:
-        return Shelf() if left_by_own_limits() else None
+        return Shelf() if limited_by_the_user() else None
     except (AttributeError, ImportError, OSError):  # not Linux, or no such files there
         return None
+
+
+def with_room(shelf: Shelf | None, needed_bytes: int, free_bytes: int | None) -> Shelf | None:
+    """The shelf, where the machine has room for all that the limits leave and the copy too.
+
+    Otherwise the copy must count against the limits: or a trial that uses all they leave brings the system's OOM killer.
+    """
+    if shelf is None or free_bytes is None or free_bytes - needed_bytes < min(left_by_own_limits(), default=0):
+        return None
+    return shelf
 
 
 def keep_bytes(data: torch.Tensor, shelf: Shelf | None) -> KeptBytes:

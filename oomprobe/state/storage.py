@@ -39,6 +39,7 @@ class KeptStorage:
         self._device = storage.device
         self._find: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)  # one Python object a storage
         self._kept = keep_bytes(_as_bytes(storage), shelf)
+        self._find_on_host: Callable[[], torch.UntypedStorage | None] = _nowhere
 
     def put_back(self) -> torch.UntypedStorage:
         """The storage, with its bytes as they were."""
@@ -53,8 +54,12 @@ class KeptStorage:
         return storage
 
     def on_host(self) -> torch.UntypedStorage:
-        """A storage in host memory with the bytes as they were, to be read only."""
-        return self._kept.whole().untyped_storage()
+        """A storage in host memory with the bytes as they were, to be read only; the same one while it lives."""
+        storage = self._find_on_host()
+        if storage is None:
+            storage = self._kept.whole().untyped_storage()
+            self._find_on_host = weakref.ref(storage)
+        return storage
 
     def is_under(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor looks at this storage and no other."""
@@ -63,6 +68,10 @@ class KeptStorage:
     def differs(self, storage: torch.UntypedStorage) -> bool:
         """Whether the bytes of a storage are not those that were kept."""
         return not _same_bytes(storage, self._kept)
+
+
+def _nowhere() -> None:
+    return None
 
 
 def _same_bytes(storage: torch.UntypedStorage, kept: KeptBytes) -> bool:

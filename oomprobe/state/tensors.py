@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oomprobe.state.compare import same_tensors
-from oomprobe.state.shelf import shelf_beside_limits
+from oomprobe.state.shelf import Shelf
 from oomprobe.state.storage import KeptStorage
 
 
@@ -201,9 +201,8 @@ def storages_of(kept: Iterable[KeptTensor]) -> dict[int, tuple[torch.UntypedStor
     return found
 
 
-def copy_storages(storages: dict[int, tuple[torch.UntypedStorage, list[KeptTensor]]]) -> None:
+def copy_storages(storages: dict[int, tuple[torch.UntypedStorage, list[KeptTensor]]], shelf: Shelf | None) -> None:
     """Take the bytes, each storage once however many tensors look at it."""
-    shelf = shelf_beside_limits()
     for storage, lookers in storages.values():
         kept = KeptStorage(storage, shelf)
         for one in lookers:
