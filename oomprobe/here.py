@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,6 @@ def bench_here(
         if book is not None:
             book.ask(question_of(model, steps, chosen.name, options, memory=memory_of(chosen)))
         keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
-        if isinstance(chosen, HostDevice):
-            chosen.state_bytes = partial(keeper.state_bytes, "cpu")
         place = chosen.place if isinstance(chosen, Simulated) else _there_already
         place(resident_tensors([model, *steps.values(), *preserve]))
 
@@ -70,7 +68,10 @@ def bench_here(
             if isinstance(optimizer, torch.optim.LBFGS) and isinstance(chosen, Simulated):
                 trials.notes[LBFGS] = None
 
-        with closing(keeper), OptimizerWatch(meet) as watch:
+        counted = (
+            chosen.counting(partial(keeper.state_bytes, "cpu")) if isinstance(chosen, HostDevice) else nullcontext()
+        )
+        with closing(keeper), counted, OptimizerWatch(meet) as watch:
             trials = Trials(
                 chosen,
                 model,

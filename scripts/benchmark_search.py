@@ -126,7 +126,7 @@ def main():
         "--answers", nargs="+", type=int, default=[1, 2, 10, 100, 128, 250, 500, 1000, 10**4, 10**5, 10**6]
     )
     parser.add_argument("--step-ms", nargs="+", type=int, default=[1, 10, 100])
-    parser.add_argument("--runs", type=int, default=5, help="of each row")
+    parser.add_argument("--runs", type=int, default=5, choices=range(1, 100), metavar="N", help="of each row")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     measured = []

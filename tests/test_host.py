@@ -1,13 +1,16 @@
 import contextlib
+import gc
 import json
 import mmap
 import resource
 import sys
+import weakref
 
 import pytest
 import torch
 from test_linux import run_python
 
+import oomprobe
 from oomprobe.devices import Device, heap, host, linux
 from oomprobe.devices.host import HostDevice
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
@@ -134,13 +137,13 @@ def test_a_warm_step_may_end_the_probe(error):
 def test_state_that_came_after_the_process_was_warm_is_paid_from_the_budget():
     state = [10 * MIB]
     device = HostDevice(256 * MIB)
-    device.state_bytes = lambda: state[0]
-    device.warm(lambda: None)
     left = []
-    for state_bytes in (10 * MIB, 110 * MIB, 5 * MIB, 1000 * MIB):
-        state[0] = state_bytes
-        with device.cap(200 * MIB):
-            left.append(resource.getrlimit(resource.RLIMIT_AS)[0] - linux.process_bytes("VmSize"))
+    with device.counting(lambda: state[0]):
+        device.warm(lambda: None)
+        for state_bytes in (10 * MIB, 110 * MIB, 5 * MIB, 1000 * MIB):
+            state[0] = state_bytes
+            with device.cap(200 * MIB):
+                left.append(resource.getrlimit(resource.RLIMIT_AS)[0] - linux.process_bytes("VmSize"))
     assert left[0] - left[1] == pytest.approx(100 * MIB, abs=2 * MIB)
     assert left[2] == pytest.approx(left[0], abs=2 * MIB)
     assert left[3] <= 0
@@ -542,3 +545,12 @@ def test_nothing_fits_where_the_first_step_ends_in_the_midst_of_that():
             raise AssertionError("it answered")
         """
     )
+
+
+def test_a_device_of_the_users_own_holds_nothing_of_a_probe_afterwards():
+    device, model = HostDevice(64 * MIB), torch.nn.Linear(3, 3)
+    gone = weakref.ref(model)
+    oomprobe.check(model, lambda model, size: model(torch.ones(size, 3)), 1, device=device, progress="off")
+    del model
+    gc.collect()
+    assert gone() is None

@@ -67,12 +67,21 @@ class HostDevice:
         self._available_bytes = free if stated_bytes is None else stated_bytes
         self._resident_base = self._mapped_bytes = 0
         self._live_bytes = self._holes_bytes = self._state_in_it_bytes = 0  # when what is available was sampled
-        self.state_bytes: Callable[[], int] = lambda: 0  # what gradients and optimizer state hold, where that is known
+        self._state_bytes: Callable[[], int] = lambda: 0
         self._cap_bytes = self._available_bytes
         self._limit_bytes = 0  # of the address space, in the last trial
         self._made_by_plugs = 0  # free in the heap only because plugs grew it into an arena's reserve: no history
         self._history_bytes: int | None = None  # once a trial has failed, what was charged for it
         self._peak = ResidentPeak()
+
+    @scope
+    def counting(self, state_bytes: Callable[[], int]) -> Iterator[None]:
+        """For one probe, which tells what gradients and optimizer state hold."""
+        self._state_bytes, before = state_bytes, self._state_bytes
+        try:
+            yield
+        finally:
+            self._state_bytes = before
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -94,7 +103,7 @@ class HostDevice:
             self._available_bytes = linux.free_bytes() or self._available_bytes
         self._available_bytes = min([self._available_bytes, *left_by_own_limits()])
         self._live_bytes, self._holes_bytes = self.live_bytes(), heap.free_in_heap_bytes()
-        self._state_in_it_bytes = self.state_bytes()
+        self._state_in_it_bytes = self._state_bytes()
 
     def prime(self, step: Callable[[], object]) -> None:
         """Let oneDNN make its primitives for a new shape while there is room, where the budget is a small one.
@@ -169,7 +178,7 @@ class HostDevice:
 
     def _later_bytes(self) -> int:
         """State that came after the process was warm, with the first use of a parameter: training at this size pays for it."""
-        return max(0, self.state_bytes() - self._state_in_it_bytes)
+        return max(0, self._state_bytes() - self._state_in_it_bytes)
 
     def start_trial(self) -> None:
         # Pages of libraries come in as they are first needed, 15 MiB with a first failure's trace: the trial has no part in them.

@@ -10,46 +10,12 @@ import ctypes
 import os
 import weakref
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
 from oomprobe.devices.limits import left_by_own_limits, limited_by_the_user
 
 PIECE_BYTES = 2**18  # read at a time
-
-
-class KeptBytes(Protocol):
-    """What was kept of a storage."""
-
-    def __len__(self) -> int: ...
-    def same_as(self, data: torch.Tensor) -> bool:
-        """Whether a tensor of bytes, on any device, has these."""
-
-    def write_to(self, data: torch.Tensor) -> None:
-        """Write them into a tensor of as many bytes, on any device."""
-
-    def whole(self) -> torch.Tensor:
-        """A tensor of them in host memory, to be read only."""
-
-
-class InProcess:
-    """Bytes in this process."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._kept = data.to("cpu", copy=True)
-
-    def __len__(self) -> int:
-        return self._kept.numel()
-
-    def same_as(self, data: torch.Tensor) -> bool:
-        return torch.equal(data.cpu(), self._kept)
-
-    def write_to(self, data: torch.Tensor) -> None:
-        data.copy_(self._kept)
-
-    def whole(self) -> torch.Tensor:
-        return self._kept
 
 
 class OnShelf:
@@ -170,13 +136,3 @@ def with_room(shelf: Shelf | None, needed_bytes: int, free_bytes: int | None) ->
     if shelf is None or free_bytes is None or free_bytes - needed_bytes < min(left_by_own_limits(), default=0):
         return None
     return shelf
-
-
-def keep_bytes(data: torch.Tensor, shelf: Shelf | None) -> KeptBytes:
-    """Keep a tensor of bytes: on the shelf, where there is one and they are in host memory."""
-    if shelf is None or data.device.type != "cpu" or not data.numel():
-        return InProcess(data)
-    try:
-        return shelf.put(data)
-    except (OSError, RuntimeError):  # a limit on the size of files, no memory for it, or not such bytes
-        return InProcess(data)

@@ -9,7 +9,8 @@ from contextvars import ContextVar
 import torch
 
 from oomprobe.scope import scope
-from oomprobe.state.shelf import KeptBytes, Shelf, keep_bytes
+from oomprobe.state.kept_bytes import KeptBytes, keep_bytes
+from oomprobe.state.shelf import Shelf
 
 # Answers of `same_bytes` by storage and copy: many tensors may look at one storage.
 _COMPARED: ContextVar[dict[tuple[int, int], bool] | None] = ContextVar("_COMPARED", default=None)
