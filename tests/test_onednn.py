@@ -76,6 +76,21 @@ def test_where_the_error_cannot_be_read_a_primitive_is_made(monkeypatch):
     assert made == [1]
 
 
+def test_where_nothing_uses_it_or_nothing_can_be_looked_at_none_is_made(monkeypatch):
+    """Without memory a primitive made to see ends the process: seen under a limit of the user's own."""
+
+    def out_of_memory():
+        raise MemoryError
+
+    monkeypatch.setattr(onednn, "makes_primitives", lambda: pytest.fail("made"))
+    monkeypatch.setattr(onednn, "_error", out_of_memory)
+    assert onednn.is_sound()
+    assert not onednn.clear_error()
+    monkeypatch.setattr(onednn, "_error", lambda: None)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert onednn.is_sound()
+
+
 @pytest.mark.parametrize("value", [-1, 64, 2**30])
 def test_what_is_no_error_of_oneDNN_does_not_condemn_the_process(value, monkeypatch):
     cell = ctypes.c_int(value)

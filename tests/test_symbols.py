@@ -78,5 +78,6 @@ def test_what_could_not_be_read_once_is_found_another_time(library, error, monke
     symbols._offset.cache_clear()
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(symbols, "_read", refuse)
-        assert symbols.thread_local_int(library, b"wanted") is None
+        with pytest.raises(type(error)):
+            symbols.thread_local_int(library, b"wanted")
     assert symbols.thread_local_int(library, b"wanted") is not None

@@ -26,9 +26,15 @@ _widths = itertools.count(8)
 def is_sound() -> bool:
     """Whether oneDNN makes primitives in this thread, if need be once its error is cleared.
 
-    Where the error can be read, it is: a primitive made to see would keep half a MiB of code each time.
+    Where the error can be read, it is: a primitive made to see would keep half a MiB of code each time, and without memory
+    it can end the process. So none is made where there is no memory to look, or nothing uses oneDNN.
     """
-    cell = _error()
+    if not torch.backends.mkldnn.enabled:
+        return True
+    try:
+        cell = _error()
+    except (OSError, MemoryError):
+        return True
     if cell is None or not 0 <= cell.value < LARGEST_ERROR:  # not what is looked for
         return makes_primitives()
     return cell.value == 0 or (clear_error() and makes_primitives())
@@ -50,7 +56,10 @@ def makes_primitives() -> bool:
 
 def clear_error() -> bool:
     """Clear this thread's error; False where there is none or it cannot be found, and then nothing was touched."""
-    cell = _error()
+    try:
+        cell = _error()
+    except (OSError, MemoryError):
+        return False
     if cell is None or not 0 < cell.value < LARGEST_ERROR:
         return False
     cell.value = 0

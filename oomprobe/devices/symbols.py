@@ -24,10 +24,14 @@ _SYMBOL = np.dtype([("name", "<u4"), ("info", "u1"), ("other", "u1"), ("section"
 
 
 def thread_local_int(library: Path, symbol: bytes) -> ctypes.c_int | None:
-    """This thread's copy of a variable; None where it cannot be found, and before the thread has one."""
+    """This thread's copy of a variable; None where it cannot be found, and before the thread has one.
+
+    Raises:
+        OSError, MemoryError: out of files or of memory now; another time it may be found.
+    """
     try:
         offset = _offset(library, symbol)
-    except (OSError, MemoryError):  # out of memory or of files now: another time it may be found
+    except (FileNotFoundError, PermissionError):
         return None
     if offset is None:
         return None
@@ -122,6 +126,6 @@ def _thread_local_block(library: Path) -> int | None:
     callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadedObject), ctypes.c_size_t, ctypes.c_void_p)
     try:
         ctypes.CDLL(None).dl_iterate_phdr(callback(look), None)
-    except (AttributeError, OSError, MemoryError):
+    except AttributeError:
         return None
     return found[0] if len(found) == 1 else None
