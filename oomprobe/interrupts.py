@@ -88,7 +88,8 @@ class Interrupts:
     @scope
     def held_back(self) -> Iterator[None]:
         """For work of our own in the midst of a step, which must not stop half-way: what comes meanwhile follows it."""
-        was_open, self._open, self._busy = self._open, False, True
+        was_open, self._busy = self._open, True  # before it is shut: a time limit is dropped where nothing is at work
+        self._open = False
         try:
             yield
         finally:

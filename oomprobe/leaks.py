@@ -81,7 +81,8 @@ class Baseline:
         if leaked_bytes > self._residue_bytes + self._tolerated_bytes:
             leaked_bytes = self._residue_bytes = self._reclaim()
         if passed:  # after others the gradients are gone, which hides what was left
-            self._grown_bytes, self._settled_bytes = leaked_bytes - self._settled_bytes, leaked_bytes
+            added_bytes = max(0, self._added_bytes())  # optimizer state too: it may grow with each step
+            self._grown_bytes, self._settled_bytes = added_bytes - self._settled_bytes, added_bytes
         return leaked_bytes if leaked_bytes > self._tolerated_bytes else 0
 
     def may_be_growing(self, steps: int) -> bool:
@@ -113,10 +114,13 @@ class Baseline:
         """Why what a trial left would make the answer a wrong one; None where it would not."""
         return refusal_of(trial, available_bytes=self._available_bytes, on_host=self._kind == "host")
 
+    def _added_bytes(self) -> int:
+        """What is in use above the baseline."""
+        return 0 if self._live_bytes is None else asked_bytes(self._device, "live_bytes") - self._live_bytes
+
     def _leaked_bytes(self) -> int:
-        if self._live_bytes is None:
-            return 0
-        added_bytes = asked_bytes(self._device, "live_bytes") - self._live_bytes
+        """Of that, what is no state of parameters that were first used since."""
+        added_bytes = self._added_bytes()
         if added_bytes > self._tolerated_bytes and self._state_in_it_bytes is not None:
             added_bytes -= max(0, self._state_bytes() - self._state_in_it_bytes)
         return max(0, added_bytes)

@@ -25,8 +25,8 @@ class OptimizerWatch:
         self._before_step = before_step
         self._handles: list[Any] = []
         self.stepped: set[int] = set()
-        # Those in the midst of a step, and of how many parameters they had state before it.
-        self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        # Those in the midst of a step, and the parameters they had state of before it, by id.
+        self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
         self._thread = threading.get_ident()
 
     def __enter__(self) -> OptimizerWatch:
@@ -43,7 +43,7 @@ class OptimizerWatch:
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._before_step(optimizer)
-        self._begun[optimizer] = len(_state_of(optimizer))
+        self._begun[optimizer] = {id(one) for one, state in _state_of(optimizer).items() if not _is_empty(state)}
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._begun.pop(optimizer, None)
@@ -55,9 +55,9 @@ class OptimizerWatch:
         An AdamW that ran out of memory on the way has a step count for a parameter and no averages: its next step at any
         size would end in a ``KeyError``, and what it has made already is missing from the memory of that.
         """
-        for optimizer, count in self._begun.items():
+        for optimizer, had in self._begun.items():
             state = _state_of(optimizer)
-            for parameter in list(state)[count:]:
+            for parameter in [one for one in state if id(one) not in had]:
                 del state[parameter]
         self._begun.clear()
 
@@ -67,9 +67,14 @@ class OptimizerWatch:
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """By parameter, in the order in which it was made; some optimizers keep theirs in another way."""
+    """By parameter; some optimizers keep theirs in another way."""
     state = getattr(optimizer, "state", None)
     return state if isinstance(state, dict) else {}
+
+
+def _is_empty(state: object) -> bool:
+    """Whether it is what a look at ``optimizer.state[parameter]`` leaves, before there is any."""
+    return isinstance(state, dict) and not state
 
 
 @scope

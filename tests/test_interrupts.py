@@ -473,3 +473,26 @@ def test_work_of_our_own_outside_a_step_delivers_nothing_early():
             signal.raise_signal(signal.SIGINT)
         done.append("cleaned up")
     assert done == ["cleaned up"]
+
+
+def test_a_time_limit_that_passes_while_work_of_our_own_begins_is_not_lost():
+    """It comes once, and a step that hangs afterwards would hang for ever."""
+
+    class Passing(Interrupts):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "_open" and not value and vars(self).get("_is_in_step"):
+                self._is_in_step = False
+                self._receive(signal.SIGALRM, None)
+
+    interrupts, done = Passing(), []
+
+    def step():
+        interrupts._is_in_step = True
+        with interrupts.held_back():
+            done.append("work")
+        done.append("step")
+
+    with pytest.raises(TimeUp), interrupts, interrupts.allowed(time.monotonic() + 60):
+        step()
+    assert done == ["work"]

@@ -1,6 +1,10 @@
+import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+import oomprobe
+from oomprobe.state.resident import bytes_left_by_steps, state_tensors
 from oomprobe.state.seen import Seen
 
 
@@ -24,6 +28,42 @@ def test_modes_gradients_and_optimizers():
     seen.drop_gradients()
     assert model[0].weight.grad is None
     assert seen.state_bytes("cpu") == 160
+
+
+@pytest.mark.parametrize(
+    ("gradient", "held_bytes"),
+    [
+        (torch.ones(3, 4).to_sparse(), 12 * (4 + 16)),  # a value and two indices
+        (TwoTensor(torch.ones(3, 4), torch.ones(3, 4)), 2 * 48),
+        (torch.ones(3, 4, device="meta"), 0),
+    ],
+    ids=["sparse", "wrapped", "elsewhere"],
+)
+def test_gradients_without_a_storage_of_their_own_are_counted_by_their_parts(gradient, held_bytes):
+    weight = torch.ones_like(gradient) if gradient.layout is torch.strided else torch.ones(3, 4)
+    weight.grad = gradient
+    assert bytes_left_by_steps([weight], [], "cpu") == held_bytes
+
+
+def test_sparse_gradients_are_probed_on_the_host():
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(list(model.parameters()))
+
+    def step(model, n):
+        optimizer.zero_grad()
+        model(torch.zeros(n, dtype=torch.long)).sum().backward()
+        optimizer.step()
+
+    assert oomprobe.find_max_batch(model, step, device="cpu:100MiB", max_batch=2, progress="off").batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "count"), [(None, 0), ({"w": torch.ones(2)}, 1), ({"w": 3, "v": [torch.ones(2)]}, 0), ([], 0)]
+)
+def test_optimizers_may_keep_their_state_in_another_way(state, count):
+    optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1.0)
+    optimizer.state = state
+    assert len(list(state_tensors(optimizer))) == count
 
 
 def test_an_optimizer_that_is_met_lives_no_longer_for_it():

@@ -261,6 +261,26 @@ def test_what_stays_beside_such_state_is_one():
         oomprobe.find_max_batch(model, step, device=device, progress="off")
 
 
+def test_optimizer_state_that_grows_with_each_step_is_told():
+    """It is no state that came with a parameter's first use, and training would end in it."""
+    device = LedgerDevice(1000 * MIB)
+    weight = nn.Parameter(torch.ones(4))
+    model, optimizer = nn.ParameterList([weight]), torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight]["past"] = torch.ones(0)
+
+    def step(model, batch_size):
+        device.take(batch_size * 100 * MIB)
+        weight.sum().backward()
+        optimizer.step()
+        past = optimizer.state[weight]["past"]
+        optimizer.state[weight]["past"] = torch.ones(len(past) + 2**15)
+        device.live += 2**17
+
+    result = oomprobe.find_max_batch(model, step, device=device, progress="off", max_batch=4)
+    assert result.trials[-1].step_leaked_bytes == 2**17
+    assert any("keeps 128.00 KiB" in note for note in result.notes)
+
+
 def test_a_small_leak_is_reported_with_its_bytes():
     device, leaked = LedgerDevice(1000 * MIB), []
 

@@ -51,7 +51,7 @@ class FailsAt(torch.optim.AdamW):
 
     def _init_group(self, group, *lists):
         for place, parameter in enumerate(group["params"]):
-            if place == self.nth and parameter not in self.state:
+            if place == self.nth and not self.state[parameter]:
                 self.state[parameter]["step"] = torch.tensor(0.0)
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             one = {**group, "params": [parameter]}
@@ -93,6 +93,19 @@ def test_state_from_before_the_step_that_failed_stays(model):
         watch.drop_half_made()
     assert optimizer.state[model.weight]["exp_avg"] is before
     assert model.bias not in optimizer.state
+
+
+def test_a_look_at_state_that_is_not_made_yet_keeps_none_of_it(model):
+    optimizer = FailsAt(model.parameters(), nth=1)
+    assert optimizer.state[model.bias].get("exp_avg") is None  # as for a log of norms: an empty entry
+    backward(model)
+    with OptimizerWatch(lambda one: None) as watch:
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        watch.drop_half_made()
+        optimizer.nth = None
+        optimizer.step()
+    assert all("exp_avg" in state for state in optimizer.state.values())
 
 
 def test_an_optimizer_whose_step_was_never_ended_is_not_kept_alive(model):

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _PLAIN = (int, str, bytes, bytearray, type(None), type)
-_PARTS_OF = {
+SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
@@ -134,9 +134,9 @@ def _plain(tensor: Any) -> list[torch.Tensor]:
         return [tensor.int_repr(), *_scales(tensor)]
     if tensor.layout is torch.strided:
         return [tensor]
-    if tensor.layout not in _PARTS_OF:
+    if tensor.layout not in SPARSE_PARTS:
         return [tensor.to_dense()]
-    return [getattr(tensor, name)() for name in _PARTS_OF[tensor.layout]]
+    return [getattr(tensor, name)() for name in SPARSE_PARTS[tensor.layout]]
 
 
 def _scales(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oomprobe.state.capture import reachable
+from oomprobe.state.compare import SPARSE_PARTS
 
 
 def resident_tensors(roots: Iterable[object]) -> list[torch.Tensor]:
@@ -37,8 +40,10 @@ def _tensors_of(value: object) -> Iterator[torch.Tensor]:
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """What an optimizer keeps for its parameters; counts of steps, single numbers, stay on the host."""
-    for state in optimizer.state.values():
-        yield from (tensor for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.dim() > 0)
+    by_parameter = getattr(optimizer, "state", None)
+    for state in by_parameter.values() if isinstance(by_parameter, dict) else ():
+        kept = state.values() if isinstance(state, dict) else [state]  # some keep one tensor, or what is no tensor
+        yield from (tensor for tensor in kept if isinstance(tensor, torch.Tensor) and tensor.dim() > 0)
 
 
 def bytes_left_by_steps(
@@ -54,5 +59,20 @@ def bytes_left_by_steps(
     """
     held = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held += [tensor for optimizer in optimizers for tensor in state_tensors(optimizer)]
-    storages = (tensor.untyped_storage() for tensor in held if tensor.device.type == device_type)
+    storages = (storage for tensor in held if tensor.device.type == device_type for storage in _storages_of(tensor))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:
+    """The memory of a tensor, or of its parts where it is a sparse or a wrapped one."""
+    names: Iterable[str] = ()
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout in SPARSE_PARTS:
+        tensor = tensor.detach()
+        names = SPARSE_PARTS[tensor.layout]
+    for name in names:
+        part = getattr(tensor, name)
+        yield from _storages_of(part if isinstance(part, torch.Tensor) else part())
