@@ -89,6 +89,10 @@ def test_where_nothing_uses_it_or_nothing_can_be_looked_at_none_is_made(monkeypa
     monkeypatch.setattr(onednn, "_error", lambda: None)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert onednn.is_sound()
+    cell = ctypes.c_int(3)  # set where a step had it switched on
+    monkeypatch.setattr(onednn, "_error", lambda: cell)
+    assert onednn.is_sound()
+    assert cell.value == 0
 
 
 @pytest.mark.parametrize("value", [-1, 64, 2**30])

@@ -29,15 +29,18 @@ def is_sound() -> bool:
     Where the error can be read, it is: a primitive made to see would keep half a MiB of code each time, and without memory
     it can end the process. So none is made where there is no memory to look, or nothing uses oneDNN.
     """
-    if not torch.backends.mkldnn.enabled:
-        return True
     try:
         cell = _error()
     except (OSError, MemoryError):
         return True
     if cell is None or not 0 <= cell.value < LARGEST_ERROR:  # not what is looked for
-        return makes_primitives()
-    return cell.value == 0 or (clear_error() and makes_primitives())
+        return _unused() or makes_primitives()
+    return cell.value == 0 or (clear_error() and (_unused() or makes_primitives()))
+
+
+def _unused() -> bool:
+    """Whether oneDNN is switched off."""
+    return not torch.backends.mkldnn.enabled
 
 
 def makes_primitives() -> bool:
