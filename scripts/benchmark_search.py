@@ -4,10 +4,10 @@
         [--out tests/evidence/search_host.json]
 
 The step takes a block of memory for each sample and as long as is asked for at the answer, less in proportion below it.
-Printed for each answer and duration, of the run in the middle of five: trials of the search beside the bound 2 * ceil(log2 n) + 3, rechecks and
-confirmations, samples run and step-times spent (both in units of one step at the answer), and the share of the probe
-that was outside the steps, in all five. Goals: within the bound; at most 26 step-times from 128 to 1000; outside the steps under
-10 % at 10 ms and under 3 % at 100 ms.
+Printed for each answer and duration, of the run in the middle of five: trials of the search beside the bound
+2 * ceil(log2 n) + 3, rechecks and confirmations, samples run and step-times spent (both in units of one step at the
+answer), and the share of the probe that was outside the steps, with the least and most of the five. Goals: within the
+bound; at most 26 step-times from 128 to 1000; outside the steps under 10 % at 10 ms and under 3 % at 100 ms.
 """
 
 import argparse

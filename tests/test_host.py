@@ -492,6 +492,31 @@ def test_the_margin_holds_under_a_limit_of_the_users_own():
     assert 0.6 * 0.5 * available / MIB <= answer <= 1.03 * 0.5 * available / MIB
 
 
+def test_a_probe_tells_the_device_of_such_state():
+    """From 4 samples on a part of 32 MiB is used, whose gradient and momentum stay: trials after that have less."""
+    found = run_python(
+        """
+        import resource
+        import torch, oomprobe
+        from oomprobe.devices import linux
+        torch.backends.mkldnn.enabled = False
+        often, rare = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(2**23))
+        model, left_mib = torch.nn.ParameterList([often, rare]), {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+        def step(model, batch_size):
+            left_bytes = resource.getrlimit(resource.RLIMIT_AS)[0] - linux.process_bytes("VmSize")
+            left_mib.setdefault(batch_size, left_bytes >> 20)
+            (often.sum() + (rare.sum() if batch_size >= 4 else 0)).backward()
+            optimizer.step()
+
+        oomprobe.find_max_batch(model, step, device="cpu:400MiB", max_batch=8, progress="off")
+        print(left_mib[2] - left_mib[8])
+        """
+    )
+    assert 60 <= int(found) <= 70
+
+
 # --- an optimizer that runs out of memory while it makes its state ---
 
 

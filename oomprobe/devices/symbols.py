@@ -33,18 +33,21 @@ def thread_local_int(library: Path, symbol: bytes) -> ctypes.c_int | None:
         offset = _offset(library, symbol)
     except (FileNotFoundError, PermissionError):
         return None
-    if offset is None:
-        return None
-    if library not in _known.blocks and (block := _thread_local_block(library)) is not None:
-        _known.blocks[library] = block
-    return ctypes.c_int.from_address(_known.blocks[library] + offset) if library in _known.blocks else None
+    block = None if offset is None else _block_of(library)
+    return None if block is None or offset is None else ctypes.c_int.from_address(block + offset)
+
+
+def _block_of(library: Path) -> int | None:
+    if _known.blocks.get(library) is None:  # or not there when it was looked for: it is made when it is first used
+        _known.blocks[library] = _thread_local_block(library)
+    return _known.blocks[library]
 
 
 class _Known(threading.local):
     """Where this thread's copies are: once made they stay there, and to find one takes a look at every library loaded."""
 
     def __init__(self) -> None:
-        self.blocks: dict[Path, int] = {}
+        self.blocks: dict[Path, int | None] = {}
 
 
 _known = _Known()

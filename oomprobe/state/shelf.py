@@ -58,7 +58,6 @@ class Shelf:
         self._end = 0
         self._free: dict[int, list[int]] = {}  # by length, where something lay: each step may make an optimizer anew
         self._let_go = weakref.finalize(self, _close, self._file, self._owner)
-        self._let_go.atexit = False  # a thread may still be at work then
 
     def put(self, data: torch.Tensor) -> OnShelf:
         """Put bytes in host memory on it.
