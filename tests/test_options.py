@@ -1,6 +1,7 @@
 import functools
 import math
 import operator
+import os
 import subprocess
 import sys
 import textwrap
@@ -297,6 +298,8 @@ def said_by_ranks(world_size, path):
         subprocess.Popen(
             [*arguments, str(rank), str(world_size), str(path / "rendezvous")],
             cwd=ROOT,
+            # A rank that leaves while another still connects to it ends that one too ("Connection closed by peer").
+            env={**os.environ, "TORCH_DIST_INIT_BARRIER": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
