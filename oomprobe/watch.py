@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe.scope import scope
 
@@ -26,7 +26,7 @@ class OptimizerWatch:
         self._handles: list[Any] = []
         self.stepped: set[int] = set()
         # Those in the midst of a step, and the parameters they had state of before it, by id.
-        self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        self._begun: MutableMapping[torch.optim.Optimizer, set[int]] = WeakIdKeyDictionary()
         self._thread = threading.get_ident()
 
     def __enter__(self) -> OptimizerWatch:

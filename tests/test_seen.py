@@ -1,5 +1,6 @@
 import pytest
 import torch
+from test_watch import ComparedByValue
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -74,6 +75,15 @@ def test_an_optimizer_that_is_met_lives_no_longer_for_it():
     assert seen.optimizers == [optimizer]
     del optimizer
     assert seen.optimizers == []
+
+
+def test_optimizers_that_are_equal_and_have_no_hash_are_two():
+    model = nn.Linear(2, 2)
+    seen = Seen(model, [])
+    both = [ComparedByValue(model.parameters()) for _ in range(2)]
+    for one in (*both, both[0]):
+        seen.add(one)
+    assert [id(one) for one in seen.optimizers] == [id(one) for one in both]
 
 
 def test_a_scheduler_does_not_run_off_its_end():

@@ -13,6 +13,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from test_watch import ComparedByValue
 from torch import nn
 
 import oomprobe
@@ -633,6 +634,17 @@ def test_a_late_optimizer_in_the_middle_of_training_comes_back():
     assert kept.differences() == []
     assert bits(optimizer.state_dict()) == before
     assert optimizer.state[model.weight]["exp_avg"] is averages
+
+
+def test_late_optimizers_that_are_equal_and_have_no_hash_both_come_back():
+    model = nn.Linear(3, 3)
+    both = [ComparedByValue(model.parameters(), lr=0.5) for _ in range(2)]
+    kept = Keeper(model, [], [], "cpu")
+    for one in both:
+        kept.add(one)
+        one.param_groups[0]["lr"] = 7.0
+    kept.put_back()
+    assert [one.param_groups[0]["lr"] for one in both] == [0.5, 0.5]
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -34,13 +34,14 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe import probe
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError, add_note
@@ -273,7 +274,8 @@ class _Leave:
 
     def __init__(self, trial_steps: int) -> None:
         self._wanted, self._thread = trial_steps, threading.get_ident()
-        self._counts = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # one that has died is not waited for
+        # One that has died is not waited for.
+        self._counts: MutableMapping[torch.optim.Optimizer, int] = WeakIdKeyDictionary()
         self.stepped = False
 
     def __enter__(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe.devices import linux
 from oomprobe.errors import UnreliableError
@@ -61,7 +62,7 @@ class Keeper:
     def __init__(self, model: torch.nn.Module, steps: Iterable[object], preserve: object, device_type: str) -> None:
         preserve, steps = preserved(preserve), list(steps)
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._late: weakref.WeakKeyDictionary[torch.optim.Optimizer, KeptLate] = weakref.WeakKeyDictionary()
+        self._late: MutableMapping[torch.optim.Optimizer, KeptLate] = WeakIdKeyDictionary()  # some have no hash
         self._late_parameters: list[tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = []
         self._model = model
         self._shelf = shelf_beside_limits()

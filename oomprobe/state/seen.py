@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe.state.capture import reachable
 from oomprobe.state.resident import bytes_left_by_steps
@@ -34,7 +34,7 @@ class Seen:
         modules = {id(m): m for one in found if isinstance(one, torch.nn.Module) for m in one.modules()}
         self._modes = [(module, module.training) for module in modules.values()]
         self._known = [one for one in found if isinstance(one, torch.optim.Optimizer)]
-        self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._met: MutableMapping[torch.optim.Optimizer, bool] = WeakIdKeyDictionary()
         self._schedulers = [
             (one, _counts(one)) for one in found if isinstance(one, torch.optim.lr_scheduler.LRScheduler)
         ]
@@ -47,7 +47,7 @@ class Seen:
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Meet an optimizer that steps."""
-        self._met.add(optimizer)
+        self._met[optimizer] = True
 
     def restore_modes(self) -> None:
         """Put every module's train or eval mode back, as training does between its phases."""
