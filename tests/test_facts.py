@@ -86,6 +86,19 @@ def test_the_line_is_judged_by_what_ran(predicted, tried, words):
     assert f"the line would have answered {predicted} (not used): {words} plan" in text
 
 
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (0.081, "off by at most 8.1 %"),
+        (10.0, "off by at most 1000.0 %"),
+        (9.4e6, "off by more than 1000 %"),
+    ],
+)
+def test_how_far_off_the_line_is(share, words):
+    fit = dataclasses.replace(a_result().fit, max_relative_error=share)
+    assert sentence(a_result(fit=fit), "per sample").endswith(f", {words}")
+
+
 def test_the_line_keeps_to_multiple_of_like_the_search():
     fit = dataclasses.replace(a_result().fit, predicted_max_batch=7)
     assert "answered 4 (not used): the same" in report.text(a_result(fit=fit, options={"multiple_of": 4}))

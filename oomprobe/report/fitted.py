@@ -16,11 +16,18 @@ def fitted(result: ProbeResult) -> list[str]:
     if fit is None:
         return ["none: a line through fewer than three sizes says nothing"]
     line = f"{format_bytes(fit.fixed_bytes)} fixed + {format_bytes(fit.bytes_per_sample)} per sample"
-    quality = f"{line}, r2 {fit.r_squared:.4f}, off by at most {100 * fit.max_relative_error:.1f} %"
+    quality = f"{line}, r2 {fit.r_squared:.4f}, {_off(fit.max_relative_error)}"
     if fit.predicted_max_batch is None:
         return [quality, "the line does not rise and would have answered nothing (not used)"]
     predicted = fit.predicted_max_batch - fit.predicted_max_batch % _multiple_of(result)
     return [quality, f"the line would have answered {predicted} (not used): {_judgement(result, predicted)}"]
+
+
+def _off(share: float) -> str:
+    """Where small sizes need next to nothing, the share says no more than that."""
+    if share > 10:
+        return "off by more than 1000 %"
+    return f"off by at most {100 * share:.1f} %"
 
 
 def _judgement(result: ProbeResult, predicted: int) -> str:
