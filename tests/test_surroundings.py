@@ -58,3 +58,34 @@ def test_the_newer_precision_flags_set_by_the_user_alone(flag):
 )
 def test_the_two_precision_interfaces_mixed(before, step):
     run("", before, step)
+
+
+FLAGS = [
+    ("torch.is_anomaly_check_nan_enabled()", "torch.set_anomaly_enabled(torch.is_anomaly_enabled(), check_nan=False)"),
+    ("torch.backends.mkldnn.deterministic", "torch.backends.mkldnn.deterministic = True"),
+    (
+        "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()",
+        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)",
+    ),
+    ("torch.is_autocast_enabled('cuda')", "torch.set_autocast_enabled('cuda', True)"),
+]
+OTHER_SCRIPT = """
+import sys, torch
+from oomprobe.state import Keeper
+read, step = sys.argv[1:]
+then = eval(read)
+kept = Keeper(torch.nn.Linear(1, 1), [], [], "cpu")
+exec(step)
+assert eval(read) != then
+assert kept.differences(), "it was not seen to change"
+kept.put_back()
+assert eval(read) == then, (eval(read), then)
+assert kept.differences() == [], kept.differences()
+"""
+
+
+@pytest.mark.parametrize(("read", "step"), FLAGS)
+def test_a_second_flag_beside_one_that_is_kept(read, step):
+    """Set with the first by the same call, or of the same kind."""
+    done = subprocess.run([sys.executable, "-c", OTHER_SCRIPT, read, step], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -30,6 +30,10 @@ def _deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
 _UNREADABLE = object()
 
 
@@ -76,8 +80,13 @@ def _later_flags() -> dict[str, Flag]:
         "bf16 reduced precision reduction": _reductions("bf16"),
         "fp16 accumulation": _attribute(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
         "cudnn.benchmark_limit": _attribute(torch.backends.cudnn, "benchmark_limit"),
+        "reduced precision in the math attention": (
+            torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+        ),
         "attention fast path": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
         "autograd multithreading": _of_torch("_is_multithreading_enabled", "_set_multithreading_enabled"),
+        "mkldnn.deterministic": _attribute(torch.backends.mkldnn, "deterministic"),
         "nnpack": _of_torch("_get_nnpack_enabled", "_set_nnpack_enabled"),
         "fill uninitialised memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
         "warn always": (torch.is_warn_always_enabled, torch.set_warn_always),
@@ -101,7 +110,7 @@ def global_flags(device_type: str) -> dict[str, Flag]:
             ),
             _deterministic,
         ),
-        "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+        "anomaly detection": (_anomaly, lambda value: torch.set_anomaly_enabled(*value)),
         "threads": (torch.get_num_threads, torch.set_num_threads),
         "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
@@ -116,7 +125,7 @@ def global_flags(device_type: str) -> dict[str, Flag]:
         "cudnn attention": (sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp),
         **_later_flags(),
     }
-    for kind in {"cpu", device_type}:
+    for kind in {"cpu", "cuda", device_type}:  # CUDA's is what torch.set_autocast_enabled(True) sets, on any device
         on, dtype = _autocast(kind)
         flags[f"autocast {kind}"], flags[f"autocast {kind} dtype"] = on, dtype
     return flags
