@@ -44,6 +44,7 @@ def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[i
         for owner, name, value in patches(world, cuda_functions):
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(_without_onednn())
+        stack.enter_context(_casts_of_its_own())
         identity = Identity(world)
         stack.enter_context(replaced(FakeTensor, "tolist", lambda tensor: identity.values_of(tensor)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler would want real devices
@@ -62,6 +63,16 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(was_on)
+
+
+@scope
+def _casts_of_its_own() -> Iterator[None]:
+    """Weights that autocast has cast, around the whole probe: real ones are none of the card's, and its fakes go."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 @scope

@@ -89,6 +89,20 @@ def test_what_was_put_in_place_is_gone_afterwards():
         assert torch.stack([x.bfloat16(), x]).dtype is torch.float32  # of the CPU's list
 
 
+@pytest.mark.parametrize("cast_before", [False, True])
+def test_weights_that_autocast_has_cast_stay_on_their_side(cast_before):
+    models, x = (net(), net()), torch.randn(2, 64)
+    alone, around = map(Bench, models)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        alone.run(lambda: models[0](x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        if cast_before:
+            models[1](x)
+        around.run(lambda: models[1](x))
+        assert type(models[1](x)) is torch.Tensor
+    assert around.peak_bytes == alone.peak_bytes
+
+
 # --- what is counted ---
 
 
