@@ -166,3 +166,8 @@ def test_a_trial_has_no_field_that_the_table_forgets():
     assert set(changed) == {field.name for field in dataclasses.fields(Trial)} - told_elsewhere
     for name, value in changed.items():
         assert report.trials_table([dataclasses.replace(plain, **{name: value})]) != report.trials_table([plain])
+
+
+def test_the_end_of_a_stderr_is_not_announced_where_only_its_first_line_is_shown():
+    hung = a_trial(verdict=Verdict.TIMED_OUT, error="it timed out; the end of its stderr:\nmuch", where="train.py:12")
+    assert report.trials_table([hung]).endswith("^ train.py:12: it timed out")

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from oomprobe.devices.resident import PRESSURE_SHARE
+from oomprobe.frames import is_library
 from oomprobe.verdict import Evidence, Facts, Link, Verdict, judge
 
 LAST_WORDS = 2000  # characters of stderr that are shown
 LAST_LINES = 5  # of it that can be about the end
 TRACE_LINES = 8
 _TRACE = "(most recent call first):"  # Python's faulthandler
+_CURRENT = "Current thread "
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
 # What C libraries print before they leave the process for want of memory.
 _HOST_LIBRARIES = re.compile(
     r"std::bad_alloc"  # libstdc++, through std::terminate
@@ -58,6 +62,19 @@ class Death:
     def text(self) -> str:
         """For the error of a trial."""
         return f"{self._what()}{_quoted(self.stderr)}"
+
+    def where(self) -> str | None:
+        r"""The line of the user's code that it was at, where Python's faulthandler could still tell; None: not known.
+
+        Example:
+            >>> trace = 'Current thread 0x7f (most recent call first):\n  File "/home/me/train.py", line 12 in step\n'
+            >>> Death(signal=None, code=None, why="timed out", stderr=trace, peak_resident_bytes=0, oom_kills=0).where()
+            'train.py:12'
+        """
+        trace = self.stderr.partition(_CURRENT)[2].partition("\n\n")[0].partition("\nThread ")[0]  # of one thread
+        frames = _FRAME.findall(trace)
+        lines = ((Path(file), number) for file, number in frames)
+        return next((f"{file.name}:{number}" for file, number in lines if not is_library(file)), None)
 
     def _what(self) -> str:
         if self.is_hang:

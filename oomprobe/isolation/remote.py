@@ -304,6 +304,7 @@ class RemoteRunner:
             phase=request.phase,
             cap_bytes=request.cap_bytes,
             error=death.text(),
+            where=death.where(),
             accumulation_steps=request.accumulation_steps,
         )
 

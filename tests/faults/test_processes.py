@@ -191,6 +191,7 @@ def test_row_17_a_step_that_hangs_ends_with_its_time(target, limit):
             (2, Verdict.FITS),
             (4, Verdict.TIMED_OUT),
         ]
+        assert late.value.trials[2].where.startswith("test_processes.py:")
 
 
 def test_row_17_in_this_process_a_sleeping_step_ends_with_its_time():

@@ -1,6 +1,7 @@
 import signal
 
 import pytest
+import torch
 
 from oomprobe.isolation.deaths import Death, judge_death
 from oomprobe.verdict import Evidence, Verdict
@@ -98,3 +99,21 @@ def test_of_a_trace_the_innermost_calls_are_kept():
     text = death(signal=11, stderr=f"Fatal Python error\n\nCurrent thread (most recent call first):\n{frames}").text()
     assert "f0.py" in text
     assert "f40.py" not in text
+
+
+TRACE = """warming up
+Thread 0x02 (most recent call first):
+  File "/home/me/loader.py", line 3 in wait
+
+Current thread 0x01 (most recent call first):
+  File "{torch}", line 7 in call
+  File "/home/me/train.py", line 12 in step
+  File "/home/me/train.py", line 90 in main
+Thread 0x03 (most recent call first):
+  File "/home/me/other.py", line 4 in wait
+"""
+
+
+def test_where_it_was_is_the_innermost_line_of_the_user_in_the_thread_that_was_asked():
+    assert death(why="timed out", stderr=TRACE.format(torch=torch.__file__)).where() == "train.py:12"
+    assert death(why="timed out", stderr="File x, line 3 in no trace").where() is None
