@@ -54,7 +54,8 @@ def probe_target(
         preserve: As for `find_max_batch`, and only without isolation: children have nothing to give back.
         journal: As for `find_max_batch`.
         progress: As for `find_max_batch`.
-        **options: As for `find_max_batch`.
+        **options: As for `find_max_batch`; where trials are forked and their steps leave holes in malloc's heap, an answer
+            that memory limits runs at least 50 steps to be confirmed, twice.
 
     Returns:
         The result.
@@ -98,7 +99,7 @@ def check_target(
         isolate: As for `probe_target`.
         device: As for `probe_target`.
         memory_fraction: As for `check`.
-        confirm_steps: As for `check`.
+        confirm_steps: As for `check`; at least 50 where the process is forked and its steps leave holes in malloc's heap.
         time_limit_s: As for `check`.
         progress: As for `check`.
 

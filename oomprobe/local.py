@@ -90,10 +90,12 @@ class LocalRunner:
         self._aside.prime(request.batch_size)
         self._state.start_over()
         before = self.place.outside_bytes()
-        trial = self.trials.run(replace(request, smaller_passed=request.smaller_passed or self._warmed(request)))
+        until_s = request.deadline_s if awaited_until_s is None else awaited_until_s
+        smaller_passed = request.smaller_passed or self._warmed(request)
+        trial = self.trials.run(replace(request, smaller_passed=smaller_passed, awaited_until_s=until_s))
         if trial.verdict is Verdict.POISONED:  # nothing more can be asked of it
             return Ran(trial=trial)
-        trial = self._with_leak(trial, request.deadline_s if awaited_until_s is None else awaited_until_s)
+        trial = self._with_leak(trial, until_s)
         after = None
         if trial.passed and not self._baseline.known:
             after = self._measured()

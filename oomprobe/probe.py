@@ -135,6 +135,7 @@ def _find(bench: Workbench, options: Options) -> search.Found:
         options.sizes,
         capped=options.memory_fraction < 1,
         enough=bench.enough,
+        scatter=bench.scatter,
         looks_beyond=bench.runner.fragments,
     )
     try:

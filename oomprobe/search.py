@@ -83,7 +83,13 @@ class Found:
 
 
 def find(
-    ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], bool], looks_beyond: bool = False
+    ask: Ask,
+    sizes: Sizes,
+    *,
+    capped: bool,
+    enough: Callable[[int, int], bool],
+    scatter: Callable[[], float] = lambda: 0.0,
+    looks_beyond: bool = False,
 ) -> Found:
     """Find the largest size that runs under the cap.
 
@@ -92,6 +98,8 @@ def find(
         sizes: What may be asked for.
         capped: Whether there is a cap at all; without one, grow's replies hold for bisect too.
         enough: Called with (largest good, smallest bad); True stops bisecting early.
+        scatter: Tells within which share of a size chance decides whether it runs: then an answer is confirmed twice, one
+            that fails moves down by that at first, and the bracket that this makes is not closed further.
         looks_beyond: Whether to try sizes beyond the failure that decided: where memory fragments, one may fail that
             larger ones pass, and the answer would depend on where the search began.
 
@@ -104,7 +112,7 @@ def find(
         >>> find(ask, Sizes(first=1, last=None, step=1), capped=True, enough=lambda good, bad: False).batch_size
         90
     """
-    search = _Search(ask, sizes, capped, enough)
+    search = _Search(ask, sizes, capped, enough, scatter)
     search.grow()
     if search.full_good is not None:
         search.enter_cap()
@@ -130,6 +138,7 @@ class _Search:
     sizes: Sizes
     has_cap: bool
     enough: Callable[[int, int], bool]
+    scatter: Callable[[], float]
     full_good: int | None = None  # the bracket with all the memory
     full_bad: int | None = None
     good: int | None = None  # the bracket under the cap
@@ -249,7 +258,7 @@ class _Search:
 
     def confirm(self) -> tuple[int | None, int | None]:
         """Run the answer for longer; while that fails, move down in growing strides, then close that bracket."""
-        good, bad, size, stride = None, self.bad, self.good, self.sizes.step
+        good, bad, size, stride = None, self.bad, self.good, 0
         while size is not None:
             if self._confirmed(size):
                 good = size
@@ -257,17 +266,24 @@ class _Search:
                 self.unconfirmed.append(size)
                 bad = size
             if good is None:
+                stride = max(2 * stride, self._scattered(size), self.sizes.step)
                 size = self._down(bad, stride)
-                stride *= 2
             else:
                 size = self._between(good, bad) if self.unconfirmed else None
         return good, bad
 
     def _between(self, good: int, bad: int | None) -> int | None:
-        return None if bad is None or self.enough(good, bad) else self.sizes.middle(good, bad)
+        if bad is None or bad - good <= self._scattered(good) or self.enough(good, bad):
+            return None
+        return self.sizes.middle(good, bad)
+
+    def _scattered(self, size: int) -> int:
+        return round(self.scatter() * size / self.sizes.step) * self.sizes.step
 
     def _confirmed(self, size: int) -> bool:
-        passed = all(self.ask(size, Phase.CONFIRM, capped=True).passed for _ in range(self.confirmations))
+        by_chance = self.bad is not None and self.scatter() > 0
+        times = max(self.confirmations, 1 + by_chance)
+        passed = all(self.ask(size, Phase.CONFIRM, capped=True).passed for _ in range(times))
         if not passed and size == self.sizes.first:  # nothing is left below it: one failure is not enough to say so
             passed = self.ask(size, Phase.CONFIRM, capped=True).passed
             if passed:

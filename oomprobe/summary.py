@@ -19,6 +19,7 @@ from oomprobe.fit import LinearFit, fit_line
 from oomprobe.lasting import leak_of_step
 from oomprobe.result import ProbeResult, Trial
 from oomprobe.search import Found
+from oomprobe.trial import is_cut_anew
 from oomprobe.units import format_bytes, format_seconds
 from oomprobe.verdict import Verdict
 from oomprobe.workbench import Workbench
@@ -152,6 +153,7 @@ def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
         *_leaks(bench.trials, on_host=bench.device.on_host),
         *_growing(bench, answer),
         *(_simulated(bench.device, bench.trials, answer) if isinstance(bench.device, Simulated) else _pressure(answer)),
+        *_by_chance(bench, found, answer),
         *_slow(bench.trials, answer),
         *_outside(bench),
         *_stopped_early(bench, found),
@@ -195,6 +197,17 @@ def _pressure(answer: Trial) -> list[str]:
     return [
         f"batch {answer.batch_size} ran under pressure: the allocator gave its cache back {answer.alloc_retries} times; "
         "a slightly smaller size may be faster"
+    ]
+
+
+def _by_chance(bench: Workbench, found: Found, answer: Trial) -> list[str]:
+    if found.deciding is None or not is_cut_anew(answer.holes_bytes, bench.available_bytes):
+        return []
+    elsewhere = "" if bench.runner.replaceable else "; a fresh process may: oomprobe run, or a smaller memory_fraction"
+    return [
+        f"chance has a part in this: steps at batch {answer.batch_size} leave up to {format_bytes(answer.holes_bytes or 0)} of "
+        f"holes in malloc's heap, and the next step fits into them or needs more. {answer.steps} steps in a row did not run out"
+        f"{elsewhere}"
     ]
 
 

@@ -341,6 +341,33 @@ def test_confirmations_are_few():
     assert len(memory.trials(Phase.CONFIRM)) <= 3 + math.log2(BILLION)
 
 
+@pytest.mark.parametrize(("scatter", "trials"), [(0.0, 24), (1 / 32, 12), (0.2, 7)])
+def test_where_chance_decides_an_answer_is_confirmed_twice_and_no_closer_than_that(scatter, trials):
+    memory = Memory(10_000, fails_confirming=range(7_000, 10_001))
+    found = find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never, scatter=lambda: scatter)
+    assert memory.confirmed(found.batch_size)
+    assert 7_000 / (1 + scatter) - 1 <= found.batch_size < 7_000
+    assert found.deciding - found.batch_size <= max(1, scatter * found.batch_size)
+    confirmed = [size for size, _ in memory.trials(Phase.CONFIRM)]
+    assert confirmed.count(found.batch_size) == (2 if scatter else 1)
+    assert len(confirmed) <= trials
+
+
+@given(st.sets(st.integers(1, 60)), st.integers(1, 60), st.integers(1, 7))
+def test_whatever_chance_does_the_answer_was_confirmed_and_is_allowed(fails_confirming, limit, step):
+    memory = Memory(limit, fails_confirming=fails_confirming)
+    found = find(memory, Sizes(first=step, last=None, step=step), capped=True, enough=never, scatter=lambda: 0.1)
+    if found.batch_size is not None:
+        assert memory.confirmed(found.batch_size)
+        assert found.batch_size % step == 0
+
+
+def test_at_the_last_size_nothing_has_failed_and_chance_has_no_say():
+    memory = Memory(100)
+    find(memory, Sizes(first=1, last=64, step=1), capped=True, enough=never, scatter=lambda: 0.1)
+    assert memory.trials(Phase.CONFIRM) == [(64, True)]
+
+
 # --- resolution ---
 
 

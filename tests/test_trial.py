@@ -11,6 +11,7 @@ from ledger import MIB, LedgerDevice
 from torch import nn
 
 import oomprobe
+from oomprobe.local import LocalRunner
 from oomprobe.result import Phase
 from oomprobe.verdict import Verdict
 
@@ -648,3 +649,104 @@ def test_an_optimizer_that_wraps_another_is_not_waited_for():
 
     result = oomprobe.find_max_batch(model, step, device="cpu:1GiB", max_batch=2, progress="off", preserve=[inner])
     assert result.trials[0].steps == 3
+
+
+# --- confirmation where steps cut a heap anew ---
+
+
+class Holed(LedgerDevice):
+    """Tells of holes in its heap; from `fails_at` calls of a trial on, it has room for one sample less."""
+
+    def __init__(self, holes_bytes, *, fails_at=None):
+        super().__init__(1000 * MIB)
+        self._holes_bytes, self._fails_at, self.calls = holes_bytes, fails_at, 0
+
+    def holes_bytes(self):
+        return self._holes_bytes
+
+    def start_trial(self):
+        self.calls = 0
+        super().start_trial()
+
+    def take(self, size_bytes):
+        self.calls += 1
+        late = self._fails_at is not None and self.calls >= self._fails_at
+        super().take(size_bytes + (100 * MIB if late else 0))
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """As where trials are processes of their own."""
+    monkeypatch.setattr(LocalRunner, "fragments", True)
+
+
+def confirmations(device, ask=oomprobe.find_max_batch, sleeps_s=0.0, **options):
+    model, optimizer = linear()
+
+    def step(model, batch_size):
+        device.take(batch_size * 10 * MIB)
+        if sleeps_s and device.calls == 3 and result_is_near(batch_size):
+            time.sleep(sleeps_s)
+        model(torch.randn(batch_size, 4)).sum().backward()
+        optimizer.step()
+
+    def result_is_near(batch_size):
+        return batch_size == 90 and device.caps[-1] is not None
+
+    result = ask(model, step, device=device, progress="off", **options)
+    return result, [(t.batch_size, t.verdict.value, t.steps) for t in result.trials if t.phase is Phase.CONFIRM]
+
+
+BY_CHANCE = "chance has a part in this: steps at batch 90 leave up to 32.00 MiB of holes in malloc's heap, and the next"
+
+
+def test_where_steps_leave_holes_in_a_heap_the_answer_is_confirmed_at_length_and_twice(forks):
+    result, confirmed = confirmations(Holed(32 * MIB))
+    assert confirmed == [(90, "fits", 51)] * 2
+    assert {t.steps for t in result.trials if t.passed and t.phase is not Phase.CONFIRM} == {3}
+    assert {t.holes_bytes for t in result.trials if t.passed} == {32 * MIB}
+
+
+def test_in_one_process_it_is_said_that_a_fresh_one_may_need_more():
+    result, confirmed = confirmations(Holed(32 * MIB))
+    assert confirmed == [(90, "fits", 6)]
+    [note] = result.notes
+    assert note.startswith(BY_CHANCE)
+    assert note.endswith(
+        "6 steps in a row did not run out; a fresh process may: oomprobe run, or a smaller memory_fraction"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "confirmed"),
+    [
+        (Holed(31 * MIB), {}, [(90, "fits", 6)]),  # so few that the next step hardly needs more
+        (Holed(32 * MIB), {"max_batch": 64}, [(64, "fits", 6)]),  # nothing has failed: there is room for chance
+        (Holed(32 * MIB), {"confirm_steps": 70}, [(90, "fits", 71)] * 2),
+        (LedgerDevice(), {}, [(90, "fits", 6)]),  # a device without such a heap
+    ],
+)
+def test_otherwise_it_runs_the_steps_that_were_asked_for(forks, device, options, confirmed):
+    assert confirmations(device, **options)[1] == confirmed
+
+
+def test_a_size_that_runs_out_late_is_not_the_answer_and_the_bracket_is_closed_as_far_as_chance_lets(forks):
+    result, confirmed = confirmations(Holed(32 * MIB, fails_at=40))
+    assert confirmed[0] == (90, "out of memory", 39)
+    assert confirmed[-1][1:] == ("fits", 51)
+    assert 78 <= result.batch_size <= 80
+    assert len(confirmed) <= 11
+
+
+def test_a_check_goes_on_as_long(forks):
+    result, confirmed = confirmations(Holed(32 * MIB), ask=lambda *a, **k: oomprobe.check(*a, 90, **k))
+    assert (result.batch_size, confirmed) == (90, [(90, "fits", 51)])
+
+
+def test_what_need_not_run_does_not_run_into_the_time_limit(forks):
+    result, confirmed = confirmations(Holed(32 * MIB), sleeps_s=1.5, trial_time_limit_s=3.5)
+    assert confirmed == [(90, "fits", 6)] * 2
+    assert (
+        "time limit: batch 90 was confirmed with fewer than 50 steps, and on this heap a later one can need more"
+        in (result.notes)
+    )

@@ -1,6 +1,16 @@
 """The one door to memory: what a probe may ask of a device, and how a device is chosen."""
 
-from oomprobe.devices.base import Device, Simulated, Usage, asked_bytes, raised_by
+from oomprobe.devices.base import Device, Heaped, Simulated, Usage, asked_bytes, raised_by
 from oomprobe.devices.choose import choose_device, list_devices, memory_of
 
-__all__ = ["Device", "Simulated", "Usage", "asked_bytes", "choose_device", "list_devices", "memory_of", "raised_by"]
+__all__ = [
+    "Device",
+    "Heaped",
+    "Simulated",
+    "Usage",
+    "asked_bytes",
+    "choose_device",
+    "list_devices",
+    "memory_of",
+    "raised_by",
+]

@@ -99,6 +99,15 @@ class Device(Protocol):
         ...
 
 
+@runtime_checkable
+class Heaped(Protocol):
+    """A device whose allocator cuts a heap: what a step needs of it depends on how the steps before have left it."""
+
+    def holes_bytes(self) -> int:
+        """What the heap holds now beside what is in use."""
+        ...
+
+
 def asked_bytes(device: Device, name: str) -> int:
     """What a device, which may be anybody's, says of its memory.
 

@@ -99,6 +99,9 @@ class ForkedHostDevice(PlainDevice):
     def live_bytes(self) -> int:
         return (heap.malloced_bytes() or linux.process_bytes("VmRSS") or 0) - self._state_bytes()
 
+    def holes_bytes(self) -> int:
+        return heap.free_in_heap_bytes()
+
     def outside_bytes(self) -> None:
         return None
 

@@ -195,6 +195,9 @@ class HostDevice:
     def live_bytes(self) -> int:
         return heap.malloced_bytes() or linux.process_bytes("VmRSS") or 0
 
+    def holes_bytes(self) -> int:
+        return heap.free_in_heap_bytes()
+
     def outside_bytes(self) -> None:
         return None
 

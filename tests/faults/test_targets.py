@@ -255,3 +255,24 @@ def keeping_the_last():
 def test_a_step_that_keeps_the_last_batches_has_an_answer_also_without_a_margin():
     checked = check_target(keeping_the_last, 4, device="cpu:256MiB", memory_fraction=1.0, progress="off")
     assert (checked.batch_size, checked.trials[-1].leaked_bytes) == (4, 0)
+
+
+def cutting_the_heap():
+    """Blocks of two megabytes: malloc takes them from its heap, once it has seen one freed, and leaves holes there."""
+    model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.randint(100, (batch_size,))).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+@pytest.mark.parametrize(("batch_size", "calls"), [(8192, 51), (2, 6)])
+def test_where_steps_leave_holes_in_the_heap_a_fresh_process_runs_fifty_of_them(batch_size, calls):
+    [trial] = check_target(cutting_the_heap, batch_size, device="cpu:32MiB", progress="off").trials
+    assert trial.passed
+    assert trial.steps == calls
+    assert (trial.holes_bytes > 2**20) is (calls == 51)
