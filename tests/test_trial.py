@@ -750,3 +750,11 @@ def test_what_need_not_run_does_not_run_into_the_time_limit(forks):
         "time limit: batch 90 was confirmed with fewer than 50 steps, and on this heap a later one can need more"
         in (result.notes)
     )
+
+
+def test_holes_are_looked_for_once_a_trial_where_nothing_hangs_on_it():
+    device = Holed(32 * MIB)
+    looks = []
+    device.holes_bytes = lambda: looks.append(device.calls) or 0
+    result, _ = confirmations(device)
+    assert looks == [t.steps for t in result.trials if t.passed]
