@@ -227,18 +227,19 @@ class Trials:
 
     def _full_steps(self, name: str, step: StepFn, request: Request, run: _Run) -> None:
         """As many as were asked for, and more where chance has a part in whether the next will run."""
-        done = 0
-        while done < request.steps or (done < LONG_STEPS and self._goes_on(name, request, run)):
+        done, until_s = 0, request.awaited_until_s
+        if until_s is not None:  # the answer is confirmed twice: the first leaves as much to the second
+            until_s = (time.monotonic() + until_s) / 2
+        while done < request.steps or (done < LONG_STEPS and self._goes_on(name, request, run, until_s)):
             self._full_step(step, self._expected[name], request, run)
             done += 1
             # The look costs a microsecond for each hole, so it is taken at the end where nothing hangs on it.
             if isinstance(self._device, Heaped) and (request.at_length or done == request.steps):
                 run.holes_bytes = max(run.holes_bytes or 0, self._device.holes_bytes())
 
-    def _goes_on(self, name: str, request: Request, run: _Run) -> bool:
+    def _goes_on(self, name: str, request: Request, run: _Run, until_s: float | None) -> bool:
         if not request.at_length or not is_cut_anew(run.holes_bytes, self._device.available_bytes()):
             return False
-        until_s = request.awaited_until_s
         in_time = until_s is None or time.monotonic() + 2 * max(run.durations_s[name]) < until_s
         if not in_time:
             self.notes[NO_TIME_FOR_LENGTH.format(size=request.batch_size, steps=LONG_STEPS)] = None

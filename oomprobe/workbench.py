@@ -147,7 +147,7 @@ class Workbench:
         """Whether the bracket is narrow enough, or only time for the confirmation is left."""
         if bad - good <= self.options.resolution * good:
             return True
-        if self._clock.suffices_to_confirm(good, self.trials):
+        if self._clock.suffices_to_confirm(good, self.trials, times=2 if self.scatter() else 1):
             return False
         self.notes[
             f"time limit: bisecting stopped between {good}, which ran, and {bad}, which failed; "

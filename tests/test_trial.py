@@ -743,6 +743,25 @@ def test_a_check_goes_on_as_long(forks):
     assert (result.batch_size, confirmed) == (90, [(90, "fits", 51)])
 
 
+@pytest.mark.parametrize("fails_at", [None, 40])
+def test_the_first_confirmation_leaves_time_for_the_second(forks, fails_at):
+    device = Holed(32 * MIB, fails_at=fails_at)
+    model, optimizer = linear()
+
+    def step(model, batch_size):
+        device.take(batch_size * 10 * MIB)
+        time.sleep(0.02 if device.calls > 3 else 0)
+        model(torch.randn(batch_size, 4)).sum().backward()
+        optimizer.step()
+
+    limit_s = 1.5 if fails_at is None else 3.0
+    result = oomprobe.find_max_batch(model, step, device=device, progress="off", time_limit_s=limit_s)
+    answered = [t for t in result.trials if t.phase is Phase.CONFIRM and t.batch_size == result.batch_size]
+    assert [t.passed for t in answered] == [True, True]
+    assert answered[0].steps < 51
+    assert any("fewer than 50 steps" in note for note in result.notes)
+
+
 def test_what_need_not_run_does_not_run_into_the_time_limit(forks):
     result, confirmed = confirmations(Holed(32 * MIB), sleeps_s=1.5, trial_time_limit_s=3.5)
     assert confirmed == [(90, "fits", 6)] * 2
