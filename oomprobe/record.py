@@ -10,7 +10,7 @@ from oomprobe.journal import Journal, Key
 from oomprobe.result import Trial
 from oomprobe.runner import Measured
 from oomprobe.scope import scope
-from oomprobe.trial import Request
+from oomprobe.trial import LONG_STEPS, Request, is_cut_anew
 from oomprobe.verdict import Verdict
 
 LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the process of the trial was, and with it any word on the size
@@ -62,7 +62,7 @@ class Record:
             trial, nothing_stepped = found
             if trial.verdict in LOST:
                 deaths.append(trial)
-            elif trial.verdict is not Verdict.TIMED_OUT:
+            elif trial.verdict is not Verdict.TIMED_OUT and not self._was_cut_short(request, trial):
                 self.nothing_stepped = nothing_stepped
                 self.recalled += 1
                 ended(trial)
@@ -76,6 +76,11 @@ class Record:
         others = sum(bool(evidence.get("isolated")) for evidence in unfinished)  # those of a probe, not of its trial
         counts = deaths[-1].verdict is Verdict.HOST_OOM or len(deaths) - others >= ENOUGH_DEATHS
         return deaths[-1] if counts else None
+
+    def _was_cut_short(self, request: Request, trial: Trial) -> bool:
+        """Whether an earlier probe had no time to confirm at length what it confirmed."""
+        short = request.at_length and trial.passed and trial.steps <= LONG_STEPS
+        return short and self.measured is not None and is_cut_anew(trial.holes_bytes, self.measured.available_bytes)
 
     @scope
     def of(self, request: Request) -> Iterator[Writer]:

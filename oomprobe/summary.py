@@ -206,7 +206,7 @@ def _by_chance(bench: Workbench, found: Found, answer: Trial) -> list[str]:
     elsewhere = "" if bench.runner.replaceable else "; a fresh process may: oomprobe run, or a smaller memory_fraction"
     return [
         f"chance has a part in this: steps at batch {answer.batch_size} leave up to {format_bytes(answer.holes_bytes or 0)} of "
-        f"holes in malloc's heap, and the next step fits into them or needs more. {answer.steps} steps in a row did not run out"
+        f"holes in malloc's heap, and the next step fits into them or needs more. {answer.steps} calls in a row did not run out"
         f"{elsewhere}"
     ]
 

@@ -713,7 +713,7 @@ def test_in_one_process_it_is_said_that_a_fresh_one_may_need_more():
     [note] = result.notes
     assert note.startswith(BY_CHANCE)
     assert note.endswith(
-        "6 steps in a row did not run out; a fresh process may: oomprobe run, or a smaller memory_fraction"
+        "6 calls in a row did not run out; a fresh process may: oomprobe run, or a smaller memory_fraction"
     )
 
 
@@ -766,7 +766,7 @@ def test_what_need_not_run_does_not_run_into_the_time_limit(forks):
     result, confirmed = confirmations(Holed(32 * MIB), sleeps_s=1.5, trial_time_limit_s=3.5)
     assert confirmed == [(90, "fits", 6)] * 2
     assert (
-        "time limit: batch 90 was confirmed with fewer than 50 steps, and on this heap a later one can need more"
+        "time limit: a confirmation of batch 90 ran fewer than 50 steps, and on this heap a later one can need more"
         in (result.notes)
     )
 
@@ -777,3 +777,13 @@ def test_holes_are_looked_for_once_a_trial_where_nothing_hangs_on_it():
     device.holes_bytes = lambda: looks.append(device.calls) or 0
     result, _ = confirmations(device)
     assert looks == [t.steps for t in result.trials if t.passed]
+
+
+def test_what_there_was_no_time_for_is_made_up_for_when_a_journal_is_resumed(forks, tmp_path):
+    journal = tmp_path / "probe.jsonl"
+    short = confirmations(Holed(32 * MIB), sleeps_s=1.5, trial_time_limit_s=3.5, journal=journal)[1]
+    assert short == [(90, "fits", 6)] * 2
+    for _ in range(2):  # the second time all of it is recalled
+        result, confirmed = confirmations(Holed(32 * MIB), sleeps_s=1.5, journal=journal)
+        assert confirmed == [(90, "fits", 51)] * 2
+    assert not any("time limit" in note for note in result.notes)

@@ -235,7 +235,9 @@ class RemoteRunner:
             if refusal is not None:
                 return refusal
         left_s = self._clock.left_s() if limited else None
-        if "left_s" in message:  # a new template takes seconds to build, and a trial that counts them as its own is ended
+        if (
+            "left_s" in message
+        ):  # a new template takes seconds to build, and a trial that counts them as its own is ended
             message = {**message, "left_s": left_s}
         asked = {"do": "ask", "ask": message, "once": self._forks, "left_s": left_s, "may_be_stuck": self._builds_here}
         asked["over_s"], end_s = self._clock.over_s, self._clock.end_s
