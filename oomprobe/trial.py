@@ -49,7 +49,7 @@ def _over_cap(usage: Usage, request: Request) -> bool:
 # in processes of their own: trials in one are charged for its history (HISTORY_SHARE of the host), and with both the
 # answer was two thirds of what ran (an MLP of 32 MiB: 9683, where fresh processes ran 15000).
 LONG_STEPS = 50
-HOLES_SHARE = 1 / 32  # of the available memory; measured: 0.003 to 0.006 of mapped blocks, 0.1 and more of others
+HOLES_SHARE = 1 / 32  # of the available memory; measured: 0.001 to 0.007 of mapped blocks, 0.1 and more of others
 NO_TIME_FOR_LENGTH = "time limit: a confirmation of batch {size} ran fewer than {steps} steps, and on this heap a later one can need more"
 
 

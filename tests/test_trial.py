@@ -680,6 +680,15 @@ def forks(monkeypatch):
     monkeypatch.setattr(LocalRunner, "fragments", True)
 
 
+@pytest.fixture
+def own_time(monkeypatch):
+    """Time passes only while a step sleeps, so that no busy machine uses up a limit."""
+    now_s = [1000.0]
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: now_s[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now_s.append(now_s.pop() + seconds))
+
+
 def confirmations(device, ask=oomprobe.find_max_batch, sleeps_s=0.0, **options):
     model, optimizer = linear()
 
@@ -744,7 +753,7 @@ def test_a_check_goes_on_as_long(forks):
 
 
 @pytest.mark.parametrize("fails_at", [None, 40])
-def test_the_first_confirmation_leaves_time_for_the_second(forks, fails_at):
+def test_the_first_confirmation_leaves_time_for_the_second(forks, own_time, fails_at):
     device = Holed(32 * MIB, fails_at=fails_at)
     model, optimizer = linear()
 
@@ -762,7 +771,7 @@ def test_the_first_confirmation_leaves_time_for_the_second(forks, fails_at):
     assert any("fewer than 50 steps" in note for note in result.notes)
 
 
-def test_what_need_not_run_does_not_run_into_the_time_limit(forks):
+def test_what_need_not_run_does_not_run_into_the_time_limit(forks, own_time):
     result, confirmed = confirmations(Holed(32 * MIB), sleeps_s=1.5, trial_time_limit_s=3.5)
     assert confirmed == [(90, "fits", 6)] * 2
     assert (
@@ -779,7 +788,7 @@ def test_holes_are_looked_for_once_a_trial_where_nothing_hangs_on_it():
     assert looks == [t.steps for t in result.trials if t.passed]
 
 
-def test_what_there_was_no_time_for_is_made_up_for_when_a_journal_is_resumed(forks, tmp_path):
+def test_what_there_was_no_time_for_is_made_up_for_when_a_journal_is_resumed(forks, own_time, tmp_path):
     journal = tmp_path / "probe.jsonl"
     short = confirmations(Holed(32 * MIB), sleeps_s=1.5, trial_time_limit_s=3.5, journal=journal)[1]
     assert short == [(90, "fits", 6)] * 2
