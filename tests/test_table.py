@@ -169,5 +169,5 @@ def test_a_trial_has_no_field_that_the_table_forgets():
 
 
 def test_the_end_of_a_stderr_is_not_announced_where_only_its_first_line_is_shown():
-    hung = a_trial(verdict=Verdict.TIMED_OUT, error="it timed out; the end of its stderr:\nmuch", where="train.py:12")
+    hung = a_trial(verdict=Verdict.TIMED_OUT, error="it timed out\nthe end of its stderr:\nmuch", where="train.py:12")
     assert report.trials_table([hung]).endswith("^ train.py:12: it timed out")

@@ -154,4 +154,4 @@ def _quoted(stderr: str) -> str:
     """The end of what it wrote; of faulthandler's traces the beginning, where the innermost calls are."""
     said, mark, trace = stderr.partition(_TRACE)
     words = said[-LAST_WORDS:] + mark + "\n".join(trace.splitlines()[:TRACE_LINES])
-    return f"; the end of its stderr:\n{words}" if words else ""
+    return f"\nthe end of its stderr:\n{words}" if words else ""

@@ -115,5 +115,5 @@ def _remarks(trial: Trial) -> list[str]:
 def _failure(trial: Trial) -> str:
     """Where and why: two sentences of torch's text say what was asked for, the others are advice."""
     first_line = (trial.error or "").strip().partition("\n")[0]
-    sentences = ". ".join(first_line.removesuffix("; the end of its stderr:").split(". ")[:2])
+    sentences = ". ".join(first_line.split(". ")[:2])
     return ": ".join(part for part in (clean(trial.where or ""), clean(sentences)) if part)

@@ -118,7 +118,7 @@ def left():
         (killed, "ended by SIGKILL (not by the system's OOM killer)"),
         (aborted, "ended by SIGABRT"),
         (segfaults, "ended by SIGSEGV"),
-        (left, "left with exit code 1 before it answered; the end of its stderr:\na library: licence server not found"),
+        (left, "left with exit code 1 before it answered\nthe end of its stderr:\na library: licence server not found"),
     ],
 )
 def test_row_16_a_death_that_is_not_of_memory_is_no_ceiling(target, said):

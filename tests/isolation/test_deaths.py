@@ -81,7 +81,7 @@ def test_garbled_answers_are_no_verdict():
 @pytest.mark.parametrize(
     ("one", "text"),
     [
-        (death(signal=signal.SIGSEGV, stderr="ouch"), "ended by SIGSEGV; the end of its stderr:\nouch"),
+        (death(signal=signal.SIGSEGV, stderr="ouch"), "ended by SIGSEGV\nthe end of its stderr:\nouch"),
         (death(signal=signal.SIGKILL), "ended by SIGKILL (not by the system's OOM killer)"),
         (death(signal=signal.SIGKILL, oom_kills=2), "ended by SIGKILL (the OOM killer of the system was at work)"),
         (death(code=3), "left with exit code 3 before it answered"),
