@@ -796,3 +796,8 @@ def test_what_there_was_no_time_for_is_made_up_for_when_a_journal_is_resumed(for
         result, confirmed = confirmations(Holed(32 * MIB), sleeps_s=1.5, journal=journal)
         assert confirmed == [(90, "fits", 51)] * 2
     assert not any("time limit" in note for note in result.notes)
+
+
+def test_below_max_batch_chance_has_no_say_and_no_note():
+    result, _ = confirmations(Holed(32 * MIB), max_batch=64)
+    assert (result.batch_size, result.notes) == (64, ())
