@@ -20,7 +20,7 @@ from oomprobe.work import Work, WorkCounter, load_counter
 class Attended(Protocol):
     """What is needed of whoever looks after the model's state."""
 
-    def start_over(self) -> None: ...
+    def put_weights_back(self) -> bool: ...
     def drop_gradients(self) -> None: ...
     def state_bytes(self, device_type: str) -> int: ...
 
@@ -33,7 +33,7 @@ class Aside:
         trials: Calls them.
         recorded: The trials so far, for the error when time has passed.
         clock: Knows until when.
-        state: Begins anew before a call, and lets go of the gradients of a failed one.
+        state: Lets go of the gradients of a failed call.
     """
 
     def __init__(
@@ -110,7 +110,6 @@ class Aside:
                 return None
 
     def _call(self, size: int, inside: AbstractContextManager[object] | None = None) -> None:
-        self._state.start_over()  # the call before may have failed half-way, in the midst of a scaler's step
         self._trials.call_once(size, self._clock.deadline_s(), inside)
 
     @scope

@@ -32,9 +32,14 @@ class Compiled:
         self._forgot = False
         self._failed: str | None = None
 
-    def start_size(self, size: int) -> None:
-        """Before the steps of a trial, or any other call of a step: compile this size as if it were the only one."""
-        if size != self._size:
+    def start_size(self, size: int, *, anew: bool = False) -> None:
+        """Before the steps of a trial, or any other call of a step: compile this size as if it were the only one.
+
+        Args:
+            size: The batch size.
+            anew: Whether to forget also what was compiled for this very size.
+        """
+        if anew or size != self._size:
             self._forget()
         self._size = size
 

@@ -72,6 +72,10 @@ class NotRunError(UnreliableError):
     """A step says of itself that it did not run the size it was asked for; adapters to frameworks look."""
 
 
+class NotTrainedError(UnreliableError):
+    """An optimizer that stepped at smaller sizes does not at this one, so this size was not trained."""
+
+
 class SimulationError(UnreliableError):
     """The step needs data, or a kind of tensor, that a simulated card does not have."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from functools import partial
@@ -25,6 +26,7 @@ from oomprobe.report import trials_table
 from oomprobe.result import Trial
 from oomprobe.scope import scope
 from oomprobe.state import Keeper, preserved, resident_tensors, state_tensors
+from oomprobe.state.cold import garbage_frozen
 from oomprobe.trial import Trials
 from oomprobe.watch import OptimizerWatch, outside_modes
 from oomprobe.workbench import Workbench
@@ -53,7 +55,7 @@ def bench_here(
     chosen = choose_device(device, model)
     status = reporter(progress)
     recorded: list[Trial] = []
-    with told_of_trials(recorded), Interrupts() as interrupts, opened(journal) as book:
+    with told_of_trials(recorded), Interrupts() as interrupts, opened(journal) as book, garbage_frozen():
         if book is not None:
             book.ask(question_of(model, steps, chosen.name, options, memory=memory_of(chosen)))
         keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
@@ -78,6 +80,7 @@ def bench_here(
                 steps,
                 optimizers=lambda: keeper.optimizers,
                 restore_modes=keeper.restore_modes,
+                let_go=keeper.restart_counts if chosen.on_host else keeper.start_cold,
                 watch=watch,
                 interrupts=interrupts,
                 after_call=keeper.release_dead,
@@ -86,19 +89,43 @@ def bench_here(
             runner = LocalRunner(chosen, trials, keeper, clock, recorded, smallest=options.sizes.first)
             bench = Workbench(runner, options, status, clock, recorded, Record(book))
             bench.notes |= dict.fromkeys(_slips(device, chosen))
-            lost = False
             try:
                 with _told_as_lost(bench, chosen):
-                    yield bench
+                    try:
+                        yield bench
+                    finally:
+                        status.close()
+                        trials.compiled.finish()
+                        bench.notes |= dict.fromkeys((*keeper.notes, *trials.compiled.notes))
             except DeviceLostError as error:
-                lost, error.snapshot = not chosen.on_host, keeper.host_copy()
+                error.snapshot = keeper.host_copy()
+                keeper.put_back(device_lost=not chosen.on_host)
                 raise
-            finally:
-                status.close()
-                trials.compiled.finish()
-                bench.notes |= dict.fromkeys((*keeper.notes, *trials.compiled.notes))
-                keeper.put_back(device_lost=lost)
-                bench.state_verified = not lost and _verified(keeper, bench)
+            except BaseException:
+                _give_back(bench, keeper, chosen)
+                raise
+            _give_back(bench, keeper, chosen)
+
+
+def _give_back(bench: Workbench, keeper: Keeper, device: Device) -> None:
+    """Restore the state and compare it, and leave no memory of ours reserved.
+
+    Raises:
+        DeviceLostError: the device died before it had everything back.
+        UnreliableError: something did not come back.
+    """
+    try:
+        keeper.put_back()
+        bench.state_verified = _verified(keeper, bench)
+        gc.collect()
+        device.release()
+    except Exception as error:
+        if device.healthy():
+            raise
+        lost = bench.device_lost(f"{type(error).__name__}: {error}")
+        lost.snapshot = keeper.host_copy()
+        keeper.put_back(device_lost=True)
+        raise lost from error
 
 
 def _there_already(tensors: Iterable[torch.Tensor]) -> None:

@@ -26,7 +26,7 @@ class Baseline:
 
     Args:
         device: Whose memory.
-        drop_gradients: Lets go of the gradients of a failed trial.
+        clean: Lets go of what a trial left, and is told whether it passed.
         state_bytes: Tells what gradients and optimizer state hold: what comes with a size at which parameters are first
             used, such as those of a rare expert, is no leak.
         flush: Runs the step once at the smallest size, which replaces what a step keeps of its last batch.
@@ -37,12 +37,12 @@ class Baseline:
         self,
         device: Device,
         *,
-        drop_gradients: Callable[[], None],
+        clean: Callable[..., None],
         state_bytes: Callable[[], int],
         flush: Callable[[], None],
         sleep: Callable[[float], None],
     ) -> None:
-        self._device, self._drop_gradients, self._flush, self._sleep = device, drop_gradients, flush, sleep
+        self._device, self._clean, self._flush, self._sleep = device, clean, flush, sleep
         self._kind = "host" if device.on_host else "device"
         self._state_bytes = state_bytes
         self._live_bytes: int | None = None
@@ -66,6 +66,7 @@ class Baseline:
             live_bytes: In use then but for gradients and optimizer state, where that is known before, of a device that
                 does not count those; None: what is in use now.
         """
+        self._clean(passed=True)
         self._live_bytes = asked_bytes(self._device, "live_bytes") if live_bytes is None else live_bytes
         self._state_in_it_bytes = self._state_bytes() if live_bytes is None else None
         self._tolerated_bytes = max(TOLERATED_BYTES, REPORTED_SHARE[self._kind] * available_bytes)
@@ -73,10 +74,7 @@ class Baseline:
 
     def settle(self, *, passed: bool) -> int:
         """Clean up after a trial, and return the bytes that did not come back (0 when tolerably few)."""
-        if not passed:
-            self._drop_gradients()
-            gc.collect(1)  # what a failed trial left is young; a full collection takes a tenth of a second
-        self._device.release()
+        self._clean(passed=passed)
         leaked_bytes = self._leaked_bytes()
         if leaked_bytes > self._residue_bytes + self._tolerated_bytes:
             leaked_bytes = self._residue_bytes = self._reclaim()
@@ -141,7 +139,7 @@ class Baseline:
     def _collected(self, first: Callable[[], None]) -> int:
         first()
         gc.collect()
-        self._device.release()
+        self._clean(passed=True)
         return self._leaked_bytes()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from oomprobe.anatomy import Anatomy
 from oomprobe.aside import Aside, Attended
 from oomprobe.clock import CONFIRM_SLACK, Clock
 from oomprobe.devices import Device, asked_bytes
+from oomprobe.errors import NotTrainedError
 from oomprobe.leaks import FURTHER_CALLS, TOLERATED_BYTES, Baseline
 from oomprobe.result import SECOND_OPINIONS, Trial
 from oomprobe.runner import Measured, Ran
@@ -54,7 +56,7 @@ class LocalRunner:
         self._aside = Aside(device, trials, recorded, clock, state)
         self._baseline = Baseline(
             device,
-            drop_gradients=state.drop_gradients,
+            clean=self._clean_host if device.on_host else self._clean_device,
             state_bytes=lambda: state.state_bytes(device.torch_device.type),
             flush=self._flush,
             sleep=sleep,
@@ -88,11 +90,16 @@ class LocalRunner:
         """
         self._warm_once()
         self._aside.prime(request.batch_size)
-        self._state.start_over()
         before = self.place.outside_bytes()
         until_s = request.deadline_s if awaited_until_s is None else awaited_until_s
         smaller_passed = request.smaller_passed or self._warmed(request)
-        trial = self.trials.run(replace(request, smaller_passed=smaller_passed, awaited_until_s=until_s))
+        request = replace(request, smaller_passed=smaller_passed, awaited_until_s=until_s)
+        try:
+            trial = self.trials.run(request)
+        except NotTrainedError:  # the trials before have trained the weights, until a loss scaler sees infinities only
+            if not self._state.put_weights_back():
+                raise
+            trial = self.trials.run(request)
         if trial.verdict is Verdict.POISONED:  # nothing more can be asked of it
             return Ran(trial=trial)
         trial = self._with_leak(trial, until_s)
@@ -107,6 +114,16 @@ class LocalRunner:
             outside_after_bytes=after.outside_bytes if after else self.place.outside_bytes(),
             refusal=self._baseline.refusal(trial),
         )
+
+    def _clean_device(self, *, passed: bool) -> None:
+        self.trials.start_cold()
+
+    def _clean_host(self, *, passed: bool) -> None:
+        """On the host trials follow a warm process."""
+        if not passed:
+            self._state.drop_gradients()
+            gc.collect(1)  # what a failed trial left is young; a full collection takes a tenth of a second
+        self.place.release()
 
     def expect(self, live_bytes: int, available_bytes: int) -> None:
         """What is in use when no trial runs, where that is known before the first trial, which is the only one."""

@@ -14,6 +14,12 @@ from typing import Protocol
 from oomprobe.result import Phase
 
 BEYOND = (1 / 4, 1 / 2)  # of the largest size that passed, above it
+# Of the size: how far an answer that failed in confirmation moves down at first. Where lengths vary from step to step,
+# one size lower fails again, and again.
+CONFIRM_STRIDE = 1 / 128
+# Of the size: how far above the failure that decided one more is tried. On CUDA's allocator one size in five to twenty
+# below the limit may fail by itself, and a search that meets one ends there, up to a tenth too low.
+PAST_HOLES = 1 / 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +105,7 @@ def find(
         capped: Whether there is a cap at all; without one, grow's replies hold for bisect too.
         enough: Called with (largest good, smallest bad); True stops bisecting early.
         scatter: Tells within which share of a size chance decides whether it runs: then an answer is confirmed twice, one
-            that fails moves down by that at first, and the bracket that this makes is not closed further.
+            that fails moves down by that at first (by 1/128 at least), and the bracket that this makes is not closed further.
         looks_beyond: Whether to try sizes beyond the failure that decided: where memory fragments, one may fail that
             larger ones pass, and the answer would depend on where the search began.
 
@@ -112,15 +118,17 @@ def find(
         >>> find(ask, Sizes(first=1, last=None, step=1), capped=True, enough=lambda good, bad: False).batch_size
         90
     """
-    search = _Search(ask, sizes, capped, enough, scatter)
+    search = _Search(ask, sizes, capped, enough, scatter, is_closed=enough)
     search.grow()
     if search.full_good is not None:
         search.enter_cap()
-        search.bisect(Phase.BISECT)
+        search.bisect()
         search.recheck()
         if looks_beyond:
             search.confirmations += bool(search.struck)
             search.look_beyond()
+        else:
+            search.look_past_holes()
     answer, deciding = search.confirm()
     return Found(
         batch_size=answer,
@@ -139,6 +147,7 @@ class _Search:
     has_cap: bool
     enough: Callable[[int, int], bool]
     scatter: Callable[[], float]
+    is_closed: Callable[[int, int], bool]  # whether the bracket is narrow enough
     full_good: int | None = None  # the bracket with all the memory
     full_bad: int | None = None
     good: int | None = None  # the bracket under the cap
@@ -204,18 +213,17 @@ class _Search:
         """With no size below and none between, confirmation alone decides about the first."""
         return self.good == self.sizes.first and self.bad == self.sizes.up(self.sizes.first, self.sizes.step)
 
-    def bisect(self, phase: Phase) -> None:
+    def bisect(self) -> None:
         """Close the bracket under the cap; the size above the answer is run there too."""
         stride = self.sizes.step
         while (size := self._candidate(stride)) is not None:
-            if not self.ask(size, phase, capped=True).passed:
+            if not self.ask(size, Phase.BISECT, capped=True).passed:
                 self.bad = size
             elif size != self.bad and self.bad is not None:
                 self.good = size
             else:  # it failed with all the memory and passes with less, or nothing above it has failed
                 if size == self.bad:
                     self._strike(size)
-                    phase = Phase.RECHECK
                 self.good, self.bad = size, self._failure_above(size)
                 stride *= 2
 
@@ -223,7 +231,7 @@ class _Search:
         if self.bad is None:
             assert self.good is not None
             return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)
-        if self.good is not None and self.enough(self.good, self.bad):
+        if self.good is not None and self.is_closed(self.good, self.bad):
             return None
         middle = self.sizes.middle(self.good, self.bad)
         if middle is None and self.bad not in self.failed:
@@ -241,7 +249,7 @@ class _Search:
         if self.ask(deciding, Phase.RECHECK, capped=True).passed:
             self._strike(deciding)
             self.good, self.bad = deciding, self._failure_above(deciding)
-            self.bisect(Phase.RECHECK)
+            self.bisect()
 
     def look_beyond(self) -> None:
         """Try sizes above the failure that decided; one that passes is where the search goes on, once."""
@@ -253,8 +261,23 @@ class _Search:
                 continue
             if self.ask(size, Phase.RECHECK, capped=True).passed:
                 self.good, self.bad, self.confirmations = size, self._failure_above(size), 2
-                self.bisect(Phase.RECHECK)
+                self.bisect()
                 return
+
+    def look_past_holes(self) -> None:
+        """Try a size a little above the failure that decided; while that passes, the failure was a hole: go on above it."""
+        while self.good is not None and self.bad is not None:
+            size = self.sizes.up(self.good, round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step)
+            if size <= self.bad or size in self.failed | self.failed_full:
+                return
+            if not self.ask(size, Phase.RECHECK, capped=True).passed:
+                return
+            self.good, self.bad = size, self._failure_above(size)
+            self.is_closed = self._is_within_a_stride
+            self.bisect()
+
+    def _is_within_a_stride(self, good: int, bad: int) -> bool:
+        return bad - good <= CONFIRM_STRIDE * good or self.enough(good, bad)
 
     def confirm(self) -> tuple[int | None, int | None]:
         """Run the answer for longer; while that fails, move down in growing strides, then close that bracket."""
@@ -278,7 +301,7 @@ class _Search:
         return self.sizes.middle(good, bad)
 
     def _scattered(self, size: int) -> int:
-        return round(self.scatter() * size / self.sizes.step) * self.sizes.step
+        return round(max(self.scatter(), CONFIRM_STRIDE) * size / self.sizes.step) * self.sizes.step
 
     def _confirmed(self, size: int) -> bool:
         by_chance = self.bad is not None and self.scatter() > 0

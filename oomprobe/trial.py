@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ import torch
 
 from oomprobe.compiled import Compiled
 from oomprobe.devices import Device, Heaped, Simulated, Usage
-from oomprobe.errors import NotRunError, SimulationError, UnreliableError, step_failed
+from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, step_failed
 from oomprobe.failure import Failure, failure_of
 from oomprobe.interrupts import Interrupts, TimeUp
 from oomprobe.options import StepFn
@@ -34,7 +35,7 @@ STOPPED_STEPPING = (
 )
 
 
-OVER_CAP = "it ran, but with more than the cap: what was there before the trial, the allocator does not take back"
+OVER_CAP = "it ran, but used more than the cap: memory reserved before the trial is not reclaimed"
 
 
 def _over_cap(usage: Usage, request: Request) -> bool:
@@ -61,10 +62,6 @@ def is_cut_anew(holes_bytes: int | None, available_bytes: int) -> bool:
         (True, False, False)
     """
     return holes_bytes is not None and holes_bytes > HOLES_SHARE * available_bytes
-
-
-class StoppedStepping(Exception):
-    """A step that trained at a smaller size does not at this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +116,7 @@ class Trials:
         steps: By name.
         optimizers: Gives those known so far; others show themselves.
         restore_modes: Puts every module's train or eval mode back.
+        let_go: Lets go of the gradients and the state that earlier calls made.
         watch: Sees optimizers step.
         interrupts: Lets signals reach the step.
         after_call: Called after each call of a step.
@@ -132,13 +130,14 @@ class Trials:
         *,
         optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
         restore_modes: Callable[[], None],
+        let_go: Callable[[], None],
         watch: OptimizerWatch,
         interrupts: Interrupts,
         after_call: Callable[[], None] = lambda: None,
     ) -> None:
         self._device, self.model, self._steps = device, model, steps
         self._optimizers, self._watch, self.interrupts = optimizers, watch, interrupts
-        self._restore_modes, self._after_call = restore_modes, after_call
+        self._restore_modes, self._let_go, self._after_call = restore_modes, let_go, after_call
         self._simulated: Simulated | None = device if isinstance(device, Simulated) else None
         if self._simulated is not None:
             self._simulated.begin_probe(interrupts.poll)
@@ -155,7 +154,8 @@ class Trials:
             StepFailedError: the step failed with a bug; chained from the user's own exception.
         """
         run = _Run()
-        self.compiled.start_size(request.batch_size)
+        self.compiled.start_size(request.batch_size, anew=request.phase is Phase.CONFIRM)
+        self.start_cold()
         self._device.start_trial()
         try:
             with self._device.cap(request.cap_bytes):
@@ -165,11 +165,8 @@ class Trials:
         except TimeUp as up:
             self.interrupts.check_own(up)
             run.verdict = Verdict.TIMED_OUT
-        except (SimulationError, NotRunError):
+        except (SimulationError, NotRunError, NotTrainedError):
             raise
-        except StoppedStepping:
-            calls = _max_calls(self._steps[run.step_name or ""])
-            raise UnreliableError(STOPPED_STEPPING.format(calls=calls, size=request.batch_size)) from None
         except Exception as error:
             run.usage = self._usage()
             self._watch.drop_half_made()
@@ -191,6 +188,16 @@ class Trials:
         elif run.verdict is not Verdict.POISONED:
             run.verdict = self._judge(run, request, healthy=self._device.healthy())
         return _trial(request, run, several=len(self._steps) > 1, timed=self._simulated is None)
+
+    def start_cold(self) -> None:
+        """Let go of what earlier calls left: the next finds the memory as training will, with nothing but the model in it.
+
+        A process on the host is warmed instead, for its heap remembers.
+        """
+        self._let_go()
+        if not self._device.on_host:
+            gc.collect()
+            self._device.release()
 
     def _judge(self, run: _Run, request: Request, *, healthy: bool) -> Verdict:
         assert run.failure is not None
@@ -266,7 +273,7 @@ class Trials:
         """Call the step until all the wanted optimizers have stepped; once when none is wanted.
 
         Raises:
-            StoppedStepping: one that stepped before does not any more, so that the size was not really run.
+            NotTrainedError: one that stepped before does not any more, so that the size was not really run.
         """
         self._watch.stepped.clear()
         for _ in range(_max_calls(step) if wanted else 1):
@@ -274,7 +281,7 @@ class Trials:
             if self._watch.stepped and self._all_stepped(wanted):
                 return set(self._watch.stepped)
         if wanted and learned:
-            raise StoppedStepping
+            raise NotTrainedError(STOPPED_STEPPING.format(calls=_max_calls(step), size=request.batch_size))
         return set(self._watch.stepped)
 
     def _all_stepped(self, wanted: set[int]) -> bool:
@@ -353,6 +360,7 @@ class Trials:
         """
         request = Request(batch_size=batch_size, phase=Phase.GROW, steps=1, deadline_s=deadline_s)
         self.compiled.start_size(batch_size)
+        self.start_cold()
         try:
             for step in self._steps.values():
                 if len(self._steps) > 1:

@@ -296,12 +296,12 @@ def test_a_failed_confirmation_moves_down_to_a_size_that_passes_it(memory, sizes
     sound = data.draw(st.integers(sizes.first - 1, exact - 1), label="largest that is confirmed")
     memory.fails_confirming = range(sound + 1, exact + 1)
     found = find(memory, sizes, capped=True, enough=never)
-    assert found.batch_size == multiples_up_to(sound, sizes)
     assert found.unconfirmed[0] == exact
     if found.batch_size is None:
-        assert found.deciding == sizes.first
+        assert (found.deciding, multiples_up_to(sound, sizes)) == (sizes.first, None)
     else:
-        assert found.deciding == found.batch_size + sizes.step
+        assert found.batch_size <= multiples_up_to(sound, sizes) < found.deciding
+        assert found.deciding - found.batch_size <= max(sizes.step, found.batch_size / 128 + sizes.step / 2)
         assert memory.confirmed(found.batch_size)
 
 
@@ -341,13 +341,14 @@ def test_confirmations_are_few():
     assert len(memory.trials(Phase.CONFIRM)) <= 3 + math.log2(BILLION)
 
 
-@pytest.mark.parametrize(("scatter", "trials"), [(0.0, 24), (1 / 32, 12), (0.2, 7)])
+@pytest.mark.parametrize(("scatter", "trials"), [(0.0, 13), (1 / 32, 12), (0.2, 7)])
 def test_where_chance_decides_an_answer_is_confirmed_twice_and_no_closer_than_that(scatter, trials):
     memory = Memory(10_000, fails_confirming=range(7_000, 10_001))
     found = find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never, scatter=lambda: scatter)
     assert memory.confirmed(found.batch_size)
-    assert 7_000 / (1 + scatter) - 1 <= found.batch_size < 7_000
-    assert found.deciding - found.batch_size <= max(1, scatter * found.batch_size)
+    closest = max(scatter, 1 / 128)
+    assert 7_000 / (1 + closest) - 1 <= found.batch_size < 7_000
+    assert found.deciding - found.batch_size <= closest * found.batch_size + 1
     confirmed = [size for size, _ in memory.trials(Phase.CONFIRM)]
     assert confirmed.count(found.batch_size) == (2 if scatter else 1)
     assert len(confirmed) <= trials

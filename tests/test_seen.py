@@ -99,7 +99,7 @@ def test_a_scheduler_does_not_run_off_its_end():
     for _ in range(5):
         for _ in range(3):
             step(model, 1)
-        seen.start_over()
+        seen.restart_counts()
     assert scheduler.last_epoch == 0
 
 
@@ -107,5 +107,5 @@ def test_a_scaler_forgets_a_step_that_failed_half_way():
     scaler = torch.amp.GradScaler("cpu")
     seen = Seen(nn.Linear(1, 1), [lambda model, n: scaler])
     scaler._per_optimizer_states[7] = "half-way"
-    seen.start_over()
+    seen.restart_counts()
     assert not scaler._per_optimizer_states

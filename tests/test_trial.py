@@ -227,7 +227,7 @@ def test_a_leak_that_was_an_error_is_one_when_its_trials_are_recalled(tmp_path):
 
 
 def with_a_rare_expert(device, expert_bytes, *, used_from):
-    """Its state comes at the first size that uses it; the ledger is told of that, as a device would be."""
+    """Its state comes at the first size that uses it; the ledger is told of that, and of its end, as a device would be."""
     often, rare = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(expert_bytes // 4))
     optimizer = torch.optim.AdamW([often, rare], foreach=False)
     model = nn.ParameterList([often, rare])
@@ -236,8 +236,14 @@ def with_a_rare_expert(device, expert_bytes, *, used_from):
         optimizer.zero_grad()
         device.take(batch_size * 100 * MIB)
         (often.sum() + (rare.sum() if batch_size >= used_from else 0)).backward()
-        device.live += 0 if rare in optimizer.state or rare.grad is None else 2 * expert_bytes
+        is_first = rare.grad is not None and rare not in optimizer.state
         optimizer.step()
+        if is_first:
+            device.live += 2 * expert_bytes
+            weakref.finalize(optimizer.state[rare]["exp_avg"], gives_back).atexit = False
+
+    def gives_back():
+        device.live -= 2 * expert_bytes
 
     return model, step
 

@@ -18,11 +18,21 @@ from oomprobe.devices import linux, spills
 from oomprobe.devices.base import Usage
 from oomprobe.devices.plain import PlainDevice
 from oomprobe.devices.stated import check_stated, name_with
+from oomprobe.errors import UnreliableError
 from oomprobe.scope import scope
 from oomprobe.verdict import Evidence, Verdict, classify_error
 
 NEARLY_NOTHING = 0.01  # share of the device: less than this free counts as full
 INTEGRATED_NAMES = ("is_integrated", "is_integrated_gpu")  # what torch.cuda and torch.xpu call it
+NO_POOL = (0, 0)  # the allocator's own segments; those of a captured graph have an id of their own
+UNCAPPED = (
+    "{name}: this process's CUDA allocator ({backend}) neither counts nor limits what it hands out, so nothing can be "
+    "measured. Use torch's own: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and do not call change_current_allocator"
+)
+GRAPHS = (
+    "not fully cold: a CUDA graph captured before the trial may use the cuBLAS workspaces, so they stayed allocated; a "
+    "fresh process may run a slightly different size"
+)
 
 
 class AcceleratorDevice(PlainDevice):
@@ -32,7 +42,7 @@ class AcceleratorDevice(PlainDevice):
     allocation beyond that would not fail by itself.
 
     Attributes:
-        notes: Why no trial ran without a cap, for the report.
+        notes: Why no trial ran without a cap, and what could not be started cold, for the report.
     """
 
     def __init__(
@@ -55,6 +65,7 @@ class AcceleratorDevice(PlainDevice):
 
         Raises:
             InvalidArgumentError: more was stated than the device has.
+            UnreliableError: its allocator cannot be limited.
         """
         self._torch = torch.get_device_module(device) if module is None else module
         index = self._torch.current_device() if device.index is None else device.index
@@ -64,10 +75,23 @@ class AcceleratorDevice(PlainDevice):
         check_stated(stated_bytes, self.total_bytes, str(properties.name))
         self.name = name_with(str(properties.name), stated_bytes)
         self.integrated = any(bool(getattr(properties, name, False)) for name in INTEGRATED_NAMES)
+        self._refuse_uncapped()
         self._counters = (0, 0)
         self._stated_bytes, self._host_free_bytes = stated_bytes, host_free_bytes or linux.free_bytes
         self._available_bytes: int | None = None  # when it was last measured
-        self.notes = (*(spills.reasons(device.type) if reasons is None else reasons), *self._unified())
+        self._always_capped = (*(spills.reasons(device.type) if reasons is None else reasons), *self._unified())
+        self.notes = self._always_capped
+
+    def _refuse_uncapped(self) -> None:
+        if self.torch_device.type != "cuda" or self._torch is not torch.cuda:
+            return
+        backend = torch.cuda.memory.get_allocator_backend()
+        if backend in ("native", "cudaMallocAsync"):
+            one_byte = torch.empty(1, dtype=torch.uint8, device=self.torch_device)
+            if torch.cuda.memory_allocated(self.torch_device) >= one_byte.numel():
+                return
+            backend += " without its cache"
+        raise UnreliableError(UNCAPPED.format(name=self.name, backend=backend))
 
     def _unified(self) -> tuple[str, ...]:
         if not self.integrated:
@@ -97,7 +121,7 @@ class AcceleratorDevice(PlainDevice):
 
     def _held(self, limit_bytes: int | None) -> int | None:
         """The limit, or what stands in for none where no allocation would fail by itself."""
-        if self._stated_bytes is None and not self.notes:
+        if self._stated_bytes is None and not self._always_capped:
             return limit_bytes
         if self._available_bytes is None:
             self.available_bytes()
@@ -121,7 +145,8 @@ class AcceleratorDevice(PlainDevice):
         self._hold_to(before)
 
     def _fraction(self) -> float:
-        return float(self._torch.get_per_process_memory_fraction(self.torch_device))
+        """The user's own; cudaMallocAsync says 2^33 where nobody has set one, and takes no more than 1."""
+        return min(1.0, float(self._torch.get_per_process_memory_fraction(self.torch_device)))
 
     def _hold_to(self, fraction: float) -> None:
         # Torch keeps whole bytes and rounds down: without the next float up, each cap would cost the user a byte.
@@ -160,6 +185,26 @@ class AcceleratorDevice(PlainDevice):
     def release(self) -> None:
         self.synchronize()
         self._torch.empty_cache()
+        if self._clear_workspaces():
+            self._torch.empty_cache()
+
+    def _clear_workspaces(self) -> bool:
+        """Give back what cuBLAS keeps for each thread and stream; not under a captured graph, which replays into it."""
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is None or self._torch is not torch.cuda:
+            return False
+        if self._has_graphs():
+            if GRAPHS not in self.notes:
+                self.notes = (*self.notes, GRAPHS)
+            return False
+        clear()
+        return True
+
+    def _has_graphs(self) -> bool:
+        if torch.cuda.memory.get_allocator_backend() != "native":  # the others show no segments
+            return False
+        segments = self._torch.memory_snapshot()
+        return any(tuple(segment["segment_pool_id"]) != NO_POOL for segment in segments)
 
     def healthy(self) -> bool:
         return kernel_answers(self.torch_device, self.release)

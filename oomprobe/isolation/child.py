@@ -119,6 +119,8 @@ class _Answers:
         self._spec = spec
         self._seen = Seen(self._built.model, self._built.steps.values())
         self._runner: LocalRunner | None = None
+        gc.collect()
+        gc.freeze()  # for as long as this process lives: trials collect what they made
 
     def to(self, message: Message) -> Message:
         does: dict[str, Callable[..., Message]] = {
@@ -254,6 +256,7 @@ class _Answers:
             self._built.steps,
             optimizers=lambda: self._seen.optimizers,
             restore_modes=self._seen.restore_modes,
+            let_go=self._seen.restart_counts if device.on_host else self._seen.start_cold,
             watch=watch,
             interrupts=Interrupts(),
         )

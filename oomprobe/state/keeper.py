@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomprobe.devices import linux
 from oomprobe.errors import UnreliableError
 from oomprobe.state.capture import reachable
+from oomprobe.state.cold import ColdStart
 from oomprobe.state.hooks import KeptHooks
 from oomprobe.state.kept import Kept
 from oomprobe.state.late import KeptLate
@@ -23,7 +24,7 @@ from oomprobe.state.resident import bytes_left_by_steps
 from oomprobe.state.shelf import Shelf, shelf_beside_limits, with_room
 from oomprobe.state.storage import once_per_storage
 from oomprobe.state.surroundings import Surroundings
-from oomprobe.state.tensors import KeptTensor, KeptWhole, copy_storages, plain_parts, storages_of
+from oomprobe.state.tensors import KeptParts, KeptTensor, KeptWhole, copy_storages, plain_parts, storages_of
 from oomprobe.state.values import Memory
 from oomprobe.units import format_bytes
 
@@ -75,7 +76,9 @@ class Keeper:
         self._seen: dict[int, object] = {}
         self._unread: list[str] = []
         self._unknown_before: list[tuple[str, set[int]]] = []  # by kind of optimizer, the ids of parameters
-        self._keep_all([model, *preserve, *reachable([model, *steps, *preserve])])
+        found = [model, *preserve, *reachable([model, *steps, *preserve])]
+        self._keep_all(found)
+        self._cold = ColdStart(found)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -92,6 +95,7 @@ class Keeper:
         """Keep an optimizer that shows itself by stepping, just before it does, for as long as it lives."""
         if not self._knows(optimizer):
             self._keep_all([optimizer, *reachable([optimizer])], late=True)
+            self._cold.see(optimizer)
 
     def release_dead(self) -> None:
         """Let go of what died with an optimizer: a step may make its model and optimizer anew on each call."""
@@ -164,10 +168,21 @@ class Keeper:
         if self._shelf is not None:
             self._shelf.close()
 
-    def start_over(self) -> None:
-        """Before each trial: what only counts steps begins anew, so that trials do not run it off its end."""
-        for kept in self._objects:
-            kept.start_over()
+    def restart_counts(self) -> None:
+        """Begin schedules and loss scales anew, so that trials do not run them off their end."""
+        self._cold.restart_counts()
+
+    def start_cold(self) -> None:
+        """Let go of the gradients, optimizer state and buffers that trials have made."""
+        self._cold.put_back()
+
+    def put_weights_back(self) -> bool:
+        """Restore parameters and buffers, which trials have trained; whether they could be."""
+        with once_per_storage():
+            for tensor in self._memory.tensors:
+                if isinstance(tensor, KeptParts) or tensor.held:
+                    tensor.put_back()
+        return True
 
     def restore_modes(self) -> None:
         """Put every module's train or eval mode back, as training does between its phases."""

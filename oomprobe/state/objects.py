@@ -28,13 +28,6 @@ class KeptObject:
         self._loaded: set[str] = set()  # names of attributes that load_state_dict made anew
         self._params = [list(group["params"]) for group in value.param_groups] if self.is_optimizer else []
 
-    def start_over(self) -> None:
-        """Between trials: a scheduler does not run off its end, a scaler forgets a step that failed half-way."""
-        if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
-            self._attributes.put_back(self._value)
-        elif isinstance(self._value, torch.amp.GradScaler):
-            getattr(self._value, "_per_optimizer_states", {}).clear()  # a disabled one has none
-
     @property
     def name(self) -> str:
         return f"state of {type(self._value).__name__}"
