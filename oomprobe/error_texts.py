@@ -251,6 +251,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
         r"(?:cuda|hip)ErrorNotReady\b",
         r"CUDA_ERROR_NOT_READY",
         ambiguous=True,
+        redeemable=True,  # seen at the edge of memory under WSL, in a process that went on working
     ),
     _row(
         "POISONED",

@@ -37,6 +37,18 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(facts=facts_of(error), text=_text(error), where=_where(error))
 
 
+def clear_frames(error: BaseException) -> None:
+    """Let go of what the failed step's frames hold, in an exception that goes on to the user: tensors on the device."""
+    chain: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while chain:
+        link = chain.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            chain += [link.__cause__, link.__context__]
+
+
 def _text(error: BaseException) -> str:
     try:
         message = str(error)

@@ -73,7 +73,7 @@ def bench_here(
         counted = (
             chosen.counting(partial(keeper.state_bytes, "cpu")) if isinstance(chosen, HostDevice) else nullcontext()
         )
-        with closing(keeper), counted, OptimizerWatch(meet) as watch:
+        with closing(keeper), counted, OptimizerWatch(meet, model) as watch:
             trials = Trials(
                 chosen,
                 model,

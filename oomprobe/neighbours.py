@@ -1,4 +1,7 @@
-"""Others who use the device too: a trial during which their memory moved says nothing, and is tried again."""
+"""Others who use the device too: a trial that failed while they held more than before is tried again.
+
+One that passed has passed, and one that failed at a cap which they left room for has failed by itself.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from oomprobe.runner import Ran
 from oomprobe.units import format_bytes
 from oomprobe.verdict import Verdict
 
-MOVED_SHARE = 0.02  # of the device: more than libraries take for kernels that they load late
+# Of the device, and at least: kernels that libraries load late take 250 MiB and more, 3 % of a card of 8 GB.
+MOVED_SHARE, MOVED_BYTES = 0.02, 512 * 2**20
 ATTEMPTS = 5  # of a trial
 LOOKS = 3  # for quiet, between two attempts; all the waits add up to 24 seconds
 WAIT = tenacity.wait_exponential(multiplier=2, max=16)
@@ -26,13 +30,14 @@ class Neighbours:
         sleep: Waits between attempts.
 
     Attributes:
-        contaminated: Whether it moved in every attempt of some trial, so that the answer may be theirs.
+        contaminated: Whether others held more in every attempt of some trial that failed, so that the answer may be theirs.
         notes: What was seen; in order, without doubles.
         held_bytes: Samples, each after a trial.
     """
 
     def __init__(self, total_bytes: int, names: Callable[[], str], *, sleep: Callable[[float], None]) -> None:
-        self._tolerated_bytes, self._names = MOVED_SHARE * total_bytes, names
+        self._total_bytes, self._names = total_bytes, names
+        self._tolerated_bytes = max(MOVED_SHARE * total_bytes, MOVED_BYTES)
         self._sleep = sleep
         self._expected_bytes: int | None = None
         self.contaminated = False
@@ -54,7 +59,7 @@ class Neighbours:
         """
         ran = run()
         for _ in range(ATTEMPTS - 1):
-            if not self._was_disturbed(ran):
+            if self.contaminated or not self._was_disturbed(ran):  # once is enough to wait for them in vain
                 break
             self._wait_for_quiet(look)
             ran = run()
@@ -69,39 +74,44 @@ class Neighbours:
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(LOOKS),
             wait=WAIT,
-            retry=tenacity.retry_if_result(lambda moved_bytes: moved_bytes > self._tolerated_bytes),
+            retry=tenacity.retry_if_result(lambda grown_bytes: grown_bytes > self._tolerated_bytes),
             retry_error_callback=lambda state: None,
             sleep=self._sleep,
         )
-        retrying(lambda: self._moved_bytes(look()))
+        retrying(lambda: self._grown_bytes(look()))
 
     def _was_disturbed(self, ran: Ran) -> bool:
         if not self._is_disturbed(ran):
             return False
-        moved_bytes = self._moved_bytes(ran.outside_before_bytes, ran.outside_after_bytes)
+        grown_bytes = self._grown_bytes(ran.outside_before_bytes, ran.outside_after_bytes)
         self.notes[
-            f"others on the device took or gave back {format_bytes(moved_bytes)} around batch {ran.trial.batch_size}: "
+            f"others on the device held {format_bytes(grown_bytes)} more around batch {ran.trial.batch_size}, which failed: "
             "that trial was discarded and tried again"
         ] = None
         return True
 
     def _is_disturbed(self, ran: Ran) -> bool:
-        moved_bytes = self._moved_bytes(ran.outside_before_bytes, ran.outside_after_bytes)
-        return moved_bytes > self._tolerated_bytes and ran.trial.verdict not in NO_MATTER
+        if ran.trial.passed or ran.trial.verdict in NO_MATTER:
+            return False
+        outside_bytes = max(ran.outside_before_bytes or 0, ran.outside_after_bytes or 0)
+        cap_bytes = ran.trial.cap_bytes
+        has_room = cap_bytes is not None and self._total_bytes - outside_bytes >= cap_bytes
+        return self._grown_bytes(outside_bytes) > self._tolerated_bytes and not has_room
 
     def _named(self) -> str:
         names = self._names()
         return f" ({names})" if names else ""
 
-    def _moved_bytes(self, *samples: int | None) -> int:
-        known = [sample for sample in (self._expected_bytes, *samples) if sample is not None]
-        return max(known) - min(known) if self._expected_bytes is not None else 0
+    def _grown_bytes(self, *samples: int | None) -> int:
+        if self._expected_bytes is None:
+            return 0
+        return max((sample for sample in samples if sample is not None), default=0) - self._expected_bytes
 
     def _give_up(self, ran: Ran) -> None:
         self.contaminated = True
         self._expected_bytes = ran.outside_after_bytes
         self.notes[
-            "CONTAMINATED: memory of others on the device went on moving, or did not come back, around batch "
+            "CONTAMINATED: others on the device kept more memory than before, around batch "
             f"{ran.trial.batch_size}, so the answer may be about them{self._named()}. Probe again when the device is yours "
             "alone"
         ] = None

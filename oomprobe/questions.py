@@ -18,11 +18,11 @@ def confirm_only(bench: Workbench, size: int) -> Found:
 
     The available memory is sampled before the trial and, once its kernels are loaded, after it.
     """
-    bench.measure_available()
+    bench.measure_available(loaded=False)
     first_budget = bench.budget_bytes
     trial = _confirm(bench, size, Phase.CONFIRM)
     if trial.passed:
-        bench.measure_available()
+        bench.measure_available(loaded=True)
         peak = trial.peak_reserved_bytes
         if bench.budget_bytes < first_budget and (peak is None or peak > bench.budget_bytes):
             trial = _confirm(bench, size, Phase.RECHECK)

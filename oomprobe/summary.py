@@ -17,7 +17,7 @@ from oomprobe.errors import NothingFitsError
 from oomprobe.estimates import estimates
 from oomprobe.fit import LinearFit, fit_line
 from oomprobe.lasting import leak_of_step
-from oomprobe.result import ProbeResult, Trial
+from oomprobe.result import Phase, ProbeResult, Trial
 from oomprobe.search import Found
 from oomprobe.trial import is_cut_anew
 from oomprobe.units import format_bytes, format_seconds
@@ -69,9 +69,10 @@ def result(bench: Workbench, found: Found) -> ProbeResult:
 def nothing_fits(bench: Workbench) -> NothingFitsError:
     """Say that not even the smallest size runs, and by how much."""
     last = next(trial for trial in reversed(bench.trials) if not trial.passed)
-    with_all = last.cap_bytes is None
+    with_all = last.cap_bytes is None or bench.options.memory_fraction == 1
     one_size = bench.options.min_batch == bench.options.max_batch
-    room = "all the memory there is" if with_all else f"a budget of {format_bytes(bench.budget_bytes)}"
+    cap = format_bytes(last.cap_bytes or 0)
+    room = "all the memory there is" if with_all else f"a budget of {cap}"
     margin = "" if with_all else f" (memory_fraction={bench.options.memory_fraction})"
     advice = [
         "a smaller model or sample, activation checkpointing or lower precision",
@@ -115,7 +116,8 @@ def _first_failing(bench: Workbench, found: Found) -> int | None:
     limit = found.limit or found.batch_size or 0
     if found.first_failing is None or found.first_failing > limit:
         return found.first_failing
-    failed = {t.batch_size for t in bench.trials if not t.passed and t.cap_bytes is None and t.accumulation_steps == 1}
+    grown = (t for t in bench.trials if not t.passed and t.phase is Phase.GROW and t.accumulation_steps == 1)
+    failed = {t.batch_size for t in grown}
     return min((size for size in failed - set(found.struck) if size > limit), default=None)
 
 
@@ -256,6 +258,8 @@ def _outside(bench: Workbench) -> list[str]:
     if not held:
         return []
     grown = held[-1] - held[0]
+    if not held[-1] and grown <= 0:
+        return []
     text = f"{format_bytes(held[-1])} of the device is held outside this process's allocator"
     if grown <= 0:
         return [f"{text} (context, libraries, other processes); the cap does not count it"]

@@ -15,7 +15,7 @@ import torch
 from oomprobe.compiled import Compiled
 from oomprobe.devices import Device, Heaped, Simulated, Usage
 from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, step_failed
-from oomprobe.failure import Failure, failure_of
+from oomprobe.failure import Failure, clear_frames, failure_of
 from oomprobe.interrupts import Interrupts, TimeUp
 from oomprobe.options import StepFn
 from oomprobe.result import Phase, Trial
@@ -173,6 +173,7 @@ class Trials:
             run.failure = failure_of(error)
             run.verdict = self._judge(run, request, healthy=True)
             if run.verdict is Verdict.BUG and self._device.healthy():
+                clear_frames(error)
                 raise step_failed(
                     error,
                     batch_size=request.batch_size,
@@ -180,6 +181,9 @@ class Trials:
                     largest_passed=request.largest_passed,
                     caller=getattr(self._steps.get(run.step_name or ""), "oomprobe_caller", None),
                 ) from error
+        except BaseException as interruption:
+            clear_frames(interruption)
+            raise
         # Here the exception is gone, and with it the frames that held the failed step's tensors.
         if run.failure is None:
             run.usage = self._usage()
@@ -366,8 +370,9 @@ class Trials:
                 if len(self._steps) > 1:
                     self._restore_modes()
                 self._call(step, request, _Run(), inside)
-        except BaseException:
+        except BaseException as error:
             self._watch.drop_half_made()
+            clear_frames(error)
             raise
 
 

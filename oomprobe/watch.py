@@ -19,10 +19,15 @@ class OptimizerWatch:
 
     Args:
         before_step: Called with each optimizer just before it steps.
+        model: What is trained: on a GPU, autograd calls its hooks in a thread of its own, and an optimizer that steps in
+            one of those is ours where it trains this.
     """
 
-    def __init__(self, before_step: Callable[[torch.optim.Optimizer], None]) -> None:
+    def __init__(
+        self, before_step: Callable[[torch.optim.Optimizer], None], model: torch.nn.Module | None = None
+    ) -> None:
         self._before_step = before_step
+        self._trained = set() if model is None else {id(parameter) for parameter in model.parameters()}
         self._handles: list[Any] = []
         self.stepped: set[int] = set()
         # Those in the midst of a step, and the parameters they had state of before it, by id.
@@ -37,9 +42,12 @@ class OptimizerWatch:
         return self
 
     def _here(self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
-        """The hooks are of the whole process: what steps in another thread is no part of this probe."""
-        if threading.get_ident() == self._thread:
+        """The hooks are of the whole process: what trains another model in another thread is no part of this probe."""
+        if threading.get_ident() == self._thread or self._trains_the_model(optimizer):
             act(optimizer)
+
+    def _trains_the_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(parameter) in self._trained for group in optimizer.param_groups for parameter in group["params"])
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._before_step(optimizer)

@@ -59,6 +59,7 @@ class Workbench:
         self.runner, self.options, self.trials = runner, options, trials
         self.device, self.notes = runner.place, runner.notes
         self.available_bytes = self.budget_bytes = 0
+        self._is_measured = False  # with the kernels of a step loaded
         self.state_verified = False
         self.anatomy: Anatomy | None = None
         self.neighbours = Neighbours(self.device.total_bytes, self.tenants, sleep=sleep)
@@ -75,7 +76,7 @@ class Workbench:
     def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
         steps = self._steps(phase)
-        cap_bytes = self.budget_bytes if capped else None
+        cap_bytes = self.budget_bytes if capped else self._ceiling_bytes()
         if phase is Phase.GROW and self._is_last(size):
             self._run_last_replayed()
         trial = self._rehearsed(size, phase, steps, cap_bytes) or self.run(
@@ -229,7 +230,7 @@ class Workbench:
             )
             write(ran.trial, nothing_stepped=self.runner.nothing_stepped)
         self._ended(ran.trial)
-        if ran.measured is not None and not self.available_bytes:
+        if ran.measured is not None and not self._is_measured:
             self._take(ran.measured)
         return ran
 
@@ -275,20 +276,41 @@ class Workbench:
 
     # --- the budget ---
 
-    def measure_available(self) -> None:
-        """Sample what this process may use, and with it the budget."""
-        self._take(self.runner.measure())
+    def measure_available(self, *, loaded: bool) -> None:
+        """Sample what this process may use, and with it the budget.
+
+        Args:
+            loaded: Whether a step has loaded its kernels: what is held outside the allocator is known only then.
+        """
+        measured = self.runner.measure()
+        if loaded:
+            self._take(measured)
+        else:
+            self._budget_from(measured)
 
     def _take(self, measured: Measured) -> None:
-        self.available_bytes = measured.available_bytes
-        self.budget_bytes = int(self.options.memory_fraction * self.available_bytes)
+        self._budget_from(measured)
+        self._is_measured = True
         self.neighbours.expect(measured.outside_bytes)
         self._record.take(measured)
+
+    def _budget_from(self, measured: Measured) -> None:
+        self.available_bytes = measured.available_bytes
+        self.budget_bytes = int(self.options.memory_fraction * self.available_bytes)
 
     @property
     def cap_bytes(self) -> int | None:
         """What a trial under the margin is held to; None where the card enforces it."""
-        return self.budget_bytes if self.options.memory_fraction < 1 else None
+        return self._ceiling_bytes() if self.options.memory_fraction == 1 else self.budget_bytes
+
+    def _ceiling_bytes(self) -> int | None:
+        """What a trial that grows is held to; None in a process that may die, and where there is no driver to upset."""
+        edge_bytes = getattr(self.device, "edge_bytes", 0)
+        if self.runner.replaceable or not edge_bytes:
+            return None
+        if not self.available_bytes:
+            self._budget_from(self.runner.measure())  # until a step has loaded its kernels
+        return max(self.budget_bytes, self.available_bytes - edge_bytes)
 
     def tenants(self) -> str:
         """Who else is on the device; empty where nobody knows."""

@@ -230,8 +230,11 @@ class TestEvidence:
         assert classify_error(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), evidence) is expected
 
     @pytest.mark.parametrize("evidence", ALL_EVIDENCE)
-    def test_device_not_ready_is_never_redeemed(self, evidence):
-        assert classify_error(RuntimeError("CUDA driver error: device not ready"), evidence) is Verdict.POISONED
+    def test_device_not_ready_is_redeemed_by_a_health_check(self, evidence):
+        corroborated = evidence.smaller_size_passed and evidence.memory_pressure
+        expected = Verdict.OOM if corroborated else Verdict.BUG
+        error = RuntimeError("CUDA driver error: device not ready")
+        assert classify_error(error, evidence) is (expected if evidence.healthy else Verdict.POISONED)
 
     @pytest.mark.parametrize(
         "error",

@@ -22,7 +22,12 @@ from oomprobe.errors import UnreliableError
 from oomprobe.scope import scope
 from oomprobe.verdict import Evidence, Verdict, classify_error
 
+MIB = 2**20
 NEARLY_NOTHING = 0.01  # share of the device: less than this free counts as full
+# What a probe in the user's own process leaves free while it grows. At the driver's edge a failed mapping may break
+# expandable segments for the whole process, libraries fail in obscure words, and neighbours die; the allocator's own
+# limit refuses cleanly.
+EDGE_BYTES, EDGE_SHARE = 256 * MIB, 0.01
 INTEGRATED_NAMES = ("is_integrated", "is_integrated_gpu")  # what torch.cuda and torch.xpu call it
 NO_POOL = (0, 0)  # the allocator's own segments; those of a captured graph have an id of their own
 UNCAPPED = (
@@ -42,6 +47,7 @@ class AcceleratorDevice(PlainDevice):
     allocation beyond that would not fail by itself.
 
     Attributes:
+        edge_bytes: What a trial in the user's own process leaves free, unless the budget is more.
         notes: Why no trial ran without a cap, and what could not be started cold, for the report.
     """
 
@@ -72,6 +78,7 @@ class AcceleratorDevice(PlainDevice):
         self.torch_device = torch.device(device.type, index)
         properties = self._torch.get_device_properties(self.torch_device)
         self.total_bytes = int(properties.total_memory)
+        self.edge_bytes = max(EDGE_BYTES, int(EDGE_SHARE * self.total_bytes))
         check_stated(stated_bytes, self.total_bytes, str(properties.name))
         self.name = name_with(str(properties.name), stated_bytes)
         self.integrated = any(bool(getattr(properties, name, False)) for name in INTEGRATED_NAMES)
@@ -81,6 +88,8 @@ class AcceleratorDevice(PlainDevice):
         self._available_bytes: int | None = None  # when it was last measured
         self._always_capped = (*(spills.reasons(device.type) if reasons is None else reasons), *self._unified())
         self.notes = self._always_capped
+        # Where the driver spills, "free" is more than what stays on the card: at all of it kernels fail, or crawl.
+        self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if spills.why_spills() else 0
 
     def _refuse_uncapped(self) -> None:
         if self.torch_device.type != "cuda" or self._torch is not torch.cuda:
@@ -114,7 +123,7 @@ class AcceleratorDevice(PlainDevice):
         free, _ = self._torch.mem_get_info(self.torch_device)
         own = int(self._torch.memory_reserved(self.torch_device))
         host_free = self._host_free_bytes() if self.integrated else None
-        bounds = [free + own, int(self._fraction() * self.total_bytes)]
+        bounds = [max(0, free + own - self._not_resident_bytes), int(self._fraction() * self.total_bytes)]
         bounds += [] if self._stated_bytes is None else [self._stated_bytes]
         bounds += [] if host_free is None else [host_free + own]
         return int(min(bounds))

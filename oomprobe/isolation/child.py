@@ -248,7 +248,7 @@ class _Answers:
         return LocalRunner(device, trials, self._seen, Clock(self._options), [], smallest=smallest)
 
     def _trials(self, device: Device) -> Trials:
-        watch = OptimizerWatch(self._seen.add)
+        watch = OptimizerWatch(self._seen.add, self._built.model)
         watch.__enter__()  # for as long as this process lives
         return Trials(
             device,

@@ -116,7 +116,12 @@ class RemoteRunner:
             self.renew()
         self._phase = request.phase
         warm = self._warmed() if self._forks else None
-        answer = self._ask_or_death(self._question(request, warm), limited=True, request=request)
+        question = self._question(request, warm)
+        try:
+            answer = self._ask_or_death(question, limited=True, request=request)
+        except errors.NotTrainedError:  # trials have trained the weights; a new process has those of the beginning
+            self.renew()
+            answer = self._ask_or_death(question, limited=True, request=request)
         if "death" in answer:
             return Ran(trial=self._died(request, Death.from_message(answer["death"])))
         ran = _ran(answer["ran"])

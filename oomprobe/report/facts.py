@@ -82,9 +82,11 @@ def _throughput(result: ProbeResult) -> list[str]:
         alone = f"{rate(answer)} samples/s at batch {result.batch_size}"
         within = f"no smaller size that ran comes within {100 * (1 - FAST_ENOUGH):.0f} % of it"
         return [f"{alone}; {within}" if smaller else alone]
+    against = f"({rate(smaller[close])} against {rate(answer)} samples/s)"
+    if smaller[close] > 1.01 * answer:
+        return [f"batch {close} is faster than {result.batch_size} {against}"]
     # Rounded up, and never "within 0 %": what is written must hold.
     behind = max(1, math.ceil(round(100 * (1 - smaller[close] / answer), 6)))
-    against = f"({rate(smaller[close])} against {rate(answer)} samples/s)"
     return [f"batch {close} is already within {behind} % of the throughput of {result.batch_size} {against}"]
 
 
