@@ -1,0 +1,193 @@
+"""Run tests on the CUDA bed: in a forked child of this process (60 ms), or in a new interpreter (2 s).
+
+    def peak(size):
+        torch.ones(size, device="cuda")
+        return torch.cuda.max_memory_allocated()
+
+    assert forked(peak, 1000, memory="2GiB", context="300MiB") == 4096
+    assert run_on_bed("print(json.dumps(torch.cuda.device_count()))", memory="1GiB,1GiB") == 2
+
+Options in lower case are the bed's own (context="300MiB" sets CUDASTUB_CONTEXT), names in upper case are environment
+variables. tests/cuda_bed/README.md says what each does. The library reads them when it is loaded, so the process that
+runs the tests must not use CUDA itself, nor run a backward: autograd could not start its threads in the children.
+"""
+
+import contextlib
+import ctypes
+import io
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import traceback
+import warnings
+
+import torch
+import torch._dynamo  # the first optimizer imports it: 3 s in each child otherwise
+
+OPTIONS = ("card", "shared", "context", "lazy", "neighbour", "fail", "scribble", "log")
+
+
+class ChildDiedError(Exception):
+    """A child was ended by a signal, or left without an answer; `signal` is the signal's number or None."""
+
+    signal = None
+
+
+def forked(function, *args, limit_s=60, **options):
+    """Return what `function(*args)` returns in a child that has a bed of its own; raise what it raises.
+
+    The function may be a lambda or a closure; only its result and its errors are pickled. An error has the child's
+    traceback as its cause and its stderr as a note.
+
+    Raises:
+        ChildDiedError: it was ended by a signal, or left by os._exit.
+        TimeoutError: it ran longer than `limit_s`; it and the processes it started (its process group) are killed.
+    """
+    return start(function, *args, **options).result(limit_s=limit_s)
+
+
+def start(function, *args, **options):
+    """As `forked`, but return while the child runs, for tests with several processes."""
+    environment = _environment(**options)
+    answer, output = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # files: no pipe that fills up or stays open
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-xdist's threads
+        pid = os.fork()
+    if pid:
+        return Child(pid, answer, output)
+    try:
+        _in_child(function, args, environment, answer, output)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _in_child(function, args, environment, answer, output):
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the tests
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        if ctypes.CDLL("libcuda.so.1").cudastub_configure():
+            raise RuntimeError("CUDA was used in this process before the fork: torch may remember other devices")
+        torch.set_num_threads(1)  # the pool of the parent is not there any more
+        outcome = _pickled((function(*args), None, None))
+    except BaseException as error:
+        outcome = _pickled_error(error)
+    with open(answer.fileno(), "wb", closefd=False) as file:
+        file.write(outcome)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value):
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":  # would start CUDA in the parent
+            raise TypeError(f"a tensor on {value.device} cannot leave the child: return numbers, or value.cpu()")
+        return NotImplemented
+
+
+def _pickled(value):
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _pickled_error(error):
+    text = "".join(traceback.format_exception(error))
+    try:
+        outcome = _pickled((None, error, text))
+        pickle.loads(outcome)  # some errors pickle and cannot be made again
+    except Exception:
+        outcome = pickle.dumps((None, RuntimeError(f"{type(error).__qualname__}: {error}"), text))
+    return outcome
+
+
+def _environment(*, memory="1GiB", **options):
+    if unknown := {name for name in options if name.islower()} - {*OPTIONS}:
+        raise TypeError(f"no such option of the bed: {', '.join(sorted(unknown))}")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("CUDASTUB_")}
+    own = {f"CUDASTUB_{name.upper()}" if name.islower() else name: str(value) for name, value in options.items()}
+    return {**inherited, "CUDASTUB_MEMORY": memory, **own}
+
+
+class Child:
+    """A function that runs in a forked process."""
+
+    def __init__(self, pid, answer, output):
+        self.pid, self._answer, self._output, self._ended = pid, answer, output, os.pidfd_open(pid)
+        with contextlib.suppress(OSError):  # the child does it too: whoever comes first
+            os.setpgid(pid, pid)
+
+    def result(self, *, limit_s=60):
+        """Wait for the end and return the function's result, or raise its error."""
+        try:
+            ended, _, _ = select.select([self._ended], [], [], limit_s)
+        finally:  # with Ctrl-C too
+            status = self._end()
+        said = self._read(self._output).decode(errors="replace")
+        answer = self._read(self._answer)
+        sys.stderr.write(said)
+        if not ended:
+            error = TimeoutError(f"the child ran longer than {limit_s} s")
+        elif os.WIFSIGNALED(status):
+            error = ChildDiedError(f"the child was ended by {signal.Signals(os.WTERMSIG(status)).name}")
+            error.signal = os.WTERMSIG(status)
+        elif not answer:
+            error = ChildDiedError(f"the child left without an answer, exit status {os.waitstatus_to_exitcode(status)}")
+        else:
+            value, error, text = pickle.loads(answer)
+            if error is None:
+                return value
+            error.__cause__ = Exception(f"in the child:\n{text}")
+        error.add_note(f"stdout and stderr of the child:\n{said or '(nothing)'}")
+        raise error
+
+    def is_running(self):
+        return not select.select([self._ended], [], [], 0)[0]
+
+    def kill(self, signal_number=signal.SIGKILL):
+        os.kill(self.pid, signal_number)
+
+    def _end(self):
+        self.kill()  # where it has ended, its status stays as it is
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # what it left running
+        os.close(self._ended)
+        return os.waitpid(self.pid, 0)[1]
+
+    @staticmethod
+    def _read(file):
+        with file:
+            file.seek(0)
+            return file.read()
+
+
+def run_on_bed(code, *, limit_s=120, **options):
+    """Run Python code in a new interpreter, with torch and json imported; return the JSON on the last line it prints.
+
+    For what torch decides while it is loaded: PYTORCH_ALLOC_CONF="backend:cudaMallocAsync", CUDA_VISIBLE_DEVICES.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", "import json, torch\n" + textwrap.dedent(code)],
+        env=_environment(**options),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,10 @@
+"""Tests on torch's CUDA build and the bed (tests/cuda_bed); `scripts/test tests/cuda` runs them."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def no_cuda_in_this_process():
+    yield
+    assert not torch.cuda.is_initialized(), "use `forked`: a process that has used CUDA cannot fork for other tests"

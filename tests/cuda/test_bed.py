@@ -1,0 +1,237 @@
+"""What the other tests on the bed rely on: torch believes in its devices, and they run out of memory as torch's allocator says."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from .bed import ChildDiedError, forked, run_on_bed, start
+
+MIB = 2**20
+
+
+def allocate(mib):
+    return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+
+def free_mib():
+    return torch.cuda.mem_get_info()[0] // MIB
+
+
+def test_devices():
+    def seen():
+        return torch.cuda.is_available(), [
+            torch.cuda.mem_get_info(device)[1] // MIB for device in range(torch.cuda.device_count())
+        ]
+
+    assert forked(seen) == (True, [1024])
+    assert forked(seen, memory="1GiB,80GiB") == (True, [1024, 80 * 1024])
+
+
+def test_card():
+    def properties():
+        card = torch.cuda.get_device_properties(0)
+        return card.major, card.minor, card.multi_processor_count, card.max_threads_per_multi_processor
+
+    assert forked(properties) == (8, 0, 108, 2048)
+    assert forked(properties, card="9.0,132,2048") == (9, 0, 132, 2048)
+
+
+def test_out_of_memory():
+    def fill():
+        kept = allocate(512)
+        allocate(600)
+        return kept
+
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match=r"Tried to allocate 600.00 MiB. GPU 0 has a total capacity of 1024.00 MiB of which 512.00 MiB is free",
+    ):
+        forked(fill)
+
+
+def test_cap():
+    def fill():
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        allocate(500)
+        allocate(600)
+
+    with pytest.raises(torch.OutOfMemoryError, match="512.00 MiB allowed"):
+        forked(fill)
+
+
+def test_training_step():
+    def train():
+        model = torch.nn.Linear(1024, 1024).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        before = model.weight.clone()
+        model(torch.randn(64, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        return torch.cuda.max_memory_allocated() > 16 * MIB, bool((model.weight.cpu() != before.cpu()).any())
+
+    assert forked(train) == (True, True)
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_expandable_segments(expandable):
+    def segments():
+        kept = [allocate(30) for _ in range(4)]
+        return len(kept), {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
+
+    setting = f"expandable_segments:{expandable}"
+    assert forked(segments, PYTORCH_ALLOC_CONF=setting) == (4, {expandable})
+
+
+def test_malloc_async():
+    code = """
+        kept = torch.empty(100 * 2**20, dtype=torch.uint8, device="cuda")
+        print(json.dumps([torch.cuda.get_allocator_backend(), torch.cuda.memory_reserved() >> 20]))
+    """
+    assert run_on_bed(code, PYTORCH_ALLOC_CONF="backend:cudaMallocAsync") == ["cudaMallocAsync", 128]
+
+
+def test_two_devices():
+    def used():
+        kept = torch.empty(300 * MIB, dtype=torch.uint8, device="cuda:1")
+        return kept.device.index, [torch.cuda.mem_get_info(device)[0] // MIB for device in (0, 1)]
+
+    assert forked(used, memory="1GiB,2GiB") == (1, [1024, 2048 - 300])
+
+
+def test_shared_memory(tmp_path):
+    def hold():
+        kept = allocate(600)
+        (tmp_path / "held").touch()
+        time.sleep(60)
+        return kept
+
+    def look():
+        return free_mib(), torch.cuda.list_gpu_processes().count("600.000 MB")
+
+    shared = tmp_path / "device"
+    holder = start(hold, shared=shared)
+    while holder.is_running() and not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    assert forked(look, shared=shared) == (424, 1)
+    assert forked(free_mib) == 1024
+    holder.kill()
+    with pytest.raises(ChildDiedError):
+        holder.result()
+    assert forked(look, shared=shared) == (1024, 0)
+
+
+def test_neighbour(tmp_path):
+    neighbour = tmp_path / "neighbour"
+
+    def watch():
+        seen = []
+        for held in ("100MiB", "1000MiB", ""):
+            neighbour.write_text(held)
+            seen.append(free_mib())
+        return seen
+
+    assert forked(watch, neighbour=neighbour) == [924, 24, 1024]
+
+
+def test_context_and_lazily_loaded_kernels():
+    def watch():
+        at_first = free_mib()
+        kept = torch.ones(1, device="cuda")
+        return at_first, free_mib(), kept.item()
+
+    assert forked(watch, context="300MiB", lazy="250MiB") == (724, 724 - 250 - 2, 1)
+
+
+def test_sticky_fault():
+    def seen():
+        tensor = torch.ones(4, device="cuda")
+        ctypes.CDLL("libcuda.so.1").cudastub_fail(b"launch", ctypes.c_long(3), 700)
+        texts = []
+        for _ in range(4):
+            try:
+                tensor += 1
+                texts.append("")
+            except RuntimeError as error:
+                texts.append(str(error).splitlines()[0])
+        return texts
+
+    text = "CUDA error: an illegal memory access was encountered"
+    assert forked(seen) == ["", "", text, text]
+
+
+def test_passing_fault():
+    def retried():
+        return allocate(1).device.type, torch.cuda.memory_stats()["num_alloc_retries"]
+
+    assert forked(retried, fail="malloc:1:2") == ("cuda", 1)
+
+
+def test_index_out_of_bounds():
+    def look_up():
+        torch.nn.Embedding(10, 4, device="cuda")(torch.full((3,), 10, device="cuda"))
+        torch.cuda.synchronize()
+
+    with pytest.raises(RuntimeError, match="device-side assert triggered"):
+        forked(look_up)
+
+
+def test_forked_error():
+    def fail():
+        print("said before")
+        raise ValueError("why")
+
+    with pytest.raises(ValueError, match="why") as caught:
+        forked(fail)
+    assert "in fail" in str(caught.value.__cause__)
+    assert "said before" in caught.value.__notes__[0]
+
+
+def test_forked_error_that_cannot_be_pickled():
+    class LocalError(Exception):
+        pass
+
+    def fail():
+        raise LocalError("why")
+
+    with pytest.raises(RuntimeError, match="LocalError: why"):
+        forked(fail)
+
+
+def test_forked_death():
+    with pytest.raises(ChildDiedError, match="SIGSEGV") as caught:
+        forked(os.kill, 0, signal.SIGSEGV)
+    assert caught.value.signal == signal.SIGSEGV
+    with pytest.raises(ChildDiedError, match="exit status 3"):
+        forked(os._exit, 3)
+
+
+def test_forked_timeout_kills_grandchildren(tmp_path):
+    def hang():
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        (tmp_path / "pid").write_text(str(process.pid))
+        process.wait()
+
+    with pytest.raises(TimeoutError, match=r"longer than 0.5 s"):
+        forked(hang, limit_s=0.5)
+    time.sleep(0.1)
+    with (
+        open(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+        if os.path.exists(f"/proc/{(tmp_path / 'pid').read_text()}")
+        else open(os.devnull) as stat
+    ):
+        assert stat.read().split(" ")[2:3] in ([], ["Z"])
+
+
+def test_forked_tensor_of_the_device():
+    with pytest.raises(TypeError, match="a tensor on cuda:0 cannot leave"):
+        forked(allocate, 1)
+
+
+def test_unknown_option():
+    with pytest.raises(TypeError, match="no such option of the bed: contxt"):
+        forked(free_mib, contxt="1GiB")

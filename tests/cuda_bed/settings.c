@@ -1,0 +1,76 @@
+/* The environment variables, read when torch loads the library, and read again by a forked child that has set others. */
+#include "bed.h"
+#include <stdarg.h>
+
+Settings settings;
+
+void log_line(const char *format, ...) {
+    if (!settings.log) return;
+    va_list rest;
+    va_start(rest, format);
+    fprintf(stderr, "cudastub: ");
+    vfprintf(stderr, format, rest);
+    fputc('\n', stderr);
+    va_end(rest);
+}
+
+int64_t parse_bytes(const char *text, char **end) {
+    double number = strtod(text, end);
+    switch (**end) {
+    case 'T': number *= 1024; /* fall through */
+    case 'G': number *= 1024; /* fall through */
+    case 'M': number *= 1024; /* fall through */
+    case 'K': number *= 1024; /* fall through */
+    case 'B': *end += strcspn(*end, ",");
+    }
+    return (int64_t)number;
+}
+
+static int64_t bytes_from(const char *variable) {
+    char *end;
+    const char *text = getenv(variable);
+    return text ? parse_bytes(text, &end) : 0;
+}
+
+static int number_from(const char *variable, int otherwise) {
+    const char *text = getenv(variable);
+    return text && *text ? atoi(text) : otherwise;
+}
+
+static void path_from(const char *variable, char *into) {
+    const char *text = getenv(variable);
+    snprintf(into, sizeof settings.shared_file, "%s", text ? text : "");
+}
+
+/* Returns 0, or 1 where CUDA was used before: torch may then remember the devices of the old settings. */
+EXPORT int cudastub_configure(void) {
+    int used = was_used();
+    const char *text = getenv("CUDASTUB_MEMORY");
+    char *end = (char *)(text && *text ? text : "1GiB");
+    for (settings.devices = 0; *end && settings.devices < MAX_DEVICES; settings.devices++) {
+        settings.capacity_bytes[settings.devices] = parse_bytes(end, &end);
+        end += *end == ',';
+    }
+    settings.major = 8, settings.minor = 0, settings.multiprocessors = 108, settings.threads_each = 2048; /* an A100's */
+    if ((text = getenv("CUDASTUB_CARD")))
+        sscanf(text, "%d.%d,%d,%d", &settings.major, &settings.minor, &settings.multiprocessors, &settings.threads_each);
+    settings.context_bytes = bytes_from("CUDASTUB_CONTEXT");
+    settings.lazy_bytes = bytes_from("CUDASTUB_LAZY");
+    settings.scribble = number_from("CUDASTUB_SCRIBBLE", 1);
+    settings.asserts = number_from("CUDASTUB_ASSERT", 1);
+    settings.log = number_from("CUDASTUB_LOG", 0);
+    path_from("CUDASTUB_NEIGHBOUR", settings.neighbour_file);
+    path_from("CUDASTUB_SHARED", settings.shared_file);
+    ask_for_fault(getenv("CUDASTUB_FAIL"));
+    reset_memory();
+    reset_pools();
+    return used;
+}
+
+__attribute__((constructor)) static void when_loaded(void) {
+    cudastub_configure();
+    setenv("TORCH_CUDNN_V8_API_DISABLED", "1", 0); /* cuDNN 7's interface is a few calls, that of 8 a language */
+    /* This file under two more names: whoever asks the process for them from now on (NVML's Python package) gets it.
+     * The results are looked at because a dlopen that ends a function would look in its caller's directories. */
+    if (!dlopen("libnvidia-ml.so.1", RTLD_LAZY) || !dlopen("libcuda.so.1", RTLD_LAZY)) fprintf(stderr, "cudastub: %s\n", dlerror());
+}

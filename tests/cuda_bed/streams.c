@@ -1,0 +1,103 @@
+/* Streams, events and graphs. Everything is done at once, so a stream has nothing to wait for. */
+#include "bed.h"
+#include <time.h>
+
+typedef struct { int priority; unsigned long long capture; } Stream; /* capture: its number, 0 outside of one */
+static unsigned long long captures;
+
+/* Streams 0, 1 and 2 are CUDA's own: the default one, legacy, per thread. */
+static Stream *made_stream(cudaStream_t stream) { return (uintptr_t)stream > 2 ? (Stream *)stream : 0; }
+
+EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    int error = make_context(current_device);
+    if (error) return fail_with(error);
+    Stream *made = calloc(1, sizeof *made);
+    made->priority = priority;
+    *stream = (cudaStream_t)made;
+    return status();
+}
+EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+EXPORT cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    free(made_stream(stream));
+    return status();
+}
+EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
+    *priority = made_stream(stream) ? made_stream(stream)->priority : 0;
+    return status();
+}
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    RETURN_IF_FAULTY(SYNC);
+    return 0;
+}
+EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void *data, unsigned flags) {
+    call(stream, 0, data);
+    return status();
+}
+EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void *data) {
+    call(data);
+    return status();
+}
+
+#define THE_GRAPH ((cudaGraph_t)16) /* torch only hands it back to functions that do nothing */
+
+EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
+    if (made_stream(stream)) made_stream(stream)->capture = ++captures;
+    return status();
+}
+EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    if (made_stream(stream)) made_stream(stream)->capture = 0;
+    *graph = THE_GRAPH;
+    return status();
+}
+EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *capturing) {
+    int is = made_stream(stream) && made_stream(stream)->capture;
+    *capturing = is ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return status();
+}
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *capturing, unsigned long long *id,
+                                            cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
+                                            size_t *count) {
+    if (id) *id = made_stream(stream) ? made_stream(stream)->capture : 0;
+    if (graph) *graph = THE_GRAPH;
+    if (nodes) *nodes = 0;
+    if (edges) *edges = 0;
+    if (count) *count = 0;
+    return cudaStreamIsCapturing(stream, capturing);
+}
+EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) {
+    *made = (cudaGraphExec_t)16;
+    return status();
+}
+EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
+    if (!nodes) *count = 1; /* torch warns of graphs without a node */
+    return status();
+}
+
+EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    *event = calloc(1, sizeof(struct timespec));
+    return status();
+}
+EXPORT cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
+EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    free(event);
+    return status();
+}
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    clock_gettime(CLOCK_MONOTONIC, (struct timespec *)event);
+    return status();
+}
+EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+    return cudaEventRecord(event, stream);
+}
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    RETURN_IF_FAULTY(SYNC);
+    return 0;
+}
+EXPORT cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t begin, cudaEvent_t end) {
+    struct timespec *from = (struct timespec *)begin, *to = (struct timespec *)end;
+    *ms = (to->tv_sec - from->tv_sec) * 1e3f + (to->tv_nsec - from->tv_nsec) / 1e6f;
+    return status();
+}
