@@ -3,10 +3,14 @@
 import gc
 import resource
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
+
+ON_BED = Path(torch.__file__).parents[1].joinpath("nvidia/cu13/lib/libcudastub.so").exists()
+collect_ignore = ["cuda_bed"] if ON_BED else ["cuda_bed", "cuda"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a script, as `scripts/test &`: the tests of Ctrl-C, and the processes they start, would wait for ever.

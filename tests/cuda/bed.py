@@ -14,6 +14,7 @@ runs the tests must not use CUDA itself, nor run a backward: autograd could not 
 
 import contextlib
 import ctypes
+import faulthandler
 import io
 import json
 import os
@@ -55,7 +56,8 @@ def forked(function, *args, limit_s=60, **options):
 def start(function, *args, **options):
     """As `forked`, but return while the child runs, for tests with several processes."""
     environment = _environment(**options)
-    answer, output = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # files: no pipe that fills up or stays open
+    # Files, as a pipe could fill up, or stay open in a grandchild.
+    answer, output = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -76,7 +78,8 @@ def _in_child(function, args, environment, answer, output):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the tests
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+    faulthandler.enable()  # a crash shows its frames there
     try:
         os.environ.clear()
         os.environ.update(environment)

@@ -89,9 +89,6 @@ def main():
         (INTO / name).unlink(missing_ok=True)
         (INTO / name).symlink_to(STUB.name)
     Path(f"{STUB}.new").replace(STUB)  # last and at once: scripts/cuda-bed compares its time with the sources'
-    print(
-        f"{STUB}: {len(defined)} functions written, {len(set(functions) - defined)} only succeed, {len(libraries)} libraries"
-    )
 
 
 if __name__ == "__main__":
