@@ -181,16 +181,11 @@ class Child:
 def run_on_bed(code, *, limit_s=120, **options):
     """Run Python code in a new interpreter, with torch and json imported; return the JSON on the last line it prints.
 
-    For what torch decides while it is loaded: PYTORCH_ALLOC_CONF="backend:cudaMallocAsync", CUDA_VISIBLE_DEVICES.
+    For what torch decides while it is loaded, as PYTORCH_ALLOC_CONF="backend:cudaMallocAsync".
     """
-    done = subprocess.run(
-        [sys.executable, "-c", "import json, torch\n" + textwrap.dedent(code)],
-        env=_environment(**options),
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+
+    def run():
+        command = [sys.executable, "-c", "import json, torch\n" + textwrap.dedent(code)]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    return json.loads(forked(run, limit_s=limit_s, **options).splitlines()[-1])
