@@ -10,9 +10,9 @@ from oomprobe.verdict import Verdict
 GIB = 2**30
 
 
-def ran(before, after, verdict=Verdict.FITS):
+def ran(before, after, verdict=Verdict.OOM, cap_bytes=None):
     return Ran(
-        trial=replace(a_trial(), verdict=verdict),
+        trial=replace(a_trial(), verdict=verdict, cap_bytes=cap_bytes),
         outside_before_bytes=before,
         outside_after_bytes=after,
     )
@@ -43,8 +43,8 @@ def test_a_calm_device():
     assert (run.calls, slept, watch.contaminated, watch.notes) == (1, [], False, {})
 
 
-@pytest.mark.parametrize("disturbed", [ran(GIB, 5 * GIB), ran(5 * GIB, 5 * GIB), ran(5 * GIB, GIB), ran(GIB, 0)])
-def test_a_trial_during_which_memory_moved_is_run_again(disturbed):
+@pytest.mark.parametrize("disturbed", [ran(GIB, 5 * GIB), ran(5 * GIB, 5 * GIB), ran(5 * GIB, GIB, cap_bytes=20 * GIB)])
+def test_a_trial_that_failed_while_others_held_more_is_run_again(disturbed):
     watch, slept = watching()
     run, levels = Schedule(disturbed, disturbed, ran(GIB, GIB)), iter([9 * GIB, 9 * GIB, GIB, GIB])
     assert watch.undisturbed(run, lambda: next(levels)) is run.rans[2]
@@ -52,6 +52,22 @@ def test_a_trial_during_which_memory_moved_is_run_again(disturbed):
     assert slept == [2, 4]
     assert not watch.contaminated
     assert "discarded and tried again" in next(iter(watch.notes))
+
+
+@pytest.mark.parametrize(
+    "stands",
+    [
+        ran(GIB, 9 * GIB, Verdict.FITS),
+        ran(GIB, 0),
+        ran(GIB, GIB + 500 * 2**20),  # its own kernels, loaded late
+        ran(GIB, 5 * GIB, cap_bytes=19 * GIB),  # which they left
+    ],
+)
+def test_a_trial_that_others_did_not_decide_stands(stands):
+    watch, _ = watching()
+    run = Schedule(stands)
+    assert watch.undisturbed(run, pytest.fail) is stands
+    assert (run.calls, watch.contaminated) == (1, False)
 
 
 def test_memory_that_goes_on_moving_contaminates():
@@ -62,7 +78,7 @@ def test_memory_that_goes_on_moving_contaminates():
     assert "pid 7 (python) holds 3.00 GiB" in list(watch.notes)[-1]
 
 
-def test_a_new_level_is_waited_for_once():
+def test_others_are_waited_for_once():
     watch, slept = watching()
     moved = ran(5 * GIB, 5 * GIB)
     first = Schedule(moved)

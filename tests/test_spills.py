@@ -170,11 +170,6 @@ def test_a_probe_on_a_card_that_spills_stops_at_the_card(memory_fraction):
     assert "memory spills here" in result.notes
 
 
-def test_without_the_cap_it_would_not_have_stopped():
-    spilling = {"spilled_bytes": 20 * GIB, "device_options": {"reasons": ()}}
-    assert probe(ledger(**spilling), memory_fraction=1.0).batch_size > 20_000
-
-
 # --- a stated budget ---
 
 

@@ -84,7 +84,7 @@ def test_one_size_that_fails_is_not_the_smallest_of_several():
 
 
 def test_a_failure_below_the_limit_is_not_its_upper_end():
-    trials = [trial(8, passed=False), trial(16), trial(32, passed=False, cap_bytes=MIB), trial(64, passed=False)]
+    trials = [trial(8, passed=False), trial(16), trial(32, passed=False, phase=Phase.BISECT), trial(64, passed=False)]
     found = Found(batch_size=16, limit=16, first_failing=8)
     assert result(*trials, found=found).first_failing_batch_size == 64
     assert result(*trials[:3], found=found).first_failing_batch_size is None

@@ -212,7 +212,7 @@ class AcceleratorDevice(PlainDevice):
     def _has_graphs(self) -> bool:
         if torch.cuda.memory.get_allocator_backend() != "native":  # the others show no segments
             return False
-        segments = self._torch.memory_snapshot()
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return any(tuple(segment["segment_pool_id"]) != NO_POOL for segment in segments)
 
     def healthy(self) -> bool:

@@ -1,0 +1,153 @@
+"""Models whose steps read no value back, for kernels on the bed compute none: each build() returns (model, step)."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+CLASSES = 10
+
+
+def classifier(model, optimizer, *, amp=None, scaler=None, clip=False, accumulate=1, sample=(256,), layout=None):
+    """One training step on random samples; with `accumulate`, the optimizer steps at each n-th call."""
+    calls = 0
+
+    def step(model, batch_size):
+        nonlocal calls
+        calls += 1
+        x = torch.randn(batch_size, *sample, device="cuda")
+        x = x if layout is None else x.to(memory_format=layout)
+        y = torch.randint(CLASSES, (batch_size,), device="cuda")
+        with torch.autocast("cuda", dtype=amp or torch.bfloat16, enabled=amp is not None):
+            loss = F.cross_entropy(model(x), y)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if calls % accumulate:
+            return
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def mlp(make=torch.optim.AdamW, *, fp16=False, **options):
+    model = nn.Sequential(
+        nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Dropout(0.1), nn.Linear(1024, 1024), nn.ReLU(),
+        nn.Linear(1024, CLASSES),
+    ).cuda()  # fmt: skip
+    if fp16:
+        options |= {"amp": torch.float16, "scaler": torch.amp.GradScaler("cuda")}
+    return classifier(model, make(model.parameters()), **options)
+
+
+def deep_mlp():
+    blocks = (nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.ReLU()) for _ in range(24))
+    model = nn.Sequential(*blocks, nn.Linear(256, CLASSES)).cuda()
+    return classifier(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def many_small():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(200)), nn.Linear(16, CLASSES)).cuda()
+    return classifier(model, torch.optim.AdamW(model.parameters(), foreach=False), sample=(16,))
+
+
+def conv_net(**options):
+    layers, width = [], 3
+    for wider in (32, 64, 128):
+        layers += [nn.Conv2d(width, wider, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
+        width = wider
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)).cuda()
+    if layout := options.get("layout"):
+        model = model.to(memory_format=layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return classifier(model, optimizer, sample=(3, 64, 64), **options)
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers, width=128, context=128, vocabulary=2000, checkpointed=False):
+        super().__init__()
+        self.vocabulary, self.context, self.checkpointed = vocabulary, context, checkpointed
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens):
+        length = tokens.shape[1]
+        x = self.tokens(tokens) + self.places(torch.arange(length, device=tokens.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device, dtype=x.dtype)
+        for block in self.blocks:
+            if self.checkpointed:
+                x = checkpoint(block, x, src_mask=mask, is_causal=True, use_reentrant=False)
+            else:
+                x = block(x, src_mask=mask, is_causal=True)
+        return self.head(x)
+
+
+def language_model(model, optimizer, *, bf16=False):
+    def step(model, batch_size):
+        tokens = torch.randint(model.vocabulary, (batch_size, model.context), device="cuda")
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
+            loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+def gpt(layers=2, *, bf16=False, **options):
+    model = Gpt(layers, **options).cuda()
+    return language_model(model, torch.optim.AdamW(model.parameters(), fused=True), bf16=bf16)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained low-rank one beside it."""
+
+    def __init__(self, base, rank=8):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = (
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapters():
+    model = Gpt(layers=3).cuda().requires_grad_(False)
+    for block in model.blocks:
+        block.linear1, block.linear2 = (Adapted(layer).cuda() for layer in (block.linear1, block.linear2))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return language_model(model, torch.optim.AdamW(trained))
+
+
+def big_state():
+    model = Gpt(layers=1, vocabulary=60_000).cuda()
+    return language_model(model, torch.optim.AdamW(model.parameters()))
+
+
+MODELS = {
+    "mlp": mlp,
+    "mlp fused": lambda: mlp(lambda parameters: torch.optim.AdamW(parameters, fused=True)),
+    "mlp bf16 clipped": lambda: mlp(amp=torch.bfloat16, clip=True),
+    "mlp fp16 scaled": lambda: mlp(fp16=True),
+    "mlp accumulating": lambda: mlp(accumulate=4),
+    "deep mlp": deep_mlp,
+    "many small tensors": many_small,
+    "conv": conv_net,
+    "conv bf16 channels_last": lambda: conv_net(amp=torch.bfloat16, layout=torch.channels_last),
+    "gpt": gpt,
+    "gpt bf16 deep": lambda: gpt(layers=6, bf16=True),
+    "gpt checkpointed": lambda: gpt(layers=4, checkpointed=True),
+    "frozen base, adapters": adapters,
+    "big state": big_state,
+}

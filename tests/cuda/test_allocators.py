@@ -1,0 +1,111 @@
+"""Probes on each of CUDA's allocators, at the driver's edge, and on one of two devices."""
+
+import pytest
+import torch
+
+import oomprobe
+
+from .bed import forked, run_on_bed
+from .models import MODELS, mlp
+from .test_answers import cold_frontier, runs
+
+MIB, GIB = 2**20, 2**30
+QUIET = {"progress": "off"}
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_expandable_segments():
+    def probe():
+        model, step = MODELS["gpt"]()
+        before = torch.cuda.memory_reserved()
+        result = oomprobe.find_max_batch(model, step, **QUIET)
+        left_bytes = torch.cuda.memory_reserved() - before
+        for _ in range(10):
+            step(model, result.batch_size)
+        return result.batch_size, result.budget_bytes, left_bytes
+
+    answer, cap_bytes, left_bytes = forked(probe, **EXPANDABLE)
+
+    assert left_bytes <= 0
+    assert forked(lambda: runs("gpt", answer, steps=50), **EXPANDABLE)
+    frontier = cold_frontier(
+        lambda size: forked(lambda: runs("gpt", size, steps=10, cap_bytes=cap_bytes), **EXPANDABLE), answer
+    )
+    assert answer >= 0.99 * frontier
+
+
+ASYNC = """
+import oomprobe, sys
+sys.path.insert(0, "tests")
+from cuda.models import mlp
+model, step = mlp()
+fractions = [torch.cuda.get_per_process_memory_fraction()]
+result = oomprobe.find_max_batch(model, step, resolution=0.02, progress="off", **{options})
+fractions.append(torch.cuda.get_per_process_memory_fraction())
+for _ in range(10):
+    step(model, result.batch_size)
+print(json.dumps([torch.cuda.get_allocator_backend(), fractions, result.to_dict()]))
+"""
+
+
+@pytest.mark.parametrize("memory_fraction", [0.9, 1.0])
+def test_cuda_malloc_async(memory_fraction):
+    backend, (before, after), result = run_on_bed(
+        ASYNC.replace("{options}", str({"memory_fraction": memory_fraction})),
+        PYTORCH_ALLOC_CONF="backend:cudaMallocAsync",
+    )
+    assert backend == "cudaMallocAsync"
+    assert before > 1  # where nobody has set one, it says 2^33
+    assert after == 1.0
+    assert (result["limited_by"], result["state_verified"]) == ("memory", True)
+    # It limits what tensors take; what the driver's pool holds for them is a little more.
+    assert 0.85 * result["budget_bytes"] <= result["trials"][-1]["peak_allocated_bytes"] <= result["budget_bytes"]
+
+
+def test_an_allocator_without_a_cap_is_refused():
+    def probe():
+        model, step = mlp()
+        oomprobe.find_max_batch(model, step, **QUIET)
+
+    with pytest.raises(oomprobe.UnreliableError, match="without its cache.*unset PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        forked(probe, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+
+@pytest.mark.parametrize(
+    ("memory_fraction", "ceiling"), [(0.5, 2 * GIB - 256 * MIB), (0.95, 0.95 * 2 * GIB), (1.0, 2 * GIB)]
+)
+def test_no_trial_of_this_process_reaches_the_drivers_edge(memory_fraction, ceiling):
+    def probe():
+        model, step = mlp()
+        result = oomprobe.find_max_batch(model, step, memory_fraction=memory_fraction, resolution=0.1, **QUIET)
+        return result.to_dict()
+
+    caps = [trial["cap_bytes"] for trial in forked(probe, memory="2GiB")["trials"]]
+    assert max(caps) == int(ceiling)
+
+
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+def test_the_users_own_fraction_comes_back(fraction):
+    def probe():
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        before = torch.cuda.get_per_process_memory_fraction()
+        model, step = mlp()
+        result = oomprobe.find_max_batch(model, step, resolution=0.1, **QUIET)
+        return before, torch.cuda.get_per_process_memory_fraction(), result.available_bytes
+
+    before, after, available_bytes = forked(probe)
+    assert after == before
+    assert available_bytes == pytest.approx(fraction * GIB, abs=2 * MIB)
+
+
+def test_the_second_of_two_devices():
+    def probe():
+        with torch.cuda.device(1):
+            model, step = mlp()  # "cuda" in its steps is the current device
+            result = oomprobe.find_max_batch(model, step, resolution=0.05, **QUIET)
+        return result.to_dict(), torch.cuda.memory_reserved(0), torch.cuda.current_device()
+
+    result, elsewhere, current = forked(probe, memory="1GiB,2GiB")
+    assert result["environment"]["device"] == "cuda:1"
+    assert result["available_bytes"] > GIB
+    assert (elsewhere, current) == (0, 0)

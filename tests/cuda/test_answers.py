@@ -1,0 +1,92 @@
+"""Answers, held against fresh processes on torch's own CUDA allocator."""
+
+import math
+
+import pytest
+import torch
+
+import oomprobe
+
+from .bed import forked
+from .models import MODELS
+
+SEGMENT_BYTES = 20 * 2**20
+FORK = {"limit_s": 120}
+
+
+def held_to(cap_bytes):
+    if cap_bytes is not None:
+        fraction = math.nextafter(cap_bytes / torch.cuda.mem_get_info()[1], 1.0)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
+
+
+def runs(name, batch_size, *, steps, cap_bytes=None):
+    """Whether a process that has done nothing else runs so many steps."""
+    model, step = MODELS[name]()
+    held_to(cap_bytes)
+    try:
+        for _ in range(steps):
+            step(model, batch_size)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def cold_frontier(passes, hint):
+    """The largest size that runs in a fresh process, by doubling and bisection around a hint, to 1/500 of it."""
+    low, stride = hint, max(1, hint // 64)
+    if passes(low):
+        while passes(low + stride):
+            low, stride = low + stride, 2 * stride
+        high = low + stride
+    else:
+        while not passes(low):
+            high, low, stride = low, max(1, low - stride), 2 * stride
+    while high - low > max(1, low // 500):
+        middle = (low + high) // 2
+        low, high = (middle, high) if passes(middle) else (low, middle)
+    return low
+
+
+def tensors_of(model):
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def probed(name):
+    """An answer, and what the process is like afterwards."""
+    model, step = MODELS[name]()
+    torch.cuda.synchronize()
+    before = tensors_of(model), torch.cuda.get_rng_state(), torch.cuda.get_per_process_memory_fraction()
+    reserved_bytes = torch.cuda.memory_reserved()
+    result = oomprobe.find_max_batch(model, step, progress="off")
+    after = tensors_of(model), torch.cuda.get_rng_state(), torch.cuda.get_per_process_memory_fraction()
+    unchanged = all(torch.equal(value, after[0][key]) for key, value in before[0].items())
+    left_bytes = torch.cuda.memory_reserved() - reserved_bytes
+    gradients = sum(parameter.grad is not None for parameter in model.parameters())
+    for _ in range(10):
+        step(model, result.batch_size)
+    torch.cuda.synchronize()
+    return result.to_dict() | {
+        "unchanged": unchanged and torch.equal(before[1], after[1]) and before[2] == after[2] and not gradients,
+        "left_bytes": left_bytes,
+    }
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "4GiB", "24GiB"])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_answer_is_the_cold_frontier_and_survives(name, memory):
+    found = forked(probed, name, memory=memory, **FORK)  # and ten more steps there
+    answer, cap_bytes = found["batch_size"], found["budget_bytes"]
+    assert (found["state_verified"], found["unchanged"], found["contaminated"]) == (True, True, False)
+    assert found["left_bytes"] <= SEGMENT_BYTES
+    assert not [note for note in found["notes"] if note.startswith("leak")]
+    assert forked(lambda: runs(name, answer, steps=50), memory=memory, **FORK)
+
+    def passes(size):
+        return forked(lambda: runs(name, size, steps=10, cap_bytes=cap_bytes), memory=memory, **FORK)
+
+    assert passes(answer)
+    assert answer >= 0.99 * cold_frontier(passes, answer)
+    asked = [trial for trial in found["trials"] if trial["phase"] in ("grow", "bisect")]
+    assert len(asked) <= 2 * math.ceil(math.log2(answer)) + 3

@@ -1,0 +1,189 @@
+"""What a trial finds, and what a probe leaves: nothing of earlier trials, however the step makes its state."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import oomprobe
+
+from .bed import forked
+from .models import MODELS, classifier, mlp
+
+MIB = 2**20
+QUIET = {"progress": "off"}
+
+
+def reserved():
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_reserved()
+
+
+def made_in_the_step():
+    model, _ = mlp()
+
+    def step(model, batch_size):
+        classifier(model, torch.optim.AdamW(model.parameters()))[1](model, batch_size)
+
+    return model, step
+
+
+def made_at_the_first_step():
+    model, made = mlp()[0], []
+
+    def step(model, batch_size):
+        made.append(torch.optim.AdamW(model.parameters())) if not made else None
+        classifier(model, made[0])[1](model, batch_size)
+
+    return model, step
+
+
+def in_backward():
+    """torch's own recipe to save the memory of gradients; on a GPU its hooks run on a thread of autograd's."""
+    model, _ = mlp()
+    optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in model.parameters()}
+
+    def hook(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 256, device="cuda")).square().mean().backward()
+
+    return model, step
+
+
+def in_use():
+    """As it is when a process has trained already: state and gradients exist, and belong to every trial."""
+    model, step = mlp()
+    for _ in range(3):
+        step(model, 64)
+    return model, step
+
+
+def lazy_buffer():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(256, 256)
+
+        def forward(self, x):
+            if "mask" not in self._buffers or len(self.mask) < len(x):
+                self.register_buffer("mask", torch.ones_like(x), persistent=False)
+            return self.layer(x) * self.mask[: len(x)]
+
+    model = Masked().cuda()
+    return classifier(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def compiled():
+    model, _ = mlp()
+    model.compile(backend="aot_eager")
+    return classifier(model, torch.optim.AdamW(model.parameters()))
+
+
+WAYS = {
+    f.__name__.replace("_", " "): f
+    for f in (made_in_the_step, made_at_the_first_step, in_backward, in_use, lazy_buffer, compiled)
+}
+
+
+def survives(build, answer, steps=10):
+    model, step = build()
+    for _ in range(steps):
+        step(model, answer)
+    torch.cuda.synchronize()
+    return True
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_trial_starts_cold(way):
+    build = WAYS[way]
+
+    def probe():
+        model, step = build()
+        result = oomprobe.find_max_batch(model, step, resolution=0.02, **QUIET)
+        # A warm trial's allocator has more than the model in it before the first step: so do its peaks.
+        again = oomprobe.check(model, step, result.batch_size, **QUIET)
+        return result.to_dict(), result.trials[-1].peak_reserved_bytes, again.trials[-1].peak_reserved_bytes
+
+    result, peak, peak_again = forked(probe)
+    assert peak == peak_again
+    assert not [n for n in result["notes"] if "leak" in n or "no optimizer" in n or "cold" in n]
+    assert max(trial["steps"] for trial in result["trials"]) == 6
+    assert forked(survives, build, result["batch_size"])
+
+
+def bug(model, batch_size):
+    kept = torch.empty(batch_size * MIB, device="cuda", dtype=torch.uint8)
+    if batch_size == 64:
+        raise KeyError("labels", len(kept))
+
+
+def interrupted(model, batch_size):
+    kept = torch.empty(batch_size * MIB, device="cuda", dtype=torch.uint8)
+    if batch_size == 64:
+        raise KeyboardInterrupt(len(kept))
+
+
+def too_large(model, batch_size):
+    return torch.empty(2**40, device="cuda", dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        (None, None),
+        (bug, oomprobe.StepFailedError),
+        (interrupted, KeyboardInterrupt),
+        (too_large, oomprobe.NothingFitsError),
+    ],
+)
+def test_nothing_stays_reserved(step, error):
+    def probe():
+        model, own_step = MODELS["gpt"]()
+        before = reserved()
+        caught = None
+        try:
+            oomprobe.find_max_batch(model, step or own_step, resolution=0.05, **QUIET)
+        except BaseException as raised:
+            caught = raised  # with its traceback, as a debugger would keep it
+        held = torch.cuda.memory_allocated()
+        return before, reserved(), held, error is None or isinstance(caught, error)
+
+    before, after, held, as_expected = forked(probe)
+    assert as_expected
+    assert after <= before
+    assert held <= before
+
+
+def test_workspaces_stay_under_a_captured_graph():
+    def probe():
+        x = torch.randn(64, 64, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        x @ x
+        with torch.cuda.graph(graph):
+            x @ x
+        model, step = mlp()
+        held = torch.cuda.memory_allocated()
+        result = oomprobe.find_max_batch(model, step, max_batch=64, **QUIET)
+        return held, torch.cuda.memory_allocated(), result.notes
+
+    before, after, notes = forked(probe)
+    assert after >= before  # the graph's workspace among it
+    assert any(note.startswith("not fully cold") for note in notes)
+
+
+def test_a_collector_that_looks_at_little_is_given_back():
+    def probe():
+        gc.unfreeze()  # what the tests have frozen
+        model, step = mlp()
+        oomprobe.find_max_batch(model, step, max_batch=8, **QUIET)
+        return gc.get_freeze_count()
+
+    assert forked(probe) == 0

@@ -1,0 +1,44 @@
+"""The command line on CUDA, as a user types it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from .bed import forked
+from .test_faults import target
+
+
+def typed(*arguments, memory="1GiB", **options):
+    """Exit status, stdout and stderr of `oomprobe ...` on the bed."""
+
+    def run():
+        command = [sys.executable, "-m", "oomprobe", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    return forked(run, memory=memory, limit_s=120, **options)
+
+
+def test_devices():
+    status, stdout, _ = typed("devices", memory="1GiB,24GiB")
+    assert status == 0
+    assert [line.split("  ")[:3] for line in stdout.splitlines()[:2]] == [
+        ["cuda:0", "Stub GPU", "1.00 GiB"],
+        ["cuda:1", "Stub GPU", "24.00 GiB"],
+    ]
+
+
+def test_run(tmp_path):
+    at = tmp_path / "result.json"
+    status, stdout, stderr = typed("run", target(tmp_path, name="gpt"), "--resolution", "0.05", "--json", str(at))
+    result = json.loads(at.read_text())
+    assert status == 0, stderr
+    assert f"batch {result['batch_size']} fits" in stdout
+    assert (result["limited_by"], result["environment"]["isolated"]) == ("memory", True)
+
+
+@pytest.mark.parametrize(("size", "status"), [(64, 0), (4096, 5)])
+def test_run_require(tmp_path, size, status):
+    assert typed("run", target(tmp_path, name="gpt"), "--require", str(size), "--in-process")[0] == status

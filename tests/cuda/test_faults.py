@@ -1,0 +1,246 @@
+"""Faults of the device, neighbours on it, and processes that die, on torch's own CUDA code."""
+
+import ctypes
+import os
+import signal
+import textwrap
+import time
+
+import pytest
+import torch
+
+import oomprobe
+from oomprobe import neighbours
+
+from .bed import forked, start
+from .models import MODELS, mlp
+
+MIB, GIB = 2**20, 2**30
+QUIET = {"progress": "off"}
+ILLEGAL_ADDRESS, ASSERT, OUT_OF_MEMORY = 700, 710, 2
+
+
+def fail(what, *, in_calls=1, code=ILLEGAL_ADDRESS):
+    """Let the n-th call from now on fail as the driver would."""
+    ctypes.CDLL("libcudart.so.13").cudastub_fail(what.encode(), ctypes.c_long(in_calls), code)
+
+
+def failing_at(size, fault):
+    """The MLP's step, with a fault in the driver at one size."""
+    model, inner = mlp()
+
+    def step(model, batch_size):
+        if batch_size == size:
+            fault()
+        torch.zeros(1).cuda()
+        inner(model, batch_size)
+
+    return model, step
+
+
+@pytest.mark.parametrize("what", ["launch", "memcpy", "sync"])
+@pytest.mark.parametrize("code", [ILLEGAL_ADDRESS, ASSERT])
+def test_a_sticky_error_ends_the_probe_with_a_snapshot(what, code):
+    def probe():
+        model, step = failing_at(64, lambda: fail(what, code=code))
+        weight = model[0].weight.detach().cpu().clone()
+        try:
+            oomprobe.find_max_batch(model, step, **QUIET)
+        except oomprobe.DeviceLostError as error:
+            kept = error.snapshot["model"]["0.weight"]
+            return [trial.batch_size for trial in error.trials], torch.equal(kept, weight), str(error)
+
+    sizes, is_same, text = forked(probe)
+    assert (sizes[-1], is_same) == (64, True)
+    assert "oomprobe run" in text
+
+
+@pytest.mark.parametrize("in_calls", range(1, 40, 3))
+def test_a_device_lost_while_the_state_is_put_back(in_calls):
+    """Whichever copy or wait of the probe's own it is that fails, the trials and the snapshot are there."""
+
+    def probe():
+        model, step = mlp()
+        calls = []
+
+        def last(model, batch_size):
+            step(model, batch_size)
+            calls.append(batch_size)
+            if len(calls) == 3 + 6:  # the last of the confirmation
+                fail("memcpy", in_calls=in_calls)
+
+        try:
+            oomprobe.find_max_batch(model, last, max_batch=1, **QUIET)
+            return "ended"
+        except oomprobe.DeviceLostError as error:
+            return len(error.trials), sorted(error.snapshot)
+
+    found = forked(probe)
+    assert found == "ended" or found == (2, ["model", "optimizers"])
+
+
+def test_a_passing_out_of_memory_is_struck_out():
+    def probe():
+        faults = iter([lambda: fail("malloc", in_calls=2, code=OUT_OF_MEMORY)])
+        model, step = failing_at(1, lambda: next(faults, int)())
+        return oomprobe.find_max_batch(model, step, max_batch=64, **QUIET).to_dict()
+
+    result = forked(probe)
+    assert result["batch_size"] == 64
+
+
+def test_own_kernels_are_no_neighbour():
+    """A card of 8 GB, of which kernels take 3 % when they are first launched."""
+
+    def probe():
+        model, step = mlp()
+        began = time.monotonic()
+        result = oomprobe.check(model, step, 4096, **QUIET)
+        return result.contaminated, [trial.steps for trial in result.trials], time.monotonic() - began
+
+    contaminated, steps, elapsed_s = forked(probe, memory="8GiB", context="300MiB", lazy="250MiB")
+    assert (contaminated, steps) == (False, [6])
+    assert elapsed_s < 10
+
+
+def held(path, size_bytes):
+    path.write_text(f"{size_bytes}")
+
+
+@pytest.mark.parametrize("memory_fraction", [0.5, 0.9])
+def test_a_neighbour_that_takes_and_gives_back(tmp_path, memory_fraction):
+    path = tmp_path / "held"
+    held(path, 0)
+
+    def probe(moves):
+        model, inner = mlp()
+        calls = 0
+
+        def step(model, batch_size):
+            nonlocal calls
+            calls += 1
+            if moves:
+                held(path, 3 * GIB if calls % 20 in (15, 16) else 0)
+            inner(model, batch_size)
+
+        neighbours.WAIT = lambda state: held(path, 0) or 0.01
+        result = oomprobe.find_max_batch(model, step, memory_fraction=memory_fraction, resolution=0.02, **QUIET)
+        return result.batch_size, result.contaminated
+
+    alone = forked(probe, False, memory="8GiB", neighbour=path)
+    assert forked(probe, True, memory="8GiB", neighbour=path) == alone == (alone[0], False)
+
+
+def test_a_neighbour_that_never_rests_costs_one_wait(tmp_path):
+    path = tmp_path / "held"
+    held(path, 0)
+
+    def probe():
+        model, inner = mlp()
+        calls = 0
+
+        def step(model, batch_size):
+            nonlocal calls
+            calls += 1
+            if calls > 20:
+                held(path, (2 + calls % 3) * GIB)
+            inner(model, batch_size)
+
+        slept = []
+        neighbours.WAIT = lambda state: slept.append(state) or 0
+        result = oomprobe.find_max_batch(model, step, resolution=0.02, **QUIET)
+        return result.contaminated, len(slept)
+
+    contaminated, waits = forked(probe, memory="8GiB", neighbour=path)
+    assert contaminated
+    assert waits <= 4 * 3  # of five attempts of one trial
+
+
+def test_processes_share_a_card(tmp_path):
+    shared = tmp_path / "card"
+
+    def hold():
+        kept = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+        (tmp_path / "holding").touch()
+        time.sleep(30)
+        return len(kept)
+
+    def probe():
+        model, step = mlp()
+        result = oomprobe.find_max_batch(model, step, resolution=0.02, **QUIET)
+        return result.available_bytes, result.to_dict()["trials"][-1]["peak_reserved_bytes"]
+
+    holder = start(hold, memory="4GiB", shared=shared)
+    while not (tmp_path / "holding").exists():
+        time.sleep(0.01)
+    available_bytes, peak_bytes = forked(probe, memory="4GiB", shared=shared)
+    holder.kill()
+    assert available_bytes == 3 * GIB
+    assert 0.8 * 3 * GIB < peak_bytes <= 0.9 * 3 * GIB
+    with pytest.raises(Exception, match="SIGKILL"):
+        holder.result()
+
+
+TARGET = textwrap.dedent(
+    """
+    import ctypes, os, signal, sys
+    sys.path.insert(0, {tests!r})
+    from cuda.models import MODELS
+    from cuda.test_faults import fail
+
+    def build():
+        model, inner = MODELS[{name!r}]()
+
+        def step(model, batch_size):
+            {fault}
+            inner(model, batch_size)
+
+        return model, step
+    """
+)
+
+
+def target(tmp_path, fault="pass", name="mlp"):
+    path = tmp_path / "target.py"
+    path.write_text(TARGET.format(tests=os.path.dirname(os.path.dirname(__file__)), name=name, fault=fault))
+    return f"{path}:build"
+
+
+def isolated(target, **options):
+    """The result of an isolated probe, and whether the asking process kept away from CUDA."""
+
+    def probe():
+        result = oomprobe.probe_target(target, device="cuda", **options, **QUIET)
+        return result.to_dict(), torch.cuda.is_initialized()
+
+    return probe
+
+
+def test_isolated_trials_say_what_one_process_says(tmp_path):
+    result, initialised = forked(isolated(target(tmp_path, name="gpt")), limit_s=120)
+
+    def here():
+        return oomprobe.find_max_batch(*MODELS["gpt"](), **QUIET).to_dict()
+
+    alone = forked(here)
+    assert not initialised
+    assert (result["batch_size"], result["budget_bytes"]) == (alone["batch_size"], alone["budget_bytes"])
+    assert not result["contaminated"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "limited_by"),
+    [
+        ("batch_size >= 1000 and fail('launch')", "size_limit"),
+        ("batch_size >= 1000 and os.kill(os.getpid(), signal.SIGKILL)", None),
+    ],
+)
+def test_children_that_die(tmp_path, fault, limited_by):
+    probe = isolated(target(tmp_path, fault), resolution=0.1, max_batch=4096)
+    if limited_by is None:
+        with pytest.raises(oomprobe.StepFailedError, match="died twice at batch size 1024"):
+            forked(probe, limit_s=120)
+        return
+    result, _ = forked(probe, limit_s=240)
+    assert result["limited_by"] == limited_by
+    assert 900 <= result["batch_size"] < 1000
