@@ -807,3 +807,41 @@ def test_what_there_was_no_time_for_is_made_up_for_when_a_journal_is_resumed(for
 def test_below_max_batch_chance_has_no_say_and_no_note():
     result, _ = confirmations(Holed(32 * MIB), max_batch=64)
     assert (result.batch_size, result.notes) == (64, ())
+
+
+def test_weights_that_trials_have_worn_out_are_put_back():
+    """Each step makes them a hundred times as large, until a loss scaler sees infinities only and skips every step."""
+    device, calls = LedgerDevice(), []
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(model, batch_size):
+        device.take(batch_size * MIB)
+        optimizer.zero_grad()
+        scaler.scale(-50 * weight.square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        calls.append(scaler.get_scale())
+
+    result = oomprobe.find_max_batch(nn.ParameterList([weight]), step, device=device, max_batch=500, progress="off")
+    assert (result.batch_size, result.state_verified) == (500, True)
+    assert min(calls) < 1 < max(calls) == 4.0  # it skipped, and started over
+    assert (weight == 1).all()
+
+
+def test_a_loss_scale_starts_over_in_each_trial():
+    device, scales = LedgerDevice(), []
+    model, optimizer = linear()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # gradients are infinite: the first steps are skipped
+
+    def step(model, batch_size):
+        scales.append(scaler.get_scale())
+        scaler.scale(8 * model(torch.randn(batch_size, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    result = oomprobe.find_max_batch(model, step, device=device, progress="off", max_batch=4)
+    assert scales.count(2.0**127) == len(result.trials) + 1  # and the call that counts the model's parts
+    assert scaler._scale is None

@@ -35,7 +35,7 @@ UNCAPPED = (
     "measured. Use torch's own: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and do not call change_current_allocator"
 )
 GRAPHS = (
-    "not fully cold: a CUDA graph captured before the trial may use the cuBLAS workspaces, so they stayed allocated; a "
+    "not fully cold: a CUDA graph captured before the probe may use the cuBLAS workspaces, so they stayed allocated; a "
     "fresh process may run a slightly different size"
 )
 
@@ -82,6 +82,7 @@ class AcceleratorDevice(PlainDevice):
         check_stated(stated_bytes, self.total_bytes, str(properties.name))
         self.name = name_with(str(properties.name), stated_bytes)
         self.integrated = any(bool(getattr(properties, name, False)) for name in INTEGRATED_NAMES)
+        self._has_released = False
         self._refuse_uncapped()
         self._counters = (0, 0)
         self._stated_bytes, self._host_free_bytes = stated_bytes, host_free_bytes or linux.free_bytes
@@ -202,12 +203,13 @@ class AcceleratorDevice(PlainDevice):
         clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear is None or self._torch is not torch.cuda:
             return False
-        if self._has_graphs():
-            if GRAPHS not in self.notes:
-                self.notes = (*self.notes, GRAPHS)
-            return False
-        clear()
-        return True
+        has_graphs, is_first = self._has_graphs(), not self._has_released
+        self._has_released = True
+        if has_graphs and is_first:  # those of a trial go with what it compiled
+            self.notes = (*self.notes, GRAPHS)
+        if not has_graphs:
+            clear()
+        return not has_graphs
 
     def _has_graphs(self) -> bool:
         if torch.cuda.memory.get_allocator_backend() != "native":  # the others show no segments

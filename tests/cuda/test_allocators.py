@@ -67,7 +67,7 @@ def test_an_allocator_without_a_cap_is_refused():
         model, step = mlp()
         oomprobe.find_max_batch(model, step, **QUIET)
 
-    with pytest.raises(oomprobe.UnreliableError, match="without its cache.*unset PYTORCH_NO_CUDA_MEMORY_CACHING"):
+    with pytest.raises(oomprobe.UnreliableError, match=r"without its cache.*unset PYTORCH_NO_CUDA_MEMORY_CACHING"):
         forked(probe, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 

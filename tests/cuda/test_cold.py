@@ -81,15 +81,19 @@ def lazy_buffer():
     return classifier(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def compiled():
+def compiled(backend="aot_eager"):
     model, _ = mlp()
-    model.compile(backend="aot_eager")
+    model.compile(backend=backend)
     return classifier(model, torch.optim.AdamW(model.parameters()))
+
+
+def compiled_to_graphs():
+    return compiled("cudagraphs")
 
 
 WAYS = {
     f.__name__.replace("_", " "): f
-    for f in (made_in_the_step, made_at_the_first_step, in_backward, in_use, lazy_buffer, compiled)
+    for f in (made_in_the_step, made_at_the_first_step, in_backward, in_use, lazy_buffer, compiled, compiled_to_graphs)
 }
 
 
@@ -107,9 +111,12 @@ def test_every_trial_starts_cold(way):
 
     def probe():
         model, step = build()
-        result = oomprobe.find_max_batch(model, step, resolution=0.02, **QUIET)
+        before = reserved()
+        result = oomprobe.find_max_batch(model, step, min_batch=8192, resolution=0.1, **QUIET)
+        assert reserved() <= before
         # A warm trial's allocator has more than the model in it before the first step: so do its peaks.
         again = oomprobe.check(model, step, result.batch_size, **QUIET)
+        assert reserved() <= before
         return result.to_dict(), result.trials[-1].peak_reserved_bytes, again.trials[-1].peak_reserved_bytes
 
     result, peak, peak_again = forked(probe)

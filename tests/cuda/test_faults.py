@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import signal
 import textwrap
 import time
 
