@@ -54,7 +54,8 @@ class Trial:
         verdict: How it ended.
         phase: Why it was tried.
         steps: Calls of the step that completed.
-        cap_bytes: What the allocator was held to; None where the device itself was the limit.
+        cap_bytes: What the allocator was held to; None where the device itself was the limit, as while growing in a process
+            that may die.
         peak_allocated_bytes: Most memory in live tensors during the trial; None where it is not measured.
         peak_reserved_bytes: Most memory held by the allocator during the trial; None where not measured.
         peak_upper_bytes: On a simulated device, the upper end of the peak: as much again as convolutions would take for
@@ -106,7 +107,7 @@ class ProbeResult:
     Attributes:
         batch_size: The answer: it ran, at exactly this size, with the allocator held to `budget_bytes`.
         limit_batch_size: Largest size that ran at all.
-        first_failing_batch_size: Smallest size that failed with all the memory there is, or None.
+        first_failing_batch_size: Smallest size that failed without the margin, or None.
         limited_by: ``"memory"``, ``"host_memory"``, ``"max_batch"`` or ``"size_limit"``.
         limiting_step: Name of the step that limits, when several were given.
         trials: Every trial, in the order they were run.

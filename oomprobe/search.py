@@ -1,8 +1,9 @@
 """Doubling and bisection over integers. Pure: it asks whether a size runs and never looks at memory itself.
 
 A search has four acts. *grow* doubles with all the memory until a size fails. *bisect* closes the bracket under the
-cap. *recheck* tries the failure that decided once more. *confirm* runs the answer for longer, and moves down when
-that fails. Whatever the replies are, a size is only ever returned after it was asked for, under the cap, and passed.
+cap. *recheck* tries the failure that decided once more, and a size a little above it. *confirm* runs the answer for
+longer, and moves down when that fails. Whatever the replies are, a size is only ever returned after it was asked for,
+under the cap, and passed.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Found:
     Attributes:
         batch_size: The confirmed answer; None when nothing fits.
         limit: Largest size that passed at all; None when nothing did.
-        first_failing: Smallest size that failed with all the memory and was not struck out.
+        first_failing: Smallest size that failed without the margin and was not struck out.
         deciding: Smallest failure above the answer, under the cap or in confirmation; None at the last size.
         struck: Failures that passed when tried again.
         unconfirmed: Sizes that passed as a trial and failed in confirmation.

@@ -130,7 +130,9 @@ class RemoteRunner:
         if not ran.trial.passed and ran.trial.leaked_bytes:
             self.renew()  # what the failed trial left goes with its process
             return replace(ran, refusal=None)
-        if ran.trial.verdict is Verdict.POISONED:
+        # At the driver's edge a failed mapping may have broken torch's allocator, which a health check need not see.
+        at_edge = request.phase is Phase.GROW and request.cap_bytes is None and not ran.trial.passed
+        if at_edge or ran.trial.verdict is Verdict.POISONED:
             self.renew()
         return ran
 

@@ -54,7 +54,7 @@ def _limit(result: ProbeResult) -> list[str]:
     failed = "no size" if failing is None else f"batch {failing}"
     step = "" if result.limiting_step is None else f", in step {result.limiting_step!r}"
     return [
-        f"batch {result.limit_batch_size} is the largest that ran, {failed} failed with all the memory",
+        f"batch {result.limit_batch_size} is the largest that ran, {failed} failed without the margin",
         f"limited by {_LIMITS.get(result.limited_by, result.limited_by)}{step}",
     ]
 
