@@ -31,8 +31,9 @@ EDGE_BYTES, EDGE_SHARE = 256 * MIB, 0.01
 INTEGRATED_NAMES = ("is_integrated", "is_integrated_gpu")  # what torch.cuda and torch.xpu call it
 NO_POOL = (0, 0)  # the allocator's own segments; those of a captured graph have an id of their own
 UNCAPPED = (
-    "{name}: this process's CUDA allocator ({backend}) neither counts nor limits what it hands out, so nothing can be "
-    "measured. Use torch's own: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and do not call change_current_allocator"
+    "{name}: the CUDA allocator of this process (backend {backend}, without its cache or pluggable) neither counts nor "
+    "limits what it hands out, so nothing can be measured. Use torch's own: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and do not "
+    "call change_current_allocator"
 )
 GRAPHS = (
     "not fully cold: a CUDA graph captured before the probe may use the cuBLAS workspaces, so they stayed allocated; a "
@@ -71,7 +72,6 @@ class AcceleratorDevice(PlainDevice):
 
         Raises:
             InvalidArgumentError: more was stated than the device has.
-            UnreliableError: its allocator cannot be limited.
         """
         self._torch = torch.get_device_module(device) if module is None else module
         index = self._torch.current_device() if device.index is None else device.index
@@ -83,7 +83,6 @@ class AcceleratorDevice(PlainDevice):
         self.name = name_with(str(properties.name), stated_bytes)
         self.integrated = any(bool(getattr(properties, name, False)) for name in INTEGRATED_NAMES)
         self._has_released = False
-        self._refuse_uncapped()
         self._counters = (0, 0)
         self._stated_bytes, self._host_free_bytes = stated_bytes, host_free_bytes or linux.free_bytes
         self._available_bytes: int | None = None  # when it was last measured
@@ -93,15 +92,17 @@ class AcceleratorDevice(PlainDevice):
         self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if spills.why_spills() else 0
 
     def _refuse_uncapped(self) -> None:
-        if self.torch_device.type != "cuda" or self._torch is not torch.cuda:
+        """Raise where no cap can be enforced: one byte allocated is not counted."""
+        if self._torch is not torch.cuda:
             return
         backend = torch.cuda.memory.get_allocator_backend()
-        if backend in ("native", "cudaMallocAsync"):
-            one_byte = torch.empty(1, dtype=torch.uint8, device=self.torch_device)
-            if torch.cuda.memory_allocated(self.torch_device) >= one_byte.numel():
-                return
-            backend += " without its cache"
-        raise UnreliableError(UNCAPPED.format(name=self.name, backend=backend))
+        counts = backend in ("native", "cudaMallocAsync")
+        if counts:
+            with suppress(torch.OutOfMemoryError):  # on a full card the trial says so
+                one_byte = torch.empty(1, dtype=torch.uint8, device=self.torch_device)
+                counts = torch.cuda.memory_allocated(self.torch_device) >= one_byte.numel()
+        if not counts:
+            raise UnreliableError(UNCAPPED.format(name=self.name, backend=backend))
 
     def _unified(self) -> tuple[str, ...]:
         if not self.integrated:
@@ -116,6 +117,7 @@ class AcceleratorDevice(PlainDevice):
         return self.integrated and self._stated_bytes is None and self._fraction() >= 1
 
     def available_bytes(self) -> int:
+        self._refuse_uncapped()
         self.release()
         self._available_bytes = self._within_reach()
         return self._available_bytes
