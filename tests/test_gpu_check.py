@@ -1,6 +1,7 @@
 """scripts/gpu-check where there is no card: what it keeps, and that nothing outlives its limits."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -42,37 +43,112 @@ def test_within_its_time_a_process_says_how_it_ended():
     assert (done.returncode, done.stdout) == (3, "1\n")
 
 
-def test_what_was_found_is_kept_when_the_rest_is_cut_off(monkeypatch, tmp_path):
+def child(function, *, limit_s=20):
+    method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        return gpu_check.in_child(function, limit_s=limit_s)
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+
+
+def test_a_child_answers_or_tells_how_it_ended():
+    assert child(lambda: {"answer": 3}) == {"answer": 3}
+    assert child(lambda: {"answer": 1 / 0}) == {"error": "ZeroDivisionError: division by zero"}
+    assert child(lambda: os._exit(5)) == {"error": "exit code 5 without an answer"}
+    assert child(lambda: os.kill(os.getpid(), 9)) == {"error": "exit code -9 without an answer"}
+    assert child(lambda: time.sleep(60), limit_s=0.2) == {"error": "not done in 0 s"}
+
+
+@pytest.mark.parametrize("answer", [1, 2, 99, 100, 101, 150, 999])
+@pytest.mark.parametrize("frontier", [0, 1, 100])
+def test_sizes_around_an_answer_end_at_the_largest_that_runs(answer, frontier):
+    tried = []
+
+    def runs(size):
+        tried.append(size)
+        return size <= frontier
+
+    *_, found = gpu_check.search_around(answer, 1, runs)
+    assert found == frontier
+    assert tried[0] == answer
+    assert {frontier + 1, max(1, frontier)} <= {*tried}
+    assert len(tried) == len({*tried})
+
+
+PART = {"model": "conv_net", "limit_bytes": None, "resolution": 0.0, "time_limit_s": 1, "cold_s": 1}
+RESULT = {"budget_bytes": 10, "state_verified": True, "trials": []}
+
+
+@pytest.fixture
+def check(monkeypatch, tmp_path):
+    """Runs the check where each child says what the test wants; returns its exit code and what it kept."""
     path = tmp_path / "evidence.json"
 
-    def cut_off(part):
+    def run(answers):
+        def in_child(function, *args, limit_s):
+            said = answers[function.__name__]
+            return said(*args) if callable(said) else said
+
+        monkeypatch.setattr(gpu_check, "find_card", lambda: {"card": "Card"})
+        monkeypatch.setattr(gpu_check, "surroundings", lambda: {"torch": "0", "driver": "0"})
+        monkeypatch.setattr(
+            gpu_check, "run_tests", lambda limit_s: {"ran": True, "exit_code": 0, "summary": "9 passed"}
+        )
+        monkeypatch.setattr(gpu_check, "in_child", in_child)
+        monkeypatch.setattr(gpu_check, "PARTS", [PART])
+        monkeypatch.setattr(sys, "argv", ["gpu-check", str(path)])
+        try:
+            status = gpu_check.main()
+        except KeyboardInterrupt:
+            status = 130
+        return status, json.loads(path.read_text())
+
+    return run
+
+
+FOUND = {"answer": 7, "fraction_restored": True, "outside_steps_s": 0.1, "result": RESULT}
+
+
+def test_an_answer_that_runs_cold_is_as_promised(check):
+    status, kept = check({"probe": FOUND, "train": lambda model, size, *_: {} if size <= 8 else {"error": "OOM"}})
+    [part] = kept["parts"]
+    assert (status, kept["wrong"], kept["tests"]["summary"]) == (0, [], "9 passed")
+    assert (part["cold_frontier"], part["answer_share_of_frontier"]) == (8, 0.875)
+    assert part["cold_runs_capped"] == {"7": "ran", "8": "ran", "10": "OOM", "9": "OOM"}
+    assert part["cold_runs_whole_card"] == {"7": "ran"}
+
+
+@pytest.mark.parametrize(("dies_after", "where"), [(10, "cold_runs_capped"), (50, "cold_runs_whole_card")])
+def test_an_answer_that_dies_cold_is_wrong(check, dies_after, where):
+    def train(model, size, steps, cap_bytes):
+        return {"error": "OutOfMemoryError: x"} if steps == dies_after and size >= 7 else {}
+
+    status, kept = check({"probe": FOUND, "train": train})
+    assert status == 1
+    assert kept["wrong"] == [f"conv_net, whole card: the answer 7 died, {where}: OutOfMemoryError: x"]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"error": "NothingFitsError: x"}, "NothingFitsError: x"),
+        ({**FOUND, "fraction_restored": False}, "the user's memory fraction was not restored"),
+        ({**FOUND, "result": {**RESULT, "state_verified": False}}, "the state was not verified"),
+    ],
+)
+def test_a_broken_promise_is_wrong(check, found, said):
+    status, kept = check({"probe": found, "train": lambda model, size, *_: {} if size <= 7 else {"error": "OOM"}})
+    assert (status, kept["wrong"]) == (1, [f"conv_net, whole card: {said}"])
+
+
+def test_what_was_found_is_kept_when_the_rest_is_cut_off(check):
+    def train(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "surroundings", lambda: {"torch": "0", "driver": "0"})
-    monkeypatch.setattr(gpu_check, "run_tests", lambda: {"ran": True, "exit_code": 0, "summary": "9 passed"})
-    monkeypatch.setattr(gpu_check, "run_fault", lambda name, *_: {"fault": name, "as_promised": True})
-    monkeypatch.setattr(gpu_check, "run_in_child", cut_off)
-    monkeypatch.setattr(sys, "argv", ["gpu-check", str(path)])
-    with pytest.raises(KeyboardInterrupt):
-        gpu_check.main()
-    kept = json.loads(path.read_text())
-    assert kept["tests"]["summary"] == "9 passed"
-    assert [fault["fault"] for fault in kept["faults"]] == [fault[0] for fault in gpu_check.FAULTS]
+    status, kept = check({"probe": FOUND, "train": train})
+    assert (status, kept["parts"][0]["answer"], kept["tests"]["summary"]) == (130, 7, "not run")
     assert kept["wrong"] == []
-
-
-def test_a_fault_finds_what_this_process_finds(monkeypatch, tmp_path):
-    asked = {}
-
-    def within(command, timeout_s, env):
-        asked.update(env)
-        return subprocess.CompletedProcess(command, 0, '{"error": "none"}', "")
-
-    monkeypatch.setattr(gpu_check, "within", within)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert gpu_check.run_fault(*gpu_check.FAULTS[0])["as_promised"] is False
-    assert asked["PYTHONPATH"] == os.pathsep.join([str(gpu_check.ROOT), str(tmp_path)])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
