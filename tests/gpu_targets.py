@@ -14,7 +14,7 @@ def out_of_bounds():
 
     def step(model, batch_size):
         if batch_size >= POISONED_FROM:
-            torch.zeros(4, device="cuda")[torch.tensor([10**9], device="cuda")].sum().item()
+            torch.zeros(4, device="cuda").index_select(0, torch.full((1,), 10**9, device="cuda")).sum().item()
         optimizer.zero_grad()
         model(torch.randn(batch_size, 64, device="cuda")).square().mean().backward()
         optimizer.step()

@@ -21,13 +21,20 @@ HugePages_Total:       0
 """
 
 
-def run_python(code, timeout_s=120, warnings="error"):
+def run_python(code, timeout_s=120, warnings="error", stdin=""):
     """Run code that changes its process, in a process of its own; what it prints is returned."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-W", warnings, "-c", textwrap.dedent(code)]
     child = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=REPOSITORY, check=False
+        command,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment,
+        cwd=REPOSITORY,
+        check=False,
     )
     assert child.returncode == 0, f"exit code {child.returncode}\n{child.stdout}\n{child.stderr}"
     return child.stdout

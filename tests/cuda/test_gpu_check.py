@@ -1,0 +1,44 @@
+"""What runs on a real card first, on the bed: the tests marked gpu, and scripts/gpu-check."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from .bed import forked
+
+ROOT = Path(__file__).parents[2]
+CARD = {"memory": "80GiB", "context": "500MiB"}
+
+
+def output_of(*arguments, limit_s=300, **options):
+    def run():
+        done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+        return done.returncode, done.stdout
+
+    return forked(run, limit_s=limit_s, **CARD, **options)
+
+
+def test_tests_marked_gpu(tmp_path):
+    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "-m", "gpu and not needs_kernels"]
+    status, said = output_of("-m", "pytest", *options, "tests/test_gpu.py", shared=tmp_path / "device")
+    assert status == 0, said
+    assert "skipped" not in said.splitlines()[-1]
+
+
+def test_gpu_check(tmp_path):
+    status, said = output_of("scripts/gpu_check.py", "--without-tests", str(tmp_path / "evidence.json"))
+    evidence = json.loads((tmp_path / "evidence.json").read_text())
+    assert (status, evidence["wrong"], evidence["card"]) == (0, [], "Stub GPU"), said
+    assert evidence["children"] == "fork"
+    for part in evidence["parts"]:
+        assert part["result"]["device"] == "Stub GPU"
+        assert part["cold_runs_capped"][str(part["answer"])] == "ran"
+        assert part["cold_runs_whole_card"] == {str(part["answer"]): "ran"}
+        assert part["answer_share_of_frontier"] > 0.97
+
+
+def test_gpu_traces(tmp_path):
+    status, said = output_of("scripts/gpu_traces.py", str(tmp_path))
+    assert status == 0
+    assert said.count("simulated / true peak 1.0000") == 3, said
