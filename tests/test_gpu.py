@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer imports it, after the tests have frozen what was imported before
 from test_linux import run_python
 from torch import nn
 
