@@ -6,7 +6,8 @@ cap (fifty). Then the tests marked gpu, in the time that is left.
 
     scripts/gpu-check [EVIDENCE.json]       default: tests/evidence/<card>-torch<version>.json
 
-Made for nine minutes of a card. The file is written after each step, so it holds what was found when the check is cut off.
+Made for nine minutes of a card. The file is written after each step, so it holds what was found when the check is cut off;
+what the tests say stands beside it, in .tests.txt.
 Exit codes: 0 all as promised; 1 a test failed, an answer was wrong, or there was none; 2 no CUDA device here, or no torch.
 """
 
@@ -68,7 +69,8 @@ def main():
         for _ in measure(evidence["parts"][-1]):
             keep()
     if not arguments.without_tests:
-        evidence["tests"] = run_tests(max(TESTS_AT_LEAST_S, CHECK_S - (time.monotonic() - started)))
+        left_s = CHECK_S - (time.monotonic() - started)
+        evidence["tests"] = run_tests(max(TESTS_AT_LEAST_S, left_s), path.with_suffix(".tests.txt"))
     keep()
     print_summary(evidence, path)
     return 1 if evidence["wrong"] else 0
@@ -105,8 +107,8 @@ def _answer(sender, function, *args):
 
 def within(command, timeout_s, **options):
     """Run it, and after the time end all that it started too: that would go on, and keep the card's memory."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **pipes, **options) as process:
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    with subprocess.Popen(command, start_new_session=True, text=True, **options) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
         except BaseException:
@@ -291,25 +293,21 @@ def search_around(answer, stride, runs):
 # --- the tests ---
 
 
-def run_tests(limit_s):
+def run_tests(limit_s, log):
+    """Run the tests marked gpu; what they say is in the log from the first on."""
     if importlib.util.find_spec("pytest") is None:
         return {"ran": False, "summary": "pytest is not installed here: the tests marked gpu were not run"}
     options = ["-m", "gpu", "-v", "-rfEs", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "test_gpu.py")]
     progress(f"tests marked gpu, for {limit_s:.0f} s at most")
-    try:
-        done = within(command, limit_s, cwd=ROOT)
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        return {"ran": True, "exit_code": None, "summary": f"not done in {limit_s:.0f} s", "tail": said[-6000:]}
-    lines = done.stdout.strip().splitlines()
-    return {
-        "ran": True,
-        "exit_code": done.returncode,
-        "summary": lines[-1] if lines else done.stderr[-300:],
-        "not_passed": [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))],
-        **({} if done.returncode == 0 else {"tail": done.stdout[-6000:] + done.stderr[-1000:]}),
-    }
+    with log.open("w") as file:
+        try:
+            status = within(command, limit_s, cwd=ROOT, stdout=file, stderr=file).returncode
+        except subprocess.TimeoutExpired:
+            return {"ran": True, "exit_code": None, "summary": f"not done in {limit_s:.0f} s: {log.name}"}
+    lines = log.read_text(errors="replace").strip().splitlines()
+    not_passed = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
+    return {"ran": True, "exit_code": status, "summary": "".join(lines[-1:]), "not_passed": not_passed}
 
 
 # --- what is wrong, and what to print ---

@@ -92,9 +92,7 @@ def check(monkeypatch, tmp_path):
 
         monkeypatch.setattr(gpu_check, "find_card", lambda: {"card": "Card"})
         monkeypatch.setattr(gpu_check, "surroundings", lambda: {"torch": "0", "driver": "0"})
-        monkeypatch.setattr(
-            gpu_check, "run_tests", lambda limit_s: {"ran": True, "exit_code": 0, "summary": "9 passed"}
-        )
+        monkeypatch.setattr(gpu_check, "run_tests", lambda *_: {"ran": True, "exit_code": 0, "summary": "9 passed"})
         monkeypatch.setattr(gpu_check, "in_child", in_child)
         monkeypatch.setattr(gpu_check, "PARTS", [PART])
         monkeypatch.setattr(sys, "argv", ["gpu-check", str(path)])
