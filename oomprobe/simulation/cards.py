@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
-from oomprobe.simulation.catalogue import CONTEXTS, ROWS, Row
+from oomprobe.simulation.catalogue import CONTEXTS, MAX_THREADS, ROWS, Row
+from oomprobe.simulation.reductions import Processors
 from oomprobe.units import byte_unit
 
 _SMALL_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8  # ":4096:2:16:8"
@@ -33,6 +34,7 @@ class Card:
         context_bytes: What the CUDA context and lazily loaded kernels take of it.
         compute_capability: Major and minor.
         multi_processor_count: Streaming multiprocessors.
+        max_threads_per_multi_processor: Resident threads of each; None: as its compute capability has them.
         source: Where ``total_bytes`` comes from, and how exact it is.
         context_source: The same for ``context_bytes``.
 
@@ -50,6 +52,13 @@ class Card:
     multi_processor_count: int
     source: str
     context_source: str
+    max_threads_per_multi_processor: int | None = None
+
+    @property
+    def processors(self) -> Processors:
+        """What the sizes of temporary buffers are computed from."""
+        threads = self.max_threads_per_multi_processor or max_threads(self.compute_capability)
+        return Processors(self.compute_capability, self.multi_processor_count, threads)
 
     @property
     def available_bytes(self) -> int:
@@ -99,6 +108,17 @@ def cublas_workspace_bytes(
     since = _LARGE_SINCE.get(compute_capability[0])
     large = since is not None and (int(numbers[1]), int(numbers[2])) >= since
     return _LARGE_WORKSPACE_BYTES if large else _SMALL_WORKSPACE_BYTES
+
+
+def max_threads(compute_capability: tuple[int, int]) -> int:
+    """Threads that can be resident on one multiprocessor; of a capability not listed, as the newest below it has.
+
+    Example:
+        >>> max_threads((8, 0)), max_threads((8, 9)), max_threads((12, 1))
+        (2048, 1536, 1536)
+    """
+    known = [capability for capability in MAX_THREADS if capability <= compute_capability]
+    return MAX_THREADS[max(known, default=(6, 0))]
 
 
 def find_card(name: str) -> Card:

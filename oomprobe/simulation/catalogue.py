@@ -84,6 +84,12 @@ CONTEXTS: dict[tuple[int, int], Context] = {
     (12, 0): _RTX_5090,
 }
 
+# Resident threads of a multiprocessor: "Technical Specifications per Compute Capability" in NVIDIA's CUDA programming guide.
+MAX_THREADS: dict[tuple[int, int], int] = {
+    (6, 0): 2048, (7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048,
+    (11, 0): 1536, (12, 0): 1536,
+}  # fmt: skip
+
 ROWS: tuple[Row, ...] = (
     # Data centre
     Row(
