@@ -78,7 +78,7 @@ class SimulatedDevice(PlainDevice):
         self._full = False  # held to less than what is on it before a step begins
         self._fraction = self._settings.per_process_memory_fraction
         self._hold_to(None)
-        self._world = World(self._memory, self.card.cublas_workspace_bytes)
+        self._world = World(self._memory, self.card)
         self._replayer = Replayer()
         self._probed = False
         self._calls: list[Call] = []

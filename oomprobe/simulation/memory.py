@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from oomprobe.scope import scope
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.blocks import SMALL_SEGMENT
 from oomprobe.simulation.refusal import refusal
 from oomprobe.simulation.replay import Alive, replay_call
+from oomprobe.simulation.scratch import Launch
 from oomprobe.simulation.tape import Call, Tape
 
 _Storage = Any  # torch.UntypedStorage, or a stand-in of one on the meta device
@@ -56,8 +58,12 @@ class Memory:
         """Whether a storage is on the card."""
         return storage._cdata in self._held
 
-    def take(self, storage: _Storage) -> None:
+    def take(self, storage: _Storage, nbytes: int | None = None) -> None:
         """Put a storage on the card, until it dies.
+
+        Args:
+            storage: What to put there.
+            nbytes: What it really takes; None: its size.
 
         Raises:
             AllocatorOutOfMemory: there is no room.
@@ -65,7 +71,7 @@ class Memory:
         key = storage._cdata
         if key in self._held:
             return
-        nbytes = storage.nbytes()
+        nbytes = storage.nbytes() if nbytes is None else nbytes
         block = self.allocator.malloc(nbytes)
         watch = weakref.ref(storage, self._when_dead(key))
         self._held[key] = _Held(nbytes, block, self._malloc_roomy(nbytes), self.tape.born(nbytes), watch)
@@ -85,6 +91,35 @@ class Memory:
         self._workspaces.append(nbytes)
         self._malloc_roomy(nbytes)
         self.tape.born(nbytes)
+
+    @scope
+    def running(self, launch: Launch) -> Iterator[None]:
+        """A kernel that takes memory for itself; inside, its results are made.
+
+        Raises:
+            AllocatorOutOfMemory: there is no room.
+        """
+        index = self.tape.started(launch.kernel, launch.numbers)
+        needs = launch.kernel.needs(launch.numbers)
+        with self._lent(needs.held):
+            yield
+            for group in needs.groups:
+                with self._lent(group):
+                    pass
+        self.tape.ended(launch.kernel, index)
+
+    @scope
+    def _lent(self, sizes: tuple[int, ...]) -> Iterator[None]:
+        blocks: list[tuple[int, int]] = []
+        try:
+            for nbytes in sizes:
+                blocks.append((self.allocator.malloc(nbytes), self._malloc_roomy(nbytes)))
+            yield
+        finally:
+            for block, roomy_block in blocks:
+                self.allocator.free(block)
+                if self.roomy is not None:
+                    self.roomy.free(roomy_block)
 
     def transient(self, nbytes: int) -> None:
         """A workspace that a convolution takes where it can have it, for the time of one kernel."""

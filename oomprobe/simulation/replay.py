@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.tape import BORN, DIED, RELEASED, TRANSIENT, Call, Line, line_through
+from oomprobe.simulation.scratch import Needs
+from oomprobe.simulation.tape import BORN, DIED, ENDED, RELEASED, STARTED, TRANSIENT, Call, Line, line_through
 
 Alive = dict[tuple[int, int], int]  # blocks by (calls ago, index in that call)
 SIZES_FOR_A_LINE = 2
@@ -44,7 +45,7 @@ def replay_call(allocator: CachingAllocator, call: Call, alive: Alive, *, soft: 
     Raises:
         AllocatorOutOfMemory: there was no room.
     """
-    alive = dict(alive)
+    alive, held = dict(alive), dict[int, list[int]]()
     sizes, malloc, free = call.sizes, allocator.malloc, allocator.free
     for kind, one, two in call.events:
         if kind == BORN:
@@ -56,9 +57,22 @@ def replay_call(allocator: CachingAllocator, call: Call, alive: Alive, *, soft: 
         elif kind == TRANSIENT:
             if soft and allocator.fits(sizes[one]):
                 free(malloc(sizes[one]))
+        elif kind == STARTED:
+            held[one] = [malloc(nbytes) for nbytes in two.needs(sizes[one : one + two.count]).held]
+        elif kind == ENDED:
+            run_kernel(allocator, two.needs(sizes[one : one + two.count]), held.pop(one))
         elif kind == RELEASED:
             allocator.empty_cache()
     return {(ago + 1, index): block for (ago, index), block in alive.items()}
+
+
+def run_kernel(allocator: CachingAllocator, needs: Needs, held: list[int]) -> None:
+    """Take what a kernel needs while it runs, and give it back with what it has held."""
+    for group in needs.groups:
+        for block in [allocator.malloc(nbytes) for nbytes in group]:
+            allocator.free(block)
+    for block in held:
+        allocator.free(block)
 
 
 @dataclass(slots=True)

@@ -10,11 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oomprobe.simulation.scratch import Kernel
 
 # An event is (kind, a, b): born (BORN, index, 0); died (DIED, calls ago, index); a transient workspace
-# (TRANSIENT, index, 0); the cache given back (RELEASED, 0, 0). Sizes are kept apart, by index.
-BORN, DIED, TRANSIENT, RELEASED = range(4)
-Event = tuple[int, int, int]
+# (TRANSIENT, index, 0); the cache given back (RELEASED, 0, 0); a kernel that takes memory for itself begins (STARTED,
+# index, kernel), and ends once its results were made (ENDED, index, kernel). Sizes are kept apart, by index: of a kernel
+# the numbers from which it computes what it takes.
+BORN, DIED, TRANSIENT, RELEASED, STARTED, ENDED = range(6)
+Event = tuple[int, int, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,17 @@ class Tape:
     def transient(self, nbytes: int) -> None:
         """A workspace was wanted for the time of one kernel."""
         self._sized(TRANSIENT, nbytes)
+
+    def started(self, kernel: Kernel, numbers: Sequence[int]) -> int:
+        """A kernel that takes memory for itself begins; the index of its numbers."""
+        index = len(self._sizes)
+        self._sizes.extend(numbers)
+        self._events.append((STARTED, index, kernel))
+        return index
+
+    def ended(self, kernel: Kernel, index: int) -> None:
+        """Its results were made, and it has run."""
+        self._events.append((ENDED, index, kernel))
 
     def released(self) -> None:
         """The step gave the cache back itself."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oomprobe.simulation import scalars, truths, workspaces
+from oomprobe.simulation import scalars, scratch, truths, workspaces
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
+from oomprobe.simulation.cards import Card
 from oomprobe.simulation.fakes import Fakes
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.places import CARD, HOST, STATED_HOST
@@ -50,10 +52,10 @@ class World(TorchDispatchMode):
 
     Args:
         memory: Of the card.
-        workspace_bytes: What the linear algebra library takes for each thread that uses it.
+        card: Says what kernels take for themselves, and the linear algebra library for each thread that uses it.
     """
 
-    def __init__(self, memory: Memory, workspace_bytes: int) -> None:
+    def __init__(self, memory: Memory, card: Card) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.fake_mode = FakeTensorMode()
@@ -61,7 +63,8 @@ class World(TorchDispatchMode):
         self.depth = 0  # inside torch's own code, where a fake's device is what FakeTensorMode says
         self.poll: Callable[[], None] = lambda: None
         self.notes: dict[str, None] = {}
-        self._workspaces = workspaces.PerThread(memory, workspace_bytes)
+        self._workspaces = workspaces.PerThread(memory, card.cublas_workspace_bytes)
+        self._processors = card.processors
         self._fakes = Fakes(self.fake_mode, memory)
         self._truths: truths.Truths = weakref.WeakKeyDictionary()
         self._finite: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -137,12 +140,15 @@ class World(TorchDispatchMode):
                 self._move(tensor)
         args = self._lowered(args)
         kwargs = {name: self._lowered(value) for name, value in kwargs.items()}
+        to_card = found.on_card and kwargs.get("device") != HOST
+        launch = scratch.launched(self._processors, func, args, kwargs) if to_card else None
+        with nullcontext() if launch is None else self.memory.running(launch):
+            with self.fake_mode:
+                result = func(*args, **kwargs)
+            truths.follow(self._truths, func, args, result)
+            self._track(func, result, args, launch and launch.result_bytes, to_card=to_card)
         if workspaces.needs(func):
             self._workspaces.ensure()
-        with self.fake_mode:
-            result = func(*args, **kwargs)
-        truths.follow(self._truths, func, args, result)
-        self._track(func, result, args, to_card=found.on_card and kwargs.get("device") != HOST)
         return result
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], found: _Found) -> Any:
@@ -167,7 +173,7 @@ class World(TorchDispatchMode):
             return _aten._local_scalar_dense.default(tensor.constant)
         return scalars.read(tensor, self.notes)
 
-    def _track(self, func: Any, result: Any, args: Any, *, to_card: bool) -> None:
+    def _track(self, func: Any, result: Any, args: Any, result_bytes: int | None, *, to_card: bool) -> None:
         if func in _RESIZING:
             if self.is_on_card(args[0]):
                 self.memory.resized(args[0].untyped_storage())
@@ -179,14 +185,14 @@ class World(TorchDispatchMode):
             self.memory.transient(workspace_bytes)
         for value in result if isinstance(result, list | tuple) else (result,):
             if isinstance(value, FakeTensor):
-                self._take(value, to_card=to_card and not (args and value is args[0]))
+                self._take(value, result_bytes, to_card=to_card and not (args and value is args[0]))
 
-    def _take(self, made: FakeTensor, *, to_card: bool) -> None:
+    def _take(self, made: FakeTensor, nbytes: int | None, *, to_card: bool) -> None:
         if to_card:  # a number on the host that meets the card goes there
             made._fake_device = CARD
         if made._fake_device == CARD:
             refuse_layout(made)
-            self.memory.take(made.untyped_storage())
+            self.memory.take(made.untyped_storage(), nbytes)
 
     def _move(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, FakeTensor):
