@@ -45,6 +45,7 @@ class Choices:
         for key in ("AutogradCPU", "CPU"):
             self._library.impl("dropout", self._dropout, key)
             self._library.impl("scaled_dot_product_attention", self._attention, key)
+            self._library.impl("linear", self._linear, key)
             for name in ("softmax", "log_softmax"):
                 self._library.impl(f"{name}.int", functools.partial(self._softmax, name), key)
         for name, kernel in casting.kernels():
@@ -59,6 +60,12 @@ class Choices:
         if p == 0 or not train or tensor.numel() == 0:
             return tensor
         return torch.native_dropout(tensor, p, train)[0]
+
+    def _linear(self, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Of an input with gaps, the bias is added in place; but for tensor subclasses, which fakes are."""
+        if not self._active() or bias is None or tensor.dim() < 3 or tensor.is_contiguous():
+            return _composite(_aten.linear.default, tensor, weight, bias)  # type: ignore[no-any-return]
+        return torch.matmul(tensor, weight.t()).add_(bias)
 
     def _softmax(self, name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """From 16 to 32 bits inside the kernel, where a CPU makes a copy first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oomprobe.scope import scope
@@ -76,6 +76,12 @@ class Memory:
         watch = weakref.ref(storage, self._when_dead(key))
         self._held[key] = _Held(nbytes, block, self._malloc_roomy(nbytes), self.tape.born(nbytes), watch)
 
+    def hand_over(self, storage: _Storage, to: _Storage) -> None:
+        """Give what a storage holds to another one: what was made anew here is changed in place on the card."""
+        held = self._held.pop(storage._cdata)
+        key = to._cdata
+        self._held[key] = replace(held, watch=weakref.ref(to, self._when_dead(key)))
+
     def drop(self, storage: _Storage) -> None:
         """Take a storage off the card before it dies."""
         self._release(storage._cdata)
@@ -102,11 +108,15 @@ class Memory:
         index = self.tape.started(launch.kernel, launch.numbers)
         needs = launch.kernel.needs(launch.numbers)
         with self._lent(needs.held):
+            self._pass(needs.before)
             yield
-            for group in needs.groups:
-                with self._lent(group):
-                    pass
+            self._pass(needs.groups)
         self.tape.ended(launch.kernel, index)
+
+    def _pass(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        for group in groups:
+            with self._lent(group):
+                pass
 
     @scope
     def _lent(self, sizes: tuple[int, ...]) -> Iterator[None]:

@@ -59,7 +59,9 @@ class _Dim(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def buffers(kind: Reduction, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> tuple[tuple[int, ...], ...]:
+def buffers(
+    kind: Reduction, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> tuple[tuple[int, ...], ...]:
     """What the reduction takes, in bytes: for each of its kernels the partial results and the semaphores.
 
     A tensor beyond 2 GiB takes several kernels, and where the output is too coarse to add up in, sums beside it.
@@ -196,7 +198,9 @@ def _out_vector(kind: Reduction, dims: list[_Dim], first_kept: int, offset: int)
 
 
 def _block(width_limit: int, height_limit: int, most: int) -> tuple[int, int]:
-    widest, highest = (most if limit >= most else 1 << max(0, limit.bit_length() - 1) for limit in (width_limit, height_limit))
+    widest, highest = (
+        most if limit >= most else 1 << max(0, limit.bit_length() - 1) for limit in (width_limit, height_limit)
+    )
     height = min(highest, most // min(widest, _WARP))
     return min(widest, most // height), height
 

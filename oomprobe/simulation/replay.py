@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.scratch import Needs
 from oomprobe.simulation.tape import BORN, DIED, ENDED, RELEASED, STARTED, TRANSIENT, Call, Line, line_through
 
 Alive = dict[tuple[int, int], int]  # blocks by (calls ago, index in that call)
@@ -58,21 +57,23 @@ def replay_call(allocator: CachingAllocator, call: Call, alive: Alive, *, soft: 
             if soft and allocator.fits(sizes[one]):
                 free(malloc(sizes[one]))
         elif kind == STARTED:
-            held[one] = [malloc(nbytes) for nbytes in two.needs(sizes[one : one + two.count]).held]
+            needs = two.needs(sizes[one : one + two.count])
+            held[one] = [malloc(nbytes) for nbytes in needs.held]
+            _pass(allocator, needs.before)
         elif kind == ENDED:
-            run_kernel(allocator, two.needs(sizes[one : one + two.count]), held.pop(one))
+            _pass(allocator, two.needs(sizes[one : one + two.count]).groups)
+            for block in held.pop(one):
+                free(block)
         elif kind == RELEASED:
             allocator.empty_cache()
     return {(ago + 1, index): block for (ago, index), block in alive.items()}
 
 
-def run_kernel(allocator: CachingAllocator, needs: Needs, held: list[int]) -> None:
-    """Take what a kernel needs while it runs, and give it back with what it has held."""
-    for group in needs.groups:
+def _pass(allocator: CachingAllocator, groups: tuple[tuple[int, ...], ...]) -> None:
+    """Take and free one group after the other."""
+    for group in groups:
         for block in [allocator.malloc(nbytes) for nbytes in group]:
             allocator.free(block)
-    for block in held:
-        allocator.free(block)
 
 
 @dataclass(slots=True)

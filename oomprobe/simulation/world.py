@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,6 +44,13 @@ _aten = torch.ops.aten
 _WRITERS = ("aten::_foreach_", "aten::_fused_")
 _CHECKS_FINITE = {_aten._amp_foreach_non_finite_check_and_unscale_.default}
 _COMPARES_ALL = {_aten.equal.default, _aten.allclose.default}
+_MAKES_ZEROS = {_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default}
+# Formulas of autograd that write into zeros of their own do it out of place where they see a tensor's subclass.
+# Source: torch/csrc/autograd/FunctionsManual.cpp, areAnyTensorSubclassLike.
+_IN_PLACE_ON_CUDA = {
+    _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default, _aten.index_put.default, _aten.index_add.default,
+}  # fmt: skip
+_LAST_RESULT_FIRST = {_aten.native_dropout.default}
 _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 
 
@@ -67,6 +74,7 @@ class World(TorchDispatchMode):
         self._processors = card.processors
         self._fakes = Fakes(self.fake_mode, memory)
         self._truths: truths.Truths = weakref.WeakKeyDictionary()
+        self._fresh: Callable[[], FakeTensor | None] = lambda: None
         self._finite: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     # --- what the device asks ---
@@ -146,7 +154,7 @@ class World(TorchDispatchMode):
             with self.fake_mode:
                 result = func(*args, **kwargs)
             truths.follow(self._truths, func, args, result)
-            self._track(func, result, args, launch and launch.result_bytes, to_card=to_card)
+            self._track(func, result, args, launch.result_bytes if launch else {}, to_card=to_card)
         if workspaces.needs(func):
             self._workspaces.ensure()
         return result
@@ -173,7 +181,7 @@ class World(TorchDispatchMode):
             return _aten._local_scalar_dense.default(tensor.constant)
         return scalars.read(tensor, self.notes)
 
-    def _track(self, func: Any, result: Any, args: Any, result_bytes: int | None, *, to_card: bool) -> None:
+    def _track(self, func: Any, result: Any, args: Any, result_bytes: Mapping[int, int], *, to_card: bool) -> None:
         if func in _RESIZING:
             if self.is_on_card(args[0]):
                 self.memory.resized(args[0].untyped_storage())
@@ -183,9 +191,21 @@ class World(TorchDispatchMode):
         workspace_bytes = workspaces.of_convolution(func, args)
         if workspace_bytes:
             self.memory.transient(workspace_bytes)
-        for value in result if isinstance(result, list | tuple) else (result,):
+        if func in _IN_PLACE_ON_CUDA and self._is_fresh(args[0]):
+            result._fake_device = CARD
+            self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
+            return
+        results = list(enumerate(result if isinstance(result, list | tuple) else (result,)))
+        for place, value in reversed(results) if func in _LAST_RESULT_FIRST else results:
             if isinstance(value, FakeTensor):
-                self._take(value, result_bytes, to_card=to_card and not (args and value is args[0]))
+                self._take(value, result_bytes.get(place), to_card=to_card and not (args and value is args[0]))
+        if func in _MAKES_ZEROS and isinstance(result, FakeTensor):
+            self._fresh = weakref.ref(result)
+
+    def _is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Whether autograd has just made a tensor of zeros to scatter gradients into."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        return in_backward and self._fresh() is tensor and self.memory.holds(tensor.untyped_storage())
 
     def _take(self, made: FakeTensor, nbytes: int | None, *, to_card: bool) -> None:
         if to_card:  # a number on the host that meets the card goes there
