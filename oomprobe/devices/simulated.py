@@ -23,7 +23,7 @@ from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.building import building
 from oomprobe.simulation.cards import Card, find_card, generic_card
 from oomprobe.simulation.memory import Memory
-from oomprobe.simulation.replay import Replayed, Replayer, try_call
+from oomprobe.simulation.replay import Alive, Replayed, Replayer
 from oomprobe.simulation.session import session
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import Call
@@ -81,6 +81,7 @@ class SimulatedDevice(PlainDevice):
         self._world = World(self._memory, self.card)
         self._replayer = Replayer()
         self._probed = False
+        self._cold: tuple[CachingAllocator, Alive] | None = None  # what the last trial began with
         self._calls: list[Call] = []
         self._trial_calls: tuple[Call, ...] = ()
         self._peaks_before = (0, 0)  # of this trial, before the step itself reset them
@@ -92,6 +93,8 @@ class SimulatedDevice(PlainDevice):
     def session(self) -> Iterator[None]:
         if self._full:
             raise torch.OutOfMemoryError(self._memory.refusal())
+        if self._cold is None:
+            self._cold = self._memory.allocator.copy(), self._memory.leftovers
         self._memory.tape.start()
         self._world.begin()
         major, minor = self.card.compute_capability
@@ -172,10 +175,15 @@ class SimulatedDevice(PlainDevice):
             self._hold_to(None)
 
     def _hold_to(self, limit_bytes: int | None) -> None:
-        self._limit_bytes, allowed = limit_bytes, self._allowed(limit_bytes)
+        self._limit_bytes = limit_bytes
         for allocator in (self._memory.allocator, self._memory.roomy):
             if allocator is not None:
-                allocator.limit_bytes = None if allowed == self.card.available_bytes else allowed
+                allocator.limit_bytes = self._allocators_limit(limit_bytes)
+
+    def _allocators_limit(self, limit_bytes: int | None) -> int | None:
+        """What the allocator is told: nothing where the card itself is the limit."""
+        allowed = self._allowed(limit_bytes)
+        return None if allowed == self.card.available_bytes else allowed
 
     def _allowed(self, limit_bytes: int | None) -> int:
         """The least of what the card has, the process's own fraction of it, and a limit."""
@@ -189,6 +197,7 @@ class SimulatedDevice(PlainDevice):
 
     def start_trial(self) -> None:
         self._memory.begin()
+        self._cold = None
         self._calls, self._trial_calls = [], ()
         self._peaks_before = (0, 0)
         self._counts = self._read_counts()
@@ -217,6 +226,7 @@ class SimulatedDevice(PlainDevice):
         """Steps are done when they return."""
 
     def release(self) -> None:
+        self._world.clear_workspaces()
         self._memory.empty_cache()
 
     def healthy(self) -> bool:
@@ -235,7 +245,7 @@ class SimulatedDevice(PlainDevice):
         Raises:
             torch.OutOfMemoryError: the card has no room for it.
         """
-        steady = self._replayer.steady(self._calls) if self._calls else None
+        steady = self._replayer.steady(self._calls)
         if steady is None:
             return False
         try:
@@ -248,28 +258,18 @@ class SimulatedDevice(PlainDevice):
         self._trial_calls, self._calls = tuple(self._calls), []
 
     def learn(self, batch_size: int) -> bool:
-        """A trial of this size has passed: its last call shows what the step asks of the allocator."""
-        steady = self._steady()
-        return steady is None or self._replayer.learn(batch_size, steady)
+        """A trial of this size has passed: its calls show what the step asks of the allocator."""
+        return self._replayer.learn(batch_size, self._trial_calls)
 
     def rehearse(self, batch_size: int, *, calls: int, limit_bytes: int | None) -> Replayed | None:
-        """Do to a copy of the allocator what the next trial would do; None where that is not known."""
-        if self._replayer.line is None or self._calls:
+        """Do to a copy of the allocator what a cold trial would do; None where that is not known."""
+        if self._cold is None:
             return None
-        call = self._replayer.line.at(batch_size)
-        passed = self._steady() is not None  # otherwise the last trial failed, and its gradients were dropped
-        with self.cap(limit_bytes):
-            if self._full:
-                return None
-            left = self._memory.leftovers if passed else {}
-            alive = {name: block for name, block in left.items() if name in call.freed}
-            return try_call(self._memory.allocator, call, alive, calls=calls)
-
-    def _steady(self) -> Call | None:
-        """The last trial's steady call; None where it failed, or where something was called since."""
-        if self._calls or not self._trial_calls:
+        allocator, alive = self._cold
+        allocator.limit_bytes = self._allocators_limit(limit_bytes)
+        if allocator.reserved_bytes > self._allowed(limit_bytes):
             return None
-        return self._replayer.steady(self._trial_calls)
+        return self._replayer.try_size(batch_size, allocator, alive, calls=calls)
 
     def stop_rehearsing(self) -> None:
         """A rehearsal was wrong: run every size from here on."""

@@ -45,14 +45,16 @@ class Memory:
         self.roomy: CachingAllocator | None = None
         self.tape = Tape()
         self._held: dict[int, _Held] = {}
-        self._workspaces: list[int] = []
+        self._workspaces: list[tuple[int, int]] = []
+        self._workspace_bytes = 0
 
     def begin(self) -> None:
-        """A trial begins: peaks start anew, and so does the roomy allocator."""
+        """A trial begins: peaks start anew, and so do the roomy allocator and the names of what is there."""
         self.allocator.reset_peaks()
         self.roomy = self.allocator.copy()
-        for held in self._held.values():
-            held.roomy_block = held.block
+        for held, name in zip(self._held.values(), self.tape.begin(len(self._held)), strict=True):
+            held.roomy_block, held.name = held.block, name
+        self._workspaces = [(block, block) for block, _ in self._workspaces]
 
     def holds(self, storage: _Storage) -> bool:
         """Whether a storage is on the card."""
@@ -92,11 +94,18 @@ class Memory:
         self.take(storage)
 
     def workspace(self, nbytes: int) -> None:
-        """Memory that a library takes and never gives back."""
-        self.allocator.malloc(nbytes)
-        self._workspaces.append(nbytes)
-        self._malloc_roomy(nbytes)
+        """Memory that a library takes and keeps, until it is told to clear its workspaces."""
+        self._workspaces.append((self.allocator.malloc(nbytes), self._malloc_roomy(nbytes)))
+        self._workspace_bytes = nbytes
         self.tape.born(nbytes)
+
+    def clear_workspaces(self) -> None:
+        """Give the libraries' memory back."""
+        for block, roomy_block in self._workspaces:
+            self.allocator.free(block)
+            if self.roomy is not None:
+                self.roomy.free(roomy_block)
+        self._workspaces.clear()
 
     @scope
     def running(self, launch: Launch) -> Iterator[None]:
@@ -148,8 +157,7 @@ class Memory:
     def lay_out_anew(self) -> None:
         """Put what is on the card into fresh segments, so that none is held for the sake of a small rest."""
         fresh = self.allocator.emptied()
-        for nbytes in self._workspaces:
-            fresh.malloc(nbytes)
+        self._workspaces = [(block, block) for block in [fresh.malloc(self._workspace_bytes) for _ in self._workspaces]]
         for held in self._held.values():
             held.block = held.roomy_block = fresh.malloc(held.nbytes)
         self.allocator, self.roomy = fresh, fresh.copy()

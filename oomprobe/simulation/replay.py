@@ -1,4 +1,4 @@
-"""A size, tried on the allocator alone: the call it would make, replayed from where the last real call left off."""
+"""A size, tried on the allocator alone: the calls that a cold trial of it would make, replayed."""
 
 from __future__ import annotations
 
@@ -78,59 +78,95 @@ def _pass(allocator: CachingAllocator, groups: tuple[tuple[int, ...], ...]) -> N
 
 @dataclass(slots=True)
 class Replayer:
-    """Learns the line that the calls of a step follow, and tries sizes on it.
+    """Learns the lines that the calls of a cold trial follow, and tries sizes on them.
+
+    A trial is its first call, which makes gradients, optimizer state and workspaces, those that follow until one is like
+    the one before, and that steady one as often as it likes.
 
     Attributes:
-        line: What was learned; None while it is not known, or was contradicted.
+        lines: What was learned, one for each of these calls; None while they are not known, or were contradicted.
     """
 
-    line: Line | None = None
-    _calls: dict[int, Call] = field(default_factory=dict)
+    lines: tuple[Line, ...] | None = None
+    _trials: dict[int, tuple[Call, ...]] = field(default_factory=dict)
     _given_up: bool = False
 
-    def learn(self, batch_size: int, call: Call) -> bool:
-        """A size was run for real, and this is its steady call.
+    def learn(self, batch_size: int, calls: Sequence[Call]) -> bool:
+        """A trial was run for real, and these were its calls.
 
         Returns:
-            Whether it is what the line says, as far as there is one.
+            Whether they are what the lines say, as far as there are any.
         """
-        if self._given_up:
+        trial = self._pattern(calls)
+        if trial is None or self._given_up:
             return True
-        if self.line is not None and self.line.at(batch_size) != call:
+        if self.lines is not None and tuple(line.at(batch_size) for line in self.lines) != trial:
             self.give_up()
             return False
-        self._calls[batch_size] = call
-        if self.line is None:
-            self.line = line_through(list(self._calls.items())[-SIZES_FOR_A_LINE:])
+        self._trials[batch_size] = trial
+        if self.lines is None:
+            self.lines = self._lines()
         return True
 
+    def _lines(self) -> tuple[Line, ...] | None:
+        last = list(self._trials.items())[-SIZES_FOR_A_LINE:]
+        if len({len(trial) for _, trial in last}) > 1:
+            return None
+        lines = [line_through([(size, trial[nth]) for size, trial in last]) for nth in range(len(last[0][1]))]
+        return None if None in lines else tuple(line for line in lines if line is not None)
+
+    def _pattern(self, calls: Sequence[Call]) -> tuple[Call, ...] | None:
+        """The calls of a trial up to the steady one; None where none is."""
+        steady = self.steady(calls)
+        if steady is None:
+            return None
+        pattern = [*calls, steady]
+        while len(pattern) > 1 and pattern[-2] == steady:
+            pattern.pop()
+        return tuple(pattern)
+
     def give_up(self) -> None:
-        """A size did not do what the line says: from here on every size is run."""
-        self.line, self._given_up = None, True
+        """A size did not do what the lines say: from here on every size is run."""
+        self.lines, self._given_up = None, True
 
     def steady(self, calls: Sequence[Call]) -> Call | None:
         """The call that the next one would be again: the last one, if it is like the one before or like a known one."""
-        last = calls[-1]
+        last = calls[-1] if calls else None
+        if last is None:
+            return None
         if len(calls) > 1 and (calls[-2].core, calls[-2].sizes) == (last.core, last.sizes) and last.closed:
             return last
-        known = next((known for known in self._calls.values() if known.core == last.core), None)
+        known = next((trial[-1] for trial in self._trials.values() if trial[-1].core == last.core), None)
         return None if known is None else Call(known.events, last.sizes)
 
+    def try_size(self, batch_size: int, allocator: CachingAllocator, alive: Alive, *, calls: int) -> Replayed | None:
+        """Replay a trial; None where its calls are not known.
 
-def try_call(allocator: CachingAllocator, call: Call, alive: Alive, *, calls: int) -> Replayed:
-    """Replay a call several times, one after the other.
+        Args:
+            batch_size: To try.
+            allocator: As it is before the trial; left as it is.
+            alive: Its blocks, by name.
+            calls: How many the trial has.
+        """
+        if self.lines is None:
+            return None
+        trial = [line.at(batch_size) for line in self.lines]
+        return try_calls(allocator, [*trial, *trial[-1:] * calls][:calls], alive)
+
+
+def try_calls(allocator: CachingAllocator, calls: Sequence[Call], alive: Alive) -> Replayed:
+    """Replay calls one after the other, on a copy of the allocator.
 
     Args:
         allocator: As it is before; left as it is.
-        call: Its events and sizes.
-        alive: What the call before left, by (calls ago, index).
-        calls: How often.
+        calls: Their events and sizes.
+        alive: What is there before, by (calls ago, index).
     """
     allocator = allocator.copy()
     allocator.reset_peaks()
     retries, error = allocator.alloc_retries, None
     try:
-        for _ in range(calls):
+        for call in calls:
             alive = replay_call(allocator, call, alive)
     except AllocatorOutOfMemory as refusal:
         error = str(refusal)

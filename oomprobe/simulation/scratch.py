@@ -295,12 +295,13 @@ def _of_flash_backward(item_bytes: int, copied: int, batch: int, heads: int, len
 
 def _efficient_backward(processors: Processors, func: Any, args: Any, kwargs: dict[str, Any]) -> Launch | None:
     query, key = args[1], args[2]
-    fixed = (processors.capability, query.element_size(), query.shape[3])
+    copied = not args[0].transpose(1, 2).is_contiguous()
+    fixed = (processors.capability, query.element_size(), query.shape[3], copied)
     return Launch(Kernel(_of_efficient_backward, fixed, 4), (*query.shape[:3], key.shape[2]))
 
 
 def _of_efficient_backward(
-    capability: tuple[int, int], item_bytes: int, width: int, batch: int, heads: int, length: int, keys: int
+    capability: tuple[int, int], item_bytes: int, width: int, copied: bool, batch: int, heads: int, length: int, keys: int
 ) -> Needs:
     """The gradient of the query in float32, in tiles with a lock each; in 16 bit, wide heads accumulate all three.
 
@@ -313,9 +314,10 @@ def _of_efficient_backward(
     if half and width > 128:
         tiles += 2 * (-(-keys // 64) * 64) * (-(-width // 128) * 128) * 4
     row_sums, workspace = batch * heads * length * 4, batch * heads * tiles
+    held = (batch * heads * length * width * item_bytes,) * copied
     if half:
-        return Needs(groups=((row_sums, workspace),))
-    return Needs(groups=((row_sums * width, row_sums, row_sums), (row_sums, workspace)))
+        return Needs(held, ((row_sums, workspace),))
+    return Needs(held, ((row_sums * width, row_sums, row_sums), (row_sums, workspace)))
 
 
 # --- normalisation and softmax ---

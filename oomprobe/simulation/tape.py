@@ -56,6 +56,12 @@ class Tape:
         self._events: list[Event] = []
         self._sizes: list[int] = []
 
+    def begin(self, count: int) -> list[tuple[int, int]]:
+        """A trial begins: the names of as many blocks as there are, the same in every trial."""
+        self.call_number = 0
+        self._events, self._sizes = [], [0] * count
+        return [(0, index) for index in range(count)]
+
     def start(self) -> None:
         """A call begins; what happened since the last one is not part of either."""
         self.call_number += 1

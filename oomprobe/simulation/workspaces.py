@@ -29,6 +29,11 @@ class PerThread:
         self._memory, self._nbytes = memory, nbytes
         self._have: set[bool] = set()
 
+    def clear(self) -> None:
+        """Give them back, as ``torch._C._cuda_clearCublasWorkspaces`` does."""
+        self._memory.clear_workspaces()
+        self._have.clear()
+
     def ensure(self) -> None:
         """Take the workspace of this thread, where it was not taken yet."""
         in_backward = torch._C._current_graph_task_id() != -1

@@ -92,6 +92,10 @@ class World(TorchDispatchMode):
         """A real tensor has let go of its storage for another one."""
         self._fakes.forget(storage)
 
+    def clear_workspaces(self) -> None:
+        """Give back what the linear algebra library has taken for its threads."""
+        self._workspaces.clear()
+
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, real or fake, is on the card."""
         if isinstance(tensor, FakeTensor):

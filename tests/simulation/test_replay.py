@@ -1,7 +1,7 @@
 import pytest
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.replay import Replayer, replay_call, try_call
+from oomprobe.simulation.replay import Replayer, replay_call, try_calls
 from oomprobe.simulation.tape import BORN, DIED, RELEASED, TRANSIENT, Call
 
 MIB = 2**20
@@ -20,10 +20,20 @@ def step(batch_size, dead=(2,)):
     return Call(events, (batch_size * MIB, 2 * batch_size * MIB, 4 * MIB))
 
 
+def first(batch_size):
+    """Cold: no gradient is there, and a workspace is taken."""
+    call = step(batch_size, dead=())
+    return Call((*call.events, (BORN, 3, 0)), (*call.sizes, 8 * MIB))
+
+
+def cold(batch_size):
+    return [first(batch_size), step(batch_size), step(batch_size)]
+
+
 def taught(*sizes):
     replayer = Replayer()
     for size in sizes:
-        replayer.learn(size, step(size))
+        replayer.learn(size, cold(size))
     return replayer
 
 
@@ -56,40 +66,45 @@ def test_a_size_is_tried_on_a_copy():
     allocator = CachingAllocator(1024 * MIB)
     alive = replay_call(allocator, step(4), {})
     before = allocator.stats()
-    tried = try_call(allocator, step(100), alive, calls=3)
+    tried = try_calls(allocator, [step(100)] * 3, alive)
     assert (tried.error, tried.peak_allocated_bytes) == (None, 304 * MIB)
-    assert (
-        try_call(allocator, step(100), {}, calls=3).peak_allocated_bytes == 308 * MIB
-    )  # the old gradient is not freed
-    assert "CUDA out of memory" in try_call(allocator, step(1000), alive, calls=3).error
+    assert try_calls(allocator, [step(100)] * 3, {}).peak_allocated_bytes == 308 * MIB  # the old gradient is not freed
+    assert "CUDA out of memory" in try_calls(allocator, [step(1000)] * 3, alive).error
     assert allocator.stats() == before
     allocator.limit_bytes = 200 * MIB
-    assert "allowed" in try_call(allocator, step(100), alive, calls=3).error
+    assert "allowed" in try_calls(allocator, [step(100)] * 3, alive).error
 
 
-def test_two_sizes_show_the_line():
-    assert taught(1).line is None
-    assert taught(1, 2).line.at(100) == step(100)
+def test_two_sizes_show_the_lines():
+    assert taught(1).lines is None
+    assert [line.at(100) for line in taught(1, 2).lines] == [first(100), step(100)]
+
+
+def test_a_cold_trial_is_its_first_call_and_steady_ones():
+    replayer, allocator = taught(1, 2), CachingAllocator(1024 * MIB)
+    assert replayer.try_size(10, allocator, {}, calls=1).peak_allocated_bytes == 34 * MIB
+    assert replayer.try_size(10, allocator, {}, calls=9).peak_allocated_bytes == 42 * MIB
+    assert taught(1).try_size(10, allocator, {}, calls=9) is None
 
 
 def test_the_last_sizes_count():
     """Batch 1 often goes another way: a transposed tensor of one row needs no copy."""
     replayer = Replayer()
     odd = Call((*step(1).events, (BORN, 3, 0), (DIED, 0, 3)), (*step(1).sizes, MIB))
-    for size, call in ((1, odd), (2, step(2))):
-        assert replayer.learn(size, call)
-        assert replayer.line is None
-    assert replayer.learn(4, step(4))
-    assert replayer.line is not None
+    for size, calls in ((1, [first(1), odd, odd]), (2, cold(2))):
+        assert replayer.learn(size, calls)
+        assert replayer.lines is None
+    assert replayer.learn(4, cold(4))
+    assert replayer.lines is not None
 
 
 def test_a_size_that_leaves_the_line_ends_it():
     replayer = taught(1, 2, 4)
-    assert not replayer.learn(8, Call(step(8).events, (1, 2, 3)))
-    assert replayer.line is None
+    assert not replayer.learn(8, [first(8), *[Call(step(8).events, (1, 2, 3))] * 2])
+    assert replayer.lines is None
     for size in (16, 32, 64):
-        assert replayer.learn(size, step(size))
-    assert replayer.line is None
+        assert replayer.learn(size, cold(size))
+    assert replayer.lines is None
 
 
 def test_steady_is_what_came_twice_or_is_known():
