@@ -259,7 +259,7 @@ def test_convolutions_widen_the_upper_end_only():
     usage = bench.device.usage()
     patches = 64 * 32 * 9 * 64 * 64 * 4
     assert usage.peak_reserved_bytes < patches
-    assert patches < usage.peak_upper_bytes < 2 * patches
+    assert patches < usage.peak_upper_bytes < 3 * patches  # a copy may lie in the first one
 
 
 def test_a_workspace_that_does_not_fit_refuses_nothing():
