@@ -49,7 +49,7 @@ def attend(
         return out[..., :head]  # type: ignore[no-any-return]
     if enable_gqa:
         key, value = _repeated(query, key), _repeated(query, value)
-    if _efficient(query, key, value):
+    if _efficient(capability, query, key, value):
         bias = _bias(attn_mask, query, key)
         keeps = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         out = _aten._scaled_dot_product_efficient_attention(
@@ -73,12 +73,13 @@ def _flash(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, 
     )
 
 
-def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _efficient(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     multiple = 8 if query.dtype in (torch.float16, torch.bfloat16) else 4
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
         and query.dim() == 4
         and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and (query.dtype is not torch.bfloat16 or capability >= FLASH_CAPABILITY)
         and query.shape[1] == key.shape[1]
         and query.shape[-1] % multiple == 0
         and value.shape[-1] % multiple == 0

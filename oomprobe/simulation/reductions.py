@@ -25,7 +25,7 @@ class Processors(NamedTuple):
     """What of a card decides on the sizes of temporary buffers."""
 
     capability: tuple[int, int]
-    count: int
+    multiprocessors: int
     threads: int
 
 
@@ -177,7 +177,7 @@ def _of_kernel(kind: Reduction, dims: list[_Dim], offset: int) -> tuple[int, ...
     step_in *= height
     values = -(-inputs // step_in)
     grid = -(-(outputs // out_vector) // step_out)
-    wanted = kind.processors.count * (kind.processors.threads // (width * height))
+    wanted = kind.processors.multiprocessors * (kind.processors.threads // (width * height))
     if values < _MANY_VALUES or grid > wanted:
         return ()
     blocks = max(min(-(-wanted // grid), -(-values // _FEW_VALUES)), -(-values // _MANY_VALUES))

@@ -145,7 +145,7 @@ def _loss(copies: int, *, before: bool = False, inner_result: bool = False) -> C
         if (args[position] if len(args) > position else kwargs.get("reduction", 1)) == 0:
             return None
         dtype = torch.promote_types(args[0].dtype, args[1].dtype)
-        count = prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+        count = prod(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
         kind = Reduction(processors, dtype.itemsize, dtype.itemsize, 8 if dtype.itemsize == 8 else 4, (True,))
         kernel = Kernel(_of_loss, (kind, copies, before, inner_result), 1)
         return Launch(kernel, (count,), {} if before else {0: count * dtype.itemsize})
@@ -248,7 +248,7 @@ def _flash(processors: Processors, func: Any, args: Any, kwargs: dict[str, Any])
     query, key = args[0], args[1]
     with_dropout = bool(args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0))
     batch, heads, length, width = query.shape
-    kernel = Kernel(_of_flash, (processors.count, with_dropout), 5)
+    kernel = Kernel(_of_flash, (processors.multiprocessors, with_dropout), 5)
     return Launch(kernel, (batch, heads, length, key.shape[2], width))
 
 
@@ -301,7 +301,14 @@ def _efficient_backward(processors: Processors, func: Any, args: Any, kwargs: di
 
 
 def _of_efficient_backward(
-    capability: tuple[int, int], item_bytes: int, width: int, copied: bool, batch: int, heads: int, length: int, keys: int
+    capability: tuple[int, int],
+    item_bytes: int,
+    width: int,
+    copied: bool,
+    batch: int,
+    heads: int,
+    length: int,
+    keys: int,
 ) -> Needs:
     """The gradient of the query in float32, in tiles with a lock each; in 16 bit, wide heads accumulate all three.
 
@@ -347,7 +354,7 @@ def _of_layer_norm_backward(
 
     Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu (LaunchGammaBetaBackwardCUDAKernel).
     """
-    if rows <= _TALL or width // 32 >= processors.count // 2:
+    if rows <= _TALL or width // 32 >= processors.multiprocessors // 2:
         return Needs()
     partial_rows = min(-(-rows // 32), _PARTIAL_SUMS_AT_MOST // width)
     kind = Reduction(processors, item_bytes, item_bytes, 4, (True, False))
@@ -413,7 +420,7 @@ def _index_put(processors: Processors, func: Any, args: Any, kwargs: dict[str, A
     if not (args[3] if len(args) > 3 else kwargs.get("accumulate", False)):
         return None
     indices = [index for index in args[1] if index is not None]
-    count = prod(torch.broadcast_shapes(*(index.shape for index in indices)))
+    count = prod(torch.broadcast_shapes(*(index.shape for index in indices)))  # type: ignore[no-untyped-call]
     return Launch(Kernel(_of_index_put, (processors, max(1, args[0].numel().bit_length())), 1), (count,))
 
 

@@ -9,6 +9,7 @@ there, as the same code would have made it there in the first place.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -50,6 +51,8 @@ _MAKES_ZEROS = {_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.d
 _IN_PLACE_ON_CUDA = {
     _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default, _aten.index_put.default, _aten.index_add.default,
 }  # fmt: skip
+# To a gradient that only the engine holds, counted in `_is_engines_own`: in Python, in C++, and to its storage.
+_ENGINES_REFERENCES, _ENGINES_USES, _ENGINES_STORAGE_USES = 5, 4, 2
 _LAST_RESULT_FIRST = {_aten.native_dropout.default}
 _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 
@@ -152,12 +155,16 @@ class World(TorchDispatchMode):
                 self._move(tensor)
         args = self._lowered(args)
         kwargs = {name: self._lowered(value) for name, value in kwargs.items()}
+        accumulates = func is _aten.add.Tensor and _is_engines_own(args[0], args[1])
         to_card = found.on_card and kwargs.get("device") != HOST
         launch = scratch.launched(self._processors, func, args, kwargs) if to_card else None
         with nullcontext() if launch is None else self.memory.running(launch):
             with self.fake_mode:
                 result = func(*args, **kwargs)
             truths.follow(self._truths, func, args, result)
+            if accumulates and self.memory.holds(args[0].untyped_storage()):
+                result._fake_device = CARD
+                self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
             self._track(func, result, args, launch.result_bytes if launch else {}, to_card=to_card)
         if workspaces.needs(func):
             self._workspaces.ensure()
@@ -231,6 +238,24 @@ class World(TorchDispatchMode):
         if type(value) in (list, tuple):
             return type(value)(self._lowered(one) for one in value)
         return value
+
+
+def _is_engines_own(one: Any, other: Any) -> bool:
+    """Whether autograd adds up two gradients and holds the last reference to the first: then it adds in place on CUDA.
+
+    Source: torch/csrc/autograd/input_buffer.cpp (can_accumulate_inplace), which leaves tensors' subclasses out.
+    """
+    return (
+        torch._C._current_graph_task_id() != -1
+        and isinstance(one, FakeTensor)
+        and isinstance(other, torch.Tensor)
+        and one.shape == other.shape
+        and one.dtype is other.dtype
+        and torch._prims_common.is_non_overlapping_and_dense_or_false(one)
+        and sys.getrefcount(one) <= _ENGINES_REFERENCES
+        and one._use_count() <= _ENGINES_USES
+        and torch._C._storage_Use_Count(one.untyped_storage()._cdata) <= _ENGINES_STORAGE_USES
+    )
 
 
 @functools.cache

@@ -1,0 +1,178 @@
+"""The simulated card beside torch's own allocator: what steps peak at from a cold start, and the largest batch that runs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import oomprobe
+from oomprobe.simulation.cards import Card
+from oomprobe.units import parse_bytes
+
+from .bed import forked
+
+A100, H100, RTX_3090, RTX_4090, T4 = "8.0,108,2048", "9.0,132,2048", "8.6,82,1536", "8.9,128,1536", "7.5,40,1024"
+
+
+def trained(model, batch, loss, *, make=torch.optim.AdamW, dtype=None, clip=None):
+    model = model.to("cuda")
+    optimizer = make(model.parameters())
+
+    def step(model, batch_size):
+        inputs = batch(batch_size)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            value = loss(model, *inputs)
+        value.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+    return model, step
+
+
+def labelled(*shape, classes=10):
+    return lambda b: (torch.randn(b, *shape, device="cuda"), torch.randint(classes, (b,), device="cuda"))
+
+
+def cross_entropy(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def mlp(dtype=None, make=torch.optim.AdamW):
+    """Few rows of weights, many of data: the bias gradients take more than anything else."""
+    layers = nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Dropout(0.1), nn.Linear(1024, 1024), nn.ReLU()
+    return trained(nn.Sequential(*layers, nn.Linear(1024, 10)), labelled(256), cross_entropy, dtype=dtype, make=make)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, words=8000, width=128, layers=2):
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    def forward(self, tokens):
+        return self.layers(self.embedding(tokens)) @ self.embedding.weight.t()
+
+
+def language_model(dtype=None):
+    """Sorted embedding gradients, attention in float32 or 16 bit, a loss over a vocabulary."""
+    return trained(
+        LanguageModel(),
+        lambda b: (torch.randint(8000, (b, 64), device="cuda"),),
+        lambda model, tokens: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()),
+        dtype=dtype,
+        clip=1.0,
+    )
+
+
+def conv_net(dtype=None):
+    layers = (
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.GroupNorm(8, 32),
+        nn.SiLU(),
+        nn.Conv2d(32, 64, 3, 2, 1),
+        nn.BatchNorm2d(64),
+    )
+    head = nn.ReLU(), nn.Upsample(scale_factor=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+    return trained(nn.Sequential(*layers, *head), labelled(3, 32, 32), cross_entropy, dtype=dtype, make=torch.optim.SGD)
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.gate = nn.Linear(64, 256), nn.Linear(256, 8)
+
+    def forward(self, x):
+        hidden = F.softplus(self.body(x))
+        weights, chosen = self.gate(hidden).softmax(-1).topk(2)
+        hidden = hidden + hidden.var(0) + hidden.std(-1, keepdim=True)
+        return F.mse_loss(hidden.gather(1, chosen) * weights, weights) + hidden.sort(0).values.mean()
+
+
+def routed():
+    """Reductions with a mean and a count, a sort, gradients that are scattered, a mean inside a loss."""
+    return trained(Routed(), lambda b: (torch.randn(b, 64, device="cuda"),), lambda model, x: model(x))
+
+
+def simulated(card, memory):
+    capability, multiprocessors, threads = card.split(",")
+    return oomprobe.SimulatedDevice(
+        Card(
+            name="bed", full_name="bed", total_bytes=parse_bytes(memory), context_bytes=0, source="", context_source="",
+            compute_capability=tuple(map(int, capability.split("."))), multi_processor_count=int(multiprocessors),
+            max_threads_per_multi_processor=int(threads),
+        )
+    )  # fmt: skip
+
+
+def simulated_peaks(make, size, card):
+    device = simulated(card, "40GiB")
+    with device.building():
+        model, step = make()
+    device.start_trial()
+    for _ in range(3):
+        with device.session():
+            step(model, size)
+    usage = device.usage()
+    return usage.peak_allocated_bytes, usage.peak_reserved_bytes
+
+
+def peaks(make, size):
+    model, step = make()
+    for _ in range(3):
+        step(model, size)
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "card"),
+    [
+        (mlp, 100, A100),
+        (mlp, 20_000, H100),
+        (mlp, 20_000, T4),
+        (lambda: mlp(torch.bfloat16), 20_000, RTX_4090),
+        (lambda: mlp(make=lambda p: torch.optim.AdamW(p, foreach=False)), 30_000, RTX_3090),
+        (language_model, 100, A100),
+        (lambda: language_model(torch.bfloat16), 100, RTX_3090),
+        (conv_net, 400, RTX_4090),
+        (lambda: conv_net(torch.float16), 400, H100),
+        (routed, 30_000, A100),
+    ],
+)
+def test_peaks_are_those_of_torchs_allocator(make, size, card):
+    allocated, reserved = forked(peaks, make, size, memory="40GiB", card=card)
+    assert forked(simulated_peaks, make, size, card) == (
+        pytest.approx(allocated, rel=0.001),
+        pytest.approx(reserved, rel=0.01),
+    )
+
+
+def simulated_answer(make, card, memory):
+    device = simulated(card, memory)
+    with device.building():
+        model, step = make()
+    result = oomprobe.find_max_batch(model, step, device=device, progress="off")
+    return result.batch_size, result.budget_bytes / device.total_bytes
+
+
+def runs(make, size, fraction):
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    model, step = make()
+    try:
+        for _ in range(10):
+            step(model, size)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("make", "card", "memory"),
+    [(mlp, A100, "4GiB"), (lambda: mlp(torch.bfloat16), RTX_4090, "1GiB"), (language_model, RTX_3090, "1GiB"), (conv_net, T4, "600MiB")],
+)  # fmt: skip
+def test_answers_are_those_of_fresh_processes(make, card, memory):
+    size, fraction = forked(simulated_answer, make, card, memory, memory=memory, card=card)
+    tried = [forked(runs, make, int(size * share), fraction, memory=memory, card=card) for share in (0.99, 1, 1.011)]
+    assert tried == [True, True, False]
