@@ -32,7 +32,7 @@ from oomprobe.simulation.world import World
 from oomprobe.units import format_bytes, parse_bytes
 
 NOT_COVERED = (
-    "workspaces of cuDNN and scratch inside kernels: only the card knows them (the upper end of the peak allows for those "
+    "workspaces of cuDNN, its attention among them: only the card knows them (the upper end of the peak allows for those "
     "of convolutions)",
     "what CUDA loads later, other processes on the card, NCCL",
 )

@@ -253,7 +253,7 @@ def _is_engines_own(one: Any, other: Any) -> bool:
         and one.dtype is other.dtype
         and torch._prims_common.is_non_overlapping_and_dense_or_false(one)
         and sys.getrefcount(one) <= _ENGINES_REFERENCES
-        and one._use_count() <= _ENGINES_USES
+        and one._use_count() <= _ENGINES_USES  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(one.untyped_storage()._cdata) <= _ENGINES_STORAGE_USES
     )
 
