@@ -402,14 +402,16 @@ def _sort(processors: Processors, func: Any, args: Any, kwargs: dict[str, Any]) 
     tensor = args[0]
     position = next(at for at, arg in enumerate(func._schema.arguments) if arg.name == "dim")
     dim = kwargs.get("dim", args[position] if len(args) > position else -1)
-    if tensor.dim() == 0 or tensor.shape[dim] <= _SORTED_AT_ONCE:
+    if tensor.dim() == 0:
         return None
     along_rows = tensor.stride(dim) == 1 and tensor.is_contiguous()
-    return Launch(Kernel(_of_sort, (tensor.element_size(), along_rows), 1), (tensor.numel(),))
+    return Launch(Kernel(_of_sort, (tensor.element_size(), along_rows), 2), (tensor.numel(), tensor.shape[dim]))
 
 
-def _of_sort(item_bytes: int, along_rows: bool, count: int) -> Needs:
+def _of_sort(item_bytes: int, along_rows: bool, count: int, length: int) -> Needs:
     """Source: aten/src/ATen/native/cuda/Sort.cpp, SortStable.cu, cub's segmented radix sort."""
+    if length <= _SORTED_AT_ONCE:
+        return Needs()
     keys, indices = count * item_bytes, count * 8
     copies = () if along_rows else (keys, keys, indices)
     return Needs(groups=((*copies, indices, keys + indices + 255),))

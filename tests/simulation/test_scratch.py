@@ -1,0 +1,82 @@
+"""What kernels take for themselves; the numbers are what torch 2.14.1 asked of its own allocator for the same call."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from oomprobe.simulation.reductions import Processors, Reduction, buffers
+from oomprobe.simulation.scratch import sort_bytes
+
+from .worlds import Bench
+
+A100, H100, ADA, T4 = ((8, 0), 108, 2048), ((9, 0), 132, 2048), ((8, 9), 128, 1536), ((7, 5), 40, 1024)
+
+
+@pytest.mark.parametrize(
+    ("card", "item", "partial", "shape", "strides", "reduced", "expected"),
+    [
+        (A100, 4, 4, (20000, 1024), (1024, 1), (True, False), ((113246208, 32),)),
+        (A100, 2, 4, (20000, 1024), (1024, 1), (True, False), ((113246208, 32),)),
+        (A100, 4, 16, (20000, 1024), (1024, 1), (True, False), ((452984832, 32),)),  # a variance
+        (A100, 4, 4, (20000, 1024), (1024, 1), (False, True), ()),
+        (A100, 4, 4, (20480000,), (1,), (True,), ((1728, 4),)),
+        (
+            A100,
+            2,
+            4,
+            (4, 136616, 9, 255),
+            (313533720, 2295, 255, 1),
+            (False, True, False, True),
+            ((144, 19152, 72),) * 2,
+        ),
+    ],
+)
+def test_partial_results_of_reductions(card, item, partial, shape, strides, reduced, expected):
+    assert buffers(Reduction(Processors(*card), item, item, partial, reduced), shape, strides, 0) == expected
+
+
+def test_the_card_decides():
+    mib = [buffers(Reduction(Processors(*card), 4, 4, 4, (True, False)), (20000, 1024), (1024, 1), 0)[0][0] >> 20
+           for card in (A100, H100, ADA, T4)]  # fmt: skip
+    assert mib == [108, 132, 96, 20]
+
+
+def test_a_radix_sort_of_pairs():
+    assert [sort_bytes(Processors(*card), 1_000_000, 8, 8, 11) for card in (A100, H100, T4)] == [
+        16271871, 16227839, 16369151
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loss", "kept", "copies"), [(F.mse_loss, 1, 1), (F.huber_loss, 0, 1), (F.binary_cross_entropy, 1, 0)]
+)
+def test_a_mean_inside_a_loss(loss, kept, copies):
+    bench = Bench(None, "1GiB")
+    nbytes = 4 << 20
+
+    def step():
+        x = torch.zeros(1 << 20, device="cuda")
+        return loss(x, x)
+
+    value = bench.run(step)
+    assert bench.allocated_bytes >> 20 == kept * nbytes >> 20
+    assert bench.peak_bytes >> 20 == (1 + kept + copies) * nbytes >> 20
+    del value
+
+
+def allocations(keep):
+    """Of a step in which two gradients for one tensor meet."""
+    bench, kept = Bench(None, "1GiB"), []
+
+    def step():
+        x = torch.zeros(64, 64, device="cuda", requires_grad=True) * 2
+        y = x + x @ torch.zeros(64, 64, device="cuda")
+        y.register_hook(kept.append if keep else lambda _: None)
+        (y * y.detach()).sum().backward()
+
+    bench.run(step)
+    return bench.device._memory.allocator.stats()["allocation.all.allocated"]
+
+
+def test_autograd_adds_up_in_place_what_only_it_holds():
+    assert allocations(keep=True) == allocations(keep=False) + 1
