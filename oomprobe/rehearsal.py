@@ -21,6 +21,7 @@ class Rehearsals:
 
     def __init__(self, device: object, *, single: bool) -> None:
         self._device: Simulated | None = device if single and isinstance(device, Simulated) else None
+        self._failed: set[int] = set()  # sizes, run or replayed
 
     def trial(self, size: int, phase: Phase, *, steps: int, cap_bytes: int | None) -> Trial | None:
         """The trial of a size, replayed; None where it has to be run. What decides is always run."""
@@ -29,6 +30,8 @@ class Rehearsals:
         rehearsal = self._device.rehearse(size, calls=1 + steps, limit_bytes=cap_bytes)
         if rehearsal is None:
             return None
+        if rehearsal.error is not None:
+            self._failed.add(size)
         return Trial(
             batch_size=size,
             verdict=Verdict.FITS if rehearsal.error is None else Verdict.OOM,
@@ -45,9 +48,12 @@ class Rehearsals:
         """Learn from a trial that was run, and cleaned up after. False where it shows that rehearsals were wrong."""
         if self._device is None or trial.accumulation_steps > 1:
             return True
-        if trial.phase in (Phase.RECHECK, Phase.CONFIRM) and trial.passed is (trial.phase is Phase.RECHECK):
+        if not trial.passed:
+            self._failed.add(trial.batch_size)
+            return trial.phase is not Phase.CONFIRM
+        if trial.phase is Phase.RECHECK and trial.batch_size in self._failed:
             return False
-        return not trial.passed or self._device.learn(trial.batch_size)
+        return self._device.learn(trial.batch_size)
 
     def stop(self) -> None:
         """Run every size from here on."""

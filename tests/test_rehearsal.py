@@ -24,6 +24,8 @@ def a_trial(phase, *, passed, accumulation_steps=1):
 )
 def test_what_is_run_at_the_end_bears_rehearsals_out_or_not(phase, passed, borne_out):
     rehearsals = Rehearsals(SimulatedDevice("1GiB"), single=True)
+    assert rehearsals.borne_out(a_trial(Phase.RECHECK, passed=True))  # a size above a hole, tried for the first time
+    assert rehearsals.borne_out(a_trial(Phase.BISECT, passed=False))
     assert rehearsals.borne_out(a_trial(phase, passed=passed)) is borne_out
     assert rehearsals.borne_out(a_trial(phase, passed=passed, accumulation_steps=4))  # no question of the search's
 

@@ -62,9 +62,6 @@ class Seen:
         """Nothing was kept: a new process has them."""
         return False
 
-    def start_cold(self) -> None:
-        """The one trial of this process begins as it is."""
-
     def drop_gradients(self) -> None:
         """Let go of what a failed trial left in ``.grad``."""
         for parameter in self._cold.parameters():
