@@ -50,6 +50,14 @@ def test_card():
     assert forked(properties, card="9.0,132,2048") == (9, 0, 132, 2048)
 
 
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
+def test_sorts_run_on_every_capability(capability):
+    def largest():
+        return torch.sort(torch.zeros(100_000, device="cuda")).values.numel()
+
+    assert forked(largest, card=f"{capability},46,1536") == 100_000
+
+
 def test_out_of_memory():
     def fill():
         kept = allocate(512)
