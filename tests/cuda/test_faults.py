@@ -88,17 +88,21 @@ def test_a_passing_out_of_memory_is_struck_out():
     assert result["batch_size"] == 64
 
 
-def test_own_kernels_are_no_neighbour():
-    """A card of 8 GB, of which kernels take 3 % when they are first launched."""
+@pytest.mark.parametrize(("size", "trials"), [(4096, 1), (2**21, 2)])
+def test_own_kernels_are_no_neighbour(size, trials):
+    """A card of 8 GB, of which kernels take a tenth when they are first launched: nobody is waited for."""
 
     def probe():
         model, step = mlp()
         began = time.monotonic()
-        result = oomprobe.check(model, step, 4096, **QUIET)
-        return result.contaminated, [trial.steps for trial in result.trials], time.monotonic() - began
+        try:
+            ran = oomprobe.check(model, step, size, memory_fraction=1.0, **QUIET).trials
+        except oomprobe.NothingFitsError as error:
+            ran = error.trials
+        return len(ran), time.monotonic() - began
 
-    contaminated, steps, elapsed_s = forked(probe, memory="8GiB", context="300MiB", lazy="250MiB")
-    assert (contaminated, steps) == (False, [6])
+    ran, elapsed_s = forked(probe, memory="8GiB", context="300MiB", lazy="700MiB")
+    assert ran == trials
     assert elapsed_s < 10
 
 
