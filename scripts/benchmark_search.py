@@ -21,12 +21,18 @@ from pathlib import Path
 
 import torch
 from benchmark_peers import own_version
-from peers import limits
 
 import oomprobe
 
 BUDGET_MIB, PAGES_BYTES = 256, 64 * 4096
 STEP_TIMES_GOAL, OUTSIDE_GOALS = 26, {10: 0.10, 100: 0.03}
+PLAIN_HEAP = {  # one thread, one arena, and each block of 128 KiB and more in pages of its own
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+    "MALLOC_TOP_PAD_": "0",
+}
 
 
 RUN = []  # sizes, in the order of the calls
@@ -87,7 +93,7 @@ def row(answer, step_ms):
 
 def in_a_process_of_its_own(answer, step_ms):
     command = [sys.executable, __file__, "--row", str(answer), str(step_ms)]
-    environment = {**os.environ, **limits.ENVIRONMENT}
+    environment = {**os.environ, **PLAIN_HEAP}
     return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
 
