@@ -1,39 +1,28 @@
-"""oomprobe beside its peers: the same work, the same real limit on memory, a process of its own for each call.
+"""oomprobe beside other tools that find batch sizes, on torch's CUDA allocator.
 
-    python scripts/benchmark_peers.py [--device cuda] [--tools NAME ...] [--workloads NAME ...] [--out FILE.json]
-    python scripts/benchmark_peers.py --show tests/evidence/peers_host.json
+    .venv-cuda/bin/pip install --no-deps -r scripts/peers/requirements.txt    # once, after scripts/cuda-bed
+    .venv-cuda/bin/python scripts/benchmark_peers.py --bed [--only WORD ...] [--models NAME ...]
+    python scripts/benchmark_peers.py --device cuda     # the same on a real card, as large as it is
     python scripts/benchmark_peers.py --readme
 
-Needs `pip install -e '.[peers]'` in a clone. For each workload all sizes are run, each in a process that has seen no failure: that is
-the truth. Then each tool is called as its documentation says; what it really ran is taken down by the model itself. Its
-answer is run for fifty steps in a fresh process under the same limit. One result is added to the file after the other,
-and what the file has is not run again: interrupted, the same command goes on where it was. Versions that an earlier run
-had are kept beside those of the last one.
-
-On a card a second process takes memory by plain allocations until only the budget is left, and keeps it while the others
-work (peers/ballast.py). A process that has come to CUDA cannot be forked: there the truth is found by bisection, each size
-in a fresh process, and the sizes beside it are run too (peers/truth.py). Exit code 4: no CUDA device here.
+Each call runs in a process of its own. Its answer then runs for fifty steps in a fresh process that has the whole card, and is
+compared with the cold frontier: the largest size that runs ten steps in a fresh process. Rows measured anew replace those
+in the evidence; `--only oomprobe` keeps the rows of all other tools.
 """
 
 import argparse
+import gc
+import importlib
 import json
+import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-EVIDENCE = ROOT / "tests" / "evidence"
-
-
-def versions():
-    import platform
-    from importlib import metadata
-
-    from peers import tools
-
-    packages = [package for package in sorted(set(tools.PACKAGES.values())) if not tools.missing(package)]
-    found = {name: metadata.version(name) for name in ["torch", *packages]}
-    return {"python": platform.python_version(), "oomprobe": own_version(), **found}
+EVIDENCE = {device: ROOT / "tests" / "evidence" / f"peers_{device}.json" for device in ("cuda_bed", "cuda")}
+BED_CARDS_GIB = (1, 4, 24)
 
 
 def own_version():
@@ -52,59 +41,79 @@ def git(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def surroundings(device):
-    """What it ran on: versions, and the card."""
-    if device == "host":
-        return {"versions": versions()}
-    import gpu_check
-
-    return {"versions": versions(), "card": gpu_check.surroundings()}
+def version(package):
+    return own_version() if package == "oomprobe" else metadata.version(package)
 
 
-def parsed():
-    from peers import cards, tools
+def measure(path, tools, models):
+    """Measure on the card that this process sees, and put each row into the evidence as soon as it is there."""
+    from peers import measuring
+    from peers.tools import TOOLS
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=cards.BY_DEVICE, default="host")
-    parser.add_argument("--tools", nargs="+", choices=tools.TOOLS, default=list(tools.TOOLS), metavar="NAME")
-    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="default: all of the device")
-    parser.add_argument("--out", type=Path, help="default: tests/evidence/peers_DEVICE.json")
-    parser.add_argument("--show", type=Path, help="print the tables of a file, run nothing")
-    parser.add_argument("--readme", action="store_true", help="put the tables into README.md, run nothing")
-    arguments = parser.parse_args()
-    there = cards.BY_DEVICE[arguments.device]
-    unknown = [name for name in arguments.workloads or () if name not in there]
-    if unknown:
-        parser.error(f"no workload {unknown[0]} on {arguments.device}; there are {', '.join(there)}")
-    arguments.workloads = [there[name] for name in arguments.workloads or there]
-    arguments.out = arguments.out or EVIDENCE / f"peers_{arguments.device}.json"
-    return arguments
+    modules = ["torch", *(TOOLS[tool].imports for tool in tools)]
+    for module in [*modules, "torch._dynamo", "torch.utils.checkpoint", "ultralytics.nn.tasks"]:
+        importlib.import_module(module)
+    gc.freeze()  # processes are forked from here on, and need not look through all that was imported
+    results = json.loads(path.read_text()) if path.exists() else {"versions": {}, "rows": []}
+    versions = {package: version(package) for package in dict.fromkeys(module.partition(".")[0] for module in modules)}
+    if results["versions"].get("torch", versions["torch"]) != versions["torch"]:
+        raise SystemExit(
+            f"benchmark_peers: {path} was measured with torch {results['versions']['torch']}; move it away"
+        )
+    results["versions"] |= versions
+    card_gib = measuring.forked(measuring.card_gib)
+    frontiers = {row["model"]: row["frontier"] for row in results["rows"] if row["card_gib"] == card_gib}
+    for model in models:
+        frontier = frontiers.get(model) or measuring.cold_frontier(model)
+        for tool in tools:
+            if tool.startswith("Ultralytics") and not model.startswith("yolo"):
+                continue
+            case = {"card_gib": card_gib, "model": model, "tool": tool}
+            row = {**case, "frontier": frontier, **measuring.row(tool, model, frontier)}
+            results["rows"] = replaced(results["rows"], row)
+            write(path, results)
+            print(json.dumps(row), flush=True)
+
+
+def replaced(rows, row):
+    """The rows with this one in the place of the one it repeats, in order."""
+
+    def case(row):
+        return row["card_gib"], row["model"], row["tool"]
+
+    return sorted([other for other in rows if case(other) != case(row)] + [row], key=case)
+
+
+def write(path, results):
+    rows = ",\n".join(map(json.dumps, results["rows"]))
+    path.write_text(f'{{"versions": {json.dumps(results["versions"])}, "rows": [\n{rows}\n]}}\n')
 
 
 def main():
-    import torch
-    from peers import measuring, table
+    from peers import table
 
-    arguments = parsed()
-    if arguments.show:
-        return print(table.whole(json.loads(arguments.show.read_text())))
-    if arguments.readme:
-        host, cuda = EVIDENCE / "peers_host.json", EVIDENCE / "peers_cuda.json"
-        measured = json.loads(cuda.read_text()) if cuda.exists() else None
-        return table.into_readme(ROOT / "README.md", json.loads(host.read_text()), measured)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        told = (
-            f"no CUDA device here (torch {torch.__version__}), nothing was run; the host rows need none: --device host"
-        )
-        print(f"benchmark_peers: {told}", file=sys.stderr)
-        return 4
-    results = {"device": arguments.device, "workloads": {}}
-    if arguments.out.exists():
-        results = json.loads(arguments.out.read_text())
-    found = surroundings(arguments.device)
-    results |= {**found, "versions_before": measuring.measured_before(results, found["versions"])}
-    measuring.measure(results, arguments.out, arguments.workloads, arguments.tools)
-    return print(table.whole(results))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--bed", action="store_true", help="on the test bed, with cards of 1, 4 and 24 GiB")
+    what.add_argument("--device", choices=["cuda"], help="on this machine's own card")
+    what.add_argument("--readme", action="store_true", help="put the tables into README.md, run nothing")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", default=[""], help="tools whose names contain one of these"
+    )
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all")
+    asked = parser.parse_args()
+    if asked.readme:
+        return table.into_readme(ROOT / "README.md", EVIDENCE)
+    if asked.bed and "CUDASTUB_MEMORY" not in os.environ:  # the stub reads it once, when it is loaded
+        for gib in BED_CARDS_GIB:
+            cards = {"CUDASTUB_MEMORY": f"{gib}GiB", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+            subprocess.run([sys.executable, "-W", "ignore", *sys.argv], env={**os.environ, **cards}, check=True)
+        return None
+    from peers.models import WORKLOADS
+    from peers.tools import TOOLS
+
+    tools = [name for name in TOOLS if any(word.lower() in name.lower() for word in asked.only)]
+    return measure(EVIDENCE["cuda_bed" if asked.bed else "cuda"], tools, asked.models or WORKLOADS)
 
 
 if __name__ == "__main__":

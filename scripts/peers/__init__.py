@@ -1,1 +1,1 @@
-"""Parts of scripts/benchmark_peers.py: what is probed, who probes it, and how their answers are judged."""
+"""Parts of scripts/benchmark_peers.py: what is trained, the tools, how their answers are judged, the table."""

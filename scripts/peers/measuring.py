@@ -1,104 +1,156 @@
-"""Each call in a process of its own: what is true, what a tool answers, whether the answer survives. All of it is kept."""
+"""One tool on one model, in a process forked before CUDA was initialised: its answer, what it ran and what it left.
 
-import json
+The same kind of process says what is true: the cold frontier, and whether an answer lasts.
+"""
+
+import gc
+import hashlib
 import os
-import subprocess
-import sys
+import pickle
+import random
+import signal
 import tempfile
+import time
+from functools import cache
 from pathlib import Path
 
-from peers import limits, seen, tools, truth
+import numpy
+import torch
 
-SCRIPTS = Path(__file__).resolve().parents[1]
+from peers.models import LOG_VARIABLE, WORKLOADS
+from peers.tools import TOOLS, Call
+
+FRONTIER_STEPS, LASTING_STEPS = 10, 50
 LONGEST_S = 300
-SCAN_S = 1800  # of all sizes, in one child
-SURVIVED_STEPS = 50
 
 
-def run_child(kind, workload, *arguments, log=None, longest_s=None):
-    """The child's answer, or how it ended."""
-    longest_s = longest_s or LONGEST_S
-    path = filter(None, [str(SCRIPTS.parent), str(SCRIPTS), os.environ.get("PYTHONPATH")])
-    environment = {**os.environ, **limits.of(workload).environment, "PYTHONPATH": os.pathsep.join(path)}
-    if log is not None:
-        environment[seen.LOG_VARIABLE] = str(log)
-    command = [sys.executable, "-W", "ignore", "-m", "peers.child", kind, workload.name, *map(str, arguments)]
+def forked(function, *arguments):
+    """What the function returns in a process of its own, or `ChildError` with the way it ended."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        signal.alarm(LONGEST_S)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        try:
+            ended = function(*arguments), None
+        except BaseException as error:
+            ended = None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        with os.fdopen(writing, "wb") as pipe:
+            pickle.dump(ended, pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read()
+    status = os.waitpid(child, 0)[1]
+    result, error = pickle.loads(said) if said else (None, f"process ended with status {status}")
+    if error:
+        raise ChildError(error)
+    return result
+
+
+class ChildError(Exception):
+    pass
+
+
+def card_gib():
+    return round(torch.cuda.mem_get_info()[1] / 2**30)
+
+
+@cache
+def lasts(name, batch_size, steps):
+    """Whether a fresh process with the whole card runs so many steps."""
+    return forked(_runs, name, batch_size, steps)
+
+
+def _runs(name, batch_size, steps):
+    model, step = WORKLOADS[name].target()
+    try:
+        for _ in range(steps):
+            step(model, batch_size)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def cold_frontier(name):
+    """The largest batch size that runs ten steps in a fresh process, by doubling and bisection to a part in 500."""
+    fits, fails = 0, 1
+    while lasts(name, fails, FRONTIER_STEPS):
+        fits, fails = fails, 2 * fails
+    while fails - fits > max(1, fits // 500):
+        middle = (fits + fails) // 2
+        fits, fails = (middle, fails) if lasts(name, middle, FRONTIER_STEPS) else (fits, middle)
+    return fits
+
+
+def row(tool_name, name, frontier):
+    """Everything measured of one tool on one model."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            done = subprocess.run(
-                command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=longest_s
-            )
-        except subprocess.TimeoutExpired:
-            return {"ended": f"no answer within {longest_s} s"}
-    if done.returncode:
-        return {
-            "ended": f"process ended with {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:200]}"
-        }
-    return json.loads(done.stdout.strip().splitlines()[-1])
+            told = forked(_ask, tool_name, name, 2 ** frontier.bit_length(), folder)
+        except ChildError as error:
+            return {"error": str(error)}
+        events = [line.split() for line in (Path(folder) / "log").read_text().splitlines()]
+    tried = {int(size) for event, size in events if event == "tried"}
+    stepped = {int(size) for event, size in events if event == "stepped"}
+    answer = told["answer"]
+    return {
+        **told,
+        "sizes_tried": len(tried),
+        "answer_was_run": answer in (stepped or tried),
+        "lasts": answer is not None and lasts(name, answer, LASTING_STEPS),
+    }
 
 
-def ask(workload, name):
-    package = tools.PACKAGES.get(name)
-    if tools.missing(package):
-        return {"not_installed": package}
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        told = run_child("tool", workload, name, log=log)
-        was = seen.read(log)
-    if told.get("answer") is not None:
-        told |= {"ran": was.ran(told["answer"])}
-    return {**told, "trials": was.trials, "in_steps_s": was.in_steps_s}
+def _ask(tool_name, name, start, folder):
+    os.chdir(folder)
+    os.environ[LOG_VARIABLE] = str(Path(folder) / "log")
+    tool, workload = TOOLS[tool_name], WORKLOADS[name]
+    model, optimizer = (None, None) if tool.builds_its_own else workload.build()
+    before, held = state(model, optimizer), memory()
+    call = Call(name=name, workload=workload, model=model, optimizer=optimizer, start=start)
+    began_s = time.perf_counter()
+    try:
+        answer, error = tool.call(call), None
+    except Exception as raised:
+        answer, error = None, f"{type(raised).__name__}: {' '.join(str(raised).split())[:200]}"
+    wall_s = round(time.perf_counter() - began_s, 1)
+    after, kept = state(model, optimizer), memory()
+    return {
+        "answer": answer,
+        "error": error,
+        "wall_s": wall_s,
+        "changed": [part for part in before if before[part] != after[part]],
+        **{f"left_{kind}_mib": round(max(0, kept[kind] - held[kind]) / 2**20, 1) for kind in held},
+    }
 
 
-def true_sizes(workload):
-    """All sizes where they can be scanned; else what a bisection says of them."""
-    if limits.of(workload).forks:
-        return run_child("scan", workload, longest_s=SCAN_S)
-    return truth.bisected(
-        lambda size: run_child("survive", workload, size, workload.scan_steps).get("ended"), workload.smallest
-    )
+def memory():
+    """What this process's tensors, and its allocator, hold of the card."""
+    gc.collect()
+    return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
 
 
-def measure(results, path, workloads, names):
-    """Adds to `results` what it has not yet, and keeps it."""
-    for workload in workloads:
-        if tools.missing(workload.needs):
-            print(f"{workload.name}: left out, {workload.needs} is not installed", flush=True)
-            continue
-        row = results["workloads"].setdefault(workload.name, {"tools": {}, "survived": {}})
-        with limits.of(workload).beside(workload.budget_mib) as free_bytes:
-            if free_bytes is not None:
-                row["free_bytes"] = free_bytes
-            measure_one(row, workload, names, lambda: keep(results, path))
+def state(model, optimizer):
+    """A digest of each part of the training state."""
+    generators = [torch.get_rng_state(), torch.cuda.get_rng_state(), numpy.random.get_state(), random.getstate()]
+    parts = {"generators": generators}
+    if model is not None:
+        parameters = dict(model.named_parameters())
+        gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        parts |= {"weights": parameters, "buffers": dict(model.named_buffers()), "gradients": gradients}
+        devices = [str(parameter.device) for parameter in parameters.values()]
+        parts |= {"optimizer": optimizer.state_dict(), "device": devices}
+    return {name: hashlib.sha256(pickle.dumps(on_host(part))).hexdigest() for name, part in parts.items()}
 
 
-def measure_one(row, workload, names, keep):
-    if "fits" not in row.get("truth", {}):
-        row["truth"] = true_sizes(workload)
-        keep()
-        print(workload.name, row["truth"], flush=True)
-    for name in names:
-        asked = "not_installed" in row["tools"].get(name, {"not_installed": None})
-        if asked:
-            row["tools"][name] = ask(workload, name)
-        answer = row["tools"][name].get("answer")
-        survives = answer is not None and str(answer) not in row["survived"]
-        if survives:
-            row["survived"][str(answer)] = run_child("survive", workload, answer, SURVIVED_STEPS)
-        if asked or survives:
-            keep()
-        print(workload.name, name, row["tools"][name], flush=True)
-
-
-def keep(results, path):
-    """Whole or not at all: an interruption leaves the file as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json.dumps(results, indent=1) + "\n")
-    beside.replace(path)
-
-
-def measured_before(results, now):
-    """Versions that earlier runs had, each once, where they are not those of now: their rows stay."""
-    were = [*results.get("versions_before", ()), *filter(None, [results.get("versions")])]
-    return [versions for number, versions in enumerate(were) if versions != now and versions not in were[:number]]
+def on_host(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    if isinstance(value, dict):
+        return {key: on_host(element) for key, element in value.items()}
+    return [on_host(element) for element in value] if isinstance(value, list | tuple) else value
