@@ -51,7 +51,7 @@ def measure(path, tools, models):
     from peers.tools import TOOLS
 
     modules = ["torch", *(TOOLS[tool].imports for tool in tools)]
-    for module in [*modules, "torch._dynamo", "torch.utils.checkpoint", "ultralytics.nn.tasks"]:
+    for module in [*modules, "ultralytics.nn.tasks"]:
         importlib.import_module(module)
     gc.freeze()  # processes are forked from here on, and need not look through all that was imported
     results = json.loads(path.read_text()) if path.exists() else {"versions": {}, "rows": []}

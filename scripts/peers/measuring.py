@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy
 import torch
+import torch._dynamo  # optimizers import it in their first step: once here, instead of in each process
+import torch.utils.checkpoint
 
 from peers.models import LOG_VARIABLE, WORKLOADS
 from peers.tools import TOOLS, Call

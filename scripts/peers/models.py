@@ -78,6 +78,7 @@ def record(event, batch_size):
             log.write(f"{event} {batch_size}\n")
 
 
+entered.last_size = None
 register_optimizer_step_post_hook(lambda *_: record("stepped", entered.last_size))
 
 
