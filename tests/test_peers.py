@@ -13,6 +13,11 @@ def test_the_cold_frontier_is_the_last_size_that_runs(limit, monkeypatch):
     assert measuring.cold_frontier("mlp_adamw") == limit
 
 
+def test_doubling_goes_on_where_a_single_size_fails(monkeypatch):
+    monkeypatch.setattr(measuring, "lasts", lambda _, size, steps: size <= 100 and size != 64)
+    assert measuring.cold_frontier("mlp_adamw") == 100
+
+
 @pytest.mark.parametrize("limit", [1000, 134144, 837632])
 def test_a_large_cold_frontier_is_known_to_a_part_in_500(limit, monkeypatch):
     monkeypatch.setattr(measuring, "lasts", lambda _, size, steps: size <= limit)
