@@ -87,14 +87,14 @@ def loss_of(logits):
 
 
 class Classifier(nn.Module):
-    def __init__(self, *layers, bf16=False, channels_last=False):
+    def __init__(self, *layers, autocast=None, channels_last=False):
         super().__init__()
-        self.layers, self.bf16 = nn.Sequential(*layers), bf16
+        self.layers, self.autocast = nn.Sequential(*layers), autocast
         self.format = torch.channels_last if channels_last else torch.preserve_format
         self.to(memory_format=self.format)
 
     def forward(self, x):
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.bf16):
+        with torch.autocast("cuda", self.autocast, enabled=self.autocast is not None):
             return loss_of(self.layers(x.to(memory_format=self.format)))
 
 
@@ -151,13 +151,13 @@ WORKLOADS = {
     "mlp_adamw": Workload(module=mlp, sample=(256,), optimizer=partial(AdamW, foreach=True)),
     "mlp_fused": Workload(module=mlp, sample=(256,), optimizer=partial(AdamW, fused=True)),
     "mlp_sgd": Workload(module=mlp, sample=(256,), optimizer=partial(SGD, lr=0.1, momentum=0.9)),
-    "mlp_bf16_clipped": Workload(module=partial(mlp, bf16=True), sample=(256,), clip=1.0),
+    "mlp_bf16_clipped": Workload(module=partial(mlp, autocast=torch.bfloat16), sample=(256,), clip=1.0),
     "gpt": Workload(module=GPT, sample=(128,), tokens=True),
     "gpt_bf16": Workload(module=partial(GPT, bf16=True), sample=(128,), tokens=True),
     "gpt_checkpointed": Workload(module=partial(GPT, layers=4, checkpointed=True), sample=(128,), tokens=True),
     "conv": Workload(module=conv, sample=(3, 64, 64), optimizer=partial(SGD, lr=0.1, momentum=0.9)),
-    "conv_channels_last_bf16": Workload(
-        module=partial(conv, bf16=True, channels_last=True),
+    "conv_channels_last_fp16": Workload(
+        module=partial(conv, autocast=torch.float16, channels_last=True),
         sample=(3, 64, 64),
         optimizer=partial(SGD, lr=0.1, momentum=0.9),
     ),
