@@ -81,14 +81,14 @@ def _runs(name, batch_size, steps):
 def cold_frontier(name):
     """The largest batch size that runs ten steps in a fresh process, by doubling and bisection to a part in 500.
 
-    Some sizes fail below others that run, so doubling ends only where a size and the one a sixteenth above it fail.
+    Some sizes fail below others that run, so doubling ends only where a size and an odd one a sixteenth above it fail.
     """
 
     def runs(size):
         return lasts(name, size, FRONTIER_STEPS)
 
     fits, fails = 0, 1
-    while further := next(filter(runs, (fails, fails * 17 // 16)), None):
+    while further := next(filter(runs, (fails, fails * 17 // 16 + 1)), None):
         fits, fails = further, 2 * fails
     while fails - fits > max(1, fits // 500):
         middle = (fits + fails) // 2
