@@ -47,9 +47,12 @@ def version(package):
 
 def measure(path, tools, models):
     """Measure on the card that this process sees, and put each row into the evidence as soon as it is there."""
+    import torch
     from peers import measuring
     from peers.tools import TOOLS
 
+    if not measuring.forked(torch.cuda.is_available):
+        raise SystemExit(f"benchmark_peers: torch {torch.__version__} sees no CUDA device; run scripts/cuda-bed")
     modules = ["torch", *(TOOLS[tool].imports for tool in tools)]
     for module in [*modules, "ultralytics.nn.tasks"]:
         importlib.import_module(module)
