@@ -33,9 +33,9 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void *handle, void *operation, void *a
     return 0;
 }
 
-EXPORT size_t cudnnGetVersion(void) { return 92000; }
+EXPORT size_t cudnnGetVersion(void) { return 92400; }
 EXPORT size_t cudnnGetCudartVersion(void) { return CUDART_VERSION; }
-EXPORT int cudnnGetProperty(int which, int *value) { /* major, minor, patch of 9.20.0 */
+EXPORT int cudnnGetProperty(int which, int *value) { /* major, minor, patch of 9.24.0 */
     *value = which == 0 ? 9 : which == 1 ? 20 : 0;
     return 0;
 }
