@@ -36,7 +36,7 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void *handle, void *operation, void *a
 EXPORT size_t cudnnGetVersion(void) { return 92400; }
 EXPORT size_t cudnnGetCudartVersion(void) { return CUDART_VERSION; }
 EXPORT int cudnnGetProperty(int which, int *value) { /* major, minor, patch of 9.24.0 */
-    *value = which == 0 ? 9 : which == 1 ? 20 : 0;
+    *value = which == 0 ? 9 : which == 1 ? 24 : 0;
     return 0;
 }
 
