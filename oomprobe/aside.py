@@ -14,7 +14,7 @@ from oomprobe.result import Trial
 from oomprobe.scope import scope
 from oomprobe.trial import Trials
 from oomprobe.verdict import Verdict, classify_error
-from oomprobe.work import Work, WorkCounter, load_counter
+from oomprobe.work import Work, WorkCounter
 
 
 class Attended(Protocol):
@@ -56,9 +56,6 @@ class Aside:
             self._call(size)
             self.warmed_at = size
 
-        if self._device.on_host:
-            with suppress(Exception):  # without memory imports end in many ways, and this one only counts
-                load_counter()
         with self._in_time(size):
             self._device.warm(step)
 

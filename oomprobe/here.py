@@ -29,6 +29,7 @@ from oomprobe.state import Keeper, preserved, resident_tensors, state_tensors
 from oomprobe.state.cold import garbage_frozen
 from oomprobe.trial import Trials
 from oomprobe.watch import OptimizerWatch, outside_modes
+from oomprobe.work import load_counter
 from oomprobe.workbench import Workbench
 
 LBFGS = (
@@ -55,6 +56,7 @@ def bench_here(
     chosen = choose_device(device, model)
     status = reporter(progress)
     recorded: list[Trial] = []
+    load_counter()
     with told_of_trials(recorded), Interrupts() as interrupts, opened(journal) as book, garbage_frozen():
         if book is not None:
             book.ask(question_of(model, steps, chosen.name, options, memory=memory_of(chosen)))

@@ -154,7 +154,8 @@ class Trials:
             StepFailedError: the step failed with a bug; chained from the user's own exception.
         """
         run = _Run()
-        self.compiled.start_size(request.batch_size, anew=request.phase is Phase.CONFIRM)
+        # A second opinion also finds no memory that graphs of the first have captured.
+        self.compiled.start_size(request.batch_size, anew=request.phase in (Phase.RECHECK, Phase.CONFIRM))
         self.start_cold()
         self._device.start_trial()
         try:

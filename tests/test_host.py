@@ -11,7 +11,7 @@ import torch
 from test_linux import run_python
 
 import oomprobe
-from oomprobe import aside
+from oomprobe import work
 from oomprobe.devices import Device, heap, host, linux
 from oomprobe.devices.host import HostDevice
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
@@ -584,10 +584,10 @@ def test_a_device_of_the_users_own_holds_nothing_of_a_probe_afterwards():
 
 @pytest.mark.parametrize("error", [MemoryError(), SystemError("error return without exception set"), ImportError()])
 def test_what_counts_work_may_find_no_memory_to_be_imported(error, monkeypatch):
-    def fail():
+    def fail(counter):
         raise error
 
-    monkeypatch.setattr(aside, "load_counter", fail)
+    monkeypatch.setattr(work.WorkCounter, "__enter__", fail)
     model = torch.nn.Linear(3, 3)
     options = {"device": "cpu:64MiB", "progress": "off"}
     assert oomprobe.check(model, lambda model, size: model(torch.ones(size, 3)), 4, **options).batch_size == 4

@@ -105,15 +105,29 @@ def survives(build, answer, steps=10):
     return True
 
 
+def first_calls(trials):
+    """The place of each trial's first call among all calls; one that failed is not among a trial's steps."""
+    calls = [trial.steps + (not trial.passed) for trial in trials]
+    return [sum(calls[:n]) for n in range(len(calls))]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_trial_starts_cold(way):
     build = WAYS[way]
 
     def probe():
         model, step = build()
-        before = reserved()
-        result = oomprobe.find_max_batch(model, step, min_batch=8192, resolution=0.1, **QUIET)
+        before, held = reserved(), []
+
+        def watched(model, batch_size):
+            held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+            step(model, batch_size)
+
+        result = oomprobe.find_max_batch(model, watched, min_batch=8192, resolution=0.1, **QUIET)
         assert reserved() <= before
+        allocated, in_segments = zip(*(held[first] for first in first_calls(result.trials)), strict=True)
+        assert max(allocated) - min(allocated) <= 1024  # torch keeps that much for random numbers in CUDA graphs,
+        assert max(in_segments) - min(in_segments) <= 2 * MIB  # in a segment of its own
         # A warm trial's allocator has more than the model in it before the first step: so do its peaks.
         again = oomprobe.check(model, step, result.batch_size, **QUIET)
         assert reserved() <= before

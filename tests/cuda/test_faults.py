@@ -134,6 +134,31 @@ def test_a_neighbour_that_takes_and_gives_back(tmp_path, memory_fraction):
     assert forked(probe, True, memory="8GiB", neighbour=path) == alone == (alone[0], False)
 
 
+def test_a_neighbour_that_leaves_room_for_the_cap_is_not_waited_for(tmp_path):
+    path = tmp_path / "held"
+    held(path, 0)
+
+    def probe():
+        model, inner = mlp()
+
+        def step(model, batch_size):
+            try:
+                inner(model, batch_size)
+            except torch.OutOfMemoryError:
+                if torch.cuda.get_per_process_memory_fraction() < 0.6:
+                    held(path, 3 * GIB)
+                raise
+
+        slept = []
+        neighbours.WAIT = lambda state: slept.append(state) or 0
+        result = oomprobe.find_max_batch(model, step, memory_fraction=0.5, resolution=0.02, **QUIET)
+        return result.contaminated, len(slept), sum(not trial.passed for trial in result.trials)
+
+    contaminated, waits, failed = forked(probe, memory="8GiB", neighbour=path)
+    assert (contaminated, waits) == (False, 0)
+    assert failed >= 5
+
+
 def test_a_neighbour_that_never_rests_costs_one_wait(tmp_path):
     path = tmp_path / "held"
     held(path, 0)
@@ -146,7 +171,7 @@ def test_a_neighbour_that_never_rests_costs_one_wait(tmp_path):
             nonlocal calls
             calls += 1
             if calls > 20:
-                held(path, (2 + calls % 3) * GIB)
+                held(path, (1, 3, 5, 2)[calls % 4] * GIB)
             inner(model, batch_size)
 
         slept = []

@@ -49,7 +49,7 @@ def test_row_11_the_trial_that_a_neighbour_made_fail_is_discarded_and_that_is_sa
 
 
 def test_row_11_a_neighbour_who_keeps_moving_is_said():
-    device, model, step, _ = shared_with(lambda number, _: 100 * MIB * (number % 3) if number > 4 else 0)
+    device, model, step, _ = shared_with(lambda number, size: (550 + number % 3) * MIB if size >= 8 else 0)
     result = find_max_batch(model, step, device=device, **QUIET)
     assert result.contaminated
     assert any(note.startswith("CONTAMINATED") for note in result.notes)
@@ -69,6 +69,7 @@ def test_row_29_nothing_of_a_trial_lives_while_it_waits_to_be_tried_again(monkey
 
     def wait(state):
         alive.append([one() for one in kept if one() is not None])
+        CARD.fake.outside_bytes = 0
         return 0
 
     monkeypatch.setattr("oomprobe.neighbours.WAIT", wait)
@@ -77,8 +78,8 @@ def test_row_29_nothing_of_a_trial_lives_while_it_waits_to_be_tried_again(monkey
     def watched(model, batch_size):
         held = step(model, batch_size)
         kept.append(weakref.ref(held))
-        CARD.fake.outside_bytes = SAMPLE_BYTES if 40 <= len(kept) < 44 else 0
-        if batch_size == 4 and len(kept) < 44:
+        if batch_size == 4 and CARD.fake.outside_bytes == 0 and not alive:
+            CARD.fake.outside_bytes = 600 * MIB
             CARD.fake.alloc(2 * CARD.total_bytes)
         return held
 

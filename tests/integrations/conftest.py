@@ -1,7 +1,5 @@
 """The frameworks, as they come from the registry."""
 
-import gc
-
 import pytest
 from calibration import torchvision_names
 
@@ -10,10 +8,3 @@ from calibration import torchvision_names
 def torchvision_imports():
     """Beside a torch without CUDA the operators of torchvision do not load, and with them whatever imports it."""
     torchvision_names.declare()
-
-
-@pytest.fixture(autouse=True)
-def frozen_so_far():
-    """Frameworks import as they go, and collect garbage at each start of a loop: what is there by now is not looked at."""
-    gc.collect()
-    gc.freeze()

@@ -33,12 +33,9 @@ NOT_KNOWN_THERE = [
 
 
 @pytest.fixture(autouse=True)
-def quick_and_elsewhere(tmp_path, monkeypatch):
-    """Lightning's finder writes a checkpoint where it is, and collects garbage in each trial: all that is imported."""
+def elsewhere(tmp_path, monkeypatch):
+    """Lightning's finder writes a checkpoint where it is."""
     monkeypatch.chdir(tmp_path)
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class OwnData(Module):
