@@ -6,7 +6,7 @@ import pytest
 import tenacity
 from fake_accelerator import MIB, ledger
 
-from faults.card import CARD, SAMPLE_BYTES, scanned, trained
+from faults.card import CARD, scanned, trained
 from oomprobe import Verdict, find_max_batch
 
 QUIET = {"progress": "off"}
