@@ -137,7 +137,9 @@ def test_row_12_memory_that_spills_is_no_memory_of_the_card(monkeypatch):
         total_bytes=total, outside_bytes=context, spilled_bytes=64 * total, per_sample_bytes=32 * MIB
     )
     result = find_max_batch(model, step, device=device, **QUIET)
-    assert result.batch_size == scanned(lambda n: 64 * MIB + n * 32 * MIB <= int(0.9 * (total - context - resident)), largest=128)
+    assert result.batch_size == scanned(
+        lambda n: 64 * MIB + n * 32 * MIB <= int(0.9 * (total - context - resident)), largest=128
+    )
     assert max(called) <= 2 * result.batch_size + 8
     assert any("WSL" in note for note in result.notes)
 

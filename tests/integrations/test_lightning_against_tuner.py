@@ -3,7 +3,6 @@
 Neither knows that the capacity is a raise in the step: both run the same module.
 """
 
-
 import pytest
 import torch
 
