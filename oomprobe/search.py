@@ -1,9 +1,9 @@
 """Doubling and bisection over integers. Pure: it asks whether a size runs and never looks at memory itself.
 
 A search has four acts. *grow* doubles with all the memory until a size fails. *bisect* closes the bracket under the
-cap. *recheck* tries the failure that decided once more, and a size a little above it. *confirm* runs the answer for
-longer, and moves down when that fails. Whatever the replies are, a size is only ever returned after it was asked for,
-under the cap, and passed.
+cap; on the way it tries a size a little above the bracket. *recheck* tries the failure that decided once more. *confirm*
+runs the answer for longer, and moves down when that fails. Whatever the replies are, a size is only ever returned after
+it was asked for, under the cap, and passed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Protocol
 from oomprobe.result import Phase
 
 BEYOND = (1 / 4, 1 / 2)  # of the largest size that passed, above it
-# Of the size: how far an answer that failed in confirmation moves down at first. Where lengths vary from step to step,
-# one size lower fails again, and again.
-CONFIRM_STRIDE = 1 / 128
-# Of the size: how far above the failure that decided one more is tried. On CUDA's allocator one size in five to twenty
-# below the limit may fail by itself, and a search that meets one ends there, up to a tenth too low.
+# Of the size: where the limit is not sharp, the bracket is closed no further than this, and an answer that failed in
+# confirmation moves down by it at first. Where lengths vary from step to step, one size lower fails again, and again.
+STRIDE = 1 / 128
+# Of the size: how far above a failure one more is tried. On CUDA's allocator one size in five to twenty below the limit
+# may fail by itself, and a search that meets one ends there, up to a tenth too low.
 PAST_HOLES = 1 / 64
 
 
@@ -123,13 +123,13 @@ def find(
     search.grow()
     if search.full_good is not None:
         search.enter_cap()
+        if not looks_beyond:
+            search.look_past_holes()
         search.bisect()
         search.recheck()
         if looks_beyond:
             search.confirmations += bool(search.struck)
             search.look_beyond()
-        else:
-            search.look_past_holes()
     answer, deciding = search.confirm()
     return Found(
         batch_size=answer,
@@ -214,10 +214,11 @@ class _Search:
         """With no size below and none between, confirmation alone decides about the first."""
         return self.good == self.sizes.first and self.bad == self.sizes.up(self.sizes.first, self.sizes.step)
 
-    def bisect(self) -> None:
+    def bisect(self, *, is_closed: Callable[[int, int], bool] | None = None) -> None:
         """Close the bracket under the cap; the size above the answer is run there too."""
         stride = self.sizes.step
-        while (size := self._candidate(stride)) is not None:
+        is_closed = is_closed or self.is_closed
+        while (size := self._candidate(stride, is_closed)) is not None:
             if not self.ask(size, Phase.BISECT, capped=True).passed:
                 self.bad = size
             elif size != self.bad and self.bad is not None:
@@ -228,11 +229,11 @@ class _Search:
                 self.good, self.bad = size, self._failure_above(size)
                 stride *= 2
 
-    def _candidate(self, stride: int) -> int | None:
+    def _candidate(self, stride: int, is_closed: Callable[[int, int], bool]) -> int | None:
         if self.bad is None:
             assert self.good is not None
             return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)
-        if self.good is not None and self.is_closed(self.good, self.bad):
+        if self.good is not None and is_closed(self.good, self.bad):
             return None
         middle = self.sizes.middle(self.good, self.bad)
         if middle is None and self.bad not in self.failed:
@@ -266,19 +267,37 @@ class _Search:
                 return
 
     def look_past_holes(self) -> None:
-        """Try a size a little above the failure that decided; while that passes, the failure was a hole: go on above it."""
+        """Where a size a little above the bracket passes, go on from there: the failure below it was a hole, or chance."""
+        self.bisect(is_closed=self._is_within_a_stride)
         while self.good is not None and self.bad is not None:
-            size = self.sizes.up(self.good, round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step)
-            if size <= self.bad or size in self.failed | self.failed_full:
+            hole, stride = self.bad, round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step
+            size = self.sizes.up(self.good, stride)
+            if size <= hole or size in self.failed | self.failed_full:
                 return
             if not self.ask(size, Phase.RECHECK, capped=True).passed:
                 return
-            self.good, self.bad = size, self._failure_above(size)
-            self.is_closed = self._is_within_a_stride
-            self.bisect()
+            if self.ask(hole, Phase.RECHECK, capped=True).passed:
+                self._strike(hole)
+            else:
+                self.is_closed = self._is_within_a_stride
+            self._climb(size, stride)
+            self.bisect(is_closed=self._is_within_a_stride)
+
+    def _climb(self, size: int, stride: int) -> None:
+        """From a size that passed, in doubling strides, up to one that fails."""
+        self.good, self.bad = size, self.full_bad if self.full_bad and self.full_bad > size else None
+        while True:
+            stride *= 2
+            size = self.sizes.up(self.good, stride)
+            if size == self.good or (self.bad is not None and size >= self.bad):
+                return
+            if not self.ask(size, Phase.BISECT, capped=True).passed:
+                self.bad = size
+                return
+            self.good = size
 
     def _is_within_a_stride(self, good: int, bad: int) -> bool:
-        return bad - good <= CONFIRM_STRIDE * good or self.enough(good, bad)
+        return bad - good <= max(STRIDE * good, self.sizes.step) or self.enough(good, bad)
 
     def confirm(self) -> tuple[int | None, int | None]:
         """Run the answer for longer; while that fails, move down in growing strides, then close that bracket."""
@@ -302,7 +321,7 @@ class _Search:
         return self.sizes.middle(good, bad)
 
     def _scattered(self, size: int) -> int:
-        return round(max(self.scatter(), CONFIRM_STRIDE) * size / self.sizes.step) * self.sizes.step
+        return round(max(self.scatter(), STRIDE) * size / self.sizes.step) * self.sizes.step
 
     def _confirmed(self, size: int) -> bool:
         by_chance = self.bad is not None and self.scatter() > 0

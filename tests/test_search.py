@@ -470,6 +470,26 @@ def test_limits_with_holes(fails, fails_capped, sizes, capped):
 
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize(
+    ("holes", "limit"),
+    [
+        ({1000}, 1100),
+        ({1024}, 1100),  # what ends growing is a hole
+        ({1000, 1040}, 1500),
+        (set(range(995, 1001)), 2047),
+        ({512, 700, 990}, 1000),
+    ],
+)
+def test_holes_are_looked_past(holes, limit, capped):
+    """Sizes that fail by themselves below the limit; more than two in a row, and a look past them may fail too."""
+    oracle = Capricious(lambda call, size, phase, under_cap: Reply(passed=size <= limit and size not in holes), 4096)
+    found = find(oracle, Sizes(first=1, last=None, step=1), capped=capped, enough=never)
+    assert 0.99 * limit <= found.batch_size <= limit
+    assert found.batch_size < found.deciding
+    assert len(oracle.calls) <= 2 * 11 + 3 + 8  # rechecks, confirmation, and what holes cost
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize(
     "passes",
     [
         lambda call, phase, under_cap: under_cap,  # more fits under the cap than without it
