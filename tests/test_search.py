@@ -485,6 +485,7 @@ def test_holes_are_looked_past(holes, limit, capped):
     found = find(oracle, Sizes(first=1, last=None, step=1), capped=capped, enough=never)
     assert 0.99 * limit <= found.batch_size <= limit
     assert found.batch_size < found.deciding
+    assert not found.struck
     assert len(oracle.calls) <= 2 * 11 + 3 + 8  # rechecks, confirmation, and what holes cost
 
 
