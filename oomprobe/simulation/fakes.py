@@ -80,7 +80,7 @@ class Fakes:
         if key not in views:
             views[key] = self._made(tensor)
         fake = views[key]
-        fake._fake_device = self._place_of(fake.untyped_storage())
+        fake.fake_device = self._place_of(fake.untyped_storage())
         return fake
 
     def _place_of(self, storage: torch.UntypedStorage) -> torch.device:

@@ -168,7 +168,7 @@ def _seen_device(world: World) -> Any:
     def device(tensor: FakeTensor) -> torch.device:
         if tensor.fake_mode is not world.fake_mode or world.depth or tensor.fake_mode.in_kernel_invocation:
             return _DEVICE.fget(tensor)  # type: ignore[no-any-return]
-        return SEEN_CARD if tensor._fake_device == CARD else HOST
+        return SEEN_CARD if tensor.fake_device == CARD else HOST
 
     return device
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -102,7 +102,7 @@ class World(TorchDispatchMode):
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, real or fake, is on the card."""
         if isinstance(tensor, FakeTensor):
-            return tensor._fake_device == CARD or self.memory.holds(tensor.untyped_storage())
+            return tensor.fake_device == CARD or self.memory.holds(tensor.untyped_storage())
         return self._fakes.on_card(tensor)
 
     # --- what torch asks ---
@@ -155,7 +155,7 @@ class World(TorchDispatchMode):
                 self._move(tensor)
         args = self._lowered(args)
         kwargs = {name: self._lowered(value) for name, value in kwargs.items()}
-        accumulates = func is _aten.add.Tensor and _is_engines_own(args[0], args[1])
+        accumulates = func is _aten.add.Tensor and _is_engines_own(args)
         to_card = found.on_card and kwargs.get("device") != HOST
         launch = scratch.launched(self._processors, func, args, kwargs) if to_card else None
         with nullcontext() if launch is None else self.memory.running(launch):
@@ -163,7 +163,7 @@ class World(TorchDispatchMode):
                 result = func(*args, **kwargs)
             truths.follow(self._truths, func, args, result)
             if accumulates and self.memory.holds(args[0].untyped_storage()):
-                result._fake_device = CARD
+                result.fake_device = CARD
                 self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
             self._track(func, result, args, launch.result_bytes if launch else {}, to_card=to_card)
         if workspaces.needs(func):
@@ -203,7 +203,7 @@ class World(TorchDispatchMode):
         if workspace_bytes:
             self.memory.transient(workspace_bytes)
         if func in _IN_PLACE_ON_CUDA and self._is_fresh(args[0]):
-            result._fake_device = CARD
+            result.fake_device = CARD
             self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
             return
         results = list(enumerate(result if isinstance(result, list | tuple) else (result,)))
@@ -220,14 +220,14 @@ class World(TorchDispatchMode):
 
     def _take(self, made: FakeTensor, nbytes: int | None, *, to_card: bool) -> None:
         if to_card:  # a number on the host that meets the card goes there
-            made._fake_device = CARD
-        if made._fake_device == CARD:
+            made.fake_device = CARD
+        if made.fake_device == CARD:
             refuse_layout(made)
             self.memory.take(made.untyped_storage(), nbytes)
 
     def _move(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, FakeTensor):
-            tensor._fake_device = CARD
+            tensor.fake_device = CARD
             self.memory.take(tensor.untyped_storage())
         else:
             self._fakes.move(tensor)
@@ -240,11 +240,14 @@ class World(TorchDispatchMode):
         return value
 
 
-def _is_engines_own(one: Any, other: Any) -> bool:
+def _is_engines_own(args: Sequence[Any]) -> bool:
     """Whether autograd adds up two gradients and holds the last reference to the first: then it adds in place on CUDA.
+
+    It takes the sequence: once torch.compile has run, a caller keeps references of its own to what it hands over.
 
     Source: torch/csrc/autograd/input_buffer.cpp (can_accumulate_inplace), which leaves tensors' subclasses out.
     """
+    one, other = args[0], args[1]
     return (
         torch._C._current_graph_task_id() != -1
         and isinstance(one, FakeTensor)
@@ -284,7 +287,7 @@ class _Found:
         self.fake = self.fake or isinstance(tensor, FakeTensor)
         if self._world.is_on_card(tensor):
             if isinstance(tensor, FakeTensor):
-                tensor._fake_device = CARD
+                tensor.fake_device = CARD
             self.on_card = True
         elif tensor.dim() > 0:
             self.on_host.append(tensor)
