@@ -187,6 +187,10 @@ class AcceleratorDevice(PlainDevice):
         stats = self._torch.memory_stats(self.torch_device)
         return int(stats.get("requested_bytes.all.current", self._torch.memory_allocated(self.torch_device)))
 
+    def served_bytes(self) -> int:
+        """All that the allocator has ever handed out: steps that do the same add the same."""
+        return int(self._torch.memory_stats(self.torch_device).get("allocated_bytes.all.allocated", 0))
+
     def outside_bytes(self) -> int:
         free, total = self._torch.mem_get_info(self.torch_device)
         return int(total - free - self._torch.memory_reserved(self.torch_device))

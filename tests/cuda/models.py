@@ -90,9 +90,12 @@ class Gpt(nn.Module):
         return self.head(x)
 
 
-def language_model(model, optimizer, *, bf16=False):
+def language_model(model, optimizer, *, bf16=False, shortest=None):
+    """With `shortest`, the length varies from step to step, up to the whole context."""
+
     def step(model, batch_size):
-        tokens = torch.randint(model.vocabulary, (batch_size, model.context), device="cuda")
+        length = model.context if shortest is None else int(torch.randint(shortest, model.context + 1, ()))
+        tokens = torch.randint(model.vocabulary, (batch_size, length), device="cuda")
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
             loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
@@ -102,9 +105,9 @@ def language_model(model, optimizer, *, bf16=False):
     return model, step
 
 
-def gpt(layers=2, *, bf16=False, **options):
+def gpt(layers=2, *, bf16=False, shortest=None, **options):
     model = Gpt(layers, **options).cuda()
-    return language_model(model, torch.optim.AdamW(model.parameters(), fused=True), bf16=bf16)
+    return language_model(model, torch.optim.AdamW(model.parameters(), fused=True), bf16=bf16, shortest=shortest)
 
 
 class Adapted(nn.Module):

@@ -8,7 +8,7 @@ import torch
 import oomprobe
 
 from .bed import forked
-from .models import MODELS
+from .models import MODELS, gpt
 
 SEGMENT_BYTES = 20 * 2**20
 FORK = {"limit_s": 120}
@@ -20,9 +20,9 @@ def held_to(cap_bytes):
         torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
 
 
-def runs(name, batch_size, *, steps, cap_bytes=None):
+def runs(build, batch_size, *, steps, cap_bytes=None):
     """Whether a process that has done nothing else runs so many steps."""
-    model, step = MODELS[name]()
+    model, step = build()
     held_to(cap_bytes)
     try:
         for _ in range(steps):
@@ -81,12 +81,28 @@ def test_an_answer_is_the_cold_frontier_and_survives(name, memory):
     assert (found["state_verified"], found["unchanged"], found["contaminated"]) == (True, True, False)
     assert found["left_bytes"] <= SEGMENT_BYTES
     assert not [note for note in found["notes"] if note.startswith("leak")]
-    assert forked(lambda: runs(name, answer, steps=50), memory=memory, **FORK)
+    assert forked(lambda: runs(MODELS[name], answer, steps=50), memory=memory, **FORK)
 
     def passes(size):
-        return forked(lambda: runs(name, size, steps=10, cap_bytes=cap_bytes), memory=memory, **FORK)
+        return forked(lambda: runs(MODELS[name], size, steps=10, cap_bytes=cap_bytes), memory=memory, **FORK)
 
     assert passes(answer)
     assert answer >= 0.99 * cold_frontier(passes, answer)
     asked = [trial for trial in found["trials"] if trial["phase"] in ("grow", "bisect")]
     assert len(asked) <= 2 * math.ceil(math.log2(answer)) + 3
+
+
+def varying():
+    return gpt(shortest=32)
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "4GiB"])
+def test_steps_that_vary_are_confirmed_over_fifty(memory):
+    def probe():
+        return oomprobe.find_max_batch(*varying(), progress="off").to_dict()
+
+    found = forked(probe, memory=memory, **FORK)
+    answer = found["batch_size"]
+    assert max(trial["steps"] for trial in found["trials"] if trial["batch_size"] == answer) == 51
+    assert [note for note in found["notes"] if note.startswith("what the step allocates varies")]
+    assert forked(lambda: runs(varying, answer, steps=200), memory=memory, **FORK)
