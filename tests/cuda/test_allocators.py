@@ -27,9 +27,9 @@ def test_expandable_segments():
     answer, cap_bytes, left_bytes = forked(probe, **EXPANDABLE)
 
     assert left_bytes <= 0
-    assert forked(lambda: runs("gpt", answer, steps=50), **EXPANDABLE)
+    assert forked(lambda: runs(MODELS["gpt"], answer, steps=50), **EXPANDABLE)
     frontier = cold_frontier(
-        lambda size: forked(lambda: runs("gpt", size, steps=10, cap_bytes=cap_bytes), **EXPANDABLE), answer
+        lambda size: forked(lambda: runs(MODELS["gpt"], size, steps=10, cap_bytes=cap_bytes), **EXPANDABLE), answer
     )
     assert answer >= 0.99 * frontier
 
