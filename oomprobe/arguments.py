@@ -18,7 +18,6 @@ SEARCH_OPTIONS = {
     "resolution": "resolution",
     "trial_time_limit": "trial_time_limit_s",
     "global_batch": "global_batch",
-    "journal": "journal",
 }
 
 
@@ -55,7 +54,6 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--global-batch", type=int, metavar="N", help="plan gradient accumulation for it")
     run.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that share the global batch (1)")
     run.add_argument("--require", type=int, metavar="N", help="only check that N survives; exit 5 when not")
-    run.add_argument("--journal", metavar="PATH", help="write every trial here, and resume from it")
     run.add_argument("--in-process", action="store_true", help="run trials in this process")
     run.add_argument("--json", metavar="PATH", help="write the result as JSON; - for stdout")
     run.add_argument("--quiet", action="store_true", help="print the batch size alone on stdout")

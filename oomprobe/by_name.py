@@ -35,7 +35,6 @@ def probe_target(
     isolate: bool = True,
     device: Any = None,
     preserve: Any = (),
-    journal: str | Path | None = None,
     progress: Progress = "auto",
     **options: Any,
 ) -> ProbeResult:
@@ -52,7 +51,6 @@ def probe_target(
         isolate: Run trials in child processes (Linux only); False: build the target here, and run them here.
         device: As for `find_max_batch`. A `Device` of your own has to be one that can be pickled.
         preserve: As for `find_max_batch`, and only without isolation: children have nothing to give back.
-        journal: As for `find_max_batch`.
         progress: As for `find_max_batch`.
         **options: As for `find_max_batch`; where trials are forked and their steps leave holes in malloc's heap, an answer
             that memory limits runs at least 50 steps to be confirmed, twice.
@@ -75,7 +73,7 @@ def probe_target(
     if unknown:
         raise TypeError(f"probe_target() got an unexpected keyword argument {unknown[0]!r}")
     asked = Options(**options)
-    with _bench(target, isolate, device, preserve, asked, progress, journal) as bench:
+    with _bench(target, isolate, device, preserve, asked, progress) as bench:
         found = search_on(bench)
     return summary.result(bench, found)
 
@@ -111,7 +109,7 @@ def check_target(
         OomProbeError: as for `probe_target`.
     """
     asked = options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s)
-    with _bench(target, isolate, device, (), asked, progress, None) as bench:
+    with _bench(target, isolate, device, (), asked, progress) as bench:
         found = check_on(bench, min(2, batch_size))
     return summary.result(bench, found)
 
@@ -124,7 +122,6 @@ def _bench(
     preserve: Any,
     options: Options,
     progress: Progress,
-    journal: str | Path | None,
 ) -> Iterator[Workbench]:
     name, device = name_of(target), simulated_or(device)
     bench: AbstractContextManager[Workbench]
@@ -132,10 +129,10 @@ def _bench(
         _refuse_isolation(preserve)
         from oomprobe.isolation.bench import isolated_bench
 
-        bench = isolated_bench(name, device, options, progress, journal)
+        bench = isolated_bench(name, device, options, progress)
     else:
         model, step_fn = _built(name, device)
-        bench = bench_here(model, step_fn, device, preserve, options, progress, journal)
+        bench = bench_here(model, step_fn, device, preserve, options, progress)
     with bench as opened:
         yield opened
 

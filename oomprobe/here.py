@@ -6,22 +6,18 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from oomprobe.clock import Clock
-from oomprobe.devices import Device, Simulated, choose_device, memory_of, raised_by
+from oomprobe.devices import Device, Simulated, choose_device, raised_by
 from oomprobe.devices.host import HostDevice
 from oomprobe.errors import DeviceLostError, OomProbeError, UnreliableError, add_note, unmeasured
 from oomprobe.interrupts import Interrupts
-from oomprobe.journal import Journal
-from oomprobe.journal.question import question_of
 from oomprobe.local import LocalRunner
 from oomprobe.options import Options, StepFn, check_model, named_steps, refuse_ranks
 from oomprobe.progress import Progress, reporter
-from oomprobe.record import Record
 from oomprobe.report import trials_table
 from oomprobe.result import Trial
 from oomprobe.scope import scope
@@ -46,7 +42,6 @@ def bench_here(
     preserve: Iterable[Any],
     options: Options,
     progress: Progress,
-    journal: str | Path | None,
 ) -> Iterator[Workbench]:
     """Everything a probe needs while it runs; on every way out the state is put back and compared."""
     check_model(model)
@@ -57,9 +52,7 @@ def bench_here(
     status = reporter(progress)
     recorded: list[Trial] = []
     load_counter()
-    with told_of_trials(recorded), Interrupts() as interrupts, opened(journal) as book, garbage_frozen():
-        if book is not None:
-            book.ask(question_of(model, steps, chosen.name, options, memory=memory_of(chosen)))
+    with told_of_trials(recorded), Interrupts() as interrupts, garbage_frozen():
         keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
         place = chosen.place if isinstance(chosen, Simulated) else _there_already
         place(resident_tensors([model, *steps.values(), *preserve]))
@@ -89,7 +82,7 @@ def bench_here(
             )
             clock = Clock(options)
             runner = LocalRunner(chosen, trials, keeper, clock, recorded, smallest=options.sizes.first)
-            bench = Workbench(runner, options, status, clock, recorded, Record(book))
+            bench = Workbench(runner, options, status, clock, recorded)
             bench.notes |= dict.fromkeys(_slips(device, chosen))
             try:
                 with _told_as_lost(bench, chosen):
@@ -142,19 +135,6 @@ def _made_by(step: object, optimizer: torch.optim.Optimizer) -> bool:
     """
     made = getattr(step, "oomprobe_made", None)
     return made is not None and bool(made(optimizer))
-
-
-@scope
-def opened(journal: str | Path | None) -> Iterator[Journal | None]:
-    """The journal of that path, until the probe has ended."""
-    if journal is None:
-        yield None
-        return
-    book = Journal.open(journal)
-    try:
-        yield book
-    finally:
-        book.close()
 
 
 @scope

@@ -110,7 +110,14 @@ class Baseline:
 
     def refusal(self, trial: Trial) -> str | None:
         """Why what a trial left would make the answer a wrong one; None where it would not."""
-        return refusal_of(trial, available_bytes=self._available_bytes, on_host=self._kind == "host")
+        if self._available_bytes is None or trial.leaked_bytes <= REFUSED_SHARE[self._kind] * self._available_bytes:
+            return None
+        return (
+            f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
+            "collecting garbage and a step at the smallest size, so every later trial would have less memory and "
+            "the answer would be too small. Something keeps tensors of each step: a list of losses that still have "
+            "their graph (append loss.item()), a cache keyed by shape, an output kept in an attribute"
+        )
 
     def _added_bytes(self) -> int:
         """What is in use above the baseline."""
@@ -141,22 +148,3 @@ class Baseline:
         gc.collect()
         self._clean(passed=True)
         return self._leaked_bytes()
-
-
-def refusal_of(trial: Trial, *, available_bytes: int | None, on_host: bool) -> str | None:
-    """Why what a trial left would make the answer a wrong one; None where it would not.
-
-    Args:
-        trial: Run, or recalled.
-        available_bytes: On the device; None: not known yet.
-        on_host: Whether its memory is the host's own.
-    """
-    share = REFUSED_SHARE["host" if on_host else "device"]
-    if available_bytes is None or trial.leaked_bytes <= share * available_bytes:
-        return None
-    return (
-        f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
-        "collecting garbage and a step at the smallest size, so every later trial would have less memory and "
-        "the answer would be too small. Something keeps tensors of each step: a list of losses that still have "
-        "their graph (append loss.item()), a cache keyed by shape, an output kept in an attribute"
-    )

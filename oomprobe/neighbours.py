@@ -5,9 +5,14 @@ One that passed has passed, and one that failed at a cap which they left room fo
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import tenacity
+import torch
 
 from oomprobe.runner import Ran
 from oomprobe.units import format_bytes
@@ -19,6 +24,34 @@ ATTEMPTS = 5  # of a trial
 LOOKS = 3  # for quiet, between two attempts; all the waits add up to 24 seconds
 WAIT = tenacity.wait_exponential(multiplier=2, max=16)
 NO_MATTER = frozenset({Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT})  # these say nothing about memory
+
+
+LISTED = re.compile(r"process\s+(\d+) uses\s+([\d.]+) MB")
+
+
+def processes_on(device: torch.device) -> str:
+    """Name the other processes on an NVIDIA card and what each holds; empty where the driver does not say.
+
+    The listing is torch's own, which reads it through ``pynvml`` (``pip install "oomprobe[nvml]"``) and needs no CUDA context.
+    """
+    with suppress(Exception):  # for a message only
+        listed = {int(pid): float(mib) for pid, mib in LISTED.findall(torch.cuda.list_gpu_processes(device))}
+        others = {pid: mib for pid, mib in listed.items() if not _is_ours(pid)}
+        if len(others) < len(listed):  # otherwise the driver counts processes as outside this container
+            return "; ".join(f"pid {pid}{_program(pid)} holds {mib:.0f} MiB" for pid, mib in others.items())
+    return ""
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether it is this process, or descends from it."""
+    while pid > 1 and pid != os.getpid():
+        # "4711 (a name) S 1 ...": the name may hold anything, the parent is the second after it
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid == os.getpid()
+
+
+def _program(pid: int) -> str:
+    return f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
 
 
 class Neighbours:

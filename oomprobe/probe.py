@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ def find_max_batch(
     resolution: float = 0.0,
     time_limit_s: float | None = None,
     trial_time_limit_s: float | None = None,
-    journal: str | Path | None = None,
     progress: Progress = "auto",
 ) -> ProbeResult:
     """Find the largest batch size that truly fits, by running it.
@@ -66,9 +64,6 @@ def find_max_batch(
         time_limit_s: Seconds for the whole probe; None: no limit. A step that hangs inside one call of C code is
             not interrupted.
         trial_time_limit_s: Seconds for one trial; None: no limit.
-        journal: Path of a file in which every trial is written before it starts and when it has ended. A probe that
-            finds the file of one that did not end answers from it and goes on; one of another question (model, steps,
-            device or options) is refused.
         progress: "auto" (a live line on a terminal, otherwise a line for each trial, on stderr), "plain", "off", or
             a function that is called with each `Trial`.
 
@@ -107,7 +102,7 @@ def find_max_batch(
         time_limit_s=time_limit_s,
         trial_time_limit_s=trial_time_limit_s,
     )
-    with bench_here(model, step_fn, device, preserve, options, progress, journal) as bench:
+    with bench_here(model, step_fn, device, preserve, options, progress) as bench:
         found = search_on(bench)
     return summary.result(bench, found)
 
@@ -186,7 +181,7 @@ def check(
         32
     """
     options = options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s)
-    with bench_here(model, step_fn, device, preserve, options, progress, journal=None) as bench:
+    with bench_here(model, step_fn, device, preserve, options, progress) as bench:
         found = check_on(bench, min(2, batch_size) if min_batch is None else min_batch)
     return summary.result(bench, found)
 

@@ -1,4 +1,4 @@
-"""What is shown while a probe runs: one status line on a terminal, one line for each trial elsewhere."""
+"""What is shown while a probe runs: one status line on a terminal, elsewhere a line before and a line after each trial."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def reporter(
     """Choose how a probe reports.
 
     Args:
-        progress: ``"auto"`` (a status line on a terminal, otherwise as plain), ``"plain"`` (a line for each
-            trial), ``"off"``, or a callable that takes each `Trial`; what it raises is not caught.
+        progress: ``"auto"`` (a status line on a terminal, otherwise as plain), ``"plain"`` (a line before each
+            trial, which tells what ran when a machine froze, and one after it), ``"off"``, or a callable that takes each `Trial`; what it raises is not caught.
         stream: Where text goes; None is ``sys.stderr``, as it is when something is written.
         clock: Seconds; an argument so that tests need not wait.
 
@@ -59,7 +59,7 @@ def reporter(
     if progress == "auto" and _is_terminal(stream):
         return _StatusLine(stream, clock)
     if progress in ("auto", "plain"):
-        return _Callback(lambda trial: _write(stream, trial_line(trial) + "\n"))
+        return _Lines(stream)
     raise InvalidArgumentError(f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}")
 
 
@@ -72,6 +72,20 @@ class _Callback:
 
     def finished(self, trial: Trial) -> None:
         self._tell(trial)
+
+    def close(self) -> None:
+        pass
+
+
+class _Lines:
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def started(self, batch_size: int, phase: Phase) -> None:
+        _write(self._stream, f"batch {batch_size}  {phase} ...\n")
+
+    def finished(self, trial: Trial) -> None:
+        _write(self._stream, trial_line(trial) + "\n")
 
     def close(self) -> None:
         pass

@@ -148,7 +148,7 @@ def _estimates(bench: Workbench) -> dict[str, float | None]:
 def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
     return [
         *bench.notes,
-        *bench.circumstances,
+        *bench.neighbours.notes,
         *(f"batch {size} failed once and passed when tried again: struck out" for size in found.struck),
         *(f"batch {size} passed as a trial and failed in confirmation" for size in found.unconfirmed),
         *_of_device(bench.device),

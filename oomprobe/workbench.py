@@ -10,15 +10,13 @@ from typing import NoReturn
 
 from oomprobe.anatomy import Anatomy
 from oomprobe.clock import Clock
-from oomprobe.devices import Simulated, nvml
+from oomprobe.devices import Simulated
 from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, UnreliableError, process_died
 from oomprobe.idle import Idle
 from oomprobe.lasting import refuse_growing
-from oomprobe.leaks import refusal_of
-from oomprobe.neighbours import Neighbours
+from oomprobe.neighbours import Neighbours, processes_on
 from oomprobe.options import Options
 from oomprobe.progress import Reporter
-from oomprobe.record import LOST, Record
 from oomprobe.rehearsal import ContradictedError, Rehearsals
 from oomprobe.result import Phase, Trial
 from oomprobe.runner import Measured, Ran, Runner
@@ -29,6 +27,7 @@ from oomprobe.verdict import Verdict
 # Far less than the scatter itself: under Adadelta an MLP of 115 MiB failed in one of three fresh processes at 12000, and
 # ran fifty steps in one of three at 16600.
 SCATTER = 1 / 32
+LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the process of the trial was, and with it any word on the size
 ENDED = LOST | {Verdict.TIMED_OUT}  # no word about the size, and no way on
 
 
@@ -41,7 +40,6 @@ class Workbench:
         reporter: Told of each trial.
         clock: Started with the probe.
         trials: Filled with those that ran.
-        record: Of this probe, and of what an earlier one had of it.
         sleep: Waits for neighbours.
     """
 
@@ -52,7 +50,6 @@ class Workbench:
         reporter: Reporter,
         clock: Clock,
         trials: list[Trial],
-        record: Record,
         *,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -63,13 +60,11 @@ class Workbench:
         self.state_verified = False
         self.anatomy: Anatomy | None = None
         self.neighbours = Neighbours(self.device.total_bytes, self.tenants, sleep=sleep)
-        self._reporter, self._clock, self._record = reporter, clock, record
+        self._reporter, self._clock = reporter, clock
         self._simulated = isinstance(self.device, Simulated)
         kind = "host" if self.device.on_host else "device"
         self._idle = Idle(trials, options.sizes, runner.work_at, kind=kind)
         self._rehearsals = Rehearsals(self.device, single=len(runner.step_names) == 1)
-        if record.measured is not None:
-            self._take(record.measured)
 
     # --- what the search asks ---
 
@@ -83,7 +78,7 @@ class Workbench:
             size, phase, steps=steps, cap_bytes=cap_bytes, at_length=phase is Phase.CONFIRM and self._is_near_the_end()
         )
         if phase is Phase.GROW:
-            self._idle.refuse(nothing_stepped=self._nothing_stepped())
+            self._idle.refuse(nothing_stepped=self.runner.nothing_stepped)
         peak = trial.peak_reserved_bytes
         return Reply(passed=trial.passed, within_cap=trial.passed and peak is not None and peak <= self.budget_bytes)
 
@@ -177,7 +172,7 @@ class Workbench:
         accumulation_steps: int = 1,
         at_length: bool = False,
     ) -> Trial:
-        """Run one trial, or recall it, and tell of it.
+        """Run one trial, and tell of it.
 
         Raises:
             TimeLimitError: its time passed.
@@ -221,28 +216,12 @@ class Workbench:
         return new and self.runner.replaceable and not self._is_ceiling(died)
 
     def _run(self, request: Request) -> Ran:
-        recalled = self._record.recall(request, self._ended)
-        if recalled is not None:
-            return Ran(trial=recalled, refusal=self._refusal_of(recalled))
-        with self._record.of(request) as write:
-            ran = self.neighbours.undisturbed(
-                lambda: self.runner.run(self._completed(request)), self.runner.outside_bytes
-            )
-            write(ran.trial, nothing_stepped=self.runner.nothing_stepped)
-        self._ended(ran.trial)
+        ran = self.neighbours.undisturbed(lambda: self.runner.run(self._completed(request)), self.runner.outside_bytes)
+        self.trials.append(ran.trial)
+        self._reporter.finished(ran.trial)
         if ran.measured is not None and not self._is_measured:
             self._take(ran.measured)
         return ran
-
-    def _refusal_of(self, recalled: Trial) -> str | None:
-        """What made the earlier probe stop there; what a failed trial left went with its process, where it had one."""
-        if self.runner.replaceable and not recalled.passed:
-            return None
-        return refusal_of(recalled, available_bytes=self.available_bytes or None, on_host=self.device.on_host)
-
-    def _ended(self, trial: Trial) -> None:
-        self.trials.append(trial)
-        self._reporter.finished(trial)
 
     def _completed(self, request: Request) -> Request:
         """With what is known only now."""
@@ -252,10 +231,6 @@ class Workbench:
             smaller_passed=any(t.passed and t.batch_size < request.batch_size for t in self.trials),
             largest_passed=max((t.batch_size for t in self.trials if t.passed), default=None),
         )
-
-    def _nothing_stepped(self) -> bool:
-        recalled = self._record.nothing_stepped
-        return self.runner.nothing_stepped if recalled is None else recalled
 
     @property
     def step_names(self) -> list[str]:
@@ -268,11 +243,6 @@ class Workbench:
     @property
     def in_steps_s(self) -> float:
         return self.runner.in_steps_s
-
-    @property
-    def circumstances(self) -> tuple[str, ...]:
-        """What is to be said of others on the device, and of the journal."""
-        return (*self.neighbours.notes, *self._record.notes)
 
     # --- the budget ---
 
@@ -292,7 +262,6 @@ class Workbench:
         self._budget_from(measured)
         self._is_measured = True
         self.neighbours.expect(measured.outside_bytes)
-        self._record.take(measured)
 
     def _budget_from(self, measured: Measured) -> None:
         self.available_bytes = measured.available_bytes
@@ -316,7 +285,7 @@ class Workbench:
         """Who else is on the device; empty where nobody knows."""
         if self.device.torch_device.type != "cuda" or self._simulated:
             return ""
-        return nvml.name_tenants(nvml.processes_on(self.device.torch_device))
+        return processes_on(self.device.torch_device)
 
     # --- when to stop ---
 

@@ -3,8 +3,7 @@
 python scripts/gpu_traces.py [FOLDER]        default: tests/data/traces
 
 Writes one gzipped JSON for each step: the events of the allocator (action, address, size, stream), the true peaks, and
-the peaks of the same step on a simulated card of the same name. tests/simulation/test_traces.py holds the replay to
-them. Exit code 2: no CUDA device here.
+the peaks of the same step on a simulated card of the same name. Exit code 2: no CUDA device here.
 """
 
 import gzip

@@ -121,7 +121,6 @@ def test_json_to_stdout_and_to_a_file(capsys, target, tmp_path):
         (["{}:not_a_pair"], 2, "not a pair (model, step_fn)"),
         (["{}:missing"], 2, "has no function 'missing'"),
         (["no/such/file.py:build"], 2, "there is no file"),
-        (["{}:fits", "--journal", "no/such/folder/x"], 2, "journal='no/such/folder/x'"),
         (["{}:bug"], 3, "KeyError: 'labels'"),
         (["{}:fits", "--device", "cuda:7"], 4, "no device 'cuda:7' here"),
         (["{}:fits", "--device", "sim:RTX-409"], 4, "is not a card of the catalogue; near it: "),
@@ -286,7 +285,7 @@ def test_what_nobody_foresaw_is_70_with_its_traceback(capsys, wrong, target, mon
         (["--require", "4", "--min-batch", "1", "--steps", "2"], "would ignore --min-batch, --steps:"),
         (["--require", "4", "--multiple-of", "8", "--resolution", "0"], "would ignore --multiple-of, --resolution:"),
         (["--require", "4", "--trial-time-limit", "9"], "would ignore --trial-time-limit:"),
-        (["--require", "4", "--global-batch", "8", "--journal", "x"], "would ignore --global-batch, --journal:"),
+        (["--require", "4", "--global-batch", "8"], "would ignore --global-batch:"),
     ],
 )
 def test_what_can_be_refused_is_refused_before_the_target_is_built(capsys, target, arguments, said):

@@ -63,6 +63,10 @@ def tell(told, *trials):
 GOOD, BAD = a_trial(64), a_trial(128, Verdict.OOM)
 
 
+def lines(trial):
+    return f"batch {trial.batch_size}  {trial.phase} ...\n{trial_line(trial)}\n"
+
+
 def test_the_status_line_says_what_runs_the_bracket_and_the_time(terminal):
     told = reporter("auto", terminal, clock=clock(100, 100.2, 103, 112.5, 114))
     told.started(64, Phase.GROW)
@@ -126,25 +130,28 @@ def test_colour_is_garnish(terminal, monkeypatch):
 def test_auto_off_a_terminal_is_plain_lines():
     stream = io.StringIO()
     tell(reporter("auto", stream), GOOD, BAD)
-    assert stream.getvalue() == f"{trial_line(GOOD)}\n{trial_line(BAD)}\n"
+    assert stream.getvalue() == lines(GOOD) + lines(BAD)
 
 
 def test_a_terminal_that_cannot_erase_gets_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     tell(reporter("auto", terminal), GOOD)
-    assert terminal.getvalue() == f"{trial_line(GOOD)}\n"
+    assert terminal.getvalue() == lines(GOOD)
 
 
 def test_plain_is_plain_on_a_terminal_too(terminal):
     tell(reporter("plain", terminal), GOOD)
-    assert terminal.getvalue() == f"{trial_line(GOOD)}\n"
+    assert terminal.getvalue() == lines(GOOD)
 
 
-def test_a_line_is_there_before_the_next_trial_starts():
+def test_a_line_is_there_before_a_trial_runs_and_one_before_the_next_starts():
+    """Whatever the machine does then, its log says which size did it."""
     raw = io.BytesIO()
-    buffered = io.TextIOWrapper(raw)
-    reporter("plain", buffered).finished(GOOD)
-    assert raw.getvalue().endswith(b"\n")
+    told = reporter("plain", io.TextIOWrapper(raw))
+    told.started(64, Phase.GROW)
+    assert raw.getvalue() == b"batch 64  grow ...\n"
+    told.finished(GOOD)
+    assert raw.getvalue().endswith(trial_line(GOOD).encode() + b"\n")
 
 
 def test_off_is_silent(terminal):
@@ -177,7 +184,7 @@ def test_stderr_is_looked_up_when_something_is_written(monkeypatch, progress):
 
 def test_nothing_goes_to_stdout(capsys):
     tell(reporter("plain"), GOOD)
-    assert capsys.readouterr() == ("", f"{trial_line(GOOD)}\n")
+    assert capsys.readouterr() == ("", lines(GOOD))
 
 
 @pytest.mark.parametrize("terminal", [True, False])

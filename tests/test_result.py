@@ -118,8 +118,8 @@ def test_a_dict_is_json_types_only():
 
 
 def test_options_that_json_does_not_know_are_written_as_text(tmp_path):
-    written = a_result(options={"journal": tmp_path, "preserve": (1, object)}).to_dict()["options"]
-    assert written == {"journal": str(tmp_path), "preserve": [1, str(object)]}
+    written = a_result(options={"somewhere": tmp_path, "preserve": (1, object)}).to_dict()["options"]
+    assert written == {"somewhere": str(tmp_path), "preserve": [1, str(object)]}
 
 
 def test_to_json_writes_what_it_returns(tmp_path):

@@ -209,23 +209,6 @@ def test_a_leak_is_an_error_with_its_bytes_and_not_a_small_maximum():
     assert caught.value.trials[-1].leaked_bytes > 50 * MIB
 
 
-def test_a_leak_that_was_an_error_is_one_when_its_trials_are_recalled(tmp_path):
-    device = LedgerDevice(1000 * MIB)
-
-    def step(model, batch_size):
-        torch.ones(batch_size)
-        device.live += batch_size * 4 * MIB
-
-    options = {"journal": tmp_path / "journal", "max_batch": 8, "progress": "off"}
-    calls = []
-    for _ in range(2):
-        with pytest.raises(oomprobe.UnreliableError, match="MiB did not come back after batch 4") as caught:
-            oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, **options)
-        calls.append(len(caught.value.trials))
-        device.live = 0
-    assert calls[0] == calls[1]
-
-
 def with_a_rare_expert(device, expert_bytes, *, used_from):
     """Its state comes at the first size that uses it; the ledger is told of that, and of its end, as a device would be."""
     often, rare = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(expert_bytes // 4))
@@ -791,16 +774,6 @@ def test_holes_are_looked_for_once_a_trial_where_nothing_hangs_on_it():
     device.holes_bytes = lambda: looks.append(device.calls) or 0
     result, _ = confirmations(device)
     assert looks == [t.steps for t in result.trials if t.passed]
-
-
-def test_what_there_was_no_time_for_is_made_up_for_when_a_journal_is_resumed(forks, own_time, tmp_path):
-    journal = tmp_path / "probe.jsonl"
-    short = confirmations(Holed(32 * MIB), sleeps_s=1.5, trial_time_limit_s=3.5, journal=journal)[1]
-    assert short == [(90, "fits", 6)] * 2
-    for _ in range(2):  # the second time all of it is recalled
-        result, confirmed = confirmations(Holed(32 * MIB), sleeps_s=1.5, journal=journal)
-        assert confirmed == [(90, "fits", 51)] * 2
-    assert not any("time limit" in note for note in result.notes)
 
 
 def test_below_max_batch_chance_has_no_say_and_no_note():

@@ -1,7 +1,7 @@
 """The one door to memory: what a probe may ask of a device, and how a device is chosen."""
 
 from oomprobe.devices.base import Device, Heaped, Simulated, Usage, asked_bytes, raised_by
-from oomprobe.devices.choose import choose_device, list_devices, memory_of
+from oomprobe.devices.choose import choose_device, list_devices
 
 __all__ = [
     "Device",
@@ -11,6 +11,5 @@ __all__ = [
     "asked_bytes",
     "choose_device",
     "list_devices",
-    "memory_of",
     "raised_by",
 ]

@@ -11,7 +11,6 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from oomprobe.devices.accelerator import AcceleratorDevice
 from oomprobe.devices.base import Device, Simulated
 from oomprobe.devices.host import HostDevice
-from oomprobe.devices.limits import standing_limits
 from oomprobe.devices.mps import MpsDevice
 from oomprobe.devices.stated import advised_size, split_budget, unstated
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
@@ -150,8 +149,3 @@ def describe_device(device: Device) -> str:
         typed = f"{device.torch_device}:{advised_size(device.total_bytes)}"
         return f"{line}  shares the host's memory: state a budget, such as '{typed}'"
     return line
-
-
-def memory_of(device: Device) -> dict[str, int]:
-    """What a device has, and what holds this process to less of it: another figure is another question of a probe."""
-    return {"total": device.total_bytes, **(standing_limits() if isinstance(device, HostDevice) else {})}

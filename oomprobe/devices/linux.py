@@ -134,11 +134,3 @@ def _count(file: Path, name: str) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
-
-
-def boot_id() -> str | None:
-    """Which run of the system this is; counters begin anew with each."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None

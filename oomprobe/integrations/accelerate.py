@@ -81,7 +81,7 @@ def find_executable_batch_size(
         reduce_batch_size_fn: Of accelerate's signature; there is nothing to reduce here, so only None.
         trial_steps: Steps that each optimizer makes in one call of a trial, at least 1. More of them where one that steps
             rarely comes late.
-        options: Those of `oomprobe.find_max_batch`, but for max_batch, journal and global_batch (the function accumulates).
+        options: Those of `oomprobe.find_max_batch`, but for max_batch and global_batch (the function accumulates).
             `device` None is the current accelerator, or host memory where there is none.
 
     Returns:
@@ -121,11 +121,6 @@ def find_executable_batch_size(
         raise InvalidArgumentError(
             f"max_batch={options['max_batch']!r}: here the largest size that is tried is starting_batch_size, as with "
             f"accelerate. Pass starting_batch_size={options['max_batch']!r} instead"
-        )
-    if options.get("journal") is not None:
-        raise InvalidArgumentError(
-            "journal: what the function trains is not known before it is called, so that a journal of another model could "
-            "not be refused. Probe with oomprobe.find_max_batch(model, step_fn, journal=...)"
         )
     options = checked(options, starting_batch_size, trial_steps)
     if function is None:

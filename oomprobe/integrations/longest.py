@@ -41,12 +41,6 @@ class Longest:
         """`count` batches of the longest; smaller data sets are repeated."""
         return Repeated(self, batch_size, count)
 
-    @property
-    def asked(self) -> str:
-        """What a probe with them depends on: the shapes of those that lead."""
-        leading = [shapes_of(self.examples[index]) for index in self.order.indices[: self.order.leaders]]
-        return f"{leading} of {self.total}"
-
 
 class Repeated(Dataset[Any]):
     """Batches of the longest examples, as a data set to be read in order."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ from oomprobe.options import check_size
 from oomprobe.result import ProbeResult
 
 LOOP_STEPS = 2  # optimizer steps of one call of a loop: the second finds what the first left
-PLAIN = (bool, int, float, str, type(None))
 
 
 def loops_of(name: str, steps: int) -> int:
@@ -30,16 +28,6 @@ def loops_of(name: str, steps: int) -> int:
     """
     check_size(name, steps)
     return -(-steps // LOOP_STEPS)
-
-
-def plain_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in it that a journal can compare.
-
-    Example:
-        >>> plain_of({"lr": 0.1, "net": object()})
-        {'lr': 0.1}
-    """
-    return {name: value for name, value in attributes.items() if isinstance(value, PLAIN)}
 
 
 def refuse_once(dataset: Any, what: str = "data set") -> None:

@@ -16,7 +16,7 @@ from oomprobe.integrations.framework import check_flag, framework, is_simulated,
 from oomprobe.integrations.generators import generators_kept
 from oomprobe.integrations.lent import lent, shared_state, sources_of, stateful
 from oomprobe.integrations.longest import Longest, longest_of
-from oomprobe.integrations.loops import LOOP_STEPS, loops_of, plain_of, untimed
+from oomprobe.integrations.loops import LOOP_STEPS, loops_of, untimed
 from oomprobe.integrations.positions import positions_of, refuse_too_long
 from oomprobe.integrations.said import caller_of, not_covered, notes_of
 from oomprobe.integrations.splits import running_split
@@ -27,15 +27,6 @@ from oomprobe.state import preserved
 
 TRAINED, EVAL = "train_dataset", "eval_dataset"
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs beside the gradients of the first
-# Settings that change with each trial, or that no number depends on.
-NOT_ASKED = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_steps",
-    "output_dir",
-    "logging_dir",
-    "run_name",
-)
 
 
 def find_max_batch(
@@ -205,20 +196,8 @@ class _Loop:
         evaluate.oomprobe_max_calls = 1  # type: ignore[attr-defined]  # it has no optimizer to wait for
         steps: dict[str, Any] = {"train": train} | ({"eval": evaluate} if self._evaluated else {})
         for name, step in steps.items():
-            step.oomprobe_asked = self._asked(accumulation)  # of a journal's question
             step.oomprobe_caller = self._callers[name]
         return steps
-
-    def _asked(self, accumulation: int) -> object:
-        """What the numbers depend on, beside the code of the Trainer: its settings, and the examples."""
-        trainer = self._trainer
-        settings = {name: value for name, value in trainer.args.to_dict().items() if name not in NOT_ASKED}
-        kinds = [type(one).__qualname__ for one in (trainer, trainer.data_collator, trainer.optimizer)]
-        examples = [one.asked for one in (self._longest, *self._evaluated)]
-        own = getattr(self._collate, "__dict__", {})
-        collator = sorted((name, str(value)) for name, value in plain_of(own).items())
-        config = str(getattr(trainer.model, "config", None))  # which attention it takes, among others
-        return (accumulation, sorted(map(str, settings.items())), kinds, examples, collator, config)
 
     def _evaluate(self, longest: Longest) -> None:
         """As in the midst of training: outside it, full_eval would cast the model."""

@@ -15,7 +15,7 @@ import torch
 
 from oomprobe import errors
 from oomprobe.clock import Clock
-from oomprobe.devices import Device, choose_device, linux, memory_of, raised_by
+from oomprobe.devices import Device, choose_device, linux, raised_by
 from oomprobe.devices.forked import ForkedHostDevice, Growth
 from oomprobe.devices.host import HostDevice
 from oomprobe.devices.limits import address_space
@@ -23,7 +23,6 @@ from oomprobe.failure import failure_of
 from oomprobe.interrupts import Interrupts
 from oomprobe.isolation.spec import Spec
 from oomprobe.isolation.wire import Message, Wire
-from oomprobe.journal.question import question_of
 from oomprobe.local import LocalRunner
 from oomprobe.options import StepFn, check_model, named_steps, refuse_ranks
 from oomprobe.result import Phase
@@ -154,9 +153,6 @@ class _Answers:
             "step_names": list(self._built.steps),
             "threads": torch.get_num_threads(),
             "notes": list(getattr(device, "notes", ())),
-            "question": question_of(
-                self._built.model, self._built.steps, device.name, self._spec.options, memory=memory_of(device)
-            ),
         }
 
     def _grow(self, size: int | None) -> Message:

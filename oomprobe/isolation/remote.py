@@ -78,12 +78,8 @@ class RemoteRunner:
         self._usual: set[str] = set()  # lines on stderr of children who did not die
         self._has_run = False  # a trial, to its end
 
-    def open(self) -> Message:
-        """Start the first template, and learn what is probed.
-
-        Returns:
-            The question, for a journal.
-        """
+    def open(self) -> None:
+        """Start the first template, and learn what is probed."""
         hello = self._ask({"do": "hello"}, limited=False)
         if hello["forks"] and not self._forks:  # it turned out to be host memory
             self._forks = self._builds_here = True
@@ -93,8 +89,6 @@ class RemoteRunner:
         self.step_names: list[str] = hello["step_names"]
         self.threads: int = hello["threads"]
         self.notes |= dict.fromkeys(hello["notes"])
-        question: Message = hello["question"]
-        return question
 
     # --- what the workbench asks ---
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,13 +197,15 @@ def test_processes_share_a_card(tmp_path):
     def probe():
         model, step = mlp()
         result = oomprobe.find_max_batch(model, step, resolution=0.02, **QUIET)
-        return result.available_bytes, result.to_dict()["trials"][-1]["peak_reserved_bytes"]
+        named = neighbours.processes_on(torch.device("cuda"))
+        return result.available_bytes, result.to_dict()["trials"][-1]["peak_reserved_bytes"], named
 
     holder = start(hold, memory="4GiB", shared=shared)
     while not (tmp_path / "holding").exists():
         time.sleep(0.01)
-    available_bytes, peak_bytes = forked(probe, memory="4GiB", shared=shared)
+    available_bytes, peak_bytes, named = forked(probe, memory="4GiB", shared=shared)
     holder.kill()
+    assert named == f"pid {holder.pid} ({Path(f'/proc/{os.getpid()}/comm').read_text().strip()}) holds 1024 MiB"
     assert available_bytes == 3 * GIB
     assert 0.8 * 3 * GIB < peak_bytes <= 0.9 * 3 * GIB
     with pytest.raises(Exception, match="SIGKILL"):

@@ -12,7 +12,6 @@ from faults.card import CARD, SAMPLE_BYTES, trained
 from faults.test_answers import QUIET
 from oomprobe import (
     DeviceLostError,
-    InvalidArgumentError,
     StepFailedError,
     Verdict,
     classify_error,
@@ -200,24 +199,3 @@ def test_row_04_the_command_line_says_3_and_shows_the_users_line(tmp_path, capsy
     assert out == ""
     assert "return {}['labels']" in err
     assert "KeyError: 'labels'" in err
-
-
-def test_a_journal_of_another_question_is_refused(tmp_path):
-    journal = tmp_path / "probe.jsonl"
-    find_max_batch(*trained(), device=CARD, max_batch=2, journal=journal, **QUIET)
-    with pytest.raises(InvalidArgumentError, match="another question"):
-        find_max_batch(*trained(), device=CARD, max_batch=4, journal=journal, **QUIET)
-
-
-def test_two_probes_cannot_write_one_journal(tmp_path):
-    journal, refused = tmp_path / "probe.jsonl", []
-    model, step = trained()
-
-    def other(batch_size):
-        if not refused:
-            with pytest.raises(InvalidArgumentError, match="another probe is writing it"):
-                find_max_batch(model, step, device="cpu:1GiB", max_batch=2, journal=journal, **QUIET)
-            refused.append(batch_size)
-
-    assert find_max_batch(*trained(other), device=CARD, max_batch=2, journal=journal, **QUIET).batch_size == 2
-    assert refused

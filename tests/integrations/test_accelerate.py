@@ -719,8 +719,3 @@ def test_a_probed_size_runs_at_the_first_try_where_shrinking_ends_lower():
 def test_importing_the_adapter_does_not_import_accelerate():
     code = "import oomprobe.integrations.accelerate, sys; print('accelerate' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
-
-
-def test_a_journal_of_what_is_not_known_yet_is_refused(tmp_path):
-    with pytest.raises(oomprobe.InvalidArgumentError, match="journal"):
-        find_executable_batch_size(lambda batch_size: None, journal=tmp_path / "trials")

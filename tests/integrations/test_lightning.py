@@ -493,51 +493,6 @@ def test_on_a_card_that_is_not_there():
         find_max_batch(quiet_trainer(), module, Data(64), device="sim:64MiB", multiple_of=16, progress="off")
 
 
-def test_a_journal_is_resumed_and_one_of_other_settings_refused(tmp_path):
-    journal = tmp_path / "trials"
-
-    def probe(**settings):
-        torch.manual_seed(0)
-        options = {"device": "cpu:256MiB", "max_batch": 8, "progress": "off", "journal": journal}
-        return find_max_batch(quiet_trainer(**settings), Module(), Data(), **options)
-
-    first, again = probe(), probe()
-    assert again.batch_size == first.batch_size
-    assert any("recalled from the journal" in note for note in again.notes)
-    with pytest.raises(oomprobe.InvalidArgumentError, match="journal"):
-        probe(gradient_clip_val=1.0)
-    with pytest.raises(oomprobe.InvalidArgumentError, match="journal"):
-        probe(precision="bf16-mixed")
-
-
-@pytest.mark.parametrize("changed", ["flag", "longer examples", "hyperparameters"])
-def test_a_journal_of_another_module_or_data_is_refused(tmp_path, changed):
-    class Longer(Data):
-        def setup(self, stage):
-            super().setup(stage)
-            self.train_set = [(x.repeat(2), *rest) for x, *rest in self.train_set]
-
-    class Flagged(Module):
-        def __init__(self, flag=False, rate=0.1):
-            super().__init__()
-            self.flag = flag
-            self.save_hyperparameters()
-
-        def training_step(self, batch, batch_idx):
-            return super().training_step([batch[0][:, :WIDTH], *batch[1:]], batch_idx)
-
-    def probe(module, data):
-        torch.manual_seed(0)
-        options = {"device": "cpu:256MiB", "max_batch": 4, "progress": "off", "journal": tmp_path / "trials"}
-        return find_max_batch(quiet_trainer(limit_val_batches=0), module, data, **options)
-
-    probe(Flagged(), Data())
-    assert probe(Flagged(), Data()).batch_size == 4
-    module = Flagged(flag=changed == "flag", rate=0.2 if changed == "hyperparameters" else 0.1)
-    with pytest.raises(oomprobe.InvalidArgumentError, match="journal"):
-        probe(module, Longer() if changed == "longer examples" else Data())
-
-
 def test_an_unused_field_hides_no_longer_sentence():
     """At one example a batch, each field's largest leads a batch of its own."""
     seen = []

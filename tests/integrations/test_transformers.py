@@ -575,20 +575,6 @@ def test_a_data_set_that_draws_as_it_is_read_trains_to_the_same_bits(trainer, wr
     assert same(trained(probed), expected)
 
 
-def test_a_journal_is_of_one_set_up(trainer, tmp_path):
-    def probe(length, journal, **args):
-        return find(trainer(dataset=Sentences(longest=length), **args), journal=journal, write_back=False)
-
-    journal = tmp_path / "trials"
-    assert probe(24, journal).batch_size == probe(24, journal).batch_size == 8
-    for other in ({"length": 30}, {"length": 24, "gradient_checkpointing": True}, {"length": 24, "optim": "sgd"}):
-        with pytest.raises(oomprobe.InvalidArgumentError):
-            probe(journal=journal, **other)
-    model = language_model(attn_pdrop=0.0)  # of the same code and shapes, and not of the same memory
-    with pytest.raises(oomprobe.InvalidArgumentError):
-        probe(24, journal, model=model)
-
-
 def test_a_probe_that_failed_leaves_no_thread_that_follows_memory(trainer):
     def fails(examples):
         raise ValueError("a bug in the collator")

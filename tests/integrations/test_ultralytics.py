@@ -797,15 +797,6 @@ def test_the_line_is_beside_the_answer_and_never_it(nano):
     assert name in str(result)
 
 
-def test_a_journal_is_of_one_image_size(built, tmp_path):
-    asked = {**HOST, "max_batch": 4, "journal": tmp_path / "trials"}
-    assert find_max_batch(built("yolo11n"), **asked).batch_size == 4
-    assert find_max_batch(built("yolo11n"), **asked).batch_size == 4
-    for other in ({"imgsz": 96}, {"max_num_obj": 3}):
-        with pytest.raises(oomprobe.InvalidArgumentError):
-            find_max_batch(built("yolo11n"), **{**asked, **other})
-
-
 def test_the_wrapper_that_trains_and_what_is_no_model_are_refused(ultralytics):
     wrapper = framework("ultralytics", minimum="8.4", extra="ultralytics").YOLO("yolo11n.yaml")
     wrapper.train = lambda *_, **__: pytest.fail("it trains")

@@ -142,7 +142,7 @@ def _probe(loop: Loop, device: Device, options: dict[str, Any], scan_s: float) -
     with _as_ended(loop, first):
         options = examples.limited(options)
         try:
-            result = oomprobe.find_max_batch(loop.module, _steps(loop, examples), device=device, **options)
+            result = oomprobe.find_max_batch(loop.module, _steps(loop), device=device, **options)
         except StepFailedError as failed:
             cause = failed.__cause__
             if isinstance(cause, InvalidArgumentError):  # ours: the step has no bug
@@ -166,14 +166,11 @@ def _as_ended(loop: Loop, size: int) -> Iterator[None]:
     loop.end(size)
 
 
-def _steps(loop: Loop, examples: Examples) -> dict[str, Any]:
-    asked = (loop.micro, loop.told, examples.told)
-
-    # A journal compares what a step closes over: here the settings and data that the numbers hold for.
-    def train(model: object, batch_size: int, asked: object = asked) -> None:
+def _steps(loop: Loop) -> dict[str, Any]:
+    def train(model: object, batch_size: int) -> None:
         loop.train(batch_size)
 
-    def evaluate(model: object, batch_size: int, asked: object = asked) -> None:
+    def evaluate(model: object, batch_size: int) -> None:
         loop.evaluate(batch_size)
 
     steps = {"train": train, "eval": evaluate} if EVAL in loop.sources else {"train": train}

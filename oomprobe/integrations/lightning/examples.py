@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.integrations.largest import Order, largest_first, shapes_of
+from oomprobe.integrations.largest import Order, largest_first
 from oomprobe.integrations.lightning.loaders import (
     Kind,
     flat,
@@ -40,14 +40,8 @@ class Examples:
         self._lengths: list[int | None] = []
         self._asked_beyond = False
         self._notes: list[str] = []
-        self._leading: list[str] = []
         self.largest_ran = True  # as far as can be told; each loader may say otherwise
         loop.look(size, self._meet)
-
-    @property
-    def told(self) -> tuple[Any, ...]:
-        """Simple values that say which data these are."""
-        return (tuple(self._lengths), tuple(self._notes), tuple(self._leading))
 
     @property
     def count(self) -> int | None:
@@ -84,7 +78,6 @@ class Examples:
     def _order(self, name: str, loader: Any) -> Order:
         order = largest_first(loader.dataset, indices_of(loader), self._scan_s)
         there = len(order.indices)
-        self._leading += [str(shapes_of(loader.dataset[index])) for index in order.indices[: order.leaders]]
         if order.variable:
             self._notes.append(f"{_SAID[name]} batches were made of the largest examples")
         if not order.complete:

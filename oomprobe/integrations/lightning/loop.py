@@ -16,7 +16,7 @@ from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN, Source
 from oomprobe.integrations.lightning.standins import StandIns, lacking
 from oomprobe.integrations.lightning.undone import replaced
-from oomprobe.integrations.loops import LOOP_STEPS, plain_of
+from oomprobe.integrations.loops import LOOP_STEPS
 
 EVAL_BATCHES = 2
 SMALL_EVAL = 2  # examples: of one, what squeezes its tensors breaks that never sees one in training
@@ -80,21 +80,6 @@ class Loop:
     def end(self, size: int) -> None:
         """Let the hooks called ``teardown`` have their turn, once."""
         self._fit(size, {TRAIN: list}, live=("teardown",), **_NO_STEPS)
-
-    @property
-    def told(self) -> tuple[object, ...]:
-        """Simple values that say which settings these are."""
-        values = plain_of(self.arguments).items()
-        plugins = tuple(type(plugin).__name__ for plugin in self.arguments["plugins"])
-        data = type(self.datamodule).__name__, str(getattr(self.arguments["plugins"][0], "precision", None))
-        own = [self._plain(one) for one in (self.own, self.datamodule) if one is not None]
-        return (*values, *plugins, *data, self.own.automatic_optimization, *own)
-
-    def _plain(self, holder: Any) -> str:
-        """Settings that a module or data module has in its attributes or hyperparameters, but for the batch size."""
-        found = {**vars(holder), **dict(getattr(holder, "hparams", {}))}
-        kept = {name: value for name, value in plain_of(found).items() if not name.startswith("_")}
-        return str(sorted((name, repr(value)) for name, value in kept.items() if name != self.batch_size.name))
 
     def train(self, size: int) -> None:
         """Two optimizer steps on batches of one size.

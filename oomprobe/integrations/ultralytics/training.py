@@ -89,8 +89,6 @@ def prepare(model: torch.nn.Module, device: Device, asked: Asked) -> Training:
         compiled=bool(getattr(plain.args, "compile", False)),
         loss_of=plain.loss,
     )
-    settings = sorted((name, repr(value)) for name, value in vars(plain.args).items())
-    step.oomprobe_asked = (task, asked.imgsz, str(precision), batches.objects, type(optimizer).__name__, settings)  # type: ignore[attr-defined]
     step.oomprobe_caller = _caller(batches)  # type: ignore[attr-defined]
     notes = (*_notes(batches, optimizer, precision, unfrozen), *was)
     return Training(model=trained, average=average, step=step, notes=notes)
