@@ -6,7 +6,7 @@
      +-- InvalidArgumentError (ValueError)    the call itself is wrong; nothing was run
      +-- NoDeviceError (RuntimeError)         the device named is not here
      +-- NothingFitsError (MemoryError)       not even the smallest size fits
-     +-- StepFailedError (RuntimeError)       a bug in the step: the user's own exception, with the batch size
+     +-- StepFailedError (RuntimeError)       a bug in the step: raised from the user's own exception
      +-- DeviceLostError (RuntimeError)       a sticky error; the process can give no further verdict
      +-- TimeLimitError (RuntimeError)        the time passed with nothing confirmed
      +-- UnreliableError (RuntimeError)       a number would be a guess: no work, a leak, state not restored
@@ -16,17 +16,11 @@ Every one carries ``.trials``: what had been run until then.
 
 from __future__ import annotations
 
-import builtins
-from contextlib import suppress
 from dataclasses import dataclass
-from types import GetSetDescriptorType, MemberDescriptorType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from oomprobe.result import Trial
-
-
-_TEXT = "_oomprobe_text"  # not "message": that is a common attribute of users' own exceptions
 
 
 class OomProbeError(Exception):
@@ -81,23 +75,14 @@ class SimulationError(UnreliableError):
 
 
 class StepFailedError(OomProbeError, RuntimeError):
-    """The step failed with an error that is not about memory.
+    """The step failed with an error that is not about memory: the user's own exception is its ``__cause__``.
 
-    Raised ``from`` the user's own exception, and an instance of its class too, so that an ``except KeyError``
-    around the probe goes on working. ``batch_size`` is the size that was being tried.
-
-    Example:
-        >>> try:
-        ...     raise step_failed(KeyError("labels"), batch_size=4, trials=())
-        ... except KeyError as error:
-        ...     print(error.batch_size, isinstance(error, StepFailedError))
-        4 True
+    ``batch_size`` is the size that was being tried; 0 where there was none yet.
     """
 
-    batch_size: int = 0
-
-    def __str__(self) -> str:
-        return str(vars(self).get(_TEXT, ""))
+    def __init__(self, message: str = "", *, trials: tuple[Trial, ...] = (), batch_size: int = 0) -> None:
+        super().__init__(message, trials=trials)
+        self.batch_size = batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,34 +117,21 @@ def step_failed(
         largest_passed: The largest size that ran; None: none did.
         caller: Of the adapter whose step it is; None: the user's own.
     """
-    failed = _of_both_classes(error)
-    if not _filled(failed, error, batch_size, trials):
-        failed = StepFailedError(_text_of(error))
-        _filled(failed, error, batch_size, trials)
-    vars(failed)[_TEXT] = (
+    return StepFailedError(
         f"the step failed at batch size {batch_size} with {type(error).__name__}: {_text_of(error)}\n"
         f"This is not about memory{_no_answer(error, batch_size, largest_passed, caller)}. "
-        f"{_alone(batch_size, caller)}"
+        f"{_alone(batch_size, caller)}",
+        trials=trials,
+        batch_size=batch_size,
     )
-    return failed
 
 
 def target_failed(error: BaseException, target: str) -> StepFailedError:
     """The same for an exception that came before there was a step: while a target was imported or built."""
-    failed = StepFailedError(_text_of(error))
-    vars(failed)[_TEXT] = (
+    return StepFailedError(
         f"the target {target} failed with {type(error).__name__} while it was imported and built: {_text_of(error)}\n"
         "Nothing was probed. The same error comes without oomprobe: import the file and call the function by itself."
     )
-    return failed
-
-
-def process_died(text: str, *, batch_size: int = 0) -> StepFailedError:
-    """The same for a process that ended, which leaves no exception to chain from."""
-    failed = StepFailedError(text)
-    vars(failed)[_TEXT] = text
-    failed.batch_size = batch_size
-    return failed
 
 
 def unmeasured(device_name: str, error: BaseException, *, trials: tuple[Trial, ...] = ()) -> UnreliableError:
@@ -202,49 +174,6 @@ def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None
         f"; batch {largest_passed} ran: pass {limit}={largest_passed} if sizes above it are not meant to work "
         "(a data set that ends?)"
     )
-
-
-def _of_both_classes(error: BaseException) -> StepFailedError:
-    if isinstance(
-        error, OomProbeError
-    ):  # of another probe, inside the step: its class would say that this one failed so
-        return StepFailedError(_text_of(error))
-    try:
-        both = type(f"StepFailedError[{type(error).__name__}]", (StepFailedError, type(error)), {})
-        failed: object = _builtin_base(both).__new__(both, *error.args)
-        if isinstance(failed, StepFailedError):
-            return failed
-    except Exception:  # a class that cannot be inherited from or made without its own arguments
-        pass
-    return StepFailedError(_text_of(error))
-
-
-def _builtin_base(kind: type[BaseException]) -> type[BaseException]:
-    """Whose ``__new__`` makes one: the user's own may want arguments that nobody has any more."""
-    while kind.__module__ != builtins.__name__ and kind.__base__ is not None:
-        kind = kind.__base__
-    return kind
-
-
-def _filled(failed: StepFailedError, error: BaseException, batch_size: int, trials: tuple[Trial, ...]) -> bool:
-    """Whether the attributes could be set: the user's class may have read-only properties of these names."""
-    try:
-        _copy_attributes(error, failed)
-        failed.batch_size, failed.trials = batch_size, trials
-        return bool(failed.batch_size == batch_size) and failed.trials is trials
-    except Exception:
-        return False
-
-
-def _copy_attributes(error: BaseException, failed: StepFailedError) -> None:
-    """What the user's exception carries: its ``__dict__``, and what slots and C hold (``errno``, ``start``)."""
-    vars(failed).update(vars(error))
-    vars(failed).pop("__notes__", None)  # a traceback shows them with the user's own exception
-    for kind in type(error).__mro__:
-        for name, member in vars(kind).items():
-            if isinstance(member, MemberDescriptorType | GetSetDescriptorType) and not name.startswith("__"):
-                with suppress(Exception):  # read-only, or never set
-                    setattr(failed, name, getattr(error, name))
 
 
 def _text_of(error: BaseException) -> str:

@@ -74,7 +74,7 @@ def find_max_batch(
         InvalidArgumentError: an argument is wrong; nothing was run.
         NoDeviceError: the device is not here.
         NothingFitsError: not even the smallest size fits.
-        StepFailedError: the step has a bug; an instance of the class of the step's own exception, and chained from it.
+        StepFailedError: the step has a bug; raised from its own exception.
         DeviceLostError: a sticky error ended what this process can say.
         TimeLimitError: the time passed with nothing confirmed.
         UnreliableError: the step did no work, memory did not come back, or the state could not be restored.

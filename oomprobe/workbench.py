@@ -11,7 +11,7 @@ from typing import NoReturn
 from oomprobe.anatomy import Anatomy
 from oomprobe.clock import Clock
 from oomprobe.devices import Simulated
-from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, UnreliableError, process_died
+from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, UnreliableError
 from oomprobe.idle import Idle
 from oomprobe.lasting import refuse_growing
 from oomprobe.neighbours import Neighbours, processes_on
@@ -331,7 +331,7 @@ class Workbench:
         return len(lost) > 1 and self._smaller_passed(trial.batch_size)
 
     def _stop_at_crash(self, trial: Trial) -> NoReturn:
-        raise process_died(
+        raise StepFailedError(
             f"the process of the trial died twice at batch size {trial.batch_size}, and nothing says that it was for want "
             f"of memory, so there is no answer: {trial.error}\n"
             f"Run step_fn(model, {trial.batch_size}) once by itself to see it",

@@ -117,7 +117,7 @@ def slow(model, batch_size):
 WAYS_OUT = {
     "answer": (lambda m, b: None, {"max_batch": 8}, None),
     "nothing fits": (too_large, {}, oomprobe.NothingFitsError),
-    "bug in the step": (bug, {}, Stop),
+    "bug in the step": (bug, {}, oomprobe.StepFailedError),
     "Ctrl-C": (interrupted, {}, KeyboardInterrupt),
     "time limit": (slow, {"time_limit_s": 2.0}, oomprobe.TimeLimitError),
 }

@@ -25,7 +25,7 @@ def raise_failure(failed: dict[str, Any], batch_size: int, largest_passed: int |
         raise getattr(errors, failed["kind"])(failed["text"]) from cause
     if failed["left"]:
         where = f"the target {failed['building']}" if failed["building"] else f"the step at batch size {batch_size}"
-        raise errors.process_died(
+        raise errors.StepFailedError(
             f"{where} left the process, sys.exit({failed['text']}), and gave no answer. Take the call out",
             batch_size=batch_size,
         ) from cause

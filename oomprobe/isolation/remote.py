@@ -199,7 +199,7 @@ class RemoteRunner:
             death = Death.from_message(answer["death"])
             if death.is_hang:
                 raise self._clock.time_is_up(self._warm_size or self._spec.options.min_batch, ())
-            raise errors.process_died(
+            raise errors.StepFailedError(
                 f"the process in which the target {self._spec.target} was to be built and run died: {death.text()}\n"
                 "Nothing was probed. Import the file and call the function by itself to see it"
             )

@@ -173,7 +173,7 @@ def test_row_14_a_bug_of_the_smallest_size_says_where_to_begin():
 
     with pytest.raises(StepFailedError, match=r"one sample.*Use min_batch=2") as failed:
         find_max_batch(model, step, device=CARD, **QUIET)
-    assert isinstance(failed.value, ValueError)
+    assert isinstance(failed.value.__cause__, ValueError)
     assert "no batch size" not in str(failed.value)
     del failed  # its frames hold the memory of batch 1
     assert find_max_batch(model, step, device=CARD, min_batch=2, memory_fraction=1.0, **QUIET).batch_size == ROOM

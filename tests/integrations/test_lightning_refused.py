@@ -216,7 +216,7 @@ def test_a_bug_of_the_step_is_the_users_own():
             raise KeyError("labels")
 
     module = Bug(examples=30)
-    with pytest.raises(KeyError, match="labels"):
+    with pytest.raises(oomprobe.StepFailedError, match="labels"):
         find_max_batch(quiet_trainer(), module, device=LedgerDevice(9 * MIB), progress="off")
     assert module.batch_size == 4
 

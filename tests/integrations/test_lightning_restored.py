@@ -64,7 +64,7 @@ def trained(ending, **settings):
 
 
 ENDINGS = {
-    "bug": KeyError,
+    "bug": oomprobe.StepFailedError,
     "ctrl-c": KeyboardInterrupt,
     "sigterm": SystemExit,
     "nothing fits": oomprobe.NothingFitsError,

@@ -126,8 +126,10 @@ def test_a_trainer_that_was_probed_trains_to_the_same_bits(trainer, name):
     assert same(trained(probed), expected)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_probe_that_was_ended_leaves_a_trainer_that_trains_to_the_same_bits(trainer, error):
+@pytest.mark.parametrize(
+    ("error", "raised"), [(KeyboardInterrupt, KeyboardInterrupt), (ValueError, oomprobe.StepFailedError)]
+)
+def test_a_probe_that_was_ended_leaves_a_trainer_that_trains_to_the_same_bits(trainer, error, raised):
     expected = trained(trainer(bf16=True))
     probed, calls = trainer(bf16=True), []
 
@@ -138,7 +140,7 @@ def test_a_probe_that_was_ended_leaves_a_trainer_that_trains_to_the_same_bits(tr
         return collate(examples)
 
     probed.data_collator = collate_and_fail
-    with pytest.raises(error):
+    with pytest.raises(raised):
         find(probed)
     probed.data_collator = collate
     assert probed.args.per_device_train_batch_size == 4
@@ -156,9 +158,8 @@ def test_a_bug_is_told_with_what_to_type_and_what_a_trial_lacks(trainer):
         return collate(examples)
 
     def said(found, **options):
-        with pytest.raises(KeyError) as caught:
+        with pytest.raises(oomprobe.StepFailedError) as caught:
             find(found, **options)
-        assert isinstance(caught.value, oomprobe.StepFailedError)
         return str(caught.value)
 
     text = said(trainer(given={"data_collator": of_two, "callbacks": [Mine()]}))
@@ -581,7 +582,7 @@ def test_a_probe_that_failed_leaves_no_thread_that_follows_memory(trainer):
 
     before = set(threading.enumerate())
     probed = trainer(given={"data_collator": fails}, skip_memory_metrics=False)
-    with pytest.raises(ValueError, match="a bug in the collator"):
+    with pytest.raises(oomprobe.StepFailedError, match="a bug in the collator"):
         find(probed)
     assert set(threading.enumerate()) == before
 

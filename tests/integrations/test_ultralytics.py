@@ -468,7 +468,7 @@ def test_a_bug_is_told_with_what_to_type_and_what_a_trial_lacks(nano):
             raise KeyError("labels")
 
     nano.register_forward_pre_hook(fail_of_two)
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(oomprobe.StepFailedError) as caught:
         find_max_batch(nano, **HOST)
     assert "batch 2 ran: pass max_batch=2" in str(caught.value)
     assert (

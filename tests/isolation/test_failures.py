@@ -37,12 +37,12 @@ class MuteError(Exception):
         raise RuntimeError("mute")
 
 
-def test_a_bug_of_the_step_is_of_its_own_class_here():
+def test_a_bug_of_the_step_has_its_own_exception_as_cause():
     told_of = errors.step_failed(KeyError("labels"), batch_size=16, trials=())
     told_of.__cause__ = KeyError("labels")
     failed, _ = raised(told_of)
-    assert isinstance(failed, errors.StepFailedError)
-    assert isinstance(failed, KeyError)
+    assert type(failed) is errors.StepFailedError
+    assert isinstance(failed.__cause__, KeyError)
     assert failed.__cause__.args == ("labels",)
     assert failed.batch_size == 16
     assert "batch 8 ran" in str(failed)
