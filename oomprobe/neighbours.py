@@ -37,7 +37,7 @@ def processes_on(device: torch.device) -> str:
     with suppress(Exception):  # for a message only
         listed = {int(pid): float(mib) for pid, mib in LISTED.findall(torch.cuda.list_gpu_processes(device))}
         others = {pid: mib for pid, mib in listed.items() if not _is_ours(pid)}
-        if len(others) < len(listed):  # otherwise the driver counts processes as outside this container
+        if len(others) < len(listed):  # otherwise the driver's process numbers are not those of this container
             return "; ".join(f"pid {pid}{_program(pid)} holds {mib:.0f} MiB" for pid, mib in others.items())
     return ""
 

@@ -56,7 +56,7 @@ def find_max_batch(
         multiple_of: Every size tried is a multiple of this.
         steps: Full steps a trial runs after every optimizer has stepped once; a simulated device runs no fewer than
             `confirm_steps`, since repeating costs it nothing.
-        confirm_steps: Full steps the answer runs before it is returned.
+        confirm_steps: Full steps the answer runs before it is returned; up to 50 where steps allocate different amounts.
         preserve: Further objects with ``state_dict()`` and ``load_state_dict()`` to give back as they were. Those
             that the step closes over, names or is bound to are found without it.
         global_batch: Plan gradient accumulation for this many samples, and run the planned micro-batch with it.
@@ -64,7 +64,7 @@ def find_max_batch(
         time_limit_s: Seconds for the whole probe; None: no limit. A step that hangs inside one call of C code is
             not interrupted.
         trial_time_limit_s: Seconds for one trial; None: no limit.
-        progress: "auto" (a live line on a terminal, otherwise a line for each trial, on stderr), "plain", "off", or
+        progress: "auto" (a live line on a terminal, otherwise a line before and after each trial, on stderr), "plain", "off", or
             a function that is called with each `Trial`.
 
     Returns:

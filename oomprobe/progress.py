@@ -45,7 +45,8 @@ def reporter(
 
     Args:
         progress: ``"auto"`` (a status line on a terminal, otherwise as plain), ``"plain"`` (a line before each
-            trial, which tells what ran when a machine froze, and one after it), ``"off"``, or a callable that takes each `Trial`; what it raises is not caught.
+            trial, which tells what ran when a machine froze, and one after it), ``"off"``, or a callable that takes each
+            `Trial`; what it raises is not caught.
         stream: Where text goes; None is ``sys.stderr``, as it is when something is written.
         clock: Seconds; an argument so that tests need not wait.
 

@@ -119,7 +119,7 @@ def find(
         >>> find(ask, Sizes(first=1, last=None, step=1), capped=True, enough=lambda good, bad: False).batch_size
         90
     """
-    search = _Search(ask, sizes, capped, enough, scatter, is_closed=enough)
+    search = _Search(ask, sizes, capped, enough, scatter)
     search.grow()
     if search.full_good is not None:
         search.enter_cap()
@@ -148,7 +148,6 @@ class _Search:
     has_cap: bool
     enough: Callable[[int, int], bool]
     scatter: Callable[[], float]
-    is_closed: Callable[[int, int], bool]  # whether the bracket is narrow enough
     full_good: int | None = None  # the bracket with all the memory
     full_bad: int | None = None
     good: int | None = None  # the bracket under the cap
@@ -157,6 +156,7 @@ class _Search:
     passed: set[int] = field(default_factory=set)
     failed_full: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)  # under the cap
+    tolerance: float = 0.0  # of the size: a bracket this narrow is not closed further
     confirmations: int = 1  # that an answer needs: two where luck has been seen to decide
     struck: list[int] = field(default_factory=list)
     unconfirmed: list[int] = field(default_factory=list)
@@ -214,11 +214,10 @@ class _Search:
         """With no size below and none between, confirmation alone decides about the first."""
         return self.good == self.sizes.first and self.bad == self.sizes.up(self.sizes.first, self.sizes.step)
 
-    def bisect(self, *, is_closed: Callable[[int, int], bool] | None = None) -> None:
+    def bisect(self) -> None:
         """Close the bracket under the cap; the size above the answer is run there too."""
         stride = self.sizes.step
-        is_closed = is_closed or self.is_closed
-        while (size := self._candidate(stride, is_closed)) is not None:
+        while (size := self._candidate(stride)) is not None:
             if not self.ask(size, Phase.BISECT, capped=True).passed:
                 self.bad = size
             elif size != self.bad and self.bad is not None:
@@ -229,11 +228,11 @@ class _Search:
                 self.good, self.bad = size, self._failure_above(size)
                 stride *= 2
 
-    def _candidate(self, stride: int, is_closed: Callable[[int, int], bool]) -> int | None:
+    def _candidate(self, stride: int) -> int | None:
         if self.bad is None:
             assert self.good is not None
             return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)
-        if self.good is not None and is_closed(self.good, self.bad):
+        if self.good is not None and self._is_closed(self.good, self.bad):
             return None
         middle = self.sizes.middle(self.good, self.bad)
         if middle is None and self.bad not in self.failed:
@@ -268,20 +267,23 @@ class _Search:
 
     def look_past_holes(self) -> None:
         """Where a size a little above the bracket passes, go on from there: the failure below it was a hole, or chance."""
-        self.bisect(is_closed=self._is_within_a_stride)
+        met_hole = False
+        self.tolerance = STRIDE
+        self.bisect()
         while self.good is not None and self.bad is not None:
             hole, stride = self.bad, round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step
             size = self.sizes.up(self.good, stride)
             if size <= hole or size in self.failed | self.failed_full:
-                return
+                break
             if not self.ask(size, Phase.RECHECK, capped=True).passed:
-                return
+                break
             if self.ask(hole, Phase.RECHECK, capped=True).passed:
                 self._strike(hole)
             else:
-                self.is_closed = self._is_within_a_stride
+                met_hole = True
             self._climb(size, stride)
-            self.bisect(is_closed=self._is_within_a_stride)
+            self.bisect()
+        self.tolerance = STRIDE if met_hole else 0.0
 
     def _climb(self, size: int, stride: int) -> None:
         """From a size that passed, in doubling strides, up to one that fails."""
@@ -296,8 +298,8 @@ class _Search:
                 return
             self.good = size
 
-    def _is_within_a_stride(self, good: int, bad: int) -> bool:
-        return bad - good <= max(STRIDE * good, self.sizes.step) or self.enough(good, bad)
+    def _is_closed(self, good: int, bad: int) -> bool:
+        return bad - good <= self.tolerance * good or self.enough(good, bad)
 
     def confirm(self) -> tuple[int | None, int | None]:
         """Run the answer for longer; while that fails, move down in growing strides, then close that bracket."""

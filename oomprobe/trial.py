@@ -59,13 +59,14 @@ NO_TIME_FOR_LENGTH = (
 # to 64 tokens was confirmed in six steps at sizes that, margin and all, ran out of the whole card within fifty.
 VARIES = 0.01
 VARYING = (
-    f"what the step allocates varies from call to call (sequence lengths, routing, a last partial batch), so the answer ran "
-    f"{LONG_STEPS} steps; a later step can still need more. To be sure, let step_fn make the largest batch it can meet"
+    "the step allocates different amounts from call to call (sequence lengths, routing, a last partial batch), so up to "
+    f"{LONG_STEPS} steps confirm the answer; a later step can still need more. To be sure, let step_fn make the largest "
+    "batch it can meet"
 )
 
 
 def varies(served_bytes: Sequence[int]) -> bool:
-    """Whether some steps allocated more than others; the first is not counted, in which caches and buffers are made.
+    """Whether some steps allocated more than others, not counting the first, which may create caches and buffers.
 
     Example:
         >>> varies([120, 100, 100]), varies([120, 100, 150])
@@ -175,7 +176,7 @@ class Trials:
             StepFailedError: the step failed with a bug; chained from the user's own exception.
         """
         run = _Run()
-        # A second opinion also finds no memory that graphs of the first have captured.
+        # A second opinion must not start beside the captured graphs of the first.
         self.compiled.start_size(request.batch_size, anew=request.phase in (Phase.RECHECK, Phase.CONFIRM))
         self.start_cold()
         self._device.start_trial()

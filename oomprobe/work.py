@@ -43,8 +43,8 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def load_counter() -> None:
     """Count nothing, once: torch imports torch._dynamo with the first operator counted, as with the first optimizer.
 
-    Imported amid a probe, its objects would be looked at by each collection of garbage (50 ms), and its 20 MiB would
-    pass for a leak of the step on host memory. Without memory the import fails in many ways, and nothing is lost.
+    If a probe imported it between trials, each later garbage collection would traverse its objects (50 ms), and on host
+    memory its 20 MiB would pass for a leak of the step. An import that fails for want of memory is ignored: this only counts.
     """
     with suppress(Exception), WorkCounter():
         torch.empty(0)

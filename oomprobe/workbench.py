@@ -188,7 +188,6 @@ class Workbench:
             accumulation_steps=accumulation_steps,
             at_length=at_length and self.runner.fragments,
         )
-        self._reporter.started(size, phase)
         try:
             trial = self._lived_through(request)
         except (StepFailedError, UnreliableError) as error:
@@ -216,6 +215,7 @@ class Workbench:
         return new and self.runner.replaceable and not self._is_ceiling(died)
 
     def _run(self, request: Request) -> Ran:
+        self._reporter.started(request.batch_size, request.phase)
         ran = self.neighbours.undisturbed(lambda: self.runner.run(self._completed(request)), self.runner.outside_bytes)
         self.trials.append(ran.trial)
         self._reporter.finished(ran.trial)

@@ -186,18 +186,6 @@ def test_a_kernel_that_refuses_to_reset_is_no_error(monkeypatch):
     assert linux.reset_resident_peak() is False
 
 
-def test_the_least_that_cgroups_are_held_to(tmp_path):
-    table = tmp_path / "cgroup"
-    table.write_text("0::/job/step\n")
-    for folder, limit in (("job/step", "max"), ("job", "4096"), ("", "8192")):
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
-    assert linux.cgroup_limit_bytes(table, tmp_path) == 4096
-    (tmp_path / "job" / "memory.max").unlink()
-    assert linux.cgroup_limit_bytes(table, tmp_path) == 8192
-    assert linux.cgroup_limit_bytes(tmp_path / "none", tmp_path) is None
-
-
 def test_the_oom_killer_is_counted_where_there_are_counters(tmp_path):
     vmstat, table = tmp_path / "vmstat", tmp_path / "cgroup"
     vmstat.write_text("nr_free_pages 7\noom_kill 3\n")

@@ -3,8 +3,11 @@ import re
 import sys
 
 import pytest
+import torch
+from ledger import MIB, LedgerDevice
 from test_result import a_trial
 
+import oomprobe
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.progress import reporter
 from oomprobe.report import trial_line
@@ -225,3 +228,15 @@ def test_an_unknown_value_is_answered_with_the_known_ones(progress):
     words = f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}"
     with pytest.raises(InvalidArgumentError, match=re.escape(words)):
         reporter(progress)
+
+
+def test_the_log_names_the_size_before_its_step_runs(capsys):
+    def step(model, batch_size):
+        log.append(capsys.readouterr().err)
+        assert f"batch {batch_size}  " in "".join(log).splitlines()[-1]
+        torch.ones(batch_size)
+        device.take(batch_size * MIB)
+
+    log, device = [], LedgerDevice(8 * MIB)
+    result = oomprobe.find_max_batch(torch.nn.Linear(1, 1), step, device=device, memory_fraction=1.0, progress="plain")
+    assert result.batch_size == 8

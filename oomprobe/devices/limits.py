@@ -32,17 +32,6 @@ def limited_by_the_user() -> bool:
     return any((outermost.get(kind) or resource.getrlimit(kind))[0] != resource.RLIM_INFINITY for kind in kinds)
 
 
-def standing_limits() -> dict[str, int]:
-    """What may hold this process to less than the machine has: its own ulimits, and its cgroups'; none, where none does."""
-    import resource  # Linux only, like this device
-
-    kinds = {"RLIMIT_AS": resource.RLIMIT_AS, "RLIMIT_DATA": resource.RLIMIT_DATA}
-    own = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
-    held = {name: limit for name, limit in own.items() if limit != resource.RLIM_INFINITY}
-    cgroup = linux.cgroup_limit_bytes()
-    return held if cgroup is None else {**held, "cgroup": cgroup}
-
-
 @scope
 def address_space(limit_bytes: int, more_data_bytes: int | None = None) -> Iterator[None]:
     """Hold this process to an address space, and lift the limit before anything else runs.

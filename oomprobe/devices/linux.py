@@ -66,14 +66,6 @@ def _cgroup_folders(table: Path, root: Path) -> list[Path]:
     return folders
 
 
-def cgroup_limit_bytes(table: Path = PAGE_TABLE_OF_CGROUPS, root: Path = CGROUP_ROOT) -> int | None:
-    """The least that our cgroups are held to; None where they are not."""
-    files = [
-        folder / name for folder in _cgroup_folders(table, root) for name in ("memory.max", "memory.limit_in_bytes")
-    ]
-    return min((int(text) for file in files if (text := _first_word(file)).isdigit()), default=None)
-
-
 def _first_word(file: Path) -> str:
     try:
         return _read(file).split(maxsplit=1)[0].decode()

@@ -104,5 +104,5 @@ def test_steps_that_vary_are_confirmed_over_fifty(memory):
     found = forked(probe, memory=memory, **FORK)
     answer = found["batch_size"]
     assert max(trial["steps"] for trial in found["trials"] if trial["batch_size"] == answer) == 51
-    assert [note for note in found["notes"] if note.startswith("what the step allocates varies")]
+    assert [note for note in found["notes"] if note.startswith("the step allocates different amounts")]
     assert forked(lambda: runs(varying, answer, steps=200), memory=memory, **FORK)
