@@ -1,6 +1,7 @@
 import dataclasses
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from oomprobe.fit import LinearFit, fit_line
 from oomprobe.result import SCHEMA_VERSION, Phase, ProbeResult, Trial
 from oomprobe.verdict import Verdict
 
+VERSION_1 = Path(__file__).parent / "data" / "result_version_1.json"
 counts = st.integers(0, 2**63)
 floats = st.floats(allow_nan=False, allow_infinity=False)
 words = st.text(max_size=30)
@@ -111,6 +113,13 @@ def test_reading_gives_the_types_back(result):
     assert isinstance(read.trials, tuple)
     assert isinstance(read.notes, tuple)
     assert isinstance(read.not_covered, tuple)
+
+
+def test_a_result_of_version_1_is_read():
+    written = json.loads(VERSION_1.read_text())
+    read = ProbeResult.from_dict(written).to_dict()
+    for values, kept in [(read, written), *zip(read["trials"], written["trials"], strict=True)]:
+        assert {key: value for key, value in values.items() if key != "trials"}.items() <= kept.items()
 
 
 def test_a_dict_is_json_types_only():

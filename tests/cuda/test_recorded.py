@@ -1,0 +1,62 @@
+"""Probes on the bed, trial for trial as they were recorded: a change that means to alter no answer alters none.
+
+After a change that means to, look at the difference and record anew: RECORD=1 scripts/test tests/cuda/test_recorded.py
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import oomprobe
+
+from .bed import forked
+from .models import MODELS
+
+RECORD = Path(__file__).parents[1] / "golden" / "bed_probes.json"
+TARGETS = Path(__file__).with_name("models.py")
+RECORDED_WITH = "2.14.1"
+
+
+def in_one_process(name, **options):
+    return lambda: oomprobe.find_max_batch(*MODELS[name](), progress="off", **options)
+
+
+def isolated(name, **options):
+    return lambda: oomprobe.probe_target(f"{TARGETS}:{name}", device="cuda", progress="off", **options)
+
+
+def simulated(name, **options):
+    return lambda: oomprobe.probe_target(f"{TARGETS}:{name}", device="sim:1GiB", progress="off", **options)
+
+
+PROBES = {
+    **{name: in_one_process(name) for name in MODELS},
+    "mlp, all of the memory": in_one_process("mlp", memory_fraction=1.0),
+    "gpt, multiples of 8": in_one_process("gpt", multiple_of=8, min_batch=8),
+    "conv, for a global batch": in_one_process("conv", global_batch=10_000),
+    "mlp, up to 1000": in_one_process("mlp", max_batch=1000),
+    "gpt, roughly": in_one_process("gpt", resolution=0.1),
+    "mlp, isolated": isolated("mlp"),
+    "gpt, isolated": isolated("gpt"),
+    "mlp, simulated": simulated("mlp"),
+    "gpt, simulated": simulated("gpt"),
+}
+
+
+def record_of(result):
+    trials = [f"{t.phase} {t.batch_size} {t.verdict}{' replayed' * t.replayed}" for t in result.trials]
+    return {"answer": result.batch_size, "limited_by": result.limited_by, "trials": trials}
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(RECORDED_WITH), reason=f"recorded with torch {RECORDED_WITH}")
+@pytest.mark.parametrize("name", PROBES)
+def test_a_probe_goes_as_recorded(name):
+    now = forked(lambda: record_of(PROBES[name]()), memory="1GiB", limit_s=120)
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if os.environ.get("RECORD"):
+        RECORD.write_text(json.dumps(recorded | {name: now}, indent=1, sort_keys=True) + "\n")
+    else:
+        assert now == recorded[name]
