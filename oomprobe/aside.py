@@ -1,4 +1,4 @@
-"""Calls of the steps beside the trials: to warm the process, to prime a size, to flush a leak, to count work."""
+"""Calls of the steps beside the trials: to flush a leak, to count work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Attended(Protocol):
 
     def put_weights_back(self) -> bool: ...
     def drop_gradients(self) -> None: ...
-    def state_bytes(self, device_type: str) -> int: ...
 
 
 class Aside:
@@ -46,25 +45,6 @@ class Aside:
     ) -> None:
         self._device, self._trials, self._recorded, self._clock = device, trials, recorded, clock
         self._state = state
-        self._primed: set[int] = set()
-        self.warmed_at: int | None = None  # the size that ran, without a limit, to warm the process
-
-    def warm(self, size: int) -> None:
-        """Bring the process to the state in which its memory is counted."""
-
-        def step() -> None:
-            self._call(size)
-            self.warmed_at = size
-
-        with self._in_time(size):
-            self._device.warm(step)
-
-    def prime(self, size: int) -> None:
-        """Prepare the device for a size that was not tried before."""
-        if size not in self._primed:
-            self._primed.add(size)
-            with self._in_time(size):
-                self._device.prime(lambda: self._call(size))
 
     def flush(self, size: int) -> bool:
         """Replace what a step keeps of its last batch; a trial that has passed is not lost for want of time for this.

@@ -52,8 +52,7 @@ def probe_target(
         device: As for `find_max_batch`. A `Device` of your own has to be one that can be pickled.
         preserve: As for `find_max_batch`, and only without isolation: children have nothing to give back.
         progress: As for `find_max_batch`.
-        **options: As for `find_max_batch`; where trials are forked and their steps leave holes in malloc's heap, an answer
-            that memory limits runs at least 50 steps to be confirmed, twice.
+        **options: As for `find_max_batch`.
 
     Returns:
         The result.
@@ -97,7 +96,7 @@ def check_target(
         isolate: As for `probe_target`.
         device: As for `probe_target`.
         memory_fraction: As for `check`.
-        confirm_steps: As for `check`; at least 50 where the process is forked and its steps leave holes in malloc's heap.
+        confirm_steps: As for `check`.
         time_limit_s: As for `check`.
         progress: As for `check`.
 
@@ -110,7 +109,7 @@ def check_target(
     """
     asked = options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s)
     with _bench(target, isolate, device, (), asked, progress) as bench:
-        found = check_on(bench, min(2, batch_size))
+        found = check_on(bench)
     return summary.result(bench, found)
 
 

@@ -55,10 +55,10 @@ class Clock:
         """Whether the time of the whole probe has passed."""
         return self._left_s() <= 0
 
-    def suffices_to_confirm(self, size: int, trials: Iterable[Trial], *, times: int = 1) -> bool:
-        """Whether what is left is more than so many confirmations of a size take."""
+    def suffices_to_confirm(self, size: int, trials: Iterable[Trial]) -> bool:
+        """Whether what is left is more than the confirmation of a size takes."""
         rates = [t.step_s / t.batch_size for t in trials if t.step_s]
-        calls = times * (1 + self._options.confirm_steps)
+        calls = 1 + self._options.confirm_steps
         return self._left_s() >= CONFIRM_SLACK * calls * size * (rates[-1] if rates else 0.0)
 
     def time_is_up(self, batch_size: int, trials: Sequence[Trial]) -> TimeLimitError:

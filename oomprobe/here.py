@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, nullcontext
-from functools import partial
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -49,6 +48,12 @@ def bench_here(
     steps = named_steps(step_fn)
     refuse_ranks()
     chosen = choose_device(device, model)
+    if isinstance(chosen, HostDevice):
+        from oomprobe.isolation.bench import forked_bench  # Linux only, as the device is
+
+        with forked_bench(model, steps, preserve, chosen, options, progress, notes=_slips(device)) as bench:
+            yield bench
+        return
     status = reporter(progress)
     recorded: list[Trial] = []
     load_counter()
@@ -65,17 +70,14 @@ def bench_here(
             if isinstance(optimizer, torch.optim.LBFGS) and isinstance(chosen, Simulated):
                 trials.notes[LBFGS] = None
 
-        counted = (
-            chosen.counting(partial(keeper.state_bytes, "cpu")) if isinstance(chosen, HostDevice) else nullcontext()
-        )
-        with closing(keeper), counted, OptimizerWatch(meet, model) as watch:
+        with closing(keeper), OptimizerWatch(meet, model) as watch:
             trials = Trials(
                 chosen,
                 model,
                 steps,
                 optimizers=lambda: keeper.optimizers,
                 restore_modes=keeper.restore_modes,
-                let_go=keeper.restart_counts if chosen.on_host else keeper.start_cold,
+                let_go=keeper.start_cold,
                 watch=watch,
                 interrupts=interrupts,
                 after_call=keeper.release_dead,
@@ -83,23 +85,28 @@ def bench_here(
             clock = Clock(options)
             runner = LocalRunner(chosen, trials, keeper, clock, recorded, smallest=options.sizes.first)
             bench = Workbench(runner, options, status, clock, recorded)
-            bench.notes |= dict.fromkeys(_slips(device, chosen))
-            try:
-                with _told_as_lost(bench, chosen):
-                    try:
-                        yield bench
-                    finally:
-                        status.close()
-                        trials.compiled.finish()
-                        bench.notes |= dict.fromkeys((*keeper.notes, *trials.compiled.notes))
-            except DeviceLostError as error:
-                error.snapshot = keeper.host_copy()
-                keeper.put_back(device_lost=not chosen.on_host)
-                raise
-            except BaseException:
-                _give_back(bench, keeper, chosen)
-                raise
-            _give_back(bench, keeper, chosen)
+            with given_back(bench, keeper, chosen), _told_as_lost(bench, chosen):
+                try:
+                    yield bench
+                finally:
+                    status.close()
+                    trials.compiled.finish()
+                    bench.notes |= dict.fromkeys((*keeper.notes, *trials.compiled.notes))
+
+
+@scope
+def given_back(bench: Workbench, keeper: Keeper, device: Device) -> Iterator[None]:
+    """Restore and compare the state on every way out."""
+    try:
+        yield
+    except DeviceLostError as error:
+        error.snapshot = keeper.host_copy()
+        keeper.put_back(device_lost=not device.on_host)
+        raise
+    except BaseException:
+        _give_back(bench, keeper, device)
+        raise
+    _give_back(bench, keeper, device)
 
 
 def _give_back(bench: Workbench, keeper: Keeper, device: Device) -> None:
@@ -175,8 +182,8 @@ def _verified(keeper: Keeper, bench: Workbench) -> bool:
     return True
 
 
-def _slips(device: object, chosen: Device) -> list[str]:
-    if device is None and chosen.on_host and torch.accelerator.is_available():
+def _slips(device: object) -> list[str]:
+    if device is None and torch.accelerator.is_available():
         return [
             "THE MODEL IS ON THE CPU and an accelerator is here: this number is about host memory. "
             "Call model.to('cuda') before probing"

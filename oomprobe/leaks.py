@@ -13,10 +13,7 @@ from oomprobe.result import Trial
 from oomprobe.units import format_bytes
 
 TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay below it
-# Shares of the available memory. On the host oneDNN keeps code for each new shape (measured: 0.1 MiB a convolution),
-# which malloc cannot tell from a leak, so more is forgiven there; a step that keeps its activations exceeds both.
-REPORTED_SHARE = {"device": 0.0, "host": 0.01}
-REFUSED_SHARE = {"device": 0.05, "host": 0.2}
+REFUSED_SHARE = 0.05  # of the available memory
 SMALLEST_BYTES = 2**14  # in each step: a list of losses as numbers, and what malloc needs to keep it, stay below
 FURTHER_CALLS = 4  # that show what each step keeps, at most: two, and two again where those kept something
 
@@ -26,9 +23,7 @@ class Baseline:
 
     Args:
         device: Whose memory.
-        clean: Lets go of what a trial left, and is told whether it passed.
-        state_bytes: Tells what gradients and optimizer state hold: what comes with a size at which parameters are first
-            used, such as those of a rare expert, is no leak.
+        clean: Lets go of what a trial left.
         flush: Runs the step once at the smallest size, which replaces what a step keeps of its last batch.
         sleep: Waits; tests do not.
     """
@@ -37,20 +32,15 @@ class Baseline:
         self,
         device: Device,
         *,
-        clean: Callable[..., None],
-        state_bytes: Callable[[], int],
+        clean: Callable[[], None],
         flush: Callable[[], None],
         sleep: Callable[[float], None],
     ) -> None:
         self._device, self._clean, self._flush, self._sleep = device, clean, flush, sleep
-        self._kind = "host" if device.on_host else "device"
-        self._state_bytes = state_bytes
         self._live_bytes: int | None = None
-        self._state_in_it_bytes: int | None = None  # of those; None: none of it is
         self._settled_bytes = 0  # above it after the last trial that passed
         self._grown_bytes = 0  # what that one added
         self._residue_bytes = 0  # above the baseline, and known not to come back
-        self._tolerated_bytes = float(TOLERATED_BYTES)
         self._available_bytes: int | None = None
 
     @property
@@ -58,30 +48,22 @@ class Baseline:
         """Whether it has been taken."""
         return self._live_bytes is not None
 
-    def take(self, available_bytes: int, live_bytes: int | None = None) -> None:
-        """After the first trial that passed: optimizer state and library workspaces are there, and belong there.
-
-        Args:
-            available_bytes: On the device.
-            live_bytes: In use then but for gradients and optimizer state, where that is known before, of a device that
-                does not count those; None: what is in use now.
-        """
-        self._clean(passed=True)
-        self._live_bytes = asked_bytes(self._device, "live_bytes") if live_bytes is None else live_bytes
-        self._state_in_it_bytes = self._state_bytes() if live_bytes is None else None
-        self._tolerated_bytes = max(TOLERATED_BYTES, REPORTED_SHARE[self._kind] * available_bytes)
+    def take(self, available_bytes: int) -> None:
+        """After the first trial that passed: library workspaces are there, and belong there."""
+        self._clean()
+        self._live_bytes = asked_bytes(self._device, "live_bytes")
         self._available_bytes = available_bytes
 
     def settle(self, *, passed: bool) -> int:
         """Clean up after a trial, and return the bytes that did not come back (0 when tolerably few)."""
-        self._clean(passed=passed)
+        self._clean()
         leaked_bytes = self._leaked_bytes()
-        if leaked_bytes > self._residue_bytes + self._tolerated_bytes:
+        if leaked_bytes > self._residue_bytes + TOLERATED_BYTES:
             leaked_bytes = self._residue_bytes = self._reclaim()
         if passed:  # after others the gradients are gone, which hides what was left
-            added_bytes = max(0, self._added_bytes())  # optimizer state too: it may grow with each step
+            added_bytes = self._leaked_bytes()
             self._grown_bytes, self._settled_bytes = added_bytes - self._settled_bytes, added_bytes
-        return leaked_bytes if leaked_bytes > self._tolerated_bytes else 0
+        return leaked_bytes if leaked_bytes > TOLERATED_BYTES else 0
 
     def may_be_growing(self, steps: int) -> bool:
         """Whether so many steps left enough since the trial before that each of them may have kept something."""
@@ -110,7 +92,7 @@ class Baseline:
 
     def refusal(self, trial: Trial) -> str | None:
         """Why what a trial left would make the answer a wrong one; None where it would not."""
-        if self._available_bytes is None or trial.leaked_bytes <= REFUSED_SHARE[self._kind] * self._available_bytes:
+        if self._available_bytes is None or trial.leaked_bytes <= REFUSED_SHARE * self._available_bytes:
             return None
         return (
             f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
@@ -124,19 +106,14 @@ class Baseline:
         return 0 if self._live_bytes is None else asked_bytes(self._device, "live_bytes") - self._live_bytes
 
     def _leaked_bytes(self) -> int:
-        """Of that, what is no state of parameters that were first used since."""
-        added_bytes = self._added_bytes()
-        if added_bytes > self._tolerated_bytes and self._state_in_it_bytes is not None:
-            added_bytes -= max(0, self._state_bytes() - self._state_in_it_bytes)
-        return max(0, added_bytes)
+        return max(0, self._added_bytes())
 
     def _reclaim(self) -> int:
         """Collect, flush, and wait a little. What is still there then is no cache of the last batch but a leak."""
-        wait = tenacity.wait_none() if self._device.on_host else tenacity.wait_exponential(multiplier=0.05, max=0.4)
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(3),
-            wait=wait,
-            retry=tenacity.retry_if_result(lambda leaked_bytes: leaked_bytes > self._tolerated_bytes),
+            wait=tenacity.wait_exponential(multiplier=0.05, max=0.4),
+            retry=tenacity.retry_if_result(lambda leaked_bytes: leaked_bytes > TOLERATED_BYTES),
             retry_error_callback=lambda state: state.outcome.result() if state.outcome else 0,
             sleep=self._sleep,
         )
@@ -146,5 +123,5 @@ class Baseline:
     def _collected(self, first: Callable[[], None]) -> int:
         first()
         gc.collect()
-        self._clean(passed=True)
+        self._clean()
         return self._leaked_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from oomprobe.aside import Aside, Attended
 from oomprobe.clock import CONFIRM_SLACK, Clock
 from oomprobe.devices import Device, asked_bytes
 from oomprobe.errors import NotTrainedError
-from oomprobe.leaks import FURTHER_CALLS, TOLERATED_BYTES, Baseline
+from oomprobe.leaks import FURTHER_CALLS, Baseline
 from oomprobe.result import SECOND_OPINIONS, Trial
 from oomprobe.runner import Measured, Ran
 from oomprobe.state.surroundings import with_same_numbers
@@ -38,7 +37,7 @@ class LocalRunner:
         sleep: Waits for memory to come back.
     """
 
-    replaceable = fragments = False
+    isolated = replaceable = False
 
     def __init__(
         self,
@@ -56,24 +55,13 @@ class LocalRunner:
         self._aside = Aside(device, trials, recorded, clock, state)
         self._baseline = Baseline(
             device,
-            clean=self._clean_host if device.on_host else self._clean_device,
-            state_bytes=lambda: state.state_bytes(device.torch_device.type),
+            clean=trials.start_cold,
             flush=self._flush,
             sleep=sleep,
         )
         self._smallest = smallest
-        self._is_first = False
-        self.kept_bytes = 0  # by libraries, for the size of the first trial
-        self._warm_size: int | None = None  # to warm the process with, once a trial is really run
-
-    def warm(self, batch_size: int) -> None:
-        self._warm_size = batch_size
 
     def measure(self) -> Measured:
-        self._warm_once()
-        return self._measured()
-
-    def _measured(self) -> Measured:
         return Measured(
             available_bytes=asked_bytes(self.place, "available_bytes"), outside_bytes=self.place.outside_bytes()
         )
@@ -88,12 +76,9 @@ class LocalRunner:
             request: What to run.
             awaited_until_s: On the monotonic clock, when whoever waits for the trial gives up; None: at its deadline.
         """
-        self._warm_once()
-        self._aside.prime(request.batch_size)
         before = self.place.outside_bytes()
         until_s = request.deadline_s if awaited_until_s is None else awaited_until_s
-        smaller_passed = request.smaller_passed or self._warmed(request)
-        request = replace(request, smaller_passed=smaller_passed, awaited_until_s=until_s)
+        request = replace(request, awaited_until_s=until_s)
         try:
             trial = self.trials.run(request)
         except NotTrainedError:  # the trials before have trained the weights, until a loss scaler sees infinities only
@@ -105,7 +90,7 @@ class LocalRunner:
         trial = self._with_leak(trial, until_s)
         after = None
         if trial.passed and not self._baseline.known:
-            after = self._measured()
+            after = self.measure()
             self._baseline.take(after.available_bytes)
         return Ran(
             trial=trial,
@@ -115,31 +100,14 @@ class LocalRunner:
             refusal=self._baseline.refusal(trial),
         )
 
-    def _clean_device(self, *, passed: bool) -> None:
-        self.trials.start_cold()
-
-    def _clean_host(self, *, passed: bool) -> None:
-        """On the host trials follow a warm process."""
-        if not passed:
-            self._state.drop_gradients()
-            gc.collect(1)  # what a failed trial left is young; a full collection takes a tenth of a second
-        self.place.release()
-
-    def expect(self, live_bytes: int, available_bytes: int) -> None:
-        """What is in use when no trial runs, where that is known before the first trial, which is the only one."""
-        self._is_first = True
-        self._baseline.take(available_bytes, live_bytes)
-
     def _with_leak(self, trial: Trial, until_s: float | None) -> Trial:
         """With what did not come back, and what each further step keeps."""
         left_bytes = self._baseline.settle(passed=trial.passed)
-        if trial.passed and trial.phase in SECOND_OPINIONS:
-            rounds = trial.steps // len(self.step_names)  # each further call is one of every step
-            if self._is_first or self._baseline.may_be_growing(rounds):
-                trial = replace(trial, step_leaked_bytes=self._kept_by_each(trial, rounds, until_s))
-            grown_bytes = trial.step_leaked_bytes * rounds
-            return replace(trial, leaked_bytes=grown_bytes if self._is_first else max(left_bytes, grown_bytes))
-        return replace(trial, leaked_bytes=self._left_by_first(trial, left_bytes) if self._is_first else left_bytes)
+        if not trial.passed or trial.phase not in SECOND_OPINIONS:
+            return replace(trial, leaked_bytes=left_bytes)
+        rounds = trial.steps // len(self.step_names)  # each further call is one of every step
+        kept_bytes = self._kept_by_each(trial, rounds, until_s) if self._baseline.may_be_growing(rounds) else 0
+        return replace(trial, step_leaked_bytes=kept_bytes, leaked_bytes=max(left_bytes, kept_bytes * rounds))
 
     def _kept_by_each(self, trial: Trial, rounds: int, until_s: float | None) -> int:
         """What each further call keeps. Of the same shapes, also where those are random: a new one is kept by libraries."""
@@ -150,16 +118,6 @@ class LocalRunner:
         again = with_same_numbers(lambda: enough.append(self._aside.flush(trial.batch_size)))
         kept_bytes = self._baseline.added_by(again)
         return kept_bytes if all(enough) else max(kept_bytes, self._baseline.grown_by_each(rounds))
-
-    def _left_by_first(self, trial: Trial, left_bytes: int) -> int:
-        """A first step leaves what libraries keep for its size: that is no leak if a second adds none."""
-        if not left_bytes or not trial.passed:
-            return 0  # the process of a failed one ends with it
-        self._aside.flush(trial.batch_size)
-        if self._baseline.settle(passed=True) - left_bytes > TOLERATED_BYTES:
-            return left_bytes
-        self.kept_bytes = left_bytes
-        return 0
 
     def work_at(self, batch_size: int) -> Work | None:
         return self._aside.work_at(batch_size)
@@ -185,15 +143,6 @@ class LocalRunner:
     @property
     def in_steps_s(self) -> float:
         return self.trials.in_steps_s
-
-    def _warm_once(self) -> None:
-        size, self._warm_size = self._warm_size, None
-        if size is not None:
-            self._aside.warm(size)
-
-    def _warmed(self, request: Request) -> bool:
-        """Whether what fails now has run, with more memory, to warm the process."""
-        return self._aside.warmed_at is not None and self._aside.warmed_at <= request.batch_size
 
     def _flush(self) -> None:
         self._aside.flush(self._smallest)

@@ -48,7 +48,7 @@ def find_max_batch(
         step_fn: ``step_fn(model, batch_size)`` runs one full optimisation step: make a batch, forward, backward,
             optimizer step. Or several by name, ``{"train": f, "eval": g}``: each trial runs them all.
         device: None: where the parameters are. Or "cuda", "cuda:1", "xpu", "mps", "cpu", "cpu:4GiB" (of address
-            space beyond the warm process), "sim:24GiB" or "sim:H100-80GB" (a card that need not be there; the model
+            space beyond what this process has), "sim:24GiB" or "sim:H100-80GB" (a card that need not be there; the model
             stays in host memory), a torch.device, or a `Device`.
         memory_fraction: Share of the memory available to this process that the answer may use, in (0, 1].
         min_batch: Smallest size to try, at least 1.
@@ -113,7 +113,6 @@ def search_on(bench: Workbench) -> search.Found:
     Raises:
         OomProbeError: as for `find_max_batch`.
     """
-    bench.runner.warm(bench.options.sizes.first)
     found = _find(bench, bench.options)
     if found.batch_size is None:
         raise summary.nothing_fits(bench)
@@ -130,8 +129,6 @@ def _find(bench: Workbench, options: Options) -> search.Found:
         options.sizes,
         capped=options.memory_fraction < 1,
         enough=bench.enough,
-        scatter=bench.scatter,
-        looks_beyond=bench.runner.fragments,
     )
     try:
         return find()
@@ -147,7 +144,6 @@ def check(
     *,
     device: str | torch.device | Device | None = None,
     memory_fraction: float = 0.9,
-    min_batch: int | None = None,
     confirm_steps: int = 5,
     preserve: Iterable[Any] = (),
     time_limit_s: float | None = None,
@@ -161,7 +157,6 @@ def check(
         batch_size: The size in your config, at least 1.
         device: As for `find_max_batch`.
         memory_fraction: As for `find_max_batch`.
-        min_batch: Size of the step that warms a host process; None: 2, or `batch_size` if that is smaller.
         confirm_steps: Full steps to run after every optimizer has stepped once.
         preserve: As for `find_max_batch`.
         time_limit_s: As for `find_max_batch`.
@@ -182,7 +177,7 @@ def check(
     """
     options = options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s)
     with bench_here(model, step_fn, device, preserve, options, progress) as bench:
-        found = check_on(bench, min(2, batch_size) if min_batch is None else min_batch)
+        found = check_on(bench)
     return summary.result(bench, found)
 
 
@@ -198,13 +193,12 @@ def options_of_one(batch_size: int, memory_fraction: float, confirm_steps: int, 
     )
 
 
-def check_on(bench: Workbench, warm_size: int) -> search.Found:
+def check_on(bench: Workbench) -> search.Found:
     """Confirm the one size of a workbench.
 
     Raises:
         OomProbeError: as for `check`.
     """
-    bench.runner.warm(warm_size)
     found = confirm_only(bench, bench.options.min_batch)
     if found.batch_size is None:
         raise summary.nothing_fits(bench)

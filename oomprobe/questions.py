@@ -33,7 +33,7 @@ def confirm_only(bench: Workbench, size: int) -> Found:
 
 
 def _confirm(bench: Workbench, size: int, phase: Phase) -> Trial:
-    return bench.run(size, phase, steps=bench.options.confirm_steps, cap_bytes=bench.cap_bytes, at_length=True)
+    return bench.run(size, phase, steps=bench.options.confirm_steps, cap_bytes=bench.cap_bytes)
 
 
 def run_plan(bench: Workbench, batch_size: int) -> None:

@@ -60,7 +60,6 @@ class Trial:
         peak_reserved_bytes: Most memory held by the allocator during the trial; None where not measured.
         peak_upper_bytes: On a simulated device, the upper end of the peak: as much again as convolutions would take for
             workspaces where there is room. None elsewhere.
-        holes_bytes: Most that malloc's heap held in holes after a step, on host memory; None elsewhere.
         step_s: Median wall time of a call once every optimizer had stepped; None when none completed.
         samples_per_s: ``batch_size / step_s``.
         alloc_retries: Times the allocator had to give its cache back to serve a request.
@@ -82,7 +81,6 @@ class Trial:
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     peak_upper_bytes: int | None = None
-    holes_bytes: int | None = None
     step_s: float | None = None
     samples_per_s: float | None = None
     alloc_retries: int = 0

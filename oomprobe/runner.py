@@ -67,10 +67,12 @@ class Runner(Protocol):
         notes: What is to be said of the trials; in order, without doubles.
         in_steps_s: Seconds spent inside the steps so far.
         threads: Of torch, in the process of the trials.
+        isolated: Whether they build the target themselves, in processes of their own.
         replaceable: Whether a trial may be tried again in a new process, so that a process may die or be poisoned.
     """
 
     notes: dict[str, None]
+    isolated: bool
     replaceable: bool
 
     @property
@@ -83,17 +85,8 @@ class Runner(Protocol):
     def threads(self) -> int: ...
 
     @property
-    def fragments(self) -> bool:
-        """Whether trials run on a heap whose holes decide, so that a size may fail that larger ones pass."""
-        ...
-
-    @property
     def nothing_stepped(self) -> bool:
         """Whether no optimizer was seen to step in the first trial."""
-        ...
-
-    def warm(self, batch_size: int) -> None:
-        """Bring the process to the state in which its memory is counted."""
         ...
 
     def measure(self) -> Measured:

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from oomprobe.result import Phase
 
-BEYOND = (1 / 4, 1 / 2)  # of the largest size that passed, above it
 # Of the size: where the limit is not sharp, the bracket is closed no further than this, and an answer that failed in
 # confirmation moves down by it at first. Where lengths vary from step to step, one size lower fails again, and again.
 STRIDE = 1 / 128
@@ -95,8 +94,6 @@ def find(
     *,
     capped: bool,
     enough: Callable[[int, int], bool],
-    scatter: Callable[[], float] = lambda: 0.0,
-    looks_beyond: bool = False,
 ) -> Found:
     """Find the largest size that runs under the cap.
 
@@ -105,10 +102,6 @@ def find(
         sizes: What may be asked for.
         capped: Whether there is a cap at all; without one, grow's replies hold for bisect too.
         enough: Called with (largest good, smallest bad); True stops bisecting early.
-        scatter: Tells within which share of a size chance decides whether it runs: then an answer is confirmed twice, one
-            that fails moves down by that at first (by 1/128 at least), and the bracket that this makes is not closed further.
-        looks_beyond: Whether to try sizes beyond the failure that decided: where memory fragments, one may fail that
-            larger ones pass, and the answer would depend on where the search began.
 
     Returns:
         The answer and the bracket around it. On a monotone limit the answer is exact.
@@ -119,17 +112,13 @@ def find(
         >>> find(ask, Sizes(first=1, last=None, step=1), capped=True, enough=lambda good, bad: False).batch_size
         90
     """
-    search = _Search(ask, sizes, capped, enough, scatter)
+    search = _Search(ask, sizes, capped, enough)
     search.grow()
     if search.full_good is not None:
         search.enter_cap()
-        if not looks_beyond:
-            search.look_past_holes()
+        search.look_past_holes()
         search.bisect()
         search.recheck()
-        if looks_beyond:
-            search.confirmations += bool(search.struck)
-            search.look_beyond()
     answer, deciding = search.confirm()
     return Found(
         batch_size=answer,
@@ -147,7 +136,6 @@ class _Search:
     sizes: Sizes
     has_cap: bool
     enough: Callable[[int, int], bool]
-    scatter: Callable[[], float]
     full_good: int | None = None  # the bracket with all the memory
     full_bad: int | None = None
     good: int | None = None  # the bracket under the cap
@@ -157,7 +145,6 @@ class _Search:
     failed_full: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)  # under the cap
     tolerance: float = 0.0  # of the size: a bracket this narrow is not closed further
-    confirmations: int = 1  # that an answer needs: two where luck has been seen to decide
     struck: list[int] = field(default_factory=list)
     unconfirmed: list[int] = field(default_factory=list)
 
@@ -252,19 +239,6 @@ class _Search:
             self.good, self.bad = deciding, self._failure_above(deciding)
             self.bisect()
 
-    def look_beyond(self) -> None:
-        """Try sizes above the failure that decided; one that passes is where the search goes on, once."""
-        for share in BEYOND:
-            if self.good is None or self.bad is None:
-                return
-            size = self.sizes.up(self.good, round(self.good * share / self.sizes.step) * self.sizes.step)
-            if size <= self.bad or size in self.failed | self.failed_full:
-                continue
-            if self.ask(size, Phase.RECHECK, capped=True).passed:
-                self.good, self.bad, self.confirmations = size, self._failure_above(size), 2
-                self.bisect()
-                return
-
     def look_past_holes(self) -> None:
         """Where a size a little above the bracket passes, go on from there: the failure below it was a hole, or chance."""
         met_hole = False
@@ -311,24 +285,22 @@ class _Search:
                 self.unconfirmed.append(size)
                 bad = size
             if good is None:
-                stride = max(2 * stride, self._scattered(size), self.sizes.step)
+                stride = max(2 * stride, self._stride(size), self.sizes.step)
                 size = self._down(bad, stride)
             else:
                 size = self._between(good, bad) if self.unconfirmed else None
         return good, bad
 
     def _between(self, good: int, bad: int | None) -> int | None:
-        if bad is None or bad - good <= self._scattered(good) or self.enough(good, bad):
+        if bad is None or bad - good <= self._stride(good) or self.enough(good, bad):
             return None
         return self.sizes.middle(good, bad)
 
-    def _scattered(self, size: int) -> int:
-        return round(max(self.scatter(), STRIDE) * size / self.sizes.step) * self.sizes.step
+    def _stride(self, size: int) -> int:
+        return round(STRIDE * size / self.sizes.step) * self.sizes.step
 
     def _confirmed(self, size: int) -> bool:
-        by_chance = self.bad is not None and self.scatter() > 0
-        times = max(self.confirmations, 1 + by_chance)
-        passed = all(self.ask(size, Phase.CONFIRM, capped=True).passed for _ in range(times))
+        passed = self.ask(size, Phase.CONFIRM, capped=True).passed
         if not passed and size == self.sizes.first:  # nothing is left below it: one failure is not enough to say so
             passed = self.ask(size, Phase.CONFIRM, capped=True).passed
             if passed:

@@ -19,7 +19,6 @@ from oomprobe.fit import LinearFit, fit_line
 from oomprobe.lasting import leak_of_step
 from oomprobe.result import Phase, ProbeResult, Trial
 from oomprobe.search import Found
-from oomprobe.trial import is_cut_anew
 from oomprobe.units import format_bytes, format_seconds
 from oomprobe.verdict import Verdict
 from oomprobe.workbench import Workbench
@@ -106,7 +105,7 @@ def environment(bench: Workbench) -> dict[str, Any]:
         "device_name": bench.device.name,
         "device_total_bytes": bench.device.total_bytes,
         "threads": bench.runner.threads,
-        "isolated": bench.runner.replaceable,
+        "isolated": bench.runner.isolated,
         "allocator_settings": {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ},
     }
 
@@ -150,16 +149,21 @@ def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
         *bench.notes,
         *bench.neighbours.notes,
         *(f"batch {size} failed once and passed when tried again: struck out" for size in found.struck),
-        *(f"batch {size} passed as a trial and failed in confirmation" for size in found.unconfirmed),
+        *_unconfirmed(found),
         *_of_device(bench.device),
-        *_leaks(bench.trials, on_host=bench.device.on_host),
+        *_leaks(bench.trials),
         *_growing(bench, answer),
         *(_simulated(bench.device, bench.trials, answer) if isinstance(bench.device, Simulated) else _pressure(answer)),
-        *_by_chance(bench, found, answer),
         *_slow(bench.trials, answer),
         *_outside(bench),
         *_stopped_early(bench, found),
     ]
+
+
+def _unconfirmed(found: Found) -> list[str]:
+    if not found.unconfirmed:
+        return []
+    return [f"passed as a trial and failed in confirmation: batch {', '.join(map(str, found.unconfirmed))}"]
 
 
 def _of_device(device: object) -> tuple[str, ...]:
@@ -167,17 +171,14 @@ def _of_device(device: object) -> tuple[str, ...]:
     return () if isinstance(device, Simulated) else getattr(device, "notes", ())
 
 
-def _leaks(trials: Iterable[Trial], *, on_host: bool) -> list[str]:
+def _leaks(trials: Iterable[Trial]) -> list[str]:
     leaking = [t for t in trials if t.leaked_bytes and not t.step_leaked_bytes]  # of the others a note of its own tells
     if not leaking:
         return []
     worst = max(leaking, key=lambda t: t.leaked_bytes)
-    why = "something keeps tensors of past steps, and the answer is smaller by as much"
-    if on_host:
-        why = "something keeps tensors of past steps, or libraries keep what they cached for shapes they have seen"
     return [
         f"leak: {format_bytes(worst.leaked_bytes)} had not come back after batch {worst.batch_size}, even after collecting "
-        f"garbage; {why}"
+        "garbage; something keeps tensors of past steps, and the answer is smaller by as much"
     ]
 
 
@@ -199,17 +200,6 @@ def _pressure(answer: Trial) -> list[str]:
     return [
         f"batch {answer.batch_size} ran under pressure: the allocator gave its cache back {answer.alloc_retries} times; "
         "a slightly smaller size may be faster"
-    ]
-
-
-def _by_chance(bench: Workbench, found: Found, answer: Trial) -> list[str]:
-    if found.deciding is None or not is_cut_anew(answer.holes_bytes, bench.available_bytes):
-        return []
-    elsewhere = "" if bench.runner.replaceable else "; a fresh process may: oomprobe run, or a smaller memory_fraction"
-    return [
-        f"chance has a part in this: steps at batch {answer.batch_size} leave up to {format_bytes(answer.holes_bytes or 0)} of "
-        f"holes in malloc's heap, and the next step fits into them or needs more. {answer.steps} calls in a row did not run out"
-        f"{elsewhere}"
     ]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from oomprobe.compiled import Compiled
-from oomprobe.devices import Device, Heaped, Simulated, Usage
+from oomprobe.devices import Device, Simulated, Usage
 from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, step_failed
 from oomprobe.failure import Failure, clear_frames, failure_of
 from oomprobe.interrupts import Interrupts, TimeUp
@@ -44,17 +44,10 @@ def _over_cap(usage: Usage, request: Request) -> bool:
     return request.cap_bytes is not None and usage.peak_reserved_bytes is not None and (peak or 0) > request.cap_bytes
 
 
-# Where steps leave holes in malloc's heap, the next one fits into them or does not, and the heap grows by chance: an MLP
-# of 128 MiB passed six steps under 90 % of them at sizes that, in fresh processes, ran out of all 128 within 50 (four
-# answers of eight, one for each of eight optimizers). Nets whose blocks are mapped on their own leave next to none. Only
-# in processes of their own: trials in one are charged for its history (HISTORY_SHARE of the host), and with both the
-# answer was two thirds of what ran (an MLP of 32 MiB: 9683, where fresh processes ran 15000).
 LONG_STEPS = 50
-HOLES_SHARE = 1 / 32  # of the available memory; measured: 0.001 to 0.007 of mapped blocks, 0.1 and more of others
 NO_TIME_FOR_LENGTH = (
     "time limit: a confirmation of batch {size} ran fewer than {steps} steps, and a later one can need more"
 )
-
 # Of what a step allocates: steps that differ by more run `LONG_STEPS` to be confirmed. A GPT whose sequences vary from 32
 # to 64 tokens was confirmed in six steps at sizes that, margin and all, ran out of the whole card within fifty.
 VARIES = 0.01
@@ -76,16 +69,6 @@ def varies(served_bytes: Sequence[int]) -> bool:
     return bool(steady) and max(steady) - min(steady) > VARIES * max(steady)
 
 
-def is_cut_anew(holes_bytes: int | None, available_bytes: int) -> bool:
-    """Whether steps have left so many holes in a heap that chance decides what the next one needs.
-
-    Example:
-        >>> is_cut_anew(36 << 20, 128 << 20), is_cut_anew(1 << 19, 128 << 20), is_cut_anew(None, 128 << 20)
-        (True, False, False)
-    """
-    return holes_bytes is not None and holes_bytes > HOLES_SHARE * available_bytes
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What to run.
@@ -96,7 +79,6 @@ class Request:
         steps: Full steps after every optimizer has stepped once.
         cap_bytes: What to hold the allocator to; None: all there is.
         accumulation_steps: Micro-batches for one optimizer step.
-        at_length: Whether to run at least `LONG_STEPS` where the steps cut a heap anew.
         deadline_s: On the monotonic clock; None: no limit.
         awaited_until_s: When whoever waits for the trial gives up, on the same clock: what need not run does not run then.
         smaller_passed: Whether a smaller size has passed in this probe (it corroborates an ambiguous text).
@@ -108,7 +90,6 @@ class Request:
     steps: int
     cap_bytes: int | None = None
     accumulation_steps: int = 1
-    at_length: bool = False
     deadline_s: float | None = None
     awaited_until_s: float | None = None
     smaller_passed: bool = False
@@ -126,7 +107,6 @@ class _Run:
     failure: Failure | None = None
     verdict: Verdict = Verdict.FITS
     usage: Usage = field(default_factory=Usage)
-    holes_bytes: int | None = None
 
 
 class Trials:
@@ -217,19 +197,16 @@ class Trials:
         return _trial(request, run, several=len(self._steps) > 1, timed=self._simulated is None)
 
     def start_cold(self) -> None:
-        """Let go of what earlier calls left: the next finds the memory as training will, with nothing but the model in it.
-
-        A process on the host is warmed instead, for its heap remembers.
-        """
+        """Let go of what earlier calls left: the next finds the memory as training will, with nothing but the model in it."""
         self._let_go()
-        if not self._device.on_host:
-            gc.collect()
-            self._device.release()
+        gc.collect()
+        self._device.release()
 
     def _judge(self, run: _Run, request: Request, *, healthy: bool) -> Verdict:
         assert run.failure is not None
         evidence = Evidence(
-            smaller_size_passed=request.smaller_passed,
+            # A library that finds no memory on the host at the first size says no more than at a later one.
+            smaller_size_passed=request.smaller_passed or self._device.on_host,
             memory_pressure=run.usage.under_pressure,
             healthy=healthy,
             on_host=self._device.on_host,
@@ -261,24 +238,18 @@ class Trials:
         """As many as were asked for, and more where chance has a part in whether the next will run."""
         done, until_s = 0, request.awaited_until_s
         served_bytes: list[int] = []
-        if until_s is not None:  # the answer is confirmed twice: the first leaves as much to the second
-            until_s = (time.monotonic() + until_s) / 2
         while done < request.steps or (done < LONG_STEPS and self._goes_on(name, request, run, until_s, served_bytes)):
             before_bytes = self._served_bytes()
             self._full_step(step, self._expected[name], request, run)
             served_bytes.append(self._served_bytes() - before_bytes)
             done += 1
-            # The look costs a microsecond for each hole, so it is taken at the end where nothing hangs on it.
-            if isinstance(self._device, Heaped) and (request.at_length or done == request.steps):
-                run.holes_bytes = max(run.holes_bytes or 0, self._device.holes_bytes())
 
     def _goes_on(
         self, name: str, request: Request, run: _Run, until_s: float | None, served_bytes: Sequence[int]
     ) -> bool:
-        if request.phase is Phase.CONFIRM and varies(served_bytes):
-            self.notes[VARYING] = None
-        elif not request.at_length or not is_cut_anew(run.holes_bytes, self._device.available_bytes()):
+        if request.phase is not Phase.CONFIRM or not varies(served_bytes):
             return False
+        self.notes[VARYING] = None
         in_time = until_s is None or time.monotonic() + 2 * max(run.durations_s[name]) < until_s
         if not in_time:
             self.notes[NO_TIME_FOR_LENGTH.format(size=request.batch_size, steps=LONG_STEPS)] = None
@@ -434,7 +405,6 @@ def _trial(request: Request, run: _Run, *, several: bool, timed: bool) -> Trial:
         peak_allocated_bytes=run.usage.peak_allocated_bytes,
         peak_reserved_bytes=run.usage.peak_reserved_bytes,
         peak_upper_bytes=run.usage.peak_upper_bytes,
-        holes_bytes=run.holes_bytes,
         step_s=step_s,
         samples_per_s=request.batch_size / step_s if step_s else None,
         alloc_retries=run.usage.alloc_retries,

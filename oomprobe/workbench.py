@@ -20,13 +20,10 @@ from oomprobe.progress import Reporter
 from oomprobe.rehearsal import ContradictedError, Rehearsals
 from oomprobe.result import Phase, Trial
 from oomprobe.runner import Measured, Ran, Runner
-from oomprobe.search import Reply
-from oomprobe.trial import Request, is_cut_anew
+from oomprobe.search import STRIDE, Reply
+from oomprobe.trial import Request
 from oomprobe.verdict import Verdict
 
-# Far less than the scatter itself: under Adadelta an MLP of 115 MiB failed in one of three fresh processes at 12000, and
-# ran fifty steps in one of three at 16600.
-SCATTER = 1 / 32
 LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the process of the trial was, and with it any word on the size
 ENDED = LOST | {Verdict.TIMED_OUT}  # no word about the size, and no way on
 
@@ -75,7 +72,7 @@ class Workbench:
         if phase is Phase.GROW and self._is_last(size):
             self._run_last_replayed()
         trial = self._rehearsed(size, phase, steps, cap_bytes) or self.run(
-            size, phase, steps=steps, cap_bytes=cap_bytes, at_length=phase is Phase.CONFIRM and self._is_near_the_end()
+            size, phase, steps=steps, cap_bytes=cap_bytes
         )
         if phase is Phase.GROW:
             self._idle.refuse(nothing_stepped=self.runner.nothing_stepped)
@@ -142,25 +139,16 @@ class Workbench:
 
     def enough(self, good: int, bad: int) -> bool:
         """Whether the bracket is narrow enough, or only time for the confirmation is left."""
-        if bad - good <= self.options.resolution * good:
+        luck = STRIDE if self.device.on_host else 0.0  # fragmentation of malloc's heap decides at less
+        if bad - good <= max(self.options.resolution, luck) * good:
             return True
-        if self._clock.suffices_to_confirm(good, self.trials, times=2 if self.scatter() else 1):
+        if self._clock.suffices_to_confirm(good, self.trials):
             return False
         self.notes[
             f"time limit: bisecting stopped between {good}, which ran, and {bad}, which failed; "
             "a larger size may fit (allow more with time_limit_s)"
         ] = None
         return True
-
-    def _is_near_the_end(self) -> bool:
-        return any(not trial.passed for trial in self.trials)
-
-    def scatter(self) -> float:
-        """Within which share of a size chance decides whether it runs: with holes in its heap, the next step may need more."""
-        if not self.runner.fragments:
-            return 0.0
-        cut_anew = any(is_cut_anew(trial.holes_bytes, self.available_bytes) for trial in self.trials)
-        return SCATTER if cut_anew else 0.0
 
     def run(
         self,
@@ -170,7 +158,6 @@ class Workbench:
         steps: int,
         cap_bytes: int | None,
         accumulation_steps: int = 1,
-        at_length: bool = False,
     ) -> Trial:
         """Run one trial, and tell of it.
 
@@ -186,7 +173,6 @@ class Workbench:
             steps=steps,
             cap_bytes=cap_bytes,
             accumulation_steps=accumulation_steps,
-            at_length=at_length and self.runner.fragments,
         )
         try:
             trial = self._lived_through(request)

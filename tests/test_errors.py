@@ -1,5 +1,4 @@
 import dataclasses
-import sys
 import time
 import traceback
 
@@ -7,7 +6,6 @@ import pytest
 from test_result import a_trial
 
 from oomprobe import errors
-from oomprobe.devices.host import HostDevice
 from oomprobe.errors import OomProbeError, StepFailedError, step_failed
 from oomprobe.interrupts import Interrupts
 
@@ -133,18 +131,6 @@ def test_exceptions_that_refuse_attributes_pass_unchanged_while_signals_are_allo
             raise own
         assert caught.value is own
         assert own.__context__ is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="host memory is probed on Linux only")
-@pytest.mark.parametrize("way", ["warm", "prime"])
-def test_an_error_of_our_kind_that_a_step_raises_outside_a_trial_is_left_to_its_trial(way):
-    device = HostDevice(2**24)
-
-    def step(kind):
-        raise kind("the step's own")
-
-    for kind in TREE:
-        getattr(device, way)(lambda kind=kind: step(kind))
 
 
 def test_the_traceback_shows_the_users_line():

@@ -341,34 +341,6 @@ def test_confirmations_are_few():
     assert len(memory.trials(Phase.CONFIRM)) <= 3 + math.log2(BILLION)
 
 
-@pytest.mark.parametrize(("scatter", "trials"), [(0.0, 13), (1 / 32, 12), (0.2, 7)])
-def test_where_chance_decides_an_answer_is_confirmed_twice_and_no_closer_than_that(scatter, trials):
-    memory = Memory(10_000, fails_confirming=range(7_000, 10_001))
-    found = find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never, scatter=lambda: scatter)
-    assert memory.confirmed(found.batch_size)
-    closest = max(scatter, 1 / 128)
-    assert 7_000 / (1 + closest) - 1 <= found.batch_size < 7_000
-    assert found.deciding - found.batch_size <= closest * found.batch_size + 1
-    confirmed = [size for size, _ in memory.trials(Phase.CONFIRM)]
-    assert confirmed.count(found.batch_size) == (2 if scatter else 1)
-    assert len(confirmed) <= trials
-
-
-@given(st.sets(st.integers(1, 60)), st.integers(1, 60), st.integers(1, 7))
-def test_whatever_chance_does_the_answer_was_confirmed_and_is_allowed(fails_confirming, limit, step):
-    memory = Memory(limit, fails_confirming=fails_confirming)
-    found = find(memory, Sizes(first=step, last=None, step=step), capped=True, enough=never, scatter=lambda: 0.1)
-    if found.batch_size is not None:
-        assert memory.confirmed(found.batch_size)
-        assert found.batch_size % step == 0
-
-
-def test_at_the_last_size_nothing_has_failed_and_chance_has_no_say():
-    memory = Memory(100)
-    find(memory, Sizes(first=1, last=64, step=1), capped=True, enough=never, scatter=lambda: 0.1)
-    assert memory.trials(Phase.CONFIRM) == [(64, True)]
-
-
 # --- resolution ---
 
 
@@ -509,61 +481,3 @@ def test_adversaries(passes, capped):
 
 
 # --- beyond a failure that is an island ---
-
-
-@given(st.integers(1, 400), st.integers(0, 3), st.data())
-def test_looking_beyond_never_answers_what_did_not_run(limit, first, data):
-    islands = data.draw(st.sets(st.integers(2, max(2, limit))))
-    asked = []
-
-    def ask(size, phase, *, capped):
-        asked.append((size, size <= limit and size not in islands))
-        return Reply(passed=asked[-1][1])
-
-    sizes = Sizes(first=1 + first, last=None, step=1)
-    found = find(ask, sizes, capped=True, enough=lambda good, bad: False, looks_beyond=True)
-    assert found.batch_size is None or (found.batch_size, True) in asked
-
-
-@pytest.mark.parametrize("first", [1, 3, 48])
-def test_islands_are_crossed_wherever_the_search_begins(first):
-    def ask(size, phase, *, capped):
-        return Reply(passed=size <= 135 and not 90 <= size <= 100)
-
-    sizes = Sizes(first=first, last=None, step=1)
-    found = find(ask, sizes, capped=True, enough=lambda good, bad: False, looks_beyond=True)
-    assert found.batch_size == 135
-
-
-def test_beyond_an_island_luck_decides_so_the_answer_is_confirmed_twice():
-    confirmed = []
-
-    def ask(size, phase, *, capped):
-        if phase is Phase.CONFIRM:
-            confirmed.append(size)
-            return Reply(passed=size <= 120 or confirmed.count(size) == 1)  # beyond 120 only the first time
-        return Reply(passed=size <= 135 and not 90 <= size <= 100)
-
-    found = find(ask, Sizes(first=3, last=None, step=1), capped=True, enough=lambda good, bad: False, looks_beyond=True)
-    assert found.batch_size == 120
-    assert confirmed.count(120) == 2
-
-
-def test_on_a_monotone_limit_looking_beyond_costs_two_trials():
-    asked = []
-
-    def ask(size, phase, *, capped):
-        asked.append(phase)
-        return Reply(passed=size <= 100)
-
-    for looks_beyond, rechecks in ((False, 1), (True, 3)):
-        asked.clear()
-        found = find(
-            ask,
-            Sizes(first=1, last=None, step=1),
-            capped=True,
-            enough=lambda good, bad: False,
-            looks_beyond=looks_beyond,
-        )
-        assert found.batch_size == 100
-        assert asked.count(Phase.RECHECK) == rechecks

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 
 from oomprobe.devices import linux, spills
 from oomprobe.devices.base import Usage
-from oomprobe.devices.plain import PlainDevice
 from oomprobe.devices.stated import check_stated, name_with
 from oomprobe.errors import UnreliableError
 from oomprobe.scope import scope
@@ -41,7 +40,7 @@ GRAPHS = (
 )
 
 
-class AcceleratorDevice(PlainDevice):
+class AcceleratorDevice:
     """One accelerator with a caching allocator.
 
     Where memory may spill to the host, is the host's own, or was stated, every trial is held to what is available: an
@@ -51,6 +50,8 @@ class AcceleratorDevice(PlainDevice):
         edge_bytes: What a trial in the user's own process leaves free, unless the budget is more.
         notes: Why no trial ran without a cap, and what could not be started cold, for the report.
     """
+
+    on_host = False
 
     def __init__(
         self,
@@ -115,6 +116,9 @@ class AcceleratorDevice(PlainDevice):
     def lacks_budget(self) -> bool:
         """Whether the whole machine is at risk: the memory is the host's own, and nobody said how much of it to use."""
         return self.integrated and self._stated_bytes is None and self._fraction() >= 1
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def available_bytes(self) -> int:
         self._refuse_uncapped()

@@ -54,14 +54,6 @@ class Device(Protocol):
         """The world in which one call of a step runs; nothing on a real device."""
         ...
 
-    def warm(self, step: Callable[[], object]) -> None:
-        """Bring the process to the state in which memory is counted; may run `step` once, at the smallest size."""
-        ...
-
-    def prime(self, step: Callable[[], object]) -> None:
-        """Before a size is tried for the first time; may run `step` once, at that size, with room to spare."""
-        ...
-
     def available_bytes(self) -> int:
         """Memory this process may use: what is free and what its allocator holds."""
         ...
@@ -96,15 +88,6 @@ class Device(Protocol):
 
     def healthy(self) -> bool:
         """Run a small kernel and check its value. Never raises."""
-        ...
-
-
-@runtime_checkable
-class Heaped(Protocol):
-    """A device whose allocator cuts a heap: what a step needs of it depends on how the steps before have left it."""
-
-    def holes_bytes(self) -> int:
-        """What the heap holds now beside what is in use."""
         ...
 
 

@@ -6,7 +6,7 @@ import mmap
 from pathlib import Path
 
 MEMINFO, STATM, STATUS = Path("/proc/meminfo"), Path("/proc/self/statm"), Path("/proc/self/status")
-CLEAR_REFS = Path("/proc/self/clear_refs")
+MAPS = Path("/proc/self/maps")
 PAGE_TABLE_OF_CGROUPS = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
@@ -32,13 +32,23 @@ def _kib_field(path: Path, name: str) -> int | None:
     return int(figure.split(maxsplit=1)[0]) * 1024 if figure else None
 
 
-def reset_resident_peak() -> bool:
-    """Reset ``VmHWM``; False where the kernel refuses (proc_pid_clear_refs(5))."""
+def left_by_ulimits() -> list[int]:
+    """What ``ulimit -v`` and ``ulimit -d`` leave to this process, where they are set."""
+    import resource  # not on Windows
+
+    used = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
+    limits = {name: resource.getrlimit(kind)[0] for kind, name in used.items()}
+    return [
+        max(0, limit - (process_bytes(name) or 0)) for name, limit in limits.items() if limit != resource.RLIM_INFINITY
+    ]
+
+
+def has_loaded(library: str) -> bool:
+    """Whether this process has mapped a file of that name, such as ``libjemalloc.so.2``."""
     try:
-        CLEAR_REFS.write_text("5")
+        return f"lib{library}" in MAPS.read_text()
     except OSError:
         return False
-    return True
 
 
 def free_bytes(meminfo: Path = MEMINFO, table: Path = PAGE_TABLE_OF_CGROUPS, root: Path = CGROUP_ROOT) -> int | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from oomprobe.devices.accelerator import NEARLY_NOTHING, kernel_answers
 from oomprobe.devices.base import Usage
-from oomprobe.devices.plain import PlainDevice
 from oomprobe.devices.stated import check_stated, name_with
 from oomprobe.scope import scope
 from oomprobe.units import format_bytes
@@ -18,7 +18,7 @@ from oomprobe.units import format_bytes
 DEFAULT_HIGH_WATERMARK = 1.7
 
 
-class MpsDevice(PlainDevice):
+class MpsDevice:
     """The one Metal device of a Mac.
 
     Args:
@@ -31,6 +31,8 @@ class MpsDevice(PlainDevice):
         notes: Why no trial ran without a cap, for the report.
     """
 
+    on_host = False
+
     def __init__(self, stated_bytes: int | None = None) -> None:
         self.torch_device = torch.device("mps", 0)
         self.total_bytes = int(torch.mps.recommended_max_memory())
@@ -42,6 +44,9 @@ class MpsDevice(PlainDevice):
             f"no trial ran without a cap: this device shares the host's memory, so the allocator is held to {what}, "
             f"{format_bytes(self._stated_bytes)}",
         )
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def available_bytes(self) -> int:
         self.release()

@@ -15,7 +15,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from oomprobe.devices.base import Usage
-from oomprobe.devices.plain import PlainDevice
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.scope import scope
 from oomprobe.simulation import cuda_api
@@ -38,7 +37,7 @@ NOT_COVERED = (
 )
 
 
-class SimulatedDevice(PlainDevice):
+class SimulatedDevice:
     """A card to probe for without having it. Each object is one card, empty at first.
 
     Args:
@@ -64,6 +63,7 @@ class SimulatedDevice(PlainDevice):
         ('simulated GPU, 1.0 GiB', 0)
     """
 
+    on_host = False
     not_covered = NOT_COVERED
 
     def __init__(self, card: str | int | Card, *, settings: AllocatorSettings | None = None) -> None:

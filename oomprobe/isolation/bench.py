@@ -1,20 +1,36 @@
-"""A workbench whose trials run in child processes."""
+"""Workbenches whose trials run in child processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from oomprobe.clock import Clock
-from oomprobe.here import told_of_trials
+from oomprobe.devices.host import HostDevice
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.here import given_back, told_of_trials
 from oomprobe.interrupts import Interrupts
+from oomprobe.isolation.child import Answers, Built, serve
+from oomprobe.isolation.process import ThisProcess
 from oomprobe.isolation.remote import RemoteRunner
 from oomprobe.isolation.spec import Spec
-from oomprobe.options import Options
+from oomprobe.options import Options, StepFn
 from oomprobe.progress import Progress, reporter
 from oomprobe.result import Trial
 from oomprobe.scope import scope
+from oomprobe.state import Keeper
+from oomprobe.state.cold import garbage_frozen
+from oomprobe.work import load_counter
 from oomprobe.workbench import Workbench
+
+LIVE_CHILDREN = (
+    "host memory is probed in children forked from this process, and it has live child processes ({names}), such as the "
+    "workers of a data loader: a forked step that uses them would take their answers from this process. End them (del the "
+    "iterator of the loader), or probe in processes that start afresh: oomprobe run path/to/train.py:build"
+)
 
 
 @scope
@@ -25,7 +41,7 @@ def isolated_bench(target: str, device: Any, options: Options, progress: Progres
     recorded: list[Trial] = []
     with told_of_trials(recorded), Interrupts() as interrupts:
         clock = Clock(options)
-        runner = RemoteRunner(spec, interrupts, clock)
+        runner = RemoteRunner(spec, options, interrupts, clock)
         try:
             runner.open()
             bench = Workbench(runner, options, status, clock, recorded)
@@ -34,3 +50,40 @@ def isolated_bench(target: str, device: Any, options: Options, progress: Progres
         finally:
             status.close()
             runner.close()
+
+
+@scope
+def forked_bench(
+    model: torch.nn.Module,
+    steps: Mapping[str, StepFn],
+    preserve: Iterable[object],
+    device: HostDevice,
+    options: Options,
+    progress: Progress,
+    *,
+    notes: Iterable[str] = (),
+) -> Iterator[Workbench]:
+    """Everything a probe of host memory needs: each trial is a child forked from this process, which has the model.
+
+    Raises:
+        InvalidArgumentError: this process has children of its own.
+    """
+    if living := multiprocessing.active_children():
+        raise InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
+    status = reporter(progress)
+    recorded: list[Trial] = []
+    built = Built(model, steps)
+    load_counter()
+    with told_of_trials(recorded), Interrupts() as interrupts, garbage_frozen():
+        clock = Clock(options)
+        forks = ThisProcess(lambda wire: serve(wire, lambda: Answers(built, device, options, once=True)), interrupts)
+        runner = RemoteRunner(None, options, interrupts, clock, forks)
+        runner.notes |= dict.fromkeys(notes)
+        keeper = Keeper(model, steps.values(), preserve, "cpu")  # children write to memory that is shared, too
+        try:
+            runner.open()
+            bench = Workbench(runner, options, status, clock, recorded)
+            with given_back(bench, keeper, device):
+                yield bench
+        finally:
+            status.close()

@@ -1,46 +1,50 @@
-"""What a child does: build the target where the template has not, and run what it is asked to."""
+"""What a child does: build the target where its parent has not, and run what it is asked to."""
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from oomprobe import errors
 from oomprobe.clock import Clock
 from oomprobe.devices import Device, choose_device, linux, raised_by
-from oomprobe.devices.forked import ForkedHostDevice, Growth
 from oomprobe.devices.host import HostDevice
-from oomprobe.devices.limits import address_space
 from oomprobe.failure import failure_of
 from oomprobe.interrupts import Interrupts
 from oomprobe.isolation.spec import Spec
+from oomprobe.isolation.system import flush
 from oomprobe.isolation.wire import Message, Wire
 from oomprobe.local import LocalRunner
-from oomprobe.options import StepFn, check_model, named_steps, refuse_ranks
+from oomprobe.options import Options, StepFn, check_model, named_steps, refuse_ranks
 from oomprobe.result import Phase
-from oomprobe.scope import scope
+from oomprobe.runner import Ran
 from oomprobe.state.seen import Seen
 from oomprobe.target import build as build_target
 from oomprobe.trial import Request, Trials
 from oomprobe.watch import OptimizerWatch
 
 LONGEST_TEXT = 16_000
+NO_BACKWARD = (
+    "host memory is probed in children forked from this process, and they cannot run a backward here, because this process "
+    "has run one where an accelerator is visible. Probe in processes that start afresh: "
+    "oomprobe run path/to/train.py:build --device cpu"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A target, built."""
+    """A model and its steps, and the device that they were built for, where it is known."""
 
     model: torch.nn.Module
-    steps: dict[str, StepFn]
+    steps: Mapping[str, StepFn]
+    device: Device | None = None
 
 
 def build(spec: Spec) -> Built:
@@ -51,32 +55,16 @@ def build(spec: Spec) -> Built:
     return built
 
 
-@scope
-def one_thread() -> Iterator[dict[str, int]]:
-    """Build with one thread, whatever the target wishes; what it wished is given to the children."""
-    wished: dict[str, int] = {}
-    before, own, torch_module = torch.get_num_threads(), torch.set_num_threads, cast(Any, torch)
+def serve(wire: Wire, make: Callable[[], Answers], building: str | None = None) -> None:
+    """Answer until the other end is closed.
 
-    def wish(threads: int) -> None:
-        wished["threads"] = threads
-
-    torch_module.set_num_threads = wish
-    own(1)
-    try:
-        yield wished
-    finally:
-        torch_module.set_num_threads = own
-        if torch.get_num_threads() != 1:
-            wished.setdefault("threads", torch.get_num_threads())
-        wished.setdefault("threads", before)
-
-
-def serve(wire: Wire, spec: Spec, built: Built | None, threads: int) -> None:
-    """Answer until the other end is closed."""
-    torch.set_num_threads(threads)
-    torch.ones(2**20).add_(1)  # starts the threads; it hangs here where the template had more than one
+    Args:
+        wire: To the parent.
+        make: Makes what answers; what it raises is the answer to every question.
+        building: The target that it builds, if it does.
+    """
     own = os.getpid()
-    answers, failure = _built(spec, built)
+    answers, failure = _made(make, building)
     end_copy(own)
     wire.send({"ready": True})
     while not wire.ended:
@@ -92,39 +80,69 @@ def end_copy(own: int) -> None:
         os._exit(0)
 
 
-def _built(spec: Spec, built: Built | None) -> tuple[_Answers | None, Message]:
+def _made(make: Callable[[], Answers], building: str | None) -> tuple[Answers | None, Message]:
     try:
-        return _Answers(spec, built), {}
+        return make(), {}
     except BaseException as error:
-        return None, told(error, building=spec.target)
+        return None, told(error, building=building)
 
 
-def _answer(answers: _Answers, message: Message) -> Message:
+def _answer(answers: Answers, message: Message) -> Message:
     try:
         answer = answers.to(message)
     except BaseException as error:
         answer = told(answers.judged(error), building=None)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     return answer
 
 
-class _Answers:
-    def __init__(self, spec: Spec, built: Built | None) -> None:
-        self._built = built or build(spec)
-        # Without time limits: the template ends what hangs.
-        self._options = replace(spec.options, time_limit_s=None, trial_time_limit_s=None)
-        self._device = choose_device(spec.open_device(), self._built.model)
-        self._spec = spec
-        self._seen = Seen(self._built.model, self._built.steps.values())
-        self._runner: LocalRunner | None = None
-        gc.collect()
+class Answers:
+    """Runs trials of a model in this process, and answers in plain data.
+
+    Args:
+        built: What is probed.
+        device: Where.
+        options: Of the probe.
+        once: Whether this process was forked from one with the model in it, for one question.
+    """
+
+    def __init__(self, built: Built, device: Device, options: Options, *, once: bool = False) -> None:
+        if isinstance(device, HostDevice):
+            torch.set_num_threads(1)  # the threads of the process it was forked from are not there any more
+            _try_backward()
+        if not once:
+            gc.collect()
         gc.freeze()  # for as long as this process lives: trials collect what they made
+        self._device, self._steps = device, list(built.steps)
+        # Without time limits: whoever waits for an answer ends what hangs.
+        self._options = replace(options, time_limit_s=None, trial_time_limit_s=None)
+        seen = Seen(built.model, built.steps.values())
+        watch = OptimizerWatch(seen.add, built.model)
+        watch.__enter__()  # for as long as this process lives
+        self._trials = Trials(
+            device,
+            built.model,
+            built.steps,
+            optimizers=lambda: seen.optimizers,
+            restore_modes=seen.restore_modes,
+            let_go=seen.start_cold,
+            watch=watch,
+            interrupts=Interrupts(),
+        )
+        self._runner = LocalRunner(
+            device, self._trials, seen, Clock(self._options), [], smallest=self._options.sizes.first
+        )
+        self._has_run = False
+
+    @classmethod
+    def of_target(cls, spec: Spec) -> Answers:
+        """Build the target of a probe, and answer for it."""
+        built = build(spec)
+        return cls(built, choose_device(spec.open_device(), built.model), spec.options)
 
     def to(self, message: Message) -> Message:
         does: dict[str, Callable[..., Message]] = {
             "hello": self._hello,
-            "grow": self._grow,
             "measure": self._measure,
             "trial": self._trial,
             "work": self._work,
@@ -150,112 +168,51 @@ class _Answers:
                 "on_host": device.on_host,
             },
             "forks": isinstance(device, HostDevice),
-            "step_names": list(self._built.steps),
+            "step_names": self._steps,
             "threads": torch.get_num_threads(),
+            "resident_bytes": linux.process_bytes("VmRSS") or 0,
             "notes": list(getattr(device, "notes", ())),
         }
 
-    def _grow(self, size: int | None) -> Message:
-        """What the first step adds to this process, and what is free then."""
-        host = self._device
-        assert isinstance(host, HostDevice)
-        device = ForkedHostDevice(host, state_bytes=lambda: self._seen.state_bytes("cpu"))
-        trials = self._trials(device)
-        failed = False
-        try:
-            with address_space((linux.process_bytes("VmSize") or 0) + host.warming_bytes()):
-                growth = device.grown_by(lambda: None if size is None else trials.call_once(size, None))
-        except Exception:  # left to the first trial
-            failed = True
-        host.sample()
-        return {
-            "growth": asdict(Growth() if failed else growth),
-            "resident_bytes": linux.process_bytes("VmRSS") or 0,
-            "available_bytes": host.available_bytes(),
-        }
+    def _measure(self) -> Message:
+        return {"measured": asdict(self._runner.measure()), **self._said()}
 
-    def _measure(self, warm_size: int | None) -> Message:
-        runner = self._reused(warm_size)
-        measured = runner.measure()
-        return {"measured": asdict(measured), **self._said(runner)}
-
-    def _trial(
-        self,
-        request: dict[str, Any],
-        warm_size: int | None,
-        learned: dict[str, list[int]],
-        forked: dict[str, Any] | None,
-        left_s: float | None,
-    ) -> Message:
+    def _trial(self, request: dict[str, Any], learned: dict[str, list[int]], left_s: float | None) -> Message:
         until_s = None if left_s is None else time.monotonic() + left_s
         asked = Request(**{**request, "phase": Phase(request["phase"])})
-        is_new = self._runner is None
-        runner = self._reused(warm_size) if forked is None else self._forked(**forked)
-        if is_new:
-            runner.trials.learn(learned)
-        ran = runner.run(asked, awaited_until_s=until_s)
-        return {"ran": asdict(ran), **self._said(runner)}
+        if not self._has_run:
+            self._trials.learn(learned)
+        self._has_run = True
+        if isinstance(self._device, HostDevice):  # the process ends with the trial: nothing needs to come back
+            ran = Ran(trial=self._trials.run(asked))
+        else:
+            ran = self._runner.run(asked, awaited_until_s=until_s)
+        return {"ran": asdict(ran), **self._said()}
 
     def _work(self, size: int) -> Message:
-        runner = self._reused(None)
-        work = runner.work_at(size)
-        return {"work": None if work is None else asdict(work), **self._said(runner)}
+        work = self._runner.work_at(size)
+        return {"work": None if work is None else asdict(work), **self._said()}
 
     def _anatomy(self, size: int) -> Message:
-        runner = self._reused(None)
-        anatomy = runner.anatomy_at(size)
-        return {"anatomy": None if anatomy is None else asdict(anatomy), **self._said(runner)}
+        anatomy = self._runner.anatomy_at(size)
+        return {"anatomy": None if anatomy is None else asdict(anatomy), **self._said()}
 
-    def _said(self, runner: LocalRunner) -> Message:
+    def _said(self) -> Message:
         return {
-            "notes": list(runner.notes),
-            "in_steps_s": runner.in_steps_s,
-            "learned": runner.trials.learned,
-            "kept_bytes": runner.kept_bytes,
-            "graphs": runner.trials.compiled.graphs,
+            "notes": list(self._trials.notes),
+            "in_steps_s": self._trials.in_steps_s,
+            "learned": self._trials.learned,
+            "graphs": self._trials.compiled.graphs,
         }
 
-    def _reused(self, warm_size: int | None) -> LocalRunner:
-        """The runner of a child that goes from trial to trial."""
-        if self._runner is None:
-            self._runner = self._runner_on(self._device)
-            if warm_size is not None:
-                self._runner.warm(warm_size)
-        return self._runner
 
-    def _forked(self, growth: dict[str, int], available_bytes: int) -> LocalRunner:
-        """The runner of a child that was forked for one trial."""
-        assert isinstance(self._device, HostDevice)
-        grown = Growth(**growth)
-        device = ForkedHostDevice(
-            self._device,
-            growth=grown,
-            available_bytes=available_bytes,
-            state_bytes=lambda: self._seen.state_bytes("cpu"),
-        )
-        runner = self._runner_on(device)
-        gc.collect()
-        runner.expect(device.live_bytes() + grown.live_bytes, available_bytes)
-        return runner
-
-    def _runner_on(self, device: Device) -> LocalRunner:
-        trials = self._trials(device)
-        smallest = self._options.sizes.first
-        return LocalRunner(device, trials, self._seen, Clock(self._options), [], smallest=smallest)
-
-    def _trials(self, device: Device) -> Trials:
-        watch = OptimizerWatch(self._seen.add, self._built.model)
-        watch.__enter__()  # for as long as this process lives
-        return Trials(
-            device,
-            self._built.model,
-            self._built.steps,
-            optimizers=lambda: self._seen.optimizers,
-            restore_modes=self._seen.restore_modes,
-            let_go=self._seen.restart_counts if device.on_host else self._seen.start_cold,
-            watch=watch,
-            interrupts=Interrupts(),
-        )
+def _try_backward() -> None:
+    """Raise where no backward can run: autograd cannot start its threads anew after a fork (torch/csrc/autograd/engine.cpp)."""
+    try:
+        torch.ones(1, device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "fork" in str(error):
+            raise errors.InvalidArgumentError(NO_BACKWARD) from error
 
 
 def told(error: BaseException, *, building: str | None) -> Message:
@@ -265,14 +222,11 @@ def told(error: BaseException, *, building: str | None) -> Message:
         error: What was raised.
         building: The target, while that was being built; None in a trial.
     """
-    of_step = isinstance(error, errors.StepFailedError)
-    cause = error.__cause__ if of_step and error.__cause__ is not None else error
-    ours = isinstance(error, errors.OomProbeError) and not of_step
+    cause = error.__cause__ if isinstance(error, errors.StepFailedError) and error.__cause__ is not None else error
     return {
         "failed": {
-            "kind": type(error).__name__ if ours else None,
+            "kind": type(error).__name__ if isinstance(error, errors.OomProbeError) else None,
             "left": isinstance(error, SystemExit),
-            "own": isinstance(error, Exception) and not of_step,
             "text": _text(error),
             "building": building,
             "cause": {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oomprobe.devices.resident import PRESSURE_SHARE
+from oomprobe.devices.host import PRESSURE_SHARE
 from oomprobe.frames import is_library
 from oomprobe.verdict import Evidence, Facts, Link, Verdict, judge
 

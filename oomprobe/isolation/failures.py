@@ -8,19 +8,20 @@ from typing import Any, NoReturn
 from oomprobe import errors
 
 
-def raise_failure(failed: dict[str, Any], batch_size: int, largest_passed: int | None) -> NoReturn:
+def raise_failure(failed: dict[str, Any], batch_size: int) -> NoReturn:
     """Raise what a child told.
 
     Args:
         failed: Its message.
         batch_size: The size that was being tried.
-        largest_passed: The largest size that ran; None: none did.
 
     Raises:
         OomProbeError: what the child told.
         Exception: an error of oomprobe's own, as it was raised there.
     """
     cause = _rebuilt(failed["cause"])
+    if failed["kind"] == "StepFailedError":
+        raise errors.StepFailedError(failed["text"], batch_size=batch_size) from cause
     if failed["kind"] is not None:
         raise getattr(errors, failed["kind"])(failed["text"]) from cause
     if failed["left"]:
@@ -31,9 +32,7 @@ def raise_failure(failed: dict[str, Any], batch_size: int, largest_passed: int |
         ) from cause
     if failed["building"] is not None:
         raise errors.target_failed(cause, failed["building"]) from cause
-    if failed["own"]:
-        raise cause
-    raise errors.step_failed(cause, batch_size=batch_size, trials=(), largest_passed=largest_passed) from cause
+    raise cause
 
 
 class _InChild(Exception):
@@ -46,16 +45,18 @@ class _InChild(Exception):
 def _rebuilt(cause: dict[str, Any]) -> BaseException:
     """An exception like the one in the child: of the same class where that is known here without importing anything."""
     kind = _known_class(cause["module"], cause["name"])
+    shown = _InChild(cause["traceback"])
     try:
         error: BaseException = kind(*cause["arguments"])
-    except Exception:
+        error.__cause__ = shown
+    except Exception:  # it takes other arguments, or no attributes
         error = RuntimeError(cause["text"])
-    error.__cause__ = _InChild(cause["traceback"])
+        error.__cause__ = shown
     return error
 
 
 def _known_class(module: str, name: str) -> type[BaseException]:
     kind = getattr(sys.modules.get(module), name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    if isinstance(kind, type) and issubclass(kind, BaseException):
         return kind
     return type(name.rpartition(".")[2], (Exception,), {"__module__": module})

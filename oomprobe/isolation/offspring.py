@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 import traceback
 import warnings
@@ -16,8 +15,9 @@ from contextlib import suppress
 from typing import Any
 
 from oomprobe.devices import linux
+from oomprobe.errors import UnreliableError
 from oomprobe.isolation import system
-from oomprobe.isolation.wire import GarbledError, Message, Wire
+from oomprobe.isolation.wire import GarbledError, Message, Wire, above_standard
 
 TAIL_BYTES = 2**14  # of what a child wrote to stderr, kept for the trial's record
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
@@ -25,6 +25,10 @@ TICK_S = 0.05  # between looks whether a child has ended whose grandchildren hol
 STUCK_S = 10.0  # of a child that is not ready yet and uses no processor: it waits for threads that are not there
 STUCK_IN_STEP_S = 60.0  # the same in a step, which may wait for data
 LOOK_S = 1.0  # between looks at the processor time of a session
+NO_FORK = (
+    "no process could be forked for a trial ({error}): the machine, or its cgroup, has no memory or no process to spare. "
+    "Free some, or state a smaller budget, such as device='cpu:1GiB'"
+)
 
 
 class Tail:
@@ -62,28 +66,35 @@ class Tail:
 class Child:
     """One process that runs trials, leader of a session of its own."""
 
-    def __init__(self, serve: Callable[[Wire], None], theirs: Wire) -> None:
+    def __init__(self, serve: Callable[[Wire], None], theirs: Wire | None = None) -> None:
         """Fork.
 
         Args:
             serve: Run in the child, until it ends.
-            theirs: The template's own wire, which the child has no use for.
+            theirs: A template's own wire, which the child has no use for; None in the user's process.
+
+        Raises:
+            UnreliableError: there is no memory for another process.
         """
+        self._is_in_template = theirs is not None
         self._spared = system.children_of(os.getpid())
         self._oom_kills = linux.oom_kills()
-        here, there = socket.socketpair()
-        reading, writing = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        here, there = (socket.socket(fileno=above_standard(end.detach())) for end in socket.socketpair())
+        reading, writing = map(above_standard, os.pipe())
+        system.flush()
         template = os.getpid()
         with warnings.catch_warnings():
             # Python 3.12 warns of threads, which libraries have; a child that waits for one is noticed.
             warnings.simplefilter("ignore")
-            self.pid = os.fork()
+            try:
+                self.pid = os.fork()
+            except OSError as error:
+                raise UnreliableError(NO_FORK.format(error=error)) from error
         if not self.pid:
             _begin(template, writing)
             for end in (here, theirs, reading):
-                os.close(end if isinstance(end, int) else end.fileno())
+                if end is not None:
+                    os.close(end if isinstance(end, int) else end.fileno())
             _live(serve, Wire(there))
         there.close()
         os.close(writing)
@@ -95,11 +106,13 @@ class Child:
         with suppress(OSError):
             self.wire.send(message)
 
-    def listen(self, parent: Wire, *, left_s: float | None, over_s: float | None, may_be_stuck: bool) -> Message | None:
+    def listen(
+        self, parent: Wire | None, *, left_s: float | None, over_s: float | None, may_be_stuck: bool
+    ) -> Message | None:
         """Wait for an answer.
 
         Args:
-            parent: Watched too: whoever started the template may end.
+            parent: Watched too: whoever started the template may end. None in the user's process.
             left_s: How long a child that is ready may take; None: for as long as it likes.
             over_s: How long one that is not ready yet may take; None: the same.
             may_be_stuck: Whether a child that uses no processor is taken to hang.
@@ -110,7 +123,7 @@ class Child:
         idle, asked_s = _Idle(self.pid), time.monotonic()
         while True:
             self._wait_for(parent)
-            if parent.ended:
+            if parent is not None and parent.ended:
                 return None
             try:
                 answer = self._answer()
@@ -130,16 +143,16 @@ class Child:
             if may_be_stuck and idle.for_s > (STUCK_S if since_s is None else STUCK_IN_STEP_S):
                 return self.end(why="stuck")
 
-    def _wait_for(self, parent: Wire) -> None:
+    def _wait_for(self, parent: Wire | None) -> None:
         poll = select.poll()
-        ends = [end for end in (self.wire, self.tail, parent) if not end.ended]
+        ends = [end for end in (self.wire, self.tail, parent) if end is not None and not end.ended]
         for end in ends:
             poll.register(end, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(TICK_S * 1000)}
         if self.tail.fileno() in ready and not self.tail.ended:
             self.tail.read()
         self._readable = self.wire.fileno() in ready and not self.wire.ended
-        if parent.fileno() in ready:
+        if parent is not None and parent.fileno() in ready:
             parent.read()  # it sends nothing while it waits: this is its end
 
     def _answer(self) -> Message | None:
@@ -165,7 +178,10 @@ class Child:
         last_words = self._last_words() if why is None else None
         system.end_group(self.pid)
         ended = system.reap(self.pid, wait=True)
-        system.end_children(self._spared)
+        if self._is_in_template:
+            system.end_children(self._spared)  # orphans too, which it has adopted
+        else:
+            system.end_session(self.pid)
         self.tail.read()
         kills = linux.oom_kills()
         death = _death(ended, why=why, stderr=self.tail.text, oom_kills=_rise(self._oom_kills, kills))
@@ -235,9 +251,7 @@ def _live(serve: Callable[[Wire], None], wire: Wire) -> None:
     except BaseException:
         traceback.print_exc()
         code = 70
-    with suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    system.flush()
     os._exit(code)
 
 

@@ -1,8 +1,7 @@
-"""The template as the probe's process sees it: started, asked, and gone with everything it started."""
+"""What forks trials, as a probe sees it: a template, gone in the end with everything it started, or this very process."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
@@ -10,12 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from oomprobe.interrupts import Interrupts
 from oomprobe.isolation import system
-from oomprobe.isolation.offspring import GRACE_S
-from oomprobe.isolation.wire import GarbledError, Message, Wire
+from oomprobe.isolation.offspring import GRACE_S, Child
+from oomprobe.isolation.wire import GarbledError, Message, Wire, above_standard
 
 ENDED, TIMED_OUT = "the process that supervises trials ended", "timed out"
 ANSWER_S = GRACE_S + 30.0  # beyond the limit of a trial: the template has ended it by then, or hangs itself
@@ -32,13 +32,6 @@ def silent(why: str) -> Message:
     """The death of a template, told like that of a child."""
     seen = {"signal": None, "code": None, "peak_resident_bytes": 0, "stderr": "", "oom_kills": 0}
     return {"death": {**seen, "why": why}}
-
-
-def _beyond_standard(end: socket.socket) -> socket.socket:
-    """A socket that is none of the standard descriptors, which a daemon may have closed."""
-    moved = socket.socket(fileno=fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
-    end.close()
-    return moved
 
 
 def _is_open(descriptor: int) -> bool:
@@ -58,7 +51,7 @@ class TemplateProcess:
 
     def __init__(self, interrupts: Interrupts) -> None:
         self._interrupts = interrupts
-        here, there = (_beyond_standard(end) for end in socket.socketpair())
+        here, there = (socket.socket(fileno=above_standard(end.detach())) for end in socket.socketpair())
         path = [entry for entry in sys.path if isinstance(entry, str)]  # Python's import ignores others
         command = _COMMAND.format(parent=os.getpid(), path=path, end=there.fileno())
         warnings = [part for option in sys.warnoptions for part in ("-W", option)]
@@ -131,3 +124,40 @@ class TemplateProcess:
             for leader in (self._process.pid, self._forked):
                 if leader is not None:
                     system.end_group(leader)
+
+
+class ThisProcess:
+    """Forks a child of this process, which has the model, for each question.
+
+    Args:
+        serve: Run in the child.
+        interrupts: Lets signals reach a wait for an answer.
+    """
+
+    lost = False
+
+    def __init__(self, serve: Callable[[Wire], None], interrupts: Interrupts) -> None:
+        self._serve, self._interrupts = serve, interrupts
+
+    def tell(self, message: Message) -> None:
+        """Each child is a new one already."""
+
+    def ask(self, message: Message, *, until_s: float | None) -> Message:
+        """As `TemplateProcess.ask`."""
+        child = Child(self._serve)
+        answer: Message | None = None
+        try:
+            child.ask(message["ask"])
+            with self._interrupts.allowed(None):
+                answer = child.listen(
+                    None, left_s=message["left_s"], over_s=message["over_s"], may_be_stuck=message["may_be_stuck"]
+                )
+        finally:
+            if answer is None or "death" not in answer:
+                system.end_group(child.pid)
+                child.end(why=None)
+        assert answer is not None
+        return answer if "death" in answer else {**answer, "stderr": child.tail.text}
+
+    def close(self) -> None:
+        """Nothing is left."""

@@ -10,13 +10,13 @@ import torch
 from oomprobe import errors
 from oomprobe.anatomy import Anatomy
 from oomprobe.clock import Clock
-from oomprobe.devices.forked import Growth
 from oomprobe.interrupts import Interrupts
 from oomprobe.isolation.deaths import Death, judge_death
 from oomprobe.isolation.failures import raise_failure
-from oomprobe.isolation.process import ANSWER_S, TemplateProcess
+from oomprobe.isolation.process import ANSWER_S, TemplateProcess, ThisProcess
 from oomprobe.isolation.spec import Spec
 from oomprobe.isolation.wire import Message
+from oomprobe.options import Options
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial, trial_from_dict
 from oomprobe.runner import Measured, Ran
 from oomprobe.trial import Request
@@ -26,6 +26,10 @@ from oomprobe.work import Work
 FRESH = (
     "children forked from the built target hung or could not run ({why}), as they do when building it started threads: "
     "each trial builds the target anew"
+)
+STUCK = (
+    "a child forked from this process for a trial hangs at {where}: it waits for a thread, or a lock, of this process. Probe in "
+    "processes that start afresh: oomprobe run path/to/train.py:build"
 )
 COMPILED = (
     "the step is compiled by torch.compile: each size was compiled anew, as training at that size alone would, and in "
@@ -43,36 +47,37 @@ class RemotePlace:
     on_host: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Warm:
-    """What a warm process has, measured in a child."""
-
-    growth: Growth
-    resident_bytes: int
-    available_bytes: int
-
-
 class RemoteRunner:
     """Runs trials in children of a template.
 
     Args:
-        spec: What they build.
+        spec: What they build; None: nothing, they are forked from this process, which has the model.
+        options: Of the probe.
         interrupts: Lets signals reach a wait for a child.
         clock: Of the probe.
+        forked: Forks them, where that is not the work of a template.
     """
 
     replaceable = True
 
-    def __init__(self, spec: Spec, interrupts: Interrupts, clock: Clock) -> None:
-        self._spec, self._interrupts, self._clock = spec, interrupts, clock
+    def __init__(
+        self,
+        spec: Spec | None,
+        options: Options,
+        interrupts: Interrupts,
+        clock: Clock,
+        forked: ThisProcess | None = None,
+    ) -> None:
+        self._spec, self._options, self._interrupts, self._clock = spec, options, interrupts, clock
         self.notes: dict[str, None] = {}
         self.in_steps_s = 0.0
         self._in_child_s = 0.0  # of in_steps_s, what the child that is reused has told so far
-        self._template: TemplateProcess | None = None
-        self._builds_here = _is_on_host(spec)  # in the template, whose children are forked for one trial each
+        self._template: TemplateProcess | ThisProcess | None = forked
+        self.isolated = spec is not None
+        self._builds_here = spec is None or _is_on_host(spec)  # where children are forked for one trial each
         self._forks = self._builds_here
-        self._warm: _Warm | None = None
-        self._warm_size: int | None = None
+        self._available_bytes = 0  # on the host
+        self._resident_bytes = 0  # with the model, before a step
         self._learned: dict[str, list[int]] = {}
         self._phase: Phase | None = None  # of the last trial
         self._usual: set[str] = set()  # lines on stderr of children who did not die
@@ -88,18 +93,16 @@ class RemoteRunner:
         self.place = RemotePlace(**{**hello["place"], "torch_device": torch.device(hello["place"]["torch_device"])})
         self.step_names: list[str] = hello["step_names"]
         self.threads: int = hello["threads"]
-        self.notes |= dict.fromkeys(hello["notes"])
+        self._resident_bytes = hello["resident_bytes"]
+        if self._forks:
+            self._available_bytes = self._ask({"do": "measure"}, limited=False)["measured"]["available_bytes"]
 
     # --- what the workbench asks ---
 
-    def warm(self, batch_size: int) -> None:
-        self._warm_size = batch_size
-
     def measure(self) -> Measured:
         if self._forks:
-            return Measured(available_bytes=self._warmed().available_bytes, outside_bytes=None)
-        answer = self._ask({"do": "measure", "warm_size": self._warm_size}, limited=False)
-        return Measured(**answer["measured"])
+            return Measured(available_bytes=self._available_bytes, outside_bytes=None)
+        return Measured(**self._ask({"do": "measure"}, limited=False)["measured"])
 
     def outside_bytes(self) -> int | None:
         return None if self._forks else self.measure().outside_bytes
@@ -109,18 +112,24 @@ class RemoteRunner:
         if self._phase is not None and request.phase in SECOND_OPINIONS and changed:
             self.renew()
         self._phase = request.phase
-        warm = self._warmed() if self._forks else None
-        question = self._question(request, warm)
+        question = {
+            "do": "trial",
+            "request": {**asdict(request), "deadline_s": None},
+            "learned": self._learned,
+            "left_s": self._clock.left_s(),
+        }
         try:
-            answer = self._ask_or_death(question, limited=True, request=request)
+            answer = self._ask_or_death(question, limited=True, batch_size=request.batch_size)
         except errors.NotTrainedError:  # trials have trained the weights; a new process has those of the beginning
+            if self._forks:
+                raise
             self.renew()
-            answer = self._ask_or_death(question, limited=True, request=request)
+            answer = self._ask_or_death(question, limited=True, batch_size=request.batch_size)
         if "death" in answer:
             return Ran(trial=self._died(request, Death.from_message(answer["death"])))
         ran = _ran(answer["ran"])
-        if warm is not None:
-            return replace(ran, measured=Measured(available_bytes=warm.available_bytes, outside_bytes=None))
+        if self._forks:
+            return replace(ran, measured=self.measure())
         if not ran.trial.passed and ran.trial.leaked_bytes:
             self.renew()  # what the failed trial left goes with its process
             return replace(ran, refusal=None)
@@ -139,16 +148,10 @@ class RemoteRunner:
         return Anatomy(**answer["anatomy"]) if answer.get("anatomy") else None
 
     def renew(self) -> None:
-        """For a second opinion: on host memory a child forked from another template, with another layout of its memory."""
-        if self._forks:
-            self.close()
-        elif self._template is not None:
+        """Let the next trial run in a new child; one that was forked for its trial is new already."""
+        if not self._forks and self._template is not None:
             self._template.tell({"do": "renew"})
             self._in_child_s = 0.0
-
-    @property
-    def fragments(self) -> bool:
-        return self._forks
 
     @property
     def nothing_stepped(self) -> bool:
@@ -156,39 +159,13 @@ class RemoteRunner:
 
     def close(self) -> None:
         """End every process."""
-        template, self._template = self._template, None
         self._in_child_s = 0.0
-        if template is not None:
-            template.close()
+        if self._template is not None:
+            self._template.close()
+        if self._spec is not None:
+            self._template = None
 
     # --- asking ---
-
-    def _question(self, request: Request, warm: _Warm | None) -> Message:
-        forked = None
-        if warm is not None:
-            forked = {"growth": asdict(warm.growth), "available_bytes": warm.available_bytes}
-        asked = {**asdict(request), "deadline_s": None}
-        return {
-            "do": "trial",
-            "request": asked,
-            "warm_size": self._warm_size,
-            "learned": self._learned,
-            "forked": forked,
-            "left_s": self._clock.left_s(),
-        }
-
-    def _warmed(self) -> _Warm:
-        """What a warm process has; a child tells that once."""
-        if self._warm is None:
-            answer = self._told({"do": "grow", "size": self._warm_size}, limited=True)
-            if "growth" not in answer:  # it died of its first step, which is left to the first trial
-                answer = self._ask({"do": "grow", "size": None}, limited=True)
-            self._warm = _Warm(
-                growth=Growth(**answer["growth"]),
-                resident_bytes=answer["resident_bytes"],
-                available_bytes=answer["available_bytes"],
-            )
-        return self._warm
 
     def _ask(self, message: Message, *, limited: bool) -> Message:
         answer = self._ask_or_death(message, limited=limited)
@@ -198,18 +175,19 @@ class RemoteRunner:
         if "death" in answer:
             death = Death.from_message(answer["death"])
             if death.is_hang:
-                raise self._clock.time_is_up(self._warm_size or self._spec.options.min_batch, ())
+                self._refuse_stuck(death)
+                raise self._clock.time_is_up(self._options.min_batch, ())
+            target = "a forked child of this process" if self._spec is None else f"the target {self._spec.target}"
             raise errors.StepFailedError(
-                f"the process in which the target {self._spec.target} was to be built and run died: {death.text()}\n"
+                f"the process in which {target} was to be built and run died: {death.text()}\n"
                 "Nothing was probed. Import the file and call the function by itself to see it"
             )
         return answer
 
-    def _ask_or_death(self, message: Message, *, limited: bool, request: Request | None = None) -> Message:
+    def _ask_or_death(self, message: Message, *, limited: bool, batch_size: int = 0) -> Message:
         answer = self._told(message, limited=limited)
         if "failed" in answer:
-            size = request.batch_size if request else self._warm_size or 0
-            raise_failure(answer["failed"], size, request.largest_passed if request else None)
+            raise_failure(answer["failed"], batch_size)
         return answer
 
     def _told(self, message: Message, *, limited: bool) -> Message:
@@ -231,8 +209,9 @@ class RemoteRunner:
 
     def _answer(self, message: Message, *, limited: bool) -> Message:
         if self._template is None:
-            self._template = TemplateProcess(self._interrupts)
-            refusal = self._build(self._template)
+            assert self._spec is not None
+            self._template = template = TemplateProcess(self._interrupts)
+            refusal = self._build(template, self._spec)
             if refusal is not None:
                 return refusal
         left_s = self._clock.left_s() if limited else None
@@ -240,16 +219,22 @@ class RemoteRunner:
             "left_s" in message
         ):  # a new template takes seconds to build, and a trial that counts them as its own is ended
             message = {**message, "left_s": left_s}
-        asked = {"do": "ask", "ask": message, "once": self._forks, "left_s": left_s, "may_be_stuck": self._builds_here}
+        asked: Message = {
+            "do": "ask",
+            "ask": message,
+            "once": self._forks,
+            "left_s": left_s,
+            "may_be_stuck": self._builds_here,
+        }
         asked["over_s"], end_s = self._clock.over_s, self._clock.end_s
         answer = self._template.ask(asked, until_s=None if end_s is None else end_s + ANSWER_S)
         if self._template.lost:
             self.close()
         return answer
 
-    def _build(self, template: TemplateProcess) -> Message | None:
+    def _build(self, template: TemplateProcess, spec: Spec) -> Message | None:
         """Tell a template what to build; None where it has done so, or its children will."""
-        order = {"do": "build", "spec": self._spec.to_message(), "here": self._builds_here}
+        order = {"do": "build", "spec": spec.to_message(), "here": self._builds_here}
         if not self._builds_here:
             template.tell(order)
             return None
@@ -261,26 +246,22 @@ class RemoteRunner:
 
     def _why_not_forked(self, answer: Message) -> str | None:
         """Whether children of a template that has built the target cannot run, and others could."""
-        if not self._builds_here or answer.get("building"):
+        if not self._builds_here or self._spec is None or answer.get("building"):
             return None
         why = answer.get("death", {}).get("why")
         if why == "stuck" or (why == "timed out" and not self._has_run):
             return str(why)
-        failed = answer.get("failed", {"kind": "none", "own": True})
+        failed = answer.get("failed", {"kind": None})
         if (
-            failed["kind"] is None and not failed["own"] and not self._has_run
-        ):  # what it lacks may be a thread or a worker of the template's
-            return f"the step failed: {(failed['text'].splitlines() or [''])[0][:80]}"
+            failed["kind"] == "StepFailedError" and not self._has_run
+        ):  # it may lack a thread or a worker of the template's
+            return f"{(failed['text'].splitlines() or [''])[0][:80]}"
         return None
 
     def _heed(self, answer: Message) -> None:
         self.notes |= dict.fromkeys(answer.get("notes", ()))
         if answer.get("ran", {}).get("trial", {}).get("verdict") == Verdict.FITS:
             self._usual |= set(answer["stderr"].splitlines())
-        if self._warm is not None:  # what libraries keep for a size, they keep for those above it
-            grown = self._warm.growth
-            grown = replace(grown, live_bytes=grown.live_bytes + answer.get("kept_bytes", 0))
-            self._warm = replace(self._warm, growth=grown)
         if answer.get("graphs"):
             self.notes[COMPILED] = None
         self._learned = answer.get("learned") or self._learned
@@ -290,17 +271,22 @@ class RemoteRunner:
 
     # --- what came ---
 
+    def _refuse_stuck(self, death: Death) -> None:
+        """Raise where a child of this process hangs: it waits for a thread or a lock that was not forked with it."""
+        if death.why == "stuck" and self._spec is None:
+            raise errors.UnreliableError(STUCK.format(where=death.where() or "an unknown place"))
+
     def _died(self, request: Request, death: Death) -> Trial:
-        cap_bytes = request.cap_bytes or (self._warm.available_bytes if self._warm else None)
-        base_bytes = self._warm.resident_bytes if self._warm else 0
+        if death.why == "stuck":
+            self._refuse_stuck(death)
         evidence = Evidence(
             smaller_size_passed=request.smaller_passed, memory_pressure=False, on_host=self.place.on_host
         )
         verdict = judge_death(
             death,
             evidence,
-            used_bytes=death.peak_resident_bytes - base_bytes,
-            cap_bytes=cap_bytes,
+            used_bytes=death.peak_resident_bytes - self._resident_bytes,
+            cap_bytes=request.cap_bytes or self._available_bytes or None,
             usual=frozenset(self._usual),
         )
         return Trial(

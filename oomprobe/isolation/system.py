@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,13 @@ def prefer_to_be_killed() -> None:
     """Let the system's OOM killer choose this process before any other (proc_pid_oom_score_adj(5))."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def flush() -> None:
+    """Write what is buffered for the standard streams; a daemon may have closed them."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
 
 
 def children_of(pid: int) -> set[int]:
@@ -66,6 +74,14 @@ def end_group(pid: int) -> None:
     """Kill the process group that `pid` leads."""
     with suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def end_session(session: int) -> None:
+    """Kill what is left of a session, such as data loader workers that a trial has started."""
+    for pid in _pids():
+        if (fields := _stat(pid)) and fields[3] == str(session):
+            with suppress(OSError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def end_children(spared: set[int]) -> None:

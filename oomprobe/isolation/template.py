@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-import torch
-import torch._dynamo  # the first step of an optimizer imports it, which takes two seconds of every child's
-
+from oomprobe.devices import choose_device
 from oomprobe.isolation import child, system
 from oomprobe.isolation.offspring import Child
 from oomprobe.isolation.spec import Spec
@@ -32,10 +32,10 @@ def main(end: int) -> None:
     try:
         template.serve()
     finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a data loader's handler raises when its workers are ended
         template.end()
         system.end_children(set())  # what building the target started
-    with suppress(Exception):
-        sys.stdout.flush()
+    system.flush()
     os._exit(0)
 
 
@@ -45,7 +45,6 @@ class Template:
     def __init__(self, parent: Wire) -> None:
         self._parent = parent
         self._spec: Spec | None = None
-        self._threads = torch.get_num_threads()
         self._built: child.Built | None = None
         self._child: Child | None = None
 
@@ -66,12 +65,11 @@ class Template:
             self._pass_on(message)
 
     def _build(self, spec: Spec) -> Message:
-        """With one thread: a child forked after OpenMP ran with several hangs in its first parallel region."""
         own = os.getpid()
         try:
-            with child.one_thread() as wished:
-                self._built = child.build(spec)
-            self._threads = wished["threads"]
+            built = child.build(spec)
+            self._built = replace(built, device=choose_device(spec.open_device(), built.model))
+            gc.collect()
             answer: Message = {"built": True}
         except BaseException as error:
             answer = child.told(error, building=spec.target)
@@ -103,8 +101,13 @@ class Template:
             self._parent.send(message)
 
     def _serve_child(self, wire: Wire) -> None:
-        assert self._spec is not None
-        child.serve(wire, self._spec, self._built, self._threads)
+        spec, built = self._spec, self._built
+        assert spec is not None
+        if built is None or built.device is None:
+            child.serve(wire, lambda: child.Answers.of_target(spec), building=spec.target)
+        else:
+            device = built.device
+            child.serve(wire, lambda: child.Answers(built, device, spec.options, once=True))
 
     def end(self) -> None:
         """End the child, and all that it started."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import socket
 import struct
 import zlib
@@ -23,6 +25,15 @@ def pack(message: Message) -> bytes:
     """A message as bytes."""
     text = json.dumps(message, default=str).encode()
     return _HEAD.pack(_MARK, len(text), zlib.crc32(text)) + text
+
+
+def above_standard(descriptor: int) -> int:
+    """The same, not as one of the standard descriptors, which a daemon may have closed."""
+    if descriptor > 2:
+        return descriptor
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
 
 
 class Wire:

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 import torch
 
-from oomprobe.devices.limits import left_by_own_limits, limited_by_the_user
-
 PIECE_BYTES = 2**18  # read at a time
 
 
@@ -121,10 +119,7 @@ def _parts(data: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 def shelf_beside_limits() -> Shelf | None:
     """Where copies of host memory go; None: into this process, where nothing of the user's own limits it."""
-    try:
-        return Shelf() if limited_by_the_user() else None
-    except (AttributeError, ImportError, OSError):  # not Linux, or no such files there
-        return None
+    return None
 
 
 def with_room(shelf: Shelf | None, needed_bytes: int, free_bytes: int | None) -> Shelf | None:
@@ -132,6 +127,4 @@ def with_room(shelf: Shelf | None, needed_bytes: int, free_bytes: int | None) ->
 
     Otherwise the copy must count against the limits: or a trial that uses all they leave brings the system's OOM killer.
     """
-    if shelf is None or free_bytes is None or free_bytes - needed_bytes < min(left_by_own_limits(), default=0):
-        return None
     return shelf

@@ -111,7 +111,7 @@ def asleep(process):
 def test_row_18_ctrl_c_at_a_terminal(command, mark, where):
     terminal = command("--progress", "off", *where, terminal=True)
     until(lambda: terminal.shows("asleep"))
-    assert len(marked(mark)) == (1 if where else 3)
+    assert len(marked(mark)) == (2 if where else 3)
     terminal.type(b"\x03")
     assert terminal.status() == 130
     assert "interrupted" in terminal.shown

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from faults.card import CARD, ROOM, trained
 from faults.processes import marked, until
@@ -215,22 +214,26 @@ def test_row_17_a_step_that_hangs_once_is_tried_again(first):
 
 
 def threads_started():
-    """Building runs a parallel region, so a child that is forked from it hangs in its first."""
-    torch._C.set_num_threads(2)  # below what keeps a target to one thread
-    torch.ones(2**22).add_(1)
-    model = nn.Linear(64, 64)
-
-    def step(model, batch_size):
-        model(torch.randn(batch_size, 64)).sum().backward()
-
-    return model, step
+    torch.set_num_threads(2)
+    torch.ones(2**22).add_(1)  # a parallel region: children forked from now on have no such threads
+    return trained()
 
 
-@pytest.mark.slow
-def test_row_17_a_target_that_started_threads_is_built_anew_for_each_trial():
-    result = probe_target(threads_started, device="cpu:1GiB", max_batch=4, progress="off")
+def workers_started():
+    """As with the workers of a data loader, which only the process that started them can ask."""
+    builder = os.getpid()
+
+    def ask(batch_size):
+        assert os.getpid() == builder, "can only test a child process"
+
+    return trained(ask)
+
+
+@pytest.mark.parametrize(("target", "anew"), [(threads_started, False), (workers_started, True)])
+def test_row_17_a_target_that_started_threads_or_workers(target, anew):
+    result = probe_target(target, device="cpu:1GiB", max_batch=4, progress="off")
     assert (result.batch_size, result.limited_by) == (4, "max_batch")
-    assert any("each trial builds the target anew" in note for note in result.notes)
+    assert any("each trial builds the target anew" in note for note in result.notes) is anew
 
 
 # --- 22: what cannot be had in another process ---

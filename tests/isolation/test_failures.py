@@ -8,13 +8,13 @@ from oomprobe.isolation.failures import raise_failure
 from oomprobe.isolation.wire import Message
 
 
-def raised(error, *, building=None, largest=8) -> tuple[BaseException, Message]:
+def raised(error, *, building=None) -> tuple[BaseException, Message]:
     try:
         raise error
     except BaseException as one:
         message = told(one, building=building)
     with pytest.raises(errors.OomProbeError) as caught:
-        raise_failure(message["failed"], 16, largest)
+        raise_failure(message["failed"], 16)
     return caught.value, message
 
 
@@ -38,7 +38,7 @@ class MuteError(Exception):
 
 
 def test_a_bug_of_the_step_has_its_own_exception_as_cause():
-    told_of = errors.step_failed(KeyError("labels"), batch_size=16, trials=())
+    told_of = errors.step_failed(KeyError("labels"), batch_size=16, trials=(), largest_passed=8)
     told_of.__cause__ = KeyError("labels")
     failed, _ = raised(told_of)
     assert type(failed) is errors.StepFailedError
@@ -62,7 +62,7 @@ def test_a_class_that_is_not_known_here_has_its_name():
     _, message = raised(ValueError("x"), building="t.py:b")
     message["failed"]["cause"] |= {"module": "their_train", "name": "Theirs"}
     with pytest.raises(errors.OomProbeError) as caught:
-        raise_failure(message["failed"], 4, None)
+        raise_failure(message["failed"], 4)
     assert type(caught.value.__cause__).__module__ == "their_train"
     assert "Theirs" in str(caught.value)
     assert "their_train" not in vars(builtins)
@@ -77,7 +77,7 @@ def test_our_own_errors_stay_what_they_are():
 def test_an_error_of_ours_is_not_told_as_the_steps():
     message = told(KeyError("no such thing in the child"), building=None)
     with pytest.raises(KeyError, match="no such thing") as caught:
-        raise_failure(message["failed"], 16, 8)
+        raise_failure(message["failed"], 16)
     assert not isinstance(caught.value, errors.OomProbeError)
 
 
