@@ -1,0 +1,255 @@
+"""Probes of host memory: each trial is a forked child, held to its budget by the system; this process stays as it was."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from multiprocessing import Process
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import oomprobe
+from oomprobe.devices import linux
+from oomprobe.devices.host import APPROXIMATE, HostDevice
+from oomprobe.isolation import offspring, system
+
+MIB, GIB = 2**20, 2**30
+QUIET = {"device": "cpu:256MiB", "progress": "off"}
+
+
+def linear(then=lambda batch_size: None):
+    """A step of one MiB a sample; `then` runs in it."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(model, batch_size):
+        block = torch.zeros(batch_size, MIB // 4)
+        then(batch_size)
+        optimizer.zero_grad()
+        (model(torch.randn(batch_size, 4)).sum() + block[0, 0]).backward()
+        optimizer.step()
+
+    return model, step
+
+
+def in_child(batch_size):
+    """A step that would leave its mark on this process, if it ran here."""
+    raise AssertionError(os.getpid())
+
+
+# --- the device ---
+
+
+def test_names_and_notes():
+    assert (HostDevice().name, HostDevice(GIB).name) == ("host memory", "host memory, 1.00 GiB of it")
+    assert HostDevice(GIB).notes == (APPROXIMATE,)
+
+
+def test_another_malloc_is_named(monkeypatch):
+    monkeypatch.setattr(linux, "has_loaded", lambda name: name == "jemalloc")
+    assert any("jemalloc" in note for note in HostDevice(GIB).notes)
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_only_linux_has_it(monkeypatch, platform):
+    monkeypatch.setattr(sys, "platform", platform)
+    with pytest.raises(oomprobe.NoDeviceError, match=f"this is {platform}"):
+        HostDevice(GIB)
+
+
+def test_a_budget_beyond_what_is_free_is_refused(monkeypatch):
+    monkeypatch.setattr(linux, "free_bytes", lambda: 2 * GIB)
+    with pytest.raises(
+        oomprobe.InvalidArgumentError, match=r"8\.00 GiB of host memory were asked for, and 1\.\d\d GiB"
+    ):
+        HostDevice(8 * GIB)
+
+
+# --- answers ---
+
+
+@pytest.mark.parametrize(("memory_fraction", "budget_mib"), [(0.9, 230), (1.0, 256)])
+def test_a_mebibyte_a_sample_answers_the_mebibytes(memory_fraction, budget_mib):
+    result = oomprobe.find_max_batch(*linear(), memory_fraction=memory_fraction, **QUIET)
+    assert budget_mib - 12 <= result.batch_size <= budget_mib
+    assert result.budget_bytes == int(memory_fraction * 256 * MIB)
+    assert (result.state_verified, result.environment["isolated"], result.environment["threads"]) == (True, False, 1)
+    answered = result.trials[-1]
+    assert answered.peak_allocated_bytes <= answered.peak_reserved_bytes <= result.budget_bytes
+    assert answered.peak_allocated_bytes >= result.batch_size * MIB
+
+
+def test_isolated_it_is_the_same():
+    isolated = oomprobe.probe_target(linear, **QUIET)
+    here = oomprobe.find_max_batch(*linear(), **QUIET)
+    assert isolated.batch_size == pytest.approx(here.batch_size, abs=4)
+
+
+def test_many_small_blocks_meet_the_budget_too():
+    model, step = linear()
+
+    def in_small_blocks(model, batch_size):
+        blocks = [torch.zeros(4096) for _ in range(64 * batch_size)]
+        step(model, 1)
+        del blocks
+
+    result = oomprobe.find_max_batch(model, in_small_blocks, **QUIET)
+    assert 190 <= result.batch_size < 230
+
+
+def test_a_limit_of_the_users_own_bounds_it():
+    code = """
+        import resource, torch, torch._dynamo, oomprobe
+        from test_host import linear, MIB
+        from oomprobe.devices import linux
+        limit = linux.process_bytes("VmSize") + 400 * MIB
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        result = oomprobe.find_max_batch(*linear(), device="cpu:1GiB", progress="off")
+        print(result.available_bytes // MIB, result.batch_size)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=os.path.dirname(__file__), capture_output=True, text=True
+    )
+    available_mib, answer = map(int, done.stdout.split())
+    assert 250 <= available_mib <= 400
+    assert 0.9 * available_mib - 30 <= answer <= 0.9 * available_mib
+
+
+def test_check():
+    assert oomprobe.check(*linear(), 100, **QUIET).batch_size == 100
+    with pytest.raises(oomprobe.NothingFitsError, match="batch 300 does not survive"):
+        oomprobe.check(*linear(), 300, **QUIET)
+
+
+# --- this process ---
+
+
+def test_a_step_runs_in_a_child_and_changes_nothing_here():
+    model, step = linear()
+    pids = []
+
+    def marked(model, batch_size):
+        pids.append(os.getpid())
+        step(model, batch_size)
+
+    before = model.weight.detach().clone()
+    children = system.children_of(os.getpid())
+    oomprobe.find_max_batch(model, marked, max_batch=4, **QUIET)
+    assert not pids
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None
+    assert system.children_of(os.getpid()) == children
+
+
+def test_shared_memory_comes_back_too():
+    model, step = linear()
+    model.share_memory()
+    before = model.weight.detach().clone()
+    result = oomprobe.find_max_batch(model, step, max_batch=4, **QUIET)
+    assert result.state_verified
+    assert torch.equal(model.weight, before)
+
+
+def test_what_a_step_prints_is_seen(capfd):
+    oomprobe.check(*linear(lambda batch_size: os.write(1, b"from the step\n")), 2, **QUIET)
+    assert "from the step" in capfd.readouterr().out
+
+
+# --- faults ---
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        (lambda batch_size: {}["labels"], oomprobe.StepFailedError, "failed at batch size 1 with KeyError: 'labels'"),
+        (lambda batch_size: sys.exit(3), oomprobe.StepFailedError, r"left the process, sys\.exit\(3\)"),
+        (lambda batch_size: os._exit(3), oomprobe.StepFailedError, "died twice at batch size 1"),
+        (lambda batch_size: os.abort(), oomprobe.StepFailedError, "SIGABRT"),
+    ],
+)
+def test_a_step_that_fails_ends_its_child_alone(fault, error, said):
+    with pytest.raises(error, match=said):
+        oomprobe.find_max_batch(*linear(fault), **QUIET)
+
+
+def test_a_bug_has_the_steps_own_exception_as_its_cause():
+    def bug(batch_size):
+        if batch_size > 2:
+            raise LookupError("no such label")
+
+    with pytest.raises(oomprobe.StepFailedError, match="batch 2 ran: pass max_batch=2") as caught:
+        oomprobe.find_max_batch(*linear(bug), **QUIET)
+    assert type(caught.value.__cause__) is LookupError
+    assert caught.value.batch_size == 4
+    assert "in bug" in str(caught.value.__cause__.__cause__)
+
+
+def test_a_crash_above_a_size_that_ran_is_told_as_no_memory_limit():
+    def crash(batch_size):
+        if batch_size > 2:
+            os.abort()
+
+    with pytest.raises(oomprobe.StepFailedError, match="died twice at batch size 4") as caught:
+        oomprobe.find_max_batch(*linear(crash), **QUIET)
+    assert [trial.batch_size for trial in caught.value.trials if trial.passed] == [1, 2]
+
+
+def test_a_step_that_hangs_ends_with_its_time():
+    began_s = time.monotonic()
+    with pytest.raises(oomprobe.TimeLimitError, match="batch 1"):
+        oomprobe.find_max_batch(*linear(lambda batch_size: time.sleep(60)), trial_time_limit_s=1, **QUIET)
+    assert time.monotonic() - began_s < 20
+
+
+def test_a_child_that_waits_for_ever_is_told_with_what_to_type(monkeypatch):
+    monkeypatch.setattr(offspring, "STUCK_IN_STEP_S", 2.0)
+    with pytest.raises(oomprobe.UnreliableError, match=r"hangs at test_host\.py:\d+.*oomprobe run"):
+        oomprobe.find_max_batch(*linear(lambda batch_size: time.sleep(60)), **QUIET)
+
+
+def test_ctrl_c_ends_the_child_too():
+    code = """
+        import os, signal, threading, time, torch, oomprobe
+        from test_host import linear
+        threading.Timer(4, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        oomprobe.find_max_batch(*linear(lambda batch_size: time.sleep(60)), device="cpu:256MiB", progress="off")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=os.path.dirname(__file__), capture_output=True, text=True
+    )
+    assert re.search(r"^KeyboardInterrupt", done.stderr, re.MULTILINE)
+    assert not [pid for pid in system.children_of(1) if "test_host" in _command(pid)]
+
+
+def _command(pid):
+    try:
+        return Path("/proc", str(pid), "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_where_nothing_can_be_forked_it_says_so(monkeypatch):
+    def full():
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", full)
+    with pytest.raises(
+        oomprobe.UnreliableError, match=r"no process could be forked for a trial .*state a smaller budget"
+    ):
+        oomprobe.find_max_batch(*linear(), **QUIET)
+
+
+def test_live_children_are_refused():
+    worker = Process(target=time.sleep, args=(60,), name="worker 1")
+    worker.start()
+    try:
+        with pytest.raises(oomprobe.InvalidArgumentError, match=r"live child processes \(worker 1\).*oomprobe run"):
+            oomprobe.find_max_batch(*linear(), **QUIET)
+    finally:
+        worker.kill()
+        worker.join()
