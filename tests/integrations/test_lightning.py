@@ -508,7 +508,7 @@ def test_an_unused_field_hides_no_longer_sentence():
             seen.append(batch[0].shape[1])
             return self.layer(torch.zeros(1, WIDTH)).mean() * batch[0].mean()
 
-    options = {"device": "cpu:256MiB", "max_batch": 1, "progress": "off"}
+    options = {"device": LedgerDevice(), "max_batch": 1, "progress": "off"}
     result = find_max_batch(quiet_trainer(limit_val_batches=0), Reads(), Sentences(), **options)
     assert max(seen) == 200
     assert not any("longest" in item for item in result.not_covered)

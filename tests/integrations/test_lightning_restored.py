@@ -2,10 +2,8 @@
 
 import gc
 import logging
-import os
 import random
 import signal
-import sys
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -33,8 +31,7 @@ from integrations.lightning_models import (
 from oomprobe.integrations.lightning import find_max_batch
 from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
-from oomprobe.integrations.lightning.undone import replaced, undone
-from oomprobe.state import Keeper, shelf
+from oomprobe.integrations.lightning.undone import replaced
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in FRAMEWORK_WARNINGS]
 QUIET = {"progress": "off", "memory_fraction": 1.0}
@@ -398,17 +395,3 @@ def test_the_batch_size_is_put_back_after_each_fit():
     with batch_size.at(16):
         assert batch_size.values == [16, 16]
     assert batch_size.values == [4, 8]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")
-def test_the_file_of_a_copy_is_closed_before_the_training(monkeypatch):
-    monkeypatch.setattr(shelf, "limited_by_the_user", lambda: True)
-    keepers, module, before = [], torch.nn.Linear(2, 2), os.listdir("/proc/self/fd")
-    monkeypatch.setattr(
-        sys.modules[undone.__module__], "Keeper", lambda *kept: keepers.append(Keeper(*kept)) or keepers[-1]
-    )
-    with undone(module, [], None, "cpu"):
-        assert len(os.listdir("/proc/self/fd")) == len(before) + 1
-        torch.nn.init.zeros_(module.weight)
-    assert len(os.listdir("/proc/self/fd")) == len(before)  # though the keeper lives, as it may in a cycle
-    assert module.weight.count_nonzero() > 0

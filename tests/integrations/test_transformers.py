@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from ledger import HERE
 from torch.nn.functional import pad
 
 import oomprobe
@@ -81,7 +82,7 @@ def trainer(tmp_path):
 
 def find(trainer, **options):
     return oomprobe.integrations.transformers.find_max_batch(
-        trainer, **{"device": "cpu:1GiB", "max_batch": 8, "progress": "off", "steps": 1, "confirm_steps": 1} | options
+        trainer, **{"device": HERE, "max_batch": 8, "progress": "off", "steps": 1, "confirm_steps": 1} | options
     )
 
 

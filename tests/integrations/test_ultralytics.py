@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from ledger import HERE
 
 import oomprobe
 from oomprobe.devices import choose_device
@@ -29,7 +30,7 @@ from oomprobe.integrations.ultralytics.training import Precision, prepare
 SMALL = {"imgsz": 64, "max_num_obj": 8, "progress": "off"}
 COPY = 10_600_000  # bytes of the parameters of yolo11n
 ONCE = {"steps": 1, "confirm_steps": 1}
-HOST = {**SMALL, **ONCE, "device": "cpu:1GiB", "max_batch": 4}
+HOST = {**SMALL, **ONCE, "device": HERE, "max_batch": 4}
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +215,7 @@ def test_a_loss_that_a_simulated_card_cannot_bound_is_refused(built):
         autobatch(built(name), 64, device="sim:RTX-3090")
 
 
-@pytest.mark.parametrize("device", ["cpu:1GiB", pytest.param("sim:RTX-3090", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", [HERE, pytest.param("sim:RTX-3090", marks=pytest.mark.slow)])
 def test_a_model_that_reads_texts_gets_as_many_as_it_has(built, device):
     model = built("yolov8s-world")
     seen = set()
@@ -790,7 +791,7 @@ def test_the_line_is_that_of_ultralytics():
 
 
 def test_the_line_is_beside_the_answer_and_never_it(nano):
-    result = find_max_batch(nano, **HOST)
+    result = find_max_batch(nano, **{**HOST, "device": "cpu:1GiB"})
     ((name, value),) = [(n, v) for n, v in result.estimates.items() if n.startswith("Ultralytics'")]
     assert name == "Ultralytics' line through 1, 2, 4"
     assert value > result.batch_size == 4
