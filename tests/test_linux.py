@@ -165,27 +165,6 @@ def test_version_1_without_a_limit_is_a_huge_number(tmp_path):
 # --- the resident peak ---
 
 
-def test_the_resident_peak_can_be_reset():
-    run_python(
-        """
-        from oomprobe.devices import linux
-        block = bytearray(b"x") * (64 * 2**20)
-        del block
-        high = linux.process_bytes("VmHWM")
-        if linux.reset_resident_peak():
-            assert linux.process_bytes("VmHWM") < high - 32 * 2**20, (high, linux.process_bytes("VmHWM"))
-        """
-    )
-
-
-def test_a_kernel_that_refuses_to_reset_is_no_error(monkeypatch):
-    def refuse(self, text):
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "write_text", refuse)
-    assert linux.reset_resident_peak() is False
-
-
 def test_the_oom_killer_is_counted_where_there_are_counters(tmp_path):
     vmstat, table = tmp_path / "vmstat", tmp_path / "cgroup"
     vmstat.write_text("nr_free_pages 7\noom_kill 3\n")

@@ -8,7 +8,6 @@ from ledger import MIB, LedgerDevice
 from torch import nn
 
 import oomprobe
-from oomprobe.devices.host import HostDevice
 from oomprobe.errors import step_failed
 from oomprobe.verdict import Evidence, Verdict, classify_error, facts_of, judge
 
@@ -62,7 +61,7 @@ def failing(error, at):
     return step
 
 
-@pytest.mark.parametrize("make", [LedgerDevice, lambda: HostDevice(256 * MIB)], ids=["ledger", "host"])
+@pytest.mark.parametrize("make", [LedgerDevice])
 @pytest.mark.parametrize("at", [1, 4])
 @pytest.mark.parametrize("error", OURS, ids=KINDS)
 def test_the_step_failed_whatever_the_inner_probe_said(error, at, make):
@@ -109,7 +108,7 @@ def test_a_real_probe_inside_a_step():
     assert not isinstance(caught.value, oomprobe.NothingFitsError)
 
 
-@pytest.mark.parametrize("make", [LedgerDevice, lambda: HostDevice(256 * MIB)], ids=["ledger", "host"])
+@pytest.mark.parametrize("make", [LedgerDevice])
 def test_the_outer_time_limit_passes_through_the_inner_probe(make):
     def inner_step(model, batch_size):
         torch.ones(batch_size)
