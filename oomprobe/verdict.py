@@ -114,12 +114,6 @@ def facts_of(exc: object) -> Facts:
     return Facts(links=tuple(links))
 
 
-def is_ambiguous(facts: Facts) -> bool:
-    """Whether the row that decides has other causes too, so that `judge` would need evidence."""
-    row = _deciding_row(facts)
-    return row is not None and row.ambiguous
-
-
 def judge(facts: Facts, evidence: Evidence | None = None) -> Verdict:
     """Weigh facts against evidence; a process that failed its health check is POISONED whatever they say."""
     row = _deciding_row(facts)

@@ -51,7 +51,7 @@ def test_a_failed_or_accumulating_trial_is_no_throughput():
     assert "no smaller size" in report.text(dataclasses.replace(slow, trials=slow.trials + fast))
 
 
-@pytest.mark.parametrize("speeds", [{"b8": 5.0}, {"b8": 5.0, "b32": 0.0}, {"b32": None}, {"b32": float("nan")}])
+@pytest.mark.parametrize("speeds", [{"b8": 5.0}, {"b8": 5.0, "b32": 0.0}, {"b32": None}])
 def test_without_a_speed_of_the_answer_nothing_is_said_of_throughput(speeds):
     assert "throughput" not in report.text(timed(**speeds))
 

@@ -84,22 +84,6 @@ def test_extreme_values_do_not_make_it_raise(data):
     assert "\n" not in report.trial_line(trial)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"global_batch": "many"},
-        {"global_batch": -3},
-        {"world_size": 0.5},
-        {"multiple_of": "x"},
-        {"multiple_of": -2},
-        {"memory_fraction": "most"},
-        {"memory_fraction": None},
-    ],
-)
-def test_options_of_a_file_edited_by_hand_do_not_hide_the_trials(options):
-    assert "verdict: batch 4 fits" in report.text(a_result(options=options))
-
-
 def test_it_prints_nothing(capsys):
     report.text(gpu())
     assert capsys.readouterr() == ("", "")

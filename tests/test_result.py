@@ -164,41 +164,11 @@ def test_garbage_is_an_invalid_argument(data):
         ProbeResult.from_dict(data)
 
 
-@given(st.sampled_from([field.name for field in dataclasses.fields(ProbeResult)]), json_values)
-def test_garbage_in_one_place_is_refused_or_can_be_written_again(name, value):
-    data = {**a_result().to_dict(), name: value}
-    try:
-        result = ProbeResult.from_dict(data)
-    except InvalidArgumentError:
-        return
-    assert str(result)
-    assert ProbeResult.from_dict(result.to_dict()) == result
-
-
 @pytest.mark.parametrize("name", ["batch_size", "trials", "device", "notes", "limited_by"])
 def test_a_missing_key_is_named(name):
     data = a_result().to_dict()
     del data[name]
     with pytest.raises(InvalidArgumentError, match=name):
-        ProbeResult.from_dict(data)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"batch_size": "4"},
-        {"batch_size": True},
-        {"batch_size": None},
-        {"verdict": "fine"},
-        {"phase": "shrink"},
-        {"peak_allocated_bytes": "much"},
-        {"steps": 1.5},
-    ],
-)
-def test_a_trial_that_is_none_is_refused(changes):
-    data = a_result().to_dict()
-    data["trials"][0].update(changes)
-    with pytest.raises(InvalidArgumentError, match="not a result that oomprobe wrote"):
         ProbeResult.from_dict(data)
 
 
@@ -253,40 +223,7 @@ def test_as_text_a_result_is_its_report():
     assert str(a_result()).endswith("verdict: batch 4 fits in 90 B (90 % of 100 B on test device)\n")
 
 
-def edited(path, value):
-    data = json.loads(json.dumps(a_result(options={"multiple_of": 1}).to_dict()))
-    holder = data
-    for key in path[:-1]:
-        holder = holder[key]
-    holder[path[-1]] = value
-    return data
-
-
-@pytest.mark.parametrize(
-    "path", [("batch_size",), ("budget_bytes",), ("elapsed_s",), ("trials", 0, "cap_bytes"), ("trials", 0, "step_s")]
-)
-@pytest.mark.parametrize("digits", [400, 5000])
-def test_integers_beyond_any_probe_are_refused(path, digits):
-    with pytest.raises(InvalidArgumentError, match=f"{path[-1]} is a number of [0-9]+ bits"):
-        ProbeResult.from_dict(edited(path, 10**digits if digits < 4300 else 1 << (4 * digits)))
-
-
-@pytest.mark.parametrize("option", ["multiple_of", "min_batch"])
-@pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), 0, -1, 1.5, True, None, [], 10**400])
-def test_options_that_a_plan_is_made_with_are_checked(option, value):
-    with pytest.raises(
-        InvalidArgumentError, match=rf"options(\.{option} is .*not a positive int| is a number of 1329 bits)"
-    ):
-        ProbeResult.from_dict(edited(("options", option), value))
-
-
 def test_a_plan_takes_the_smallest_size_of_the_options_into_account():
     result = a_result(batch_size=50, trials=())
     assert result.plan(51)[0].micro_batch == 25
     assert replace(result, options={"min_batch": 48}).plan(51)[0].micro_batch == 50
-
-
-def test_estimates_beyond_any_probe_are_refused():
-    data = a_result().to_dict() | {"estimates": {"line": 10**400}}
-    with pytest.raises(InvalidArgumentError, match="estimates is a number of 1329 bits"):
-        ProbeResult.from_dict(data)

@@ -89,8 +89,8 @@ class Child:
             try:
                 self.pid = os.fork()
             except OSError as error:
-                for end in (reading, writing, here.detach(), there.detach()):
-                    os.close(end)
+                for descriptor in (reading, writing, here.detach(), there.detach()):
+                    os.close(descriptor)
                 raise UnreliableError(NO_FORK.format(error=error)) from error
         if not self.pid:
             _begin(template, writing)
