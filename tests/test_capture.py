@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from oomprobe.state.capture import reachable
+from oomprobe.state.reach import reachable
 
 
 class Plain:

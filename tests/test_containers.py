@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from oomprobe.state import Keeper
-from oomprobe.state.containers import entries, rebuilt, refill
+
 
 Pair = collections.namedtuple("Pair", "mean var")
 

@@ -19,7 +19,7 @@ from torch import nn
 import oomprobe
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.state import Keeper, keeper
-from oomprobe.state.capture import reachable
+from oomprobe.state.reach import reachable
 from oomprobe.watch import OptimizerWatch
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import oomprobe
 from oomprobe.state import Keeper
-from oomprobe.state.storage import KeptStorage, once_per_storage
+from oomprobe.state.tensors import StorageCopy
 
 
 def flat_gradients(model):

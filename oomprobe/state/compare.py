@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections import deque
 from typing import Any
 
@@ -11,7 +9,6 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_PLAIN = (int, str, bytes, bytearray, type(None), type)
 SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -24,92 +21,43 @@ SPARSE_PARTS = {
 def same(one: Any, other: Any) -> bool:
     """Equality that looks into containers, arrays, tensors and objects, and takes NaN bits as they are.
 
-    What cannot be compared (an object without comparison, attributes or pickle) is not called different.
+    What cannot be compared (a lock, a file, a generator) is not called different.
 
     Example:
         >>> same({"a": (1, np.zeros(2))}, {"a": (1, np.zeros(2))}), same([1], [2])
         (True, False)
     """
     try:
-        return _same(one, other, {})
-    except RecursionError:
+        return _same(one, other)
+    except RecursionError:  # something inside itself
         return True
 
 
-Pairs = dict[tuple[int, int], tuple[Any, Any]]
-
-
-def _same(one: Any, other: Any, met: Pairs) -> bool:
+def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, float | complex | np.generic):
-        return bool(one == other) or np.asarray(one).tobytes() == np.asarray(other).tobytes() or bool(one != one)
-    if isinstance(one, _PLAIN):
-        return bool(one == other)
-    if (id(one), id(other)) in met:  # on the way already: a container inside itself
-        return True
-    met[id(one), id(other)] = (one, other)
     if isinstance(one, torch.Tensor):
         return same_tensors(one, other)
-    return _same_parts(one, other, met)
-
-
-def _same_parts(one: Any, other: Any, met: Pairs) -> bool:
-    if isinstance(one, np.ndarray):
-        return _same_arrays(one, other, met)
+    if isinstance(one, float | complex | np.generic | np.ndarray):
+        mine, theirs = np.asarray(one), np.asarray(other)
+        if mine.dtype.hasobject:  # its bytes are addresses
+            return _same(mine.tolist(), theirs.tolist())
+        return (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
+    if isinstance(one, dict) and one.keys() == other.keys():
+        return all(_same(one[key], other[key]) for key in one)
     if isinstance(one, dict):
-        if one.keys() == other.keys():
-            return all(_same(one[key], other[key], met) for key in one)
-        return _same_items([*one.items()], [*other.items()], met)
+        return _same([*one.items()], [*other.items()])
     if isinstance(one, list | tuple | deque):
-        return _same_items(one, other, met)
-    if isinstance(one, set | frozenset):
-        return bool(one == other) or _same_items(sorted(one - other, key=repr), sorted(other - one, key=repr), met)
-    state = _state_of(one)
-    if state is not None:
-        return _same(state, _state_of(other), met)
-    return _same_objects(one, other, met)
-
-
-def _same_items(one: Any, other: Any, met: Pairs) -> bool:
-    return len(one) == len(other) and all(_same(a, b, met) for a, b in zip(one, other, strict=True))
-
-
-def _same_arrays(one: Any, other: Any, met: Pairs) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    if one.dtype.hasobject:  # its bytes are addresses
-        return _same(one.tolist(), other.tolist(), met)
-    return bool(one.tobytes() == other.tobytes())
-
-
-def _state_of(value: Any) -> Any:
-    """The state of what compares by identity but can tell its state."""
-    if isinstance(value, io.BytesIO | io.StringIO):
-        return value.getvalue()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, np.random.BitGenerator):
-        return value.state
-    if isinstance(value, np.random.RandomState | torch.Generator):
-        return value.get_state()
-    return None
-
-
-def _same_objects(one: Any, other: Any, met: Pairs) -> bool:
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
     try:
         if one == other:
             return True
-    except Exception:  # an object whose comparison is not a truth value
-        pass
-    if getattr(one, "__dict__", None) or getattr(other, "__dict__", None):
-        return _same(vars(one), vars(other), met)
-    try:
-        return pickle.dumps(one) == pickle.dumps(other)
-    except Exception:  # a lock, a file, a handle: nothing that can be compared
-        return True
+        is_comparable = type(one).__eq__ is not object.__eq__
+    except Exception:  # its comparison is not a truth value
+        is_comparable = False
+    return _same(vars(one), vars(other)) if hasattr(one, "__dict__") else not is_comparable
 
 
 def same_tensors(one: Any, other: Any) -> bool:

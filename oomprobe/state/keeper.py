@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from functools import partial
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-from oomprobe.devices import linux
-from oomprobe.errors import UnreliableError
-from oomprobe.state.capture import reachable
-from oomprobe.state.cold import ColdStart
-from oomprobe.state.hooks import KeptHooks
-from oomprobe.state.kept import Kept
-from oomprobe.state.late import KeptLate
-from oomprobe.state.modules import KeptModule
-from oomprobe.state.objects import KeptObject
-from oomprobe.state.preserve import preserved
-from oomprobe.state.resident import bytes_left_by_steps
-from oomprobe.state.shelf import Shelf, shelf_beside_limits, with_room
-from oomprobe.state.storage import once_per_storage
+from oomprobe.errors import InvalidArgumentError, UnreliableError
+from oomprobe.state.compare import same
+from oomprobe.state.reach import has_state
 from oomprobe.state.surroundings import Surroundings
-from oomprobe.state.tensors import KeptParts, KeptTensor, KeptWhole, copy_storages, plain_parts, storages_of
-from oomprobe.state.values import Memory
-from oomprobe.units import format_bytes
+from oomprobe.state.tensors import HostCopies
+from oomprobe.state.tracker import Tracker, parameters_of
+from oomprobe.state.values import Attributes, entries, is_plain
 
-HOST_SHARE = 0.9  # of the free host memory: more than that for a copy leaves nothing for the steps' own host side
-
-UNREAD = "{name}: its state_dict() could not be read ({why}), so its attributes were kept instead, as far as they go"
+UNREAD = "state of {kind}: its state_dict() could not be read ({why}), so only plain attributes of it were kept"
 UNKNOWN_BEFORE = (
     "{kind} was first seen when it stepped, so what the gradients of {count} of its parameters were before the probe, and "
     "the buffers beside them, is not known: the gradients are None now. Pass it and its modules in preserve to have them "
     "back as they were"
 )
+
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # registers, hooks, the mode
 
 
 class Keeper:
@@ -44,7 +34,7 @@ class Keeper:
     Args:
         model: The module that is probed.
         steps: The steps that will run.
-        preserve: Further objects with ``state_dict()`` and ``load_state_dict()``, or one, or None.
+        preserve: Further objects with ``state_dict()`` and ``load_state_dict()``, or tensors, or one, or None.
         device_type: Kind of device the steps run on.
 
     Raises:
@@ -61,57 +51,46 @@ class Keeper:
     """
 
     def __init__(self, model: torch.nn.Module, steps: Iterable[object], preserve: object, device_type: str) -> None:
-        preserve, steps = preserved(preserve), list(steps)
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._late: MutableMapping[torch.optim.Optimizer, KeptLate] = WeakIdKeyDictionary()  # some have no hash
-        self._late_parameters: list[tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = []
-        self._model = model
-        self._shelf = shelf_beside_limits()
         self._surroundings = Surroundings(device_type)
-        self._memory = Memory()
-        self._modules: list[KeptModule] = []
-        self._hooks: list[KeptHooks] = []
-        self._objects: list[KeptObject] = []
-        self._grads: dict[int, tuple[torch.Tensor, Kept]] = {}
-        self._seen: dict[int, object] = {}
+        self._tracker = Tracker(model, steps, preserved(preserve))
+        self._copies = HostCopies()
+        self._kept: list[Attributes | Stateful] = []
+        self._tensors: dict[int, TensorAndGradient] = {}  # by id
+        self._optimizer_states: list[StateDict] = []  # for `host_copy`: they come back through their attributes
         self._unread: list[str] = []
-        self._unknown_before: list[tuple[str, set[int]]] = []  # by kind of optimizer, the ids of parameters
-        found = [model, *preserve, *reachable([model, *steps, *preserve])]
-        self._keep_all(found)
-        self._cold = ColdStart(found)
+        for module in self._tracker.modules:
+            self._keep_module(module)
+        for value in self._tracker.found:
+            self._keep(value)
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self._model = {name: self._copies.keep(tensor) for name, tensor in named}
+        self._copies.take()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that are kept and alive."""
-        return [*self._optimizers, *self._late]
+        """Those that are known and alive."""
+        return self._tracker.optimizers
 
     @property
     def notes(self) -> list[str]:
         """What is not kept as well as it should be; nothing of what has died, for nothing is left of it."""
-        unknown = [(kind, len(keys)) for kind, keys in self._unknown_before if keys]
-        return [*self._unread, *(UNKNOWN_BEFORE.format(kind=kind, count=count) for kind, count in unknown)]
+        unknown = Counter(one.unknown_to for one in self._tensors.values() if one.unknown_to and not one.is_gone)
+        return [*self._unread, *(UNKNOWN_BEFORE.format(kind=kind, count=count) for kind, count in unknown.items())]
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep an optimizer that shows itself by stepping, just before it does, for as long as it lives."""
-        if not self._knows(optimizer):
-            self._keep_all([optimizer, *reachable([optimizer])], late=True)
-            self._cold.see(optimizer)
+        if self._tracker.knows(optimizer):
+            return
+        self._tracker.add(optimizer)
+        for parameter in parameters_of(optimizer):
+            self._keep_tensor(parameter, late=type(optimizer).__name__)
+        self._kept.append(Attributes(optimizer, self._copies, hold=False))
+        self._copies.take()
 
     def release_dead(self) -> None:
-        """Let go of what died with an optimizer: a step may make its model and optimizer anew on each call."""
-        dead = [key for optimizer, keys in self._late_parameters if optimizer() is None for key in keys]
-        self._late_parameters = [one for one in self._late_parameters if one[0]() is not None]
-        if not dead:
-            return
-        gradients = {key: self._grads.pop(key)[1] for key in dead}
-        for key in dead:
-            self._seen.pop(key, None)
-        gone = self._memory.release(dead)
-        for _, keys in self._unknown_before:
-            keys -= gone
-        for key in set(dead) - gone:
-            parameter = self._seen[key] = self._memory.value(key)
-            self._grads[key] = (parameter, gradients[key])
+        """Let go of what has died: a step may make its model and optimizer anew on each call."""
+        self._kept = [one for one in self._kept if not one.is_gone]
+        self._tensors = {key: one for key, one in self._tensors.items() if not one.is_gone}
 
     def put_back(self, *, device_lost: bool = False) -> None:
         """Restore everything in place. With a lost device, only what lives on the host.
@@ -120,13 +99,12 @@ class Keeper:
             UnreliableError: something could not be restored; everything else was.
         """
         failed: list[str] = []
-        with once_per_storage():
-            for name, restore in self._restorations(device_lost=device_lost):
-                try:
-                    restore()
-                except Exception as error:  # whatever the user's own objects raise: the rest is still to be restored
-                    failed.append(f"{name} ({type(error).__name__}: {error})")
-        failed += self._surroundings.put_back(device_lost=device_lost) or []
+        for name, restore in self._restorations(device_lost=device_lost):
+            try:
+                restore()
+            except Exception as error:  # whatever the user's own objects raise: the rest is still to be restored
+                failed.append(f"{name} ({type(error).__name__}: {error})")
+        failed += self._surroundings.put_back(device_lost=device_lost)
         if failed and not device_lost:
             raise UnreliableError(
                 "not everything could be put back as it was before the probe: "
@@ -135,180 +113,250 @@ class Keeper:
             )
 
     def _restorations(self, *, device_lost: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+        """In an order that makes room first, and makes nothing anew that a later one has."""
         if not device_lost:
             yield "gradients", self._drop_replaced_gradients
-        for tensor in self._memory.tensors:
-            if not (device_lost and tensor.device.type != "cpu"):
+        for storage in list(self._copies.storages):
+            if not device_lost or storage.device.type == "cpu":
+                yield f"a tensor on {storage.device}", storage.write
+        for tensor in self._copies.held:
+            if not device_lost or tensor.device.type == "cpu":
                 yield f"a tensor on {tensor.device}", tensor.put_back
-        if not device_lost:
-            for kept in self._restorables:
-                yield kept.name, kept.put_back
-            for parameter, grad in self._grads.values():
-                yield "a gradient", partial(_put_gradient_back, parameter, grad)
+        if device_lost:
+            return
+        yield "modes", self._tracker.restore_modes
+        for one in (*self._kept, *self._tensors.values()):
+            yield one.name, one.put_back
 
     def _drop_replaced_gradients(self) -> None:
-        for parameter, kept in self._grads.values():
-            if parameter.grad is not _watched(kept):
-                parameter.grad = None
+        for one in self._tensors.values():
+            one.drop_replaced_gradient()
 
     def differences(self) -> list[str]:
         """What is not, bit for bit, as it was kept; empty when everything is."""
-        with once_per_storage():
-            found = [name for restorable in self._restorables for name in restorable.differences()]
-            grads = self._grads.values()
-            found += [f"a gradient of shape {tuple(p.shape)}" for p, kept in grads if kept.differs(p.grad)]
-        return found + self._surroundings.differences()
-
-    @property
-    def _restorables(self) -> list[KeptModule | KeptHooks | KeptObject | KeptLate]:
-        return [*self._modules, *self._hooks, *self._objects, *self._late.values()]
+        for storage in self._copies.storages:
+            storage.compare()
+        kept = (*self._kept, *self._tensors.values())
+        return [*(name for one in kept for name in one.differences()), *self._surroundings.differences()]
 
     def close(self) -> None:
-        """Let go of what lies in a file, before the training begins: cycles may keep the rest until the next collection."""
-        if self._shelf is not None:
-            self._shelf.close()
+        """Nothing is open."""
 
     def restart_counts(self) -> None:
         """Begin schedules and loss scales anew, so that trials do not run them off their end."""
-        self._cold.restart_counts()
+        self._tracker.restart_counts()
 
     def start_cold(self) -> None:
         """Let go of the gradients, optimizer state and buffers that trials have made."""
-        self._cold.put_back()
+        self._tracker.start_cold()
 
     def put_weights_back(self) -> bool:
         """Restore parameters and buffers, which trials have trained; whether they could be."""
-        with once_per_storage():
-            for tensor in self._memory.tensors:
-                if isinstance(tensor, KeptParts) or tensor.held:
-                    tensor.put_back()
+        self._copies.put_held_back()
         return True
 
     def restore_modes(self) -> None:
         """Put every module's train or eval mode back, as training does between its phases."""
-        for kept in self._modules:
-            kept.restore_mode()
+        self._tracker.restore_modes()
 
     def drop_gradients(self) -> None:
         """Let go of what a failed trial left in ``.grad``."""
-        for parameter, _ in self._grads.values():
-            parameter.grad = None
+        self._tracker.drop_gradients()
 
     def state_bytes(self, device_type: str) -> int:
         """What gradients and optimizer state hold on a kind of device."""
-        return bytes_left_by_steps((parameter for parameter, _ in self._grads.values()), self.optimizers, device_type)
+        return self._tracker.state_bytes(device_type)
 
     def host_copy(self) -> dict[str, Any]:
-        """The model and the optimizers as they were, in host memory: what survives a lost device.
-
-        What cannot be copied is left out.
-        """
-        optimizers = [_on_host(kept) for kept in self._objects if kept.is_optimizer]
+        """The model and the optimizers as they were, in host memory: what survives a lost device."""
         return {
-            "model": dict(self._host_entries(self._model, "", ())),
-            "optimizers": [state for state in optimizers if state is not None],
+            "model": {name: tensor.on_host() for name, tensor in self._model.items()},
+            "optimizers": [state.on_host() for state in self._optimizer_states],
         }
 
-    def _host_entries(self, module: object, prefix: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-        kept = next((one for one in self._modules if one.module is module), None)
-        if kept is None or id(module) in above:
-            return
-        for register in ("_parameters", "_buffers"):
-            entries = {name: _on_host(value) for name, value in kept.was(register).items()}
-            yield from ((prefix + name, value) for name, value in entries.items() if value is not None)
-        for name, child in kept.was("_modules").items():
-            yield from self._host_entries(_on_host(child), f"{prefix}{name}.", (*above, id(module)))
+    def _keep_module(self, module: torch.nn.Module) -> None:
+        """Parameters and buffers, mode, hooks and plain attributes.
 
-    def _knows(self, value: object) -> bool:
-        return id(value) in self._seen or (isinstance(value, torch.optim.Optimizer) and value in self._late)
+        A module whose buffers are as before must not believe, by a flag or a size, that it has grown them. Other objects
+        are neither kept nor held. What DDP and its like note in Python goes with C++ objects, which cannot be rolled back.
+        """
+        now = vars(module)
+        is_registered = isinstance(now.get("_parameters"), dict)  # a scripted module has its own in C++
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            self._keep_tensor(tensor, is_registered=is_registered)
+        own = now.keys() - _OF_EVERY_MODULE
+        is_parallel = type(module).__module__.startswith(("torch.distributed.", "torch.nn.parallel."))
+        others = set(own) if is_parallel else {name for name in own if not is_plain(now[name])}
+        has_extra = type(module).get_extra_state is not torch.nn.Module.get_extra_state
+        self._keep_attributes(module, others, module.get_extra_state if has_extra else None, module.set_extra_state)
 
-    def _keep_all(self, values: Iterable[object], *, late: bool = False) -> None:
-        for value in values:
-            for part in _with_submodules(value):
-                if self._knows(part):
-                    continue
-                if late and isinstance(part, torch.optim.Optimizer):
-                    self._keep_late(part)
-                else:
-                    self._seen[id(part)] = part
-                    self._keep(part, late=late)
-        kept = [*self._memory.tensors, *(tensor for one in self._late.values() for tensor in one.tensors)]
-        plain = [part for one in kept for part in plain_parts(one)]
-        _copy_checked([part for part in (*plain, *self._memory.aliases) if not part.taken], self._shelf)
-        self._memory.let_go()
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._keep_tensor(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            for parameter in parameters_of(value):
+                self._keep_tensor(parameter)
+            self._kept.append(Attributes(value, self._copies, hold=True))
+            with suppress(Exception):  # a shell around another optimizer may have no state_dict of its own
+                self._optimizer_states.append(StateDict(value.state_dict, self._copies))
+        elif not isinstance(
+            value, torch.nn.Module | torch.utils.data.DataLoader
+        ):  # positions of loaders are not covered
+            others = {name for name, part in vars(value).items() if not is_plain(part)}
+            self._keep_attributes(value, others, value.state_dict, value.load_state_dict)
 
-    def _keep_late(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        unknown = {id(p) for p in parameters if p.grad is not None and id(p) not in self._grads}
-        if unknown:
-            self._unknown_before.append((type(optimizer).__name__, unknown))
-        self._late[optimizer] = KeptLate(optimizer)
-        self._keep_parameters(optimizer, late=True)
+    def _keep_attributes(
+        self, owner: Any, others: set[str], tell: Callable[[], Any] | None, load: Callable[[Any], object]
+    ) -> None:
+        try:
+            state = None if tell is None else StateDict(tell, self._copies)
+        except Exception as error:  # some want an argument; some have a state only later, or only where distributed
+            self._unread.append(UNREAD.format(kind=type(owner).__name__, why=f"{type(error).__name__}: {error}"))
+            state = None
+        attributes = Attributes(owner, self._copies, hold=True, others=others)
+        self._kept.append(attributes if state is None else Stateful(attributes, state, load))
 
-    def _keep_parameters(self, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if late and (new := [id(p) for p in parameters if id(p) not in self._grads]):
-            self._late_parameters.append((weakref.ref(optimizer), new))
-        for parameter in parameters:
-            self._memory.keep(parameter, hold=True)
-        self._keep_grads_and_hooks(parameters, late=late)
-
-    def _keep(self, value: object, *, late: bool) -> None:
-        if isinstance(value, torch.nn.Module):
-            self._modules.append(KeptModule(value, self._memory))
-            self._hooks.append(KeptHooks(value, self._memory))
-            self._keep_grads_and_hooks(value.parameters(recurse=False), late=late)
-        elif isinstance(value, torch.Tensor):
-            self._memory.keep(value, hold=True)
-            self._keep_grads_and_hooks([value], late=late)
-        elif not isinstance(value, torch.utils.data.DataLoader):  # positions of loaders are not covered
-            kept = KeptObject(value, self._memory)
-            self._objects.append(kept)
-            if kept.unread:
-                self._unread.append(UNREAD.format(name=kept.name, why=kept.unread))
-            if isinstance(value, torch.optim.Optimizer):
-                self._optimizers.append(value)
-                self._keep_parameters(value, late=late)
-
-    def _keep_grads_and_hooks(self, parameters: Iterable[torch.Tensor], *, late: bool) -> None:
-        """A late optimizer's gradients are the step's own already: what there was before it is not known."""
-        for parameter in parameters:
-            if id(parameter) not in self._grads:
-                self._grads[id(parameter)] = (parameter, self._memory.keep(None if late else parameter.grad))
-                if not late:
-                    self._hooks.append(KeptHooks(parameter, self._memory))
+    def _keep_tensor(self, tensor: torch.Tensor, *, is_registered: bool = False, late: str = "") -> None:
+        known = self._tensors.get(id(tensor))
+        if tensor.device.type != "meta" and (known is None or known.find() is not tensor):
+            self._tensors[id(tensor)] = TensorAndGradient(tensor, self._copies, is_registered=is_registered, late=late)
 
 
-def _with_submodules(value: object) -> Iterator[object]:
-    if isinstance(value, torch.nn.Module):
-        yield from value.modules()
-    else:
+class TensorAndGradient:
+    """A parameter, or another tensor, with its gradient.
+
+    A late optimizer's gradients are the step's own already: what there was before it is not known.
+
+    Args:
+        tensor: Which.
+        copies: Where copies of tensors go.
+        is_registered: Whether its module tells already when it has changed.
+        late: The kind of the optimizer that it became known by, where a trial had begun; it may die with that.
+    """
+
+    def __init__(self, tensor: torch.Tensor, copies: HostCopies, *, is_registered: bool, late: str) -> None:
+        gradient = tensor.grad if tensor.is_leaf else None  # of others torch warns
+        self.unknown_to = late if gradient is not None else ""
+        self._copy = copies.keep(tensor, hold=not late)
+        self._gradient = None if late or gradient is None else copies.keep(gradient)
+        self._is_registered, self._shape = is_registered, tuple(tensor.shape)
+        self.find = self._copy.find if late else lambda: tensor
+
+    @property
+    def name(self) -> str:
+        return f"a tensor of shape {self._shape}"
+
+    @property
+    def is_gone(self) -> bool:
+        return self.find() is None
+
+    def drop_replaced_gradient(self) -> None:
+        """Make room for the one that comes back."""
+        tensor = self.find()
+        kept = None if self._gradient is None else self._gradient.find()
+        if tensor is not None and tensor.is_leaf and tensor.grad is not kept:
+            tensor.grad = None
+
+    def put_back(self) -> None:
+        if self.find() is not None:
+            tensor = self._copy.put_back()
+            if self._gradient is not None:
+                tensor.grad = self._gradient.put_back()
+
+    def differences(self) -> list[str]:
+        tensor = self.find()
+        if tensor is None:
+            return []
+        found = [self.name] if not self._is_registered and self._copy.differs(tensor) else []
+        now = tensor.grad if tensor.is_leaf else None
+        if now is not None if self._gradient is None else self._gradient.differs(now):
+            found.append(f"a gradient of shape {self._shape}")
+        return found
+
+
+class StateDict:
+    """What an object tells of its state.
+
+    Args:
+        tell: Its ``state_dict``.
+        copies: Where copies of tensors go; what the object shows of its own memory is copied once.
+    """
+
+    def __init__(self, tell: Callable[[], Any], copies: HostCopies) -> None:
+        self._tell, told = tell, tell()
+        kept = {id(tensor): copies.keep(tensor) for tensor in _tensors_in(told)}
+        self._copies = list(kept.values())
+        self._told = copy.deepcopy(told, dict(kept))  # with what was kept in the place of each tensor
+
+    def on_host(self) -> Any:
+        """The state as it was, its tensors in host memory, to be read only."""
+        return copy.deepcopy(self._told, {id(one): one.on_host() for one in self._copies})
+
+    def anew(self) -> Any:
+        """The state as it was, its tensors where they were, for somebody to keep."""
+        return copy.deepcopy(self._told, {id(one): one.anew() for one in self._copies})
+
+    def differs(self) -> bool:
+        """Whether the object tells another one now."""
+        return not same(self.on_host(), self._tell())
+
+
+class Stateful:
+    """An object whose state is not all in plain attributes; `load` takes back what its ``state_dict`` told."""
+
+    is_gone = False
+
+    def __init__(self, attributes: Attributes, state: StateDict, load: Callable[[Any], object]) -> None:
+        self._attributes, self._state, self._load = attributes, state, load
+        self.name = attributes.name
+
+    def put_back(self) -> None:
+        self._attributes.put_back()
+        if self._state.differs():
+            self._load(self._state.anew())
+            self._attributes.put_back()  # it may have made some of them anew
+
+    def differences(self) -> list[str]:
+        return [*([self.name] if self._state.differs() else []), *self._attributes.differences()]
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor) and value.device.type != "meta":
         yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in entries(value).values():
+            yield from _tensors_in(part)
 
 
-def _on_host(kept: Kept | KeptObject) -> Any:
-    try:
-        return kept.on_host()
-    except Exception:  # the error that this copy goes with matters more
-        return None
+def preserved(preserve: object) -> list[object]:
+    """The objects in `preserve`; a single one is taken as a list of one, None as an empty list.
+
+    Raises:
+        InvalidArgumentError: something in it is no tensor and has no state to keep.
+
+    Example:
+        >>> preserved(None), [type(o).__name__ for o in preserved(torch.nn.Sequential())]
+        ([], ['Sequential'])
+    """
+    if preserve is None:
+        return []
+    if _can_be_preserved(preserve):  # a Sequential and a tensor are iterable too
+        return [preserve]
+    if not isinstance(preserve, Iterable):
+        raise InvalidArgumentError(_refusal("is", preserve))
+    items = list(preserve)
+    for item in items:
+        if not _can_be_preserved(item):
+            raise InvalidArgumentError(_refusal("holds", item))
+    return items
 
 
-def _put_gradient_back(parameter: torch.Tensor, kept: Kept) -> None:
-    parameter.grad = kept.recall()
+def _can_be_preserved(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or has_state(value)
 
 
-def _watched(kept: Kept) -> torch.Tensor | None:
-    return kept.watch() if isinstance(kept, KeptTensor | KeptWhole) else None
-
-
-def _copy_checked(tensors: list[KeptTensor], shelf: Shelf | None) -> None:
-    storages = storages_of(tensors)
-    needed = sum(storage.nbytes() for storage, _ in storages.values())
-    free = linux.free_bytes()
-    if free is not None and needed > HOST_SHARE * free:
-        raise UnreliableError(
-            f"giving the model back as it was needs a copy of {format_bytes(needed)} in host memory, and "
-            f"{format_bytes(free)} is free: nothing was run. Free host memory, or probe a target that can be built anew "
-            "(oomprobe run path/to/train.py:build)"
-        )
-    copy_storages(storages, with_room(shelf, needed, free))
+def _refusal(verb: str, item: object) -> str:
+    return (
+        f"preserve {verb} a {type(item).__name__}, which has no state_dict() and load_state_dict(): pass a list of "
+        "tensors, schedulers, EMA or scalers; what is only Python attributes cannot be kept"
+    )

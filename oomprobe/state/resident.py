@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from oomprobe.state.capture import reachable
 from oomprobe.state.compare import SPARSE_PARTS
+from oomprobe.state.reach import reachable
 
 
 def resident_tensors(roots: Iterable[object]) -> list[torch.Tensor]:
@@ -23,7 +23,9 @@ def resident_tensors(roots: Iterable[object]) -> list[torch.Tensor]:
         >>> [tuple(t.shape) for t in resident_tensors([model])]
         [(3,), (3,), (3,), (3,), ()]
     """
-    found = {id(tensor): tensor for value in reachable(roots) for tensor in _tensors_of(value)}
+    roots = list(roots)
+    given = [one for one in roots if isinstance(one, torch.Tensor)]
+    found = {id(tensor): tensor for value in (*reachable(roots), *given) for tensor in _tensors_of(value)}
     return list(found.values())
 
 
@@ -38,10 +40,15 @@ def _tensors_of(value: object) -> Iterator[torch.Tensor]:
         yield from state_tensors(value)
 
 
+def state_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """What an optimizer keeps, by parameter; some keep theirs in another way."""
+    state = getattr(optimizer, "state", None)
+    return state if isinstance(state, dict) else {}
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """What an optimizer keeps for its parameters; counts of steps, single numbers, stay on the host."""
-    by_parameter = getattr(optimizer, "state", None)
-    for state in by_parameter.values() if isinstance(by_parameter, dict) else ():
+    for state in state_of(optimizer).values():
         kept = state.values() if isinstance(state, dict) else [state]  # some keep one tensor, or what is no tensor
         yield from (tensor for tensor in kept if isinstance(tensor, torch.Tensor) and tensor.dim() > 0)
 

@@ -1,222 +1,230 @@
-"""What is remembered of values, each once; what is not looked into is kept as a reference."""
+"""Attributes, and the containers in them, as they were: put back in place, and compared with what is there now."""
 
 from __future__ import annotations
 
 import copy
 import enum
-import gc
 import types
 import weakref
-from collections import deque
-from collections.abc import Container, Iterable
-from typing import Any
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from oomprobe.state.attributes import KeptAttributes, attributes_of
-from oomprobe.state.containers import entries
-from oomprobe.state.kept import Kept
-from oomprobe.state.nested import KeptContainer, KeptInside
-from oomprobe.state.own import has_state, is_of_library
-from oomprobe.state.tensors import KeptParts, KeptTensor, KeptWhole, keep_tensor
+from oomprobe.state.compare import same
+from oomprobe.state.tensors import HostCopies
 
-MAX_DEPTH = 100  # of containers in containers; deeper ones are linked lists, not training state
-MAX_OBJECTS = 10_000  # that are looked into: a preconditioner a parameter, not a data set
-MAX_ENTRIES = 1_000  # a longer list of anything but tensors and containers of them is data
+MAX_DEPTH = 10  # of containers in containers; deeper ones are linked lists, not training state
+MAX_ENTRIES = 10_000  # of a container that is looked through; a longer one is data
 
-_NONE = (None, None)
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_PLAIN = (int, float, complex, str, bytes, type(None), np.generic, enum.Enum, *_CODE, *_TORCHS)
+_PLAIN = (int, float, complex, str, bytes, type(None), type, np.generic, enum.Enum, *_TORCHS)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_BASES: tuple[type[Any], ...] = (OrderedDict, defaultdict, dict, list, tuple)
 
 
-class Memory:
-    """Remembers values; each tensor and container once, so shared and circular ones stay what they are."""
+class Kept(Protocol):
+    """Something remembered."""
 
-    def __init__(self) -> None:
-        self.tensors: list[KeptTensor | KeptWhole | KeptParts] = []
-        self.aliases: list[KeptTensor] = []
-        self._known: dict[int, tuple[object, Kept]] = {}
-        self._depth = self._objects = 0
+    def put_back(self, now: Any) -> Any:
+        """What was there before, given what is there now."""
 
-    def keep(self, value: Any, *, hold: bool = False, inside: bool = False) -> Kept:
-        """Remember a value. `hold` keeps tensors alive; otherwise they are watched. `inside` looks into objects too."""
-        if id(value) in self._known:
-            return self._known[id(value)][1]
-        if isinstance(value, torch.Tensor):
-            kept_tensor = keep_tensor(value, hold=hold)
-            self.tensors.append(kept_tensor)
-            return self._remember(value, kept_tensor)
-        if _is_read_only_file(value):
-            return KeptReference(value)
-        if isinstance(value, set | deque | bytearray | np.ndarray) or _is_data(value):
-            return self._remember(value, KeptContents(value))
-        if self._depth < MAX_DEPTH:
-            return self._keep_nested(value, hold=hold, inside=inside)
-        return KeptReference(value)
-
-    def _keep_nested(self, value: Any, *, hold: bool, inside: bool) -> Kept:
-        self._depth += 1
-        try:
-            if isinstance(value, dict | list | tuple):
-                container = KeptContainer(value)
-                self._remember(value, container)
-                container.parts = {k: self.keep(v, hold=hold, inside=inside) for k, v in entries(value).items()}
-                container.attributes = self.keep_attributes(value, inside=attributes_of(value) if inside else ())
-                return container
-            if inside and is_looked_into(value) and self._objects < MAX_OBJECTS:
-                self._objects += 1
-                looked_into = KeptInside(value)
-                self._remember(value, looked_into)
-                looked_into.attributes = self.keep_attributes(value, inside=attributes_of(value))
-                return looked_into
-        finally:
-            self._depth -= 1
-        return KeptReference(value)
-
-    def keep_attributes(self, value: Any, *, inside: Container[str] = ()) -> KeptAttributes:
-        """Remember what an object holds by name; under the names in `inside` objects are looked into."""
-        # First those: what is met again under another name is known then, and looked into as well.
-        named = sorted(attributes_of(value).items(), key=lambda pair: pair[0] not in inside)
-        return KeptAttributes({name: self.keep(part, inside=name in inside) for name, part in named})
-
-    def alias(self, tensor: torch.Tensor) -> KeptTensor:
-        """What a tensor holds, for a comparison: nothing is copied again where its storage is kept already."""
-        kept = KeptTensor(tensor.detach(), hold=True)
-        self.aliases.append(kept)
-        return kept
-
-    def _remember(self, value: object, kept: Kept) -> Kept:
-        self._known[id(value)] = (value, kept)
-        return kept
-
-    def release(self, keys: Iterable[int]) -> set[int]:
-        """Forget held tensors that nothing else refers to any more.
-
-        Args:
-            keys: Their ids.
-
-        Returns:
-            The ids of those that are gone.
-        """
-        loose = [(key, *self._loosened(key)) for key in keys if isinstance(self._known.get(key, _NONE)[1], KeptTensor)]
-        gc.collect()
-        gone = set()
-        for key, reference, kept in loose:
-            tensor = reference()
-            if tensor is None:
-                gone.add(key)
-            else:
-                kept.hold(tensor)
-                self._known[key] = (tensor, kept)
-        dead = {id(kept) for key, _, kept in loose if key in gone}
-        self.tensors = [kept for kept in self.tensors if id(kept) not in dead]
-        return gone
-
-    def value(self, key: int) -> Any:
-        """A held tensor, by its id."""
-        return self._known[key][0]
-
-    def _loosened(self, key: int) -> tuple[weakref.ref[Any], KeptTensor]:
-        tensor, kept = self._known.pop(key)
-        assert isinstance(kept, KeptTensor)
-        kept.let_go()
-        return weakref.ref(tensor), kept
-
-    def let_go(self) -> None:
-        """From here on what is only watched may die. What is held stays known, and is never kept a second time."""
-        self._known = {key: entry for key, entry in self._known.items() if _is_held(entry[1])}
-        for alias in self.aliases:
-            alias.let_go()
-        self.aliases = []
+    def differs(self, now: Any) -> bool: ...
 
 
-def _is_held(kept: Kept) -> bool:
-    return isinstance(kept, KeptParts) or (isinstance(kept, KeptTensor | KeptWhole) and kept.held)
+def is_plain(value: Any, depth: int = MAX_DEPTH) -> bool:
+    """Whether a value, or all that a container holds, is a number, a text, a flag, a function or a tensor.
 
-
-def is_looked_into(value: Any) -> bool:
-    """Whether an object is some attributes and no more: what has state of its own is kept by itself."""
-    if (
-        has_state(value)
-        or is_of_library(type(value))
-        or isinstance(value, torch.nn.Module | torch.utils.data.DataLoader)
-    ):
-        return False
-    return not isinstance(value, type) and (hasattr(value, "__dict__") or bool(attributes_of(value)))
-
-
-def is_plain(value: Any, depth: int = 3) -> bool:
-    """Whether a value, or all that a container holds, is a number, a text, a flag, a function: nothing with memory."""
-    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+    Example:
+        >>> is_plain({"sizes": [1, (2, "b")], "table": torch.ones(2)}), is_plain([object()])
+        (True, False)
+    """
+    if isinstance(value, dict | list | tuple | set | deque):
         if len(value) > MAX_ENTRIES or not depth:
             return False
-        parts = [*dict.keys(value), *dict.values(value)] if isinstance(value, dict) else value
+        parts: Iterable[Any] = entries(value).values() if isinstance(value, _BASES) else value
         return all(is_plain(part, depth - 1) for part in parts)
-    return isinstance(value, _PLAIN)
+    if isinstance(value, np.ndarray):
+        return not isinstance(value, np.memmap)
+    return isinstance(value, (torch.Tensor, *_PLAIN, *_CODE))
 
 
-def _is_read_only_file(value: Any) -> bool:
-    return isinstance(value, np.memmap) and not value.flags.writeable
+def keep_value(value: Any, copies: HostCopies, *, hold: bool, depth: int = MAX_DEPTH) -> Kept:
+    """Remember a value: tensors by a copy, containers by what is in them, anything else as itself.
+
+    Args:
+        value: What to remember.
+        copies: Where copies of tensors go.
+        hold: Whether containers and objects are kept alive, so that the same ones come back. Tensors are not.
+        depth: How many containers in containers are looked into.
+    """
+    if isinstance(value, torch.Tensor) and value.device.type != "meta":
+        return copies.keep(value)
+    if isinstance(value, dict | list | tuple) and depth:
+        parts = {key: keep_value(one, copies, hold=hold, depth=depth - 1) for key, one in entries(value).items()}
+        return Container(value, parts, hold=hold)
+    if isinstance(value, set | deque | np.ndarray):
+        return Contents(value)
+    return Reference(value, hold=hold)
 
 
-def _is_data(value: Any) -> bool:
-    """A long list of plain values or samples: kept by its entries, which are not looked into."""
-    if type(value) is not list or len(value) <= MAX_ENTRIES:
-        return False
-    return not any(isinstance(part, torch.Tensor) or _leads_to_tensors(part) for part in value)
+class Reference:
+    """A value that is not looked into. What is not held is left as it is where it has died."""
+
+    def __init__(self, value: Any, *, hold: bool) -> None:
+        self._is_held = hold or isinstance(value, _PLAIN) or type(value).__weakrefoffset__ == 0
+        self._find = (lambda: value) if self._is_held else weakref.ref(value)
+
+    def put_back(self, now: Any) -> Any:
+        before = self._find()
+        return before if self._is_held or before is not None else now
+
+    def differs(self, now: Any) -> bool:
+        before = self._find()
+        if before is now or (before is None and not self._is_held):
+            return False
+        return not (isinstance(before, _PLAIN) and same(before, now))
 
 
-def _leads_to_tensors(part: Any) -> bool:
-    if isinstance(part, dict):
-        return any(isinstance(one, torch.Tensor | dict | list) for one in part.values())
-    return isinstance(part, list | tuple) and any(isinstance(one, torch.Tensor | dict | list) for one in part)
-
-
-class KeptReference:
-    """A value that is not looked into."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def recall(self) -> Any:
-        return self._value
-
-    def differs(self, value: Any) -> bool:
-        return value is not self._value
-
-    def on_host(self) -> Any:
-        return self._value
-
-
-class KeptContents:
-    """A set, deque, bytearray, array or long list, kept by a copy of its contents."""
+class Contents:
+    """A set, deque or array, kept by a copy of what is in it."""
 
     def __init__(self, value: Any) -> None:
         self._value, self._copy = value, copy.copy(value)
 
-    def recall(self) -> Any:
-        if not self.differs(self._value):  # what is unchanged may be read-only
+    def put_back(self, now: Any) -> Any:
+        if same(self._value, self._copy):  # what is unchanged may be read-only
             return self._value
-        if isinstance(self._value, set):
-            set.clear(self._value)
-            set.update(self._value, self._copy)
-        elif isinstance(self._value, deque):
-            deque.clear(self._value)
-            deque.extend(self._value, self._copy)
-        else:  # an array of no dimensions has no slices
-            self._value[... if isinstance(self._value, np.ndarray) else slice(None)] = self._copy
+        if isinstance(self._value, np.ndarray):
+            self._value[...] = self._copy
+        else:
+            self._value.clear()
+            (self._value.update if isinstance(self._value, set) else self._value.extend)(self._copy)
         return self._value
 
-    def differs(self, value: Any) -> bool:
-        if value is not self._value:
-            return True
-        if isinstance(value, np.ndarray):
-            return bool(value.tobytes() != self._copy.tobytes())
-        if isinstance(value, list | deque):
-            return len(value) != len(self._copy) or any(a is not b for a, b in zip(value, self._copy, strict=True))
-        return bool(value != self._copy)
+    def differs(self, now: Any) -> bool:
+        return now is not self._value or not same(now, self._copy)
 
-    def on_host(self) -> Any:
-        return self._copy
+
+class Container:
+    """A dict, list or tuple and what is in it, by key or index."""
+
+    def __init__(self, value: Any, parts: dict[Any, Kept], *, hold: bool) -> None:
+        self._kind, self._parts = type(value), parts
+        self._factory = value.default_factory if isinstance(value, defaultdict) else None
+        self._value = value if hold and not isinstance(value, tuple) else None  # a tuple would hold its tensors
+
+    def put_back(self, now: Any) -> Any:
+        place = now if self._value is None else self._value
+        there = entries(place) if type(place) is self._kind else None
+        parts = {key: part.put_back(None if there is None else there.get(key)) for key, part in self._parts.items()}
+        if there is not None and _same_entries(there, parts):  # what is unchanged may be read-only
+            return place
+        if issubclass(self._kind, tuple):
+            return _tuple_of(self._kind, parts.values())
+        return _refilled(self._empty() if there is None else place, parts)
+
+    def differs(self, now: Any) -> bool:
+        if type(now) is not self._kind or (self._value is not None and now is not self._value):
+            return True
+        there = entries(now)
+        if not _same_keys(self._parts, there):
+            return True
+        return any(part.differs(one) for part, one in zip(self._parts.values(), there.values(), strict=True))
+
+    def _empty(self) -> Any:
+        made = _base(self._kind).__new__(self._kind)
+        if isinstance(made, defaultdict):
+            made.default_factory = self._factory
+        return made
+
+
+def entries(value: Any) -> dict[Any, Any]:
+    """What a dict, list or tuple holds, by key or index; past its own methods, which may count or refuse."""
+    if isinstance(value, dict):
+        return dict(_base(type(value)).items(value))
+    return dict(enumerate(_base(type(value)).__iter__(value)))
+
+
+def _base(kind: type) -> Any:
+    return next(base for base in _BASES if issubclass(kind, base))
+
+
+def _same_keys(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """In the same order; keys may be tensors, which do not answer to ``==``."""
+    return len(one) == len(other) and all(
+        a is b or (not isinstance(a, torch.Tensor) and a == b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return _same_keys(one, other) and all(a is b for a, b in zip(one.values(), other.values(), strict=True))
+
+
+def _tuple_of(kind: type[Any], parts: Iterable[Any]) -> Any:
+    """A named tuple past its constructor, which may want other arguments; C's own kinds through theirs."""
+    parts = list(parts)
+    try:
+        return tuple.__new__(kind, parts)
+    except TypeError:
+        return kind(parts)
+
+
+def _refilled(value: Any, parts: dict[Any, Any]) -> Any:
+    base = _base(type(value))
+    if base is list:
+        list.__setitem__(value, slice(None), list(parts.values()))
+        return value
+    base.clear(value)
+    for key, part in parts.items():
+        base.__setitem__(value, key, part)
+    return value
+
+
+class Attributes:
+    """Attributes of one object as they were; those that came later go.
+
+    Args:
+        owner: Whose they are.
+        copies: Where copies of tensors go.
+        hold: Whether the owner, and what its attributes refer to, are kept alive.
+        others: Names that are neither kept nor taken away.
+    """
+
+    def __init__(self, owner: Any, copies: HostCopies, *, hold: bool, others: Iterable[str] = ()) -> None:
+        self._kind, self._others = type(owner).__name__, set(others)
+        self._find = (lambda: owner) if hold else weakref.ref(owner)
+        kept = {name: value for name, value in vars(owner).items() if name not in self._others}
+        self._parts = {name: keep_value(value, copies, hold=hold) for name, value in kept.items()}
+
+    @property
+    def name(self) -> str:
+        return f"state of {self._kind}"
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the owner has died: then nothing is left to put back."""
+        return self._find() is None
+
+    def put_back(self) -> None:
+        owner = self._find()
+        if owner is None:
+            return
+        now = vars(owner)
+        for name in now.keys() - self._parts.keys() - self._others:
+            del now[name]
+        for name, part in self._parts.items():
+            before = part.put_back(now.get(name))
+            if name not in now or now[name] is not before:
+                now[name] = before
+
+    def differences(self) -> list[str]:
+        owner = self._find()
+        if owner is None:
+            return []
+        now = {name: one for name, one in vars(owner).items() if name not in self._others}
+        changed = now.keys() ^ self._parts.keys()
+        changed |= {name for name in now.keys() & self._parts.keys() if self._parts[name].differs(now[name])}
+        return [f"{name.strip('_')} of {self._kind}" for name in sorted(changed)]

@@ -1,0 +1,167 @@
+"""Which objects with state a step can reach: what it closes over, names, or is bound to."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+import torch
+
+MAX_DEPTH = 6  # a trainer that holds a strategy that holds an optimizer is at depth 3
+MAX_OBJECTS = 20_000  # a walk that meets more has wandered into a data set
+MAX_CONTAINER = 1_000  # parameter lists are shorter; data sets are not
+
+_LIBRARIES = frozenset({"torch", "oomprobe", *sys.stdlib_module_names})
+_INSTALLED = ("site-packages", "dist-packages")
+_LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.ModuleType)
+_MODULE_NAMES = frozenset(vars(torch.nn.Module()))  # its registers and hooks
+
+
+def reachable(roots: Iterable[object]) -> list[object]:
+    """Walk from steps and objects to everything that holds training state.
+
+    Args:
+        roots: Steps (functions, bound methods, partials, callable objects), models, optimizers.
+
+    Returns:
+        Objects with ``state_dict`` and leaf tensors that require gradients, each once, nearest first.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(model, batch_size):
+        ...     optimizer.step()
+        >>> [type(o).__name__ for o in reachable([step])]
+        ['SGD', 'Parameter', 'Parameter']
+    """
+    found: list[object] = []
+    seen: set[int] = set()
+    queue = deque((root, 0) for root in roots)
+    while queue and len(seen) < MAX_OBJECTS:
+        value, depth = queue.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if has_state(value) or is_learnable(value):
+            found.append(value)
+        if depth < MAX_DEPTH:
+            queue.extend((child, depth + 1) for child in _children(value) if not isinstance(child, _LEAVES))
+    return found
+
+
+def has_state(value: object) -> bool:
+    """Whether an object (not a class) has ``state_dict()`` and ``load_state_dict()``."""
+    return not isinstance(value, type) and all(
+        callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def is_learnable(value: object) -> bool:
+    """Whether a value is a tensor that gets a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+
+
+def is_own(module_name: object) -> bool:
+    """Whether a module is neither Python's, nor torch's, nor installed from a package.
+
+    Example:
+        >>> is_own("__main__"), is_own("torch.nn"), is_own("json")
+        (True, False, False)
+    """
+    if not isinstance(module_name, str) or module_name == "__main__":
+        return True
+    if module_name.partition(".")[0] in _LIBRARIES:
+        return False
+    module = sys.modules.get(module_name)
+    places = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or ())]
+    return not any(part in place for place in places if isinstance(place, str) for part in _INSTALLED)
+
+
+def _children(value: object) -> Iterator[object]:
+    if isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, dict | list | tuple | set | frozenset | deque):
+        if len(value) <= MAX_CONTAINER:
+            yield from dict.values(value) if isinstance(value, dict) else value
+    elif isinstance(value, torch.nn.Module):
+        for module in value.modules():
+            yield from _of_module(module)
+    elif isinstance(value, type):
+        for base in value.__mro__:
+            if is_own(base.__module__):
+                for member in list(vars(base).values()):
+                    yield getattr(member, "fget", getattr(member, "__func__", member))
+    elif not isinstance(value, torch.Tensor) and type(value).__module__ not in {"builtins", "numpy"}:
+        if is_own(type(value).__module__):
+            yield type(value)
+        yield from list(getattr(value, "__dict__", {}).values())
+
+
+def _of_module(module: torch.nn.Module) -> Iterator[object]:
+    """Attributes that are not modules, parameters or buffers: a wrapper may keep its optimizer there."""
+    own = not type(module).__module__.startswith("torch.")
+    if own and is_own(type(module).__module__):
+        yield type(module)
+    for name, value in list(vars(module).items()):
+        if name not in _MODULE_NAMES and (own or not name.startswith("_")):
+            yield value
+
+
+def _of_function(function: types.FunctionType) -> Iterator[object]:
+    if (function.__module__ or "").partition(".")[0] == "torch":
+        return
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a cell that is not filled yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield function.__dict__.get("__wrapped__")
+    names = _names(function.__code__)
+    met: set[int] = set()
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        yield from _named_in(value, names, met) if isinstance(value, types.ModuleType) else (value,)
+    if is_own(function.__module__):
+        for module in _imported(function, names):
+            yield from _named_in(module, names, met)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Global and attribute names of a function and of the functions inside it."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*(_names(c) for c in inner))
+
+
+def _imported(function: types.FunctionType, names: set[str]) -> Iterator[types.ModuleType]:
+    """Own modules that a body may import: by their whole names, or as seen from its package or one above."""
+    packages = accumulate((function.__globals__.get("__package__") or "").split("."), "{}.{}".format)
+    for prefix in ("", *(f"{package}." for package in packages)):
+        for name in names:
+            module = sys.modules.get(prefix + name)
+            if module is not None and is_own(module.__name__):
+                yield module
+
+
+def _named_in(module: types.ModuleType, names: set[str], met: set[int]) -> Iterator[object]:
+    """What may be used as ``module.name``: of own modules everything, of libraries what has state."""
+    if id(module) in met:
+        return
+    met.add(id(module))
+    own = is_own(module.__name__)
+    for name in names & vars(module).keys():
+        value = vars(module)[name]
+        if not isinstance(value, types.ModuleType):
+            if own or has_state(value):
+                yield value
+        elif own and is_own(value.__name__):
+            yield from _named_in(value, names, met)

@@ -1,0 +1,171 @@
+"""What trials need to know of a training's state, without copies of anything large."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from oomprobe.state.reach import reachable
+from oomprobe.state.resident import bytes_left_by_steps, state_of
+
+_SCHEDULER = torch.optim.lr_scheduler.LRScheduler
+_COUNTS = (bool, int, float, str, type(None), list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """An optimizer at first sight: the names of what it kept for each parameter then, by the parameter's id."""
+
+    find: Callable[[], torch.optim.Optimizer | None]
+    names: dict[int, set[Any]]
+
+
+class Tracker:
+    """The modules, optimizers, loss scales and schedules that steps reach, and how they were at first sight.
+
+    Every trial starts cold: what came since first sight goes. What existed then keeps existing, with whatever values it
+    has now, for values need no memory.
+
+    Args:
+        model: The module that is probed.
+        steps: The steps that will run.
+        preserve: Further objects with state, or tensors.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> tracker = Tracker(model, [lambda model, batch_size: optimizer.step()])
+        >>> model.eval()(torch.ones(1, 2)).sum().backward(), optimizer.step()
+        (None, None)
+        >>> tracker.state_bytes("cpu")
+        36
+        >>> tracker.restore_modes(), tracker.start_cold()
+        (None, None)
+        >>> model.training, len(optimizer.state), model.weight.grad
+        (True, 0, None)
+    """
+
+    def __init__(self, model: torch.nn.Module, steps: Iterable[object], preserve: Iterable[object] = ()) -> None:
+        preserve = list(preserve)
+        found = [model, *preserve, *reachable([model, *steps, *preserve])]
+        self.found: list[object] = list({id(one): one for one in found}.values())
+        self.modules: list[torch.nn.Module] = list(
+            {id(m): m for one in self.found if isinstance(one, torch.nn.Module) for m in one.modules()}.values()
+        )
+        self._modes = [(module, module.training) for module in self.modules]
+        self._buffers = [(module, set(module._buffers)) for module in self.modules]
+        self._leaves = [one for one in self.found if isinstance(one, torch.Tensor) and one.is_leaf]
+        self._schedulers = [(one, _counts(one)) for one in self.found if isinstance(one, _SCHEDULER)]
+        self._scalers: list[tuple[Any, Any]] = [(one, _scale_of(one)) for one in self.found if _is_scaler(one)]
+        self._met: dict[int, _Met] = {}
+        for one in self.found:
+            if isinstance(one, torch.optim.Optimizer):
+                self._meet(one, partial(_itself, one))
+        self._with_gradient = {id(parameter) for parameter in self.parameters() if parameter.grad is not None}
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that are alive: first those known from the start, in the same order in each process that builds the same."""
+        return [one for met in self._met.values() if (one := met.find()) is not None]
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer was met."""
+        met = self._met.get(id(optimizer))  # some have no hash
+        return met is not None and met.find() is optimizer
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Meet an optimizer that shows itself by stepping, just before it does; it lives no longer for it."""
+        if not self.knows(optimizer):
+            self._met = {key: met for key, met in self._met.items() if met.find() is not None}
+            self._meet(optimizer, weakref.ref(optimizer))
+
+    def _meet(self, optimizer: torch.optim.Optimizer, find: Callable[[], torch.optim.Optimizer | None]) -> None:
+        names = {id(p): set(state) if isinstance(state, dict) else set() for p, state in state_of(optimizer).items()}
+        self._met[id(optimizer)] = _Met(find, names)
+
+    def restore_modes(self) -> None:
+        """Put every module's train or eval mode back, as training does between its phases."""
+        for module, training in self._modes:
+            module.training = training
+
+    def start_cold(self) -> None:
+        """Let go of the gradients, optimizer state and buffers that trials have made."""
+        for parameter in self.parameters():
+            if id(parameter) not in self._with_gradient:
+                parameter.grad = None
+        for met in self._met.values():
+            optimizer = met.find()
+            if optimizer is not None:
+                _put_state_back(state_of(optimizer), met.names)
+        for module, names in self._buffers:
+            for name in module._buffers.keys() - names:
+                delattr(module, name)
+        self.restart_counts()
+
+    def restart_counts(self) -> None:
+        """A scheduler does not run off its end; a loss scale starts over, and forgets a step that failed half-way."""
+        for scheduler, counts in self._schedulers:
+            vars(scheduler).update({name: copy.copy(value) for name, value in counts.items()})
+        for scaler, scale in self._scalers:
+            scaler._per_optimizer_states.clear()
+            if scale is None:
+                scaler._scale = scaler._growth_tracker = None
+            else:
+                scaler.load_state_dict(scale)
+
+    def put_weights_back(self) -> bool:
+        """Nothing was kept: a new process has them."""
+        return False
+
+    def drop_gradients(self) -> None:
+        """Let go of what a failed trial left in ``.grad``."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def state_bytes(self, device_type: str) -> int:
+        """What gradients and optimizer state hold on a kind of device."""
+        return bytes_left_by_steps(self.parameters(), self.optimizers, device_type)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Those of the modules and the optimizers, each once."""
+        of_modules = (p for module in self.modules for p in module.parameters(recurse=False))
+        of_optimizers = (p for one in self.optimizers for p in parameters_of(one))
+        yield from {id(p): p for p in (*of_modules, *of_optimizers, *self._leaves)}.values()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What an optimizer trains."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _counts(scheduler: object) -> dict[str, Any]:
+    """What a scheduler counts with: numbers, and lists of them."""
+    return {name: copy.copy(value) for name, value in vars(scheduler).items() if isinstance(value, _COUNTS)}
+
+
+def _is_scaler(value: object) -> bool:
+    return isinstance(value, torch.amp.GradScaler) and value.is_enabled()
+
+
+def _scale_of(scaler: Any) -> dict[str, Any] | None:
+    """None while it has no scale yet: it makes one when it first scales a loss."""
+    return None if scaler._scale is None else scaler.state_dict()
+
+
+def _put_state_back(state: dict[Any, Any], before: dict[int, set[Any]]) -> None:
+    for parameter in list(state):
+        if id(parameter) not in before:
+            del state[parameter]
+        elif isinstance(state[parameter], dict):
+            for name in state[parameter].keys() - before[id(parameter)]:
+                del state[parameter][name]
+
+
+def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer
