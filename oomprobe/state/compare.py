@@ -9,13 +9,16 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-SPARSE_PARTS = {
+_SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+
+
+_identity: Any = object.__eq__  # what a class without a comparison of its own has
 
 
 def same(one: Any, other: Any) -> bool:
@@ -34,9 +37,10 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
+    kind: Any = type(one)
     if one is other:
         return True
-    if type(one) is not type(other):
+    if kind is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         return same_tensors(one, other)
@@ -54,7 +58,7 @@ def _same(one: Any, other: Any) -> bool:
     try:
         if one == other:
             return True
-        is_comparable = type(one).__eq__ is not object.__eq__
+        is_comparable = kind.__eq__ is not _identity
     except Exception:  # its comparison is not a truth value
         is_comparable = False
     return _same(vars(one), vars(other)) if hasattr(one, "__dict__") else not is_comparable
@@ -66,25 +70,25 @@ def same_tensors(one: Any, other: Any) -> bool:
         return False
     if one.device.type == "meta" or other.device.type == "meta":
         return bool(one.device == other.device)
-    mine, theirs = _plain(one), _plain(other)
+    mine, theirs = plain_parts(one), plain_parts(other)
     return len(mine) == len(theirs) and all(
         a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in zip(mine, theirs, strict=True)
     )
 
 
-def _plain(tensor: Any) -> list[torch.Tensor]:
+def plain_parts(tensor: Any) -> list[torch.Tensor]:
     """The strided tensors that a tensor is made of."""
     tensor = tensor.detach()
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [plain for name in names for plain in _plain(getattr(tensor, name))]
+        return [plain for name in names for plain in plain_parts(getattr(tensor, name))]
     if tensor.is_quantized:
         return [tensor.int_repr(), *_scales(tensor)]
     if tensor.layout is torch.strided:
         return [tensor]
-    if tensor.layout not in SPARSE_PARTS:
+    if tensor.layout not in _SPARSE_PARTS:
         return [tensor.to_dense()]
-    return [getattr(tensor, name)() for name in SPARSE_PARTS[tensor.layout]]
+    return [getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout]]
 
 
 def _scales(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -113,15 +113,12 @@ class Keeper:
             )
 
     def _restorations(self, *, device_lost: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-        """In an order that makes room first, and makes nothing anew that a later one has."""
+        """Bytes first, then what looks at them; of all that is to come back, gradients want the most room."""
         if not device_lost:
             yield "gradients", self._drop_replaced_gradients
         for storage in list(self._copies.storages):
             if not device_lost or storage.device.type == "cpu":
                 yield f"a tensor on {storage.device}", storage.write
-        for tensor in self._copies.held:
-            if not device_lost or tensor.device.type == "cpu":
-                yield f"a tensor on {tensor.device}", tensor.put_back
         if device_lost:
             return
         yield "modes", self._tracker.restore_modes
@@ -180,13 +177,11 @@ class Keeper:
         A module whose buffers are as before must not believe, by a flag or a size, that it has grown them. Other objects
         are neither kept nor held. What DDP and its like note in Python goes with C++ objects, which cannot be rolled back.
         """
-        now = vars(module)
-        is_registered = isinstance(now.get("_parameters"), dict)  # a scripted module has its own in C++
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            self._keep_tensor(tensor, is_registered=is_registered)
-        own = now.keys() - _OF_EVERY_MODULE
+            self._keep_tensor(tensor)
         is_parallel = type(module).__module__.startswith(("torch.distributed.", "torch.nn.parallel."))
-        others = set(own) if is_parallel else {name for name in own if not is_plain(now[name])}
+        own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+        others = {name for name, value in own.items() if is_parallel or not is_plain(value)}
         has_extra = type(module).get_extra_state is not torch.nn.Module.get_extra_state
         self._keep_attributes(module, others, module.get_extra_state if has_extra else None, module.set_extra_state)
 
@@ -199,9 +194,8 @@ class Keeper:
             self._kept.append(Attributes(value, self._copies, hold=True))
             with suppress(Exception):  # a shell around another optimizer may have no state_dict of its own
                 self._optimizer_states.append(StateDict(value.state_dict, self._copies))
-        elif not isinstance(
-            value, torch.nn.Module | torch.utils.data.DataLoader
-        ):  # positions of loaders are not covered
+        # Modules are kept already; positions of loaders are not covered.
+        elif not isinstance(value, torch.nn.Module | torch.utils.data.DataLoader):
             others = {name for name, part in vars(value).items() if not is_plain(part)}
             self._keep_attributes(value, others, value.state_dict, value.load_state_dict)
 
@@ -216,10 +210,10 @@ class Keeper:
         attributes = Attributes(owner, self._copies, hold=True, others=others)
         self._kept.append(attributes if state is None else Stateful(attributes, state, load))
 
-    def _keep_tensor(self, tensor: torch.Tensor, *, is_registered: bool = False, late: str = "") -> None:
+    def _keep_tensor(self, tensor: torch.Tensor, *, late: str = "") -> None:
         known = self._tensors.get(id(tensor))
-        if tensor.device.type != "meta" and (known is None or known.find() is not tensor):
-            self._tensors[id(tensor)] = TensorAndGradient(tensor, self._copies, is_registered=is_registered, late=late)
+        if known is None or known.find() is not tensor:
+            self._tensors[id(tensor)] = TensorAndGradient(tensor, self._copies, late=late)
 
 
 class TensorAndGradient:
@@ -230,16 +224,15 @@ class TensorAndGradient:
     Args:
         tensor: Which.
         copies: Where copies of tensors go.
-        is_registered: Whether its module tells already when it has changed.
         late: The kind of the optimizer that it became known by, where a trial had begun; it may die with that.
     """
 
-    def __init__(self, tensor: torch.Tensor, copies: HostCopies, *, is_registered: bool, late: str) -> None:
+    def __init__(self, tensor: torch.Tensor, copies: HostCopies, *, late: str) -> None:
         gradient = tensor.grad if tensor.is_leaf else None  # of others torch warns
         self.unknown_to = late if gradient is not None else ""
         self._copy = copies.keep(tensor, hold=not late)
         self._gradient = None if late or gradient is None else copies.keep(gradient)
-        self._is_registered, self._shape = is_registered, tuple(tensor.shape)
+        self._shape = tuple(tensor.shape)
         self.find = self._copy.find if late else lambda: tensor
 
     @property
@@ -267,7 +260,7 @@ class TensorAndGradient:
         tensor = self.find()
         if tensor is None:
             return []
-        found = [self.name] if not self._is_registered and self._copy.differs(tensor) else []
+        found = [self.name] if self._copy.differs(tensor) else []
         now = tensor.grad if tensor.is_leaf else None
         if now is not None if self._gradient is None else self._gradient.differs(now):
             found.append(f"a gradient of shape {self._shape}")

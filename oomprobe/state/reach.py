@@ -103,6 +103,8 @@ def _children(value: object) -> Iterator[object]:
         if is_own(type(value).__module__):
             yield type(value)
         yield from list(getattr(value, "__dict__", {}).values())
+        for base in type(value).__mro__:
+            yield from (getattr(value, name, None) for name in vars(base).get("__slots__", ()))
 
 
 def _of_module(module: torch.nn.Module) -> Iterator[object]:

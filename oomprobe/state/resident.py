@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from oomprobe.state.compare import SPARSE_PARTS
+from oomprobe.state.compare import plain_parts
 from oomprobe.state.reach import reachable
 
 
@@ -66,20 +65,6 @@ def bytes_left_by_steps(
     """
     held = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held += [tensor for optimizer in optimizers for tensor in state_tensors(optimizer)]
-    storages = (storage for tensor in held if tensor.device.type == device_type for storage in _storages_of(tensor))
+    parts = (part for tensor in held if tensor.device.type == device_type for part in plain_parts(tensor))
+    storages = (part.untyped_storage() for part in parts)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-def _storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:
-    """The memory of a tensor, or of its parts where it is a sparse or a wrapped one."""
-    names: Iterable[str] = ()
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-    elif tensor.layout in SPARSE_PARTS:
-        tensor = tensor.detach()
-        names = SPARSE_PARTS[tensor.layout]
-    for name in names:
-        part = getattr(tensor, name)
-        yield from _storages_of(part if isinstance(part, torch.Tensor) else part())

@@ -14,26 +14,6 @@ from oomprobe.state.compare import same
 
 Flag = tuple[Callable[[], Any], Callable[..., object]]
 
-
-def _attribute(owner: Any, name: str) -> Flag:
-    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
-
-
-def _autocast(kind: str) -> list[Flag]:
-    return [
-        (lambda: torch.is_autocast_enabled(kind), lambda on: torch.set_autocast_enabled(kind, on)),
-        (lambda: torch.get_autocast_dtype(kind), lambda dtype: torch.set_autocast_dtype(kind, dtype)),
-    ]
-
-
-def _deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
 _UNREADABLE = object()
 
 
@@ -45,25 +25,13 @@ def _read(get: Callable[[], Any]) -> Any:
         return _UNREADABLE
 
 
-def precisions() -> dict[str, Flag]:
-    """Torch's newer precision flags. The general ones come first: a flag that is not set shows the one above it."""
-    found: dict[str, Flag] = {}
-    for path in ("", "cudnn", "mkldnn", "cuda.matmul", "cudnn.conv", "cudnn.rnn", *_MKLDNN):
-        owner: Any = torch.backends
-        for name in filter(None, path.split(".")):
-            owner = getattr(owner, name, None)
-        if owner is not None and _read(partial(getattr, owner, "fp32_precision")) is not _UNREADABLE:
-            found[f"{path}.fp32_precision".lstrip(".")] = _attribute(owner, "fp32_precision")
-    return found
+def _attribute(owner: Any, name: str) -> Flag:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
-_MKLDNN = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-
-
-def _default_device() -> torch.device | None:
-    """The one that was set; a ``with torch.device(...)`` around the probe is not a setting."""
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return None if context is None else context.device
+def _of_torch(get: str, put: str) -> Flag:
+    """Of torch._C, where not every torch has them."""
+    return lambda: getattr(torch._C, get)(), lambda *value: getattr(torch._C, put)(*value)
 
 
 def _reductions(kind: str) -> Flag:
@@ -72,62 +40,81 @@ def _reductions(kind: str) -> Flag:
     return get, lambda value: put(*(value if isinstance(value, tuple) else (value,)))
 
 
-def _later_flags() -> dict[str, Flag]:
-    """Those that are not in every torch, or have no public getter."""
-    return {
-        "default device": (_default_device, torch.set_default_device),
-        "fp16 reduced precision reduction": _reductions("fp16"),
-        "bf16 reduced precision reduction": _reductions("bf16"),
-        "fp16 accumulation": _attribute(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
-        "cudnn.benchmark_limit": _attribute(torch.backends.cudnn, "benchmark_limit"),
-        "reduced precision in the math attention": (
-            torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
-            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
-        ),
-        "attention fast path": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-        "autograd multithreading": _of_torch("_is_multithreading_enabled", "_set_multithreading_enabled"),
-        "mkldnn.deterministic": _attribute(torch.backends.mkldnn, "deterministic"),
-        "nnpack": _of_torch("_get_nnpack_enabled", "_set_nnpack_enabled"),
-        "fill uninitialised memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
-        "warn always": (torch.is_warn_always_enabled, torch.set_warn_always),
-    }
+def _precisions() -> dict[str, Flag]:
+    """Torch's newer precision flags. The general ones come first: a flag that is not set shows the one above it."""
+    found: dict[str, Flag] = {}
+    of_mkldnn = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+    for path in ("", "cudnn", "mkldnn", "cuda.matmul", "cudnn.conv", "cudnn.rnn", *of_mkldnn):
+        owner: Any = torch.backends
+        for name in filter(None, path.split(".")):
+            owner = getattr(owner, name, None)
+        if owner is not None and _read(partial(getattr, owner, "fp32_precision")) is not _UNREADABLE:
+            found[f"{path}.fp32_precision".lstrip(".")] = _attribute(owner, "fp32_precision")
+    return found
 
 
-def _of_torch(get: str, put: str) -> Flag:
-    return lambda: getattr(torch._C, get)(), lambda *value: getattr(torch._C, put)(*value)
+def _default_device() -> torch.device | None:
+    """The one that was set; a ``with torch.device(...)`` around the probe is not a setting."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
 
 
-def global_flags(device_type: str) -> dict[str, Flag]:
+def _flags(device_type: str) -> dict[str, Flag]:
     """The flags a step may change for everybody, by name, each with its getter and setter."""
-    cudnn, sdp = torch.backends.cudnn, torch.backends.cuda
+    cudnn, mkldnn, matmul, sdp = (
+        torch.backends.cudnn,
+        torch.backends.mkldnn,
+        torch.backends.cuda.matmul,
+        torch.backends.cuda,
+    )
+    mha, fill = torch.backends.mha, torch.utils.deterministic
     flags: dict[str, Flag] = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "default device": (_default_device, torch.set_default_device),
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "deterministic algorithms": (
             lambda: (
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             ),
-            _deterministic,
+            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
-        "anomaly detection": (_anomaly, lambda value: torch.set_anomaly_enabled(*value)),
+        "anomaly detection": (
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda value: torch.set_anomaly_enabled(*value),
+        ),
         "threads": (torch.get_num_threads, torch.set_num_threads),
-        "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        "warn always": (torch.is_warn_always_enabled, torch.set_warn_always),
+        "fill uninitialised memory": _attribute(fill, "fill_uninitialized_memory"),
+        "autograd multithreading": _of_torch("_is_multithreading_enabled", "_set_multithreading_enabled"),
         "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-        "cudnn.enabled": _attribute(cudnn, "enabled"),
-        "cudnn.benchmark": _attribute(cudnn, "benchmark"),
-        "cudnn.allow_tf32": _attribute(cudnn, "allow_tf32"),
-        "cudnn.deterministic": _attribute(cudnn, "deterministic"),
-        "mkldnn.enabled": _attribute(torch.backends.mkldnn, "enabled"),
+        "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        "fp16 reduced precision reduction": _reductions("fp16"),
+        "bf16 reduced precision reduction": _reductions("bf16"),
+        "fp16 accumulation": _attribute(matmul, "allow_fp16_accumulation"),
+        **{
+            f"cudnn.{name}": _attribute(cudnn, name)
+            for name in ("enabled", "benchmark", "benchmark_limit", "allow_tf32", "deterministic")
+        },
+        "mkldnn.enabled": _attribute(mkldnn, "enabled"),
+        "mkldnn.deterministic": _attribute(mkldnn, "deterministic"),
+        "nnpack": _of_torch("_get_nnpack_enabled", "_set_nnpack_enabled"),
         "flash attention": (sdp.flash_sdp_enabled, sdp.enable_flash_sdp),
         "memory-efficient attention": (sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp),
         "math attention": (sdp.math_sdp_enabled, sdp.enable_math_sdp),
         "cudnn attention": (sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp),
-        **_later_flags(),
+        "reduced precision in the math attention": (
+            sdp.fp16_bf16_reduction_math_sdp_allowed,
+            sdp.allow_fp16_bf16_reduction_math_sdp,
+        ),
+        "attention fast path": (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
     }
     for kind in {"cpu", "cuda", device_type}:  # CUDA's is what torch.set_autocast_enabled(True) sets, on any device
-        on, dtype = _autocast(kind)
-        flags[f"autocast {kind}"], flags[f"autocast {kind} dtype"] = on, dtype
+        flags[f"autocast {kind}"] = partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
+        flags[f"autocast {kind} dtype"] = (
+            partial(torch.get_autocast_dtype, kind),
+            partial(torch.set_autocast_dtype, kind),
+        )
     return flags
 
 
@@ -149,6 +136,10 @@ def generators(device_type: str) -> dict[str, Flag]:
     return found
 
 
+def _set_rng_state(module: Any, args: tuple[int, ...], state: torch.Tensor) -> None:
+    module.set_rng_state(state, *args)
+
+
 def with_same_numbers(call: Callable[[], None]) -> Callable[[], None]:
     """A call that begins with the same random numbers each time: those of the host, of which shapes are made.
 
@@ -168,27 +159,21 @@ def with_same_numbers(call: Callable[[], None]) -> Callable[[], None]:
     return again
 
 
-def _set_rng_state(module: Any, args: tuple[int, ...], state: torch.Tensor) -> None:
-    module.set_rng_state(state, *args)
-
-
 class Surroundings:
     """Their values as they were; what could not be read is left out."""
 
     def __init__(self, device_type: str) -> None:
-        self._flags = {**precisions(), **global_flags(device_type), **generators(device_type)}
+        self._flags = {**_precisions(), **_flags(device_type), **generators(device_type)}
         read = {name: _read(get) for name, (get, _) in self._flags.items()}
         self._values = {name: value for name, value in read.items() if value is not _UNREADABLE}
 
     def put_back(self, *, device_lost: bool = False) -> list[str]:
         """Restore them all; the names of those that could not be set."""
+        lost = {name for name in self._values if device_lost and name.startswith("torch (") and name != "torch (cpu)"}
         failed: list[str] = []
         for _ in range(2):  # torch's older precision flags and its newer ones set each other
-            failed = [name for name in self._values if not self._lost(name, device_lost) and not self._set(name)]
+            failed = [name for name in self._values if name not in lost and not self._set(name)]
         return failed
-
-    def _lost(self, name: str, device_lost: bool) -> bool:
-        return device_lost and name.startswith("torch (") and name != "torch (cpu)"
 
     def _set(self, name: str) -> bool:
         get, put = self._flags[name]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from oomprobe.devices import linux
 from oomprobe.errors import UnreliableError
 from oomprobe.state.compare import same_tensors
+from oomprobe.state.reach import is_learnable
 from oomprobe.units import format_bytes
 
 HOST_SHARE = 0.9  # of the free host memory: more than that for a copy leaves nothing for the steps' own host side
@@ -80,7 +81,7 @@ class TensorCopy:
         self.storage, self.device = storage, tensor.device
         self._own = tensor.detach() if hold else None
         self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        self._dtype, self._requires_grad = tensor.dtype, _is_leaf_with_gradient(tensor)
+        self._dtype, self._requires_grad = tensor.dtype, is_learnable(tensor)
 
     def put_back(self, now: object = None) -> torch.Tensor:
         """The tensor, looking at its own memory again; the bytes in it are the storage's matter."""
@@ -96,7 +97,7 @@ class TensorCopy:
         """Whether a value is not this tensor's equal, bit for bit and in the same memory."""
         if not isinstance(now, torch.Tensor) or not self._looks_same(now):
             return True
-        return _is_leaf_with_gradient(now) != self._requires_grad or self.storage.changed
+        return is_learnable(now) != self._requires_grad or self.storage.changed
 
     def on_host(self) -> torch.Tensor:
         """The tensor as it was, in host memory, to be read only."""
@@ -122,7 +123,7 @@ class WholeCopy:
     def __init__(self, tensor: torch.Tensor, *, hold: bool) -> None:
         self.find = _watching(tensor, hold=hold)
         self.device = tensor.device
-        self._requires_grad = _is_leaf_with_gradient(tensor)
+        self._requires_grad = is_learnable(tensor)
         self._copy = tensor.detach().cpu().clone()
 
     def put_back(self, now: object = None) -> torch.Tensor:
@@ -137,7 +138,7 @@ class WholeCopy:
     def differs(self, now: object) -> bool:
         if not isinstance(now, torch.Tensor) or now.device != self.device:
             return True
-        return _is_leaf_with_gradient(now) != self._requires_grad or not same_tensors(now, self._copy)
+        return is_learnable(now) != self._requires_grad or not same_tensors(now, self._copy)
 
     def on_host(self) -> torch.Tensor:
         return self._copy
@@ -159,15 +160,14 @@ class WrapperCopy:
             part.put_back()
         return self.find()
 
+    anew = put_back
+
     def differs(self, now: object) -> bool:
         return now is not self.find() or any(part.differs(getattr(now, name)) for name, part in self._parts.items())
 
     def on_host(self) -> dict[str, Any]:
         """The tensors inside, by the names that the wrapper gives them."""
         return {name: part.on_host() for name, part in self._parts.items()}
-
-    def anew(self) -> torch.Tensor:
-        return self.put_back()
 
 
 AnyCopy = TensorCopy | WholeCopy | WrapperCopy
@@ -176,10 +176,6 @@ AnyCopy = TensorCopy | WholeCopy | WrapperCopy
 def _watching(tensor: torch.Tensor, *, hold: bool) -> Callable[[], torch.Tensor | None]:
     """Of what is held no weak reference, with which torch.utils.swap_tensors would refuse it."""
     return (lambda: tensor) if hold else weakref.ref(tensor)
-
-
-def _is_leaf_with_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_leaf and tensor.requires_grad
 
 
 def _with_requires_grad(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:

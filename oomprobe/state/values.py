@@ -6,8 +6,9 @@ import copy
 import enum
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
+from operator import is_
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,6 @@ MAX_ENTRIES = 10_000  # of a container that is looked through; a longer one is d
 _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (int, float, complex, str, bytes, type(None), type, np.generic, enum.Enum, *_TORCHS)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_BASES: tuple[type[Any], ...] = (OrderedDict, defaultdict, dict, list, tuple)
 
 
 class Kept(Protocol):
@@ -44,8 +44,7 @@ def is_plain(value: Any, depth: int = MAX_DEPTH) -> bool:
     if isinstance(value, dict | list | tuple | set | deque):
         if len(value) > MAX_ENTRIES or not depth:
             return False
-        parts: Iterable[Any] = entries(value).values() if isinstance(value, _BASES) else value
-        return all(is_plain(part, depth - 1) for part in parts)
+        return all(is_plain(part, depth - 1) for part in (value.values() if isinstance(value, dict) else value))
     if isinstance(value, np.ndarray):
         return not isinstance(value, np.memmap)
     return isinstance(value, (torch.Tensor, *_PLAIN, *_CODE))
@@ -112,7 +111,8 @@ class Container:
     """A dict, list or tuple and what is in it, by key or index."""
 
     def __init__(self, value: Any, parts: dict[Any, Kept], *, hold: bool) -> None:
-        self._kind, self._parts = type(value), parts
+        self._kind: Any = type(value)
+        self._parts = parts
         self._factory = value.default_factory if isinstance(value, defaultdict) else None
         self._value = value if hold and not isinstance(value, tuple) else None  # a tuple would hold its tensors
 
@@ -120,11 +120,15 @@ class Container:
         place = now if self._value is None else self._value
         there = entries(place) if type(place) is self._kind else None
         parts = {key: part.put_back(None if there is None else there.get(key)) for key, part in self._parts.items()}
-        if there is not None and _same_entries(there, parts):  # what is unchanged may be read-only
-            return place
+        if there is not None and _same_keys(there, parts) and all(map(is_, there.values(), parts.values())):
+            return place  # what is unchanged may refuse to be written
         if issubclass(self._kind, tuple):
-            return _tuple_of(self._kind, parts.values())
-        return _refilled(self._empty() if there is None else place, parts)
+            return getattr(self._kind, "_make", self._kind)(parts.values())
+        if there is None:
+            place = defaultdict(self._factory) if self._kind is defaultdict else self._kind()
+        place.clear()
+        place.update(parts) if isinstance(place, dict) else place.extend(parts.values())
+        return place
 
     def differs(self, now: Any) -> bool:
         if type(now) is not self._kind or (self._value is not None and now is not self._value):
@@ -134,22 +138,10 @@ class Container:
             return True
         return any(part.differs(one) for part, one in zip(self._parts.values(), there.values(), strict=True))
 
-    def _empty(self) -> Any:
-        made = _base(self._kind).__new__(self._kind)
-        if isinstance(made, defaultdict):
-            made.default_factory = self._factory
-        return made
-
 
 def entries(value: Any) -> dict[Any, Any]:
-    """What a dict, list or tuple holds, by key or index; past its own methods, which may count or refuse."""
-    if isinstance(value, dict):
-        return dict(_base(type(value)).items(value))
-    return dict(enumerate(_base(type(value)).__iter__(value)))
-
-
-def _base(kind: type) -> Any:
-    return next(base for base in _BASES if issubclass(kind, base))
+    """What a dict, list or tuple holds, by key or index."""
+    return dict(value.items() if isinstance(value, dict) else enumerate(value))
 
 
 def _same_keys(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
@@ -157,30 +149,6 @@ def _same_keys(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     return len(one) == len(other) and all(
         a is b or (not isinstance(a, torch.Tensor) and a == b) for a, b in zip(one, other, strict=True)
     )
-
-
-def _same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    return _same_keys(one, other) and all(a is b for a, b in zip(one.values(), other.values(), strict=True))
-
-
-def _tuple_of(kind: type[Any], parts: Iterable[Any]) -> Any:
-    """A named tuple past its constructor, which may want other arguments; C's own kinds through theirs."""
-    parts = list(parts)
-    try:
-        return tuple.__new__(kind, parts)
-    except TypeError:
-        return kind(parts)
-
-
-def _refilled(value: Any, parts: dict[Any, Any]) -> Any:
-    base = _base(type(value))
-    if base is list:
-        list.__setitem__(value, slice(None), list(parts.values()))
-        return value
-    base.clear(value)
-    for key, part in parts.items():
-        base.__setitem__(value, key, part)
-    return value
 
 
 class Attributes:
