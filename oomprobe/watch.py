@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe.scope import scope
+from oomprobe.state.resident import state_of
 
 
 class OptimizerWatch:
@@ -51,7 +52,7 @@ class OptimizerWatch:
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._before_step(optimizer)
-        self._begun[optimizer] = {id(one) for one, state in _state_of(optimizer).items() if not _is_empty(state)}
+        self._begun[optimizer] = {id(one) for one, state in state_of(optimizer).items() if not _is_empty(state)}
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._begun.pop(optimizer, None)
@@ -64,7 +65,7 @@ class OptimizerWatch:
         size would end in a ``KeyError``, and what it has made already is missing from the memory of that.
         """
         for optimizer, had in self._begun.items():
-            state = _state_of(optimizer)
+            state = state_of(optimizer)
             for parameter in [one for one in state if id(one) not in had]:
                 del state[parameter]
         self._begun.clear()
@@ -72,12 +73,6 @@ class OptimizerWatch:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """By parameter; some optimizers keep theirs in another way."""
-    state = getattr(optimizer, "state", None)
-    return state if isinstance(state, dict) else {}
 
 
 def _is_empty(state: object) -> bool:

@@ -1,7 +1,9 @@
 import collections
+import functools
 import sys
 import time
 import types
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,14 +16,11 @@ class Plain:
     pass
 
 
-class Base:
-    __slots__ = ("held",)
+@dataclass(slots=True)
+class Slotted:
+    held: object = None
 
-
-class Slotted(Base):
-    __slots__ = ("__dict__",)
-
-    def __call__(self, model, batch_size):
+    def step(self, model, batch_size):
         pass
 
 
@@ -35,66 +34,62 @@ def scheduler():
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
-@pytest.fixture
-def engine(scheduler, tmp_path, monkeypatch):
-    (tmp_path / "engine_of_a_user.py").write_text(
-        "context = None\nclass Context: pass\ndef train(model, batch_size):\n    scheduler.step()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    import engine_of_a_user
-
-    engine_of_a_user.context = Plain()
-    engine_of_a_user.context.held = scheduler
-    engine_of_a_user.scheduler = scheduler
-    yield engine_of_a_user
-    del sys.modules["engine_of_a_user"]
-
-
-def calls_through_a_module(model, batch_size):
-    engine_of_a_user.train(model, batch_size)  # noqa: F821
-
-
-def names_an_object_of_a_module(model, batch_size):
-    engine_of_a_user.context.held.step()  # noqa: F821
-
-
-@pytest.mark.parametrize("step", [calls_through_a_module, names_an_object_of_a_module])
-def test_functions_and_objects_named_through_a_module(step, engine, scheduler):
-    step = types.FunctionType(step.__code__, {"engine_of_a_user": engine})
-    step.__module__ = None
-    assert scheduler in reachable([step])
-
-
-def test_slots_of_base_classes_and_attributes_beside_them(scheduler):
-    slotted = Slotted()
-    slotted.held = scheduler
-    assert scheduler in reachable([slotted])
-    del slotted.held
-    slotted.other = scheduler
-    assert scheduler in reachable([slotted])
-
-
-def test_deques(scheduler):
-    assert scheduler in reachable([lambda m, b, queue=collections.deque([scheduler]): None])
-
-
-def test_private_and_plain_attributes_of_own_modules(scheduler):
-    model = OwnModule(1, 1)
-    model._scheduler = scheduler
-    assert scheduler in reachable([model])
-    del model._scheduler
-    model.helper = Plain()
-    model.helper.held = scheduler
-    assert scheduler in reachable([model])
-
-
-def test_long_registries_but_not_data(scheduler):
+def holding(held):
     holder = Plain()
-    holder.held = scheduler
-    registry = {i: i for i in range(15_000)}
-    registry["trainer"] = holder
-    assert scheduler not in reachable([lambda m, b, r=[*range(30_000), scheduler]: None])
-    assert scheduler in reachable([lambda m, b, r=registry: None])
+    holder.held = held
+    return holder
+
+
+def slotted(held):
+    return Slotted(held).step
+
+
+def closure(held):
+    return lambda model, batch_size: held.step()
+
+
+def closure_in_a_closure(held):
+    return lambda model, batch_size: (lambda: [closure(held) for _ in range(1)])()
+
+
+def default(held):
+    return lambda model, batch_size, it=held: None
+
+
+def wrapped(held):
+    return functools.wraps(closure(held))(lambda *args: None)
+
+
+def own_module(held):
+    model = OwnModule(1, 1)
+    model._scheduler = held
+    return nn.Sequential(model)
+
+
+REACHED = {
+    "closure": closure,
+    "closure in a closure": closure_in_a_closure,
+    "default": default,
+    "wrapped function": wrapped,
+    "partial": lambda held: functools.partial(lambda model, batch_size, it: None, it=held),
+    "bound method": lambda held: types.MethodType(lambda self, model, batch_size: None, holding(held)),
+    "slots": slotted,
+    "containers": lambda held: default({"a": [(held,)]}),
+    "deque": lambda held: default(collections.deque([held])),
+    "private attribute of a module": own_module,
+    "object on a module": lambda held: own_module(holding(held)),
+    "patched method of a module": lambda held: own_module(closure(held)),
+}
+
+
+@pytest.mark.parametrize("way", REACHED)
+def test_what_a_step_reaches(way, scheduler):
+    assert scheduler in reachable([REACHED[way](scheduler)])
+    assert scheduler not in reachable([REACHED[way](Plain())])
+
+
+def test_data_are_not_walked(scheduler):
+    assert scheduler not in reachable([default([*range(30_000), scheduler])])
 
 
 PACKAGE = {
@@ -199,22 +194,6 @@ def test_what_own_code_names(way, package, scheduler):
     assert scheduler not in reachable([package.names_nothing, nn.Linear(1, 1)])
 
 
-HOOKED = {
-    "forward": lambda model, hook: model[0].register_forward_hook(hook),
-    "backward": lambda model, hook: model.register_full_backward_hook(hook),
-    "tensor": lambda model, hook: model[0].weight.register_hook(hook),
-    "accumulation": lambda model, hook: model[0].weight.register_post_accumulate_grad_hook(hook),
-    "patched": lambda model, hook: setattr(model[0], "forward", hook),
-}
-
-
-@pytest.mark.parametrize("kind", HOOKED)
-def test_what_hooks_close_over(kind, scheduler):
-    model = nn.Sequential(nn.Linear(1, 1))
-    HOOKED[kind](model, lambda *_: scheduler.step())
-    assert scheduler in reachable([model])
-
-
 def test_code_of_libraries_is_not_walked(package, scheduler, monkeypatch):
     monkeypatch.setattr(package, "__file__", "/usr/lib/python3/site-packages/users_package/train.py")
     assert scheduler not in reachable([package.Calls()])
@@ -225,7 +204,6 @@ def test_a_large_model_is_walked_quickly(package):
     for layer in layers:
         layer.config = Plain()
         layer.config.sizes = list(range(20))
-        layer.register_forward_hook(lambda *_: None)
     model = nn.Sequential(*layers)
     started = time.perf_counter()
     reachable([model, package.names_nothing])

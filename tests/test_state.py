@@ -914,6 +914,8 @@ COMPARED = {  # one, and another that is not the same
     "array of objects": (lambda: np.array([Plain()], dtype=object), lambda: np.array([Plain(1)], dtype=object)),
     "order of keys": (lambda: {"a": 1, "b": 2}, lambda: {"b": 1, "a": 2}),
     "kind": (lambda: [1], lambda: (1,)),
+    "dtype": (lambda: torch.float32, lambda: torch.float64),
+    "function": (lambda: len, lambda: abs),
 }
 
 

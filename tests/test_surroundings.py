@@ -1,91 +1,119 @@
+"""Global flags and generators."""
+
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
+from ledger import LedgerDevice
+from torch import nn
 
-PRECISIONS = [
-    "torch.backends.fp32_precision",
-    "torch.backends.cuda.matmul.fp32_precision",
-    "torch.backends.mkldnn.matmul.fp32_precision",
-    "torch.backends.cudnn.conv.fp32_precision",
-    "torch.backends.cudnn.rnn.fp32_precision",
+import oomprobe
+from oomprobe.state.surroundings import Surroundings
+
+MATMUL, SDP = torch.backends.cuda.matmul, torch.backends.cuda
+FLAGS = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "mkldnn.enabled": lambda: setattr(torch.backends.mkldnn, "enabled", False),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "autocast cpu": lambda: torch.set_autocast_enabled("cpu", True),
+    "math attention": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "cudnn attention": lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+    "default device": lambda: torch.set_default_device("meta"),
+    "fp16 reduced precision reduction": lambda: setattr(MATMUL, "allow_fp16_reduced_precision_reduction", False),
+    "bf16 reduced precision reduction": lambda: setattr(MATMUL, "allow_bf16_reduced_precision_reduction", False),
+    "fp16 accumulation": lambda: setattr(MATMUL, "allow_fp16_accumulation", True),
+    "attention fast path": lambda: torch.backends.mha.set_fastpath_enabled(False),
+    "autograd multithreading": lambda: torch.autograd.set_multithreading_enabled(False),
+    "nnpack": lambda: torch.backends.nnpack.set_flags(False),
+    "fill uninitialised memory": lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    "warn always": lambda: torch.set_warn_always(True),
+    "random": random.random,
+    "numpy.random": np.random.rand,
+    "torch (cpu)": lambda: torch.rand(1),
+    "anomaly detection": lambda: torch.set_anomaly_enabled(torch.is_anomaly_enabled(), check_nan=False),
+    "mkldnn.deterministic": lambda: setattr(torch.backends.mkldnn, "deterministic", True),
+    "reduced precision in the math attention": lambda: SDP.allow_fp16_bf16_reduction_math_sdp(True),
+    "autocast cuda": lambda: torch.set_autocast_enabled("cuda", True),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_and_generators_come_back(name):
+    kept = Surroundings("cpu")
+    try:
+        FLAGS[name]()
+        assert kept.differences() == [name]
+    finally:
+        assert kept.put_back() == []
+    assert kept.differences() == []
+
+
+def test_a_probe_puts_all_of_them_back():
+    def step(model, batch_size):
+        torch.ones(batch_size)
+        for change in FLAGS.values():
+            change()
+        torch.set_default_device(None)
+
+    model, kept = nn.Linear(1, 1), Surroundings("cpu")
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=2, progress="off")
+    assert result.state_verified
+    assert kept.differences() == []
+
+
+def test_a_default_device_that_was_set_comes_back():
+    torch.set_default_device("meta")
+    try:
+        kept = Surroundings("cpu")
+        torch.set_default_device(None)
+        assert kept.differences() == ["default device"]
+        kept.put_back()
+        assert torch.empty(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
+PRECISIONS = ("", "cuda.matmul.", "mkldnn.matmul.", "cudnn.conv.", "cudnn.rnn.")
+MIXED = [  # what the user sets before, and what the step sets
+    *((f"b.{path}fp32_precision = 'ieee'", f"b.{path}fp32_precision = 'tf32'") for path in PRECISIONS),
+    *((f"b.{path}fp32_precision = 'ieee'", "") for path in PRECISIONS),
+    ("", "b.cuda.matmul.fp32_precision = 'tf32'"),
+    ("torch.set_float32_matmul_precision('high')", "b.cuda.matmul.fp32_precision = 'ieee'"),
+    ("torch.set_float32_matmul_precision('high')", "torch.set_float32_matmul_precision('medium')"),
+    ("b.cuda.matmul.fp32_precision = 'ieee'", "torch.set_float32_matmul_precision('medium')"),
+    ("", "b.cudnn.allow_tf32 = False"),
+    ("", "b.fp32_precision = 'tf32'; torch.set_float32_matmul_precision('high')"),
 ]
 SCRIPT = """
-import sys, torch
-from oomprobe.state import Keeper
-flag, before, step = sys.argv[1:]
-def all_flags():
-    b = torch.backends
-    owners = (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn, b.mkldnn, b.mkldnn.matmul, b.mkldnn.conv)
-    return [owner.fp32_precision for owner in owners]
-exec(before)
-then = all_flags()
-kept = Keeper(torch.nn.Linear(1, 1), [], [], "cpu")
-exec(step)
-changed = kept.differences()
-kept.put_back()
-assert all_flags() == then, (all_flags(), then)
-assert kept.differences() == [], kept.differences()
-assert bool(changed) == bool(step), changed
+import os, sys, torch
+from oomprobe.state.surroundings import Surroundings
+b = torch.backends
+owners = (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn, b.mkldnn, b.mkldnn.matmul, b.mkldnn.conv)
+def run(before, step):
+    exec(before)
+    then = [owner.fp32_precision for owner in owners]
+    kept = Surroundings("cpu")
+    exec(step)
+    assert bool(kept.differences()) == bool(step), "not seen to change"
+    assert kept.put_back() == []
+    assert [owner.fp32_precision for owner in owners] == then, "not put back"
+    assert kept.differences() == []
+for pair in eval(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        run(*pair)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, pair
 """
 
 
-def run(flag, before, step):
-    done = subprocess.run([sys.executable, "-c", SCRIPT, flag, before, step], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("flag", PRECISIONS)
-def test_the_newer_precision_flags_set_by_the_user_and_by_the_step(flag):
-    run(flag, f"{flag} = 'ieee'", f"{flag} = 'tf32'")
-
-
-@pytest.mark.parametrize("flag", PRECISIONS)
-def test_the_newer_precision_flags_set_by_the_user_alone(flag):
-    run(flag, f"{flag} = 'ieee'", "")
-
-
-@pytest.mark.parametrize(
-    ("before", "step"),
-    [
-        ("", "torch.backends.cuda.matmul.fp32_precision = 'tf32'"),
-        ("torch.set_float32_matmul_precision('high')", "torch.backends.cuda.matmul.fp32_precision = 'ieee'"),
-        ("torch.set_float32_matmul_precision('high')", "torch.set_float32_matmul_precision('medium')"),
-        ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", "torch.set_float32_matmul_precision('medium')"),
-        ("", "torch.backends.cudnn.allow_tf32 = False"),
-        ("", "torch.backends.fp32_precision = 'tf32'; torch.set_float32_matmul_precision('high')"),
-    ],
-)
-def test_the_two_precision_interfaces_mixed(before, step):
-    run("", before, step)
-
-
-FLAGS = [
-    ("torch.is_anomaly_check_nan_enabled()", "torch.set_anomaly_enabled(torch.is_anomaly_enabled(), check_nan=False)"),
-    ("torch.backends.mkldnn.deterministic", "torch.backends.mkldnn.deterministic = True"),
-    (
-        "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()",
-        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)",
-    ),
-    ("torch.is_autocast_enabled('cuda')", "torch.set_autocast_enabled('cuda', True)"),
-]
-OTHER_SCRIPT = """
-import sys, torch
-from oomprobe.state import Keeper
-read, step = sys.argv[1:]
-then = eval(read)
-kept = Keeper(torch.nn.Linear(1, 1), [], [], "cpu")
-exec(step)
-assert eval(read) != then
-assert kept.differences(), "it was not seen to change"
-kept.put_back()
-assert eval(read) == then, (eval(read), then)
-assert kept.differences() == [], kept.differences()
-"""
-
-
-@pytest.mark.parametrize(("read", "step"), FLAGS)
-def test_a_second_flag_beside_one_that_is_kept(read, step):
-    """Set with the first by the same call, or of the same kind."""
-    done = subprocess.run([sys.executable, "-c", OTHER_SCRIPT, read, step], capture_output=True, text=True)
+def test_the_two_precision_interfaces_mixed():
+    """Each in a process of its own, for what was set once cannot be made unset."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, repr(MIXED)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -4,9 +4,8 @@ from test_watch import ComparedByValue
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-import oomprobe
 from oomprobe.state.resident import bytes_left_by_steps, state_tensors
-from oomprobe.state.seen import Seen
+from oomprobe.state.tracker import Tracker
 
 
 def test_modes_gradients_and_optimizers():
@@ -17,18 +16,18 @@ def test_modes_gradients_and_optimizers():
     def step(model, n):
         optimizer.step()
 
-    seen = Seen(model, [step])
-    assert seen.optimizers == [optimizer]
+    tracker = Tracker(model, [step])
+    assert tracker.optimizers == [optimizer]
     model.eval()
-    seen.restore_modes()
+    tracker.restore_modes()
     assert (model.training, model[1].training) == (True, False)
     model(torch.ones(2, 4)).sum().backward()
-    assert seen.state_bytes("cpu") == 80
+    assert tracker.state_bytes("cpu") == 80
     optimizer.step()
-    assert seen.state_bytes("cpu") == 80 + 160  # two moments; step counts are single numbers
-    seen.drop_gradients()
+    assert tracker.state_bytes("cpu") == 80 + 160  # two moments; step counts are single numbers
+    tracker.drop_gradients()
     assert model[0].weight.grad is None
-    assert seen.state_bytes("cpu") == 160
+    assert tracker.state_bytes("cpu") == 160
 
 
 @pytest.mark.parametrize(
@@ -46,18 +45,6 @@ def test_gradients_without_a_storage_of_their_own_are_counted_by_their_parts(gra
     assert bytes_left_by_steps([weight], [], "cpu") == held_bytes
 
 
-def test_sparse_gradients_are_probed_on_the_host():
-    model = nn.Embedding(10, 4, sparse=True)
-    optimizer = torch.optim.SparseAdam(list(model.parameters()))
-
-    def step(model, n):
-        optimizer.zero_grad()
-        model(torch.zeros(n, dtype=torch.long)).sum().backward()
-        optimizer.step()
-
-    assert oomprobe.find_max_batch(model, step, device="cpu:100MiB", max_batch=2, progress="off").batch_size == 2
-
-
 @pytest.mark.parametrize(
     ("state", "count"), [(None, 0), ({"w": torch.ones(2)}, 1), ({"w": 3, "v": [torch.ones(2)]}, 0), ([], 0)]
 )
@@ -69,21 +56,54 @@ def test_optimizers_may_keep_their_state_in_another_way(state, count):
 
 def test_an_optimizer_that_is_met_lives_no_longer_for_it():
     model = nn.Linear(2, 2)
-    seen = Seen(model, [])
+    tracker = Tracker(model, [])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    seen.add(optimizer)
-    assert seen.optimizers == [optimizer]
+    tracker.add(optimizer)
+    assert tracker.optimizers == [optimizer]
     del optimizer
-    assert seen.optimizers == []
+    assert tracker.optimizers == []
+
+
+def test_known_optimizers_come_first_and_each_once():
+    model = nn.Linear(2, 2)
+    known, late = (torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
+    tracker = Tracker(model, [lambda model, n: known.step()])
+    for one in (late, known, late):
+        tracker.add(one)
+    assert tracker.optimizers == [known, late]
+
+
+def test_a_cold_start_lets_go_of_what_came_since_and_of_nothing_else():
+    model = nn.Linear(2, 2)
+    known, late = torch.optim.Adam([model.weight]), torch.optim.SGD([model.bias], momentum=0.9)
+
+    def train():
+        model(torch.ones(1, 2)).sum().backward()
+        known.step()
+        late.step()
+
+    model.weight.grad = torch.ones(2, 2)
+    known.step()
+    tracker = Tracker(model, [lambda model, n: known.step()])
+    tracker.add(late)
+    for _ in range(2):
+        train()
+        model.register_buffer("table", torch.ones(3))
+        known.state[model.weight]["more"] = 1
+        tracker.start_cold()
+        assert (model.weight.grad is None, model.bias.grad) == (False, None)
+        assert sorted(known.state[model.weight]) == ["exp_avg", "exp_avg_sq", "step"]
+        assert not late.state
+        assert not hasattr(model, "table")
 
 
 def test_optimizers_that_are_equal_and_have_no_hash_are_two():
     model = nn.Linear(2, 2)
-    seen = Seen(model, [])
+    tracker = Tracker(model, [])
     both = [ComparedByValue(model.parameters()) for _ in range(2)]
     for one in (*both, both[0]):
-        seen.add(one)
-    assert [id(one) for one in seen.optimizers] == [id(one) for one in both]
+        tracker.add(one)
+    assert [id(one) for one in tracker.optimizers] == [id(one) for one in both]
 
 
 def test_a_scheduler_does_not_run_off_its_end():
@@ -95,17 +115,17 @@ def test_a_scheduler_does_not_run_off_its_end():
         optimizer.step()
         scheduler.step()
 
-    seen = Seen(model, [step])
+    tracker = Tracker(model, [step])
     for _ in range(5):
         for _ in range(3):
             step(model, 1)
-        seen.restart_counts()
+        tracker.restart_counts()
     assert scheduler.last_epoch == 0
 
 
 def test_a_scaler_forgets_a_step_that_failed_half_way():
     scaler = torch.amp.GradScaler("cpu")
-    seen = Seen(nn.Linear(1, 1), [lambda model, n: scaler])
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: scaler])
     scaler._per_optimizer_states[7] = "half-way"
-    seen.restart_counts()
+    tracker.restart_counts()
     assert not scaler._per_optimizer_states

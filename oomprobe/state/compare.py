@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import deque
 from typing import Any
 
@@ -18,6 +19,7 @@ _SPARSE_PARTS = {
 }
 
 
+_SINGLE = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
 _identity: Any = object.__eq__  # what a class without a comparison of its own has
 
 
@@ -40,7 +42,7 @@ def _same(one: Any, other: Any) -> bool:
     kind: Any = type(one)
     if one is other:
         return True
-    if kind is not type(other):
+    if kind is not type(other) or isinstance(one, _SINGLE):
         return False
     if isinstance(one, torch.Tensor):
         return same_tensors(one, other)
