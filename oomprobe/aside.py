@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from oomprobe.anatomy import Anatomy, AnatomyCounter
 from oomprobe.clock import Clock
@@ -17,13 +16,6 @@ from oomprobe.verdict import Verdict, classify_error
 from oomprobe.work import Work, WorkCounter
 
 
-class Attended(Protocol):
-    """What is needed of whoever looks after the model's state."""
-
-    def put_weights_back(self) -> bool: ...
-    def drop_gradients(self) -> None: ...
-
-
 class Aside:
     """Calls each step once; what fails here is left to a trial, only the time limit ends the probe.
 
@@ -32,7 +24,6 @@ class Aside:
         trials: Calls them.
         recorded: The trials so far, for the error when time has passed.
         clock: Knows until when.
-        state: Lets go of the gradients of a failed call.
     """
 
     def __init__(
@@ -41,10 +32,8 @@ class Aside:
         trials: Trials,
         recorded: Sequence[Trial],
         clock: Clock,
-        state: Attended,
     ) -> None:
         self._device, self._trials, self._recorded, self._clock = device, trials, recorded, clock
-        self._state = state
 
     def flush(self, size: int) -> bool:
         """Replace what a step keeps of its last batch; a trial that has passed is not lost for want of time for this.
@@ -60,7 +49,6 @@ class Aside:
             enough = True
         except Exception as error:
             enough = classify_error(error) not in (Verdict.OOM, Verdict.HOST_OOM)
-        self._state.drop_gradients()
         return enough
 
     def work_at(self, size: int) -> Work | None:
@@ -83,7 +71,6 @@ class Aside:
                     self._call(size, counter := AnatomyCounter(self._trials.model, size))
                 return counter.anatomy
             except Exception:  # no answer hangs on it
-                self._state.drop_gradients()
                 return None
 
     def _call(self, size: int, inside: AbstractContextManager[object] | None = None) -> None:

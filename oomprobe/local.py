@@ -9,13 +9,14 @@ from dataclasses import replace
 import torch
 
 from oomprobe.anatomy import Anatomy
-from oomprobe.aside import Aside, Attended
+from oomprobe.aside import Aside
 from oomprobe.clock import CONFIRM_SLACK, Clock
 from oomprobe.devices import Device, asked_bytes
 from oomprobe.errors import NotTrainedError
 from oomprobe.leaks import FURTHER_CALLS, Baseline
 from oomprobe.result import SECOND_OPINIONS, Trial
 from oomprobe.runner import Measured, Ran
+from oomprobe.state import Keeper, Tracker
 from oomprobe.state.surroundings import with_same_numbers
 from oomprobe.trial import Request, Trials
 from oomprobe.verdict import Verdict
@@ -30,7 +31,7 @@ class LocalRunner:
     Args:
         device: Where they run.
         trials: Runs one of them.
-        state: Looks after what must not run off its end, and lets go of gradients.
+        state: Puts weights back that trials have worn out.
         clock: Knows until when.
         recorded: The trials so far.
         smallest: The smallest size that may be tried.
@@ -43,7 +44,7 @@ class LocalRunner:
         self,
         device: Device,
         trials: Trials,
-        state: Attended,
+        state: Keeper | Tracker,
         clock: Clock,
         recorded: Sequence[Trial],
         *,
@@ -52,7 +53,7 @@ class LocalRunner:
     ) -> None:
         self.place, self.notes = device, trials.notes
         self.trials, self._state = trials, state
-        self._aside = Aside(device, trials, recorded, clock, state)
+        self._aside = Aside(device, trials, recorded, clock)
         self._baseline = Baseline(
             device,
             clean=trials.start_cold,

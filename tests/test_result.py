@@ -24,7 +24,7 @@ def maybe(strategy):
 
 trials = st.builds(
     Trial,
-    batch_size=counts,
+    batch_size=st.integers(1, 2**63),
     verdict=st.sampled_from(Verdict),
     phase=st.sampled_from(Phase),
     steps=counts,

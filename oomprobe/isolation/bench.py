@@ -11,7 +11,7 @@ import torch
 from oomprobe.clock import Clock
 from oomprobe.devices.host import HostDevice
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.here import given_back, told_of_trials
+from oomprobe.here import garbage_frozen, given_back, told_of_trials
 from oomprobe.interrupts import Interrupts
 from oomprobe.isolation.child import Answers, Built, serve
 from oomprobe.isolation.process import ThisProcess
@@ -22,7 +22,6 @@ from oomprobe.progress import Progress, reporter
 from oomprobe.result import Trial
 from oomprobe.scope import scope
 from oomprobe.state import Keeper
-from oomprobe.state.cold import garbage_frozen
 from oomprobe.work import load_counter
 from oomprobe.workbench import Workbench
 

@@ -25,7 +25,7 @@ from oomprobe.local import LocalRunner
 from oomprobe.options import Options, StepFn, check_model, named_steps, refuse_ranks
 from oomprobe.result import Phase
 from oomprobe.runner import Ran
-from oomprobe.state.seen import Seen
+from oomprobe.state import Tracker
 from oomprobe.target import build as build_target
 from oomprobe.trial import Request, Trials
 from oomprobe.watch import OptimizerWatch
@@ -116,21 +116,21 @@ class Answers:
         self._device, self._steps = device, list(built.steps)
         # Without time limits: whoever waits for an answer ends what hangs.
         self._options = replace(options, time_limit_s=None, trial_time_limit_s=None)
-        seen = Seen(built.model, built.steps.values())
-        watch = OptimizerWatch(seen.add, built.model)
+        tracker = Tracker(built.model, built.steps.values())
+        watch = OptimizerWatch(tracker.add, built.model)
         watch.__enter__()  # for as long as this process lives
         self._trials = Trials(
             device,
             built.model,
             built.steps,
-            optimizers=lambda: seen.optimizers,
-            restore_modes=seen.restore_modes,
-            let_go=seen.start_cold,
+            optimizers=lambda: tracker.optimizers,
+            restore_modes=tracker.restore_modes,
+            let_go=tracker.start_cold,
             watch=watch,
             interrupts=Interrupts(),
         )
         self._runner = LocalRunner(
-            device, self._trials, seen, Clock(self._options), [], smallest=self._options.sizes.first
+            device, self._trials, tracker, Clock(self._options), [], smallest=self._options.sizes.first
         )
         self._has_run = False
 

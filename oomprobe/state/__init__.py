@@ -2,5 +2,6 @@
 
 from oomprobe.state.keeper import Keeper, preserved
 from oomprobe.state.resident import resident_tensors, state_tensors
+from oomprobe.state.tracker import Tracker
 
-__all__ = ["Keeper", "preserved", "resident_tensors", "state_tensors"]
+__all__ = ["Keeper", "Tracker", "preserved", "resident_tensors", "state_tensors"]

@@ -136,13 +136,6 @@ class Keeper:
         kept = (*self._kept, *self._tensors.values())
         return [*(name for one in kept for name in one.differences()), *self._surroundings.differences()]
 
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def restart_counts(self) -> None:
-        """Begin schedules and loss scales anew, so that trials do not run them off their end."""
-        self._tracker.restart_counts()
-
     def start_cold(self) -> None:
         """Let go of the gradients, optimizer state and buffers that trials have made."""
         self._tracker.start_cold()
@@ -155,14 +148,6 @@ class Keeper:
     def restore_modes(self) -> None:
         """Put every module's train or eval mode back, as training does between its phases."""
         self._tracker.restore_modes()
-
-    def drop_gradients(self) -> None:
-        """Let go of what a failed trial left in ``.grad``."""
-        self._tracker.drop_gradients()
-
-    def state_bytes(self, device_type: str) -> int:
-        """What gradients and optimizer state hold on a kind of device."""
-        return self._tracker.state_bytes(device_type)
 
     def host_copy(self) -> dict[str, Any]:
         """The model and the optimizers as they were, in host memory: what survives a lost device."""

@@ -1,4 +1,4 @@
-"""Tensors that stay on a device: those that are there before the first step, and those that steps leave there."""
+"""Tensors that stay on a device between steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from oomprobe.state.compare import plain_parts
 from oomprobe.state.reach import reachable
 
 
@@ -50,21 +49,3 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in state_of(optimizer).values():
         kept = state.values() if isinstance(state, dict) else [state]  # some keep one tensor, or what is no tensor
         yield from (tensor for tensor in kept if isinstance(tensor, torch.Tensor) and tensor.dim() > 0)
-
-
-def bytes_left_by_steps(
-    parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer], device_type: str
-) -> int:
-    """What gradients and optimizer state hold on a kind of device, each memory once.
-
-    Example:
-        >>> weight = torch.ones(3, requires_grad=True)
-        >>> weight.sum().backward()
-        >>> bytes_left_by_steps([weight], [], "cpu")
-        12
-    """
-    held = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    held += [tensor for optimizer in optimizers for tensor in state_tensors(optimizer)]
-    parts = (part for tensor in held if tensor.device.type == device_type for part in plain_parts(tensor))
-    storages = (part.untyped_storage() for part in parts)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

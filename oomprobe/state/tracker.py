@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from oomprobe.state.reach import reachable
-from oomprobe.state.resident import bytes_left_by_steps, state_of
+from oomprobe.state.resident import state_of
 
 _SCHEDULER = torch.optim.lr_scheduler.LRScheduler
 _COUNTS = (bool, int, float, str, type(None), list)
@@ -43,8 +43,6 @@ class Tracker:
         >>> tracker = Tracker(model, [lambda model, batch_size: optimizer.step()])
         >>> model.eval()(torch.ones(1, 2)).sum().backward(), optimizer.step()
         (None, None)
-        >>> tracker.state_bytes("cpu")
-        36
         >>> tracker.restore_modes(), tracker.start_cold()
         (None, None)
         >>> model.training, len(optimizer.state), model.weight.grad
@@ -106,10 +104,7 @@ class Tracker:
         for module, names in self._buffers:
             for name in module._buffers.keys() - names:
                 delattr(module, name)
-        self.restart_counts()
-
-    def restart_counts(self) -> None:
-        """A scheduler does not run off its end; a loss scale starts over, and forgets a step that failed half-way."""
+        # A scheduler does not run off its end; a loss scale starts over, and forgets a step that failed half-way.
         for scheduler, counts in self._schedulers:
             vars(scheduler).update({name: copy.copy(value) for name, value in counts.items()})
         for scaler, scale in self._scalers:
@@ -122,15 +117,6 @@ class Tracker:
     def put_weights_back(self) -> bool:
         """Nothing was kept: a new process has them."""
         return False
-
-    def drop_gradients(self) -> None:
-        """Let go of what a failed trial left in ``.grad``."""
-        for parameter in self.parameters():
-            parameter.grad = None
-
-    def state_bytes(self, device_type: str) -> int:
-        """What gradients and optimizer state hold on a kind of device."""
-        return bytes_left_by_steps(self.parameters(), self.optimizers, device_type)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Those of the modules and the optimizers, each once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -25,24 +24,23 @@ def undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, dev
     """
     keeper, lost = Keeper(module, others, preserve, device_type), False
     attributes = [(part, dict(vars(part))) for part in module.modules()]
-    with closing(keeper):
+    try:
+        yield
+    except DeviceLostError:
+        lost = True
+        raise
+    finally:
         try:
-            yield
-        except DeviceLostError:
-            lost = True
-            raise
+            keeper.put_back(device_lost=lost)
         finally:
-            try:
-                keeper.put_back(device_lost=lost)
-            finally:
-                for part, before in attributes:
-                    _give_back(vars(part), before)
-            if not lost and (differences := keeper.differences()):
-                raise UnreliableError(
-                    "not everything came back as it was before the probe: "
-                    + ", ".join(differences[:5])
-                    + ". Do not train with this module: make it again"
-                )
+            for part, before in attributes:
+                _give_back(vars(part), before)
+        if not lost and (differences := keeper.differences()):
+            raise UnreliableError(
+                "not everything came back as it was before the probe: "
+                + ", ".join(differences[:5])
+                + ". Do not train with this module: make it again"
+            )
 
 
 def _give_back(now: dict[str, Any], before: dict[str, Any]) -> None:
