@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 from oomprobe.anatomy import Anatomy, AnatomyCounter
 from oomprobe.clock import Clock
 from oomprobe.devices import Device
 from oomprobe.interrupts import TimeUp
 from oomprobe.result import Trial
-from oomprobe.scope import scope
 from oomprobe.trial import Trials
 from oomprobe.verdict import Verdict, classify_error
 from oomprobe.work import Work, WorkCounter
@@ -76,7 +75,7 @@ class Aside:
     def _call(self, size: int, inside: AbstractContextManager[object] | None = None) -> None:
         self._trials.call_once(size, self._clock.deadline_s(), inside)
 
-    @scope
+    @contextmanager
     def _in_time(self, size: int) -> Iterator[None]:
         """Until here our time limit is a `TimeUp`: an error would pass for the step's."""
         try:

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,6 @@ from oomprobe.options import Options, StepFn
 from oomprobe.probe import check_on, options_of_one, search_on
 from oomprobe.progress import Progress
 from oomprobe.result import ProbeResult
-from oomprobe.scope import scope
 from oomprobe.target import build, name_of, simulated_or
 from oomprobe.workbench import Workbench
 
@@ -113,7 +112,7 @@ def check_target(
     return summary.result(bench, found)
 
 
-@scope
+@contextmanager
 def _bench(
     target: str | Callable[[], Any],
     isolate: bool,

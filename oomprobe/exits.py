@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from oomprobe import errors
 from oomprobe.report import trials_table
-from oomprobe.scope import scope
 from oomprobe.streams import tell
 
 STEP_FAILED, UNTRUSTED, UNFORESEEN, INTERRUPTED = 3, 6, 70, 130
@@ -20,7 +20,7 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 )
 
 
-@scope
+@contextmanager
 def explained(*, required: bool = False) -> Iterator[None]:
     """Where a script's call of oomprobe finds no answer: tell why, and leave with the exit code of ``oomprobe run``.
 

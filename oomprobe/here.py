@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,14 +12,13 @@ import torch
 from oomprobe.clock import Clock
 from oomprobe.devices import Device, Simulated, choose_device, raised_by
 from oomprobe.devices.host import HostDevice
-from oomprobe.errors import DeviceLostError, OomProbeError, UnreliableError, add_note, unmeasured
+from oomprobe.errors import DeviceLostError, OomProbeError, UnreliableError, unmeasured
 from oomprobe.interrupts import Interrupts
 from oomprobe.local import LocalRunner
 from oomprobe.options import Options, StepFn, check_model, named_steps, refuse_ranks
 from oomprobe.progress import Progress, reporter
 from oomprobe.report import trials_table
 from oomprobe.result import Trial
-from oomprobe.scope import scope
 from oomprobe.state import Keeper, preserved, resident_tensors, state_tensors
 from oomprobe.trial import Trials
 from oomprobe.watch import OptimizerWatch, outside_modes
@@ -31,7 +31,7 @@ LBFGS = (
 )
 
 
-@scope
+@contextmanager
 def bench_here(
     model: torch.nn.Module,
     step_fn: StepFn | Mapping[str, StepFn],
@@ -92,7 +92,7 @@ def bench_here(
                     bench.notes |= dict.fromkeys((*keeper.notes, *trials.compiled.notes))
 
 
-@scope
+@contextmanager
 def garbage_frozen() -> Iterator[None]:
     """Collect garbage, and from then on only what is made inside: 98 ms become 0.01 where frameworks are imported.
 
@@ -109,7 +109,7 @@ def garbage_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-@scope
+@contextmanager
 def given_back(bench: Workbench, keeper: Keeper, device: Device) -> Iterator[None]:
     """Restore and compare the state on every way out."""
     try:
@@ -159,17 +159,17 @@ def _made_by(step: object, optimizer: torch.optim.Optimizer) -> bool:
     return made is not None and bool(made(optimizer))
 
 
-@scope
+@contextmanager
 def told_of_trials(trials: list[Trial]) -> Iterator[None]:
     """Around everything: what came while nothing could be interrupted is delivered at the very end."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as interruption:
-        add_note(interruption, "oomprobe was interrupted; the trials so far:\n" + trials_table(trials))
+        interruption.add_note("oomprobe was interrupted; the trials so far:\n" + trials_table(trials))
         raise
 
 
-@scope
+@contextmanager
 def _told_as_lost(bench: Workbench, device: Device) -> Iterator[None]:
     """A sticky error may show itself outside a step, while memory is measured or given back."""
     try:

@@ -7,13 +7,12 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from oomprobe.frames import is_library
-from oomprobe.scope import scope
 
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
@@ -85,7 +84,7 @@ class Interrupts:
             self._deliver_pending()
             self._open = True
 
-    @scope
+    @contextmanager
     def held_back(self) -> Iterator[None]:
         """For work of our own in the midst of a step, which must not stop half-way: what comes meanwhile follows it."""
         was_open, self._busy = self._open, True  # before it is shut: a time limit is dropped where nothing is at work
@@ -145,7 +144,7 @@ class Interrupts:
 
 
 class _Allowed:
-    """Not a `contextlib.contextmanager`: that one sets ``__traceback__``, which a user's exception may refuse."""
+    """A class, so that no frame of a generator, which a signal could end, lies around the step."""
 
     def __init__(self, interrupts: Interrupts, deadline_s: float | None, polled: bool) -> None:
         self._interrupts, self._deadline_s, self._polled = interrupts, deadline_s, polled

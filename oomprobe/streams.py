@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO
-
-from oomprobe.scope import scope
 
 
 def tell(*lines: str) -> None:
@@ -22,7 +21,7 @@ def write(stream: IO[str] | None, text: str) -> None:
         stream.flush()
 
 
-@scope
+@contextmanager
 def stdout_kept(*, for_good: bool) -> Iterator[IO[str]]:
     """Give stdout to the answer alone: what anybody else writes to it, or to its descriptor, goes to stderr.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomprobe.scope import scope
 from oomprobe.state.resident import state_of
 
 
@@ -80,14 +80,14 @@ def _is_empty(state: object) -> bool:
     return isinstance(state, dict) and not state
 
 
-@scope
+@contextmanager
 def outside_modes() -> Iterator[None]:
     """For work of our own in the midst of a step: modes that look at the step's operators do not see it."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
-@scope
+@contextmanager
 def held_back(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module) -> Iterator[None]:
     """Make `step` and `zero_grad` do nothing, so that calls of a full step accumulate like micro-batches.
 

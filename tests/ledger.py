@@ -3,12 +3,11 @@
 For tests of the probe that need to know the truth to the byte and want no real memory.
 """
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from oomprobe.devices import Usage
-from oomprobe.scope import scope
 
 MIB = 2**20
 
@@ -34,7 +33,7 @@ class LedgerDevice:
     def available_bytes(self):
         return self.total_bytes
 
-    @scope
+    @contextmanager
     def cap(self, limit_bytes):
         self.caps.append(limit_bytes)
         self.limit = self.total_bytes if limit_bytes is None else limit_bytes

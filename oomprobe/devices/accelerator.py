@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from oomprobe.devices import linux, spills
 from oomprobe.devices.base import Usage
 from oomprobe.devices.stated import check_stated, name_with
 from oomprobe.errors import UnreliableError
-from oomprobe.scope import scope
 from oomprobe.verdict import Evidence, Verdict, classify_error
 
 MIB = 2**20
@@ -144,7 +143,7 @@ class AcceleratorDevice:
         known = (self._available_bytes, self._within_reach(), limit_bytes)
         return min(bound for bound in known if bound is not None)
 
-    @scope
+    @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         limit_bytes = self._held(limit_bytes)
         if limit_bytes is None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from oomprobe.devices import linux
 from oomprobe.devices.base import Usage
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
-from oomprobe.scope import scope
 from oomprobe.units import byte_unit, format_bytes
 
 # A text such as "could not create a primitive" is about memory only if the trial had used this share of its cap.
@@ -69,7 +68,7 @@ class HostDevice:
     def available_bytes(self) -> int:
         return min([self._available_bytes, *linux.left_by_ulimits()])
 
-    @scope
+    @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         import resource  # not on Windows
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from oomprobe.devices.accelerator import NEARLY_NOTHING, kernel_answers
 from oomprobe.devices.base import Usage
 from oomprobe.devices.stated import check_stated, name_with
-from oomprobe.scope import scope
 from oomprobe.units import format_bytes
 
 # aten/src/ATen/mps/MPSAllocator.h: the high watermark when nothing else was asked for
@@ -52,7 +51,7 @@ class MpsDevice:
         self.release()
         return self._stated_bytes
 
-    @scope
+    @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         # Unified memory: without a limit of our own the whole machine would swap before an error comes.
         held_bytes = self._stated_bytes if limit_bytes is None else min(limit_bytes, self._stated_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from oomprobe.devices.base import Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
-from oomprobe.scope import scope
 from oomprobe.simulation import cuda_api
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.building import building
@@ -89,7 +88,7 @@ class SimulatedDevice:
 
     # --- the world ---
 
-    @scope
+    @contextmanager
     def session(self) -> Iterator[None]:
         if self._full:
             raise torch.OutOfMemoryError(self._memory.refusal())
@@ -162,7 +161,7 @@ class SimulatedDevice:
     def available_bytes(self) -> int:
         return self._allowed(None)
 
-    @scope
+    @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         if self._memory.allocator.reserved_bytes > self._allowed(limit_bytes):
             self._memory.lay_out_anew()  # as a process that is held to this from its start would have it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from oomprobe.isolation.spec import Spec
 from oomprobe.options import Options, StepFn
 from oomprobe.progress import Progress, reporter
 from oomprobe.result import Trial
-from oomprobe.scope import scope
 from oomprobe.state import Keeper
 from oomprobe.work import load_counter
 from oomprobe.workbench import Workbench
@@ -32,7 +32,7 @@ LIVE_CHILDREN = (
 )
 
 
-@scope
+@contextmanager
 def isolated_bench(target: str, device: Any, options: Options, progress: Progress) -> Iterator[Workbench]:
     """Everything a probe of a target needs; on every way out no process of it is left."""
     spec = Spec.of(target, device, options)
@@ -51,7 +51,7 @@ def isolated_bench(target: str, device: Any, options: Options, progress: Progres
             runner.close()
 
 
-@scope
+@contextmanager
 def forked_bench(
     model: torch.nn.Module,
     steps: Mapping[str, StepFn],

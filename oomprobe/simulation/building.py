@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from oomprobe.scope import scope
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.identity import Identity
 from oomprobe.simulation.places import CARD, HOST, STATED_HOST, place_of_any
@@ -17,7 +16,7 @@ from oomprobe.simulation.session import patches, replaced
 from oomprobe.simulation.world import World
 
 
-@scope
+@contextmanager
 def building(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[None]:
     """Run code that makes a model and moves it to ``"cuda"``; the tensors stay real, in host memory."""
     save, load = torch.save, torch.load

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oomprobe.scope import scope
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.blocks import SMALL_SEGMENT
 from oomprobe.simulation.refusal import refusal
@@ -107,7 +107,7 @@ class Memory:
                 self.roomy.free(roomy_block)
         self._workspaces.clear()
 
-    @scope
+    @contextmanager
     def running(self, launch: Launch) -> Iterator[None]:
         """A kernel that takes memory for itself; inside, its results are made.
 
@@ -127,7 +127,7 @@ class Memory:
             with self._lent(group):
                 pass
 
-    @scope
+    @contextmanager
     def _lent(self, sizes: tuple[int, ...]) -> Iterator[None]:
         blocks: list[tuple[int, int]] = []
         try:

@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import checkpoint
 
 from oomprobe.errors import SimulationError
-from oomprobe.scope import scope
 from oomprobe.simulation.choices import Choices
 from oomprobe.simulation.identity import Identity
 from oomprobe.simulation.places import CARD, HOST, SEEN_CARD
@@ -27,7 +26,7 @@ _INHERITED = object()
 _DEVICE: Any = FakeTensor.device  # the property as torch made it
 
 
-@scope
+@contextmanager
 def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[int, int]) -> Iterator[None]:
     """Run what is inside in the simulated world, in this thread.
 
@@ -54,7 +53,7 @@ def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[i
         yield
 
 
-@scope
+@contextmanager
 def _without_onednn() -> Iterator[None]:
     """Its recurrent nets are one operator, which does not say what it keeps for backward."""
     was_on = torch._C._get_mkldnn_enabled()
@@ -65,7 +64,7 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(was_on)
 
 
-@scope
+@contextmanager
 def _casts_of_its_own() -> Iterator[None]:
     """Weights that autocast has cast, around the whole probe: real ones are none of the card's, and its fakes go."""
     torch.clear_autocast_cache()
@@ -75,7 +74,7 @@ def _casts_of_its_own() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-@scope
+@contextmanager
 def _collected_by_hand() -> Iterator[None]:
     """Cycles die before a call, not at a random moment inside it: the same call is to make the same tape."""
     was_on = gc.isenabled()
@@ -87,7 +86,7 @@ def _collected_by_hand() -> Iterator[None]:
             gc.enable()
 
 
-@scope
+@contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute, with another value inside; one that a class inherits is inherited again afterwards."""
     own = vars(owner)

@@ -1,5 +1,4 @@
 import copy
-import dataclasses
 import subprocess
 import sys
 import threading
@@ -573,20 +572,6 @@ def test_a_card_is_used_for_another_model_without_what_it_learned_of_the_first()
     assert [(t.batch_size, t.phase, t.passed, t.replayed) for t in second.trials] == [
         (t.batch_size, t.phase, t.passed, t.replayed) for t in fresh.trials
     ]
-
-
-def test_exceptions_that_refuse_attributes_come_through():
-    @dataclasses.dataclass(frozen=True)
-    class Frozen(Exception):
-        code: int
-
-    def step(model, batch_size):
-        model(torch.zeros(batch_size, 8))
-        raise Frozen(7)
-
-    with pytest.raises(StepFailedError) as raised:
-        probe(nn.Linear(8, 8), step)
-    assert isinstance(raised.value.__cause__, Frozen)
 
 
 def test_more_steps_than_the_confirmation_are_run():
