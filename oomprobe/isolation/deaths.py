@@ -36,7 +36,7 @@ class Death:
     Attributes:
         signal: That ended it; None where it left by itself.
         code: That it left with; None where a signal ended it.
-        why: What its template ended it for ("timed out", "stuck", "garbled: ..."); None: it ended by itself.
+        why: What its template ended it for ("timed out", "stuck"); None: it ended by itself.
         stderr: The end of what it wrote there.
         peak_resident_bytes: Its peak of resident memory.
         oom_kills: How many processes the system's OOM killer ended while it ran.
@@ -79,10 +79,8 @@ class Death:
     def _what(self) -> str:
         if self.is_hang:
             return f"the process of the trial {self.why} and was ended"
-        if self.why is not None and not self.why.startswith("garbled"):
-            return self.why
         if self.why is not None:
-            return f"what the process of the trial answered was no answer ({self.why})"
+            return self.why
         if self.signal is None:
             return f"the process of the trial left with exit code {self.code} before it answered"
         killer = ""

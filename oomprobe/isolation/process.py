@@ -15,7 +15,7 @@ from contextlib import suppress
 from oomprobe.interrupts import Interrupts
 from oomprobe.isolation import system
 from oomprobe.isolation.offspring import GRACE_S, Child
-from oomprobe.isolation.wire import GarbledError, Message, Wire, above_standard
+from oomprobe.isolation.wire import Message, Wire, above_standard
 
 ENDED, TIMED_OUT = "the process that supervises trials ended", "timed out"
 ANSWER_S = GRACE_S + 30.0  # beyond the limit of a trial: the template has ended it by then, or hangs itself
@@ -98,13 +98,10 @@ class TemplateProcess:
                 if self._process.poll() is not None:  # and what it forked holds its end of the socket open
                     return silent(ENDED)
                 continue
-            try:
-                for message in self._wire.read():
-                    if "forked" not in message:
-                        return message
-                    self._forked = message["forked"]
-            except GarbledError as error:
-                return silent(f"garbled: {error}")
+            for message in self._wire.read():
+                if "forked" not in message:
+                    return message
+                self._forked = message["forked"]
         return silent(ENDED)
 
     def close(self) -> None:

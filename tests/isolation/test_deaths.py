@@ -74,10 +74,6 @@ def test_somebodys_will_is_no_word_about_memory(number):
     assert judged(death(signal=number, stderr="CUDA error: out of memory"), used_mib=99) is Verdict.CRASHED
 
 
-def test_garbled_answers_are_no_verdict():
-    assert judged(death(signal=signal.SIGKILL, why="garbled: no"), used_mib=99) is Verdict.CRASHED
-
-
 @pytest.mark.parametrize(
     ("one", "text"),
     [
