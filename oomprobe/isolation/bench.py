@@ -71,14 +71,14 @@ def forked_bench(
         raise InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
     status = reporter(progress)
     recorded: list[Trial] = []
-    built = Built(model, steps)
     load_counter()
     with told_of_trials(recorded), Interrupts() as interrupts, garbage_frozen():
         clock = Clock(options)
-        forks = ThisProcess(lambda wire: serve(wire, lambda: Answers(built, device, options, once=True)), interrupts)
+        keeper = Keeper(model, steps.values(), preserve, "cpu")  # children write to memory that is shared, too
+        built = Built(model, steps, keeper.tracker, device)
+        forks = ThisProcess(lambda wire: serve(wire, lambda: Answers(built, options)), interrupts)
         runner = RemoteRunner(None, options, interrupts, clock, forks)
         runner.notes |= dict.fromkeys(notes)
-        keeper = Keeper(model, steps.values(), preserve, "cpu")  # children write to memory that is shared, too
         try:
             runner.open()
             bench = Workbench(runner, options, status, clock, recorded)

@@ -40,19 +40,21 @@ NO_BACKWARD = (
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model and its steps, and the device that they were built for, where it is known."""
+    """A model and its steps, with what is known of them, and the device that they were built for."""
 
     model: torch.nn.Module
     steps: Mapping[str, StepFn]
-    device: Device | None = None
+    tracker: Tracker
+    device: Device
 
 
 def build(spec: Spec) -> Built:
     """Build the target of a probe."""
     model, step_fn = build_target(spec.target)
-    built = Built(check_model(model), named_steps(step_fn))
+    check_model(model)
+    steps = named_steps(step_fn)
     refuse_ranks()
-    return built
+    return Built(model, steps, Tracker(model, steps.values()), choose_device(spec.open_device(), model))
 
 
 def serve(wire: Wire, make: Callable[[], Answers], building: str | None = None) -> None:
@@ -100,23 +102,19 @@ class Answers:
     """Runs trials of a model in this process, and answers in plain data.
 
     Args:
-        built: What is probed.
-        device: Where.
+        built: What is probed, and where.
         options: Of the probe.
-        once: Whether this process was forked from one with the model in it, for one question.
     """
 
-    def __init__(self, built: Built, device: Device, options: Options, *, once: bool = False) -> None:
+    def __init__(self, built: Built, options: Options) -> None:
+        device, tracker = built.device, built.tracker
         if isinstance(device, HostDevice):
             torch.set_num_threads(1)  # the threads of the process it was forked from are not there any more
             _try_backward()
-        if not once:
-            gc.collect()
         gc.freeze()  # for as long as this process lives: trials collect what they made
         self._device, self._steps = device, list(built.steps)
         # Without time limits: whoever waits for an answer ends what hangs.
         self._options = replace(options, time_limit_s=None, trial_time_limit_s=None)
-        tracker = Tracker(built.model, built.steps.values())
         watch = OptimizerWatch(tracker.add, built.model)
         watch.__enter__()  # for as long as this process lives
         self._trials = Trials(
@@ -138,7 +136,8 @@ class Answers:
     def of_target(cls, spec: Spec) -> Answers:
         """Build the target of a probe, and answer for it."""
         built = build(spec)
-        return cls(built, choose_device(spec.open_device(), built.model), spec.options)
+        gc.collect()
+        return cls(built, spec.options)
 
     def to(self, message: Message) -> Message:
         does: dict[str, Callable[..., Message]] = {

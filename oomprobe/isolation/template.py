@@ -8,10 +8,8 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
-from oomprobe.devices import choose_device
 from oomprobe.isolation import child, system
 from oomprobe.isolation.offspring import Child
 from oomprobe.isolation.spec import Spec
@@ -67,8 +65,7 @@ class Template:
     def _build(self, spec: Spec) -> Message:
         own = os.getpid()
         try:
-            built = child.build(spec)
-            self._built = replace(built, device=choose_device(spec.open_device(), built.model))
+            self._built = child.build(spec)
             gc.collect()
             answer: Message = {"built": True}
         except BaseException as error:
@@ -103,11 +100,10 @@ class Template:
     def _serve_child(self, wire: Wire) -> None:
         spec, built = self._spec, self._built
         assert spec is not None
-        if built is None or built.device is None:
+        if built is None:
             child.serve(wire, lambda: child.Answers.of_target(spec), building=spec.target)
         else:
-            device = built.device
-            child.serve(wire, lambda: child.Answers(built, device, spec.options, once=True))
+            child.serve(wire, lambda: child.Answers(built, spec.options))
 
     def end(self) -> None:
         """End the child, and all that it started."""

@@ -52,15 +52,15 @@ class Keeper:
 
     def __init__(self, model: torch.nn.Module, steps: Iterable[object], preserve: object, device_type: str) -> None:
         self._surroundings = Surroundings(device_type)
-        self._tracker = Tracker(model, steps, preserved(preserve))
+        self.tracker = Tracker(model, steps, preserved(preserve))
         self._copies = HostCopies()
         self._kept: list[Attributes | Stateful] = []
         self._tensors: dict[int, TensorAndGradient] = {}  # by id
         self._optimizer_states: list[StateDict] = []  # for `host_copy`: they come back through their attributes
         self._unread: list[str] = []
-        for module in self._tracker.modules:
+        for module in self.tracker.modules:
             self._keep_module(module)
-        for value in self._tracker.found:
+        for value in self.tracker.found:
             self._keep(value)
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self._model = {name: self._copies.keep(tensor) for name, tensor in named}
@@ -69,7 +69,7 @@ class Keeper:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that are known and alive."""
-        return self._tracker.optimizers
+        return self.tracker.optimizers
 
     @property
     def notes(self) -> list[str]:
@@ -79,9 +79,9 @@ class Keeper:
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep an optimizer that shows itself by stepping, just before it does, for as long as it lives."""
-        if self._tracker.knows(optimizer):
+        if self.tracker.knows(optimizer):
             return
-        self._tracker.add(optimizer)
+        self.tracker.add(optimizer)
         for parameter in parameters_of(optimizer):
             self._keep_tensor(parameter, late=type(optimizer).__name__)
         self._kept.append(Attributes(optimizer, self._copies, hold=False))
@@ -121,7 +121,7 @@ class Keeper:
                 yield f"a tensor on {storage.device}", storage.write
         if device_lost:
             return
-        yield "modes", self._tracker.restore_modes
+        yield "modes", self.tracker.restore_modes
         for one in (*self._kept, *self._tensors.values()):
             yield one.name, one.put_back
 
@@ -138,7 +138,7 @@ class Keeper:
 
     def start_cold(self) -> None:
         """Let go of the gradients, optimizer state and buffers that trials have made."""
-        self._tracker.start_cold()
+        self.tracker.start_cold()
 
     def put_weights_back(self) -> bool:
         """Restore parameters and buffers, which trials have trained; whether they could be."""
@@ -147,7 +147,7 @@ class Keeper:
 
     def restore_modes(self) -> None:
         """Put every module's train or eval mode back, as training does between its phases."""
-        self._tracker.restore_modes()
+        self.tracker.restore_modes()
 
     def host_copy(self) -> dict[str, Any]:
         """The model and the optimizers as they were, in host memory: what survives a lost device."""
