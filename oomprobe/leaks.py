@@ -1,20 +1,25 @@
-"""Memory between trials: back at its baseline, or a leak with its bytes."""
+"""Memory between trials: back at its baseline, or a leak with its bytes; and how long an answer lasts whose steps leak."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import tenacity
 
 from oomprobe.devices import Device, asked_bytes
-from oomprobe.result import Trial
+from oomprobe.errors import UnreliableError
+from oomprobe.result import SECOND_OPINIONS, Trial
 from oomprobe.units import format_bytes
 
 TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay below it
 REFUSED_SHARE = 0.05  # of the available memory
 SMALLEST_BYTES = 2**14  # in each step: a list of losses as numbers, and what malloc needs to keep it, stay below
+# What an answer leaves free, and a leak uses up in fewer, is no margin. In the user's own process something beside the step
+# may have grown.
+STEPS_TO_LAST = {"isolated": 1000, "in one process": 100}
 FURTHER_CALLS = 4  # that show what each step keeps, at most: two, and two again where those kept something
 
 
@@ -125,3 +130,65 @@ class Baseline:
         gc.collect()
         self._clean()
         return self._leaked_bytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLeak:
+    """What each step of an answer keeps, and what the answer leaves free.
+
+    Example:
+        >>> StepLeak(kept_bytes=1 << 20, free_bytes=1 << 25).steps_to_last
+        32
+    """
+
+    kept_bytes: int
+    free_bytes: int
+
+    @property
+    def steps_to_last(self) -> int:
+        """After how many steps that is used up."""
+        return self.free_bytes // self.kept_bytes
+
+
+def leak_of_step(
+    trials: Sequence[Trial], batch_size: int, *, available_bytes: int, budget_bytes: int
+) -> StepLeak | None:
+    """What each step of the answer keeps; None where none keeps any."""
+    asked = (
+        t
+        for t in reversed(trials)
+        if t.passed and t.batch_size == batch_size and t.phase in SECOND_OPINIONS and t.accumulation_steps == 1
+    )
+    last = next(asked, None)
+    if last is None or not last.step_leaked_bytes:
+        return None
+    used_bytes = min(budget_bytes, last.peak_reserved_bytes or budget_bytes)
+    return StepLeak(kept_bytes=last.step_leaked_bytes, free_bytes=available_bytes - used_bytes)
+
+
+def refuse_growing(
+    trials: Sequence[Trial], batch_size: int, *, available_bytes: int, budget_bytes: int, isolated: bool
+) -> None:
+    """Raise where each step of the answer leaks, so that what it leaves free lasts for a moment only.
+
+    Args:
+        trials: Of the probe.
+        batch_size: The answer.
+        available_bytes: On the device.
+        budget_bytes: What of it the answer was held to.
+        isolated: Whether each trial began in a process of its own, so that what grew is the step's.
+
+    Raises:
+        UnreliableError: it would be used up within `STEPS_TO_LAST` steps.
+    """
+    leak = leak_of_step(trials, batch_size, available_bytes=available_bytes, budget_bytes=budget_bytes)
+    if leak is None or leak.steps_to_last >= STEPS_TO_LAST["isolated" if isolated else "in one process"]:
+        return
+    raise UnreliableError(
+        f"each step at batch {batch_size} keeps {format_bytes(leak.kept_bytes)}, even after collecting garbage: the "
+        f"{format_bytes(leak.free_bytes)} that it leaves free are used up after about {leak.steps_to_last} more, so it does "
+        "not last. Something keeps tensors of each step: a list of losses that still have their graph (append "
+        "loss.item()), a cache keyed by shape, or a buffer that was not full yet: then let the step run until it is before "
+        "the probe",
+        trials=tuple(trials),
+    )

@@ -16,7 +16,7 @@ from oomprobe.devices import Simulated
 from oomprobe.errors import NothingFitsError
 from oomprobe.estimates import estimates
 from oomprobe.fit import LinearFit, fit_line
-from oomprobe.lasting import leak_of_step
+from oomprobe.leaks import leak_of_step
 from oomprobe.result import Phase, ProbeResult, Trial
 from oomprobe.search import Found
 from oomprobe.units import format_bytes, format_seconds

@@ -13,7 +13,7 @@ from oomprobe.clock import Clock
 from oomprobe.devices import Simulated
 from oomprobe.errors import DeviceLostError, OomProbeError, StepFailedError, UnreliableError
 from oomprobe.idle import Idle
-from oomprobe.lasting import refuse_growing
+from oomprobe.leaks import refuse_growing
 from oomprobe.neighbours import Neighbours, processes_on
 from oomprobe.options import Options
 from oomprobe.progress import Reporter

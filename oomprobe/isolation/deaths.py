@@ -103,7 +103,7 @@ def judge_death(
     Args:
         death: How the child ended.
         evidence: What was seen around it, but for the pressure on memory, which is judged here.
-        used_bytes: Memory that the child had come to use beyond that of a warm process.
+        used_bytes: Memory that the child had come to use beyond what it had with the model in it.
         cap_bytes: What it was held to; None where that is not known.
         usual: Lines that children wrote who did not die.
 
