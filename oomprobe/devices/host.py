@@ -74,13 +74,18 @@ class HostDevice:
 
         self.release()
         self._cap_bytes = self.available_bytes() if limit_bytes is None else limit_bytes
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit = _address_space_bytes() + self._cap_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
+        # The arenas that malloc has for other threads, 64 MiB of address space each, are counted as they become writable.
+        used = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
+        before = {kind: resource.getrlimit(kind) for kind in used}
+        for kind, name in used.items():
+            soft, hard = before[kind]
+            limit = (linux.process_bytes(name) or 0) + self._cap_bytes
+            resource.setrlimit(kind, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+            for kind, limits in before.items():
+                resource.setrlimit(kind, limits)
 
     def start_trial(self) -> None:
         self.release()
