@@ -1,13 +1,18 @@
-"""What the adapters have in common: a framework that must be there and new enough, and ranks that would hang."""
+"""What the adapters have in common: a framework that must be new enough, ranks that would hang, loops as steps."""
 
 from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import replace
 from typing import Any
 
 from oomprobe.devices import Simulated
 from oomprobe.errors import InvalidArgumentError, OomProbeError
+from oomprobe.options import check_size
+from oomprobe.result import ProbeResult
+
+LOOP_STEPS = 2  # optimizer steps of one call of a framework's loop: the second finds what the first left
 
 
 class FrameworkError(OomProbeError, ImportError):
@@ -53,15 +58,7 @@ def framework(name: str, *, minimum: str, extra: str) -> Any:
 
 
 def refuse_several(what: str, ranks: int) -> None:
-    """Refuse a set-up of several ranks, which wait for each other: one that ran out of memory would hang the rest.
-
-    Args:
-        what: The setting that asks for them, as the user wrote it.
-        ranks: How many.
-
-    Raises:
-        InvalidArgumentError: there are several.
-    """
+    """Refuse a set-up of several ranks, which wait for each other: one that ran out of memory would hang the rest."""
     if ranks > 1:
         raise InvalidArgumentError(
             f"{what} trains on {ranks} ranks: an out-of-memory error on one would leave the others waiting in a collective. "
@@ -71,17 +68,7 @@ def refuse_several(what: str, ranks: int) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False: the text ``"no"`` would mean yes.
-
-    Raises:
-        InvalidArgumentError: it is something else.
-
-    Example:
-        >>> check_flag("write_back", "no")
-        Traceback (most recent call last):
-        ...
-        oomprobe.errors.InvalidArgumentError: write_back must be True or False, not 'no'
-    """
+    """Refuse what is neither True nor False: the text ``"no"`` would mean yes."""
     if not isinstance(value, bool):
         raise InvalidArgumentError(f"{name} must be True or False, not {value!r}")
 
@@ -89,6 +76,22 @@ def check_flag(name: str, value: object) -> None:
 def is_simulated(device: object) -> bool:
     """Whether a `device` argument names a card that is not there."""
     return isinstance(device, Simulated) or (isinstance(device, str) and device.startswith("sim:"))
+
+
+def loops_of(name: str, steps: int) -> int:
+    """Calls of a loop that make so many optimizer steps, or one more.
+
+    Example:
+        >>> loops_of("steps", 5)
+        3
+    """
+    check_size(name, steps)
+    return -(-steps // LOOP_STEPS)
+
+
+def untimed(result: ProbeResult) -> ProbeResult:
+    """Without samples a second: a call takes several steps, and makes a loop, so the core's number is a fraction of the truth."""
+    return replace(result, trials=tuple(replace(trial, samples_per_s=None) for trial in result.trials))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ledger import MIB, LedgerDevice
 
-from oomprobe.integrations.splits import running_split
+from oomprobe.integrations.transformers import running_split
 
 
 def split(global_batch, largest, *, room=64, per_step=1, step_s=0.0, **options):

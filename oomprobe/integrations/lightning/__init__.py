@@ -15,7 +15,7 @@ import torch
 import oomprobe
 from oomprobe.devices import Device, Simulated, choose_device
 from oomprobe.errors import Caller, InvalidArgumentError, StepFailedError
-from oomprobe.integrations.framework import check_flag
+from oomprobe.integrations.framework import LOOP_STEPS, check_flag, loops_of, untimed
 from oomprobe.integrations.generators import generators_kept
 from oomprobe.integrations.lightning import settings
 from oomprobe.integrations.lightning.batch_size import BatchSize
@@ -25,7 +25,6 @@ from oomprobe.integrations.lightning.quiet import quiet
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN, data_of, sources_of
 from oomprobe.integrations.lightning.standins import stand_ins
 from oomprobe.integrations.lightning.undone import on_host, undone
-from oomprobe.integrations.loops import LOOP_STEPS, loops_of, untimed
 from oomprobe.options import Options, check_seconds
 from oomprobe.result import ProbeResult
 from oomprobe.scope import scope

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from oomprobe.errors import NotRunError
-from oomprobe.integrations.largest import Order
+from oomprobe.integrations.worst_case import Order
 
 
 class Repeated:

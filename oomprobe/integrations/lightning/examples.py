@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.integrations.largest import Order, largest_first
+from oomprobe.integrations.framework import LOOP_STEPS
 from oomprobe.integrations.lightning.loaders import (
     Kind,
     flat,
@@ -17,7 +17,7 @@ from oomprobe.integrations.lightning.loaders import (
 )
 from oomprobe.integrations.lightning.loop import Loop, unfollowed
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN
-from oomprobe.integrations.loops import LOOP_STEPS, refuse_once
+from oomprobe.integrations.worst_case import Order, largest_first, refuse_once
 from oomprobe.result import ProbeResult
 
 _SAID = {TRAIN: "training", EVAL: "validation"}

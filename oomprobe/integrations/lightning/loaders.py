@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from oomprobe.errors import InvalidArgumentError, NotRunError
-from oomprobe.integrations.largest import Order
 from oomprobe.integrations.lightning.batches import Checked, Counted, Endless, Repeated
+from oomprobe.integrations.worst_case import Order
 
 
 class Kind(StrEnum):

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError, NotRunError
+from oomprobe.integrations.framework import LOOP_STEPS
 from oomprobe.integrations.generators import Generators
-from oomprobe.integrations.largest import Order
 from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.loaders import Batches, each, flat
 from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
 from oomprobe.integrations.lightning.sources import EVAL, TRAIN, Source
 from oomprobe.integrations.lightning.standins import StandIns, lacking
 from oomprobe.integrations.lightning.undone import replaced
-from oomprobe.integrations.loops import LOOP_STEPS
+from oomprobe.integrations.worst_case import Order
 
 EVAL_BATCHES = 2
 SMALL_EVAL = 2  # examples: of one, what squeezes its tensors breaks that never sees one in training

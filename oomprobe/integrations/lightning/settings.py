@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.integrations.framework import framework, refuse_several
-from oomprobe.integrations.loops import LOOP_STEPS
+from oomprobe.integrations.framework import LOOP_STEPS, framework, refuse_several
 
 MINIMUM = "2.5"
 MICRO_BATCHES = 2  # during the second, gradients are there already; further ones are like it

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomprobe import InvalidArgumentError
-from oomprobe.integrations.largest import ALIKE, largest_first, shapes_of
-from oomprobe.integrations.longest import longest_of, stretched
+from oomprobe.integrations.worst_case import ALIKE, largest_first, longest_of, shapes_of, stretched
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 40), st.integers(1, 3))

@@ -1,0 +1,290 @@
+"""The worst batch a data set can make: its largest examples, all in one."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset
+
+from oomprobe.errors import InvalidArgumentError, add_note
+
+STREAM_EXAMPLES = 32  # of a stream are looked at
+# If so many examples all have one shape, of three dimensions or more, the data set holds images of one size.
+ALIKE = 64
+IMAGE_DIMENSIONS = 3
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Examples of a data set by size.
+
+    Attributes:
+        indices: Largest first; those that were not looked at come last.
+        seen: How many were looked at.
+        complete: Whether no other can be larger: all were seen, or they are images of one size.
+        variable: Whether they differ.
+        known: Whether anything about their size could be told.
+        leaders: How many stand first because a field of theirs is the largest of its kind.
+    """
+
+    indices: Sequence[int]
+    seen: int
+    complete: bool
+    variable: bool
+    known: bool
+    leaders: int = 1
+
+    def batch(self, size: int, number: int) -> list[int]:
+        """Indices of the batch of that number: each begins with the leaders that the one before had no room for.
+
+        Example:
+            >>> order = largest_first([([1], [5, 5]), ([1, 2, 3], [5]), ([1], [5])], range(3), 1.0)
+            >>> order.indices, order.leaders, order.batch(1, 0), order.batch(1, 1), order.batch(2, 0)
+            ([1, 0, 2], 2, [1], [0], [1, 0])
+        """
+        first = number * size % self.leaders
+        led = [*self.indices[first : self.leaders], *self.indices[:first]]
+        return [*led, *self.indices[self.leaders : max(size, self.leaders)]][:size]
+
+    def batches_of_leaders(self, size: int) -> int:
+        """How many batches it takes for each leader to have been in one."""
+        return -(-self.leaders // size)
+
+
+ONLY = Order(indices=(0,), seen=1, complete=True, variable=False, known=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Longest:
+    """Examples of a data set, the longest first.
+
+    Attributes:
+        examples: Gives one by its index; a data set, or a list.
+        order: Of the indices.
+        total: How many the data set has; None where it has no length.
+        notes: What a reader of the result should know.
+    """
+
+    examples: Any
+    order: Order
+    total: int | None
+    notes: tuple[str, ...] = ()
+
+    def batches(self, size: int, count: int) -> Subset[Any]:
+        """`count` batches of the longest, as a data set to be read in order; smaller data sets are repeated."""
+        batches = (self.order.batch(size, number) for number in range(count))
+        return Subset(self.examples, [batch[place % len(batch)] for batch in batches for place in range(size)])
+
+
+def largest_first(
+    dataset: Any, indices: Sequence[int], limit_s: float, *, clock: Callable[[], float] = time.monotonic
+) -> Order:
+    """Look at the examples, in an order without a pattern, and sort them by their number of elements.
+
+    The largest of each field comes before all others: a batch is padded to it, whichever example has it.
+
+    Args:
+        dataset: Has ``__getitem__``.
+        indices: Those that training draws from.
+        limit_s: Seconds after which the rest is left unseen.
+        clock: Tells them.
+
+    Example:
+        >>> largest_first([[1], [1, 2, 3], [1, 2]], range(3), 1.0).indices
+        [1, 2, 0]
+    """
+    until = clock() + limit_s
+    shuffled = list(indices)
+    random.Random(0).shuffle(shuffled)
+    sizes: dict[int, dict[Any, int]] = {}
+    kinds: set[tuple[Any, ...]] = set()
+    are_images = False
+    for index in shuffled:
+        try:
+            shapes = shapes_of(dataset[index])
+        except Exception as error:
+            add_note(error, f"oomprobe: example {index} of the data set raised this, before the first trial")
+            raise
+        sizes[index] = {key: sum(math.prod(one) for one in found) for key, found in shapes.items()}
+        kinds.add(tuple(shapes.items()))
+        are_images = len(sizes) >= ALIKE and _images_of_one_size(kinds)
+        if clock() >= until or are_images:
+            break
+    by_size, leaders = _sorted(list(indices), sizes)
+    return Order(
+        indices=by_size,
+        leaders=leaders,
+        seen=len(sizes),
+        complete=are_images or len(sizes) == len(shuffled),
+        variable=len(kinds) > 1,
+        known=any(size for fields in sizes.values() for size in fields.values()),
+    )
+
+
+def longest_of(
+    dataset: Any, *, max_length: int | None = None, scan_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+) -> Longest:
+    """Find the longest examples.
+
+    Args:
+        dataset: With ``len()`` and indices, or an iterable without.
+        max_length: Length that sequences may have; the longest example is stretched to it. None: as they are.
+        scan_s: Seconds for looking at examples; what was not seen by then is told in a note.
+        clock: Gives seconds.
+
+    Raises:
+        InvalidArgumentError: there is no example, or a stream whose examples differ in length says no `max_length`.
+
+    Example:
+        >>> data = [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [1]}]
+        >>> longest_of(data).order.indices
+        [1, 0, 2]
+        >>> longest_of(data, max_length=6).examples[0]
+        {'input_ids': [1, 2, 3, 4, 1, 2]}
+    """
+    total = len(dataset) if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") else None
+    if total is None:
+        refuse_once(dataset)
+        dataset = list(islice(dataset, STREAM_EXAMPLES))
+    if not len(dataset):
+        raise InvalidArgumentError("the data set is empty: there is no example to make a batch of")
+    order = largest_first(dataset, range(len(dataset)), scan_s if total is not None else math.inf, clock=clock)
+    if max_length is not None:
+        longest = stretched(dataset[order.indices[0]], max_length)
+        note = f"every example was stretched to max_length={max_length}"
+        return Longest(examples=[longest], order=ONLY, total=total, notes=(note,))
+    if total is None and order.variable:
+        raise InvalidArgumentError(
+            f"the data set has no length, and its first {len(dataset)} examples differ in theirs: the longest one, which "
+            "decides, cannot be known. Say max_length= (the most elements a sequence can have)"
+        )
+    return Longest(examples=dataset, order=order, total=total, notes=tuple(_notes(order, total, scan_s)))
+
+
+def _notes(order: Order, total: int | None, scan_s: float) -> Iterator[str]:
+    if total is None:
+        yield f"the data set has no length: its first {order.seen} examples, all of one size, stand for all"
+    if not order.complete:
+        yield (
+            f"{order.seen} of the {total} examples were looked at in {scan_s:g} s, and the longest of them made the batches: "
+            "a longer one may follow. Give scan_s more time, or say max_length"
+        )
+    if not order.known:
+        yield "the size of the examples could not be told: if they differ, the longest may not have been in a trial"
+
+
+def stretched(example: Any, max_length: int) -> Any:
+    """An example whose longest sequences are repeated, or cut, to a length; everything else stays as it is.
+
+    Args:
+        example: A mapping of fields, as a tokenizer makes it.
+        max_length: Elements.
+
+    Raises:
+        InvalidArgumentError: it is no mapping with a sequence of numbers in it.
+    """
+    fields = dict(example) if isinstance(example, Mapping) else {}
+    lengths = {key: len(value) for key, value in fields.items() if _is_sequence(value)}
+    # Shorter ones are no sequences of the same elements: the labels of several classes, the sides of a picture.
+    sequences = {key for key, length in lengths.items() if length == max(lengths.values())}
+    if not sequences:
+        raise InvalidArgumentError(
+            f"max_length={max_length} cannot be made of an example of type {type(example).__name__} without a sequence of "
+            "numbers: leave max_length out, or pass a data set whose examples have it"
+        )
+    return {key: _to_length(value, max_length) if key in sequences else value for key, value in example.items()}
+
+
+def refuse_once(dataset: Any, what: str = "data set") -> None:
+    """Refuse a stream that is used up by being read.
+
+    Raises:
+        InvalidArgumentError: so it is.
+    """
+    if iter(dataset) is iter(dataset):
+        raise InvalidArgumentError(
+            f"the {what} can be read only once, and a probe would use it up: pass a data set whose __iter__ begins anew each "
+            "time"
+        )
+
+
+def shapes_of(example: Any) -> dict[Any, tuple[Shape, ...]]:
+    """The shapes in each field of an example; a text counts only where there is nothing but texts.
+
+    Example:
+        >>> shapes_of({"ids": [5, 7, 9], "text": "never fed to a model"})
+        {'ids': ((3,),)}
+    """
+    if isinstance(example, Mapping):
+        fields: dict[Any, Any] = dict(example)
+    elif isinstance(example, tuple | list) and not _is_numbers(example):
+        fields = dict(enumerate(example))
+    else:
+        fields = {0: example}
+    texts = {key for key, value in fields.items() if isinstance(value, str | bytes)}
+    return {key: _shapes(fields[key]) for key in fields if key not in texts or len(texts) == len(fields)}
+
+
+def _sorted(indices: list[int], sizes: Mapping[int, Mapping[Any, int]]) -> tuple[list[int], int]:
+    """With the number of those that lead. Sorting is stable: where all are alike, the order is the data set's own."""
+    totals = {index: sum(fields.values()) for index, fields in sizes.items()}
+    by_size = sorted(indices, key=lambda index: -totals.get(index, -1))
+    largest: dict[Any, int] = {}
+    for index in by_size:
+        for key, size in sizes.get(index, {}).items():
+            if key not in largest or size > sizes[largest[key]].get(key, 0):
+                largest[key] = index
+    first = set(largest.values())
+    leading = [index for index in by_size if index in first]
+    return leading + [index for index in by_size if index not in first], max(1, len(leading))
+
+
+def _images_of_one_size(kinds: set[tuple[Any, ...]]) -> bool:
+    return len(kinds) == 1 and any(len(shape) >= IMAGE_DIMENSIONS for _, found in next(iter(kinds)) for shape in found)
+
+
+def _shapes(value: Any) -> tuple[Shape, ...]:
+    """Of everything in it that has one; a text and a list of numbers have their length, a picture its sides."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return (tuple(value.shape),)
+    if isinstance(value, str | bytes) or (isinstance(value, list | tuple) and _is_numbers(value)):
+        return ((len(value),),)
+    if isinstance(value, Mapping | list | tuple):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return tuple(shape for part in parts for shape in _shapes(part))
+    size = getattr(value, "size", None)
+    return (size,) if isinstance(size, tuple) and all(isinstance(side, int) for side in size) else ()
+
+
+def _is_numbers(value: Any) -> bool:
+    return bool(value) and all(_is_number(part) for part in value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one element of a sequence: of Python, of numpy, or a tensor without dimensions."""
+    return isinstance(value, int | float | np.number | np.bool_) or (
+        isinstance(value, torch.Tensor) and value.dim() == 0
+    )
+
+
+def _is_sequence(value: Any) -> bool:
+    if hasattr(value, "ndim"):
+        return bool(value.ndim == 1)
+    return isinstance(value, list | tuple) and bool(value) and _is_number(value[0])
+
+
+def _to_length(value: Any, length: int) -> Any:
+    if isinstance(value, np.ndarray):
+        return np.resize(value, length)
+    times = -(-length // max(1, len(value)))
+    return value.repeat(times)[:length] if isinstance(value, torch.Tensor) else (value * times)[:length]
