@@ -30,8 +30,7 @@ from integrations.lightning_models import (
 )
 from oomprobe.integrations.lightning import find_max_batch
 from oomprobe.integrations.lightning.batch_size import BatchSize
-from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
-from oomprobe.integrations.lightning.undone import replaced
+from oomprobe.integrations.lightning.kept import ctrl_c_as_it_was, replaced
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in FRAMEWORK_WARNINGS]
 QUIET = {"progress": "off", "memory_fraction": 1.0}

@@ -33,7 +33,7 @@ class Kept(pl.Callback):
     """A callback that a module looks for."""
 
     def __init__(self):
-        self.scale, self.seen, self.teacher = 2.0, [], torch.nn.BatchNorm1d(1)
+        self.scale, self.seen = 2.0, []
 
     def note(self, value):
         self.seen.append(value)
@@ -75,22 +75,22 @@ def probed(use, trainer=None, module=OwnLoaders):
 
 
 def writes_beside_its_logs(module):
-    for folder in (module.logger.log_dir, module.trainer.log_dir, module.logger.experiment.dir):
+    for folder in (
+        module.logger.log_dir,
+        module.logger.save_dir,
+        module.trainer.log_dir,
+        module.trainer.default_root_dir,
+    ):
         with open(os.path.join(folder, "image.png"), "a") as file:
             file.write("x")
-    composed = Path(module.logger.save_dir, module.logger.name, f"version_{module.logger.version}")
-    assert composed == Path(module.logger.log_dir)
-    assert composed.is_dir()
 
 
 def logs_with_all_there_is(module):
     module.logger.log_metrics({"a": 1}, step=module.global_step)
     module.logger.log_image(key="a", images=[torch.zeros(1)])
-    module.logger.experiment.config["a"].update({"b": 1})
-    module.logger.experiment.summary.best = 3
-    with module.logger.experiment.run("a") as run:
-        run.add(1)
-    assert list(module.logger.experiment.runs()) == []
+    module.logger.experiment.add_image("a", torch.zeros(1))
+    module.logger.experiment.log({"a": 1})
+    module.log("loss", 1.0, logger=True)
 
 
 def checkpoints(module):
@@ -112,13 +112,13 @@ def test_what_a_module_does_with_loggers_and_checkpoints_is_without_effect(use):
     assert set(SEEN) <= {""}  # each fit begins with the user's
 
 
-def test_a_logger_is_of_the_users_class_and_the_users_is_asked_nothing():
+def test_a_logger_of_the_users_is_asked_nothing():
     def looks(module):
-        SEEN.append((isinstance(module.logger, ByRun), len(module.trainer.loggers), str(module.logger.name)))
+        SEEN.append((isinstance(module.logger, ByRun), len(module.trainer.loggers)))
         logs_with_all_there_is(module)
 
     assert probed(looks, trainer_of(logger=[ByRun(), pl.loggers.CSVLogger(".")])).batch_size == 8
-    assert set(SEEN) == {(True, 2, "oomprobe")}
+    assert set(SEEN) == {(False, 2)}
 
 
 def test_without_a_logger_there_is_none():
@@ -129,7 +129,6 @@ def test_without_a_logger_there_is_none():
 def test_a_callback_is_there_to_look_at_and_is_not_called():
     def finds(module):
         [found] = [one for one in module.trainer.callbacks if isinstance(one, Kept)]
-        found.teacher(torch.ones(4, 1))
         SEEN.append((id(found), found.note(3), len(found.seen)))
 
     trainer = trainer_of(callbacks=[Kept()])  # in no variable of this function that the step could be seen to reach
@@ -137,7 +136,6 @@ def test_a_callback_is_there_to_look_at_and_is_not_called():
     own = trainer.callbacks[0]
     assert result.batch_size == 8
     assert (own.seen, hasattr(own, "last"), hasattr(own, "log")) == ([], False, False)
-    assert own.teacher.num_batches_tracked == 0  # modules are looked after, wherever they are
     assert {scaled for _, scaled, _ in SEEN} == {6.0}
     assert max(count for _, _, count in SEEN) <= 2  # each fit begins with the user's
     assert id(own) not in {one for one, _, _ in SEEN}
@@ -181,37 +179,12 @@ def test_training_is_not_resumed_from_a_checkpoint_of_its_last_exception(tmp_pat
     Path(on_exception.ckpt_path).unlink()
 
 
-def test_what_the_user_has_put_on_the_trainer_is_there():
-    trainer = trainer_of()
-    trainer.teacher = torch.nn.BatchNorm1d(1)
-    probed(lambda module: module.trainer.teacher(torch.ones(4, 1)), trainer)
-    assert trainer.teacher.num_batches_tracked == 0
-
-
-@pytest.mark.parametrize(
-    ("use", "told"),
-    [
-        (lambda module: module.trainer.mine, r"self.trainer.mine, which the Trainer of a trial does not have"),
-        (
-            lambda module: next(one for one in module.trainer.callbacks if isinstance(one, Kept)).made_by_hook,
-            r"'made_by_hook' of the callback Kept, which trials do not call",
-        ),
-    ],
-)
-def test_what_a_trial_lacks_is_told_as_that(use, told):
-    class Mine(pl.Trainer):
-        mine = 3
-
-    trainer = Mine(accelerator="cpu", max_epochs=1, callbacks=[Kept()], enable_progress_bar=False)
-    with pytest.raises(oomprobe.InvalidArgumentError, match=told) as caught:
-        probed(use, trainer)
-    assert "oomprobe.find_max_batch(module, step_fn)" in str(caught.value)
-
-
 def test_a_bug_is_told_with_what_to_type_and_what_a_trial_lacks():
     with pytest.raises(oomprobe.StepFailedError) as caught:
         probed(lambda module: module.nothing, trainer_of(callbacks=[Kept()], enable_checkpointing=False))
-    told = "run trainer.fit with batch_size = 1. In trials callbacks (Kept) are not called, and loggers log nothing."
+    told = (
+        "run trainer.fit with batch_size = 1. In trials callbacks (Kept) are not called, loggers are Lightning's Dummy"
+    )
     assert told in str(caught.value)
     assert "step_fn" not in str(caught.value)
 

@@ -6,7 +6,7 @@ Each trial is Lightning's own fit, of a Trainer made like the user's and heard o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -14,21 +14,18 @@ import torch
 
 import oomprobe
 from oomprobe.devices import Device, Simulated, choose_device
-from oomprobe.errors import Caller, InvalidArgumentError, StepFailedError
-from oomprobe.integrations.framework import LOOP_STEPS, check_flag, loops_of, untimed
+from oomprobe.errors import Caller, DeviceLostError, InvalidArgumentError
+from oomprobe.integrations.framework import LOOP_STEPS, check_flag, framework, loops_of, refuse_several, untimed
 from oomprobe.integrations.generators import generators_kept
-from oomprobe.integrations.lightning import settings
 from oomprobe.integrations.lightning.batch_size import BatchSize
 from oomprobe.integrations.lightning.examples import Examples
-from oomprobe.integrations.lightning.loop import Loop
-from oomprobe.integrations.lightning.quiet import quiet
-from oomprobe.integrations.lightning.sources import EVAL, TRAIN, data_of, sources_of
-from oomprobe.integrations.lightning.standins import stand_ins
-from oomprobe.integrations.lightning.undone import on_host, undone
+from oomprobe.integrations.lightning.kept import on_host, quiet, undone
+from oomprobe.integrations.lightning.loaders import EVAL, TRAIN, sources_of
+from oomprobe.integrations.lightning.loop import MICRO_BATCHES, Callbacks, Loop, trial_arguments
 from oomprobe.options import Options, check_seconds
 from oomprobe.result import ProbeResult
-from oomprobe.scope import scope
 
+MINIMUM = "2.5"
 LONGEST = "longest sequence"  # how the core says that it does not know which examples a step makes batches of
 
 
@@ -51,9 +48,10 @@ def find_max_batch(
     beside the optimizer state which that leaves. ``prepare_data`` and ``setup`` run once, before the first trial, and
     ``teardown`` once after the last.
 
-    In place of the loggers and callbacks the module finds others of their classes, to look at and without effect: nothing
-    is logged and no checkpoint written, hooks of callbacks are not called, and what the module writes into ``log_dir``
-    goes when the probe ends. What it writes elsewhere is written in each trial.
+    In place of loggers the module finds Lightning's own `DummyLogger`, as with fast_dev_run, and in place of callbacks others
+    of their classes, whose hooks are not called: nothing is logged and no checkpoint written, and what the module writes
+    into ``log_dir`` goes when the probe ends. What it writes elsewhere is written in each trial. What you have put on the
+    Trainer, or made in a subclass of it, is not on that of a trial.
 
     Afterwards the module, the data module and the random number generators, also those in attributes of the two, of data
     sets and of collate functions, are as before, so that training gives the same losses. Not given back: what the module
@@ -92,98 +90,113 @@ def find_max_batch(
     inspect.signature(oomprobe.find_max_batch).bind(None, None, **options)  # its own TypeError for what it lacks
     check_seconds("scan_s", scan_s)
     check_flag("write_back", write_back)
-    pl = settings.lightning_of(trainer)
+    pl = _package_of(trainer)
     own = getattr(module, "_orig_mod", module)  # where torch.compile keeps the module
     if not isinstance(own, pl.LightningModule):
         raise InvalidArgumentError(
             f"module must be a LightningModule of {pl.__name__}, as the Trainer is, not {type(own).__name__}"
         )
-    settings.check_trainer(pl, trainer)
-    datamodule, handed_in = data_of(pl, datamodule, train_dataloaders, val_dataloaders)
+    _check_trainer(pl, trainer)
+    datamodule, sources = sources_of(pl, trainer, own, datamodule, train_dataloaders, val_dataloaders)
+    micro = MICRO_BATCHES if options.get("global_batch") is not None or trainer.accumulate_grad_batches > 1 else 1
     device = _device(trainer, options.pop("device", None))
-    preserve = options.get("preserve", ())
+    # A precision plugin may have a GradScaler, which trials share.
+    others = [one for one in (datamodule, trainer.precision_plugin) if one is not None]
     with (
         quiet(),
         on_host(own),
-        undone(own, _others(trainer, datamodule), preserve, _kind(device)),
-        stand_ins(pl, trainer) as others,
+        undone(own, others, options.get("preserve", ()), device.torch_device.type),
+        tempfile.TemporaryDirectory(prefix="oomprobe-", ignore_cleanup_errors=True) as folder,
         generators_kept([*own.modules(), datamodule]) as generators,
     ):
-        batch_size = BatchSize(batch_size_name, own, datamodule)
-        sources = sources_of(pl, trainer, own, datamodule, handed_in)
+        batch_size = BatchSize(batch_size_name, own, datamodule)  # where asking for hyperparameters leaves none
         if sources[TRAIN].holder is not None:
             batch_size.check()
-        micro = settings.micro_batches(trainer, own, planned=options.get("global_batch") is not None)
+        micro = micro if own.automatic_optimization else 1  # with manual optimization it is the module's own business
         loop = Loop(
             pl=pl,
             module=module,
             own=own,
             datamodule=datamodule,
-            arguments=settings.trial_arguments(pl, trainer, micro, others.loggers),
-            stand_ins=others,
+            arguments=trial_arguments(pl, trainer, micro, folder),
+            callbacks=Callbacks(pl, trainer, folder),
             micro=micro,
             batch_size=batch_size,
             sources=sources,
             generators=generators,
         )
         result = _probe(loop, device, options, scan_s)
-    missed = settings.unheard(pl, others.kinds)
     if write_back and sources[TRAIN].holder is not None:
         batch_size.write(result.batch_size)
-    return _told(result, loop, missed)
+    return _told(result, loop)
+
+
+def _package_of(trainer: object) -> Any:
+    """One of two packages, with the same classes under different names."""
+    roots = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
+    name = "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
+    pl = framework(name, minimum=MINIMUM, extra="lightning")
+    if not isinstance(trainer, pl.Trainer):
+        raise InvalidArgumentError(f"trainer must be a {name}.Trainer, not {type(trainer).__name__}")
+    return pl
+
+
+def _check_trainer(pl: Any, trainer: Any) -> None:
+    """Refuse what trains on several ranks, or not at all."""
+    strategy = type(trainer.strategy).__name__
+    refuse_several(f"Trainer(strategy={strategy})", trainer.world_size)
+    if not isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy):
+        raise InvalidArgumentError(
+            f"Trainer(strategy={strategy}) adds buffers of its own even on one rank, which would not be part of the "
+            "trials. Probe with a Trainer(devices=1, strategy='auto'), and keep room for what the strategy adds (DDP: "
+            "buckets as large as the gradients), by a smaller memory_fraction"
+        )
+    if trainer.fast_dev_run:
+        raise InvalidArgumentError(
+            "Trainer(fast_dev_run=...) runs a batch or so to look for bugs, and has no batch size to find: remove it"
+        )
+    if trainer.limit_train_batches == 0:
+        raise InvalidArgumentError("Trainer(limit_train_batches=0) does not train: there is nothing to probe")
 
 
 def _probe(loop: Loop, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
-    first = _first(options)
+    limits = {name: options[name] for name in ("min_batch", "multiple_of", "max_batch") if name in options}
+    first = Options(**limits).sizes.first
     for name, contracted in (("steps", 2), ("confirm_steps", 5)):
         options[name] = loops_of(name, options.get(name, contracted))
     examples = Examples(loop, first, scan_s)
-    with _as_ended(loop, first):
-        options = examples.limited(options)
-        try:
-            result = oomprobe.find_max_batch(loop.module, _steps(loop), device=device, **options)
-        except StepFailedError as failed:
-            cause = failed.__cause__
-            if isinstance(cause, InvalidArgumentError):  # ours: the step has no bug
-                raise type(cause)(str(cause), trials=failed.trials) from None
-            raise
-    covered = examples.largest_ran and examples.all_led(result.batch_size)
-    not_covered = [item for item in result.not_covered if not (covered and item.startswith(LONGEST))]
-    return replace(result, notes=(*result.notes, *examples.notes(result)), not_covered=tuple(not_covered))
 
-
-@scope
-def _as_ended(loop: Loop, size: int) -> Iterator[None]:
-    """What ``setup()`` opened is closed, where the probe came to an end of its own."""
-    try:
-        yield
-    except oomprobe.DeviceLostError:
-        raise
-    except Exception:
-        loop.end(size)
-        raise
-    loop.end(size)
-
-
-def _steps(loop: Loop) -> dict[str, Any]:
     def train(model: object, batch_size: int) -> None:
         loop.train(batch_size)
 
     def evaluate(model: object, batch_size: int) -> None:
         loop.evaluate(batch_size)
 
-    steps = {"train": train, "eval": evaluate} if EVAL in loop.sources else {"train": train}
+    steps: dict[str, Any] = {"train": train} | ({"eval": evaluate} if EVAL in loop.sources else {})
     for step in steps.values():
-        step.oomprobe_caller = _caller(loop)  # type: ignore[attr-defined]
-    return steps
+        step.oomprobe_caller = _caller(loop)
+    try:
+        result = oomprobe.find_max_batch(loop.module, steps, device=device, **examples.limited(options))
+    except DeviceLostError:
+        raise
+    except Exception:
+        loop.end(first)  # what setup() opened is closed, unless the probe was interrupted
+        raise
+    loop.end(first)
+    covered = examples.covered(result.batch_size)
+    not_covered = [item for item in result.not_covered if not (covered and item.startswith(LONGEST))]
+    return replace(result, notes=(*result.notes, *examples.notes(result)), not_covered=tuple(not_covered))
 
 
 def _caller(loop: Loop) -> Caller:
     held = loop.sources[TRAIN].holder is None
     how = "loaders of batch_size={batch_size}" if held else f"{loop.batch_size.name} = {{batch_size}}"
-    missed = sorted(kind.__name__ for kind in loop.stand_ins.kinds)
-    more = f"In trials callbacks ({', '.join(missed)}) are not called, and loggers log nothing." if missed else ""
-    return Caller(alone=f"run trainer.fit with {how}", more=more)
+    missed = sorted(kind.__name__ for kind in loop.callbacks.kinds)
+    more = f"callbacks ({', '.join(missed)}) are not called, " if missed else ""
+    return Caller(
+        alone=f"run trainer.fit with {how}",
+        more=f"In trials {more}loggers are Lightning's DummyLogger, as with fast_dev_run, and the Trainer is a plain one.",
+    )
 
 
 def _device(trainer: Any, device: object) -> Device:
@@ -199,34 +212,22 @@ def _device(trainer: Any, device: object) -> Device:
     return chosen
 
 
-def _kind(device: Device) -> str:
-    return device.torch_device.type
-
-
-def _others(trainer: Any, datamodule: Any) -> list[Any]:
-    """A precision plugin may have a GradScaler, which trials share."""
-    return [one for one in (datamodule, trainer.precision_plugin) if one is not None]
-
-
-def _first(options: dict[str, Any]) -> int:
-    smallest, multiple_of = options.get("min_batch", 1), options.get("multiple_of", 1)
-    return Options(min_batch=smallest, multiple_of=multiple_of, max_batch=options.get("max_batch")).sizes.first
-
-
-def _told(result: ProbeResult, loop: Loop, missed: list[str]) -> ProbeResult:
+def _told(result: ProbeResult, loop: Loop) -> ProbeResult:
     notes = [
         f"one step of a trial is Trainer.fit for {LOOP_STEPS} optimizer steps"
         + (f" of {loop.micro} accumulated batches each" if loop.micro > 1 else "")
     ]
     if loop.sources[TRAIN].holder is None:
         notes.append(f"nothing was set: make your DataLoader with batch_size={result.batch_size}")
-    for own_size in sorted(loop.own_sizes.get(EVAL, ())):
-        notes.append(f"a validation loader keeps its own batch size of {own_size}")
-    for own_size in sorted(loop.own_sizes.get(TRAIN, ())):
-        notes.append(f"a training loader keeps its own batch size of {own_size}")
-    not_covered = list(result.not_covered)
-    if missed:
-        not_covered.append(
-            f"callbacks, which trials do not call: {', '.join(missed)} (one that averages weights holds a copy of them)"
-        )
-    return replace(untimed(result), notes=(*result.notes, *notes), not_covered=tuple(not_covered))
+    for name, what in ((EVAL, "validation"), (TRAIN, "training")):
+        for own_size in sorted(loop.own_sizes.get(name, ())):
+            notes.append(f"a {what} loader keeps its own batch size of {own_size}")
+    known = ("ProgressBar", "ModelSummary", "Checkpoint", "LearningRateMonitor", "DeviceStatsMonitor")
+    kinds = tuple(getattr(loop.pl.callbacks, name) for name in known)  # which only show or save
+    missed = sorted(kind.__name__ for kind in loop.callbacks.kinds if not issubclass(kind, kinds))
+    told = f"callbacks, which trials do not call: {', '.join(missed)} (one that averages weights holds a copy of them)"
+    return replace(
+        untimed(result),
+        notes=(*result.notes, *notes),
+        not_covered=(*result.not_covered, *([told] if missed else [])),
+    )

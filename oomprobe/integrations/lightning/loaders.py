@@ -1,17 +1,88 @@
-"""The user's data loaders at another batch size, the largest examples first, and proof that batches have that size."""
+"""The user's data loaders: where they come from, and each at another batch size, the largest examples first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from oomprobe.errors import InvalidArgumentError, NotRunError
-from oomprobe.integrations.lightning.batches import Checked, Counted, Endless, Repeated
 from oomprobe.integrations.worst_case import Order
+
+TRAIN, EVAL = "train_dataloader", "val_dataloader"
+DATA_LOADERS = {TRAIN: "train_dataloaders", EVAL: "val_dataloaders"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the loaders of one kind come from.
+
+    Attributes:
+        give: Makes them, while a Trainer is attached.
+        holder: Whose method that is; None: they were handed in.
+    """
+
+    give: Callable[[], Any]
+    holder: Any = None
+
+
+def sources_of(
+    pl: Any, trainer: Any, own: Any, datamodule: Any, train: Any, validation: Any
+) -> tuple[Any, dict[str, Source]]:
+    """The data module or None, and the sources for training, and for validation where there is any.
+
+    Whichever of data module and loaders comes first is taken, as in ``Trainer.fit``.
+
+    Raises:
+        InvalidArgumentError: there are none to train with, too many, or what is none.
+    """
+    if datamodule is None and isinstance(train, pl.LightningDataModule):
+        datamodule, train = train, None
+    elif train is None and (found := flat(datamodule)) and all(isinstance(one, DataLoader) for one in found):
+        datamodule, train = None, datamodule
+    if datamodule is not None and not isinstance(datamodule, pl.LightningDataModule):
+        raise InvalidArgumentError(
+            f"datamodule must be a LightningDataModule of {pl.__name__}, as the Trainer is, not {datamodule!r:.60}. Loaders "
+            "are passed as train_dataloaders=..., val_dataloaders=..."
+        )
+    handed_in = {name: loaders for name, loaders in ((TRAIN, train), (EVAL, validation)) if loaders is not None}
+    for name, loaders in handed_in.items():
+        for one in flat(loaders):
+            if not hasattr(one, "__iter__") or isinstance(one, str):
+                raise InvalidArgumentError(
+                    f"{DATA_LOADERS[name]} must be a DataLoader, or lists or dicts of some, and there is {one!r:.60} in it: "
+                    "pass DataLoader(data_set, batch_size=...)"
+                )
+        if datamodule is not None:
+            raise InvalidArgumentError(
+                f"pass either datamodule or {DATA_LOADERS[name]}: Trainer.fit takes no more than one of them"
+            )
+    sources = {}
+    for name in DATA_LOADERS:
+        holders = ((datamodule, pl.LightningDataModule), (own, pl.LightningModule))
+        holder = next((one for one, base in holders if one is not None and _overrides(one, name, base)), None)
+        if name in handed_in:
+            sources[name] = Source(give=partial(handed_in.get, name))
+        elif holder is not None:
+            sources[name] = Source(give=getattr(holder, name), holder=holder)
+    if TRAIN not in sources:
+        raise InvalidArgumentError(
+            f"there is no training data: neither {type(own).__name__} nor a data module has train_dataloader(). Pass "
+            "datamodule=..., or train_dataloaders=..., as you would to trainer.fit"
+        )
+    if trainer.limit_val_batches == 0 or not _overrides(own, "validation_step", pl.LightningModule):
+        sources.pop(EVAL, None)
+    return datamodule, sources
+
+
+def _overrides(holder: Any, name: str, base: type) -> bool:
+    return name in vars(holder) or getattr(type(holder), name, None) is not getattr(base, name)
 
 
 class Kind(StrEnum):
@@ -35,10 +106,9 @@ def each(function: Callable[[int, Any], Any], loaders: Any) -> Any:
         if isinstance(part, Mapping):
             return {key: walk(value) for key, value in part.items()}
         if isinstance(part, list | tuple):
-            return type(part)(map(walk, part)) if type(part) in (list, tuple) else tuple(map(walk, part))
+            return (list if isinstance(part, list) else tuple)(map(walk, part))
         if hasattr(part, "iterables") and hasattr(part, "flattened"):  # Lightning's CombinedLoader
-            # How it combines has no public name.
-            return type(part)(walk(part.iterables), part._mode)
+            return type(part)(walk(part.iterables), part._mode)  # how it combines has no public name
         return function(next(numbers), part)
 
     return walk(loaders)
@@ -53,16 +123,15 @@ def flat(loaders: Any) -> list[Any]:
 
 def kind_of(loader: Any) -> Kind:
     """A subclass with an iterator of its own makes its batches itself, and is left to do so."""
-    if not isinstance(loader, DataLoader) or _iterates_itself(type(loader)):
+    # _get_iterator is what DataLoader.__iter__ calls; it has no public name, and subclasses override either.
+    iterates = ("__iter__", "_get_iterator")
+    if not isinstance(loader, DataLoader) or any(
+        getattr(type(loader), name) is not getattr(DataLoader, name) for name in iterates
+    ):
         return Kind.OPAQUE
     if loader.batch_sampler is None:
         return Kind.OPAQUE  # automatic batching is off: the data set, or the sampler, makes batches
     return Kind.STREAM if isinstance(loader.dataset, IterableDataset) else Kind.EXAMPLES
-
-
-def _iterates_itself(kind: type) -> bool:
-    # The second is what DataLoader.__iter__ calls; it has no public name, and subclasses override either.
-    return any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
 
 
 def size_of(loader: Any) -> int | None:
@@ -71,9 +140,7 @@ def size_of(loader: Any) -> int | None:
         size = getattr(place, "batch_size", None)
         if isinstance(size, int):
             return size
-    if kind_of(loader) is Kind.EXAMPLES:
-        return len(next(iter(loader.batch_sampler), ()))
-    return None
+    return len(next(iter(loader.batch_sampler), ())) if kind_of(loader) is Kind.EXAMPLES else None
 
 
 def indices_of(loader: Any) -> Sequence[int]:
@@ -93,11 +160,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def refuse_fixed(loader: Any) -> None:
-    """Refuse a loader that was handed in and cannot be made again at another size.
-
-    Raises:
-        InvalidArgumentError: it makes its batches itself, or has a batch sampler of the user's own.
-    """
+    """Refuse a loader that was handed in and cannot be made again at another size."""
     if kind_of(loader) is Kind.OPAQUE:
         what = f"a {type(loader).__name__} that makes its batches itself"
     elif type(loader.batch_sampler) is not BatchSampler:
@@ -133,7 +196,10 @@ class Batches:
     followed: bool = False
 
     def of(self, place: int, loader: Any) -> Any:
-        """The loader to hand to Lightning for this one."""
+        """The loader to hand to Lightning for this one.
+
+        It has no workers: starting them for each trial takes longer than the trial, and their memory is not the step's.
+        """
         kind, own = kind_of(loader), size_of(loader)
         size = self.size if self.handed_in or own is None else own
         if size == self.size:
@@ -141,33 +207,73 @@ class Batches:
         else:
             self.own_sizes.add(size)
         size = min(size, self.most or size)
-        if kind is Kind.EXAMPLES:
-            return self._examples(loader, self._order(place, loader), size)
+        if kind is Kind.OPAQUE:
+            return Checked(loader, size)
         if kind is Kind.STREAM:
-            return _quiet_loader(loader, Endless(loader.dataset), size, batch_size=size)
-        return Checked(loader, size)
+            how: dict[str, Any] = {"dataset": Endless(loader.dataset), "batch_size": size}
+        else:
+            order, there = self.orders[place], length_of(loader) or 0
+            if there != len(order.indices):
+                raise NotRunError(
+                    f"the data set had {len(order.indices)} examples when the probe began and has {there} now: make it "
+                    "once, in setup(), or probe with a data set that stays as it is"
+                )
+            size = min(size, there)
+            # As many batches as training has: schedulers and loops ask.
+            batches = [order.batch(size, number) for number in range(max(self.least, -(-there // size)))]
+            how = {"dataset": loader.dataset, "batch_sampler": batches}
+        return DataLoader(collate_fn=_counted(loader.collate_fn, size), pin_memory=loader.pin_memory, **how)
 
-    def _order(self, place: int, loader: Any) -> Order:
-        order, there = self.orders[place], length_of(loader)
-        if there != len(order.indices):
+
+class Endless(IterableDataset[Any]):
+    """A stream that begins again when it ends, so that batches are full however few examples there are."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        empty = False
+        while not empty:
+            empty = True
+            for example in self._dataset:
+                empty = False
+                yield example
+
+
+def _counted(collate: Callable[[Any], Any], size: int) -> Callable[[Any], Any]:
+    """A collate function that is handed as many examples as it should be, or says so."""
+
+    def counted(examples: Any) -> Any:
+        if len(examples) != size:
             raise NotRunError(
-                f"the data set had {len(order.indices)} examples when the probe began and has {there} now: make it once, in "
-                "setup(), or probe with a data set that stays as it is"
+                f"a batch of {size} was asked for, and {len(examples)} examples came: the stream cannot be read again, or "
+                "ends"
             )
-        return order
+        return collate(examples)
 
-    def _examples(self, loader: Any, order: Order, size: int) -> Any:
-        """The largest examples there are, again and again, in as many batches as training has."""
-        there = len(order.indices)
-        size = min(size, there)
-        batches = Repeated(order, size, max(self.least, -(-there // size)))
-        return _quiet_loader(loader, loader.dataset, size, batch_sampler=batches)
+    return counted
 
 
-def _quiet_loader(loader: Any, dataset: Any, size: int, **how: Any) -> Any:
-    """Without workers: starting them for each trial takes longer than the trial, and their memory is not the step's.
+class Checked:
+    """Batches that are made elsewhere: that their tensors have the size is all that can be told of them."""
 
-    A child that is forked under a budget of host memory would not keep to it, either.
-    """
-    collate = Counted(loader.collate_fn, size)
-    return DataLoader(dataset, collate_fn=collate, pin_memory=loader.pin_memory, **how)
+    def __init__(self, loader: Any, size: int) -> None:
+        self._loader, self._size = loader, size
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            parts = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+            sizes = {len(part) for part in parts if isinstance(part, torch.Tensor) and part.dim()}
+            if self._size not in sizes:
+                seen = f"tensors whose first dimension is {sorted(sizes)}" if sizes else f"a {type(batch).__name__}"
+                raise NotRunError(
+                    f"a batch of {self._size} was asked for, and the {type(self._loader).__name__} gave {seen}: does it "
+                    "read the batch size when it is made? If its data ends before, pass a smaller max_batch"
+                )
+            yield batch

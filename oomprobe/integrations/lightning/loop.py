@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import importlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from oomprobe.errors import InvalidArgumentError, NotRunError
+from oomprobe.errors import NotRunError
 from oomprobe.integrations.framework import LOOP_STEPS
 from oomprobe.integrations.generators import Generators
 from oomprobe.integrations.lightning.batch_size import BatchSize
-from oomprobe.integrations.lightning.loaders import Batches, each, flat
-from oomprobe.integrations.lightning.quiet import ctrl_c_as_it_was
-from oomprobe.integrations.lightning.sources import EVAL, TRAIN, Source
-from oomprobe.integrations.lightning.standins import StandIns, lacking
-from oomprobe.integrations.lightning.undone import replaced
+from oomprobe.integrations.lightning.kept import ctrl_c_as_it_was, replaced
+from oomprobe.integrations.lightning.loaders import DATA_LOADERS, EVAL, TRAIN, Batches, Source, each, flat
 from oomprobe.integrations.worst_case import Order
 
+MICRO_BATCHES = 2  # during the second, gradients are there already; further ones are like it
 EVAL_BATCHES = 2
 SMALL_EVAL = 2  # examples: of one, what squeezes its tensors breaks that never sees one in training
 MANUAL_BATCHES = 64  # in which a module with manual optimization must have stepped twice
@@ -27,6 +29,78 @@ NO_OPTIMIZER = (
 )
 _NO_STEPS: dict[str, Any] = {"max_steps": 0, "limit_val_batches": 0}
 _ONCE = ("prepare_data", "setup", "teardown")
+_CONTAINERS = (list, dict, set, deque)  # which a module may fill in place
+
+
+def trial_arguments(pl: Any, trainer: Any, micro: int, folder: str) -> Mapping[str, Any]:
+    """Arguments of a quiet Trainer that takes the same steps as the user's; what it writes is written to `folder`.
+
+    The lengths (epochs, steps) are the user's own, since schedulers are made for them; a trial stops itself.
+    """
+    index = trainer.strategy.root_device.index
+    fabric = "lightning_fabric" if pl.__name__ == "pytorch_lightning" else "lightning.fabric"
+    environments = importlib.import_module(f"{fabric}.plugins.environments")
+    # What fast_dev_run logs with, and folders.
+    dummy = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
+    paths = {"save_dir": folder, "root_dir": folder, "log_dir": folder}
+    silent = type("SilentLogger", (dummy,), paths)
+    return {
+        "accelerator": trainer.accelerator,
+        "devices": 1 if index is None else [index],
+        # Otherwise it would look for a cluster, and take over the signals of a job that may be requeued.
+        "plugins": [trainer.precision_plugin, environments.LightningEnvironment()],
+        "max_epochs": trainer.max_epochs if trainer.max_epochs == -1 else max(1, trainer.max_epochs or 1),
+        "max_steps": trainer.max_steps if trainer.max_steps == -1 else max(LOOP_STEPS, trainer.max_steps),
+        "accumulate_grad_batches": micro,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        "detect_anomaly": trainer._detect_anomaly,  # has no public name; it keeps a traceback for each operator
+        "inference_mode": trainer.validate_loop.inference_mode,
+        "logger": [silent() for _ in trainer.loggers] or False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+        "log_every_n_steps": trainer.log_every_n_steps,
+        "default_root_dir": folder,
+    }
+
+
+class Callbacks:
+    """For the user's callbacks, others of their classes to look at, whose hooks do nothing.
+
+    Args:
+        pl: The package.
+        trainer: The user's.
+        folder: For checkpoints that a module writes itself.
+    """
+
+    def __init__(self, pl: Any, trainer: Any, folder: str) -> None:
+        self._folder = folder
+        self._hooks = [name for name in vars(pl.Callback) if name in ("setup", "teardown") or name.startswith("on_")]
+        # Out of the sight of what keeps the state of all that a step reaches: trials have no part in it.
+        self._trainer = weakref.ref(trainer)
+        self.kinds: set[type] = set()
+
+    def of_trainer(self) -> list[Any]:
+        """For those of the user's Trainer."""
+        trainer: Any = self._trainer()
+        return self.of(trainer.callbacks)
+
+    def of(self, callbacks: Any) -> list[Any]:
+        """Each as it is now, in an object of its own."""
+        return [self._silent(one) for one in (callbacks if isinstance(callbacks, Iterable) else [callbacks])]
+
+    def _silent(self, callback: Any) -> Any:
+        self.kinds.add(type(callback))
+        silent = copy.copy(callback)
+        now = vars(silent)
+        now.update({name: copy.copy(value) for name, value in now.items() if type(value) in _CONTAINERS})
+        now.update(dict.fromkeys(self._hooks, _nothing))
+        # A ModelCheckpoint finds its own when it is set up; what lies in that of an OnExceptionCheckpoint is resumed from.
+        now.update({"dirpath": self._folder} if "dirpath" in now else {})
+        return silent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +113,7 @@ class Loop:
         own: The LightningModule itself.
         datamodule: Or None.
         arguments: Of a trial's Trainer.
-        stand_ins: For the user's loggers and callbacks.
+        callbacks: In place of the user's.
         micro: Batches for one optimizer step.
         batch_size: The attribute.
         sources: Of the loaders, by `TRAIN` and `EVAL`.
@@ -53,7 +127,7 @@ class Loop:
     own: Any
     datamodule: Any
     arguments: Mapping[str, Any]
-    stand_ins: StandIns
+    callbacks: Callbacks
     micro: int
     batch_size: BatchSize
     sources: Mapping[str, Source]
@@ -64,15 +138,11 @@ class Loop:
     def look(self, size: int, meet: Callable[[str, Any], None]) -> None:
         """Prepare and set up, ask for the loaders of that batch size, and train nothing."""
 
-        def met(name: str) -> Any:
-            loaders = self.sources[name].give()
-            self.generators.add(flat(loaders))
-            meet(name, loaders)
-            return each(lambda place, loader: [], loaders)
-
         def all_met() -> Any:
-            for name in self.sources:
-                met(name)
+            for name, source in self.sources.items():
+                loaders = source.give()
+                self.generators.add(flat(loaders))
+                meet(name, loaders)
             return []
 
         self._fit(size, {TRAIN: all_met}, live=("prepare_data", "setup"), **_NO_STEPS)
@@ -100,15 +170,6 @@ class Loop:
         kind = type("Watch", (self.pl.callbacks.LambdaCallback,), {})
         watch = kind(on_train_batch_end=seen.trained, on_validation_batch_end=seen.evaluated)
         self._fit(size, loaders, watch=[watch], limit_val_batches=eval_batches)
-        self._check(size, seen, given, evaluating=bool(eval_batches))
-
-    def _batches(self, name: str, size: int, least: int, most: int | None = None) -> Batches:
-        orders = self.orders.get(name, {})
-        # Validation loaders that were handed in keep the size that they will have in training.
-        handed_in = name == TRAIN and self.sources[name].holder is None
-        return Batches(size=size, least=least, orders=orders, most=most, handed_in=handed_in)
-
-    def _check(self, size: int, seen: _Seen, given: Mapping[str, Batches], *, evaluating: bool) -> None:
         if seen.batches < seen.wanted:
             raise NotRunError(
                 f"at batch {size} Lightning ran {seen.batches} training batches of the {seen.wanted} that make a trial: "
@@ -116,10 +177,15 @@ class Loop:
             )
         if not given[TRAIN].followed:
             raise NotRunError(unfollowed(self.batch_size, size, given[TRAIN].own_sizes))
-        if evaluating and not seen.eval_batches:
+        if eval_batches and not seen.eval_batches:
             raise NotRunError(f"at batch {size} Lightning ran no validation batch: does val_dataloader() give any?")
         for name, batches in given.items():
             self.own_sizes.setdefault(name, set()).update(batches.own_sizes)
+
+    def _batches(self, name: str, size: int, least: int, most: int | None = None) -> Batches:
+        # Validation loaders that were handed in keep the size that they will have in training.
+        handed_in = name == TRAIN and self.sources[name].holder is None
+        return Batches(size=size, least=least, orders=self.orders.get(name, {}), most=most, handed_in=handed_in)
 
     def _fit(
         self,
@@ -137,67 +203,49 @@ class Loop:
                 stack.enter_context(replaced(holder, functions))
             trainer = self.pl.Trainer(**{**self.arguments, **settings})
             try:
-                self.stand_ins.give(trainer, list(watch))
-                self._call(trainer, loaders)
+                trainer.callbacks = [*self.callbacks.of_trainer(), *watch]
+                trainer.save_checkpoint = _nothing
+                handed_in = {
+                    argument: loaders[name]()
+                    for name, argument in DATA_LOADERS.items()
+                    if name in loaders and self.sources[name].holder is None
+                }
+                trainer.fit(self.module, **(handed_in if self.datamodule is None else {"datamodule": self.datamodule}))
+            except SystemExit as ended:
+                # Lightning answers Ctrl-C by leaving the process; here it is the caller's to handle.
+                if isinstance(ended.__context__, KeyboardInterrupt):
+                    raise KeyboardInterrupt from None
+                raise
             finally:
-                self._let_go(trainer)
-
-    def _call(self, trainer: Any, loaders: Mapping[str, Callable[[], Any]]) -> None:
-        handed_in = {
-            argument: loaders[name]()
-            for name, argument in ((TRAIN, "train_dataloaders"), (EVAL, "val_dataloaders"))
-            if name in loaders and self.sources[name].holder is None
-        }
-        given = handed_in if self.datamodule is None else {"datamodule": self.datamodule}
-        try:
-            trainer.fit(self.module, **given)
-        except SystemExit as ended:
-            # Lightning answers Ctrl-C by leaving the process; here it is the caller's to handle.
-            if isinstance(ended.__context__, KeyboardInterrupt):
-                raise KeyboardInterrupt from None
-            raise
-        except AttributeError as error:
-            if said := lacking(error, trainer):
-                raise InvalidArgumentError(said) from error
-            raise
+                # A Trainer is in cycles: it would hold its optimizers until garbage is collected.
+                trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs, trainer.callbacks = [], [], []
+                self.own.trainer = None
+                if self.datamodule is not None:
+                    self.datamodule.trainer = None
 
     def _replacements(
         self, loaders: Mapping[str, Callable[[], Any]], live: tuple[str, ...]
     ) -> Iterator[tuple[Any, dict[str, Callable[..., Any]]]]:
         """What runs once for a training runs once for a probe."""
         once = {name: _nothing for name in _ONCE if name not in live}
+        configure, callbacks = self.own.configure_optimizers, self.own.configure_callbacks
+
+        def configure_optimizers() -> Any:
+            """With automatic optimization, None would be trained with an optimizer that does nothing."""
+            made = configure()
+            if made is None and self.own.automatic_optimization:
+                raise NotRunError(NO_OPTIMIZER)
+            return made
+
         # A scheduler cannot be made for no steps.
-        configure = _nothing if live else self._configured(self.own.configure_optimizers)
-        callbacks = self._stood_in(self.own.configure_callbacks)
-        yield self.own, {**once, "configure_optimizers": configure, "configure_callbacks": callbacks}
+        own = {"configure_optimizers": _nothing if live else configure_optimizers}
+        yield self.own, {**once, **own, "configure_callbacks": lambda: self.callbacks.of(callbacks())}
         if self.datamodule is not None:
             yield self.datamodule, once
         for name, give in loaders.items():
             if self.sources[name].holder is not None:
-                yield self.sources[name].holder, {name: _as_method(give)}
-
-    def _stood_in(self, configure: Callable[[], Any]) -> Callable[[], list[Any]]:
-        return lambda: self.stand_ins.callbacks(configure())
-
-    def _configured(self, configure: Callable[[], Any]) -> Callable[[], Any]:
-        """With automatic optimization, None would be trained with an optimizer that does nothing."""
-
-        def configure_optimizers() -> Any:
-            made = configure()
-            if made is None and self.own.automatic_optimization:
-                raise InvalidArgumentError(NO_OPTIMIZER)
-            return made
-
-        return configure_optimizers
-
-    def _let_go(self, trainer: Any) -> None:
-        """A Trainer is in cycles: without this it would hold its optimizers until garbage is collected."""
-        trainer.strategy.optimizers = []
-        trainer.strategy.lr_scheduler_configs = []
-        trainer.callbacks = []
-        self.own.trainer = None
-        if self.datamodule is not None:
-            self.datamodule.trainer = None
+                # Lightning looks for the code of a hook to see that it is not its own: only a function has some.
+                yield self.sources[name].holder, {name: lambda give=give: give()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -226,23 +274,12 @@ class _Seen:
 
 def unfollowed(batch_size: BatchSize, size: int, own_sizes: set[int]) -> str:
     """What to say of train loaders that do not have the size that the attribute says."""
-    own = min(own_sizes, default=None)
-    others = batch_size.names_of(own)
-    named = f", or pass batch_size_name={others[0]!r}, which is {own}" if others else ""
     return (
-        f"train_dataloader() made batches of {own} where {batch_size.name}={size} was set: it does not read that "
-        f"attribute. Write DataLoader(..., batch_size=self.{batch_size.name}){named}"
+        f"train_dataloader() made batches of {min(own_sizes, default=None)} where {batch_size.name}={size} was set: it does "
+        f"not read that attribute. Write DataLoader(..., batch_size=self.{batch_size.name}), or pass batch_size_name=, the "
+        "name of the attribute that it reads"
     )
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
     return None
-
-
-def _as_method(give: Callable[[], Any]) -> Callable[..., Any]:
-    """Lightning looks for the code of a hook to see that it is not its own: only a function has some."""
-
-    def hook() -> Any:
-        return give()
-
-    return hook

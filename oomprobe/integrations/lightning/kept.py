@@ -1,7 +1,11 @@
-"""Everything about a Lightning module and its data module as it was, also what `find_max_batch` does not keep."""
+"""What a probe of Lightning's fit puts back: state, methods, the place of the module, Ctrl-C and what is logged."""
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,18 +16,18 @@ from oomprobe.errors import DeviceLostError, UnreliableError
 from oomprobe.scope import scope
 from oomprobe.state import Keeper
 
+_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+_LOGGERS = (*_PACKAGES, "lightning.pytorch", "lightning.fabric")  # each has a level of its own
+
 
 @scope
 def undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, device_type: str) -> Iterator[None]:
     """Put back, at the end, what is done inside: hooks such as ``setup()`` run before the probe keeps anything itself.
 
     Besides what a `Keeper` keeps, each attribute of a module is again the object that it was.
-
-    Raises:
-        UnreliableError: something is not as it was.
     """
     keeper, lost = Keeper(module, others, preserve, device_type), False
-    attributes = [(part, dict(vars(part))) for part in module.modules()]
+    attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
     try:
         yield
     except DeviceLostError:
@@ -33,22 +37,15 @@ def undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, dev
         try:
             keeper.put_back(device_lost=lost)
         finally:
-            for part, before in attributes:
-                _give_back(vars(part), before)
+            for now, before in attributes:
+                now.clear()
+                now.update(before)
         if not lost and (differences := keeper.differences()):
             raise UnreliableError(
                 "not everything came back as it was before the probe: "
                 + ", ".join(differences[:5])
                 + ". Do not train with this module: make it again"
             )
-
-
-def _give_back(now: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in now.keys() - before.keys():
-        del now[name]
-    for name, value in before.items():
-        if now.get(name) is not value:
-            now[name] = value
 
 
 @scope
@@ -83,3 +80,32 @@ def replaced(holder: Any, functions: dict[str, Callable[..., Any]]) -> Iterator[
         for name in functions:
             own.pop(name, None)
         own.update(before)
+
+
+@scope
+def quiet() -> Iterator[None]:
+    """Without what Lightning says of each trial: of its own settings, or what it says again when the user trains.
+
+    Entered once for a probe: each time, Python forgets which warnings have been shown.
+    """
+    levels = [(logger, logger.level) for logger in map(logging.getLogger, _LOGGERS)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=rf"({'|'.join(_PACKAGES)})(\.|$)")
+        try:
+            for logger, _ in levels:
+                logger.setLevel(logging.ERROR)
+            yield
+        finally:
+            for logger, level in levels:
+                logger.setLevel(level)
+
+
+@scope
+def ctrl_c_as_it_was() -> Iterator[None]:
+    """Lightning ignores Ctrl-C from the first one on, and may not get to undo that."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not before:
+            signal.signal(signal.SIGINT, before)
