@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+import numbers
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -21,8 +22,8 @@ from oomprobe.errors import (
     SimulationError,
 )
 from oomprobe.integrations.framework import FrameworkError, is_simulated
-from oomprobe.integrations.ultralytics.asked import Asked, part, share_of
-from oomprobe.integrations.ultralytics.probing import find_max_batch, line_in_words
+from oomprobe.integrations.ultralytics.probing import LINE, checked, find_max_batch
+from oomprobe.integrations.ultralytics.training import part
 from oomprobe.options import check_size
 
 DEFAULT_FRACTION = 0.6
@@ -122,7 +123,7 @@ def _auto(
     **options: Any,
 ) -> int:
     """The precision is that of the autocast in which it is called, as of the original."""
-    if not 0.0 < share_of("fraction", fraction, FRACTION) <= 1.0:
+    if not 0.0 < _number("fraction", fraction, FRACTION) <= 1.0:
         raise InvalidArgumentError(f"fraction must be {FRACTION}, not {fraction!r}")
     check_size("batch_size", batch_size)
     kind = "cuda" if is_simulated(device) else _home(model).type
@@ -144,7 +145,7 @@ def _check(
     device: Any,
     **options: Any,
 ) -> int:
-    batch = share_of("batch", batch, "a share of the available memory, between 0 and 1, or -1 for 0.6")
+    batch = _number("batch", batch, "a share of the available memory, between 0 and 1, or -1 for 0.6")
     fraction = batch if 0.0 < batch < 1.0 else DEFAULT_FRACTION
     return _answer(
         model, DEFAULT_BATCH, device, imgsz=imgsz, amp=amp, memory_fraction=fraction,
@@ -153,8 +154,7 @@ def _check(
 
 
 def _answer(model: torch.nn.Module, default: int, device: Any, **options: Any) -> int:
-    asked = Asked.of(model, **{name: options[name] for name in ASKED})  # wrong is wrong on the CPU, too
-    options |= {name: getattr(asked, name) for name in ASKED}
+    options |= checked(model, **{name: options[name] for name in ASKED})  # wrong is wrong on the CPU, too
     utils = part("utils")
     logger, prefix = utils.LOGGER, utils.colorstr("AutoBatch: ")
     home = _home(model).type
@@ -173,12 +173,19 @@ def _answer(model: torch.nn.Module, default: int, device: Any, **options: Any) -
             f"{type(error).__name__}: {error}"
         )
         return default
+    line, answer = next((name, value) for name, value in result.estimates.items() if name.startswith(LINE))
     logger.info(
         f"{prefix}Using batch-size {result.batch_size}, which ran in {options['memory_fraction']:.0%} of the "
         f"{result.available_bytes / 2**30:.2f} GiB available on {result.device}. "
-        f"{line_in_words(list(result.estimates.items()))}"
+        f"{line}: {'nothing' if answer is None else int(answer)} (not used)"
     )
     return result.batch_size
+
+
+def _number(name: str, value: Any, wanted: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise InvalidArgumentError(f"{name} must be {wanted}, not {value!r}")
+    return float(value)
 
 
 def _home(model: torch.nn.Module) -> torch.device:
@@ -233,8 +240,13 @@ def install(*, device: Any = None, **options: Any) -> Installed:
         with install(time_limit_s=600):
             YOLO("yolo11n.yaml").train(data="coco8.yaml", batch=-1)
     """
-    _check_options(options)
-
+    for name in options:
+        if name in ("memory_fraction", *ASKED):
+            raise InvalidArgumentError(
+                f"install({name}=...): the trainer says that itself (memory_fraction is its batch, such as batch=0.8)"
+            )
+        if name not in inspect.signature(oomprobe.find_max_batch).parameters:
+            raise TypeError(f"install() got an unexpected keyword argument {name!r}")
     ours = {
         "autobatch": partial(_auto, device=device, **options),
         "check_train_batch_size": partial(_check, device=device, **options),
@@ -244,13 +256,3 @@ def install(*, device: Any = None, **options: Any) -> Installed:
     for module, name, _, function in replaced:
         setattr(module, name, function)
     return Installed(replaced)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name in ("memory_fraction", *ASKED):
-            raise InvalidArgumentError(
-                f"install({name}=...): the trainer says that itself (memory_fraction is its batch, such as batch=0.8)"
-            )
-        if name not in inspect.signature(oomprobe.find_max_batch).parameters:
-            raise TypeError(f"install() got an unexpected keyword argument {name!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,14 @@ import torch
 import oomprobe
 from oomprobe.devices import choose_device
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.integrations.ultralytics.asked import GRID, Asked, coarsest_stride, part
-from oomprobe.integrations.ultralytics.training import prepare
+from oomprobe.integrations.ultralytics.training import part, prepare
 from oomprobe.options import check_size
-from oomprobe.result import Phase, ProbeResult, Trial
+from oomprobe.result import Phase, ProbeResult
 from oomprobe.state import preserved
 
+GRID = 32  # pixels: the least that the trainer makes images a multiple of
+# The trainer's words for its `amp`.
+PRECISIONS: dict[str, bool | torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": False}
 LINE_SIZES = (1, 2, 4, 8, 16)  # what Ultralytics profiles on a card of less than 16 GiB
 LINE = "Ultralytics' line"
 LINE_CEILING = 1024  # and the most that it answers
@@ -66,13 +67,14 @@ def find_max_batch(
         FrameworkError: Ultralytics is not there, or older than 8.4.
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
-    _check(model)
-    asked = Asked.of(model, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size)
+    _check_model(model)
+    asked = checked(model, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size)
     if options.get("max_batch") is not None:
         check_size("max_batch", options["max_batch"])
     chosen = choose_device(device, model)
-    training = prepare(model, chosen, asked)
-    options = {**_limits(model, asked), **options}
+    training = prepare(model, chosen, **asked)
+    if asked["imgsz"] < 2 * _grid(model) and dataset_size != 1:
+        options.setdefault("min_batch", 2)  # the last feature map is a point, and batch norm cannot train on one image
     options["preserve"] = [model, training.average, *preserved(options.get("preserve", ()))]
     notes = list(training.notes)
     if dataset_size > 0:
@@ -89,7 +91,7 @@ def find_max_batch(
     )
 
 
-def _check(model: Any) -> None:
+def _check_model(model: Any) -> None:
     if isinstance(model, part("engine.model").Model):  # whose train() trains, and not: sets a mode
         raise InvalidArgumentError(
             f"model is a {type(model).__name__}, the wrapper that downloads and trains: pass what it wraps, "
@@ -102,9 +104,34 @@ def _check(model: Any) -> None:
         )
 
 
-def _limits(model: torch.nn.Module, asked: Asked) -> dict[str, Any]:
-    """Where the last feature map is a single point, batch norm cannot train on one image."""
-    return {"min_batch": 2} if asked.imgsz < 2 * max(GRID, coarsest_stride(model)) and asked.dataset_size != 1 else {}
+def checked(model: Any, *, imgsz: Any, amp: Any, max_num_obj: Any, dataset_size: Any) -> dict[str, Any]:
+    """What says what a batch is, as Ultralytics' trainer would take it, or refused before anything runs.
+
+    The image is as large as the largest of several sizes, rounded up to the stride, with the trainer's warnings.
+    """
+    for name, value in (("max_num_obj", max_num_obj), ("dataset_size", dataset_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InvalidArgumentError(f"{name} must be an integer of at least 0, not {value!r}")
+    sizes = imgsz if isinstance(imgsz, list | tuple) and imgsz else [imgsz]
+    for size in sizes:
+        check_size("imgsz", size)
+    if isinstance(amp, str):
+        amp = PRECISIONS.get(amp.lower(), amp)
+    if not isinstance(amp, bool | np.bool_) and not any(amp is dtype for dtype in (torch.float16, torch.bfloat16)):
+        raise InvalidArgumentError(
+            f"amp must be True, False, torch.float16 or torch.bfloat16, or a word that train(amp=...) takes "
+            f"({', '.join(map(repr, PRECISIONS))}), not {amp!r}"
+        )
+    grid = _grid(model)
+    pixels = int(part("utils.checks").check_imgsz(list(sizes), stride=grid, floor=grid, max_dim=1))
+    precision = amp if isinstance(amp, torch.dtype) else bool(amp)
+    return {"imgsz": pixels, "amp": precision, "max_num_obj": max_num_obj, "dataset_size": dataset_size}
+
+
+def _grid(model: Any) -> int:
+    """Pixels that images are a multiple of: those for one of the coarsest feature map, at least 32."""
+    stride = getattr(part("utils.torch_utils").unwrap_model(model), "stride", None)
+    return GRID if stride is None else max(GRID, int(stride.max()))
 
 
 def line(result: ProbeResult, dataset_size: int) -> dict[str, float | None]:
@@ -118,30 +145,20 @@ def line(result: ProbeResult, dataset_size: int) -> dict[str, float | None]:
         One entry, named after the sizes that ran; None where there are not two.
     """
     grown = [t for t in result.trials if t.phase is Phase.GROW and t.batch_size in LINE_SIZES]
-    points = [(t.batch_size, peak) for t in grown if t.passed and (peak := _peak(t)) is not None]
-    name = f"{LINE} through {', '.join(str(size) for size, _ in points)}" if points else LINE
+    points: dict[int, int] = {}
+    for trial in grown:
+        peak = trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
+        if trial.passed and peak is not None:
+            points[trial.batch_size] = peak
+    sizes = list(points)
+    name = f"{LINE} through {', '.join(map(str, sizes))}" if points else LINE
     if len(points) < 2:
         return {name: None}
-    sizes = [size for size, _ in points]
-    per_sample, fixed = np.polyfit(np.array(sizes), np.array([peak for _, peak in points]), deg=1)
+    per_sample, fixed = np.polyfit(np.array(sizes), np.array(list(points.values())), deg=1)
     if per_sample <= 0:
         return {name: None}
     failed = [t.batch_size for t in grown if not t.passed]
     answer = int((result.budget_bytes - fixed) / per_sample)
     if failed and answer >= min(failed):
         answer = sizes[-1]
-    answer = min(max(answer, sizes[0]), LINE_CEILING, dataset_size or LINE_CEILING)
-    return {name: answer}
-
-
-def _peak(trial: Trial) -> int | None:
-    reserved = trial.peak_reserved_bytes
-    return trial.peak_allocated_bytes if reserved is None else reserved
-
-
-def line_in_words(estimates: Sequence[tuple[str, float | None]]) -> str:
-    """The line's entry among others, for a log."""
-    for name, answer in estimates:
-        if name.startswith(LINE):
-            return f"{name}: {'nothing' if answer is None else int(answer)} (not used)"
-    return ""
+    return {name: min(max(answer, sizes[0]), LINE_CEILING, dataset_size or LINE_CEILING)}

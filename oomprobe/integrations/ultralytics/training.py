@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,20 +14,18 @@ import torch
 
 from oomprobe.devices import Device, Simulated
 from oomprobe.errors import Caller, SimulationError
-from oomprobe.integrations.ultralytics.asked import Asked, part
+from oomprobe.integrations.framework import framework
 from oomprobe.integrations.ultralytics.batches import Batches, batches_for
-from oomprobe.integrations.ultralytics.selections import (
-    UNKNOWN_HERE,
-    AsManyAsCan,
-    Selections,
-    call,
-    criteria,
-    prepare_for_simulation,
-)
+from oomprobe.integrations.ultralytics.selections import AsManyAsCan, Selections, call, criteria, padded_targets
 from oomprobe.scope import scope
 
 CLIPPED_NORM = 10.0  # what the trainer clips gradients to
 ASSIGNED = ("detect", "segment", "pose", "obb")  # tasks whose losses match anchors with objects
+
+
+def part(name: str) -> Any:
+    """A module of Ultralytics."""
+    return framework(f"ultralytics.{name}", minimum="8.4", extra="ultralytics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,69 +45,60 @@ class Training:
     notes: tuple[str, ...]
 
 
-def prepare(model: torch.nn.Module, device: Device, asked: Asked) -> Training:
-    """Build what a probe runs from a model of Ultralytics.
+def prepare(
+    model: torch.nn.Module,
+    device: Device,
+    *,
+    imgsz: int,
+    amp: bool | torch.dtype,
+    max_num_obj: int = 1,
+    dataset_size: int = 0,
+) -> Training:
+    """Build what a probe runs from a model of Ultralytics; the arguments are those of `find_max_batch`, checked.
 
     Raises:
         InvalidArgumentError: the task is not known.
         SimulationError: a simulated card cannot run this loss.
-        FrameworkError: Ultralytics is not there, or too old.
     """
     simulated = isinstance(device, Simulated)
     kind = "cuda" if simulated else device.torch_device.type
     with device.building() if isinstance(device, Simulated) else nullcontext(), _quietly():
         trained = copy.deepcopy(model).train()
-        was = _widen(trained)
-        average = copy.deepcopy(trained).requires_grad_(False) if was else model
+        notes = list(_widened(trained))
+        average = copy.deepcopy(trained).requires_grad_(False) if notes else model
         plain = part("utils.torch_utils").unwrap_model(trained)
         plain.args = _arguments(plain)
-        unfrozen = _unfreeze(trained)
+        notes += _unfrozen(trained)
         task = str(part("nn.tasks").guess_model_task(plain))
-        batches = batches_for(
-            plain, plain.args, task, asked.imgsz, asked.max_num_obj, kind if simulated else device.torch_device
-        )
+        if simulated and task == "segment":
+            raise SimulationError(
+                "a simulated card cannot run this loss: how much it selects depends on masks. Probe on the card itself, or "
+                "on host memory with device='cpu:8GiB'"
+            )
+        batches = batches_for(plain, plain.args, task, imgsz, max_num_obj, kind if simulated else device.torch_device)
         if simulated:
-            _put_on_card(trained, plain)
+            head = plain.model[-1]
+            # The strides stay behind: they are read as numbers, and what is on a simulated card has no value.
+            stride = {"stride": head.stride.clone()} if hasattr(head, "stride") else {}
+            trained.to("cuda")
+            vars(head).update(stride)
         plain.criterion = plain.init_criterion()
         selections = Selections(batches.objects)
-        if simulated:
-            _check_simulation(task, plain.criterion)
-            prepare_for_simulation(plain.criterion, selections)
         for criterion in criteria(plain.criterion):
             selections.impose_on(criterion.assigner)
-        optimizer = _optimizer(trained, plain, asked.dataset_size)
-        precision = Precision.of(asked.amp, kind)
-        scaler = torch.amp.GradScaler(kind, enabled=precision.scaled)
-    step = _step(
-        batches,
-        optimizer,
-        scaler,
-        casts=precision.casts,
-        selecting=AsManyAsCan(selections) if simulated else nullcontext(),
-        compiled=bool(getattr(plain.args, "compile", False)),
-        loss_of=plain.loss,
-    )
-    step.oomprobe_caller = _caller(batches)  # type: ignore[attr-defined]
-    notes = (*_notes(batches, optimizer, precision, unfrozen), *was)
-    return Training(model=trained, average=average, step=step, notes=notes)
+            if simulated:
+                criterion.preprocess = padded_targets(batches.objects)
+        optimizer = _optimizer(trained, plain, dataset_size)
+        dtype = precision_of(amp, kind)
+        scaler: Any = torch.amp.GradScaler(kind, enabled=dtype is torch.float16)
+    compiled = bool(getattr(plain.args, "compile", False))
 
-
-def _step(
-    batches: Batches,
-    optimizer: torch.optim.Optimizer,
-    scaler: Any,
-    *,
-    casts: Callable[[], AbstractContextManager[Any]],
-    selecting: AbstractContextManager[Any],
-    compiled: bool,
-    loss_of: Callable[..., Any],
-) -> Callable[[torch.nn.Module, int], object]:
     def forward(model: torch.nn.Module, batch_size: int) -> torch.Tensor:
         batch = batches.make(batch_size)
-        with casts():
+        with nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype):
             predicted = (model(batch["img"]),) if compiled else ()
-            with selecting:
-                loss = call(loss_of, batch, *predicted) if compiled else call(model, batch)
+            with AsManyAsCan(selections) if simulated else nullcontext():
+                loss = call(plain.loss, batch, *predicted) if compiled else call(model, batch)
         total: torch.Tensor = loss[0].sum()
         return total
 
@@ -122,28 +111,17 @@ def _step(
         # Kept rather than freed: while the trainer accumulates, they are there during the next forward pass.
         optimizer.zero_grad(set_to_none=False)
 
-    return step
+    step.oomprobe_caller = _caller(batches)  # type: ignore[attr-defined]
+    return Training(
+        model=trained, average=average, step=step, notes=(*_notes(batches, type(optimizer).__name__, dtype), *notes)
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """What the trainer makes of ``amp``."""
-
-    kind: str
-    dtype: torch.dtype | None
-
-    @classmethod
-    def of(cls, amp: bool | torch.dtype, kind: str) -> Precision:
-        if not amp or kind in ("cpu", "mps"):  # there the trainer switches it off
-            return cls(kind, None)
-        return cls(kind, amp if isinstance(amp, torch.dtype) else torch.float16)
-
-    @property
-    def scaled(self) -> bool:
-        return self.dtype is torch.float16
-
-    def casts(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dtype is None else torch.autocast(self.kind, dtype=self.dtype)
+def precision_of(amp: bool | torch.dtype, kind: str) -> torch.dtype | None:
+    """The dtype of autocast; None: there is none. On the CPU and MPS the trainer switches it off."""
+    if not amp or kind in ("cpu", "mps"):
+        return None
+    return amp if isinstance(amp, torch.dtype) else torch.float16
 
 
 def _arguments(model: Any) -> Any:
@@ -155,25 +133,22 @@ def _arguments(model: Any) -> Any:
     return utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **known})
 
 
-def _widen(model: torch.nn.Module) -> tuple[str, ...]:
+def _widened(model: torch.nn.Module) -> Iterator[str]:
     """Bring a model to 32 bits, as the trainer does with the weights that it starts from; a note, where it was not."""
     values = (*model.parameters(), *model.buffers())
     others = {value.dtype for value in values if value.is_floating_point()} - {torch.float32}
-    if not others:
-        return ()
-    model.float()
-    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in others))
-    return (f"the model has weights of {names}: it was trained, and averaged, in float32, as the trainer does",)
+    if others:
+        model.float()
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in others))
+        yield f"the model has weights of {names}: it was trained, and averaged, in float32, as the trainer does"
 
 
-def _unfreeze(model: torch.nn.Module) -> bool:
+def _unfrozen(model: torch.nn.Module) -> Iterator[str]:
     """A checkpoint holds an average, of which nothing requires gradients; the trainer lets all but ``.dfl`` do so."""
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return False
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and ".dfl" not in name:
-            parameter.requires_grad_(True)
-    return True
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.is_floating_point() and ".dfl" not in name)
+        yield "no parameter required gradients, as in a checkpoint: all were trained but .dfl, as the trainer does"
 
 
 def _optimizer(model: torch.nn.Module, plain: Any, dataset_size: int) -> torch.optim.Optimizer:
@@ -196,20 +171,6 @@ def _optimizer(model: torch.nn.Module, plain: Any, dataset_size: int) -> torch.o
     return optimizer
 
 
-def _put_on_card(model: torch.nn.Module, plain: Any) -> None:
-    """The strides stay behind: they are read as numbers, and what is on a simulated card has no value."""
-    head = plain.model[-1]
-    stride = head.stride.clone() if hasattr(head, "stride") else None
-    model.to("cuda")
-    if stride is not None:
-        head.stride = stride
-
-
-def _check_simulation(task: str, criterion: Any) -> None:
-    if task in ASSIGNED and not list(criteria(criterion)):
-        raise SimulationError(UNKNOWN_HERE.format(what=type(criterion).__name__))
-
-
 def _caller(batches: Batches) -> Caller:
     many = f", with {batches.objects} objects each" if batches.task in ASSIGNED else ""
     return Caller(
@@ -218,19 +179,17 @@ def _caller(batches: Batches) -> Caller:
     )
 
 
-def _notes(batches: Batches, optimizer: torch.optim.Optimizer, precision: Precision, unfrozen: bool) -> Iterator[str]:
-    cast = "no autocast" if precision.dtype is None else f"autocast to {str(precision.dtype).removeprefix('torch.')}"
+def _notes(batches: Batches, optimizer: str, dtype: torch.dtype | None) -> Iterator[str]:
+    cast = "no autocast" if dtype is None else f"autocast to {str(dtype).removeprefix('torch.')}"
     yield (
-        f"Ultralytics' loss for {batches.task} at imgsz {batches.imgsz}, {type(optimizer).__name__}, {cast}, and the second "
-        "copy of the model that the trainer averages into"
+        f"Ultralytics' loss for {batches.task} at imgsz {batches.imgsz}, {optimizer}, {cast}, and the second copy of the "
+        "model that the trainer averages into"
     )
     if batches.task in ASSIGNED:
         yield (
             f"every image had {batches.objects} objects (max_num_obj; the trainer counts four times the fullest image's), "
             "each a quarter of the image, with as many anchors matched as the assigner may match"
         )
-    if unfrozen:
-        yield "no parameter required gradients, as in a checkpoint: all were trained but .dfl, as the trainer does"
 
 
 @scope
