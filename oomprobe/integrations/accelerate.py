@@ -32,11 +32,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
+import math
+import sys
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -45,12 +48,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe import probe
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError, add_note
-from oomprobe.integrations.accelerators import accelerators_of, of_type
-from oomprobe.integrations.accelerators import unchanged as unchanged
-from oomprobe.integrations.decorating import check_call, check_function, checked, name_of
+from oomprobe.options import Options, check_size
 from oomprobe.result import ProbeResult
+from oomprobe.scope import scope
 from oomprobe.verdict import Verdict, classify_error
 
+SHARED = ("PartialState", "AcceleratorState", "GradientState")  # of accelerate.state: each one for the whole process
 PATIENCE = 8  # times the steps asked for, that others make while one optimizer is waited for: it may have been for once
 
 
@@ -122,20 +125,49 @@ def find_executable_batch_size(
             f"max_batch={options['max_batch']!r}: here the largest size that is tried is starting_batch_size, as with "
             f"accelerate. Pass starting_batch_size={options['max_batch']!r} instead"
         )
-    options = checked(options, starting_batch_size, trial_steps)
+    check_size("trial_steps", trial_steps)
+    if starting_batch_size is not None:
+        check_size("starting_batch_size", starting_batch_size)
+    options = _checked({**options, "max_batch": starting_batch_size})
+    for name in ("steps", "confirm_steps"):  # the contract counts optimizer steps, and a call makes several
+        options[name] = math.ceil(options[name] / trial_steps)
     if function is None:
         return functools.partial(_decorated, trial_steps=trial_steps, options=options)
     return _decorated(function, trial_steps, options)
 
 
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """With the numbers of steps, as the probe would check them when the function is called, in the decorator's words."""
+    try:
+        bound = inspect.signature(probe.find_max_batch).bind(None, None, **options)
+    except TypeError as error:
+        raise TypeError(f"find_executable_batch_size() {error}") from None
+    bound.apply_defaults()
+    try:
+        Options(**{one.name: bound.kwargs[one.name] for one in fields(Options)})
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(str(error).replace("max_batch", "starting_batch_size")) from None
+    return {**options, **{name: bound.kwargs[name] for name in ("steps", "confirm_steps")}}
+
+
 def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str, Any]) -> Callable[..., Any]:
-    check_function(function)
+    signature, name = _signature_of(function), _name_of(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        check_call(function, args, kwargs)
+        try:
+            signature.bind(1, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{name}{signature} was called with arguments it does not take ({error}). The batch size is passed by the "
+                f"decorator: call {name} without it"
+            ) from None
         if (outer := _IN_TRIAL.get()) is not None:
-            outer.refuse_inner(function)
+            raise NotRunError(
+                f"{outer} calls {name} in its trials, and both are decorated with find_executable_batch_size: the steps and "
+                f"the memory of one's trials would be taken for the other's. Decorate {name} alone, or {outer} alone and let "
+                "it pass a batch size on"
+            )
         trials = _Trials(function, args, kwargs, trial_steps)
         result = probe.find_max_batch(torch.nn.Module(), trials, **options)
         call.result = replace(result, notes=(*result.notes, *trials.notes))  # type: ignore[attr-defined]
@@ -146,6 +178,36 @@ def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str
     call.result = None  # type: ignore[attr-defined]
     call.oomprobe_decorated = True  # type: ignore[attr-defined]
     return call
+
+
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Of what can be trained by a call with the batch size first; anything else is refused."""
+    name = _name_of(function)
+    if not callable(function) or inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise InvalidArgumentError(
+            f"{function!r} cannot be probed: it must be a function that trains when it is called with the batch size first"
+        )
+    if hasattr(function, "oomprobe_decorated"):
+        raise InvalidArgumentError(f"{name} is decorated with find_executable_batch_size already: once is enough")
+    signature = inspect.signature(function)
+    first = next(iter(signature.parameters), None)
+    if first in ("self", "cls"):
+        raise InvalidArgumentError(
+            f"{name}{signature} is a method, and the batch size is passed before everything else, as with accelerate, so "
+            f"that {first} would be a number. Write def {name}(batch_size, {first}, ...) and call it as before, without the "
+            "batch size, or decorate a function inside the method"
+        )
+    try:
+        signature.bind_partial(1)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"{name}{signature} takes no batch size, which is passed first: write def {name}(batch_size, ...)"
+        ) from None
+    return signature
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", function))
 
 
 def _for_good(function: Callable[..., Any], result: ProbeResult, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,25 +237,29 @@ class _Trials:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], trial_steps: int
     ) -> None:
         self._function, self._args, self._kwargs, self._trial_steps = function, args, kwargs, trial_steps
+        self._name = _name_of(function)
         self.oomprobe_caller = Caller(
             alone=f"call {self._name}.__wrapped__({{batch_size}}, ...), the function without the decorator",
             limit="starting_batch_size",
         )
         self._stepped_at: set[int] = set()  # sizes at which an optimizer stepped
         self._ended_at: set[int] = set()  # sizes at which it ran to its end
-        self._calls, self._inner = 0, ""
+        self._calls = 0
         self._made: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # parameters by id, in which call
         _collect()
         objects = gc.get_objects()
-        self._accelerators, self._scalers = accelerators_of(objects), of_type(objects, torch.amp.GradScaler)
+        module = sys.modules.get("accelerate.accelerator")
+        # All there are: the function may reach its own by globals of functions that it calls.
+        self._accelerators = [] if module is None else _of_type(objects, module.Accelerator)
+        self._scalers = _of_type(objects, torch.amp.GradScaler)
         # Tensors that were there before, by id; None: not known, for what is frozen is not among the objects.
-        self._there = set(map(id, of_type(objects, torch.Tensor))) if gc.get_freeze_count() == 0 else None
+        self._there = set(map(id, _of_type(objects, torch.Tensor))) if gc.get_freeze_count() == 0 else None
 
     def __call__(self, model: torch.nn.Module, batch_size: int) -> None:
         _collect()  # models and loaders are cycles, and two of them at once are no trial of one
         self._calls += 1
         leave = _Leave(self._trial_steps)
-        before = _IN_TRIAL.set(self)
+        before = _IN_TRIAL.set(self._name)
         with unchanged(*self._accelerators), leave:
             try:
                 self._function(batch_size, *self._args, **self._kwargs)
@@ -205,12 +271,6 @@ class _Trials:
                 # One that was left in the midst of a step refuses the next; its only public way out, update(), scales.
                 for scaler in self._scalers:
                     scaler._per_optimizer_states.clear()
-        if self._inner:
-            raise NotRunError(
-                f"{self._name} calls {self._inner} in its trials, and both are decorated with find_executable_batch_size: the "
-                f"steps and the memory of one's trials would be taken for the other's. Decorate {self._inner} alone, or "
-                f"{self._name} alone and let it pass a batch size on"
-            )
         if leave.stepped:
             self._stepped_at.add(batch_size)
         elif self._stepped_at:
@@ -221,34 +281,20 @@ class _Trials:
                 "the loader drops the last: pass its length as starting_batch_size"
             )
 
-    def refuse_inner(self, function: Callable[..., Any]) -> None:
-        """Leave a trial in which another decorated function would be probed; no handler of the user's takes it up."""
-        self._inner = name_of(function)
-        raise _Left
-
     def oomprobe_made(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the function made all that an optimizer trains in its call, so that nothing of it is to be restored."""
-        if self._there is None:
-            return False
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        if any(id(one) in self._there for one in parameters):
+        if self._there is None or any(id(one) in self._there for one in parameters):
             return False
         for one in parameters:
-            self._refuse_kept(one)
+            call, made = self._made.get(id(one), (self._calls, None))
+            if call != self._calls and made is not None and made() is one:
+                raise NotRunError(
+                    f"{self._name} trains what an earlier call of it has made and kept (in a global, in a cache): the trials "
+                    "have trained it, and how it was before is not known. Make it before the first call, or anew in each"
+                )
             self._made[id(one)] = (self._calls, weakref.ref(one))
         return True
-
-    def _refuse_kept(self, parameter: torch.Tensor) -> None:
-        call, made = self._made.get(id(parameter), (self._calls, None))
-        if call != self._calls and made is not None and made() is parameter:
-            raise NotRunError(
-                f"{self._name} trains what an earlier call of it has made and kept (in a global, in a cache): the trials have "
-                "trained it, and how it was before is not known. Make it before the first call, or anew in each"
-            )
-
-    @property
-    def _name(self) -> str:
-        return name_of(self._function)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -261,7 +307,7 @@ class _Trials:
         return (f"{how}; at sizes of {sizes} it ran to its end {why}, with whatever it does there",)
 
 
-_IN_TRIAL: ContextVar[_Trials | None] = ContextVar("_IN_TRIAL", default=None)
+_IN_TRIAL: ContextVar[str | None] = ContextVar("_IN_TRIAL", default=None)  # the name of the function
 
 
 class _Leave:
@@ -293,3 +339,60 @@ def _collect() -> None:
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+def _of_type(objects: list[Any], kind: type) -> list[Any]:
+    """Without asking them: lazy modules import what they stand for when they are."""
+    return [one for one in objects if issubclass(type(one), kind)]
+
+
+# --- what accelerate keeps for itself ---
+
+
+@scope
+def unchanged(*accelerators: Any) -> Iterator[None]:
+    """Give Accelerators, and what all of a process share, back as they were.
+
+    An Accelerator counts micro-batches and lists what it prepared, outside any ``state_dict``. A probe that is left in the
+    midst of an accumulation would leave training to step at other micro-batches than without it.
+
+    Args:
+        accelerators: Of `accelerate.Accelerator`.
+
+    Example:
+        >>> class Accelerator:
+        ...     step = 0
+        >>> accelerator = Accelerator()
+        >>> with unchanged(accelerator):
+        ...     accelerator.step = 3
+        >>> accelerator.step
+        0
+    """
+    own = [(vars(one), _copy(vars(one))) for one in accelerators]
+    shared = {name: _copy(state) for name, state in _shared_states().items()}
+    try:
+        yield
+    finally:
+        for attributes, before in own:
+            _put_back(attributes, before)
+        for name, state in _shared_states().items():  # it may have been imported meanwhile
+            _put_back(state, shared.get(name, {}))
+
+
+def _copy(attributes: dict[str, Any]) -> dict[str, tuple[Any, list[Any]]]:
+    """Each value, and what is in it if it is a list: those are filled in place."""
+    return {name: (value, list(value) if isinstance(value, list) else []) for name, value in attributes.items()}
+
+
+def _put_back(attributes: dict[str, Any], before: dict[str, tuple[Any, list[Any]]]) -> None:
+    attributes.clear()
+    for name, (value, items) in before.items():
+        if isinstance(value, list):
+            value[:] = items
+        attributes[name] = value
+
+
+def _shared_states() -> dict[str, dict[str, Any]]:
+    """By class. Private: accelerate has no other way to them that would not make them."""
+    module = sys.modules.get("accelerate.state")
+    return {} if module is None else {name: getattr(module, name)._shared_state for name in SHARED}

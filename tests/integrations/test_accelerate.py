@@ -108,7 +108,7 @@ def test_a_batch_size_passed_by_mistake_is_told():
         (
             {"min_batch": 200},
             oomprobe.InvalidArgumentError,
-            "min_batch=200 is larger than starting_batch_size=128.*None",
+            "min_batch=200 is larger than starting_batch_size=128",
         ),
         ({"min_batch": 8, "starting_batch_size": 4}, oomprobe.InvalidArgumentError, "starting_batch_size=4"),
         ({"multiple_of": 200}, oomprobe.InvalidArgumentError, "multiple of 200 .* starting_batch_size=128: lower"),
@@ -141,7 +141,7 @@ def test_a_method_takes_the_batch_size_before_self():
 
     assert Runner().train(3) == 60
     assert Runner.train.result.batch_size == 2
-    told = r"train\(self, batch_size, lr\) is a method.*Write def train\(batch_size, self, lr\)"
+    told = r"train\(self, batch_size, lr\) is a method.*Write def train\(batch_size, self, ...\)"
     with pytest.raises(oomprobe.InvalidArgumentError, match=told):
 
         @find_executable_batch_size
@@ -318,8 +318,7 @@ def test_a_function_that_catches_everything_is_left_at_its_end():
     assert "at sizes of 1 to 2 it ran to its end all the same" in train.result.notes[-1]
 
 
-@pytest.mark.parametrize("caught", [(), (Exception,)])
-def test_a_decorated_function_in_the_trials_of_another_is_refused(caught):
+def test_a_decorated_function_in_the_trials_of_another_is_refused():
     """In one of the outer's trials it would be left with its first, and the outer's own steps would never be met."""
     calls = []
 
@@ -330,8 +329,7 @@ def test_a_decorated_function_in_the_trials_of_another_is_refused(caught):
 
     @find_executable_batch_size(starting_batch_size=4, **HOST)
     def outer(batch_size):
-        with contextlib.suppress(*caught):
-            inner()
+        inner()
         steps_of(batch_size)
 
     with pytest.raises(oomprobe.UnreliableError, match=r"outer calls inner in its trials.* Decorate inner alone"):
