@@ -26,23 +26,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Examples of a data set by size.
+    """Examples of a data set by size."""
 
-    Attributes:
-        indices: Largest first; those that were not looked at come last.
-        seen: How many were looked at.
-        complete: Whether no other can be larger: all were seen, or they are images of one size.
-        variable: Whether they differ.
-        known: Whether anything about their size could be told.
-        leaders: How many stand first because a field of theirs is the largest of its kind.
-    """
-
-    indices: Sequence[int]
-    seen: int
-    complete: bool
-    variable: bool
-    known: bool
-    leaders: int = 1
+    indices: Sequence[int]  # largest first; those that were not looked at come last
+    seen: int  # how many were looked at
+    complete: bool  # no other can be larger: all were seen, or they are images of one size
+    variable: bool  # they differ
+    known: bool  # something about their size could be told
+    leaders: int = 1  # how many stand first because a field of theirs is the largest of its kind
 
     def batch(self, size: int, number: int) -> list[int]:
         """Indices of the batch of that number: each begins with the leaders that the one before had no room for.
@@ -66,19 +57,12 @@ ONLY = Order(indices=(0,), seen=1, complete=True, variable=False, known=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longest:
-    """Examples of a data set, the longest first.
+    """Examples of a data set, the longest first."""
 
-    Attributes:
-        examples: Gives one by its index; a data set, or a list.
-        order: Of the indices.
-        total: How many the data set has; None where it has no length.
-        notes: What a reader of the result should know.
-    """
-
-    examples: Any
+    examples: Any  # gives one by its index; a data set, or a list
     order: Order
-    total: int | None
-    notes: tuple[str, ...] = ()
+    total: int | None  # how many the data set has; None where it has no length
+    notes: tuple[str, ...] = ()  # what a reader of the result should know
 
     def batches(self, size: int, count: int) -> Subset[Any]:
         """`count` batches of the longest, as a data set to be read in order; smaller data sets are repeated."""
@@ -184,15 +168,7 @@ def _notes(order: Order, total: int | None, scan_s: float) -> Iterator[str]:
 
 
 def stretched(example: Any, max_length: int) -> Any:
-    """An example whose longest sequences are repeated, or cut, to a length; everything else stays as it is.
-
-    Args:
-        example: A mapping of fields, as a tokenizer makes it.
-        max_length: Elements.
-
-    Raises:
-        InvalidArgumentError: it is no mapping with a sequence of numbers in it.
-    """
+    """An example whose longest sequences are repeated, or cut, to a length; everything else stays as it is."""
     fields = dict(example) if isinstance(example, Mapping) else {}
     lengths = {key: len(value) for key, value in fields.items() if _is_sequence(value)}
     # Shorter ones are no sequences of the same elements: the labels of several classes, the sides of a picture.

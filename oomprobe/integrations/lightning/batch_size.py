@@ -15,11 +15,6 @@ class BatchSize:
     """The attribute, in every place where Lightning's own finder would look for it and set it.
 
     Those are the module, its hyperparameters, the data module and its hyperparameters.
-
-    Args:
-        name: Of the attribute.
-        module: A ``LightningModule``.
-        datamodule: A ``LightningDataModule``, or None.
     """
 
     def __init__(self, name: str, module: Any, datamodule: Any) -> None:

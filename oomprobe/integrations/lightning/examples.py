@@ -25,15 +25,9 @@ _SAID = {TRAIN: "training", EVAL: "validation"}
 
 
 class Examples:
-    """The examples of each loader, largest first, and how many a batch may have.
+    """The examples of each loader, largest first, and how many a batch may have; `size` is the first to be tried.
 
-    Args:
-        loop: Asks for the loaders.
-        size: The first batch size that will be tried.
-        scan_s: Seconds for each data set.
-
-    Raises:
-        InvalidArgumentError: a loader cannot be made, or is not made, with another batch size.
+    Loaders that cannot be made, or are not made, with another batch size are refused.
     """
 
     def __init__(self, loop: Loop, size: int, scan_s: float) -> None:

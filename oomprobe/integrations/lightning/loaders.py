@@ -21,15 +21,10 @@ DATA_LOADERS = {TRAIN: "train_dataloaders", EVAL: "val_dataloaders"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the loaders of one kind come from.
+    """Where the loaders of one kind come from."""
 
-    Attributes:
-        give: Makes them, while a Trainer is attached.
-        holder: Whose method that is; None: they were handed in.
-    """
-
-    give: Callable[[], Any]
-    holder: Any = None
+    give: Callable[[], Any]  # makes them, while a Trainer is attached
+    holder: Any = None  # whose method that is; None: they were handed in
 
 
 def sources_of(
@@ -175,25 +170,15 @@ def refuse_fixed(loader: Any) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Batches:
-    """What the loaders of one loop are to give.
+    """What the loaders of one loop are to give."""
 
-    Attributes:
-        size: Examples in a batch of a loader that follows the batch size.
-        least: Batches that a loop needs before the loader ends.
-        orders: Of the examples, by the place of the loader.
-        most: Examples of a batch that are really made; None: all.
-        handed_in: Whether the loaders cannot be asked for another size, and so are made again.
-        own_sizes: Filled with the sizes of loaders that keep their own.
-        followed: Set once a loader was of the size asked for.
-    """
-
-    size: int
-    least: int
-    orders: Mapping[int, Order]
-    most: int | None = None
-    handed_in: bool = False
-    own_sizes: set[int] = field(default_factory=set)
-    followed: bool = False
+    size: int  # examples in a batch of a loader that follows the batch size
+    least: int  # batches that a loop needs before the loader ends
+    orders: Mapping[int, Order]  # of the examples, by the place of the loader
+    most: int | None = None  # examples of a batch that are really made; None: all
+    handed_in: bool = False  # whether the loaders cannot be asked for another size, and so are made again
+    own_sizes: set[int] = field(default_factory=set)  # filled with the sizes of loaders that keep their own
+    followed: bool = False  # set once a loader was of the size asked for
 
     def of(self, place: int, loader: Any) -> Any:
         """The loader to hand to Lightning for this one.

@@ -68,13 +68,7 @@ def trial_arguments(pl: Any, trainer: Any, micro: int, folder: str) -> Mapping[s
 
 
 class Callbacks:
-    """For the user's callbacks, others of their classes to look at, whose hooks do nothing.
-
-    Args:
-        pl: The package.
-        trainer: The user's.
-        folder: For checkpoints that a module writes itself.
-    """
+    """For the user's callbacks, others of their classes to look at, whose hooks do nothing."""
 
     def __init__(self, pl: Any, trainer: Any, folder: str) -> None:
         self._folder = folder
@@ -105,35 +99,20 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """The user's objects, and the Trainer of a trial.
+    """The user's objects, and the Trainer of a trial."""
 
-    Attributes:
-        pl: The package.
-        module: As it was passed, maybe compiled.
-        own: The LightningModule itself.
-        datamodule: Or None.
-        arguments: Of a trial's Trainer.
-        callbacks: In place of the user's.
-        micro: Batches for one optimizer step.
-        batch_size: The attribute.
-        sources: Of the loaders, by `TRAIN` and `EVAL`.
-        generators: Given back when the probe ends; those of the loaders are added.
-        orders: Of the examples, by the same and the place of the loader.
-        own_sizes: Filled with batch sizes of validation loaders that do not follow.
-    """
-
-    pl: Any
-    module: Any
-    own: Any
+    pl: Any  # the package
+    module: Any  # as it was passed, maybe compiled
+    own: Any  # the LightningModule itself
     datamodule: Any
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any]  # of a trial's Trainer
     callbacks: Callbacks
-    micro: int
+    micro: int  # batches for one optimizer step
     batch_size: BatchSize
-    sources: Mapping[str, Source]
-    generators: Generators
-    orders: dict[str, dict[int, Order]] = field(default_factory=dict)
-    own_sizes: dict[str, set[int]] = field(default_factory=dict)
+    sources: Mapping[str, Source]  # of the loaders, by TRAIN and EVAL
+    generators: Generators  # given back when the probe ends; those of the loaders are added
+    orders: dict[str, dict[int, Order]] = field(default_factory=dict)  # of the examples, by the place of the loader
+    own_sizes: dict[str, set[int]] = field(default_factory=dict)  # of loaders that do not follow
 
     def look(self, size: int, meet: Callable[[str, Any], None]) -> None:
         """Prepare and set up, ask for the loaders of that batch size, and train nothing."""

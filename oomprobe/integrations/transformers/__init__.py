@@ -180,17 +180,9 @@ def running_split(
     largest: int,
     options: Mapping[str, Any],
 ) -> PlanEntry | None:
-    """The split of the global batch with the fewest accumulation steps that runs.
+    """The split of exactly `global_batch` with the fewest accumulation steps that runs; None where none was found in time.
 
-    Args:
-        model: The module that is probed.
-        steps: Makes the steps for a number of micro-batches to an optimizer step.
-        global_batch: Samples for one optimizer step.
-        largest: Micro-batch that may be.
-        options: Of the probe that found `largest`; its `time_limit_s` is what is left of it.
-
-    Returns:
-        None where no split of exactly `global_batch` was found that runs, or time was up before one had.
+    The options are those of the probe that found the largest micro-batch; their `time_limit_s` is what is left of it.
     """
     smallest, multiple = options.get("min_batch", 1), options.get("multiple_of", 1)
     checked = {name: options[name] for name in SPLIT_OPTIONS if name in options}

@@ -106,14 +106,7 @@ def _copied(trainer: Any, simulated: bool) -> Any:
 
 
 class Loop:
-    """The Trainer's own loop, as a step.
-
-    Args:
-        trainer: A copy that may be trained.
-        longest: Examples to train on.
-        evaluated: Examples of each data set to evaluate on; none: it does not.
-        callers: What the user types instead, by the name of the step.
-    """
+    """The loop of a copied Trainer; `callers` says what the user types instead, by the name of the step."""
 
     def __init__(self, trainer: Any, longest: Longest, evaluated: list[Longest], callers: Mapping[str, Caller]) -> None:
         self._trainer, self._longest, self._evaluated, self._callers = trainer, longest, evaluated, callers

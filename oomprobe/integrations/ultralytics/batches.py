@@ -25,28 +25,17 @@ class Batches:
     lies in more than those of one image: in a quarter of them. So each object here covers a quarter of the image, and
     their middles are spread, so that the assigner meets as many pairs of object and anchor as a batch can have.
 
-    Attributes:
-        task: Of the model: "detect", "segment", "pose", "obb", "classify", "semantic" or "depth".
-        imgsz: Height and width of an image, in pixels.
-        channels: Of an image.
-        classes: Number of them.
-        objects: In every image, at least 1.
-        mask_ratio: An image is so many times as wide as its mask.
-        overlap_mask: Whether the objects of an image share one mask.
-        keypoints: Of an object; 0 where there are none.
-        texts: How many there are with each image, and numbers to each; none where the model reads none.
-        device: Where the batches are made.
     """
 
     task: str
-    imgsz: int
+    imgsz: int  # height and width of an image, pixels
     channels: int
     classes: int
-    objects: int
-    mask_ratio: int = 4
-    overlap_mask: bool = True
-    keypoints: int = 0
-    texts: tuple[int, ...] = ()
+    objects: int  # in every image, at least 1
+    mask_ratio: int = 4  # an image is so many times as wide as its mask
+    overlap_mask: bool = True  # whether the objects of an image share one mask
+    keypoints: int = 0  # of an object
+    texts: tuple[int, ...] = ()  # how many there are with each image, and numbers to each
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
@@ -99,48 +88,21 @@ def _keypoints(batches: Batches, batch_size: int) -> Batch:
     return {**_boxes(batches, batch_size), "keypoints": torch.full(shape, 0.5, device=batches.device)}
 
 
-def _rotated(batches: Batches, batch_size: int) -> Batch:
-    return _boxes(batches, batch_size, numbers=5)
-
-
-def _classes(batches: Batches, batch_size: int) -> Batch:
-    return {"cls": (torch.arange(batch_size) % batches.classes).to(batches.device)}
-
-
-def _pixel_classes(batches: Batches, batch_size: int) -> Batch:
-    shape = (batch_size, batches.imgsz, batches.imgsz)
-    return {"semantic_mask": torch.zeros(shape, dtype=torch.int32, device=batches.device)}
-
-
-def _depths(batches: Batches, batch_size: int) -> Batch:
-    return {"depth": torch.ones(batch_size, batches.imgsz, batches.imgsz, device=batches.device)}
-
-
 _TARGETS: dict[str, Callable[[Batches, int], Batch]] = {
     "detect": _boxes,
     "segment": _masks,
     "pose": _keypoints,
-    "obb": _rotated,
-    "classify": _classes,
-    "semantic": _pixel_classes,
-    "depth": _depths,
+    "obb": lambda made, size: _boxes(made, size, numbers=5),
+    "classify": lambda made, size: {"cls": (torch.arange(size) % made.classes).to(made.device)},
+    "semantic": lambda made, size: {
+        "semantic_mask": torch.zeros((size, made.imgsz, made.imgsz), dtype=torch.int32, device=made.device)
+    },
+    "depth": lambda made, size: {"depth": torch.ones(size, made.imgsz, made.imgsz, device=made.device)},
 }
 
 
 def batches_for(model: Any, args: Any, task: str, imgsz: int, max_num_obj: int, device: torch.device | str) -> Batches:
-    """What makes batches for a model of Ultralytics.
-
-    Args:
-        model: Unwrapped.
-        args: Its training arguments.
-        task: Of the model.
-        imgsz: Pixels.
-        max_num_obj: As the trainer counts them; 0, as it says for classification, is taken for 1.
-        device: Where the batches are made.
-
-    Raises:
-        InvalidArgumentError: the task is not known.
-    """
+    """What makes batches for an unwrapped model; 0 objects, as the trainer says for classification, are taken for 1."""
     head = model.model[-1]
     return Batches(
         task=task,

@@ -197,13 +197,9 @@ def _home(model: torch.nn.Module) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What `install` replaced. As a context manager it is undone at the end of the block.
+    """What `install` replaced. As a context manager it is undone at the end of the block."""
 
-    Attributes:
-        replaced: Module, name, what was there, and what is there now.
-    """
-
-    replaced: tuple[tuple[Any, str, Any, Any], ...]
+    replaced: tuple[tuple[Any, str, Any, Any], ...]  # module, name, what was there, and what is there now
 
     def undo(self) -> None:
         """Put back what was there, whichever was undone first; what somebody else has replaced since stays."""

@@ -137,12 +137,7 @@ def _grid(model: Any) -> int:
 def line(result: ProbeResult, dataset_size: int) -> dict[str, float | None]:
     """What Ultralytics' straight line would have answered, had it been drawn through the peaks of these trials.
 
-    Args:
-        result: Its trials without a cap, up to 16, are those that the search starts with.
-        dataset_size: What it would not go beyond; 0: nothing.
-
-    Returns:
-        One entry, named after the sizes that ran; None where there are not two.
+    The entry is named after the sizes that ran, and None where there are not two.
     """
     grown = [t for t in result.trials if t.phase is Phase.GROW and t.batch_size in LINE_SIZES]
     points: dict[int, int] = {}

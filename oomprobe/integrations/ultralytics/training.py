@@ -30,17 +30,10 @@ def part(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a probe runs.
+    """What a probe runs."""
 
-    Attributes:
-        model: A copy of the one that was given, in 32 bits.
-        average: The second copy that the trainer keeps in memory, for the average of the weights.
-        step: One full step.
-        notes: What is particular about it.
-    """
-
-    model: torch.nn.Module
-    average: torch.nn.Module
+    model: torch.nn.Module  # a copy of the one that was given, in 32 bits
+    average: torch.nn.Module  # the second copy that the trainer keeps in memory, for the average of the weights
     step: Callable[[torch.nn.Module, int], object]
     notes: tuple[str, ...]
 
