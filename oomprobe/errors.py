@@ -143,13 +143,6 @@ def unmeasured(device_name: str, error: BaseException, *, trials: tuple[Trial, .
     )
 
 
-def add_note(error: BaseException, text: str) -> None:
-    """Add a note to a user's exception, also where its class refuses attributes."""
-    notes = vars(error).setdefault("__notes__", [])
-    if isinstance(notes, list):
-        notes.append(text)
-
-
 def _alone(batch_size: int, caller: Caller | None) -> str:
     if caller is None:
         return f"Run step_fn(model, {batch_size}) once by itself to see it."

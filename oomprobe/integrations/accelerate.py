@@ -38,6 +38,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, replace
 from typing import Any
@@ -47,10 +48,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe import probe
-from oomprobe.errors import Caller, InvalidArgumentError, NotRunError, add_note
+from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
 from oomprobe.options import Options, check_size
 from oomprobe.result import ProbeResult
-from oomprobe.scope import scope
 from oomprobe.verdict import Verdict, classify_error
 
 SHARED = ("PartialState", "AcceleratorState", "GradientState")  # of accelerate.state: each one for the whole process
@@ -215,8 +215,7 @@ def _for_good(function: Callable[..., Any], result: ProbeResult, args: tuple[Any
         return function(result.batch_size, *args, **kwargs)
     except Exception as error:
         if classify_error(error) in (Verdict.OOM, Verdict.HOST_OOM):
-            add_note(
-                error,
+            error.add_note(
                 f"oomprobe: batch {result.batch_size} ran in the probe, and failed in the call for good: it met what the "
                 "trials' first steps had not (a longer sample, evaluation, a checkpoint). Nothing was tried again. Let the "
                 "first batches be the largest, or lower memory_fraction",
@@ -349,7 +348,7 @@ def _of_type(objects: list[Any], kind: type) -> list[Any]:
 # --- what accelerate keeps for itself ---
 
 
-@scope
+@contextmanager
 def unchanged(*accelerators: Any) -> Iterator[None]:
     """Give Accelerators, and what all of a process share, back as they were.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from oomprobe.errors import DeviceLostError
-from oomprobe.scope import scope
 from oomprobe.state.surroundings import generators
 
 # What makes batches, and holds other such things: by their types, and where they may be of any type by their names.
@@ -65,7 +65,7 @@ class Generators:
                     now |= {name: before[name]} if name in before else {}
 
 
-@scope
+@contextmanager
 def generators_kept(owners: Iterable[object]) -> Iterator[Generators]:
     """Give generators back, the host's default ones and attributes of objects; one made meanwhile is gone again.
 

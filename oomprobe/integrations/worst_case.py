@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from oomprobe.errors import InvalidArgumentError, add_note
+from oomprobe.errors import InvalidArgumentError
 
 STREAM_EXAMPLES = 32  # of a stream are looked at
 # If so many examples all have one shape, of three dimensions or more, the data set holds images of one size.
@@ -97,7 +97,7 @@ def largest_first(
         try:
             shapes = shapes_of(dataset[index])
         except Exception as error:
-            add_note(error, f"oomprobe: example {index} of the data set raised this, before the first trial")
+            error.add_note(f"oomprobe: example {index} of the data set raised this, before the first trial")
             raise
         sizes[index] = {key: sum(math.prod(one) for one in found) for key, found in shapes.items()}
         kinds.add(tuple(shapes.items()))

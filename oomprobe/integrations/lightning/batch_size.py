@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Number
 from types import NoneType
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.scope import scope
 
 
 class BatchSize:
@@ -55,7 +55,7 @@ class BatchSize:
             else:
                 setattr(place, self.name, size)
 
-    @scope
+    @contextmanager
     def at(self, size: int) -> Iterator[None]:
         """Set it, and put back what was there, whatever happens."""
         before = self.values

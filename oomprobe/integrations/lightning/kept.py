@@ -7,20 +7,20 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from oomprobe.devices.choose import model_device
 from oomprobe.errors import DeviceLostError, UnreliableError
-from oomprobe.scope import scope
 from oomprobe.state import Keeper
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 _LOGGERS = (*_PACKAGES, "lightning.pytorch", "lightning.fabric")  # each has a level of its own
 
 
-@scope
+@contextmanager
 def undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, device_type: str) -> Iterator[None]:
     """Put back, at the end, what is done inside: hooks such as ``setup()`` run before the probe keeps anything itself.
 
@@ -48,7 +48,7 @@ def undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, dev
             )
 
 
-@scope
+@contextmanager
 def on_host(module: torch.nn.Module) -> Iterator[None]:
     """With the module in host memory, where Lightning puts it after each fit.
 
@@ -68,7 +68,7 @@ def on_host(module: torch.nn.Module) -> Iterator[None]:
         module.to(home)
 
 
-@scope
+@contextmanager
 def replaced(holder: Any, functions: dict[str, Callable[..., Any]]) -> Iterator[None]:
     """Methods of one object, replaced: on the object, so that its class is as it was."""
     own = vars(holder)
@@ -82,7 +82,7 @@ def replaced(holder: Any, functions: dict[str, Callable[..., Any]]) -> Iterator[
         own.update(before)
 
 
-@scope
+@contextmanager
 def quiet() -> Iterator[None]:
     """Without what Lightning says of each trial: of its own settings, or what it says again when the user trains.
 
@@ -100,7 +100,7 @@ def quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-@scope
+@contextmanager
 def ctrl_c_as_it_was() -> Iterator[None]:
     """Lightning ignores Ctrl-C from the first one on, and may not get to undo that."""
     before = signal.getsignal(signal.SIGINT)

@@ -6,6 +6,7 @@ import copy
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from oomprobe.integrations.framework import LOOP_STEPS
 from oomprobe.integrations.generators import generators_kept
 from oomprobe.integrations.worst_case import Longest
 from oomprobe.options import StepFn
-from oomprobe.scope import scope
 
 # Whatever a training run writes, reports, evaluates or decides by itself.
 QUIET: dict[str, Any] = {
@@ -39,7 +39,7 @@ QUIET: dict[str, Any] = {
 }
 
 
-@scope
+@contextmanager
 def lent(trainer: Any, *, simulated: bool) -> Iterator[Any]:
     """A copy of the Trainer, on a card that is not there if `simulated`; what the two share is put back."""
     configs = (getattr(trainer.model, name, None) for name in ("config", "generation_config"))

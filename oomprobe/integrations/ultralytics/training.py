@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ from oomprobe.errors import Caller, SimulationError
 from oomprobe.integrations.framework import framework
 from oomprobe.integrations.ultralytics.batches import Batches, batches_for
 from oomprobe.integrations.ultralytics.selections import AsManyAsCan, Selections, call, criteria, padded_targets
-from oomprobe.scope import scope
 
 CLIPPED_NORM = 10.0  # what the trainer clips gradients to
 ASSIGNED = ("detect", "segment", "pose", "obb")  # tasks whose losses match anchors with objects
@@ -185,7 +184,7 @@ def _notes(batches: Batches, optimizer: str, dtype: torch.dtype | None) -> Itera
         )
 
 
-@scope
+@contextmanager
 def _quietly() -> Iterator[None]:
     """Ultralytics logs the optimizer that it builds, which is not the one of the user's training."""
     logger = part("utils").LOGGER
