@@ -17,6 +17,7 @@ import oomprobe
 from oomprobe.devices import linux
 from oomprobe.devices.host import APPROXIMATE, HostDevice
 from oomprobe.isolation import offspring, system
+from oomprobe.isolation.process import ThisProcess
 
 MIB, GIB = 2**20, 2**30
 QUIET = {"device": "cpu:256MiB", "progress": "off"}
@@ -224,6 +225,22 @@ def test_ctrl_c_ends_the_child_too():
     )
     assert re.search(r"^KeyboardInterrupt", done.stderr, re.MULTILINE)
     assert not [pid for pid in system.children_of(1) if "test_host" in _command(pid)]
+
+
+class InterruptedAtOnce:
+    def allowed(self, deadline_s):
+        raise KeyboardInterrupt
+
+
+def test_a_child_that_has_hardly_begun_is_ended_too(monkeypatch):
+    begin = offspring._begin
+    monkeypatch.setattr(offspring, "_begin", lambda *ends: (time.sleep(0.5), begin(*ends)))
+    before, began_s = system.children_of(os.getpid()), time.monotonic()
+    question = {"ask": {"do": "hello"}, "left_s": None, "over_s": None, "may_be_stuck": False}
+    with pytest.raises(KeyboardInterrupt):
+        ThisProcess(lambda wire: wire.read(), InterruptedAtOnce()).ask(question, until_s=None)
+    assert system.children_of(os.getpid()) == before
+    assert time.monotonic() - began_s < 10
 
 
 def _command(pid):

@@ -174,6 +174,8 @@ class Child:
             self._ended_within(GRACE_S)  # closed its end, and may be dumping where it was
         last_words = self._last_words() if why is None else None
         system.end_group(self.pid)
+        with suppress(OSError):
+            os.kill(self.pid, signal.SIGKILL)  # it may not lead a group yet
         ended = system.reap(self.pid, wait=True)
         if self._is_in_template:
             system.end_children(self._spared)  # orphans too, which it has adopted
