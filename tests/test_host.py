@@ -238,7 +238,7 @@ def test_a_child_that_has_hardly_begun_is_ended_too(monkeypatch):
     before, began_s = system.children_of(os.getpid()), time.monotonic()
     question = {"ask": {"do": "hello"}, "left_s": None, "over_s": None, "may_be_stuck": False}
     with pytest.raises(KeyboardInterrupt):
-        ThisProcess(lambda wire: wire.read(), InterruptedAtOnce()).ask(question, until_s=None)
+        ThisProcess(lambda wire: time.sleep(60), InterruptedAtOnce()).ask(question, until_s=None)
     assert system.children_of(os.getpid()) == before
     assert time.monotonic() - began_s < 10
 
