@@ -784,7 +784,7 @@ def test_the_line_is_that_of_ultralytics():
 
 
 def test_the_line_is_beside_the_answer_and_never_it(nano):
-    result = find_max_batch(nano, **{**HOST, "device": "cpu:2GiB", "imgsz": 160})
+    result = find_max_batch(nano, **{**HOST, "device": "cpu:2GiB", "imgsz": 320})
     ((name, value),) = [(n, v) for n, v in result.estimates.items() if n.startswith("Ultralytics'")]
     assert name == "Ultralytics' line through 1, 2, 4"
     assert value > result.batch_size == 4
