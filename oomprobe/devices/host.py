@@ -47,8 +47,7 @@ class HostDevice:
                 f"host memory can be probed on Linux only, and this is {sys.platform}: only there can the system hold "
                 "a process to a budget (RLIMIT_AS). Use device='cuda' or 'mps'"
             )
-        # A child that writes to memory of this process gets a copy of it, which no limit on address space counts.
-        free_bytes = max(0, free_bytes - (linux.process_bytes("RssAnon") or 0))
+        free_bytes = _free_beside_copies(free_bytes)
         if stated_bytes is not None and stated_bytes > free_bytes:
             raise InvalidArgumentError(
                 f"{format_bytes(stated_bytes)} of host memory were asked for, and {format_bytes(free_bytes)} are free now: "
@@ -59,14 +58,17 @@ class HostDevice:
         self.name = "host memory" if stated_bytes is None else f"host memory, {format_bytes(stated_bytes)} of it"
         self.total_bytes = linux.machine_bytes("MemTotal") or free_bytes
         self.notes = (APPROXIMATE, *_other_malloc())
-        self._available_bytes = free_bytes if stated_bytes is None else stated_bytes
+        self._stated_bytes = stated_bytes
         self._cap_bytes = self._start_bytes = self._start_anonymous_bytes = 0
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def available_bytes(self) -> int:
-        return min([self._available_bytes, *linux.left_by_ulimits()])
+        free_bytes = self._stated_bytes
+        if free_bytes is None:  # now: the snapshot of the model has been taken since the device was opened
+            free_bytes = _free_beside_copies(linux.free_bytes() or 0)
+        return min([free_bytes, *linux.left_by_ulimits()])
 
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
@@ -121,6 +123,11 @@ class HostDevice:
 
     def healthy(self) -> bool:
         return True  # a library that a failure has poisoned goes with the process of the trial
+
+
+def _free_beside_copies(free_bytes: int) -> int:
+    """A child that writes to memory of this process gets a copy of it, which no limit on address space counts."""
+    return max(0, free_bytes - (linux.process_bytes("RssAnon") or 0))
 
 
 def _address_space_bytes() -> int:

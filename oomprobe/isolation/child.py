@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -110,6 +111,7 @@ class Answers:
         device, tracker = built.device, built.tracker
         if isinstance(device, HostDevice):
             torch.set_num_threads(1)  # the threads of the process it was forked from are not there any more
+            _compile_here()
             _try_backward()
         gc.freeze()  # for as long as this process lives: trials collect what they made
         self._device, self._steps = device, list(built.steps)
@@ -203,6 +205,15 @@ class Answers:
             "learned": self._trials.learned,
             "graphs": self._trials.compiled.graphs,
         }
+
+
+def _compile_here() -> None:
+    """Let torch.compile compile in this process: the threads that talk to its pool of workers are not there any more."""
+    config = sys.modules.get("torch._inductor.config")
+    if config is None:
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    else:
+        config.compile_threads = 1  # type: ignore[attr-defined]
 
 
 def _try_backward() -> None:
