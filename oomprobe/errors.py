@@ -87,7 +87,7 @@ class StepFailedError(OomProbeError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What the user of an adapter types, who has written no ``step_fn``: the attribute ``oomprobe_caller`` of a step.
+    """What the user of an adapter types, who has written no ``step_fn``.
 
     Attributes:
         alone: How to run the same without a probe; ``{batch_size}`` stands for the size.

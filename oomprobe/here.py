@@ -15,7 +15,7 @@ from oomprobe.devices.host import HostDevice
 from oomprobe.errors import DeviceLostError, OomProbeError, UnreliableError, unmeasured
 from oomprobe.interrupts import Interrupts
 from oomprobe.local import LocalRunner
-from oomprobe.options import Options, StepFn, check_model, named_steps, refuse_ranks
+from oomprobe.options import Options, Step, StepFn, check_model, named_steps, refuse_ranks
 from oomprobe.progress import Progress, reporter
 from oomprobe.report import trials_table
 from oomprobe.result import Trial
@@ -34,7 +34,7 @@ LBFGS = (
 @contextmanager
 def bench_here(
     model: torch.nn.Module,
-    step_fn: StepFn | Mapping[str, StepFn],
+    step_fn: StepFn | Step | Mapping[str, StepFn | Step],
     device: object,
     preserve: Iterable[Any],
     options: Options,
@@ -44,6 +44,7 @@ def bench_here(
     check_model(model)
     preserve = preserved(preserve)
     steps = named_steps(step_fn)
+    functions = [step.run for step in steps.values()]
     refuse_ranks()
     chosen = choose_device(device, model)
     if isinstance(chosen, HostDevice):
@@ -56,9 +57,9 @@ def bench_here(
     recorded: list[Trial] = []
     load_counter()
     with told_of_trials(recorded), Interrupts() as interrupts, garbage_frozen():
-        keeper = Keeper(model, steps.values(), preserve, chosen.torch_device.type)
+        keeper = Keeper(model, functions, preserve, chosen.torch_device.type)
         place = chosen.place if isinstance(chosen, Simulated) else _there_already
-        place(resident_tensors([model, *steps.values(), *preserve]))
+        place(resident_tensors([model, *functions, *preserve]))
 
         def meet(optimizer: torch.optim.Optimizer) -> None:
             if not any(_made_by(step, optimizer) for step in steps.values()):
@@ -149,14 +150,13 @@ def _there_already(tensors: Iterable[torch.Tensor]) -> None:
     """On a real device the model, and what belongs to it, is where it is."""
 
 
-def _made_by(step: object, optimizer: torch.optim.Optimizer) -> bool:
+def _made_by(step: Step, optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step knows that it made the optimizer and all its parameters in this call: they end with it.
 
     Then no copy is made of them in the midst of the call, which in host memory would count against the budget. Of other
     steps a copy is made, and let go of with what it is of.
     """
-    made = getattr(step, "oomprobe_made", None)
-    return made is not None and bool(made(optimizer))
+    return step.has_made is not None and step.has_made(optimizer)
 
 
 @contextmanager

@@ -11,10 +11,34 @@ from typing import Any
 
 import torch
 
-from oomprobe.errors import InvalidArgumentError
+from oomprobe.errors import Caller, InvalidArgumentError
 from oomprobe.search import Sizes
 
 StepFn = Callable[[torch.nn.Module, int], object]
+MAX_CALLS = 32  # of a step in which no optimizer steps, before it is taken to have none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step function and what its author knows about it; adapters to frameworks pass one in place of a function.
+
+    Attributes:
+        run: ``run(model, batch_size)`` runs one full optimisation step.
+        max_calls: Calls to make while waiting for an optimizer to step, at least 1. A step that is a whole training
+            run says 1: calling it again would only repeat it.
+        caller: What the user typed, for error messages; None: the user wrote `run`.
+        has_made: Tells whether the current call made an optimizer and all its parameters, which then end with the
+            call and need no snapshot; None: it never does.
+
+    Example:
+        >>> Step(run=lambda model, batch_size: model(torch.ones(batch_size, 8)), max_calls=1).max_calls
+        1
+    """
+
+    run: StepFn
+    max_calls: int = MAX_CALLS
+    caller: Caller | None = None
+    has_made: Callable[[torch.optim.Optimizer], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +111,7 @@ def _check_number(name: str, value: object, wanted: str, holds: Callable[[float]
         raise InvalidArgumentError(f"{name} must be {wanted}, not {value!r}")
 
 
-def named_steps(step_fn: object) -> dict[str, StepFn]:
+def named_steps(step_fn: object) -> dict[str, Step]:
     """The steps by name; a single one has the name ``"step"``.
 
     Raises:
@@ -99,8 +123,8 @@ def named_steps(step_fn: object) -> dict[str, StepFn]:
     for name, step in steps.items():
         if not isinstance(name, str):
             raise InvalidArgumentError(f"names of steps must be strings, not {name!r}")
-        _check_step(name, step)
-    return dict(steps)
+        _check_step(name, step.run if isinstance(step, Step) else step)
+    return {name: step if isinstance(step, Step) else Step(run=step) for name, step in steps.items()}
 
 
 def _check_step(name: str, step: object) -> None:

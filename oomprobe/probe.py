@@ -11,7 +11,7 @@ import torch
 from oomprobe import search, summary
 from oomprobe.devices import Device
 from oomprobe.here import bench_here
-from oomprobe.options import Options, StepFn, check_size
+from oomprobe.options import Options, Step, StepFn, check_size
 from oomprobe.progress import Progress
 from oomprobe.questions import confirm_only, run_plan
 from oomprobe.rehearsal import ContradictedError
@@ -21,7 +21,7 @@ from oomprobe.workbench import Workbench
 
 def find_max_batch(
     model: torch.nn.Module,
-    step_fn: StepFn | Mapping[str, StepFn],
+    step_fn: StepFn | Step | Mapping[str, StepFn | Step],
     *,
     device: str | torch.device | Device | None = None,
     memory_fraction: float = 0.9,
@@ -139,7 +139,7 @@ def _find(bench: Workbench, options: Options) -> search.Found:
 
 def check(
     model: torch.nn.Module,
-    step_fn: StepFn | Mapping[str, StepFn],
+    step_fn: StepFn | Step | Mapping[str, StepFn | Step],
     batch_size: int,
     *,
     device: str | torch.device | Device | None = None,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from oomprobe.errors import StepFailedError, TimeLimitError
+from oomprobe.options import MAX_CALLS
 from oomprobe.plan import PlanEntry, plan
 from oomprobe.result import Phase, Trial
 from oomprobe.search import Found
-from oomprobe.trial import MAX_CALLS
 from oomprobe.workbench import Workbench
 
 PLAN_TRIALS = 5  # a gradient buffer beside the activations costs little; five times a tenth is far more

@@ -17,12 +17,11 @@ from oomprobe.devices import Device, Simulated, Usage
 from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, step_failed
 from oomprobe.failure import Failure, clear_frames, failure_of
 from oomprobe.interrupts import Interrupts, TimeUp
-from oomprobe.options import StepFn
+from oomprobe.options import Step
 from oomprobe.result import Phase, Trial
 from oomprobe.verdict import Evidence, Verdict, judge
 from oomprobe.watch import OptimizerWatch, held_back
 
-MAX_CALLS = 32  # calls without an optimizer step before a step is taken to have none (design: promise 3)
 NO_OPTIMIZER = (
     "no optimizer stepped in {calls} calls of {step!r}: the number holds for what the step did, forward or not"
 )
@@ -128,7 +127,7 @@ class Trials:
         self,
         device: Device,
         model: torch.nn.Module,
-        steps: Mapping[str, StepFn],
+        steps: Mapping[str, Step],
         *,
         optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
         restore_modes: Callable[[], None],
@@ -182,7 +181,7 @@ class Trials:
                     batch_size=request.batch_size,
                     trials=(),
                     largest_passed=request.largest_passed,
-                    caller=getattr(self._steps.get(run.step_name or ""), "oomprobe_caller", None),
+                    caller=self._steps[run.step_name].caller if run.step_name else None,
                 ) from error
         except BaseException as interruption:
             clear_frames(interruption)
@@ -234,7 +233,7 @@ class Trials:
             if len(self._steps) > 1:
                 run.peaks[name] = self._usage().peak_allocated_bytes or 0
 
-    def _full_steps(self, name: str, step: StepFn, request: Request, run: _Run) -> None:
+    def _full_steps(self, name: str, step: Step, request: Request, run: _Run) -> None:
         """As many as were asked for, and more where chance has a part in whether the next will run."""
         done, until_s = 0, request.awaited_until_s
         served_bytes: list[int] = []
@@ -259,7 +258,7 @@ class Trials:
         served_bytes: Callable[[], int] | None = getattr(self._device, "served_bytes", None)
         return 0 if served_bytes is None else served_bytes()
 
-    def _until_steady(self, name: str, step: StepFn, request: Request, run: _Run) -> None:
+    def _until_steady(self, name: str, step: Step, request: Request, run: _Run) -> None:
         """Call until every optimizer of the step has stepped: only then does its state exist."""
         if name in self._expected:
             if self._expected[name]:
@@ -274,10 +273,10 @@ class Trials:
             raise
         self._expected[name] = stepped
         if not stepped:
-            self.notes[NO_OPTIMIZER.format(calls=_max_calls(step), step=name)] = None
+            self.notes[NO_OPTIMIZER.format(calls=step.max_calls, step=name)] = None
 
     def _full_step(
-        self, step: StepFn, wanted: set[int], request: Request, run: _Run, *, learned: bool = True
+        self, step: Step, wanted: set[int], request: Request, run: _Run, *, learned: bool = True
     ) -> set[int]:
         """Call the step until all the wanted optimizers have stepped; once when none is wanted.
 
@@ -285,12 +284,12 @@ class Trials:
             NotTrainedError: one that stepped before does not any more, so that the size was not really run.
         """
         self._watch.stepped.clear()
-        for _ in range(_max_calls(step) if wanted else 1):
+        for _ in range(step.max_calls if wanted else 1):
             self._call_or_repeat(step, request, run)
             if self._watch.stepped and self._all_stepped(wanted):
                 return set(self._watch.stepped)
         if wanted and learned:
-            raise NotTrainedError(STOPPED_STEPPING.format(calls=_max_calls(step), size=request.batch_size))
+            raise NotTrainedError(STOPPED_STEPPING.format(calls=step.max_calls, size=request.batch_size))
         return set(self._watch.stepped)
 
     def _all_stepped(self, wanted: set[int]) -> bool:
@@ -299,13 +298,13 @@ class Trials:
         there = wanted & {id(optimizer) for optimizer in self._optimizers()}
         return stepped >= there or (bool(stepped - wanted) and len(stepped) >= len(wanted))
 
-    def _accumulate(self, step: StepFn, request: Request, run: _Run) -> None:
+    def _accumulate(self, step: Step, request: Request, run: _Run) -> None:
         with held_back(self._optimizers(), self.model):
             for _ in range(request.accumulation_steps - 1):
                 self._call(step, request, run)
         self._call(step, request, run)
 
-    def _call_or_repeat(self, step: StepFn, request: Request, run: _Run) -> None:
+    def _call_or_repeat(self, step: Step, request: Request, run: _Run) -> None:
         """A call that is known to do what the last one did may be left to a simulated device."""
         known = run.calls and len(self._steps) == 1
         if known and self._simulated is not None and self._simulated.repeat():
@@ -317,14 +316,12 @@ class Trials:
         self._last_stepped = set(self._watch.stepped)
         self._watch.stepped |= before
 
-    def _call(
-        self, step: StepFn, request: Request, run: _Run, inside: AbstractContextManager[Any] | None = None
-    ) -> None:
+    def _call(self, step: Step, request: Request, run: _Run, inside: AbstractContextManager[Any] | None = None) -> None:
         started = time.perf_counter()
         allowed = self.interrupts.allowed(request.deadline_s, polled=self._simulated is not None)
         try:
             with self._device.session(), inside or nullcontext(), allowed:
-                step(self.model, request.batch_size)
+                step.run(self.model, request.batch_size)
                 self._device.synchronize()
         finally:
             duration = time.perf_counter() - started
@@ -379,11 +376,6 @@ class Trials:
             self._watch.drop_half_made()
             clear_frames(error)
             raise
-
-
-def _max_calls(step: StepFn) -> int:
-    """A step that is a whole training run says so: calling it again would only repeat it."""
-    return int(getattr(step, "oomprobe_max_calls", MAX_CALLS))
 
 
 def _wraps_another(optimizer: torch.optim.Optimizer) -> bool:

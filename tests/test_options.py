@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.options import Options, check_model, check_size, named_steps, refuse_ranks
+from oomprobe.options import Options, Step, check_model, check_size, named_steps, refuse_ranks
 from oomprobe.search import Sizes
 
 ROOT = Path(__file__).parents[1]
@@ -189,8 +189,8 @@ GOOD = {
 
 @pytest.mark.parametrize("kind", GOOD)
 def test_anything_callable_with_a_model_and_a_size_is_a_step(kind):
-    assert named_steps(GOOD[kind]) == {"step": GOOD[kind]}
-    assert named_steps({"train": GOOD[kind]}) == {"train": GOOD[kind]}
+    assert named_steps(GOOD[kind]) == {"step": Step(run=GOOD[kind])}
+    assert named_steps({"train": GOOD[kind]}) == {"train": Step(run=GOOD[kind])}
 
 
 def test_a_builtin_without_a_signature_is_one():
@@ -243,8 +243,15 @@ def test_names_are_strings(name):
 def test_steps_keep_their_order_and_are_a_copy():
     given = MappingProxyType({"b": full_step, "a": max})
     steps = named_steps(given)
-    assert list(steps.items()) == list(given.items())
+    assert [(name, step.run) for name, step in steps.items()] == list(given.items())
     assert isinstance(steps, dict)
+
+
+def test_a_typed_step_is_taken_as_it_is():
+    step = Step(run=full_step, max_calls=1)
+    assert named_steps({"train": step})["train"] is step
+    with pytest.raises(InvalidArgumentError, match="cannot be called"):
+        named_steps(Step(run=lambda model: None))
 
 
 # --- the model ---

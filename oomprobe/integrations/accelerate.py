@@ -49,7 +49,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe import probe
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
-from oomprobe.options import Options, check_size
+from oomprobe.options import Options, Step, check_size
 from oomprobe.result import ProbeResult
 from oomprobe.verdict import Verdict, classify_error
 
@@ -169,9 +169,18 @@ def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str
                 "it pass a batch size on"
             )
         trials = _Trials(function, args, kwargs, trial_steps)
-        result = probe.find_max_batch(torch.nn.Module(), trials, **options)
+        step = Step(
+            run=trials,
+            max_calls=1,  # a call without an optimizer step ran to the end: another would do the same
+            caller=Caller(
+                alone=f"call {name}.__wrapped__({{batch_size}}, ...), the function without the decorator",
+                limit="starting_batch_size",
+            ),
+            has_made=trials.has_made,
+        )
+        result = probe.find_max_batch(torch.nn.Module(), step, **options)
         call.result = replace(result, notes=(*result.notes, *trials.notes))  # type: ignore[attr-defined]
-        del trials
+        del trials, step
         _collect()
         return _for_good(function, call.result, args, kwargs)  # type: ignore[attr-defined]
 
@@ -230,17 +239,11 @@ class _Left(BaseException):
 class _Trials:
     """The step that is probed: one call of the function, left when its optimizers have stepped."""
 
-    oomprobe_max_calls = 1  # a call without an optimizer step ran to the end: another would do the same
-
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], trial_steps: int
     ) -> None:
         self._function, self._args, self._kwargs, self._trial_steps = function, args, kwargs, trial_steps
         self._name = _name_of(function)
-        self.oomprobe_caller = Caller(
-            alone=f"call {self._name}.__wrapped__({{batch_size}}, ...), the function without the decorator",
-            limit="starting_batch_size",
-        )
         self._stepped_at: set[int] = set()  # sizes at which an optimizer stepped
         self._ended_at: set[int] = set()  # sizes at which it ran to its end
         self._calls = 0
@@ -280,7 +283,7 @@ class _Trials:
                 "the loader drops the last: pass its length as starting_batch_size"
             )
 
-    def oomprobe_made(self, optimizer: torch.optim.Optimizer) -> bool:
+    def has_made(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the function made all that an optimizer trains in its call, so that nothing of it is to be restored."""
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._there is None or any(id(one) in self._there for one in parameters):

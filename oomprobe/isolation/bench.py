@@ -18,7 +18,7 @@ from oomprobe.isolation.child import Answers, Built, serve
 from oomprobe.isolation.process import ThisProcess
 from oomprobe.isolation.remote import RemoteRunner
 from oomprobe.isolation.spec import Spec
-from oomprobe.options import Options, StepFn
+from oomprobe.options import Options, Step
 from oomprobe.progress import Progress, reporter
 from oomprobe.result import Trial
 from oomprobe.state import Keeper
@@ -54,7 +54,7 @@ def isolated_bench(target: str, device: Any, options: Options, progress: Progres
 @contextmanager
 def forked_bench(
     model: torch.nn.Module,
-    steps: Mapping[str, StepFn],
+    steps: Mapping[str, Step],
     preserve: Iterable[object],
     device: HostDevice,
     options: Options,
@@ -74,7 +74,9 @@ def forked_bench(
     load_counter()
     with told_of_trials(recorded), Interrupts() as interrupts, garbage_frozen():
         clock = Clock(options)
-        keeper = Keeper(model, steps.values(), preserve, "cpu")  # children write to memory that is shared, too
+        keeper = Keeper(
+            model, [step.run for step in steps.values()], preserve, "cpu"
+        )  # children write to memory that is shared, too
         built = Built(model, steps, keeper.tracker, device)
         forks = ThisProcess(lambda wire: serve(wire, lambda: Answers(built, options)), interrupts)
         runner = RemoteRunner(None, options, interrupts, clock, forks)

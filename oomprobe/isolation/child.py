@@ -23,7 +23,7 @@ from oomprobe.isolation.spec import Spec
 from oomprobe.isolation.system import flush
 from oomprobe.isolation.wire import Message, Wire
 from oomprobe.local import LocalRunner
-from oomprobe.options import Options, StepFn, check_model, named_steps, refuse_ranks
+from oomprobe.options import Options, Step, check_model, named_steps, refuse_ranks
 from oomprobe.result import Phase
 from oomprobe.runner import Ran
 from oomprobe.state import Tracker
@@ -44,7 +44,7 @@ class Built:
     """A model and its steps, with what is known of them, and the device that they were built for."""
 
     model: torch.nn.Module
-    steps: Mapping[str, StepFn]
+    steps: Mapping[str, Step]
     tracker: Tracker
     device: Device
 
@@ -55,7 +55,9 @@ def build(spec: Spec) -> Built:
     check_model(model)
     steps = named_steps(step_fn)
     refuse_ranks()
-    return Built(model, steps, Tracker(model, steps.values()), choose_device(spec.open_device(), model))
+    return Built(
+        model, steps, Tracker(model, [step.run for step in steps.values()]), choose_device(spec.open_device(), model)
+    )
 
 
 def serve(wire: Wire, make: Callable[[], Answers], building: str | None = None) -> None:

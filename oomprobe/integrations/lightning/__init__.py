@@ -22,7 +22,7 @@ from oomprobe.integrations.lightning.examples import Examples
 from oomprobe.integrations.lightning.kept import on_host, quiet, undone
 from oomprobe.integrations.lightning.loaders import EVAL, TRAIN, sources_of
 from oomprobe.integrations.lightning.loop import MICRO_BATCHES, Callbacks, Loop, trial_arguments
-from oomprobe.options import Options, check_seconds
+from oomprobe.options import Options, Step, check_seconds
 from oomprobe.result import ProbeResult
 
 MINIMUM = "2.5"
@@ -172,9 +172,8 @@ def _probe(loop: Loop, device: Device, options: dict[str, Any], scan_s: float) -
     def evaluate(model: object, batch_size: int) -> None:
         loop.evaluate(batch_size)
 
-    steps: dict[str, Any] = {"train": train} | ({"eval": evaluate} if EVAL in loop.sources else {})
-    for step in steps.values():
-        step.oomprobe_caller = _caller(loop)
+    functions = {"train": train} | ({"eval": evaluate} if EVAL in loop.sources else {})
+    steps = {name: Step(run=function, caller=_caller(loop)) for name, function in functions.items()}
     try:
         result = oomprobe.find_max_batch(loop.module, steps, device=device, **examples.limited(options))
     except DeviceLostError:

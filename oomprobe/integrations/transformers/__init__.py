@@ -23,7 +23,7 @@ from oomprobe.integrations.framework import (
 from oomprobe.integrations.generators import generators_kept
 from oomprobe.integrations.transformers.loop import Loop, callbacks, lent, sources_of, stateful
 from oomprobe.integrations.worst_case import Longest, longest_of
-from oomprobe.options import StepFn, check_seconds, check_size
+from oomprobe.options import Step, check_seconds, check_size
 from oomprobe.plan import PlanEntry, plan
 from oomprobe.result import ProbeResult
 from oomprobe.state import preserved
@@ -175,7 +175,7 @@ def _evaluated_on(trainer: Any) -> list[Any]:
 
 def running_split(
     model: torch.nn.Module,
-    steps: Callable[[int], Mapping[str, StepFn]],
+    steps: Callable[[int], Mapping[str, Step]],
     global_batch: int,
     largest: int,
     options: Mapping[str, Any],

@@ -16,7 +16,7 @@ from oomprobe.integrations.accelerate import unchanged
 from oomprobe.integrations.framework import LOOP_STEPS
 from oomprobe.integrations.generators import generators_kept
 from oomprobe.integrations.worst_case import Longest
-from oomprobe.options import StepFn
+from oomprobe.options import Step
 
 # Whatever a training run writes, reports, evaluates or decides by itself.
 QUIET: dict[str, Any] = {
@@ -113,7 +113,7 @@ class Loop:
         self._collate, self._collated = trainer.data_collator, [0]
         trainer.data_collator = self._counted
 
-    def steps(self, accumulation: int) -> dict[str, StepFn]:
+    def steps(self, accumulation: int) -> dict[str, Step]:
         """The step, and the evaluation where there is one, by name."""
 
         def train(model: torch.nn.Module, batch_size: int) -> None:
@@ -123,10 +123,9 @@ class Loop:
             for longest in self._evaluated:
                 self._evaluate(longest)
 
-        evaluate.oomprobe_max_calls = 1  # type: ignore[attr-defined]  # it has no optimizer to wait for
-        steps: dict[str, Any] = {"train": train} | ({"eval": evaluate} if self._evaluated else {})
-        for name, step in steps.items():
-            step.oomprobe_caller = self._callers[name]
+        steps = {"train": Step(run=train, caller=self._callers["train"])}
+        if self._evaluated:  # it has no optimizer to wait for
+            steps["eval"] = Step(run=evaluate, caller=self._callers["eval"], max_calls=1)
         return steps
 
     def _evaluate(self, longest: Longest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from oomprobe.errors import Caller, SimulationError
 from oomprobe.integrations.framework import framework
 from oomprobe.integrations.ultralytics.batches import Batches, batches_for
 from oomprobe.integrations.ultralytics.selections import AsManyAsCan, Selections, call, criteria, padded_targets
+from oomprobe.options import Step
 
 CLIPPED_NORM = 10.0  # what the trainer clips gradients to
 ASSIGNED = ("detect", "segment", "pose", "obb")  # tasks whose losses match anchors with objects
@@ -33,7 +34,7 @@ class Training:
 
     model: torch.nn.Module  # a copy of the one that was given, in 32 bits
     average: torch.nn.Module  # the second copy that the trainer keeps in memory, for the average of the weights
-    step: Callable[[torch.nn.Module, int], object]
+    step: Step
     notes: tuple[str, ...]
 
 
@@ -103,9 +104,11 @@ def prepare(
         # Kept rather than freed: while the trainer accumulates, they are there during the next forward pass.
         optimizer.zero_grad(set_to_none=False)
 
-    step.oomprobe_caller = _caller(batches)  # type: ignore[attr-defined]
     return Training(
-        model=trained, average=average, step=step, notes=(*_notes(batches, type(optimizer).__name__, dtype), *notes)
+        model=trained,
+        average=average,
+        step=Step(run=step, caller=_caller(batches)),
+        notes=(*_notes(batches, type(optimizer).__name__, dtype), *notes),
     )
 
 
