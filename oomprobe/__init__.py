@@ -20,21 +20,20 @@ _HOMES = {
     "TimeLimitError": "errors",
     "UnreliableError": "errors",
     "Device": "devices",
-    "Evidence": "verdict",
-    "LinearFit": "fit",
+    "Evidence": "verdicts",
+    "LinearFit": "report.fit",
     "Phase": "result",
-    "PlanEntry": "plan",
+    "PlanEntry": "report.plan",
     "ProbeResult": "result",
     "Trial": "result",
-    "Verdict": "verdict",
+    "Verdict": "verdicts",
     "check": "probe",
-    "classify_error": "verdict",
+    "classify_error": "verdicts",
     "find_max_batch": "probe",
-    "probe_target": "by_name",
+    "probe_target": "probe",
 }
 
 if TYPE_CHECKING:
-    from oomprobe.by_name import probe_target as probe_target
     from oomprobe.devices import Device as Device
     from oomprobe.devices.simulated import SimulatedDevice as SimulatedDevice
     from oomprobe.errors import DeviceLostError as DeviceLostError
@@ -45,16 +44,17 @@ if TYPE_CHECKING:
     from oomprobe.errors import StepFailedError as StepFailedError
     from oomprobe.errors import TimeLimitError as TimeLimitError
     from oomprobe.errors import UnreliableError as UnreliableError
-    from oomprobe.fit import LinearFit as LinearFit
-    from oomprobe.plan import PlanEntry as PlanEntry
     from oomprobe.probe import check as check
     from oomprobe.probe import find_max_batch as find_max_batch
+    from oomprobe.probe import probe_target as probe_target
+    from oomprobe.report.fit import LinearFit as LinearFit
+    from oomprobe.report.plan import PlanEntry as PlanEntry
     from oomprobe.result import Phase as Phase
     from oomprobe.result import ProbeResult as ProbeResult
     from oomprobe.result import Trial as Trial
-    from oomprobe.verdict import Evidence as Evidence
-    from oomprobe.verdict import Verdict as Verdict
-    from oomprobe.verdict import classify_error as classify_error
+    from oomprobe.verdicts import Evidence as Evidence
+    from oomprobe.verdicts import Verdict as Verdict
+    from oomprobe.verdicts import classify_error as classify_error
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 The report goes to stdout. Where stdout is for a machine (``--quiet``, ``--json -``), everything for people goes to
 stderr, also what the target writes to the file descriptor. Exit codes: 0 an answer; 1 nothing fits; 2 usage; 3 the
 target or its step failed, or called ``sys.exit``; 4 no such device; 5 the size required does not fit; 6 no number that
-could be trusted (time limit, leak, lost device); 70 an error nobody foresaw, with its traceback; 130 interrupted
+could be trusted (time limit, leak, lost device); 70 an unexpected internal error, with its traceback; 130 interrupted
 (Ctrl-C); 143 terminated (SIGTERM).
 """
 
@@ -19,13 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oomprobe import errors
-from oomprobe.arguments import SEARCH_OPTIONS, check_run, parser
-from oomprobe.exits import UNTRUSTED, explain
-from oomprobe.streams import stdout_kept, tell, write
 from oomprobe.units import format_bytes
 
 if TYPE_CHECKING:
     from oomprobe.result import ProbeResult
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
+
+import oomprobe
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.report.table import trials_table
 
 DEMO_CARD = "sim:H100-80GB"
 DEMO_BUDGET = "cpu:384MiB"  # large enough that activations dominate, small enough for two minutes on two cores
@@ -76,7 +82,7 @@ def _save(result: ProbeResult, path: Path) -> None:
 
 
 def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
-    from oomprobe.by_name import check_target, probe_target
+    from oomprobe.probe import check_target, probe_target
 
     common = {
         "isolate": isolate,
@@ -141,3 +147,210 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "show": _show,
     "devices": _devices,
 }
+
+
+# Options of a search, by their names in `find_max_batch`: what --require runs is no search and would ignore them.
+SEARCH_OPTIONS = {
+    "min_batch": "min_batch",
+    "max_batch": "max_batch",
+    "multiple_of": "multiple_of",
+    "steps": "steps",
+    "resolution": "resolution",
+    "trial_time_limit": "trial_time_limit_s",
+    "global_batch": "global_batch",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; ``command`` is the name of the command."""
+    whole = argparse.ArgumentParser(
+        prog="oomprobe", description="Find the largest batch size that truly fits, by running it."
+    )
+    whole.add_argument("--version", action="version", version=f"oomprobe {oomprobe.__version__}")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    _add_run(commands.add_parser("run", help="probe a target: path/to/train.py:build, which returns (model, step_fn)"))
+    _add_progress(commands.add_parser("demo", help="probe two small models with real training steps"))
+    show = commands.add_parser("show", help="print a result that was saved as JSON")
+    show.add_argument("result", metavar="RESULT.json")
+    commands.add_parser("devices", help="list what can be probed")
+    return whole
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.add_argument("target", metavar="TARGET", help="module:function or path/to/file.py:function")
+    run.add_argument(
+        "--device",
+        help="cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is)",
+    )
+    run.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="share of the memory (0.9)")
+    run.add_argument("--min-batch", type=int, metavar="N", help="smallest size to try (1)")
+    run.add_argument("--max-batch", type=int, metavar="N", help="largest size to try (no limit)")
+    run.add_argument("--multiple-of", type=int, metavar="N", help="try multiples of this only (1)")
+    run.add_argument("--steps", type=int, metavar="N", help="full steps in a trial (2)")
+    run.add_argument("--confirm-steps", type=int, default=5, metavar="N", help="full steps to confirm the answer (5)")
+    run.add_argument("--resolution", type=float, metavar="F", help="stop within this fraction (0: exact)")
+    run.add_argument("--time-limit", type=float, metavar="S", help="seconds for the whole probe")
+    run.add_argument("--trial-time-limit", type=float, metavar="S", help="seconds for one trial")
+    run.add_argument("--global-batch", type=int, metavar="N", help="plan gradient accumulation for it")
+    run.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that share the global batch (1)")
+    run.add_argument("--require", type=int, metavar="N", help="only check that N survives; exit 5 when not")
+    run.add_argument("--in-process", action="store_true", help="run trials in this process")
+    run.add_argument("--json", metavar="PATH", help="write the result as JSON; - for stdout")
+    run.add_argument("--quiet", action="store_true", help="print the batch size alone on stdout")
+    _add_progress(run)
+
+
+def _add_progress(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--progress", choices=("auto", "plain", "off"), default="auto", help="on stderr (auto)")
+
+
+def check_run(arguments: argparse.Namespace) -> None:
+    """Refuse before the target is built what would fail, or be ignored, after minutes of probing."""
+    from oomprobe.options import check_size
+
+    check_size("--world-size", arguments.world_size)
+    for option in ("global_batch", "require"):
+        if getattr(arguments, option) is not None:
+            check_size(_flag(option), getattr(arguments, option))
+    ignored = [_flag(option) for option in SEARCH_OPTIONS if getattr(arguments, option) is not None]
+    if arguments.require is not None and ignored:
+        raise InvalidArgumentError(
+            f"--require runs one size and no search, so it would ignore {', '.join(ignored)}: leave that out"
+        )
+    if arguments.json not in (None, "-"):
+        path = Path(arguments.json)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise InvalidArgumentError(
+                f"--json {arguments.json!r} cannot be written: name a file in a folder that exists and may be written to"
+            )
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
+STEP_FAILED, UNTRUSTED, UNFORESEEN, INTERRUPTED = 3, 6, 70, 130
+_EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (errors.InvalidArgumentError, 2),
+    (errors.StepFailedError, STEP_FAILED),
+    (errors.NoDeviceError, 4),
+    (errors.NothingFitsError, 1),
+    (errors.OomProbeError, UNTRUSTED),
+)
+
+
+@contextmanager
+def explained(*, required: bool = False) -> Iterator[None]:
+    """Where a script's call of oomprobe finds no answer: tell why, and leave with the exit code of ``oomprobe run``.
+
+    Args:
+        required: Whether one size was required, so that nothing else would do.
+
+    Example:
+        >>> with explained():
+        ...     raise errors.NoDeviceError("no device 'cuda' here")
+        Traceback (most recent call last):
+        ...
+        SystemExit: 4
+    """
+    try:
+        yield
+    except errors.OomProbeError as error:
+        raise SystemExit(explain(error, required=required)) from None
+
+
+def explain(error: BaseException, *, required: bool) -> int:
+    """Tell of whatever ended a command, and return its exit code.
+
+    Args:
+        error: What came out of it.
+        required: Whether one size was required, so that nothing else would do.
+    """
+    if isinstance(error, errors.OomProbeError):
+        return _explain_ours(error, required=required)
+    if isinstance(error, KeyboardInterrupt):
+        tell("interrupted", *getattr(error, "__notes__", ()))
+        return INTERRUPTED
+    if isinstance(error, SystemExit):
+        return _explain_exit(error)
+    tell("".join(traceback.format_exception(error)).rstrip())
+    tell(f"oomprobe: unexpected internal error ({type(error).__name__}), no answer; please report it")
+    return UNFORESEEN
+
+
+def _explain_ours(error: errors.OomProbeError, *, required: bool) -> int:
+    if error.trials:
+        tell(trials_table(error.trials))
+    if isinstance(error, errors.StepFailedError) and error.__cause__ is not None:
+        tell("".join(traceback.format_exception(error.__cause__)).rstrip())
+    tell(f"oomprobe: {error}")
+    if required and isinstance(error, errors.NothingFitsError):
+        return 5
+    return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
+
+
+def _explain_exit(leaving: SystemExit) -> int:
+    """A target that leaves has given no answer, whatever code it left with."""
+    from oomprobe.signals import EXIT_TERMINATED
+
+    notes = getattr(leaving, "__notes__", ())
+    if leaving.code == EXIT_TERMINATED:
+        tell("terminated", *notes)
+        return EXIT_TERMINATED
+    frames = traceback.extract_tb(leaving.__traceback__)
+    place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    tell(
+        *notes,
+        f"oomprobe: the target or its step left the process, sys.exit({leaving.code!r}){place}: no answer. "
+        "Take the call out; a target that reads sys.argv must not: those are the arguments of oomprobe",
+    )
+    return STEP_FAILED
+
+
+def tell(*lines: str) -> None:
+    """Say something to people."""
+    write(sys.stderr, "\n".join(lines) + "\n")
+
+
+def write(stream: IO[str] | None, text: str) -> None:
+    """Write at once."""
+    if stream is not None:  # Python's own where a shell closed it
+        stream.write(text)
+        stream.flush()
+
+
+@contextmanager
+def stdout_kept(*, for_good: bool) -> Iterator[IO[str]]:
+    """Give stdout to the answer alone: what anybody else writes to it, or to its descriptor, goes to stderr.
+
+    Args:
+        for_good: For the rest of the process too, where C libraries flush and ``atexit`` functions print.
+    """
+    stdout, kept = sys.stdout, None
+    try:
+        stdout.flush()
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except (AttributeError, OSError):  # there is no stdout or no stderr
+        pass
+    is_descriptor = kept is not None and _is_descriptor_1(stdout)
+    answers = os.fdopen(os.dup(kept), "w", encoding="utf-8") if kept is not None and is_descriptor else stdout
+    sys.stdout = sys.stderr
+    try:
+        yield answers
+    finally:
+        if answers is not stdout:
+            answers.close()
+        if not for_good:
+            sys.stdout = stdout
+            if kept is not None:
+                os.dup2(kept, 1)
+        if kept is not None:
+            os.close(kept)
+
+
+def _is_descriptor_1(stream: IO[str]) -> bool:
+    try:
+        return stream.fileno() == 1
+    except (AttributeError, OSError, ValueError):  # a stream that tests put there
+        return False

@@ -70,6 +70,10 @@ class NotTrainedError(UnreliableError):
     """An optimizer that stepped at smaller sizes does not at this one, so this size was not trained."""
 
 
+class ForkError(UnreliableError):
+    """A child forked for a trial hangs: it waits for a thread or a lock that was not forked with it."""
+
+
 class SimulationError(UnreliableError):
     """The step needs data, or a kind of tensor, that a simulated card does not have."""
 
@@ -83,6 +87,17 @@ class StepFailedError(OomProbeError, RuntimeError):
     def __init__(self, message: str = "", *, trials: tuple[Trial, ...] = (), batch_size: int = 0) -> None:
         super().__init__(message, trials=trials)
         self.batch_size = batch_size
+
+
+class TimeUp(BaseException):
+    """Raised inside a step when its time has passed. Not an Exception, so that no step swallows it.
+
+    ``of`` is whose time: a step may run a probe of its own, through which this passes.
+    """
+
+    def __init__(self, of: object = None) -> None:
+        super().__init__()
+        self.of = of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +119,6 @@ def step_failed(
     error: BaseException,
     *,
     batch_size: int,
-    trials: tuple[Trial, ...],
     largest_passed: int | None = None,
     caller: Caller | None = None,
 ) -> StepFailedError:
@@ -113,7 +127,6 @@ def step_failed(
     Args:
         error: The user's own.
         batch_size: The size that was being tried.
-        trials: What had been run until then.
         largest_passed: The largest size that ran; None: none did.
         caller: Of the adapter whose step it is; None: the user's own.
     """
@@ -121,7 +134,6 @@ def step_failed(
         f"the step failed at batch size {batch_size} with {type(error).__name__}: {_text_of(error)}\n"
         f"This is not about memory{_no_answer(error, batch_size, largest_passed, caller)}. "
         f"{_alone(batch_size, caller)}",
-        trials=trials,
         batch_size=batch_size,
     )
 

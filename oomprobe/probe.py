@@ -1,22 +1,31 @@
-"""`find_max_batch` and `check`: grow, bisect under the cap, recheck, confirm, and give everything back."""
+"""`find_max_batch`, `check` and `probe_target`: options in, result out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from oomprobe import search, summary
-from oomprobe.devices import Device
-from oomprobe.here import bench_here
-from oomprobe.options import Options, Step, StepFn, check_size
-from oomprobe.progress import Progress
-from oomprobe.questions import confirm_only, run_plan
-from oomprobe.rehearsal import ContradictedError
+from oomprobe.devices import Device, choose_device, is_host, replay_of
+from oomprobe.errors import InvalidArgumentError, OomProbeError, target_failed
+from oomprobe.options import Options, Step, StepFn, check_model, check_size, named_steps, refuse_ranks
+from oomprobe.report.progress import Progress
+from oomprobe.report.summary import nothing_fits, result_of
 from oomprobe.result import ProbeResult
-from oomprobe.workbench import Workbench
+from oomprobe.search import Found
+from oomprobe.session import Session, open_here
+from oomprobe.state import preserved
+from oomprobe.targets import build, name_of, simulated_or
+
+_OPTION_NAMES = frozenset(field.name for field in fields(Options))
 
 
 def find_max_batch(
@@ -102,39 +111,10 @@ def find_max_batch(
         time_limit_s=time_limit_s,
         trial_time_limit_s=trial_time_limit_s,
     )
-    with bench_here(model, step_fn, device, preserve, options, progress) as bench:
-        found = search_on(bench)
-    return summary.result(bench, found)
-
-
-def search_on(bench: Workbench) -> search.Found:
-    """Find the largest size that a workbench runs, and run the plan for the global batch.
-
-    Raises:
-        OomProbeError: as for `find_max_batch`.
-    """
-    found = _find(bench, bench.options)
-    if found.batch_size is None:
-        raise summary.nothing_fits(bench)
-    bench.refuse_leaking(found.batch_size)
-    run_plan(bench, found.batch_size)
-    bench.count_anatomy()
-    return found
-
-
-def _find(bench: Workbench, options: Options) -> search.Found:
-    find = partial(
-        search.find,
-        bench.ask,
-        options.sizes,
-        capped=options.memory_fraction < 1,
-        enough=bench.enough,
-    )
-    try:
-        return find()
-    except ContradictedError:
-        bench.stop_rehearsing()
-        return find()
+    with _open(model, step_fn, device, preserve, options, progress) as session:
+        found = session.find()
+        _finish(session, found)
+    return result_of(session, found)
 
 
 def check(
@@ -175,13 +155,100 @@ def check(
         >>> check(model, step, 32, device="cpu:1GiB", progress="off").batch_size
         32
     """
-    options = options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s)
-    with bench_here(model, step_fn, device, preserve, options, progress) as bench:
-        found = check_on(bench)
-    return summary.result(bench, found)
+    options = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s)
+    with _open(model, step_fn, device, preserve, options, progress) as session:
+        found = session.confirm_only(batch_size)
+        _finish(session, found)
+    return result_of(session, found)
 
 
-def options_of_one(batch_size: int, memory_fraction: float, confirm_steps: int, time_limit_s: float | None) -> Options:
+def probe_target(
+    target: str | Callable[[], Any],
+    *,
+    isolate: bool = True,
+    device: Any = None,
+    preserve: Any = (),
+    progress: Progress = "auto",
+    **options: Any,
+) -> ProbeResult:
+    """Probe what a target builds.
+
+    A target can be built anew, so its trials run in child processes that may die: of a sticky CUDA error, of the system's
+    OOM killer, of a library that leaves the process. On host memory each trial is a process of its own, forked from one
+    that has built the target; on an accelerator a child goes from trial to trial for as long as it is healthy, and this
+    process opens no CUDA context. A simulated card takes no memory, and is probed in this process.
+
+    Args:
+        target: ``module:function`` or ``path/to/file.py:function``, or such a function itself; it takes no arguments and
+            returns ``(model, step_fn)``.
+        isolate: Run trials in child processes (Linux only); False: build the target here, and run them here.
+        device: As for `find_max_batch`. A `Device` of your own has to be one that can be pickled.
+        preserve: As for `find_max_batch`, and only without isolation: children have nothing to give back.
+        progress: As for `find_max_batch`.
+        **options: As for `find_max_batch`.
+
+    Returns:
+        The result.
+
+    Raises:
+        InvalidArgumentError: the target cannot be found, or imported in another process, or does not return a model and
+            a step; or trials cannot be isolated here.
+        StepFailedError: a bug in the step or in the target; or its process died twice at one size, and not for want of
+            memory.
+        OomProbeError: whatever else `find_max_batch` raises.
+
+    Example:
+        >>> probe_target("oomprobe.demo:small_gpt", device="sim:16GiB", resolution=0.5, progress="off").limited_by
+        'memory'
+    """
+    unknown = sorted(options.keys() - _OPTION_NAMES)
+    if unknown:
+        raise TypeError(f"probe_target() got an unexpected keyword argument {unknown[0]!r}")
+    asked = Options(**options)
+    with _open_target(target, isolate, device, preserve, asked, progress) as session:
+        found = session.find()
+        _finish(session, found)
+    return result_of(session, found)
+
+
+def check_target(
+    target: str | Callable[[], Any],
+    batch_size: int,
+    *,
+    isolate: bool = True,
+    device: Any = None,
+    memory_fraction: float = 0.9,
+    confirm_steps: int = 5,
+    time_limit_s: float | None = None,
+    progress: Progress = "auto",
+) -> ProbeResult:
+    """Answer whether one size of what a target builds will survive, as `check` does.
+
+    Args:
+        target: As for `probe_target`.
+        batch_size: As for `check`.
+        isolate: As for `probe_target`.
+        device: As for `probe_target`.
+        memory_fraction: As for `check`.
+        confirm_steps: As for `check`.
+        time_limit_s: As for `check`.
+        progress: As for `check`.
+
+    Returns:
+        A result whose `batch_size` is the one asked for.
+
+    Raises:
+        NothingFitsError: it does not fit.
+        OomProbeError: as for `probe_target`.
+    """
+    asked = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s)
+    with _open_target(target, isolate, device, (), asked, progress) as session:
+        found = session.confirm_only(batch_size)
+        _finish(session, found)
+    return result_of(session, found)
+
+
+def _options_of_one(batch_size: int, memory_fraction: float, confirm_steps: int, time_limit_s: float | None) -> Options:
     """The options of a check: one size may be tried."""
     check_size("batch_size", batch_size)
     return Options(
@@ -193,14 +260,90 @@ def options_of_one(batch_size: int, memory_fraction: float, confirm_steps: int, 
     )
 
 
-def check_on(bench: Workbench) -> search.Found:
-    """Confirm the one size of a workbench.
+def _finish(session: Session, found: Found) -> None:
+    """Refuse an answer that would not last, and run the plan for the global batch.
 
     Raises:
-        OomProbeError: as for `check`.
+        OomProbeError: as for `find_max_batch`.
     """
-    found = confirm_only(bench, bench.options.min_batch)
     if found.batch_size is None:
-        raise summary.nothing_fits(bench)
-    bench.refuse_leaking(found.batch_size)
-    return found
+        raise nothing_fits(session)
+    session.refuse_leaking(found.batch_size)
+    session.run_plan(found.batch_size)
+
+
+def _open(
+    model: torch.nn.Module,
+    step_fn: StepFn | Step | Mapping[str, StepFn | Step],
+    device: str | torch.device | Device | None,
+    preserve: Iterable[Any],
+    options: Options,
+    progress: Progress,
+) -> AbstractContextManager[Session]:
+    """Open a session for a model that is here: each trial on host memory is a child, all others run in this process."""
+    check_model(model)
+    objects, steps = preserved(preserve), named_steps(step_fn)
+    refuse_ranks()
+    chosen = choose_device(device, model)
+    if not is_host(chosen):
+        return open_here(model, steps, objects, chosen, options, progress)
+    from oomprobe.isolation.sessions import open_forked  # Linux only, as the device is
+
+    return open_forked(model, steps, objects, chosen, options, progress, was_chosen=device is not None)
+
+
+def _open_target(
+    target: str | Callable[[], Any],
+    isolate: bool,
+    device: Any,
+    preserve: Any,
+    options: Options,
+    progress: Progress,
+) -> AbstractContextManager[Session]:
+    """Open a session for what a target builds, in processes of its own or here."""
+    name, device = name_of(target), simulated_or(device)
+    if isolate and replay_of(device) is None:
+        _refuse_isolation(preserve)
+        from oomprobe.isolation.sessions import open_isolated
+
+        return open_isolated(name, device, options, progress)
+    model, step_fn = _built(name, device)
+    return _open(model, step_fn, device, preserve, options, progress)
+
+
+def _built(target: str, device: object) -> tuple[torch.nn.Module, StepFn]:
+    try:
+        return build(target, device)
+    except (OomProbeError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        error.with_traceback(_users_part(error.__traceback__))
+        raise target_failed(error, target) from error
+
+
+def _users_part(frames: TracebackType | None) -> TracebackType | None:
+    """Without the frames of this package and of the import machinery that come before the user's own."""
+    here = f"{Path(__file__).parent}{os.sep}"
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(
+        (here, "<frozen importlib", importlib.__file__)
+    ):
+        frames = frames.tb_next
+    return frames
+
+
+def _refuse_isolation(preserve: Any) -> None:
+    if getattr(sys.modules.get("oomprobe.isolation.worker"), "is_worker", False):
+        raise InvalidArgumentError(
+            "a target's file calls probe_target while it is imported, and each process that builds the target would start "
+            'another probe: put the call under if __name__ == "__main__":'
+        )
+    if sys.platform != "linux":
+        raise InvalidArgumentError(
+            f"trials can be isolated on Linux only, and this is {sys.platform}: pass isolate=False (--in-process) to run "
+            "them in this process"
+        )
+    if preserve is not None and preserve != () and preserve != []:
+        raise InvalidArgumentError(
+            "preserve names live objects, and isolated trials run in other processes, where there is nothing to give back: "
+            "leave it out, or pass isolate=False"
+        )

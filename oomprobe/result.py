@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.fit import LinearFit
-from oomprobe.plan import PlanEntry, plan
-from oomprobe.verdict import Verdict
+from oomprobe.report.fit import LinearFit
+from oomprobe.report.plan import PlanEntry, plan
+from oomprobe.verdicts import Verdict
 
 SCHEMA_VERSION = 1
 
@@ -193,9 +193,9 @@ class ProbeResult:
             raise InvalidArgumentError(f"this is not a result that oomprobe wrote: {error!r}") from error
 
     def __str__(self) -> str:
-        from oomprobe import report
+        from oomprobe.report.page import text
 
-        return report.text(self)
+        return text(self)
 
 
 def trial_from_dict(data: Mapping[str, Any]) -> Trial:

@@ -8,9 +8,9 @@ it was asked for, under the cap, and passed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from oomprobe.result import Phase
 
@@ -28,6 +28,18 @@ class Reply:
 
     passed: bool
     within_cap: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A size to run; `capped` asks for the cap, otherwise all the memory is there."""
+
+    size: int
+    phase: Phase
+    capped: bool
+
+
+Asking = Generator[Question, Reply, Any]
 
 
 class Ask(Protocol):
@@ -112,27 +124,20 @@ def find(
         >>> find(ask, Sizes(first=1, last=None, step=1), capped=True, enough=lambda good, bad: False).batch_size
         90
     """
-    search = _Search(ask, sizes, capped, enough)
-    search.grow()
-    if search.full_good is not None:
-        search.enter_cap()
-        search.look_past_holes()
-        search.bisect()
-        search.recheck()
-    answer, deciding = search.confirm()
-    return Found(
-        batch_size=answer,
-        limit=max(search.passed, default=None),
-        first_failing=min(search.failed_full - search.passed, default=None),
-        deciding=deciding,
-        struck=tuple(search.struck),
-        unconfirmed=tuple(search.unconfirmed),
-    )
+    questions = _Search(sizes, capped, enough).questions()
+    reply: Any = None  # a generator begins with that
+    while True:
+        try:
+            question = questions.send(reply)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        reply = ask(question.size, question.phase, capped=question.capped)
 
 
 @dataclass(slots=True)
 class _Search:
-    ask_: Ask
+    """Asks by yielding questions, so that no frame of the search lies between a call of `find` and the step it runs."""
+
     sizes: Sizes
     has_cap: bool
     enough: Callable[[int, int], bool]
@@ -148,8 +153,26 @@ class _Search:
     struck: list[int] = field(default_factory=list)
     unconfirmed: list[int] = field(default_factory=list)
 
-    def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
-        reply = self.ask_(size, phase, capped=capped and self.has_cap)
+    def questions(self) -> Asking:
+        """The whole search; its value is what was found."""
+        yield from self.grow()
+        if self.full_good is not None:
+            yield from self.enter_cap()
+            yield from self.look_past_holes()
+            yield from self.bisect()
+            yield from self.recheck()
+        answer, deciding = yield from self.confirm()
+        return Found(
+            batch_size=answer,
+            limit=max(self.passed, default=None),
+            first_failing=min(self.failed_full - self.passed, default=None),
+            deciding=deciding,
+            struck=tuple(self.struck),
+            unconfirmed=tuple(self.unconfirmed),
+        )
+
+    def ask(self, size: int, phase: Phase, *, capped: bool) -> Asking:
+        reply = yield Question(size=size, phase=phase, capped=capped and self.has_cap)
         if reply.passed:
             self.passed.add(size)
         else:
@@ -159,12 +182,12 @@ class _Search:
                 self.failed_full.add(size)
         return reply
 
-    def grow(self) -> None:
+    def grow(self) -> Asking:
         size = self.sizes.first
         while True:
-            reply = self.ask(size, Phase.GROW, capped=False)
+            reply = yield from self.ask(size, Phase.GROW, capped=False)
             if not reply.passed and size == self.sizes.first:
-                reply = self._again(size)
+                reply = yield from self._again(size)
             if not reply.passed:
                 self.full_bad = size
                 return
@@ -175,9 +198,9 @@ class _Search:
                 return
             size = self.sizes.up(size, size)
 
-    def _again(self, size: int) -> Reply:
+    def _again(self, size: int) -> Asking:
         """The first size failed: nothing below it can decide, so it is rechecked at once."""
-        reply = self.ask(size, Phase.RECHECK, capped=False)
+        reply = yield from self.ask(size, Phase.RECHECK, capped=False)
         if reply.passed:
             self._strike(size)
         return reply
@@ -187,25 +210,25 @@ class _Search:
         self.failed.discard(size)
         self.failed_full.discard(size)
 
-    def enter_cap(self) -> None:
+    def enter_cap(self) -> Asking:
         """Carry the bracket over: does the last good size still run under the cap?"""
         self.good, self.bad = self.full_good, self.full_bad
         last_good = self.full_good
         assert last_good is not None
         if not self.has_cap or self.shown == last_good or self._only_choice():
             return
-        if not self.ask(last_good, Phase.BISECT, capped=True).passed:
+        if not (yield from self.ask(last_good, Phase.BISECT, capped=True)).passed:
             self.good, self.bad = self.shown, last_good
 
     def _only_choice(self) -> bool:
         """With no size below and none between, confirmation alone decides about the first."""
         return self.good == self.sizes.first and self.bad == self.sizes.up(self.sizes.first, self.sizes.step)
 
-    def bisect(self) -> None:
+    def bisect(self) -> Asking:
         """Close the bracket under the cap; the size above the answer is run there too."""
         stride = self.sizes.step
         while (size := self._candidate(stride)) is not None:
-            if not self.ask(size, Phase.BISECT, capped=True).passed:
+            if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
                 self.bad = size
             elif size != self.bad and self.bad is not None:
                 self.good = size
@@ -229,37 +252,37 @@ class _Search:
     def _failure_above(self, size: int) -> int | None:
         return min((s for s in self.failed | self.failed_full if s > size), default=None)
 
-    def recheck(self) -> None:
+    def recheck(self) -> Asking:
         """Try the deciding failure once more, once: a leak, a neighbour or fragmentation can fake it."""
         if self.struck or self.bad is None or self.bad not in self.failed:
             return
         deciding = self.bad
-        if self.ask(deciding, Phase.RECHECK, capped=True).passed:
+        if (yield from self.ask(deciding, Phase.RECHECK, capped=True)).passed:
             self._strike(deciding)
             self.good, self.bad = deciding, self._failure_above(deciding)
-            self.bisect()
+            yield from self.bisect()
 
-    def look_past_holes(self) -> None:
+    def look_past_holes(self) -> Asking:
         """Where a size a little above the bracket passes, go on from there: the failure below it was a hole, or chance."""
         met_hole = False
         self.tolerance = STRIDE
-        self.bisect()
+        yield from self.bisect()
         while self.good is not None and self.bad is not None:
             hole, stride = self.bad, round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step
             size = self.sizes.up(self.good, stride)
             if size <= hole or size in self.failed | self.failed_full:
                 break
-            if not self.ask(size, Phase.RECHECK, capped=True).passed:
+            if not (yield from self.ask(size, Phase.RECHECK, capped=True)).passed:
                 break
-            if self.ask(hole, Phase.RECHECK, capped=True).passed:
+            if (yield from self.ask(hole, Phase.RECHECK, capped=True)).passed:
                 self._strike(hole)
             else:
                 met_hole = True
-            self._climb(size, stride)
-            self.bisect()
+            yield from self._climb(size, stride)
+            yield from self.bisect()
         self.tolerance = STRIDE if met_hole else 0.0
 
-    def _climb(self, size: int, stride: int) -> None:
+    def _climb(self, size: int, stride: int) -> Asking:
         """From a size that passed, in doubling strides, up to one that fails."""
         self.good, self.bad = size, self.full_bad if self.full_bad and self.full_bad > size else None
         while True:
@@ -267,7 +290,7 @@ class _Search:
             size = self.sizes.up(self.good, stride)
             if size == self.good or (self.bad is not None and size >= self.bad):
                 return
-            if not self.ask(size, Phase.BISECT, capped=True).passed:
+            if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
                 self.bad = size
                 return
             self.good = size
@@ -275,11 +298,11 @@ class _Search:
     def _is_closed(self, good: int, bad: int) -> bool:
         return bad - good <= self.tolerance * good or self.enough(good, bad)
 
-    def confirm(self) -> tuple[int | None, int | None]:
+    def confirm(self) -> Asking:
         """Run the answer for longer; while that fails, move down in growing strides, then close that bracket."""
         good, bad, size, stride = None, self.bad, self.good, 0
         while size is not None:
-            if self._confirmed(size):
+            if (yield from self._confirmed(size)):
                 good = size
             else:
                 self.unconfirmed.append(size)
@@ -299,10 +322,10 @@ class _Search:
     def _stride(self, size: int) -> int:
         return round(STRIDE * size / self.sizes.step) * self.sizes.step
 
-    def _confirmed(self, size: int) -> bool:
-        passed = self.ask(size, Phase.CONFIRM, capped=True).passed
+    def _confirmed(self, size: int) -> Asking:
+        passed = (yield from self.ask(size, Phase.CONFIRM, capped=True)).passed
         if not passed and size == self.sizes.first:  # nothing is left below it: one failure is not enough to say so
-            passed = self.ask(size, Phase.CONFIRM, capped=True).passed
+            passed = (yield from self.ask(size, Phase.CONFIRM, capped=True)).passed
             if passed:
                 self._strike(size)
         return passed

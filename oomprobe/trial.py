@@ -1,4 +1,4 @@
-"""Runs one batch size and returns a `Trial`: a value that keeps no exception, frame or tensor of what ran."""
+"""Run one batch size, cold, and return a `Trial`: a value that keeps no exception, frame or tensor of what ran."""
 
 from __future__ import annotations
 
@@ -7,46 +7,38 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
-from oomprobe.compiled import Compiled
-from oomprobe.devices import Device, Simulated, Usage
-from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, step_failed
-from oomprobe.failure import Failure, clear_frames, failure_of
-from oomprobe.interrupts import Interrupts, TimeUp
+from oomprobe.devices import Device, DeviceInfo, Usage, asked_bytes, describe, notes_of, replay_of, served_bytes
+from oomprobe.devices.leaks import FURTHER_CALLS, Baseline
+from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, TimeUp, step_failed
+from oomprobe.hooks import Compiled, OptimizerWatch, Work, WorkCounter, held_back
 from oomprobe.options import Step
-from oomprobe.result import Phase, Trial
-from oomprobe.verdict import Evidence, Verdict, judge
-from oomprobe.watch import OptimizerWatch, held_back
+from oomprobe.result import SECOND_OPINIONS, Phase, Trial
+from oomprobe.signals import CONFIRM_SLACK, Interrupts
+from oomprobe.simulation.rehearsal import Rehearsals
+from oomprobe.state import Keeper, Tracker
+from oomprobe.state.surroundings import with_same_numbers
+from oomprobe.verdicts import Evidence, Verdict, classify_error, judge
+from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
 NO_OPTIMIZER = (
     "no optimizer stepped in {calls} calls of {step!r}: the number holds for what the step did, forward or not"
 )
-
-
 STOPPED_STEPPING = (
     "at batch {size} the optimizer that stepped at smaller sizes did not step in {calls} calls, so this size was not "
     "trained: does the step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let the "
     "error out of step_fn"
 )
-
-
 OVER_CAP = "it ran, but used more than the cap: memory reserved before the trial is not reclaimed"
-
-
-def _over_cap(usage: Usage, request: Request) -> bool:
-    """The cap is compared when memory is asked of the device; what the allocator holds already is served beyond it."""
-    peak = usage.peak_allocated_bytes
-    return request.cap_bytes is not None and usage.peak_reserved_bytes is not None and (peak or 0) > request.cap_bytes
-
-
 LONG_STEPS = 50
 NO_TIME_FOR_LENGTH = (
     "time limit: a confirmation of batch {size} ran fewer than {steps} steps, and a later one can need more"
 )
+NO_TIME_FOR_LEAKS = "time limit: none was left to see whether each step at batch {size} keeps memory"
 # Of what a step allocates: steps that differ by more run `LONG_STEPS` to be confirmed. A GPT whose sequences vary from 32
 # to 64 tokens was confirmed in six steps at sizes that, margin and all, ran out of the whole card within fifty.
 VARIES = 0.01
@@ -57,29 +49,18 @@ VARYING = (
 )
 
 
-def varies(served_bytes: Sequence[int]) -> bool:
-    """Whether some steps allocated more than others, not counting the first, which may create caches and buffers.
-
-    Example:
-        >>> varies([120, 100, 100]), varies([120, 100, 150])
-        (False, True)
-    """
-    steady = served_bytes[1:]
-    return bool(steady) and max(steady) - min(steady) > VARIES * max(steady)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to run.
+    """What a trial is asked.
 
     Attributes:
-        batch_size: The size.
-        phase: Why.
-        steps: Full steps after every optimizer has stepped once.
-        cap_bytes: What to hold the allocator to; None: all there is.
+        batch_size: The size handed to the step.
+        phase: Why it is tried.
+        steps: Full steps to run after every optimizer has stepped once.
+        cap_bytes: What the allocator is held to; None: all there is.
         accumulation_steps: Micro-batches for one optimizer step.
-        deadline_s: On the monotonic clock; None: no limit.
-        awaited_until_s: When whoever waits for the trial gives up, on the same clock: what need not run does not run then.
+        exact: Whether a simulated device must run the step, and not only replay it.
+        deadline_s: Until when the trial may run, on the monotonic clock of this machine; None: no limit.
         smaller_passed: Whether a smaller size has passed in this probe (it corroborates an ambiguous text).
         largest_passed: The largest size that has passed so far.
     """
@@ -89,129 +70,341 @@ class Request:
     steps: int
     cap_bytes: int | None = None
     accumulation_steps: int = 1
+    exact: bool = True
     deadline_s: float | None = None
-    awaited_until_s: float | None = None
     smaller_passed: bool = False
     largest_passed: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A sample of the device's memory between trials.
+
+    Attributes:
+        available_bytes: What this process may use.
+        outside_bytes: What this process's allocator does not hold; None where that is not known.
+    """
+
+    available_bytes: int
+    outside_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a trial answers: how it went, and what was seen around it.
+
+    Attributes:
+        trial: How it went.
+        measured: After it, where it was the first to pass in its process.
+        outside_before_bytes: Held outside this process's allocator when the trial began; None where it is not known.
+        outside_after_bytes: The same when it had ended.
+        refusal: Why what it left makes later answers wrong ones; None where it does not.
+        contradicts_replay: Whether it shows that trials which were only replayed were wrong.
+    """
+
+    trial: Trial
+    measured: Measured | None = None
+    outside_before_bytes: int | None = None
+    outside_after_bytes: int | None = None
+    refusal: str | None = None
+    contradicts_replay: bool = False
+
+
+class Runner(Protocol):
+    """Runs what a session asks for: in this process, or in processes that may die (`oomprobe.isolation`).
+
+    Attributes:
+        replaceable: Whether a trial may be tried again in a new process, so that a process may die or be poisoned.
+        notes: What is to be said of the trials; in order, without doubles.
+    """
+
+    replaceable: bool
+    notes: dict[str, None]
+
+    @property
+    def device(self) -> DeviceInfo: ...
+    @property
+    def device_notes(self) -> tuple[str, ...]: ...
+    @property
+    def step_names(self) -> list[str]: ...
+    @property
+    def in_steps_s(self) -> float: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def graphs(self) -> int:
+        """Graphs that torch.compile has compiled."""
+        ...
+
+    @property
+    def learned(self) -> dict[str, list[int]]:
+        """Which optimizers step in each step, by their place among those known; -1 and below: others."""
+        ...
+
+    def learn(self, learned: Mapping[str, Iterable[int]]) -> None:
+        """Take over what trials of the same target learned in another process."""
+        ...
+
+    def measure(self) -> Measured:
+        """Sample the memory now."""
+        ...
+
+    def outside_bytes(self) -> int | None:
+        """What is held outside this process's allocator now; None where that is not known."""
+        ...
+
+    def run(self, request: Request) -> Outcome:
+        """Run one trial, and put the memory back to its baseline.
+
+        Raises:
+            StepFailedError: a bug in the step.
+        """
+        ...
+
+    def work_at(self, batch_size: int, deadline_s: float | None) -> Work | None:
+        """The work of one call of each step; None where that size does not run.
+
+        Raises:
+            TimeUp: the time passed.
+        """
+        ...
+
+    def renew(self) -> None:
+        """Let the next trial run in a new process, where that can be."""
+        ...
+
+
 @dataclass(slots=True)
-class _Run:
+class _Record:
     """What one trial gathers while it runs."""
 
     calls: int = 0
     durations_s: dict[str, list[float]] = field(default_factory=dict)
-    step_name: str | None = None
+    step_name: str = ""
     peaks: dict[str, int] = field(default_factory=dict)
     failure: Failure | None = None
     verdict: Verdict = Verdict.FITS
     usage: Usage = field(default_factory=Usage)
 
 
-class Trials:
-    """Runs trials of one model and its steps on one device.
+class LocalRunner:
+    """Runs trials of one model and its steps in this process, one after another.
 
     Args:
         device: Where they run.
         model: Handed to the steps.
         steps: By name.
-        optimizers: Gives those known so far; others show themselves.
-        restore_modes: Puts every module's train or eval mode back.
-        let_go: Lets go of the gradients and the state that earlier calls made.
+        state: Puts modes and weights back, and lets go of what earlier trials made.
         watch: Sees optimizers step.
         interrupts: Lets signals reach the step.
+        smallest: The smallest size that may be tried.
         after_call: Called after each call of a step.
+        ends_with_trial: Whether this process ends with the trial, so that nothing in it needs to come back.
+        sleep: Waits for memory to come back.
     """
+
+    replaceable = False
 
     def __init__(
         self,
         device: Device,
         model: torch.nn.Module,
         steps: Mapping[str, Step],
-        *,
-        optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
-        restore_modes: Callable[[], None],
-        let_go: Callable[[], None],
+        state: Keeper | Tracker,
         watch: OptimizerWatch,
         interrupts: Interrupts,
+        *,
+        smallest: int,
         after_call: Callable[[], None] = lambda: None,
+        ends_with_trial: bool = False,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._device, self.model, self._steps = device, model, steps
-        self._optimizers, self._watch, self.interrupts = optimizers, watch, interrupts
-        self._restore_modes, self._let_go, self._after_call = restore_modes, let_go, after_call
-        self._simulated: Simulated | None = device if isinstance(device, Simulated) else None
-        if self._simulated is not None:
-            self._simulated.begin_probe(interrupts.poll)
+        self.device, self._device, self._replay = describe(device), device, replay_of(device)
+        if self._replay is not None:
+            self._replay.begin_probe(interrupts.poll)
+        self._model, self._steps, self._state = model, steps, state
+        self._watch, self._interrupts, self._after_call = watch, interrupts, after_call
+        self._smallest, self._ends_with_trial = smallest, ends_with_trial
+        self._rehearsals = Rehearsals(device, single=len(steps) == 1)
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # in the last call that was run
+        self._baseline = Baseline(device, clean=self._start_cold, flush=self._flush_smallest, sleep=sleep)
         self.compiled = Compiled()
         self.in_steps_s = 0.0
         self.notes: dict[str, None] = {}
 
-    def run(self, request: Request) -> Trial:
-        """Run one size, and judge how it ended.
+    # --- a trial ---
 
-        Raises:
-            StepFailedError: the step failed with a bug; chained from the user's own exception.
-        """
-        run = _Run()
+    def run(self, request: Request) -> Outcome:
+        """Run one trial, or replay it, and put the memory back to its baseline."""
+        replayed = self._rehearsals.trial(request)
+        if replayed is not None:
+            return Outcome(trial=replayed)
+        before_bytes = self._device.outside_bytes()
+        try:
+            trial = self._run_cold(request)
+        except NotTrainedError:  # the trials before have trained the weights, until a loss scaler sees infinities only
+            if not self._state.put_weights_back():
+                raise
+            trial = self._run_cold(request)
+        if trial.verdict is Verdict.POISONED or self._ends_with_trial:
+            return Outcome(trial=trial)
+        trial = self._with_leak(trial, request.deadline_s)
+        measured = None
+        if trial.passed and not self._baseline.known:
+            measured = self.measure()
+            self._baseline.take(measured.available_bytes)
+        return Outcome(
+            trial=trial,
+            measured=measured,
+            outside_before_bytes=before_bytes,
+            outside_after_bytes=self._device.outside_bytes() if measured is None else measured.outside_bytes,
+            refusal=self._baseline.refusal(trial),
+            contradicts_replay=self._rehearsals.learn(trial),
+        )
+
+    def _run_cold(self, request: Request) -> Trial:
+        """Start cold, run under the cap until steady, and judge how it ended."""
+        record = _Record()
         # A second opinion must not start beside the captured graphs of the first.
-        self.compiled.start_size(request.batch_size, anew=request.phase in (Phase.RECHECK, Phase.CONFIRM))
-        self.start_cold()
+        self.compiled.start_size(request.batch_size, anew=request.phase in SECOND_OPINIONS)
+        self._start_cold()
         self._device.start_trial()
         try:
             with self._device.cap(request.cap_bytes):
-                self._run_steps(request, run)
-            if self._simulated is not None:
-                self._simulated.end_trial()
+                for name, step in self._steps.items():
+                    record.step_name = name
+                    if len(self._steps) > 1:
+                        self._state.restore_modes()
+                    if request.accumulation_steps > 1:
+                        with held_back(self._state.optimizers, self._model):
+                            for _ in range(request.accumulation_steps - 1):
+                                self._call(step, request, record)
+                        self._call(step, request, record)
+                    else:
+                        if self._expected.get(name) != set():  # its optimizer state exists only once it has stepped
+                            self._full_step(name, step, request, record)
+                            record.durations_s.pop(name, None)
+                        served: list[int] = []  # bytes, by each full step
+                        while len(served) < request.steps or self._goes_on(name, request, record, served):
+                            before_bytes = served_bytes(self._device)
+                            self._full_step(name, step, request, record)
+                            served.append(served_bytes(self._device) - before_bytes)
+                    if len(self._steps) > 1:
+                        record.peaks[name] = self._usage().peak_allocated_bytes or 0
+            if self._replay is not None:
+                self._replay.end_trial()
         except TimeUp as up:
-            self.interrupts.check_own(up)
-            run.verdict = Verdict.TIMED_OUT
+            self._interrupts.check_own(up)
+            record.verdict = Verdict.TIMED_OUT
         except (SimulationError, NotRunError, NotTrainedError):
             raise
         except Exception as error:
-            run.usage = self._usage()
+            record.usage = self._usage()
             self._watch.drop_half_made()
-            run.failure = failure_of(error)
-            run.verdict = self._judge(run, request, healthy=True)
-            if run.verdict is Verdict.BUG and self._device.healthy():
+            record.failure = failure_of(error)
+            record.verdict = self._judge(record, request, healthy=True)
+            if record.verdict is Verdict.BUG and self._device.healthy():
                 clear_frames(error)
+                caller, largest = self._steps[record.step_name].caller, request.largest_passed
                 raise step_failed(
-                    error,
-                    batch_size=request.batch_size,
-                    trials=(),
-                    largest_passed=request.largest_passed,
-                    caller=self._steps[run.step_name].caller if run.step_name else None,
+                    error, batch_size=request.batch_size, largest_passed=largest, caller=caller
                 ) from error
         except BaseException as interruption:
             clear_frames(interruption)
             raise
         # Here the exception is gone, and with it the frames that held the failed step's tensors.
-        if run.failure is None:
-            run.usage = self._usage()
-            if run.verdict is Verdict.FITS and _over_cap(run.usage, request):
-                run.verdict = Verdict.OOM
-        elif run.verdict is not Verdict.POISONED:
-            run.verdict = self._judge(run, request, healthy=self._device.healthy())
-        return _trial(request, run, several=len(self._steps) > 1, timed=self._simulated is None)
+        if record.failure is None:
+            record.usage = self._usage()
+            if record.verdict is Verdict.FITS and _over_cap(record.usage, request):
+                record.verdict = Verdict.OOM
+        elif record.verdict is not Verdict.POISONED:
+            record.verdict = self._judge(record, request, healthy=self._device.healthy())
+        return _trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
 
-    def start_cold(self) -> None:
+    def _start_cold(self) -> None:
         """Let go of what earlier calls left: the next finds the memory as training will, with nothing but the model in it."""
-        self._let_go()
+        self._state.start_cold()
         gc.collect()
         self._device.release()
 
-    def _judge(self, run: _Run, request: Request, *, healthy: bool) -> Verdict:
-        assert run.failure is not None
+    def _full_step(self, name: str, step: Step, request: Request, record: _Record) -> None:
+        """Call the step until all its optimizers have stepped, once when it has none; the first time, see which do.
+
+        Raises:
+            NotTrainedError: one that stepped before does not any more, so that the size was not really run.
+        """
+        is_known, stepped = name in self._expected, self._watch.stepped
+        known = {id(optimizer) for optimizer in self._state.optimizers if not _wraps_another(optimizer)}
+        wanted = self._expected[name] if is_known else known or {0}
+        stepped.clear()
+        for _ in range(step.max_calls if wanted else 1):
+            self._call(step, request, record, may_repeat=len(self._steps) == 1)
+            there = wanted & {id(optimizer) for optimizer in self._state.optimizers}
+            # As many as were wanted, or all of them that still exist: a step may build its optimizer on each call.
+            if stepped and (stepped >= there or (bool(stepped - wanted) and len(stepped) >= len(wanted))):
+                break
+        else:
+            if wanted and is_known:
+                raise NotTrainedError(STOPPED_STEPPING.format(calls=step.max_calls, size=request.batch_size))
+        if not is_known:
+            self._expected[name] = set(stepped)  # a failure on the way leaves it to the next trial
+            if not stepped:
+                self.notes[NO_OPTIMIZER.format(calls=step.max_calls, step=name)] = None
+
+    def _call(
+        self,
+        step: Step,
+        request: Request,
+        record: _Record,
+        *,
+        may_repeat: bool = False,
+        inside: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Call the step once; a simulated device may repeat a call that is known to do what the last one did."""
+        if may_repeat and record.calls and self._replay is not None and self._replay.repeat():
+            self._watch.stepped |= self._last_stepped
+            record.calls += 1
+            return
+        before = set(self._watch.stepped)
+        self._watch.stepped.clear()
+        started_s = time.perf_counter()
+        allowed = self._interrupts.allowed(request.deadline_s, polled=self._replay is not None)
+        try:
+            with self._device.session(), inside or nullcontext(), allowed:
+                step.run(self._model, request.batch_size)
+                self._device.synchronize()
+        finally:
+            duration_s = time.perf_counter() - started_s
+            self.in_steps_s += duration_s
+        self._after_call()
+        self._last_stepped = set(self._watch.stepped)
+        self._watch.stepped |= before
+        record.calls += 1
+        record.durations_s.setdefault(record.step_name, []).append(duration_s)
+
+    def _goes_on(self, name: str, request: Request, record: _Record, served: Sequence[int]) -> bool:
+        """Whether a confirmation goes on: chance has a part in whether the next step runs."""
+        if request.phase is not Phase.CONFIRM or len(served) >= LONG_STEPS or not varies(served):
+            return False
+        self.notes[VARYING] = None
+        until_s = request.deadline_s
+        in_time = until_s is None or time.monotonic() + 2 * max(record.durations_s[name]) < until_s
+        if not in_time:
+            self.notes[NO_TIME_FOR_LENGTH.format(size=request.batch_size, steps=LONG_STEPS)] = None
+        return in_time
+
+    def _judge(self, record: _Record, request: Request, *, healthy: bool) -> Verdict:
+        assert record.failure is not None
         evidence = Evidence(
             # A library that finds no memory on the host at the first size says no more than at a later one.
-            smaller_size_passed=request.smaller_passed or self._device.on_host,
-            memory_pressure=run.usage.under_pressure,
+            smaller_size_passed=request.smaller_passed or self.device.on_host,
+            memory_pressure=record.usage.under_pressure,
             healthy=healthy,
-            on_host=self._device.on_host,
-            integrated=bool(getattr(self._device, "integrated", False)),
+            on_host=self.device.on_host,
+            integrated=self.device.integrated,
         )
-        return judge(run.failure.facts, evidence)
+        return judge(record.failure.facts, evidence)
 
     def _usage(self) -> Usage:
         try:
@@ -219,163 +412,132 @@ class Trials:
         except Exception:  # a poisoned process answers nothing
             return Usage()
 
-    def _run_steps(self, request: Request, run: _Run) -> None:
-        for name, step in self._steps.items():
-            run.step_name = name
-            if len(self._steps) > 1:
-                self._restore_modes()
-            if request.accumulation_steps > 1:
-                self._accumulate(step, request, run)
-            else:
-                self._until_steady(name, step, request, run)
-                run.durations_s.pop(name, None)
-                self._full_steps(name, step, request, run)
-            if len(self._steps) > 1:
-                run.peaks[name] = self._usage().peak_allocated_bytes or 0
+    # --- memory that does not come back ---
 
-    def _full_steps(self, name: str, step: Step, request: Request, run: _Run) -> None:
-        """As many as were asked for, and more where chance has a part in whether the next will run."""
-        done, until_s = 0, request.awaited_until_s
-        served_bytes: list[int] = []
-        while done < request.steps or (done < LONG_STEPS and self._goes_on(name, request, run, until_s, served_bytes)):
-            before_bytes = self._served_bytes()
-            self._full_step(step, self._expected[name], request, run)
-            served_bytes.append(self._served_bytes() - before_bytes)
-            done += 1
+    def _with_leak(self, trial: Trial, until_s: float | None) -> Trial:
+        """With what did not come back, and what each further step keeps."""
+        left_bytes = self._baseline.settle(passed=trial.passed)
+        if not trial.passed or trial.phase not in SECOND_OPINIONS:
+            return replace(trial, leaked_bytes=left_bytes)
+        rounds = trial.steps // len(self._steps)  # each further call is one of every step
+        kept_bytes = self._kept_by_each(trial, rounds, until_s) if self._baseline.may_be_growing(rounds) else 0
+        return replace(trial, step_leaked_bytes=kept_bytes, leaked_bytes=max(left_bytes, kept_bytes * rounds))
 
-    def _goes_on(
-        self, name: str, request: Request, run: _Run, until_s: float | None, served_bytes: Sequence[int]
-    ) -> bool:
-        if request.phase is not Phase.CONFIRM or not varies(served_bytes):
-            return False
-        self.notes[VARYING] = None
-        in_time = until_s is None or time.monotonic() + 2 * max(run.durations_s[name]) < until_s
-        if not in_time:
-            self.notes[NO_TIME_FOR_LENGTH.format(size=request.batch_size, steps=LONG_STEPS)] = None
-        return in_time
+    def _kept_by_each(self, trial: Trial, rounds: int, until_s: float | None) -> int:
+        """What each further call keeps. Of the same shapes, also where those are random: a new one is kept by libraries."""
+        needed_s = CONFIRM_SLACK * FURTHER_CALLS * (trial.step_s or 0.0)
+        if (
+            until_s is not None and time.monotonic() + needed_s >= until_s
+        ):  # what has passed must not end in their midst
+            self.notes[NO_TIME_FOR_LEAKS.format(size=trial.batch_size)] = None
+            return 0
+        enough: list[bool] = []
+        again = with_same_numbers(lambda: enough.append(self._flush(trial.batch_size, until_s)))
+        kept_bytes = self._baseline.added_by(again)
+        return kept_bytes if all(enough) else max(kept_bytes, self._baseline.grown_by_each(rounds))
 
-    def _served_bytes(self) -> int:
-        served_bytes: Callable[[], int] | None = getattr(self._device, "served_bytes", None)
-        return 0 if served_bytes is None else served_bytes()
+    # --- calls beside the trials ---
 
-    def _until_steady(self, name: str, step: Step, request: Request, run: _Run) -> None:
-        """Call until every optimizer of the step has stepped: only then does its state exist."""
-        if name in self._expected:
-            if self._expected[name]:
-                self._full_step(step, self._expected[name], request, run)
-            return
-        known = {id(optimizer) for optimizer in self._optimizers() if not _wraps_another(optimizer)}
-        self._expected[name] = set()  # a failure on the way leaves it to the next trial
-        try:
-            stepped = self._full_step(step, known or {0}, request, run, learned=False)
-        except BaseException:
-            del self._expected[name]
-            raise
-        self._expected[name] = stepped
-        if not stepped:
-            self.notes[NO_OPTIMIZER.format(calls=step.max_calls, step=name)] = None
+    def _flush(self, size: int, deadline_s: float | None) -> bool:
+        """Replace what a step keeps of its last batch; a trial that has passed is not lost for want of time for this.
 
-    def _full_step(
-        self, step: Step, wanted: set[int], request: Request, run: _Run, *, learned: bool = True
-    ) -> set[int]:
-        """Call the step until all the wanted optimizers have stepped; once when none is wanted.
-
-        Raises:
-            NotTrainedError: one that stepped before does not any more, so that the size was not really run.
+        Returns:
+            Whether there was memory for it: the leak itself may have filled it, which is measured next.
         """
-        self._watch.stepped.clear()
-        for _ in range(step.max_calls if wanted else 1):
-            self._call_or_repeat(step, request, run)
-            if self._watch.stepped and self._all_stepped(wanted):
-                return set(self._watch.stepped)
-        if wanted and learned:
-            raise NotTrainedError(STOPPED_STEPPING.format(calls=step.max_calls, size=request.batch_size))
-        return set(self._watch.stepped)
-
-    def _all_stepped(self, wanted: set[int]) -> bool:
-        """As many as were wanted, or all of them that still exist: a step may build its optimizer on each call."""
-        stepped = self._watch.stepped
-        there = wanted & {id(optimizer) for optimizer in self._optimizers()}
-        return stepped >= there or (bool(stepped - wanted) and len(stepped) >= len(wanted))
-
-    def _accumulate(self, step: Step, request: Request, run: _Run) -> None:
-        with held_back(self._optimizers(), self.model):
-            for _ in range(request.accumulation_steps - 1):
-                self._call(step, request, run)
-        self._call(step, request, run)
-
-    def _call_or_repeat(self, step: Step, request: Request, run: _Run) -> None:
-        """A call that is known to do what the last one did may be left to a simulated device."""
-        known = run.calls and len(self._steps) == 1
-        if known and self._simulated is not None and self._simulated.repeat():
-            self._watch.stepped |= self._last_stepped
-            run.calls += 1
-            return
-        self._watch.stepped, before = set(), self._watch.stepped
-        self._call(step, request, run)
-        self._last_stepped = set(self._watch.stepped)
-        self._watch.stepped |= before
-
-    def _call(self, step: Step, request: Request, run: _Run, inside: AbstractContextManager[Any] | None = None) -> None:
-        started = time.perf_counter()
-        allowed = self.interrupts.allowed(request.deadline_s, polled=self._simulated is not None)
         try:
-            with self._device.session(), inside or nullcontext(), allowed:
-                step.run(self.model, request.batch_size)
-                self._device.synchronize()
-        finally:
-            duration = time.perf_counter() - started
-            self.in_steps_s += duration
-        self._after_call()
-        run.calls += 1
-        run.durations_s.setdefault(run.step_name or "", []).append(duration)
+            self._call_each(size, deadline_s)
+            return True
+        except TimeUp as up:
+            self._interrupts.check_own(up)
+            return True
+        except Exception as error:
+            return classify_error(error) not in (Verdict.OOM, Verdict.HOST_OOM)
+
+    def _flush_smallest(self) -> None:
+        self._flush(self._smallest, None)
+
+    def work_at(self, batch_size: int, deadline_s: float | None) -> Work | None:
+        counter = WorkCounter()
+        try:
+            with self._device.cap(None):
+                self._call_each(batch_size, deadline_s, counter)
+        except Exception:  # what fails here will fail in a trial
+            return None
+        except TimeUp as up:
+            self._interrupts.check_own(up)
+            raise
+        return counter.work
+
+    def _call_each(
+        self, batch_size: int, deadline_s: float | None, inside: AbstractContextManager[Any] | None = None
+    ) -> None:
+        """Call every step once, outside any trial; `inside` is entered around each call."""
+        request = Request(batch_size=batch_size, phase=Phase.GROW, steps=1, deadline_s=deadline_s)
+        self.compiled.start_size(batch_size)
+        self._start_cold()
+        try:
+            for step in self._steps.values():
+                if len(self._steps) > 1:
+                    self._state.restore_modes()
+                self._call(step, request, _Record(), inside=inside)
+        except BaseException as error:
+            self._watch.drop_half_made()
+            clear_frames(error)
+            raise
+
+    # --- what a session asks ---
+
+    def measure(self) -> Measured:
+        available_bytes = asked_bytes(self._device, "available_bytes")
+        return Measured(available_bytes=available_bytes, outside_bytes=self._device.outside_bytes())
+
+    def outside_bytes(self) -> int | None:
+        return self._device.outside_bytes()
+
+    def renew(self) -> None:
+        """This process is the only one."""
 
     @property
-    def learned(self) -> dict[str, list[int]]:
-        """Which optimizers step in each step, by their place among those known; -1 and below: others."""
-        places = {id(optimizer): place for place, optimizer in enumerate(self._optimizers())}
-        return {
-            name: [places.get(one, -1 - nth) for nth, one in enumerate(stepped)]
-            for name, stepped in self._expected.items()
-        }
+    def device_notes(self) -> tuple[str, ...]:
+        return notes_of(self._device)
 
-    def learn(self, learned: Mapping[str, Iterable[int]]) -> None:
-        """Take over what trials of the same target learned in another process."""
-        known = [id(optimizer) for optimizer in self._optimizers()]
-        self._expected = {
-            name: {known[place] if 0 <= place < len(known) else place for place in places}
-            for name, places in learned.items()
-        }
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+    @property
+    def graphs(self) -> int:
+        return self.compiled.graphs
 
     @property
     def step_names(self) -> list[str]:
         return list(self._steps)
 
     @property
-    def nothing_stepped(self) -> bool:
-        """Whether no optimizer was seen to step in the first trial."""
-        return not any(self._expected.values())
+    def learned(self) -> dict[str, list[int]]:
+        places = {id(optimizer): place for place, optimizer in enumerate(self._state.optimizers)}
+        return {
+            name: [places.get(one, -1 - nth) for nth, one in enumerate(stepped)]
+            for name, stepped in self._expected.items()
+        }
 
-    def call_once(
-        self, batch_size: int, deadline_s: float | None, inside: AbstractContextManager[Any] | None = None
-    ) -> None:
-        """Call every step once at one size, outside any trial; `inside` is entered around each call.
+    def learn(self, learned: Mapping[str, Iterable[int]]) -> None:
+        known = [id(optimizer) for optimizer in self._state.optimizers]
+        self._expected = {
+            name: {known[place] if 0 <= place < len(known) else place for place in places}
+            for name, places in learned.items()
+        }
 
-        Raises:
-            TimeUp: its time passed. Whatever else comes, a `TimeLimitError` too, is the step's own.
-        """
-        request = Request(batch_size=batch_size, phase=Phase.GROW, steps=1, deadline_s=deadline_s)
-        self.compiled.start_size(batch_size)
-        self.start_cold()
-        try:
-            for step in self._steps.values():
-                if len(self._steps) > 1:
-                    self._restore_modes()
-                self._call(step, request, _Run(), inside)
-        except BaseException as error:
-            self._watch.drop_half_made()
-            clear_frames(error)
-            raise
+
+def varies(served: Sequence[int]) -> bool:
+    """Whether some steps allocated more bytes than others, not counting the first, which may create caches and buffers.
+
+    Example:
+        >>> varies([120, 100, 100]), varies([120, 100, 150])
+        (False, True)
+    """
+    steady = served[1:]
+    return bool(steady) and max(steady) - min(steady) > VARIES * max(steady)
 
 
 def _wraps_another(optimizer: torch.optim.Optimizer) -> bool:
@@ -383,25 +545,31 @@ def _wraps_another(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
 
 
-def _trial(request: Request, run: _Run, *, several: bool, timed: bool) -> Trial:
-    medians = [statistics.median(durations_s) for durations_s in run.durations_s.values()]
-    step_s = sum(medians) if timed and medians and run.failure is None else None
-    failed = run.verdict is not Verdict.FITS
-    named = run.step_name if failed else max(run.peaks, key=lambda name: run.peaks[name], default=None)
+def _over_cap(usage: Usage, request: Request) -> bool:
+    """The cap is compared when memory is asked of the device; what the allocator holds already is served beyond it."""
+    peak = usage.peak_allocated_bytes
+    return request.cap_bytes is not None and usage.peak_reserved_bytes is not None and (peak or 0) > request.cap_bytes
+
+
+def _trial(request: Request, record: _Record, *, several: bool, timed: bool) -> Trial:
+    medians = [statistics.median(durations_s) for durations_s in record.durations_s.values()]
+    step_s = sum(medians) if timed and medians and record.failure is None else None
+    failed = record.verdict is not Verdict.FITS
+    named = record.step_name if failed else max(record.peaks, key=lambda name: record.peaks[name], default=None)
     return Trial(
         batch_size=request.batch_size,
-        verdict=run.verdict,
+        verdict=record.verdict,
         phase=request.phase,
-        steps=run.calls,
+        steps=record.calls,
         cap_bytes=request.cap_bytes,
-        peak_allocated_bytes=run.usage.peak_allocated_bytes,
-        peak_reserved_bytes=run.usage.peak_reserved_bytes,
-        peak_upper_bytes=run.usage.peak_upper_bytes,
+        peak_allocated_bytes=record.usage.peak_allocated_bytes,
+        peak_reserved_bytes=record.usage.peak_reserved_bytes,
+        peak_upper_bytes=record.usage.peak_upper_bytes,
         step_s=step_s,
         samples_per_s=request.batch_size / step_s if step_s else None,
-        alloc_retries=run.usage.alloc_retries,
-        error=run.failure.text if run.failure else OVER_CAP if run.verdict is Verdict.OOM else None,
-        where=run.failure.where if run.failure else None,
+        alloc_retries=record.usage.alloc_retries,
+        error=record.failure.text if record.failure else OVER_CAP if record.verdict is Verdict.OOM else None,
+        where=record.failure.where if record.failure else None,
         step_name=named if several else None,
         accumulation_steps=request.accumulation_steps,
     )

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import oomprobe
+from oomprobe.cli import explained
 from oomprobe.devices import choose_device
-from oomprobe.exits import explained
 
 parser = argparse.ArgumentParser(description="Probe the batch size, then train with it.")
 parser.add_argument("--batch-size", type=int, default=64, help="the configured one")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from oomprobe.work import load_counter
+from oomprobe.hooks import load_counter
 
 ON_BED = Path(torch.__file__).parents[1].joinpath("nvidia/cu13/lib/libcudastub.so").exists()
 collect_ignore = ["cuda_bed"] if ON_BED else ["cuda_bed", "cuda"]

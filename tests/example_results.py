@@ -2,9 +2,9 @@
 
 from test_result import a_trial
 
-from oomprobe.fit import fit_line
+from oomprobe.report.fit import fit_line
 from oomprobe.result import Phase, ProbeResult
-from oomprobe.verdict import Verdict
+from oomprobe.verdicts import Verdict
 
 GIB, MIB = 2**30, 2**20
 CUDA_OOM = (

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from oomprobe import InvalidArgumentError, find_max_batch
-from oomprobe.arguments import SEARCH_OPTIONS, check_run, parser
+from oomprobe.cli import SEARCH_OPTIONS, check_run, parser
 
 
 def parsed(*arguments):

@@ -78,7 +78,7 @@ def test_an_answer(capsys, target):
     code, out, _ = run(capsys, "run", f"{target}:up_to_five", *RUN)
     assert code == 0
     assert re.search(r"^verdict: batch (\d+)", out, re.MULTILINE)[1] == "5"
-    assert "restored and compared bit for bit" in out
+    assert "trials ran in processes of their own: nothing here was touched" in out
 
 
 def test_an_answer_from_processes_of_their_own(capsys, target):
@@ -263,7 +263,7 @@ def test_what_nobody_foresaw_is_70_with_its_traceback(capsys, wrong, target, mon
     def broken(*_, **__):
         raise ZeroDivisionError("a bug of oomprobe")
 
-    monkeypatch.setattr("oomprobe.by_name.search_on", broken)
+    monkeypatch.setattr("oomprobe.probe.result_of", broken)
     code, _, err = run(capsys, "run", f"{target}:fits", *RUN)
     assert code == 70
     assert err.index("Traceback") < err.index("ZeroDivisionError: a bug of oomprobe")
@@ -442,16 +442,16 @@ def test_demo_runs_two_real_models(capsys):
     answers = [int(n) for n in re.findall(r"^verdict: batch (\d+)", out, re.MULTILINE)]
     assert len(answers) == 2
     assert all(n > 1 for n in answers)
-    assert out.count("restored and compared bit for bit: identical") == 2
+    assert out.count("trials ran in processes of their own") == 2
 
 
 def test_a_contaminated_answer_is_no_plain_number(capsys, target, monkeypatch):
-    from oomprobe import by_name
+    from oomprobe import probe
 
-    found = by_name.probe_target(f"{target}:up_to_five", isolate=False, device="cpu:1GiB", progress="off")
+    found = probe.probe_target(f"{target}:up_to_five", isolate=False, device="cpu:1GiB", progress="off")
     contaminated = dataclasses.replace(found, contaminated=True, notes=("CONTAMINATED: others",))
     capsys.readouterr()
-    monkeypatch.setattr("oomprobe.by_name.probe_target", lambda *_, **__: contaminated)
+    monkeypatch.setattr("oomprobe.probe.probe_target", lambda *_, **__: contaminated)
     code, out, err = run(capsys, "run", f"{target}:up_to_five", "--quiet", *RUN)
     assert (code, out) == (6, "")
     assert "no plain number" in err

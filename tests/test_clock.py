@@ -5,8 +5,8 @@ import time
 import pytest
 from test_result import a_trial
 
-from oomprobe.clock import CONFIRM_SLACK, Clock
 from oomprobe.options import Options
+from oomprobe.signals import CONFIRM_SLACK, Clock
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 import torch
 from test_linux import run_python
 
-from oomprobe import compiled
-from oomprobe.compiled import Compiled
+from oomprobe import hooks
+from oomprobe.hooks import Compiled
 
 SIZES = [2, 4, 8, 6, 5, 6]
 TRAINED = 24
@@ -298,7 +298,7 @@ def test_nothing_is_imported_where_torch_compile_is_not_used():
         import sys
         import torch
         before = set(sys.modules)
-        from oomprobe.compiled import Compiled
+        from oomprobe.hooks import Compiled
         compiled = Compiled()
         for size in (1, 2, 4):
             compiled.start_size(size)
@@ -315,7 +315,7 @@ def test_torch_compile_that_comes_with_the_first_trial_is_seen():
     run_python(
         """
         import torch
-        from oomprobe.compiled import Compiled
+        from oomprobe.hooks import Compiled
         seen = []
         def backend(graph, inputs):
             seen.append([tuple(i.shape)[0] for i in inputs])
@@ -394,7 +394,7 @@ def test_another_thread_that_compiles_is_waited_for():
     assert done.is_set()
     other.join(20)
     torch_compile.finish()
-    assert compiled._count("frames", "total") > 0
+    assert hooks._count("frames", "total") > 0
 
 
 @pytest.mark.slow
@@ -404,7 +404,7 @@ def test_the_default_backend(tmp_path, monkeypatch):
     run_python(
         """
         import torch
-        from oomprobe.compiled import Compiled
+        from oomprobe.hooks import Compiled
         from torch._dynamo.utils import counters
         torch.set_num_threads(1)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))

@@ -54,10 +54,9 @@ class Speechless(Exception):
 
 @pytest.mark.parametrize("own", [KeyError("labels"), StopIteration(7), StepFailedError("inner")])
 def test_a_step_failure_is_one_plain_class(own):
-    trials = (a_trial(),)
-    failed = step_failed(own, batch_size=16, trials=trials)
+    failed = step_failed(own, batch_size=16)
     assert type(failed) is StepFailedError
-    assert (failed.batch_size, failed.trials) == (16, trials)
+    assert failed.batch_size == 16
     assert str(failed) == (
         f"the step failed at batch size 16 with {type(own).__name__}: {own}\n"
         "This is not about memory, so no batch size would answer it: the same error comes without oomprobe. "
@@ -66,7 +65,7 @@ def test_a_step_failure_is_one_plain_class(own):
 
 
 def test_an_exception_without_text_is_still_told():
-    failed = step_failed(Speechless("x"), batch_size=4, trials=())
+    failed = step_failed(Speechless("x"), batch_size=4)
     assert str(failed).startswith("the step failed at batch size 4 with Speechless: (no text)\n")
 
 
@@ -74,7 +73,7 @@ def test_an_exception_without_text_is_still_told():
 
 
 def test_a_step_that_ran_at_a_smaller_size_is_told_where_to_stop():
-    text = str(step_failed(ValueError("sample larger than population"), batch_size=1024, trials=(), largest_passed=512))
+    text = str(step_failed(ValueError("sample larger than population"), batch_size=1024, largest_passed=512))
     assert "batch 512 ran: pass max_batch=512 if sizes above it are not meant to work (a data set that ends?)" in text
     assert "no batch size would answer it" not in text
     assert text.endswith("Run step_fn(model, 1024) once by itself to see it.")
@@ -82,19 +81,19 @@ def test_a_step_that_ran_at_a_smaller_size_is_told_where_to_stop():
 
 @pytest.mark.parametrize("largest_passed", [None, 8, 16])
 def test_a_step_that_ran_at_no_smaller_size_is_told_that_none_will_do(largest_passed):
-    text = str(step_failed(ValueError("x"), batch_size=8, trials=(), largest_passed=largest_passed))
+    text = str(step_failed(ValueError("x"), batch_size=8, largest_passed=largest_passed))
     assert "so no batch size would answer it: the same error comes without oomprobe" in text
     assert "max_batch" not in text
 
 
 def test_a_user_of_an_adapter_is_told_what_he_can_type():
     caller = errors.Caller(alone="run train({batch_size})", limit="starting_batch_size", more="It has no logger.")
-    text = str(step_failed(ValueError("x"), batch_size=8, trials=(), caller=caller))
+    text = str(step_failed(ValueError("x"), batch_size=8, caller=caller))
     assert text.endswith(
         "This is not about memory, so no batch size would answer it. To see whether it comes without oomprobe, run "
         "train(8). It has no logger."
     )
-    text = str(step_failed(ValueError("x"), batch_size=8, trials=(), largest_passed=4, caller=caller))
+    text = str(step_failed(ValueError("x"), batch_size=8, largest_passed=4, caller=caller))
     assert "batch 4 ran: pass starting_batch_size=4 if" in text
     assert "step_fn" not in text
 
@@ -113,7 +112,7 @@ def test_the_traceback_shows_the_users_line():
     try:
         step()
     except KeyError as own:
-        failed = step_failed(own, batch_size=4, trials=())
+        failed = step_failed(own, batch_size=4)
         failed.__cause__ = own
     text = "".join(traceback.format_exception(failed))
     assert "# the user's line" in text
@@ -124,13 +123,13 @@ def test_the_users_exception_is_not_changed():
     own = OSError(28, "No space left", "/data")
     own.extra = 1
     before = (own.args, dict(vars(own)), str(own))
-    step_failed(own, batch_size=4, trials=())
+    step_failed(own, batch_size=4)
     assert (own.args, dict(vars(own)), str(own)) == before
 
 
 def test_what_may_come_of_the_probe_itself_is_not_blamed_on_the_step():
     cause = RuntimeError("_apply(): Couldn't swap Linear.weight.grad")
-    text = str(step_failed(cause, batch_size=1, trials=()))
+    text = str(step_failed(cause, batch_size=1))
     assert "the same error comes without oomprobe" not in text
     assert "without oomprobe it may not come; set .grad to None first" in text
-    assert "the same error comes without oomprobe" in str(step_failed(RuntimeError("x"), batch_size=1, trials=()))
+    assert "the same error comes without oomprobe" in str(step_failed(RuntimeError("x"), batch_size=1))

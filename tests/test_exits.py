@@ -3,8 +3,8 @@
 import pytest
 
 from oomprobe import errors
-from oomprobe.exits import explain, explained
-from oomprobe.interrupts import EXIT_TERMINATED
+from oomprobe.cli import explain, explained
+from oomprobe.signals import EXIT_TERMINATED
 
 CODES = {
     errors.NothingFitsError: 1,
@@ -43,7 +43,7 @@ def test_a_script_that_has_its_answer_goes_on_and_other_errors_are_its_own():
 
 @pytest.mark.parametrize("own", [KeyError("x"), errors.InvalidArgumentError("of a probe inside the step")])
 def test_a_failed_step_is_3_whatever_it_failed_with(capsys, own):
-    failed = errors.step_failed(own, batch_size=4, trials=())
+    failed = errors.step_failed(own, batch_size=4)
     failed.__cause__ = own
     assert explain(failed, required=True) == 3
     assert f"{type(own).__name__}: {own}" in capsys.readouterr().err
@@ -55,8 +55,8 @@ def test_a_failed_step_is_3_whatever_it_failed_with(capsys, own):
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(EXIT_TERMINATED), 143, "terminated"),
         (SystemExit(0), 3, "left the process, sys.exit(0)"),
-        (RuntimeError("x"), 70, "RuntimeError, which nobody foresaw"),
-        (GeneratorExit(), 70, "GeneratorExit, which nobody foresaw"),
+        (RuntimeError("x"), 70, "unexpected internal error (RuntimeError)"),
+        (GeneratorExit(), 70, "unexpected internal error (GeneratorExit)"),
     ],
 )
 def test_all_others(capsys, error, code, said):

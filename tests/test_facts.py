@@ -5,13 +5,13 @@ import pytest
 from example_results import gpu, max_batch
 from test_result import a_result, a_trial
 
-from oomprobe import report
+from oomprobe.report import page
 from oomprobe.result import Phase
-from oomprobe.verdict import Verdict
+from oomprobe.verdicts import Verdict
 
 
 def sentence(result, word):
-    [line] = [line.strip() for line in report.text(result).splitlines() if word in line]
+    [line] = [line.strip() for line in page.text(result).splitlines() if word in line]
     return line
 
 
@@ -39,7 +39,7 @@ def test_the_smallest_batch_that_is_as_fast_is_named():
     ],
 )
 def test_the_share_holds(speed, words):
-    assert words in report.text(timed(b8=speed, b32=1000.0))
+    assert words in page.text(timed(b8=speed, b32=1000.0))
 
 
 def test_a_failed_or_accumulating_trial_is_no_throughput():
@@ -48,12 +48,12 @@ def test_a_failed_or_accumulating_trial_is_no_throughput():
         a_trial(8, Verdict.OOM, samples_per_s=1000.0),
         a_trial(16, samples_per_s=1e3, accumulation_steps=2),
     )
-    assert "no smaller size" in report.text(dataclasses.replace(slow, trials=slow.trials + fast))
+    assert "no smaller size" in page.text(dataclasses.replace(slow, trials=slow.trials + fast))
 
 
 @pytest.mark.parametrize("speeds", [{"b8": 5.0}, {"b8": 5.0, "b32": 0.0}, {"b32": None}])
 def test_without_a_speed_of_the_answer_nothing_is_said_of_throughput(speeds):
-    assert "throughput" not in report.text(timed(**speeds))
+    assert "throughput" not in page.text(timed(**speeds))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_without_a_speed_of_the_answer_nothing_is_said_of_throughput(speeds):
 )
 def test_the_line_is_judged_by_what_ran(predicted, tried, words):
     fit = dataclasses.replace(a_result().fit, predicted_max_batch=predicted)
-    text = " ".join(report.text(a_result(fit=fit, trials=(a_trial(4), *tried))).split())
+    text = " ".join(page.text(a_result(fit=fit, trials=(a_trial(4), *tried))).split())
     assert f"the line would have answered {predicted} (not used): {words} plan" in text
 
 
@@ -102,7 +102,7 @@ def test_how_far_off_the_line_is(share, words):
 
 def test_the_line_keeps_to_multiple_of_like_the_search():
     fit = dataclasses.replace(a_result().fit, predicted_max_batch=7)
-    assert "answered 4 (not used): the same" in report.text(a_result(fit=fit, options={"multiple_of": 4}))
+    assert "answered 4 (not used): the same" in page.text(a_result(fit=fit, options={"multiple_of": 4}))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_line_keeps_to_multiple_of_like_the_search():
     ],
 )
 def test_what_limits_is_said_in_words(limited_by, words):
-    assert f"limited by {words}" in report.text(a_result(limited_by=limited_by))
+    assert f"limited by {words}" in page.text(a_result(limited_by=limited_by))
 
 
 def test_the_limiting_step_is_named():
@@ -129,34 +129,34 @@ def checked(**changes):
 
 
 def test_a_check_asks_for_one_size_and_says_nothing_of_a_limit():
-    text = report.text(checked())
+    text = page.text(checked())
     assert "limit       batch 8 was asked for, and ran\n" in text
     assert "no other size was tried: larger ones may fit too (find_max_batch looks for them)\n" in text
     assert "max_batch of the call" not in text
     assert "is the largest that ran" not in text
-    assert "and ran; step 'eval' takes the most memory\n" in report.text(checked(limiting_step="eval"))
+    assert "and ran; step 'eval' takes the most memory\n" in page.text(checked(limiting_step="eval"))
 
 
 def test_a_search_that_tried_one_size_was_limited_by_max_batch():
     grown = (a_trial(8, phase=Phase.GROW), a_trial(8, phase=Phase.CONFIRM))
     result = dataclasses.replace(checked(), trials=grown)
-    assert "limited by the max_batch of the call, not memory" in report.text(result)
+    assert "limited by the max_batch of the call, not memory" in page.text(result)
 
 
 def test_an_example_plan_is_the_power_of_two_of_at_least_four_batches():
     for batch_size, example in ((1, 4), (2, 8), (3, 16), (64, 256), (65, 512)):
-        assert f"for example global batch {example} =" in report.text(a_result(batch_size=batch_size))
+        assert f"for example global batch {example} =" in page.text(a_result(batch_size=batch_size))
 
 
 def test_a_plan_says_what_ran():
-    text = report.text(gpu())
+    text = page.text(gpu())
     assert "1008 = 84 x 12" not in text
     assert re.search(r"1009 = 1 x 1009, exact; micro-batch 1: ran$", text, re.MULTILINE)
     assert re.search(r"= 91 x 11, near; micro-batch 91: not run$", text, re.MULTILINE)
-    assert "micro-batch 64: ran, also with accumulation" in report.text(max_batch())
+    assert "micro-batch 64: ran, also with accumulation" in page.text(max_batch())
 
 
 def test_a_state_that_was_not_compared_is_not_called_restored():
-    assert "bit for bit: identical" in report.text(a_result(state_verified=True))
-    assert "identical" not in report.text(a_result(state_verified=False))
-    assert "not compared" in report.text(a_result(state_verified=False))
+    assert "bit for bit: identical" in page.text(a_result(state_verified=True))
+    assert "identical" not in page.text(a_result(state_verified=False))
+    assert "not compared" in page.text(a_result(state_verified=False))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oomprobe.failure import MAX_TEXT, Failure, failure_of
+from oomprobe.verdicts.failure import MAX_TEXT, Failure, failure_of
 
 HERE = Path(__file__).name
 

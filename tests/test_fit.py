@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from oomprobe.fit import fit_line
+from oomprobe.report.fit import estimates, fit_line
 
 GIB = 2**30
 sizes = st.lists(st.integers(1, 4096), min_size=3, max_size=12, unique=True)
@@ -108,3 +108,13 @@ def test_huge_integers_give_finite_numbers_or_nothing(power):
     assert is_finite_or_none(fit_line([(huge, 1), (2 * huge, 2), (3 * huge, 3)], huge))
     assert is_finite_or_none(fit_line([(huge, huge), (huge + 1, 0), (huge + 2, 1)], 1))
     assert is_finite_or_none(fit_line([(1, 1), (2, 2), (3, 3)], huge))
+
+
+def test_a_line_through_the_smallest_sizes_is_another_one():
+    """A net whose peaks bend."""
+    straight = [(size, 10**6 + 1000 * size) for size in (1, 2, 4, 8, 16)]
+    bent = [(32, 10**6 + 64_000), (64, 10**6 + 256_000)]
+    smallest, line = estimates(straight + bent, budget_bytes=2 * 10**6).values()
+    assert smallest == 1000
+    assert line < 500
+    assert set(estimates([], budget_bytes=1).values()) == {None}

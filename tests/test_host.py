@@ -16,8 +16,8 @@ from torch import nn
 import oomprobe
 from oomprobe.devices import linux
 from oomprobe.devices.host import APPROXIMATE, HostDevice
-from oomprobe.isolation import offspring, system
-from oomprobe.isolation.process import ThisProcess
+from oomprobe.isolation import process, runner
+from oomprobe.isolation.process import Process as TrialProcess
 
 MIB, GIB = 2**20, 2**30
 QUIET = {"device": "cpu:256MiB", "progress": "off"}
@@ -79,7 +79,7 @@ def test_a_mebibyte_a_sample_answers_the_mebibytes(memory_fraction, budget_mib):
     result = oomprobe.find_max_batch(*linear(), memory_fraction=memory_fraction, **QUIET)
     assert budget_mib - 12 <= result.batch_size <= budget_mib
     assert result.budget_bytes == int(memory_fraction * 256 * MIB)
-    assert (result.state_verified, result.environment["isolated"], result.environment["threads"]) == (True, False, 1)
+    assert (result.state_verified, result.environment["isolated"], result.environment["threads"]) == (True, True, 1)
     answered = result.trials[-1]
     assert answered.peak_allocated_bytes <= answered.peak_reserved_bytes <= result.budget_bytes
     assert answered.peak_allocated_bytes >= (result.batch_size - 4) * MIB  # a little was free in the heap
@@ -139,12 +139,12 @@ def test_a_step_runs_in_a_child_and_changes_nothing_here():
         step(model, batch_size)
 
     before = model.weight.detach().clone()
-    children = system.children_of(os.getpid())
+    children = children_of(os.getpid())
     oomprobe.find_max_batch(model, marked, max_batch=4, **QUIET)
     assert not pids
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
-    assert system.children_of(os.getpid()) == children
+    assert children_of(os.getpid()) == children
 
 
 def test_shared_memory_comes_back_too():
@@ -208,8 +208,8 @@ def test_a_step_that_hangs_ends_with_its_time():
 
 
 def test_a_child_that_waits_for_ever_is_told_with_what_to_type(monkeypatch):
-    monkeypatch.setattr(offspring, "STUCK_IN_STEP_S", 2.0)
-    with pytest.raises(oomprobe.UnreliableError, match=r"hangs at test_host\.py:\d+.*oomprobe run"):
+    monkeypatch.setattr(runner, "STUCK_IN_STEP_S", 2.0)
+    with pytest.raises(oomprobe.UnreliableError, match=r"hangs at test_host\.py:\d+.*set_num_threads.*oomprobe run"):
         oomprobe.find_max_batch(*linear(lambda batch_size: time.sleep(60)), **QUIET)
 
 
@@ -224,23 +224,23 @@ def test_ctrl_c_ends_the_child_too():
         [sys.executable, "-c", textwrap.dedent(code)], cwd=os.path.dirname(__file__), capture_output=True, text=True
     )
     assert re.search(r"^KeyboardInterrupt", done.stderr, re.MULTILINE)
-    assert not [pid for pid in system.children_of(1) if "test_host" in _command(pid)]
-
-
-class InterruptedAtOnce:
-    def allowed(self, deadline_s):
-        raise KeyboardInterrupt
+    assert not [pid for pid in children_of(1) if "test_host" in _command(pid)]
 
 
 def test_a_child_that_has_hardly_begun_is_ended_too(monkeypatch):
-    begin = offspring._begin
-    monkeypatch.setattr(offspring, "_begin", lambda *ends: (time.sleep(0.5), begin(*ends)))
-    before, began_s = system.children_of(os.getpid()), time.monotonic()
-    question = {"ask": {"do": "hello"}, "left_s": None, "over_s": None, "may_be_stuck": False}
-    with pytest.raises(KeyboardInterrupt):
-        ThisProcess(lambda wire: time.sleep(60), InterruptedAtOnce()).ask(question, until_s=None)
-    assert system.children_of(os.getpid()) == before
+    live = process._live
+    monkeypatch.setattr(process, "_live", lambda *given: (time.sleep(0.5), live(*given)))
+    before, began_s = children_of(os.getpid()), time.monotonic()
+    child = TrialProcess.forked(lambda wire: time.sleep(60))
+    child.end()
+    assert children_of(os.getpid()) == before
     assert time.monotonic() - began_s < 10
+
+
+def children_of(pid):
+    """Processes whose parent is `pid`, zombies too."""
+    tasks = Path("/proc", str(pid), "task").iterdir()
+    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
 
 
 def _command(pid):
@@ -256,7 +256,7 @@ def test_where_nothing_can_be_forked_it_says_so(monkeypatch):
 
     monkeypatch.setattr(os, "fork", full)
     with pytest.raises(
-        oomprobe.UnreliableError, match=r"no process could be forked for a trial .*state a smaller budget"
+        oomprobe.UnreliableError, match=r"no process could be started for a trial .*state a smaller budget"
     ):
         oomprobe.find_max_batch(*linear(), **QUIET)
 

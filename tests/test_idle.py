@@ -1,39 +1,31 @@
-"""Steps that ignore their batch size, from trials and counts of work made by hand."""
-
-import dataclasses
+"""Steps that ignore their batch size."""
 
 import pytest
-from test_result import a_trial
+import torch
+from ledger import HERE
+from torch import nn
 
-from oomprobe.errors import UnreliableError
-from oomprobe.idle import Idle
-from oomprobe.result import Phase
-from oomprobe.search import Sizes
-from oomprobe.verdict import Verdict
-from oomprobe.work import Work
+import oomprobe
 
 
-def grown(work_of, doublings, asked):
-    """Grow from 1, all in the same memory; the sizes whose work was counted are added to `asked`."""
-    trials = []
+def grown(rows_of):
+    """Grow without end a step whose work is that of so many rows; how often each size was called."""
+    calls = {}
 
-    def work_at(size):
-        asked.append(size)
-        return Work(operators=1, elements=work_of(size))
+    def step(model, batch_size):
+        calls[batch_size] = calls.get(batch_size, 0) + 1
+        model(torch.ones(rows_of(batch_size), 2))
 
-    idle = Idle(trials, Sizes(first=1, last=None, step=1), work_at, kind="device")
-    for size in (2**n for n in range(doublings + 1)):
-        fields = {"batch_size": size, "phase": Phase.GROW, "verdict": Verdict.FITS, "peak_allocated_bytes": 1}
-        trials.append(dataclasses.replace(a_trial(), **fields))
-        idle.refuse(nothing_stepped=False)
-
-
-def test_the_work_of_a_size_is_counted_once():
-    asked = []
-    grown(lambda size: size, 9, asked)
-    assert asked == [1, 8, 64, 512]
+    with pytest.raises(oomprobe.UnreliableError) as error:
+        oomprobe.find_max_batch(nn.Linear(2, 2), step, device=HERE, progress="off")
+    return str(error.value), calls
 
 
 def test_data_that_ends_is_told_with_its_last_example():
-    with pytest.raises(UnreliableError, match="pass max_batch=100;"):
-        grown(lambda size: min(size, 100), 12, [])
+    text, _ = grown(lambda size: min(size, 100))
+    assert "pass max_batch=100;" in text
+
+
+def test_the_work_of_a_size_is_counted_once():
+    _, calls = grown(lambda size: min(size, 2**10))
+    assert (calls[2**6], calls[2**7]) == (3, 2), "a trial, and the count of its work"

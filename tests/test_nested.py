@@ -9,7 +9,7 @@ from torch import nn
 
 import oomprobe
 from oomprobe.errors import step_failed
-from oomprobe.verdict import Evidence, Verdict, classify_error, facts_of, judge
+from oomprobe.verdicts import Evidence, Verdict, classify_error, facts_of, judge
 
 OURS = [
     oomprobe.NothingFitsError(
@@ -38,7 +38,7 @@ def test_what_a_probe_raised_is_no_out_of_memory(error, evidence):
 
 
 def test_what_it_was_raised_from_is_judged_already():
-    failed = chained(step_failed(KeyError("x"), batch_size=1, trials=()), torch.OutOfMemoryError("CUDA out of memory"))
+    failed = chained(step_failed(KeyError("x"), batch_size=1), torch.OutOfMemoryError("CUDA out of memory"))
     assert classify_error(failed, PRESSED) is Verdict.BUG
     # beside it stands another error: that one counts
     both = ExceptionGroup("both", [failed, torch.OutOfMemoryError("CUDA out of memory")])

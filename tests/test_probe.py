@@ -15,7 +15,8 @@ from ledger import MIB, LedgerDevice
 from torch import nn
 
 import oomprobe
-from oomprobe import Phase, Verdict, fit
+from oomprobe import Phase, Verdict
+from oomprobe.report import fit
 
 
 def linear_step(device, *, fixed=0, per_sample=MIB):
@@ -82,7 +83,7 @@ def test_bracket_and_trial_bound():
 def test_the_answer_does_not_depend_on_the_fit(monkeypatch, lie):
     device = LedgerDevice(777 * MIB)
     honest = probe(device, linear_step(device, fixed=50 * MIB))
-    from oomprobe import summary
+    from oomprobe.report import summary
 
     false = fit.LinearFit(
         fixed_bytes=lie, bytes_per_sample=lie, r_squared=lie, max_relative_error=lie, predicted_max_batch=12345

@@ -9,10 +9,10 @@ from test_result import a_trial
 
 import oomprobe
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.progress import reporter
-from oomprobe.report import trial_line
+from oomprobe.report.progress import reporter
+from oomprobe.report.table import trial_line
 from oomprobe.result import Phase
-from oomprobe.verdict import Verdict
+from oomprobe.verdicts import Verdict
 
 
 class Terminal(io.StringIO):

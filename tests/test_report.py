@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_result import a_result, a_trial, results
 
-from oomprobe import report
-from oomprobe.fit import fit_line
-from oomprobe.verdict import Verdict
+from oomprobe.report import page
+from oomprobe.report.fit import fit_line
+from oomprobe.report.table import trial_line
+from oomprobe.verdicts import Verdict
 
 GOLDEN = Path(__file__).parent / "golden"
 VERDICT = re.compile(r"^verdict: batch (\d+)", re.MULTILINE)
@@ -21,7 +22,7 @@ every_example = pytest.mark.parametrize("name", EXAMPLES)
 @every_example
 def test_golden(name):
     """Run with OVERWRITE_GOLDEN=1 after a change of the report, and read the difference."""
-    path, text = GOLDEN / f"report_{name}.txt", report.text(EXAMPLES[name]())
+    path, text = GOLDEN / f"report_{name}.txt", page.text(EXAMPLES[name]())
     if os.environ.get("OVERWRITE_GOLDEN"):
         path.write_text(text, encoding="ascii", newline="\n")
     assert text == path.read_text(encoding="ascii")
@@ -32,7 +33,7 @@ def test_golden(name):
 
 @every_example
 def test_lines_fit_in_100_columns_of_ascii_without_space_at_the_end(name):
-    text = report.text(EXAMPLES[name]())
+    text = page.text(EXAMPLES[name]())
     assert max(map(len, text.splitlines())) <= 100
     assert all(" " <= c <= "~" or c == "\n" for c in text)
     assert not re.search(r" $", text, re.MULTILINE)
@@ -41,14 +42,14 @@ def test_lines_fit_in_100_columns_of_ascii_without_space_at_the_end(name):
 @every_example
 def test_the_last_line_and_only_that_is_the_verdict(name):
     result = EXAMPLES[name]()
-    text = report.text(result)
+    text = page.text(result)
     assert VERDICT.findall(text) == [str(result.batch_size)]
     assert VERDICT.match(text.splitlines()[-1])
 
 
 @given(results)
 def test_no_result_makes_it_raise_or_say_two_verdicts(result):
-    text = report.text(result)
+    text = page.text(result)
     assert VERDICT.findall(text) == [str(result.batch_size)]
     assert text.isascii()
     assert text.count("\n") == len(text.splitlines())
@@ -80,24 +81,24 @@ def test_extreme_values_do_not_make_it_raise(data):
         elapsed_s=data.draw(floats) or 0.0,
         estimates={"a rule": data.draw(floats)},
     )
-    assert len(VERDICT.findall(report.text(result))) == 1
-    assert "\n" not in report.trial_line(trial)
+    assert len(VERDICT.findall(page.text(result))) == 1
+    assert "\n" not in trial_line(trial)
 
 
 def test_it_prints_nothing(capsys):
-    report.text(gpu())
+    page.text(gpu())
     assert capsys.readouterr() == ("", "")
 
 
 def test_contamination_is_loud_and_next_to_the_verdict():
-    *_, end = report.text(a_result(contaminated=True)).split("\n\n")
+    *_, end = page.text(a_result(contaminated=True)).split("\n\n")
     *loud, verdict = end.splitlines()
     assert loud[0].startswith("!! WARNING: ")
     assert all(line.startswith("!! ") for line in loud)
     assert verdict.startswith("verdict")
-    assert "WARNING" not in report.text(a_result())
+    assert "WARNING" not in page.text(a_result())
 
 
 def test_the_verdict_says_memory_share_and_device():
-    line = report.text(gpu()).splitlines()[-1]
+    line = page.text(gpu()).splitlines()[-1]
     assert line == "verdict: batch 98 fits in 21.60 GiB (90 % of 24.00 GiB on NVIDIA GeForce RTX 4090)"

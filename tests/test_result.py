@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.fit import LinearFit, fit_line
+from oomprobe.report.fit import LinearFit, fit_line
 from oomprobe.result import SCHEMA_VERSION, Phase, ProbeResult, Trial
-from oomprobe.verdict import Verdict
+from oomprobe.verdicts import Verdict
 
 VERSION_1 = Path(__file__).parent / "data" / "result_version_1.json"
 counts = st.integers(0, 2**63)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from oomprobe.streams import stdout_kept, tell, write
+from oomprobe.cli import stdout_kept, tell, write
 
 
 def test_what_others_print_goes_to_stderr_and_the_answer_to_stdout(capfd):

@@ -6,11 +6,12 @@ import types
 import pytest
 from test_result import a_trial
 
-from oomprobe import summary
+from oomprobe.devices import DeviceInfo
 from oomprobe.options import Options
+from oomprobe.report import summary
 from oomprobe.result import Phase
 from oomprobe.search import Found
-from oomprobe.verdict import Verdict
+from oomprobe.verdicts import Verdict
 
 MIB = 2**20
 
@@ -26,7 +27,7 @@ def timed(batch_size, step_s):
 
 
 def bench(*trials, on_host=True, step_names=("step",), **options):
-    device = types.SimpleNamespace(on_host=on_host, name="a device", total_bytes=2**30, torch_device="cpu")
+    device = DeviceInfo(on_host=on_host, name="a device", total_bytes=2**30, torch_device="cpu")
     return types.SimpleNamespace(
         trials=list(trials),
         device=device,
@@ -35,18 +36,17 @@ def bench(*trials, on_host=True, step_names=("step",), **options):
         available_bytes=100 * MIB,
         notes={},
         tenants=lambda: "",
-        runner=types.SimpleNamespace(isolated=False, replaceable=False, threads=1),
+        runner=types.SimpleNamespace(
+            replaceable=False, threads=1, device_notes=(), step_names=list(step_names), in_steps_s=0.5
+        ),
+        clock=types.SimpleNamespace(elapsed_s=1.0),
         neighbours=types.SimpleNamespace(contaminated=False, held_bytes=[], notes=()),
-        step_names=list(step_names),
         state_verified=True,
-        anatomy=None,
-        elapsed_s=1.0,
-        in_steps_s=0.5,
     )
 
 
 def result(*trials, found=None, **fields):
-    return summary.result(bench(*trials, **fields), found or Found(batch_size=trials[-1].batch_size))
+    return summary.result_of(bench(*trials, **fields), found or Found(batch_size=trials[-1].batch_size))
 
 
 # --- nothing fits ---

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_result import a_trial, trials
 
-from oomprobe import report
+from oomprobe.report.table import trial_line, trials_table
 from oomprobe.result import Phase, Trial
 from oomprobe.units import parse_bytes
-from oomprobe.verdict import Verdict
+from oomprobe.verdicts import Verdict
 
 PARSE = {"phase": Phase, "verdict": Verdict, "steps": int, "batch": int, "samples/s": float}
 
@@ -37,7 +37,7 @@ def parse(table):
 
 @pytest.mark.parametrize("trials", [example().trials for example in EXAMPLES.values()], ids=EXAMPLES)
 def test_the_table_adds_up(trials):
-    unit, rows = parse(report.trials_table(trials))
+    unit, rows = parse(trials_table(trials))
     assert len(rows) == len(trials)
     for row, trial in zip(rows, trials, strict=True):
         assert int(row["batch"]) == trial.batch_size
@@ -63,18 +63,18 @@ def test_the_table_adds_up(trials):
 
 @given(st.lists(trials, max_size=5))
 def test_any_trials_make_a_table_with_a_row_for_each(some):
-    table = report.trials_table(some)
+    table = trials_table(some)
     rows = [line for line in table.splitlines()[2:] if not line.lstrip().startswith("^")]
     assert len(rows) == len(some)
     assert table.isascii()
 
 
 def test_no_trial_is_said():
-    assert report.trials_table(()) == "no trial was run"
+    assert trials_table(()) == "no trial was run"
 
 
 def test_columns_that_no_trial_measured_are_left_out():
-    heading = report.trials_table([a_trial()]).splitlines()[1].split()
+    heading = trials_table([a_trial()]).splitlines()[1].split()
     assert heading == ["batch", "phase", "verdict", "steps"]
 
 
@@ -90,7 +90,7 @@ def test_columns_that_no_trial_measured_are_left_out():
     ],
 )
 def test_one_measurement_is_enough_for_a_column_and_zero_is_a_measurement(head, measured):
-    _, (row, other) = parse(report.trials_table([a_trial(**measured), a_trial()]))
+    _, (row, other) = parse(trials_table([a_trial(**measured), a_trial()]))
     assert row[head] is not None
     assert other[head] is None
 
@@ -100,19 +100,19 @@ def test_one_measurement_is_enough_for_a_column_and_zero_is_a_measurement(head, 
     [(1, "B"), (1023, "B"), (1024, "KiB"), (3 * MIB, "MiB"), (3 * GIB, "GiB"), (2**45, "TiB")],
 )
 def test_the_largest_number_chooses_the_unit_of_the_table(largest, unit):
-    table = report.trials_table([a_trial(peak_allocated_bytes=1), a_trial(cap_bytes=largest)])
+    table = trials_table([a_trial(peak_allocated_bytes=1), a_trial(cap_bytes=largest)])
     assert parse(table)[0] == unit
 
 
 def test_a_leak_shows():
-    _, rows = parse(report.trials_table([a_trial(), a_trial(leaked_bytes=5 * MIB)]))
+    _, rows = parse(trials_table([a_trial(), a_trial(leaked_bytes=5 * MIB)]))
     assert "remark" not in rows[0]
     assert rows[1]["remark"] == "LEAKED 5.00 MiB"
 
 
 def test_a_leak_shows_before_an_error_of_any_length_and_again_with_the_same_error():
     leaking = dataclasses.replace(gpu_oom(4), error="x" * 500, leaked_bytes=5 * MIB)
-    _, rows = parse(report.trials_table([leaking, leaking]))
+    _, rows = parse(trials_table([leaking, leaking]))
     assert rows[0]["remark"].startswith("LEAKED 5.00 MiB; backward, model.py:142: xxx")
     assert rows[0]["remark"].endswith("...")
     assert rows[1]["remark"] == "LEAKED 5.00 MiB"
@@ -120,14 +120,14 @@ def test_a_leak_shows_before_an_error_of_any_length_and_again_with_the_same_erro
 
 def test_an_error_is_shown_where_it_first_comes_and_when_it_changes():
     other = dataclasses.replace(gpu_oom(3), where="optimizer step")
-    _, rows = parse(report.trials_table([gpu_oom(4), gpu_oom(3), gpu_trial(1), gpu_oom(2), other, gpu_oom(2)]))
+    _, rows = parse(trials_table([gpu_oom(4), gpu_oom(3), gpu_trial(1), gpu_oom(2), other, gpu_oom(2)]))
     assert ["remark" in row for row in rows] == [True, False, False, False, True, True]
     assert rows[0]["remark"] == "backward, model.py:142: CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def test_all_columns_fit_in_100_and_the_step_name_gives_way():
     full = dataclasses.replace(gpu_oom(10**5, cap=24 * GIB), step_name="n" * 40, step_s=1.0, samples_per_s=9.0)
-    lines = report.trials_table([full]).splitlines()
+    lines = trials_table([full]).splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[2].rstrip().endswith("nnn...")
 
@@ -136,18 +136,18 @@ def test_all_columns_fit_in_100_and_the_step_name_gives_way():
 
 
 def test_one_trial_is_one_line():
-    assert report.trial_line(gpu_oom(64, Phase.BISECT, 20 * GIB)) == (
+    assert trial_line(gpu_oom(64, Phase.BISECT, 20 * GIB)) == (
         "batch 64  out of memory  bisect  peak 19.90 GiB  cap 20.00 GiB  backward, model.py:142: CUDA out..."
     )
-    assert report.trial_line(gpu_trial(64)) == "batch 64  fits  grow  peak 13.77 GiB  941 samples/s"
-    assert report.trial_line(a_trial(3, step_name="eval", leaked_bytes=MIB, accumulation_steps=4)) == (
+    assert trial_line(gpu_trial(64)) == "batch 64  fits  grow  peak 13.77 GiB  941 samples/s"
+    assert trial_line(a_trial(3, step_name="eval", leaked_bytes=MIB, accumulation_steps=4)) == (
         "batch 3  fits  grow  eval  LEAKED 1.00 MiB  4 accumulation steps"
     )
 
 
 @given(trials)
 def test_any_trial_is_one_line_of_at_most_100_columns(trial):
-    line = report.trial_line(trial)
+    line = trial_line(trial)
     assert len(line) <= 100
     assert line.isascii()
     assert line.isprintable()
@@ -165,9 +165,9 @@ def test_a_trial_has_no_field_that_the_table_forgets():
     told_elsewhere = {"peak_upper_bytes", "holes_bytes", "step_leaked_bytes"}  # among the notes
     assert set(changed) == {field.name for field in dataclasses.fields(Trial)} - told_elsewhere
     for name, value in changed.items():
-        assert report.trials_table([dataclasses.replace(plain, **{name: value})]) != report.trials_table([plain])
+        assert trials_table([dataclasses.replace(plain, **{name: value})]) != trials_table([plain])
 
 
 def test_the_end_of_a_stderr_is_not_announced_where_only_its_first_line_is_shown():
     hung = a_trial(verdict=Verdict.TIMED_OUT, error="it timed out\nthe end of its stderr:\nmuch", where="train.py:12")
-    assert report.trials_table([hung]).endswith("^ train.py:12: it timed out")
+    assert trials_table([hung]).endswith("^ train.py:12: it timed out")

@@ -16,10 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomprobe import error_texts
-from oomprobe.error_texts import ERROR_TEXTS
-from oomprobe.interrupts import TimeUp
-from oomprobe.verdict import (
+from oomprobe.signals import TimeUp
+from oomprobe.verdicts import texts as error_texts
+from oomprobe.verdicts.judge import (
     MAX_LINKS,
     MAX_TEXT,
     Evidence,
@@ -29,6 +28,7 @@ from oomprobe.verdict import (
     facts_of,
     judge,
 )
+from oomprobe.verdicts.texts import ERROR_TEXTS
 
 DATA = Path(__file__).parent / "data"
 SAID_BY_PYTHON = {
@@ -521,7 +521,7 @@ class TestRealErrors:
         assert classify_error(error) is Verdict.OOM
 
 
-@pytest.mark.parametrize(("module", "expected"), [("oomprobe.verdict", "False"), ("torch", "True")])
+@pytest.mark.parametrize(("module", "expected"), [("oomprobe.verdicts", "False"), ("torch", "True")])
 def test_torch_is_not_imported(module, expected):
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {module}; print('torch' in sys.modules)"],

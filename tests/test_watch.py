@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from oomprobe.watch import OptimizerWatch, held_back
+from oomprobe.hooks import OptimizerWatch, held_back
 
 
 class PlainSteps(torch.optim.Optimizer):

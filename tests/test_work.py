@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_linux import run_python
 
-from oomprobe.work import Work, WorkCounter
+from oomprobe.hooks import Work, WorkCounter
 
 
 def count_work(call):
@@ -87,7 +87,7 @@ def test_once_loaded_the_counter_imports_nothing_more():
         """
         import sys
         import torch
-        from oomprobe.work import WorkCounter, load_counter
+        from oomprobe.hooks import WorkCounter, load_counter
         load_counter()
         before = set(sys.modules)
         with WorkCounter():

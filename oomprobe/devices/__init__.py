@@ -1,14 +1,31 @@
 """The one door to memory: what a probe may ask of a device, and how a device is chosen."""
 
-from oomprobe.devices.base import Device, Simulated, Usage, asked_bytes, raised_by
-from oomprobe.devices.choose import choose_device, list_devices
+from oomprobe.devices.base import (
+    Device,
+    DeviceInfo,
+    Simulated,
+    Usage,
+    asked_bytes,
+    describe,
+    notes_of,
+    raised_by,
+    replay_of,
+    served_bytes,
+)
+from oomprobe.devices.choose import choose_device, is_host, list_devices
 
 __all__ = [
     "Device",
+    "DeviceInfo",
     "Simulated",
     "Usage",
     "asked_bytes",
     "choose_device",
+    "describe",
+    "is_host",
     "list_devices",
+    "notes_of",
     "raised_by",
+    "replay_of",
+    "served_bytes",
 ]

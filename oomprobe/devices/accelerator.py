@@ -18,7 +18,7 @@ from oomprobe.devices import linux, spills
 from oomprobe.devices.base import Usage
 from oomprobe.devices.stated import check_stated, name_with
 from oomprobe.errors import UnreliableError
-from oomprobe.verdict import Evidence, Verdict, classify_error
+from oomprobe.verdicts import Evidence, Verdict, classify_error
 
 MIB = 2**20
 NEARLY_NOTHING = 0.01  # share of the device: less than this free counts as full

@@ -91,6 +91,62 @@ class Device(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """What a session knows about a device, which may be in another process.
+
+    Attributes:
+        name: What people call it.
+        torch_device: Where the model's parameters are expected, such as ``"cuda:0"``.
+        total_bytes: All of its memory.
+        on_host: Whether its memory is the host's own.
+        integrated: Whether it is an accelerator that shares the host's memory.
+        edge_bytes: What a trial in the user's own process leaves free, unless the budget is more.
+        is_simulated: Whether steps are replayed on a card that need not be there.
+        not_covered: What it cannot know about training.
+    """
+
+    name: str
+    torch_device: str
+    total_bytes: int
+    on_host: bool
+    integrated: bool = False
+    edge_bytes: int = 0
+    is_simulated: bool = False
+    not_covered: tuple[str, ...] = ()
+
+
+def describe(device: Device) -> DeviceInfo:
+    """Read what a session needs to know, with defaults for what a device of another package does not have."""
+    replay = replay_of(device)
+    return DeviceInfo(
+        name=device.name,
+        torch_device=str(device.torch_device),
+        total_bytes=device.total_bytes,
+        on_host=device.on_host,
+        integrated=bool(getattr(device, "integrated", False)),
+        edge_bytes=int(getattr(device, "edge_bytes", 0)),
+        is_simulated=replay is not None,
+        not_covered=() if replay is None else replay.not_covered,
+    )
+
+
+def replay_of(device: object) -> Simulated | None:
+    """The device, where it can do without running a step whose requests it knows."""
+    return device if isinstance(device, Simulated) else None
+
+
+def notes_of(device: object) -> tuple[str, ...]:
+    """What a device says of itself for the report."""
+    return tuple(getattr(device, "notes", ()))
+
+
+def served_bytes(device: Device) -> int:
+    """All that the allocator has ever handed out, so that steps that do the same add the same; 0 where that is not known."""
+    count = getattr(device, "served_bytes", None)
+    return 0 if count is None else int(count())
+
+
 def asked_bytes(device: Device, name: str) -> int:
     """What a device, which may be anybody's, says of its memory.
 

@@ -45,6 +45,11 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     return chosen
 
 
+def is_host(device: Device) -> bool:
+    """Whether each trial has to be a process of its own, which the system holds to a budget."""
+    return isinstance(device, HostDevice)
+
+
 def model_device(model: torch.nn.Module) -> torch.device | None:
     """Where all parameters and buffers of the model are; None for a model without any."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())

@@ -51,7 +51,7 @@ from oomprobe import probe
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
 from oomprobe.options import Options, Step, check_size
 from oomprobe.result import ProbeResult
-from oomprobe.verdict import Verdict, classify_error
+from oomprobe.verdicts import Verdict, classify_error
 
 SHARED = ("PartialState", "AcceleratorState", "GradientState")  # of accelerate.state: each one for the whole process
 PATIENCE = 8  # times the steps asked for, that others make while one optimizer is waited for: it may have been for once

@@ -1,6 +1,6 @@
 """Trials in processes that may die.
 
-The probe's process starts one *template*: a process that has imported torch and supervises. Its *children* run trials. On
-host memory the template builds the target with one thread, and every trial is a child forked from it; on an accelerator
-the child builds the target, and runs trial after trial for as long as it is healthy.
+On an accelerator a *worker*, a program of its own, builds the target and goes from trial to trial for as long as it is
+healthy. On host memory each trial is a *child*, forked from the process that has the model: the user's, or a worker that
+has built the target. Both speak JSON lines over a pair of sockets, and `serve` answers in both.
 """

@@ -1,4 +1,4 @@
-"""From how a child ended to a verdict on the size it ran."""
+"""From how a process ended to a verdict on the size it ran."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from oomprobe.devices.host import PRESSURE_SHARE
-from oomprobe.frames import is_library
-from oomprobe.verdict import Evidence, Facts, Link, Verdict, judge
+from oomprobe.verdicts import Evidence, Facts, Link, Verdict, judge
+from oomprobe.verdicts.failure import is_library
 
 LAST_WORDS = 2000  # characters of stderr that are shown
 LAST_LINES = 5  # of it that can be about the end
@@ -31,12 +30,12 @@ _ANY_LIBRARY = re.compile(r"out of memory|failed to allocate|memory allocation f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """How a child ended without an answer.
+    """How a process of trials ended without an answer.
 
     Attributes:
         signal: That ended it; None where it left by itself.
         code: That it left with; None where a signal ended it.
-        why: What its template ended it for ("timed out", "stuck"); None: it ended by itself.
+        why: What it was ended for ("timed out", "stuck"); None: it ended by itself.
         stderr: The end of what it wrote there.
         peak_resident_bytes: Its peak of resident memory.
         oom_kills: How many processes the system's OOM killer ended while it ran.
@@ -48,11 +47,6 @@ class Death:
     stderr: str
     peak_resident_bytes: int
     oom_kills: int
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Death:
-        """Read what a template told."""
-        return cls(**message)
 
     @property
     def is_hang(self) -> bool:

@@ -23,7 +23,7 @@ def raise_failure(failed: dict[str, Any], batch_size: int) -> NoReturn:
     if failed["kind"] == "StepFailedError":
         raise errors.StepFailedError(failed["text"], batch_size=batch_size) from cause
     if failed["kind"] is not None:
-        raise getattr(errors, failed["kind"])(failed["text"]) from cause
+        raise getattr(errors, failed["kind"], errors.OomProbeError)(failed["text"]) from cause
     if failed["left"]:
         where = f"the target {failed['building']}" if failed["building"] else f"the step at batch size {batch_size}"
         raise errors.StepFailedError(

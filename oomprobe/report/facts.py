@@ -10,7 +10,7 @@ from oomprobe.report.words import count, rate, wrap
 from oomprobe.units import format_seconds
 
 if TYPE_CHECKING:
-    from oomprobe.plan import PlanEntry
+    from oomprobe.report.plan import PlanEntry
     from oomprobe.result import ProbeResult
 
 FAST_ENOUGH = 0.95  # under this share of the answer's speed, a smaller batch is a loss nobody would take

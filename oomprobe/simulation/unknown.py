@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from oomprobe.errors import SimulationError
-from oomprobe.frames import is_library
+from oomprobe.verdicts.failure import is_library
 
 _INSTEAD = {
     "aten::nonzero": "use torch.where(mask, a, b), or multiply by the mask",

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import oomprobe
-from oomprobe import neighbours
+from oomprobe import session
+from oomprobe.devices.tenants import processes_on
 
 from .bed import forked, start
 from .models import MODELS, mlp
@@ -127,7 +128,7 @@ def test_a_neighbour_that_takes_and_gives_back(tmp_path, memory_fraction):
                 held(path, 3 * GIB if calls % 20 in (15, 16) else 0)
             inner(model, batch_size)
 
-        neighbours.WAIT = lambda state: held(path, 0) or 0.01
+        session.WAIT = lambda state: held(path, 0) or 0.01
         result = oomprobe.find_max_batch(model, step, memory_fraction=memory_fraction, resolution=0.02, **QUIET)
         return result.batch_size, result.contaminated
 
@@ -151,7 +152,7 @@ def test_a_neighbour_that_leaves_room_for_the_cap_is_not_waited_for(tmp_path):
                 raise
 
         slept = []
-        neighbours.WAIT = lambda state: slept.append(state) or 0
+        session.WAIT = lambda state: slept.append(state) or 0
         result = oomprobe.find_max_batch(model, step, memory_fraction=0.5, resolution=0.02, **QUIET)
         return result.contaminated, len(slept), sum(not trial.passed for trial in result.trials)
 
@@ -176,7 +177,7 @@ def test_a_neighbour_that_never_rests_costs_one_wait(tmp_path):
             inner(model, batch_size)
 
         slept = []
-        neighbours.WAIT = lambda state: slept.append(state) or 0
+        session.WAIT = lambda state: slept.append(state) or 0
         result = oomprobe.find_max_batch(model, step, resolution=0.02, **QUIET)
         return result.contaminated, len(slept)
 
@@ -197,7 +198,7 @@ def test_processes_share_a_card(tmp_path):
     def probe():
         model, step = mlp()
         result = oomprobe.find_max_batch(model, step, resolution=0.02, **QUIET)
-        named = neighbours.processes_on(torch.device("cuda"))
+        named = processes_on(torch.device("cuda"))
         return result.available_bytes, result.to_dict()["trials"][-1]["peak_reserved_bytes"], named
 
     holder = start(hold, memory="4GiB", shared=shared)

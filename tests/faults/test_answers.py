@@ -19,8 +19,8 @@ from oomprobe import (
     Verdict,
     check,
     find_max_batch,
-    fit,
 )
+from oomprobe.report import fit
 
 QUIET = {"progress": "off"}
 
@@ -196,7 +196,7 @@ def test_row_15_a_line_that_lies_changes_no_answer(monkeypatch):
     lie = fit.LinearFit(
         fixed_bytes=0, bytes_per_sample=1e-9, r_squared=1, max_relative_error=0, predicted_max_batch=253731
     )
-    monkeypatch.setattr("oomprobe.summary.fit_line", lambda points, budget: lie)
+    monkeypatch.setattr("oomprobe.report.summary.fit_line", lambda points, budget: lie)
     model, step = trained()
     result = find_max_batch(model, step, device=CARD, memory_fraction=1.0, **QUIET)
     assert (result.batch_size, result.fit) == (ROOM, lie)

@@ -763,7 +763,7 @@ def test_the_line_is_that_of_ultralytics():
     from test_result import a_result, a_trial
 
     from oomprobe.integrations.ultralytics.probing import line
-    from oomprobe.verdict import Verdict
+    from oomprobe.verdicts import Verdict
 
     def of(*trials, budget=10_030, dataset_size=0):
         return line(a_result(trials=trials, budget_bytes=budget), dataset_size)

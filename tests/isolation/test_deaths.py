@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oomprobe.isolation.deaths import Death, judge_death
-from oomprobe.verdict import Evidence, Verdict
+from oomprobe.verdicts import Evidence, Verdict
 
 MIB = 2**20
 

@@ -3,8 +3,8 @@ import builtins
 import pytest
 
 from oomprobe import errors
-from oomprobe.isolation.child import told
 from oomprobe.isolation.failures import raise_failure
+from oomprobe.isolation.serve import told
 from oomprobe.isolation.wire import Message
 
 
@@ -22,7 +22,7 @@ def raised_in_step(error) -> BaseException:
     try:
         raise error
     except Exception as own:
-        of_step = errors.step_failed(own, batch_size=16, trials=())
+        of_step = errors.step_failed(own, batch_size=16)
         of_step.__cause__ = own
     return raised(of_step)[0]
 
@@ -38,7 +38,7 @@ class MuteError(Exception):
 
 
 def test_a_bug_of_the_step_has_its_own_exception_as_cause():
-    told_of = errors.step_failed(KeyError("labels"), batch_size=16, trials=(), largest_passed=8)
+    told_of = errors.step_failed(KeyError("labels"), batch_size=16, largest_passed=8)
     told_of.__cause__ = KeyError("labels")
     failed, _ = raised(told_of)
     assert type(failed) is errors.StepFailedError

@@ -24,7 +24,7 @@ from oomprobe.integrations.generators import generators_kept
 from oomprobe.integrations.transformers.loop import Loop, callbacks, lent, sources_of, stateful
 from oomprobe.integrations.worst_case import Longest, longest_of
 from oomprobe.options import Step, check_seconds, check_size
-from oomprobe.plan import PlanEntry, plan
+from oomprobe.report.plan import PlanEntry, plan
 from oomprobe.result import ProbeResult
 from oomprobe.state import preserved
 

@@ -7,21 +7,21 @@ import platform
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import oomprobe
-from oomprobe.devices import Simulated
+from oomprobe.devices.leaks import leak_of_step
 from oomprobe.errors import NothingFitsError
-from oomprobe.estimates import estimates
-from oomprobe.fit import LinearFit, fit_line
-from oomprobe.leaks import leak_of_step
+from oomprobe.report.fit import LinearFit, estimates, fit_line
 from oomprobe.result import Phase, ProbeResult, Trial
 from oomprobe.search import Found
 from oomprobe.units import format_bytes, format_seconds
-from oomprobe.verdict import Verdict
-from oomprobe.workbench import Workbench
+from oomprobe.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from oomprobe.session import Session
 
 SLOW_FACTOR = 2.0  # a sample that takes this much longer than at a smaller size hints at paging or a slow fallback
 MEASURED_STEP_S = 5e-3  # a faster step is timed too roughly to call another one slow
@@ -36,63 +36,63 @@ _LIMITED_BY = {
 }
 
 
-def result(bench: Workbench, found: Found) -> ProbeResult:
+def result_of(session: Session, found: Found) -> ProbeResult:
     """Put together what was found."""
     assert found.batch_size is not None
-    answer = _last(bench.trials, found.batch_size, passed=True)
-    deciding = None if found.deciding is None else _last(bench.trials, found.deciding, passed=False)
-    fit = _fit(bench)
+    answer = _last(session.trials, found.batch_size, passed=True)
+    deciding = None if found.deciding is None else _last(session.trials, found.deciding, passed=False)
+    fit = _fit(session)
     return ProbeResult(
         batch_size=found.batch_size,
         limit_batch_size=found.limit or found.batch_size,
-        first_failing_batch_size=_first_failing(bench, found),
+        first_failing_batch_size=_first_failing(session, found),
         limited_by="max_batch" if deciding is None else _LIMITED_BY.get(deciding.verdict, "memory"),
         limiting_step=(deciding or answer).step_name,
-        trials=tuple(bench.trials),
+        trials=tuple(session.trials),
         fit=fit,
-        device=bench.device.name,
-        budget_bytes=bench.budget_bytes,
-        available_bytes=bench.available_bytes,
-        notes=tuple(_notes(bench, found, answer)),
-        not_covered=tuple(_not_covered(bench)),
-        contaminated=bench.neighbours.contaminated,
-        state_verified=bench.state_verified,
-        environment=environment(bench),
-        estimates=_estimates(bench),
-        options=asdict(bench.options),
-        elapsed_s=bench.elapsed_s,
-        in_steps_s=bench.in_steps_s,
+        device=session.device.name,
+        budget_bytes=session.budget_bytes,
+        available_bytes=session.available_bytes,
+        notes=tuple(_notes(session, found, answer)),
+        not_covered=tuple(_not_covered(session)),
+        contaminated=session.neighbours.contaminated,
+        state_verified=session.state_verified,
+        environment=environment(session),
+        estimates=_estimates(session),
+        options=asdict(session.options),
+        elapsed_s=session.clock.elapsed_s,
+        in_steps_s=session.runner.in_steps_s,
     )
 
 
-def nothing_fits(bench: Workbench) -> NothingFitsError:
+def nothing_fits(session: Session) -> NothingFitsError:
     """Say that not even the smallest size runs, and by how much."""
-    last = next(trial for trial in reversed(bench.trials) if not trial.passed)
-    with_all = last.cap_bytes is None or bench.options.memory_fraction == 1
-    one_size = bench.options.min_batch == bench.options.max_batch
+    last = next(trial for trial in reversed(session.trials) if not trial.passed)
+    with_all = last.cap_bytes is None or session.options.memory_fraction == 1
+    one_size = session.options.min_batch == session.options.max_batch
     cap = format_bytes(last.cap_bytes or 0)
     room = "all the memory there is" if with_all else f"a budget of {cap}"
-    margin = "" if with_all else f" (memory_fraction={bench.options.memory_fraction})"
+    margin = "" if with_all else f" (memory_fraction={session.options.memory_fraction})"
     advice = [
         "a smaller model or sample, activation checkpointing or lower precision",
-        *([] if one_size or bench.options.min_batch == 1 else [f"min_batch below {bench.options.min_batch}"]),
+        *([] if one_size or session.options.min_batch == 1 else [f"min_batch below {session.options.min_batch}"]),
         *([] if with_all else ["a larger memory_fraction"]),
     ]
     what = " does not survive" if one_size else ", the smallest allowed, does not fit"
     return NothingFitsError(
-        f"batch {last.batch_size}{what} on {bench.device.name} in {room}{margin}: "
-        f"{last.verdict} {f'in the {last.where}' if last.where else ''}\n  {last.error}\n{_held_by_others(bench)}"
+        f"batch {last.batch_size}{what} on {session.device.name} in {room}{margin}: "
+        f"{last.verdict} {f'in the {last.where}' if last.where else ''}\n  {last.error}\n{_held_by_others(session)}"
         f"Try {'; or '.join(advice)}.",
-        trials=tuple(bench.trials),
+        trials=tuple(session.trials),
     )
 
 
-def _held_by_others(bench: Workbench) -> str:
-    names = bench.tenants()
+def _held_by_others(session: Session) -> str:
+    names = session.tenants()
     return f"Others are on the device: {names}.\n" if names else ""
 
 
-def environment(bench: Workbench) -> dict[str, Any]:
+def environment(session: Session) -> dict[str, Any]:
     """What the number holds for."""
     return {
         "oomprobe": oomprobe.__version__,
@@ -101,21 +101,21 @@ def environment(bench: Workbench) -> dict[str, Any]:
         "hip": torch.version.hip,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "device": str(bench.device.torch_device),
-        "device_name": bench.device.name,
-        "device_total_bytes": bench.device.total_bytes,
-        "threads": bench.runner.threads,
-        "isolated": bench.runner.isolated,
+        "device": session.device.torch_device,
+        "device_name": session.device.name,
+        "device_total_bytes": session.device.total_bytes,
+        "threads": session.runner.threads,
+        "isolated": session.runner.replaceable,
         "allocator_settings": {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ},
     }
 
 
-def _first_failing(bench: Workbench, found: Found) -> int | None:
+def _first_failing(session: Session, found: Found) -> int | None:
     """The upper end of the bracket: above the limit also where failures do not grow with the size."""
     limit = found.limit or found.batch_size or 0
     if found.first_failing is None or found.first_failing > limit:
         return found.first_failing
-    grown = (t for t in bench.trials if not t.passed and t.phase is Phase.GROW and t.accumulation_steps == 1)
+    grown = (t for t in session.trials if not t.passed and t.phase is Phase.GROW and t.accumulation_steps == 1)
     failed = {t.batch_size for t in grown}
     return min((size for size in failed - set(found.struck) if size > limit), default=None)
 
@@ -124,39 +124,35 @@ def _last(trials: Iterable[Trial], batch_size: int, *, passed: bool) -> Trial:
     return [t for t in trials if t.batch_size == batch_size and t.passed is passed and t.accumulation_steps == 1][-1]
 
 
-def _fit(bench: Workbench) -> LinearFit | None:
-    return fit_line(_points(bench), bench.budget_bytes)
+def _fit(session: Session) -> LinearFit | None:
+    return fit_line(_points(session), session.budget_bytes)
 
 
-def _points(bench: Workbench) -> list[tuple[int, int]]:
+def _points(session: Session) -> list[tuple[int, int]]:
     return [
         (t.batch_size, t.peak_allocated_bytes)
-        for t in bench.trials
+        for t in session.trials
         if t.passed and t.peak_allocated_bytes is not None and t.accumulation_steps == 1
     ]
 
 
-def _estimates(bench: Workbench) -> dict[str, float | None]:
-    if bench.anatomy is None and _fit(bench) is None:
-        return {}
-    return estimates(
-        bench.anatomy, _points(bench), available_bytes=bench.available_bytes, budget_bytes=bench.budget_bytes
-    )
+def _estimates(session: Session) -> dict[str, float | None]:
+    return {} if _fit(session) is None else estimates(_points(session), budget_bytes=session.budget_bytes)
 
 
-def _notes(bench: Workbench, found: Found, answer: Trial) -> list[str]:
+def _notes(session: Session, found: Found, answer: Trial) -> list[str]:
     return [
-        *bench.notes,
-        *bench.neighbours.notes,
+        *session.notes,
+        *session.neighbours.notes,
         *(f"batch {size} failed once and passed when tried again: struck out" for size in found.struck),
         *_unconfirmed(found),
-        *_of_device(bench.device),
-        *_leaks(bench.trials),
-        *_growing(bench, answer),
-        *(_simulated(bench.device, bench.trials, answer) if isinstance(bench.device, Simulated) else _pressure(answer)),
-        *_slow(bench.trials, answer),
-        *_outside(bench),
-        *_stopped_early(bench, found),
+        *(() if session.device.is_simulated else session.runner.device_notes),  # a simulated one says it below
+        *_leaks(session.trials),
+        *_growing(session, answer),
+        *(_simulated(session, answer) if session.device.is_simulated else _pressure(answer)),
+        *_slow(session.trials, answer),
+        *_outside(session),
+        *_stopped_early(session, found),
     ]
 
 
@@ -164,11 +160,6 @@ def _unconfirmed(found: Found) -> list[str]:
     if not found.unconfirmed:
         return []
     return [f"passed as a trial and failed in confirmation: batch {', '.join(map(str, found.unconfirmed))}"]
-
-
-def _of_device(device: object) -> tuple[str, ...]:
-    """What a device says of itself: not those of other packages, and a simulated one says it elsewhere."""
-    return () if isinstance(device, Simulated) else getattr(device, "notes", ())
 
 
 def _leaks(trials: Iterable[Trial]) -> list[str]:
@@ -182,9 +173,9 @@ def _leaks(trials: Iterable[Trial]) -> list[str]:
     ]
 
 
-def _growing(bench: Workbench, answer: Trial) -> list[str]:
+def _growing(session: Session, answer: Trial) -> list[str]:
     leak = leak_of_step(
-        bench.trials, answer.batch_size, available_bytes=bench.available_bytes, budget_bytes=bench.budget_bytes
+        session.trials, answer.batch_size, available_bytes=session.available_bytes, budget_bytes=session.budget_bytes
     )
     if leak is None:
         return []
@@ -203,7 +194,7 @@ def _pressure(answer: Trial) -> list[str]:
     ]
 
 
-def _simulated(device: Simulated, trials: Iterable[Trial], answer: Trial) -> list[str]:
+def _simulated(session: Session, answer: Trial) -> list[str]:
     peak, upper = answer.peak_reserved_bytes or 0, answer.peak_upper_bytes
     widened = upper is not None and upper > peak
     interval = (
@@ -212,7 +203,8 @@ def _simulated(device: Simulated, trials: Iterable[Trial], answer: Trial) -> lis
         else f"{format_bytes(peak)}, with or without"
     )
     easy = max(
-        (t.batch_size for t in trials if t.passed and t.cap_bytes is not None and not t.alloc_retries), default=0
+        (t.batch_size for t in session.trials if t.passed and t.cap_bytes is not None and not t.alloc_retries),
+        default=0,
     )
     safe = f"; batch {easy} needed none of that" if easy else ""
     marginal = (
@@ -222,7 +214,7 @@ def _simulated(device: Simulated, trials: Iterable[Trial], answer: Trial) -> lis
     return [
         f"simulated: no kernel ran and no value exists. At batch {answer.batch_size} the allocator reserves {interval} "
         "the workspaces that convolutions would take where there is room",
-        *device.notes,
+        *session.runner.device_notes,
         *([marginal] if answer.alloc_retries else []),
     ]
 
@@ -243,8 +235,8 @@ def _slow(trials: Iterable[Trial], answer: Trial) -> list[str]:
     ]
 
 
-def _outside(bench: Workbench) -> list[str]:
-    held = bench.neighbours.held_bytes
+def _outside(session: Session) -> list[str]:
+    held = session.neighbours.held_bytes
     if not held:
         return []
     grown = held[-1] - held[0]
@@ -259,15 +251,15 @@ def _outside(bench: Workbench) -> list[str]:
     ]
 
 
-def _stopped_early(bench: Workbench, found: Found) -> list[str]:
-    step = bench.options.multiple_of
+def _stopped_early(session: Session, found: Found) -> list[str]:
+    step = session.options.multiple_of
     if found.batch_size is None or found.deciding is None or found.deciding - found.batch_size <= step:
         return []
     return [f"not exact: sizes between {found.batch_size} and {found.deciding} were not tried"]
 
 
-def _not_covered(bench: Workbench) -> list[str]:
-    words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(bench.step_names).lower()))
+def _not_covered(session: Session) -> list[str]:
+    words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(session.runner.step_names).lower()))
     items = [
         (
             "longest sequence or largest sample, unless the step makes such batches",
@@ -282,7 +274,7 @@ def _not_covered(bench: Workbench) -> list[str]:
         ("data loader workers and their host memory", ""),
     ]
     return [
-        *(bench.device.not_covered if isinstance(bench.device, Simulated) else ()),
+        *session.device.not_covered,
         *(text for text, words in items if words_in_names.isdisjoint(words.split())),
-        *([] if bench.runner.replaceable else [NOT_RESTORED]),
+        *([] if session.runner.replaceable else [NOT_RESTORED]),
     ]

@@ -1,10 +1,10 @@
-"""Children that answer, die, hang, babble and leave others behind, as their template sees them."""
+"""Processes that answer, die, hang, babble and leave others behind, as their parent sees them."""
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from isolation.stage import Stage
-from oomprobe.isolation import offspring
-from oomprobe.isolation.offspring import TAIL_BYTES, Child
-from oomprobe.isolation.wire import Wire
+from oomprobe.isolation import process
+from oomprobe.isolation.deaths import Death
+from oomprobe.isolation.process import TAIL_BYTES, Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
 AT_ONCE_S = 5  # long before anything here would end by itself, and the time of a busy machine
@@ -33,16 +33,9 @@ def stage(tmp_path_factory):
 
 
 def answers(wire):
-    wire.send({"ready": True})
     while not wire.ended:
         for message in wire.read():
             wire.send({"heard": message})
-
-
-def answers_late(wire):
-    time.sleep(0.8)
-    wire.send({"ready": True})
-    wire.send({"heard": wire.read()[0]})
 
 
 def is_killed(wire):
@@ -63,7 +56,6 @@ def raises(wire):
 
 
 def answers_and_dies(wire):
-    wire.send({"ready": True})
     wire.send({"heard": wire.read()[0], "more": "x" * 100_000})  # is not read at once, and waits in the socket
     os._exit(3)
 
@@ -72,14 +64,9 @@ def sleeps(wire):
     time.sleep(LONG_S)
 
 
-def sleeps_when_ready(wire):
-    wire.send({"ready": True})
-    time.sleep(LONG_S)
-
-
 def refuses_to_end(wire):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sleeps_when_ready(wire)
+    sleeps(wire)
 
 
 def computes(wire):
@@ -126,12 +113,11 @@ def sleeper(**options):
 
 
 def has_offspring(wire):
-    """One in its group, one that leads a session of its own, and one whose parent has ended."""
+    """One of its own, one in a group of its own, and one whose parent has ended."""
     orphan = subprocess.run(
-        ["sh", "-c", f"setsid sleep {LONG_S} >&- & echo $!"], stdout=subprocess.PIPE, text=True, check=True
+        ["sh", "-c", f"sleep {LONG_S} >&- & echo $!"], stdout=subprocess.PIPE, text=True, check=True
     ).stdout
-    wire.send({"ready": True})
-    wire.send({"heard": [sleeper(), sleeper(start_new_session=True), int(orphan)]})
+    wire.send({"heard": [sleeper(), sleeper(process_group=0), int(orphan)]})
     with contextlib.suppress(OSError):
         wire.read()
     os._exit(3)
@@ -177,85 +163,55 @@ def all_gone(pids):
     return all(map(is_gone, pids))
 
 
-def template():
-    """The two ends of a template's own wire."""
-    return tuple(map(Wire, socket.socketpair()))
+def shown(answer):
+    return {"death": dataclasses.asdict(answer)} if isinstance(answer, Death) else answer
 
 
-def listened(act, *, left_s=None, over_s=None, may_be_stuck=False, after_s=0.0, **constants):
-    """What a template gets from a child, and how long that took."""
+def listened(act, *, within_s=None, stuck_s=None, after_s=0.0, **constants):
+    """What comes from a process, and how long that took."""
     for name, value in constants.items():
-        setattr(offspring, name, value)
-    _parent, theirs = template()
-    child, began_s = Child(globals()[act], theirs), time.monotonic()
-    child.ask({"do": "something"})
+        setattr(process, name, value)
+    child, began_s = Process.forked(globals()[act]), time.monotonic()
+    child.tell({"do": "something"})
     time.sleep(after_s)
-    answer = child.listen(theirs, left_s=left_s, over_s=over_s, may_be_stuck=may_be_stuck)
+    answer = shown(child.listen(deadline_s=None if within_s is None else began_s + within_s, stuck_s=stuck_s))
     return {**answer, "took_s": time.monotonic() - began_s, "gone": is_gone(child.pid)}
 
 
 def asked_twice():
-    _parent, theirs = template()
-    before, child = open_files(), Child(answers, theirs)
+    before, child = open_files(), Process.forked(answers)
     heard = []
     for number in range(2):
-        child.ask({"number": number})
-        heard.append(child.listen(theirs, left_s=None, over_s=None, may_be_stuck=False))
-    return [*heard, child.end(why=None), open_files() == before]
+        child.tell({"number": number})
+        heard.append(child.listen(deadline_s=None))
+    return [*heard, shown(child.end()), open_files() == before]
 
 
 def left_behind(end):
-    """Who of a child's own is left, after one way to end it, and of those that were there before it."""
-    before = sleeper()
-    _parent, theirs = template()
-    child = Child(has_offspring, theirs)
-    pids = child.listen(theirs, left_s=None, over_s=None, may_be_stuck=False)["heard"]
+    """Who of a process's own is left, after one way to end it, and of those that were there before it."""
+    before, child = sleeper(), Process.forked(has_offspring)
+    pids = child.listen(deadline_s=None)["heard"]
     were_there = not any(map(is_gone, [child.pid, *pids]))
     if end == "death":
-        child.ask({"do": "die"})
-        child.listen(theirs, left_s=None, over_s=None, may_be_stuck=False)
+        child.tell({"do": "die"})
+        child.listen(deadline_s=None)
     else:
-        child.end(why="timed out")
+        child.end("timed out")
     spared = not is_gone(before)
     os.kill(before, signal.SIGKILL)
     return [were_there, all_gone([child.pid, *pids]), spared]
 
 
-def parent_ends():
-    parent, theirs = template()
-    if not os.fork():
-        theirs.close()
-        time.sleep(0.3)
-        os._exit(0)
-    parent.close()  # or the child had it too
-    child = Child(sleeps_when_ready, theirs)
-    return [
-        child.listen(theirs, left_s=None, over_s=None, may_be_stuck=True),
-        child.end(why="timed out")["death"]["why"],
-    ]
-
-
-def template_is_killed():
+def parent_is_killed():
     reading, writing = os.pipe()
     if not (killed := os.fork()):
-        child = Child(refuses_to_end, template()[1])
+        child = Process.forked(refuses_to_end)
         os.write(writing, str(child.pid).encode())
         time.sleep(LONG_S)
     pid = int(os.read(reading, 20))
     was_there = not is_gone(pid)
     os.kill(killed, signal.SIGKILL)
     return [was_there, all_gone([pid])]
-
-
-def template_hangs_up():
-    """Whether the parent hears that at once, though a child lives."""
-    parent, theirs = template()
-    child = Child(sleeps_when_ready, theirs)
-    theirs.close()
-    parent._socket.settimeout(AT_ONCE_S)
-    heard = parent.read()
-    child.end(why="timed out")
-    return [heard, parent.ended]
 
 
 def ends_without_cleaning_up(act, file):
@@ -287,7 +243,7 @@ def test_it_answers_as_often_as_it_is_asked_and_leaves_no_file_open(stage):
 
 def test_it_has_a_session_and_wires_of_its_own(stage):
     seen = stage.play(listened, act="looks_around")
-    assert (seen["session"], seen["ignores"], seen["sockets"]) == (True, ["SIGINT"], 2)  # one is the scene's
+    assert (seen["session"], seen["ignores"], seen["sockets"]) == (True, ["SIGINT"], 1)
 
 
 @pytest.mark.parametrize(
@@ -311,42 +267,34 @@ def test_an_answer_that_came_whole_before_a_death_is_an_answer(stage):
 
 
 def test_what_hangs_says_where_and_is_ended_when_its_time_has_passed(stage):
-    seen = death(stage, sleeps_when_ready, left_s=0.3)
+    seen = death(stage, sleeps, within_s=0.3)
     assert (seen["why"], seen["signal"]) == ("timed out", signal.SIGTERM)
     assert "most recent call first" in seen["stderr"]
-    assert "in sleeps_when_ready" in seen["stderr"]
+    assert "in sleeps" in seen["stderr"]
 
 
 def test_what_refuses_to_end_is_killed(stage):
-    seen = death(stage, refuses_to_end, left_s=0.3, GRACE_S=0.3)
+    seen = death(stage, refuses_to_end, within_s=0.3, GRACE_S=0.3)
     assert (seen["why"], seen["signal"]) == ("timed out", signal.SIGKILL)
 
 
-def test_the_time_of_a_trial_begins_when_its_child_is_ready(stage):
-    assert stage.play(listened, act="answers_late", left_s=0.4)["heard"] == {"do": "something"}
-
-
-def test_one_that_never_gets_ready_ends_with_the_time_of_the_probe(stage):
-    assert death(stage, sleeps, left_s=0.0, over_s=0.3)["why"] == "timed out"
-
-
-def test_before_it_is_ready_one_that_uses_no_processor_is_stuck(stage):
-    assert death(stage, sleeps, may_be_stuck=True, STUCK_S=0.4, LOOK_S=0.1)["why"] == "stuck"
-
-
-def test_in_a_step_it_may_wait_for_longer(stage):
-    quick = {"may_be_stuck": True, "STUCK_S": 0.1, "LOOK_S": 0.1}
-    assert death(stage, sleeps_when_ready, STUCK_IN_STEP_S=0.4, **quick)["why"] == "stuck"
-    assert death(stage, sleeps_when_ready, left_s=0.6, **quick)["why"] == "timed out"
+def test_what_uses_no_processor_is_stuck(stage):
+    assert death(stage, sleeps, stuck_s=0.4, LOOK_S=0.1)["why"] == "stuck"
 
 
 def test_where_it_may_wait_for_anything_it_is_not_stuck(stage):
-    assert death(stage, sleeps, over_s=0.6, STUCK_S=0.1, LOOK_S=0.1)["why"] == "timed out"
+    assert death(stage, sleeps, within_s=0.6, LOOK_S=0.1)["why"] == "timed out"
+
+
+def test_the_trace_of_what_was_ended_is_not_shown(stage):
+    before = len(stage.said)
+    death(stage, sleeps, within_s=0.3)
+    assert "most recent call first" not in stage.said[before:]
 
 
 @pytest.mark.parametrize("act", ["computes", "waits_for_a_worker"])
 def test_what_uses_the_processor_is_not_stuck_nor_what_waits_for_that(stage, act):
-    shown = stage.play(listened, act=act, may_be_stuck=True, STUCK_S=0.7, LOOK_S=0.1)
+    shown = stage.play(listened, act=act, stuck_s=0.7, LOOK_S=0.1)
     assert shown["heard"] == "nothing"
 
 
@@ -363,7 +311,7 @@ def test_one_that_closes_its_end_is_ended(stage):
 
 
 def test_the_end_of_its_stderr_is_kept_and_all_of_it_passed_on(stage):
-    seen = death(stage, chatters, over_s=0.5)
+    seen = death(stage, chatters, within_s=0.5)
     words = seen["stderr"]
     assert TAIL_BYTES - 1000 < len(words) <= TAIL_BYTES
     assert "last words" in words
@@ -380,19 +328,11 @@ def test_who_holds_its_pipes_open_does_not_hide_its_death(stage):
     assert death(stage, leaves_its_pipes_to_another)["code"] == 3
 
 
-def test_the_end_of_the_parent_is_no_answer(stage):
-    assert stage.play(parent_ends) == [None, "timed out"]
-
-
-def test_it_dies_with_its_template(stage):
-    assert stage.play(template_is_killed) == [True, True]
-
-
-def test_it_does_not_hide_the_end_of_its_template(stage):
-    assert stage.play(template_hangs_up) == [[], True]
+def test_it_dies_with_its_parent(stage):
+    assert stage.play(parent_is_killed) == [True, True]
 
 
 @pytest.mark.parametrize(("act", "code"), [("leaves", 3), ("raises", 70), ("dies_in_the_middle", 0)])
-def test_nothing_of_the_templates_is_run_or_written_twice(stage, tmp_path, act, code):
+def test_nothing_of_the_parents_is_run_or_written_twice(stage, tmp_path, act, code):
     assert stage.play(ends_without_cleaning_up, act=act, file=str(tmp_path / "log")) == code
     assert (tmp_path / "log").read_text() == "said before finally "

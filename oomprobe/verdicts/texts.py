@@ -1,4 +1,4 @@
-"""The table behind `oomprobe.verdict`: which error text means what, each row with its source.
+"""The table behind `oomprobe.verdicts`: which error text means what, each row with its source.
 
 A row is a *kind* of text, not one message: libraries build messages from a few fixed parts, and the rows
 match those parts over all the years of torch. The traps that shaped the patterns:
@@ -553,6 +553,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
         ("measured, torch 2.13 (torch.empty(2**50)); HaoMood/blinear-cnn-faster#4; xinntao/ESRGAN#34; libc10.so"),
         r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",
         r"enforce fail at (?:alloc_cpu|CPUAllocator)\.cpp",
+        r"\A\[enforce fail a\Z",  # the same, of which memory was left for 15 characters only (measured, torch 2.13)
         r"Torch: (?:not enough memory|unable to mmap memory)",
         r"C10 Out of Memory",
         r"Could not allocate memory to change",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.report import trial_line
+from oomprobe.report.table import trial_line
 from oomprobe.units import format_seconds
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from oomprobe.devices import Simulated
+from oomprobe.devices import replay_of
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.options import StepFn
 
@@ -59,7 +59,8 @@ def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
     Raises:
         InvalidArgumentError: it is not found, or does not return ``(model, step_fn)``.
     """
-    with device.building() if isinstance(device, Simulated) else nullcontext():
+    replay = replay_of(device)
+    with nullcontext() if replay is None else replay.building():
         built = load(target)()
     if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], torch.nn.Module):
         raise InvalidArgumentError(f"{target} returned {type(built).__name__}, not a pair (model, step_fn). {RECIPE}")

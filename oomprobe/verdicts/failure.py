@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from oomprobe.frames import is_library, is_within
-from oomprobe.verdict import SIGNALS, Facts, facts_of
+from oomprobe.verdicts.judge import SIGNALS, Facts, facts_of
 
 MAX_TEXT = 600
-_TORCH = Path(torch.__file__).parent
+_TORCH, _OOMPROBE = Path(torch.__file__).parent, Path(__file__).parents[1]
 _OPTIM = _TORCH / "optim"
 _BACKWARD_FILES = {_TORCH / "_tensor.py", _TORCH / "autograd" / "__init__.py"}
 
@@ -80,3 +80,19 @@ def _part(frames: list[tuple[Path, str, int]]) -> str:
         if function == "backward" and path in _BACKWARD_FILES:
             return "backward"
     return "forward"
+
+
+def is_library(path: Path) -> bool:
+    """Whether a file is torch's or oomprobe's own. The demo's steps are written as a user's would be, and count as one's.
+
+    Example:
+        >>> is_library(Path(__file__)), is_library(Path("/home/me/train.py"))
+        (True, False)
+    """
+    return path.name != "demo.py" and any(is_within(path, folder) for folder in (_OOMPROBE, _TORCH))
+
+
+@cache
+def is_within(path: Path, folder: Path) -> bool:
+    """Whether a file lies in a folder; asked of the same few files after each failure."""
+    return folder in path.parents

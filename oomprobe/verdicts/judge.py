@@ -13,9 +13,9 @@ from enum import StrEnum
 from functools import lru_cache, partial
 from typing import Any
 
-from oomprobe import error_texts as table
-from oomprobe.error_texts import ERROR_TEXTS, ErrorText
-from oomprobe.interrupts import TimeUp
+from oomprobe.errors import TimeUp
+from oomprobe.verdicts import texts as table
+from oomprobe.verdicts.texts import ERROR_TEXTS, ErrorText
 
 # What another probe, run inside the step, has judged already: its text quotes an out of memory that it has handled, and
 # one class is a MemoryError. A lost device is lost to this probe too.

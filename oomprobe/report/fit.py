@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+SMALLEST = 16  # sizes up to this make the line through the smallest: 1, 2, 4, 8, 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearFit:
@@ -82,3 +84,25 @@ def _crossing(fixed: float, slope: float, budget_bytes: int) -> int | None:
         return max(0, math.floor(size + 1e-9 * max(1.0, size) + lost))  # 99.9999999999 is 100, rounded
     except (OverflowError, ValueError):  # infinite, or not a number
         return None
+
+
+def estimates(points: Iterable[tuple[int, int]], *, budget_bytes: int) -> dict[str, float | None]:
+    """What straight lines would have answered: a diagnostic beside what was measured, never the answer.
+
+    Args:
+        points: Pairs of batch size and peak in bytes, of passing trials.
+        budget_bytes: What the lines are asked to stay within.
+
+    Returns:
+        By name; None where a line gives no answer. The first is what Ultralytics' AutoBatch fits.
+
+    Example:
+        >>> estimates([(1, 110), (2, 120), (4, 140), (32, 400)], budget_bytes=1100)
+        {'straight line through the smallest sizes': 100, 'straight line through all peaks': 107}
+    """
+    points = list(points)
+    small, line = (fit_line(some, budget_bytes) for some in ([p for p in points if p[0] <= SMALLEST], points))
+    return {
+        "straight line through the smallest sizes": small.predicted_max_batch if small else None,
+        "straight line through all peaks": line.predicted_max_batch if line else None,
+    }

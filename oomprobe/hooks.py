@@ -1,0 +1,285 @@
+"""What a probe sees of the steps it calls: optimizers that step, graphs that torch.compile compiles, operators dispatched."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from oomprobe.state.resident import state_of
+
+
+class OptimizerWatch:
+    """Sees every `torch.optim.Optimizer` that steps, even where a GradScaler or an accumulation skips some steps.
+
+    Args:
+        before_step: Called with each optimizer just before it steps.
+        model: What is trained: on a GPU, autograd calls its hooks in a thread of its own, and an optimizer that steps in
+            one of those is ours where it trains this.
+    """
+
+    def __init__(
+        self, before_step: Callable[[torch.optim.Optimizer], None], model: torch.nn.Module | None = None
+    ) -> None:
+        self._before_step = before_step
+        self._trained = set() if model is None else {id(parameter) for parameter in model.parameters()}
+        self._handles: list[Any] = []
+        self.stepped: set[int] = set()
+        # Those in the midst of a step, and the parameters they had state of before it, by id.
+        self._begun: MutableMapping[torch.optim.Optimizer, set[int]] = WeakIdKeyDictionary()
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> OptimizerWatch:
+        self._handles = [
+            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._here(self._begin, optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._here(self._after_step, optimizer)),
+        ]
+        return self
+
+    def _here(self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
+        """The hooks are of the whole process: what trains another model in another thread is no part of this probe."""
+        if threading.get_ident() == self._thread or self._trains_the_model(optimizer):
+            act(optimizer)
+
+    def _trains_the_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(parameter) in self._trained for group in optimizer.param_groups for parameter in group["params"])
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        self._before_step(optimizer)
+        self._begun[optimizer] = {id(one) for one, state in state_of(optimizer).items() if not _is_empty(state)}
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._begun.pop(optimizer, None)
+        self.stepped.add(id(optimizer))
+
+    def drop_half_made(self) -> None:
+        """After a call that failed: the state that an optimizer was making is made anew by its next step.
+
+        An AdamW that ran out of memory on the way has a step count for a parameter and no averages: its next step at any
+        size would end in a ``KeyError``, and what it has made already is missing from the memory of that.
+        """
+        for optimizer, had in self._begun.items():
+            state = state_of(optimizer)
+            for parameter in [one for one in state if id(one) not in had]:
+                del state[parameter]
+        self._begun.clear()
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _is_empty(state: object) -> bool:
+    """Whether it is what a look at ``optimizer.state[parameter]`` leaves, before there is any."""
+    return isinstance(state, dict) and not state
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """For work of our own in the midst of a step: modes that look at the step's operators do not see it."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+@contextmanager
+def held_back(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module) -> Iterator[None]:
+    """Make `step` and `zero_grad` do nothing, so that calls of a full step accumulate like micro-batches.
+
+    Of the model only `zero_grad`: a module's `step` is the user's own, a method of a cell or a buffer that counts.
+    """
+    replaced: list[tuple[Any, str]] = [(model, "zero_grad")]
+    replaced += [(optimizer, name) for optimizer in optimizers for name in ("step", "zero_grad")]
+    before = [(holder, name, vars(holder).get(name)) for holder, name in replaced]
+    try:
+        for holder, name in replaced:
+            vars(holder)[name] = _do_nothing
+        yield
+    finally:
+        for holder, name, own in before:
+            if own is None:
+                vars(holder).pop(name, None)
+            else:
+                vars(holder)[name] = own
+
+
+def _do_nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+class Compiled:
+    """What torch.compile did in one probe, and that it forgets each size before the next.
+
+    Example:
+        >>> compiled = Compiled()
+        >>> for size in (1, 2, 4):
+        ...     compiled.start_size(size)  # and then a trial of that size
+        >>> compiled.finish()
+        >>> compiled.graphs, compiled.notes
+        (0, ())
+    """
+
+    def __init__(self) -> None:
+        self._frames = _count("frames", "total")  # tried since dynamo last forgot; also those that did not compile
+        self._graphs_before = self._graphs_seen = _count("stats", "unique_graphs")
+        self._graphs = 0
+        self._size: int | None = None
+        self._sizes: set[int] = set()  # at which graphs were compiled
+        self._forgot = False
+        self._failed: str | None = None
+
+    def start_size(self, size: int, *, anew: bool = False) -> None:
+        """Before the steps of a trial, or any other call of a step: compile this size as if it were the only one.
+
+        Args:
+            size: The batch size.
+            anew: Whether to forget also what was compiled for this very size.
+        """
+        if anew or size != self._size:
+            self._forget()
+        self._size = size
+
+    def finish(self) -> None:
+        """At the end of the probe: training is to compile as if there had been none."""
+        self._forget()
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled in this probe."""
+        self._tally()
+        return self._graphs
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the report says of a compiled step; nothing where none was compiled."""
+        if not self.graphs:
+            return ()
+        sizes = len(self._sizes)
+        notes = [
+            f"the step is compiled by torch.compile: {self.graphs} {_plural('graph', self.graphs)} for {sizes} "
+            f"{_plural('size', sizes)}; each size was compiled anew, as training at that size alone would, and training "
+            "compiles once more"
+        ]
+        if self._graphs_before and self._forgot:
+            one = (
+                f"; batch {self._size} may have been compiled for changing shapes because of them" if sizes == 1 else ""
+            )
+            notes.append(
+                f"graphs that were compiled before the probe ({self._graphs_before}) are compiled again at their next "
+                f"call{one}"
+            )
+        if self._failed is not None:
+            notes.append(
+                f"torch.compile could not be made to forget a size ({self._failed}): later ones may have been compiled "
+                "for changing shapes; check the answer in a fresh process with oomprobe.check"
+            )
+        if _profile_kept():
+            notes.append(
+                "torch.compile keeps a profile of the sizes it sees under the job id of this process: it may compile for "
+                "changing shapes from now on; check the answer with another job id"
+            )
+        return tuple(notes)
+
+    def _tally(self) -> None:
+        now = _count("stats", "unique_graphs")
+        made = max(0, now - self._graphs_seen)  # the counters are anybody's to clear
+        self._graphs_seen = now
+        self._graphs += made
+        if made and self._size is not None:
+            self._sizes.add(self._size)
+
+    def _forget(self) -> None:
+        self._tally()
+        if _count("frames", "total") == self._frames:
+            return
+        if _compiling_here():  # what dynamo would forget is in use further up this thread's stack: it dies
+            self._failed = "it is compiling in this thread"
+            return
+        try:
+            _reset()
+            self._forgot = True
+        except Exception as error:  # such as another thread in the midst of compiling
+            self._failed = type(error).__name__
+        self._frames = _count("frames", "total")
+
+
+def _count(kind: str, name: str) -> int:
+    """A counter of dynamo, which its own reset leaves alone; 0 where dynamo is not loaded, or not yet altogether."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return 0 if counters is None else int(counters[kind][name])
+
+
+def _compiling_here() -> bool:
+    """Whether this thread is called by torch.compile's own compilation, as a backend is."""
+    context = getattr(sys.modules.get("torch._guards"), "CompileContext", None)
+    return context is not None and context.try_get() is not None
+
+
+def _reset() -> None:
+    """Reset dynamo, but for the callbacks that the user registered with it.
+
+    Source: torch/_dynamo/__init__.py (2.13): code caches, automatic dynamic shapes, recompile counts, CUDA graphs.
+    """
+    dynamo: Any = sys.modules["torch._dynamo"]
+    handler = dynamo.callback.callback_handler
+    kept = [(callbacks, list(callbacks)) for callbacks in (handler.start_callbacks, handler.end_callbacks)]
+    try:
+        dynamo.reset()
+    finally:
+        for callbacks, before in kept:
+            callbacks[:] = before
+
+
+def _profile_kept() -> bool:
+    return getattr(sys.modules.get("torch.compiler.config"), "job_id", None) is not None
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else noun + "s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Operators dispatched and elements of their results."""
+
+    operators: int
+    elements: int
+
+
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is dispatched inside; compiled code runs as it was written.
+
+    Example:
+        >>> with WorkCounter() as counter:
+        ...     _ = torch.ones(3) + 1
+        >>> counter.work
+        Work(operators=2, elements=6)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = Work(operators=0, elements=0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        elements = sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        self.work = Work(operators=self.work.operators + 1, elements=self.work.elements + elements)
+        return result
+
+
+def load_counter() -> None:
+    """Count nothing, once: torch imports torch._dynamo with the first operator counted, as with the first optimizer.
+
+    If a probe imported it between trials, each later garbage collection would traverse its objects (50 ms), and on host
+    memory its 20 MiB would pass for a leak of the step. An import that fails for want of memory is ignored: this only counts.
+    """
+    with suppress(Exception), WorkCounter():
+        torch.empty(0)

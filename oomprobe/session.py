@@ -1,0 +1,662 @@
+"""One probe while it runs: its trials so far, its budget and clock, its neighbours, and second tries."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+import tenacity
+import torch
+
+from oomprobe import search
+from oomprobe.devices import Device, raised_by, replay_of
+from oomprobe.devices.leaks import refuse_growing
+from oomprobe.devices.tenants import processes_on
+from oomprobe.errors import (
+    DeviceLostError,
+    OomProbeError,
+    StepFailedError,
+    TimeLimitError,
+    TimeUp,
+    UnreliableError,
+    unmeasured,
+)
+from oomprobe.hooks import OptimizerWatch, Work, load_counter, outside_modes
+from oomprobe.options import MAX_CALLS, Options, Step
+from oomprobe.report.plan import plan
+from oomprobe.report.progress import Progress, Reporter, reporter
+from oomprobe.report.table import trials_table
+from oomprobe.result import SECOND_OPINIONS, Phase, Trial
+from oomprobe.search import STRIDE, Found, Reply
+from oomprobe.signals import Clock, Interrupts
+from oomprobe.simulation.rehearsal import ContradictedError
+from oomprobe.state import Keeper, resident_tensors, state_tensors
+from oomprobe.trial import LocalRunner, Measured, Outcome, Request, Runner
+from oomprobe.units import format_bytes
+from oomprobe.verdicts import Verdict
+
+LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the process of the trial was, and with it any word on the size
+ENDED = LOST | {Verdict.TIMED_OUT}  # no word about the size, and no way on
+PLAN_TRIALS = 5  # a gradient buffer beside the activations costs little; five times a tenth is far more
+PLAN_SHRINK = 0.9
+DOUBLINGS = 3  # over which a step that uses its batch size must show a higher peak or more work
+ENDLESS_BATCH = 2**40  # a size that no memory holds: what gets here is random, or limited by something else
+# A peak that moved by more than its noise is proof enough; resident memory of a host process is the noisy one.
+HOST_NOISE_BYTES = 16 * 2**20
+# Of the device, and at least: kernels that libraries load late take 250 MiB and more, 3 % of a card of 8 GB.
+MOVED_SHARE, MOVED_BYTES = 0.02, 512 * 2**20
+ATTEMPTS = 5  # at a trial, while neighbours move
+LOOKS = 3  # for quiet, between two attempts; all the waits add up to 24 seconds
+WAIT = tenacity.wait_exponential(multiplier=2, max=16)
+LBFGS = (
+    "LBFGS stops early on a simulated card, where the loss does not change: its history (history_size pairs as large as the "
+    "parameters) is not in the peak"
+)
+
+
+class Session:
+    """Runs what the search asks for.
+
+    Args:
+        runner: Runs the trials.
+        options: Of the probe.
+        reporter: Told of each trial.
+        clock: Started with the probe.
+        trials: Filled with those that ran.
+        sleep: Waits for neighbours.
+
+    Attributes:
+        available_bytes: What this process may use of the device.
+        budget_bytes: The share of it that the answer may use.
+        state_verified: Whether the restored state was compared, bit for bit, and equal.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        options: Options,
+        reporter: Reporter,
+        clock: Clock,
+        trials: list[Trial],
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.runner, self.options, self.trials, self.clock = runner, options, trials, clock
+        self.device, self.notes = runner.device, runner.notes
+        self.available_bytes = self.budget_bytes = 0
+        self.state_verified = False
+        self.neighbours = Neighbours(self.device.total_bytes, self.tenants, sleep=sleep)
+        self._reporter = reporter
+        self._is_measured = False  # with the kernels of a step loaded
+        self._replays = True  # whether trials may be replayed where the device can
+        self._last_work: tuple[int, Work | None] = (0, None)  # the size whose work was counted last
+
+    # --- questions ---
+
+    def find(self) -> Found:
+        """Find the largest size that runs."""
+        find = partial(
+            search.find, self.ask, self.options.sizes, capped=self.options.memory_fraction < 1, enough=self.enough
+        )
+        try:
+            return find()
+        except ContradictedError:
+            self._stop_replaying()
+            return find()
+
+    def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
+        """Run one size for the search."""
+        cap_bytes = self.budget_bytes if capped else self._ceiling_bytes()
+        is_last = phase is Phase.GROW and size == self.options.sizes.last
+        if is_last:
+            self._run_last_replayed()
+        trial = self.run(size, phase, cap_bytes=cap_bytes, exact=is_last)
+        if phase is Phase.GROW and trial.replayed and not trial.passed:  # the ends of the bracket are run
+            self.trials.pop()
+            self._run_last_replayed()
+            trial = self.run(size, phase, cap_bytes=cap_bytes, exact=True)
+        if phase is Phase.GROW:
+            self._refuse_idle()
+        peak = trial.peak_reserved_bytes
+        return Reply(passed=trial.passed, within_cap=trial.passed and peak is not None and peak <= self.budget_bytes)
+
+    def confirm_only(self, size: int) -> Found:
+        """Ask for one size under the cap, and again where that fails or the cap turns out too high.
+
+        The available memory is sampled before the trial and, once its kernels are loaded, after it.
+        """
+        self._budget_from(self.runner.measure())
+        first_budget_bytes = self.budget_bytes
+        steps = self.options.confirm_steps
+        trial = self.run(size, Phase.CONFIRM, cap_bytes=self.cap_bytes, steps=steps)
+        again = not trial.passed
+        if trial.passed:
+            self._take(self.runner.measure())
+            peak_bytes = trial.peak_reserved_bytes
+            again = self.budget_bytes < first_budget_bytes and (peak_bytes is None or peak_bytes > self.budget_bytes)
+        if again:
+            trial = self.run(size, Phase.RECHECK, cap_bytes=self.cap_bytes, steps=steps)
+        return Found(batch_size=size if trial.passed else None, limit=size if trial.passed else None)
+
+    def run_plan(self, batch_size: int) -> None:
+        """Run the micro-batch planned for `global_batch` with its accumulation; move down while that fails."""
+        if self.options.global_batch is None:
+            return
+        largest = batch_size
+        for _ in range(PLAN_TRIALS):
+            entries = plan(
+                self.options.global_batch,
+                world_size=1,
+                max_micro_batch=largest,
+                min_micro_batch=self.options.min_batch,
+                multiple_of=self.options.multiple_of,
+            )
+            entry = next(iter(entries), None)
+            if entry is None or entry.accumulation_steps == 1:
+                return
+            calls = min(entry.accumulation_steps, MAX_CALLS)
+            try:
+                trial = self.run(
+                    entry.micro_batch, Phase.CONFIRM, cap_bytes=self.cap_bytes, steps=1, accumulation_steps=calls
+                )
+            except (TimeLimitError, StepFailedError) as error:
+                reason = str(error).splitlines()[0]
+                self.notes[f"the plan for global_batch was not run to its end ({reason})"] = None
+                return
+            if trial.passed:
+                return
+            largest = int(PLAN_SHRINK * entry.micro_batch)
+
+    def enough(self, good: int, bad: int) -> bool:
+        """Whether the bracket is narrow enough, or only time for the confirmation is left."""
+        luck = STRIDE if self.device.on_host else 0.0  # fragmentation of malloc's heap decides at less
+        if bad - good <= max(self.options.resolution, luck) * good:
+            return True
+        if self.clock.suffices_to_confirm(good, self.trials):
+            return False
+        self.notes[
+            f"time limit: bisecting stopped between {good}, which ran, and {bad}, which failed; "
+            "a larger size may fit (allow more with time_limit_s)"
+        ] = None
+        return True
+
+    def refuse_leaking(self, answer: int) -> None:
+        """Raise where the answer would not last."""
+        refuse_growing(
+            self.trials,
+            answer,
+            available_bytes=self.available_bytes,
+            budget_bytes=self.budget_bytes,
+            isolated=self.runner.replaceable,
+        )
+
+    # --- one trial, until its word stands ---
+
+    def run(
+        self,
+        size: int,
+        phase: Phase,
+        *,
+        cap_bytes: int | None,
+        steps: int | None = None,
+        accumulation_steps: int = 1,
+        exact: bool = False,
+    ) -> Trial:
+        """Run one trial; again where neighbours spoiled it, and in a new process where it ended its own.
+
+        Args:
+            size: The batch size.
+            phase: Why it is tried.
+            cap_bytes: What the allocator is held to; None: all there is.
+            steps: Full steps; None: as many as the phase asks for.
+            accumulation_steps: Micro-batches for one optimizer step.
+            exact: Whether it must not be replayed; second opinions never are.
+
+        Raises:
+            TimeLimitError: its time passed.
+            DeviceLostError: the process can give no further verdict.
+            StepFailedError: a bug in the step, or its process died and not of memory.
+            UnreliableError: memory did not come back.
+        """
+        request = Request(
+            batch_size=size,
+            phase=phase,
+            steps=self._steps(phase) if steps is None else steps,
+            cap_bytes=cap_bytes,
+            accumulation_steps=accumulation_steps,
+            exact=exact or not self._replays or phase in SECOND_OPINIONS,
+        )
+        died: list[Trial] = []
+        try:
+            while True:
+                self._reporter.started(size, request.phase)
+                outcome = self.runner.run(self._with_evidence(request))
+                while self.neighbours.spoiled(outcome, self.runner.outside_bytes):
+                    outcome = self.runner.run(self._with_evidence(request))
+                trial = outcome.trial
+                self._record(outcome)
+                if died:
+                    self._note_death(died[-1], trial)
+                if not self._may_run_again(trial, died):
+                    break
+                if self.clock.is_over:
+                    raise self.clock.time_is_up(size, self.trials)
+                died.append(trial)
+                self.runner.renew()
+                request = replace(request, phase=Phase.RECHECK, exact=True)
+            self._stop_if_final(outcome)
+        except (StepFailedError, UnreliableError) as error:
+            error.trials = tuple(self.trials)
+            raise
+        if outcome.contradicts_replay:
+            # While growing, the ends of the bracket are still to be run; later, what was only replayed has decided.
+            if phase is not Phase.GROW and any(trial.replayed for trial in self.trials):
+                raise ContradictedError
+            self._stop_replaying()
+        return trial
+
+    def _steps(self, phase: Phase) -> int:
+        """Full steps of a trial; a simulated device repeats them without running them, so none need fewer."""
+        if self.device.is_simulated:
+            return max(self.options.steps, self.options.confirm_steps)
+        return self.options.confirm_steps if phase is Phase.CONFIRM else self.options.steps
+
+    def _with_evidence(self, request: Request) -> Request:
+        """With what is known only now."""
+        passed = [trial.batch_size for trial in self.trials if trial.passed]
+        return replace(
+            request,
+            deadline_s=self.clock.deadline_s(),
+            smaller_passed=any(size < request.batch_size for size in passed),
+            largest_passed=max(passed, default=None),
+        )
+
+    def _record(self, outcome: Outcome) -> None:
+        self.trials.append(outcome.trial)
+        if not (outcome.trial.replayed and outcome.trial.phase is Phase.GROW and not outcome.trial.passed):
+            self._reporter.finished(outcome.trial)
+        if outcome.measured is not None and not self._is_measured:
+            self._take(outcome.measured)
+
+    def _may_run_again(self, trial: Trial, died: Iterable[Trial]) -> bool:
+        is_new = trial.verdict in ENDED and trial.verdict not in {one.verdict for one in died}
+        return is_new and self.runner.replaceable and not self._is_ceiling(trial)
+
+    # --- replays ---
+
+    def _run_last_replayed(self) -> None:
+        """The last size that passed is the lower end of the bracket: it is run, where it was only replayed."""
+        if not self.trials or not self.trials[-1].replayed:
+            return
+        last = self.trials.pop()
+        if not self.run(last.batch_size, last.phase, cap_bytes=last.cap_bytes, exact=True).passed:
+            raise ContradictedError
+
+    def _stop_replaying(self) -> None:
+        """Forget what was only replayed, and run every size from here on."""
+        self._replays = False
+        self.trials[:] = [trial for trial in self.trials if not trial.replayed]
+
+    # --- the budget ---
+
+    def _take(self, measured: Measured) -> None:
+        """A sample that counts: a step has loaded its kernels, so what is held outside the allocator is known."""
+        self._budget_from(measured)
+        self._is_measured = True
+        self.neighbours.expect(measured.outside_bytes)
+
+    def _budget_from(self, measured: Measured) -> None:
+        self.available_bytes = measured.available_bytes
+        self.budget_bytes = int(self.options.memory_fraction * self.available_bytes)
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """What a trial under the margin is held to; None where the card enforces it."""
+        return self._ceiling_bytes() if self.options.memory_fraction == 1 else self.budget_bytes
+
+    def _ceiling_bytes(self) -> int | None:
+        """What a trial that grows is held to; None in a process that may die, and where there is no driver to upset."""
+        if self.runner.replaceable or not self.device.edge_bytes:
+            return None
+        if not self.available_bytes:
+            self._budget_from(self.runner.measure())  # until a step has loaded its kernels
+        return max(self.budget_bytes, self.available_bytes - self.device.edge_bytes)
+
+    def tenants(self) -> str:
+        """Who else is on the device; empty where nobody knows."""
+        is_card = self.device.torch_device.startswith("cuda") and not self.device.is_simulated
+        return processes_on(torch.device(self.device.torch_device)) if is_card else ""
+
+    # --- steps that do no work, or the same work whatever the batch size ---
+
+    def _refuse_idle(self) -> None:
+        """Raise where growing on would be for nothing.
+
+        Raises:
+            UnreliableError: the step dispatches no torch operator, or ignores its batch size.
+        """
+        grown = [trial for trial in self.trials if trial.phase is Phase.GROW and trial.passed]
+        if len(grown) == 1 and not any(self.runner.learned.values()):
+            work = self._work_at(grown[0].batch_size)
+            if work is not None and work.operators == 0:
+                raise UnreliableError(
+                    "the step dispatched no torch operator, so there is nothing to measure: does it run the model, or has "
+                    "its data loader run out?",
+                    trials=tuple(self.trials),
+                )
+        if len(grown) > DOUBLINGS and (len(grown) - 1) % DOUBLINGS == 0:
+            self._refuse_same(grown[-1 - DOUBLINGS], grown[-1])
+
+    def _refuse_same(self, then: Trial, now: Trial) -> None:
+        if now.batch_size >= ENDLESS_BATCH:
+            raise UnreliableError(
+                f"batch {now.batch_size} still runs, so memory is not what ends this: the step ignores batch_size. "
+                "Pass max_batch",
+                trials=tuple(self.trials),
+            )
+        noise_bytes = HOST_NOISE_BYTES if self.device.on_host else 0
+        if (now.peak_allocated_bytes or 0) > (then.peak_allocated_bytes or 0) + noise_bytes:
+            return
+        sizes, (counted, before) = self.options.sizes, self._last_work
+        if counted != then.batch_size or before is None:
+            before = self._work_at(then.batch_size)
+        self._last_work = now.batch_size, self._work_at(now.batch_size)
+        further = sizes.up(now.batch_size, now.batch_size)  # a step may round up to chunks
+        if before is None or self._last_work[1] != before or self._work_at(further) != before:
+            return
+        less, first = sizes.first - sizes.step, then.batch_size
+        while (middle := sizes.middle(less, first)) is not None:  # the smallest size that does this work
+            if self._work_at(middle) == before:
+                first = middle
+            else:
+                less = middle
+        raise UnreliableError(
+            f"batch {first} and batch {now.batch_size} do the same work ({before.operators} operators, "
+            f"{before.elements} elements) in the same memory: the step ignores batch_size, or its data ends before. "
+            f"If it is the data, pass max_batch={first}; if the step rounds up, as padding does, pass "
+            f"min_batch={further} or the size it rounds to",
+            trials=tuple(self.trials),
+        )
+
+    def _work_at(self, size: int) -> Work | None:
+        try:
+            return self.runner.work_at(size, self.clock.deadline_s())
+        except TimeUp:
+            raise self.clock.time_is_up(size, self.trials) from None
+
+    # --- when to stop ---
+
+    def device_lost(self, what: str) -> DeviceLostError:
+        """The error for a device that can give no further verdict."""
+        lost = (
+            "new processes end in it too. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
+            if self.runner.replaceable
+            else f"this process can give no further verdict on {self.device.name}, and what was on it is lost. The state "
+            "from before the first step is in this error's .snapshot. Start a new process; trials that may lose theirs "
+            "run in children of their own: oomprobe run path/to/train.py:build, or oomprobe.probe_target"
+        )
+        return DeviceLostError(f"a sticky error ({what}): {lost}", trials=tuple(self.trials))
+
+    def _note_death(self, died: Trial, again: Trial) -> None:
+        """One process ended badly for no reason that holds, or two did at one size."""
+        size, how = died.batch_size, f"{died.verdict}: {died.error}"
+        if again.verdict not in ENDED:
+            self.notes[f"batch {size} ended its process once ({how}); tried again in a new one: {again.verdict}"] = None
+        elif again.verdict is Verdict.POISONED:
+            self.notes[
+                f"batch {size} ended in a sticky error in two processes ({how}): that is not memory, but a limit of a "
+                "kernel, or a bug that shows itself at that size. The answer is below it"
+            ] = None
+
+    def _is_ceiling(self, trial: Trial) -> bool:
+        """A sticky error in two processes is the size's own, where a smaller one ran."""
+        lost = [t for t in self.trials if t.verdict is Verdict.POISONED and t.batch_size == trial.batch_size]
+        return len(lost) > 1 and any(t.passed and t.batch_size < trial.batch_size for t in self.trials)
+
+    def _stop_if_final(self, outcome: Outcome) -> None:
+        trial = outcome.trial
+        if trial.verdict is Verdict.TIMED_OUT:
+            raise self.clock.time_is_up(trial.batch_size, self.trials)
+        if trial.verdict in LOST and not self._is_ceiling(trial):
+            if trial.verdict is Verdict.POISONED:
+                raise self.device_lost(f"batch {trial.batch_size}, {trial.error}")
+            self._stop_at_crash(trial)
+        if outcome.refusal is not None:
+            raise UnreliableError(outcome.refusal, trials=tuple(self.trials))
+
+    def _stop_at_crash(self, trial: Trial) -> NoReturn:
+        raise StepFailedError(
+            f"the process of the trial died twice at batch size {trial.batch_size}, and nothing says that it was for want "
+            f"of memory, so there is no answer: {trial.error}\n"
+            f"Run step_fn(model, {trial.batch_size}) once by itself to see it",
+            batch_size=trial.batch_size,
+        )
+
+
+class Neighbours:
+    """Watches memory of the device that is not ours: a trial that failed while others held more than before runs again.
+
+    One that passed has passed, and one that failed at a cap which they left room for has failed by itself.
+
+    Args:
+        total_bytes: Of the device.
+        names: Says who is on the device; empty where nobody knows.
+        sleep: Waits between attempts.
+
+    Attributes:
+        contaminated: Whether others held more in every attempt of some trial that failed, so that the answer may be theirs.
+        notes: What was seen; in order, without doubles.
+        held_bytes: Samples, each after a trial.
+    """
+
+    _NO_MATTER = frozenset({Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT})  # these say nothing about memory
+
+    def __init__(self, total_bytes: int, names: Callable[[], str], *, sleep: Callable[[float], None]) -> None:
+        self._total_bytes, self._names, self._sleep = total_bytes, names, sleep
+        self._tolerated_bytes = max(MOVED_SHARE * total_bytes, MOVED_BYTES)
+        self._expected_bytes: int | None = None
+        self._spoiled = 0  # attempts at the present trial
+        self.contaminated = False
+        self.notes: dict[str, None] = {}
+        self.held_bytes: list[int] = []
+
+    def expect(self, outside_bytes: int | None) -> None:
+        """What is held while nothing moves: known once kernels and libraries are loaded."""
+        if outside_bytes is not None:
+            self._expected_bytes = outside_bytes
+            self.held_bytes.append(outside_bytes)
+
+    def spoiled(self, outcome: Outcome, look: Callable[[], int | None]) -> bool:
+        """Whether to run a trial again, after waiting for quiet. In the end its word is taken, and said to be theirs.
+
+        Args:
+            outcome: Of the trial.
+            look: Tells what is held outside this process's allocator now.
+        """
+        disturbed, size = self._is_disturbed(outcome), outcome.trial.batch_size
+        if disturbed and not self.contaminated:  # once is enough to wait for them in vain
+            self._spoiled += 1
+            if self._spoiled < ATTEMPTS:
+                grown_bytes = self._grown_bytes(outcome.outside_before_bytes, outcome.outside_after_bytes)
+                self.notes[
+                    f"others on the device held {format_bytes(grown_bytes)} more around batch {size}, which failed: "
+                    "that trial was discarded and tried again"
+                ] = None
+                self._wait_for_quiet(look)
+                return True
+        self._spoiled = 0
+        if disturbed:
+            self.contaminated = True
+            self._expected_bytes = outcome.outside_after_bytes
+            names = self._names()
+            self.notes[
+                "CONTAMINATED: others on the device kept more memory than before, around batch "
+                f"{size}, so the answer may be about them{f' ({names})' if names else ''}. Probe again when the device is "
+                "yours alone"
+            ] = None
+        if self._expected_bytes is not None and outcome.outside_after_bytes is not None:
+            self.held_bytes.append(outcome.outside_after_bytes)
+        return False
+
+    def _wait_for_quiet(self, look: Callable[[], int | None]) -> None:
+        """Until others hold what they held before; on values, for a kept exception would keep a failed step alive."""
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(LOOKS),
+            wait=WAIT,
+            retry=tenacity.retry_if_result(lambda grown_bytes: grown_bytes > self._tolerated_bytes),
+            retry_error_callback=lambda state: None,
+            sleep=self._sleep,
+        )
+        retrying(lambda: self._grown_bytes(look()))
+
+    def _is_disturbed(self, outcome: Outcome) -> bool:
+        trial = outcome.trial
+        if trial.passed or trial.verdict in self._NO_MATTER:
+            return False
+        outside_bytes = max(outcome.outside_before_bytes or 0, outcome.outside_after_bytes or 0)
+        has_room = trial.cap_bytes is not None and self._total_bytes - outside_bytes >= trial.cap_bytes
+        return self._grown_bytes(outside_bytes) > self._tolerated_bytes and not has_room
+
+    def _grown_bytes(self, *samples: int | None) -> int:
+        if self._expected_bytes is None:
+            return 0
+        return max((sample for sample in samples if sample is not None), default=0) - self._expected_bytes
+
+
+@contextmanager
+def open_here(
+    model: torch.nn.Module,
+    steps: Mapping[str, Step],
+    preserve: list[Any],
+    device: Device,
+    options: Options,
+    progress: Progress,
+) -> Iterator[Session]:
+    """A session whose trials run in this process; on every way out the state is put back and compared."""
+    functions = [step.run for step in steps.values()]
+    status, replay = reporter(progress), replay_of(device)
+    recorded: list[Trial] = []
+    load_counter()
+    with told_of_trials(recorded), Interrupts() as interrupts, _garbage_frozen():
+        keeper = Keeper(model, functions, preserve, device.torch_device.type)
+        if replay is not None:
+            replay.place(resident_tensors([model, *functions, *preserve]))
+
+        def meet(optimizer: torch.optim.Optimizer) -> None:
+            # What a step makes and ends with its call needs no copy, which would be made in the midst of the call.
+            if not any(step.has_made is not None and step.has_made(optimizer) for step in steps.values()):
+                with interrupts.held_back(), outside_modes():
+                    keeper.add(optimizer)
+                    if replay is not None:
+                        replay.place(state_tensors(optimizer))
+            if replay is not None and isinstance(optimizer, torch.optim.LBFGS):
+                runner.notes[LBFGS] = None
+
+        with OptimizerWatch(meet, model) as watch:
+            runner = LocalRunner(
+                device,
+                model,
+                steps,
+                keeper,
+                watch,
+                interrupts,
+                smallest=options.sizes.first,
+                after_call=keeper.release_dead,
+            )
+            session = Session(runner, options, status, Clock(options), recorded)
+            with _given_back(session, keeper, device), _told_as_lost(session, device):
+                try:
+                    yield session
+                finally:
+                    status.close()
+                    runner.compiled.finish()
+                    session.notes |= dict.fromkeys((*keeper.notes, *runner.compiled.notes))
+
+
+@contextmanager
+def _garbage_frozen() -> Iterator[None]:
+    """Collect garbage, and from then on only what is made inside: 98 ms become 0.01 where frameworks are imported.
+
+    Where the caller froze objects of its own, nothing is frozen: they could not be told from ours afterwards.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _given_back(session: Session, keeper: Keeper, device: Device) -> Iterator[None]:
+    """Restore and compare the state on every way out, and leave no memory of ours reserved.
+
+    Raises:
+        DeviceLostError: the device died before it had everything back.
+        UnreliableError: something did not come back.
+    """
+    try:
+        yield
+    except DeviceLostError as error:
+        error.snapshot = keeper.host_copy()
+        keeper.put_back(device_lost=True)
+        raise
+    except BaseException:
+        _give_back(session, keeper, device)
+        raise
+    _give_back(session, keeper, device)
+
+
+def _give_back(session: Session, keeper: Keeper, device: Device) -> None:
+    try:
+        keeper.put_back()
+        differences = keeper.differences()
+        if differences:
+            raise UnreliableError(
+                f"not everything came back as it was before the probe: {', '.join(differences[:5])}. Do not train with "
+                "this model: load it again. The step may be changing it from another thread",
+                trials=tuple(session.trials),
+            )
+        session.state_verified = True
+        gc.collect()
+        device.release()
+    except Exception as error:
+        if device.healthy():
+            raise
+        lost = session.device_lost(f"{type(error).__name__}: {error}")
+        lost.snapshot = keeper.host_copy()
+        keeper.put_back(device_lost=True)
+        raise lost from error
+
+
+@contextmanager
+def told_of_trials(trials: list[Trial]) -> Iterator[None]:
+    """Around everything: what came while nothing could be interrupted is delivered at the very end."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as interruption:
+        interruption.add_note("oomprobe was interrupted; the trials so far:\n" + trials_table(trials))
+        raise
+
+
+@contextmanager
+def _told_as_lost(session: Session, device: Device) -> Iterator[None]:
+    """A sticky error may show itself outside a step, while memory is measured or given back."""
+    try:
+        yield
+    except OomProbeError:
+        raise
+    except Exception as error:
+        if device.healthy() and not raised_by(device, error):
+            raise
+        if device.healthy():  # the step's own errors have another class by now
+            raise unmeasured(device.name, error, trials=tuple(session.trials)) from error
+        raise session.device_lost(f"{type(error).__name__}: {error}") from error

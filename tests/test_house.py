@@ -1,0 +1,91 @@
+"""The house: how far it is from the call to the step, imports without a circle, and one door to memory."""
+
+import ast
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+import torch
+from ledger import LedgerDevice
+
+import oomprobe
+
+HOUSE = Path(oomprobe.__file__).parent
+MODULES = {
+    ".".join(("oomprobe", *path.relative_to(HOUSE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in HOUSE.rglob("*.py")
+}
+DEVICE_CLASSES = {"Simulated", "SimulatedDevice", "HostDevice", "AcceleratorDevice", "MpsDevice"}
+
+
+def walked(**options):
+    """Frames of the package between the call of `find_max_batch` and each call of the step, outermost first."""
+    seen = []
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch_size):
+        frames, frame = [], sys._getframe(1)
+        while frame is not None:
+            path = Path(frame.f_code.co_filename)
+            if HOUSE in path.parents:
+                frames.append((path.name, frame.f_code.co_name))
+            frame = frame.f_back
+        seen.append(frames[::-1])
+        model(torch.randn(batch_size, 2)).sum().backward()
+        optimizer.step()
+
+    oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=4, progress="off", **options)
+    return seen
+
+
+@pytest.mark.parametrize("options", [{}, {"global_batch": 64}, {"memory_fraction": 1.0}])
+def test_the_step_is_near_the_call(options):
+    for frames in walked(**options):
+        assert frames[0] == ("probe.py", "find_max_batch")
+        assert len(frames) <= 9, frames
+        assert len({file for file, _ in frames}) <= 5, frames
+
+
+def test_the_heart_of_a_trial_is_one_function_of_60_lines():
+    tree = ast.parse((HOUSE / "trial.py").read_text())
+    [heart] = [node for node in ast.walk(tree) if getattr(node, "name", "") == "_run_cold"]
+    assert heart.end_lineno - heart.lineno < 60
+
+
+def imports_of(name, path):
+    """Modules of the package that a module imports, wherever in it, but for type checkers."""
+    tree = ast.parse(path.read_text())
+    for guard in [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    ]:
+        guard.body = [ast.Pass()]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            yield from submodules or {node.module}
+
+
+def test_imports_make_no_circle():
+    TopologicalSorter({name: set(imports_of(name, path)) for name, path in MODULES.items()}).prepare()
+
+
+def test_the_top_has_at_most_20_names():
+    top = {name.split(".")[1] for name in MODULES if "." in name and not name.endswith("__main__")}
+    assert len(top) <= 20, sorted(top)
+
+
+def test_nobody_outside_the_devices_asks_for_their_class():
+    asked = [
+        f"{name}: {ast.unparse(node)}"
+        for name, path in MODULES.items()
+        if not name.startswith("oomprobe.devices")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "isinstance"
+        and DEVICE_CLASSES & set(ast.unparse(node.args[1]).replace("|", " ").split())
+    ]
+    assert asked == []
