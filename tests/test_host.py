@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -270,3 +271,26 @@ def test_live_children_are_refused():
     finally:
         worker.kill()
         worker.join()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_a_step_that_was_compiled_before_compiles_in_children(tmp_path):
+    """Its pool of compiling processes has threads that are not there in a forked child."""
+    code = """
+        import torch, oomprobe
+        model = torch.compile(torch.nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        def step(model, batch_size):
+            optimizer.zero_grad()
+            model(torch.randn(batch_size, 8)).square().mean().backward()
+            optimizer.step()
+        step(model, 3)
+        print(oomprobe.check(model, step, 4, device="cpu:2GiB", time_limit_s=100, progress="off").batch_size)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "4\n", done.stderr
