@@ -86,9 +86,9 @@ class Found:
     Attributes:
         batch_size: The confirmed answer; None when nothing fits.
         limit: Largest size that passed at all; None when nothing did.
-        first_failing: Smallest size that failed without the margin and was not struck out.
+        first_failing: Smallest size that failed without the margin and did not pass later.
         deciding: Smallest failure above the answer, under the cap or in confirmation; None at the last size.
-        struck: Failures that passed when tried again.
+        transient: Failures that passed when tried again.
         unconfirmed: Sizes that passed as a trial and failed in confirmation.
     """
 
@@ -96,7 +96,7 @@ class Found:
     limit: int | None = None
     first_failing: int | None = None
     deciding: int | None = None
-    struck: tuple[int, ...] = ()
+    transient: tuple[int, ...] = ()
     unconfirmed: tuple[int, ...] = ()
 
 
@@ -150,7 +150,7 @@ class _Search:
     failed_full: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)  # under the cap
     tolerance: float = 0.0  # of the size: a bracket this narrow is not closed further
-    struck: list[int] = field(default_factory=list)
+    transient: list[int] = field(default_factory=list)
     unconfirmed: list[int] = field(default_factory=list)
 
     def questions(self) -> Asking:
@@ -167,7 +167,7 @@ class _Search:
             limit=max(self.passed, default=None),
             first_failing=min(self.failed_full - self.passed, default=None),
             deciding=deciding,
-            struck=tuple(self.struck),
+            transient=tuple(self.transient),
             unconfirmed=tuple(self.unconfirmed),
         )
 
@@ -202,11 +202,11 @@ class _Search:
         """The first size failed: nothing below it can decide, so it is rechecked at once."""
         reply = yield from self.ask(size, Phase.RECHECK, capped=False)
         if reply.passed:
-            self._strike(size)
+            self._mark_transient(size)
         return reply
 
-    def _strike(self, size: int) -> None:
-        self.struck.append(size)
+    def _mark_transient(self, size: int) -> None:
+        self.transient.append(size)
         self.failed.discard(size)
         self.failed_full.discard(size)
 
@@ -234,7 +234,7 @@ class _Search:
                 self.good = size
             else:  # it failed with all the memory and passes with less, or nothing above it has failed
                 if size == self.bad:
-                    self._strike(size)
+                    self._mark_transient(size)
                 self.good, self.bad = size, self._failure_above(size)
                 stride *= 2
 
@@ -254,11 +254,11 @@ class _Search:
 
     def recheck(self) -> Asking:
         """Try the deciding failure once more, once: a leak, a neighbour or fragmentation can fake it."""
-        if self.struck or self.bad is None or self.bad not in self.failed:
+        if self.transient or self.bad is None or self.bad not in self.failed:
             return
         deciding = self.bad
         if (yield from self.ask(deciding, Phase.RECHECK, capped=True)).passed:
-            self._strike(deciding)
+            self._mark_transient(deciding)
             self.good, self.bad = deciding, self._failure_above(deciding)
             yield from self.bisect()
 
@@ -275,7 +275,7 @@ class _Search:
             if not (yield from self.ask(size, Phase.RECHECK, capped=True)).passed:
                 break
             if (yield from self.ask(hole, Phase.RECHECK, capped=True)).passed:
-                self._strike(hole)
+                self._mark_transient(hole)
             else:
                 met_hole = True
             yield from self._climb(size, stride)
@@ -327,7 +327,7 @@ class _Search:
         if not passed and size == self.sizes.first:  # nothing is left below it: one failure is not enough to say so
             passed = (yield from self.ask(size, Phase.CONFIRM, capped=True)).passed
             if passed:
-                self._strike(size)
+                self._mark_transient(size)
         return passed
 
     def _down(self, bad: int | None, stride: int) -> int | None:

@@ -35,7 +35,7 @@ from oomprobe.result import SECOND_OPINIONS, Phase, Trial
 from oomprobe.search import STRIDE, Found, Reply
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.simulation.rehearsal import ContradictedError
-from oomprobe.state import Keeper, resident_tensors, state_tensors
+from oomprobe.state import Snapshot, resident_tensors, state_tensors
 from oomprobe.trial import LocalRunner, Measured, Outcome, Request, Runner
 from oomprobe.units import format_bytes
 from oomprobe.verdicts import Verdict
@@ -543,7 +543,7 @@ def open_here(
     recorded: list[Trial] = []
     load_counter()
     with told_of_trials(recorded), Interrupts() as interrupts, _garbage_frozen():
-        keeper = Keeper(model, functions, preserve, device.torch_device.type)
+        snapshot = Snapshot(model, functions, preserve, device.torch_device.type)
         if replay is not None:
             replay.place(resident_tensors([model, *functions, *preserve]))
 
@@ -551,7 +551,7 @@ def open_here(
             # What a step makes and ends with its call needs no copy, which would be made in the midst of the call.
             if not any(step.has_made is not None and step.has_made(optimizer) for step in steps.values()):
                 with interrupts.held_back(), outside_modes():
-                    keeper.add(optimizer)
+                    snapshot.add(optimizer)
                     if replay is not None:
                         replay.place(state_tensors(optimizer))
             if replay is not None and isinstance(optimizer, torch.optim.LBFGS):
@@ -562,20 +562,20 @@ def open_here(
                 device,
                 model,
                 steps,
-                keeper,
+                snapshot,
                 watch,
                 interrupts,
                 smallest=options.sizes.first,
-                after_call=keeper.release_dead,
+                after_call=snapshot.release_dead,
             )
             session = Session(runner, options, status, Clock(options), recorded)
-            with _given_back(session, keeper, device), _told_as_lost(session, device):
+            with _given_back(session, snapshot, device), _told_as_lost(session, device):
                 try:
                     yield session
                 finally:
                     status.close()
                     runner.compiled.finish()
-                    session.notes |= dict.fromkeys((*keeper.notes, *runner.compiled.notes))
+                    session.notes |= dict.fromkeys((*snapshot.notes, *runner.compiled.notes))
 
 
 @contextmanager
@@ -596,7 +596,7 @@ def _garbage_frozen() -> Iterator[None]:
 
 
 @contextmanager
-def _given_back(session: Session, keeper: Keeper, device: Device) -> Iterator[None]:
+def _given_back(session: Session, snapshot: Snapshot, device: Device) -> Iterator[None]:
     """Restore and compare the state on every way out, and leave no memory of ours reserved.
 
     Raises:
@@ -606,19 +606,19 @@ def _given_back(session: Session, keeper: Keeper, device: Device) -> Iterator[No
     try:
         yield
     except DeviceLostError as error:
-        error.snapshot = keeper.host_copy()
-        keeper.put_back(device_lost=True)
+        error.snapshot = snapshot.host_copy()
+        snapshot.restore(device_lost=True)
         raise
     except BaseException:
-        _give_back(session, keeper, device)
+        _give_back(session, snapshot, device)
         raise
-    _give_back(session, keeper, device)
+    _give_back(session, snapshot, device)
 
 
-def _give_back(session: Session, keeper: Keeper, device: Device) -> None:
+def _give_back(session: Session, snapshot: Snapshot, device: Device) -> None:
     try:
-        keeper.put_back()
-        differences = keeper.differences()
+        snapshot.restore()
+        differences = snapshot.differences()
         if differences:
             raise UnreliableError(
                 f"not everything came back as it was before the probe: {', '.join(differences[:5])}. Do not train with "
@@ -632,8 +632,8 @@ def _give_back(session: Session, keeper: Keeper, device: Device) -> None:
         if device.healthy():
             raise
         lost = session.device_lost(f"{type(error).__name__}: {error}")
-        lost.snapshot = keeper.host_copy()
-        keeper.put_back(device_lost=True)
+        lost.snapshot = snapshot.host_copy()
+        snapshot.restore(device_lost=True)
         raise lost from error
 
 

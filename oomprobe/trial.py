@@ -20,9 +20,9 @@ from oomprobe.options import Step
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial
 from oomprobe.signals import CONFIRM_SLACK, Interrupts
 from oomprobe.simulation.rehearsal import Rehearsals
-from oomprobe.state import Keeper, Tracker
+from oomprobe.state import Snapshot, Tracker
 from oomprobe.state.surroundings import with_same_numbers
-from oomprobe.verdicts import Evidence, Verdict, classify_error, judge
+from oomprobe.verdicts import Evidence, Verdict, classify, classify_error
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
 NO_OPTIMIZER = (
@@ -210,7 +210,7 @@ class LocalRunner:
         device: Device,
         model: torch.nn.Module,
         steps: Mapping[str, Step],
-        state: Keeper | Tracker,
+        state: Snapshot | Tracker,
         watch: OptimizerWatch,
         interrupts: Interrupts,
         *,
@@ -244,7 +244,7 @@ class LocalRunner:
         try:
             trial = self._run_cold(request)
         except NotTrainedError:  # the trials before have trained the weights, until a loss scaler sees infinities only
-            if not self._state.put_weights_back():
+            if not self._state.restore_weights():
                 raise
             trial = self._run_cold(request)
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
@@ -303,7 +303,7 @@ class LocalRunner:
             record.usage = self._usage()
             self._watch.drop_half_made()
             record.failure = failure_of(error)
-            record.verdict = self._judge(record, request, healthy=True)
+            record.verdict = self._classify(record, request, healthy=True)
             if record.verdict is Verdict.BUG and self._device.healthy():
                 clear_frames(error)
                 caller, largest = self._steps[record.step_name].caller, request.largest_passed
@@ -319,7 +319,7 @@ class LocalRunner:
             if record.verdict is Verdict.FITS and _over_cap(record.usage, request):
                 record.verdict = Verdict.OOM
         elif record.verdict is not Verdict.POISONED:
-            record.verdict = self._judge(record, request, healthy=self._device.healthy())
+            record.verdict = self._classify(record, request, healthy=self._device.healthy())
         return _trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
 
     def _start_cold(self) -> None:
@@ -394,7 +394,7 @@ class LocalRunner:
             self.notes[NO_TIME_FOR_LENGTH.format(size=request.batch_size, steps=LONG_STEPS)] = None
         return in_time
 
-    def _judge(self, record: _Record, request: Request, *, healthy: bool) -> Verdict:
+    def _classify(self, record: _Record, request: Request, *, healthy: bool) -> Verdict:
         assert record.failure is not None
         evidence = Evidence(
             # A library that finds no memory on the host at the first size says no more than at a later one.
@@ -404,7 +404,7 @@ class LocalRunner:
             on_host=self.device.on_host,
             integrated=self.device.integrated,
         )
-        return judge(record.failure.facts, evidence)
+        return classify(record.failure.facts, evidence)
 
     def _usage(self) -> Usage:
         try:

@@ -9,7 +9,7 @@ from torch import nn
 
 import oomprobe
 from oomprobe.errors import step_failed
-from oomprobe.verdicts import Evidence, Verdict, classify_error, facts_of, judge
+from oomprobe.verdicts import Evidence, Verdict, classify, classify_error, facts_of
 
 OURS = [
     oomprobe.NothingFitsError(
@@ -49,7 +49,7 @@ def test_a_lost_device_is_lost_to_the_outer_probe_too():
     lost = oomprobe.DeviceLostError("a sticky error (CUDA error: an illegal memory access was encountered)")
     assert classify_error(lost) is Verdict.POISONED
     sick = Evidence(smaller_size_passed=True, memory_pressure=True, healthy=False)
-    assert judge(facts_of(oomprobe.NothingFitsError("x")), sick) is Verdict.POISONED
+    assert classify(facts_of(oomprobe.NothingFitsError("x")), sick) is Verdict.POISONED
 
 
 def failing(error, at):

@@ -106,7 +106,7 @@ def test_a_transient_failure_is_struck_out_and_noted():
 
     result = probe(device, step, memory_fraction=1.0)
     if failed:
-        assert any("struck out" in note for note in result.notes)
+        assert any("transient failure" in note for note in result.notes)
     assert result.batch_size == 100
 
 

@@ -109,7 +109,7 @@ def test_every_small_limit_is_found(last, shows_peak):
 def test_the_answer_is_that_of_an_exhaustive_scan(memory, sizes):
     found = find(memory, sizes, capped=True, enough=never)
     assert found.batch_size == largest(memory.capped_limit, sizes)
-    assert found.struck == ()
+    assert found.transient == ()
     assert found.unconfirmed in ((), (sizes.first,))  # the first, when it is the only choice, is left to confirmation
 
 
@@ -265,7 +265,7 @@ def test_the_deciding_transient_failure_is_struck_out_and_named(limit, shows_pea
             found = find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never)
             if size <= limit:  # larger ones fail under the cap anyway, and decide nothing
                 decided += 1
-                assert found.struck == (size,)
+                assert found.transient == (size,)
                 assert found.first_failing != size
             assert found.batch_size == limit
     assert decided
@@ -275,7 +275,7 @@ def test_a_true_failure_is_rechecked_once_and_stays():
     memory = Memory(100, 90)
     found = find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never)
     assert memory.trials(Phase.RECHECK) == [(91, True)]
-    assert (found.deciding, found.struck) == (91, ())
+    assert (found.deciding, found.transient) == (91, ())
 
 
 def test_the_last_size_has_no_deciding_failure_and_no_recheck():
@@ -312,7 +312,9 @@ def test_a_transient_failure_of_the_smallest_sizes_confirmation_does_not_mean_th
     find(undisturbed, sizes, capped=True, enough=never)
     memory = Memory(limit, fails_once_at=len(undisturbed.calls) - 1)
     found = find(memory, sizes, capped=True, enough=never)
-    assert found == Found(batch_size=limit, limit=limit, first_failing=2 * limit, deciding=limit + 1, struck=(limit,))
+    assert found == Found(
+        batch_size=limit, limit=limit, first_failing=2 * limit, deciding=limit + 1, transient=(limit,)
+    )
     assert memory.trials(Phase.CONFIRM) == [(limit, True)] * 2
 
 
@@ -457,7 +459,7 @@ def test_holes_are_looked_past(holes, limit, capped):
     found = find(oracle, Sizes(first=1, last=None, step=1), capped=capped, enough=never)
     assert 0.99 * limit <= found.batch_size <= limit
     assert found.batch_size < found.deciding
-    assert not found.struck
+    assert not found.transient
     assert len(oracle.calls) <= 2 * 11 + 3 + 8  # rechecks, confirmation, and what holes cost
 
 

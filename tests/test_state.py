@@ -28,7 +28,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import oomprobe
 from oomprobe.devices import linux
 from oomprobe.errors import InvalidArgumentError, UnreliableError
-from oomprobe.state import Keeper, keeper, preserved
+from oomprobe.state import Snapshot, preserved, snapshot
 from oomprobe.state.compare import same
 from oomprobe.state.tensors import StorageCopy
 
@@ -163,10 +163,10 @@ def test_everything_comes_back_on_every_way_out(way, warm_steps):
     assert training.picture() == before
 
 
-@pytest.mark.parametrize("skipped", [keeper.Keeper, keeper.Surroundings])
+@pytest.mark.parametrize("skipped", [snapshot.Snapshot, snapshot.Surroundings])
 def test_a_restore_that_is_skipped_is_noticed(monkeypatch, skipped):
     training = Training(warm_steps=1)
-    monkeypatch.setattr(skipped, "put_back", lambda self, **_: [])
+    monkeypatch.setattr(skipped, "restore", lambda self, **_: [])
     with pytest.raises(UnreliableError, match="not everything came back"):
         probe(training.model, training.step, min_batch=2)
 
@@ -732,7 +732,7 @@ def test_what_each_call_makes_anew_is_not_kept_alive():
 
 
 def test_copies_of_what_died_are_let_go_of():
-    kept = Keeper(nn.Linear(3, 3), [], [], "cpu")
+    kept = Snapshot(nn.Linear(3, 3), [], [], "cpu")
     before = len(kept._copies.storages), len(kept._kept), len(kept._tensors)
     for _ in range(5):
         optimizer = stepped(nn.Linear(3, 3))
@@ -743,7 +743,7 @@ def test_copies_of_what_died_are_let_go_of():
         kept.release_dead()
     assert (len(kept._copies.storages), len(kept._kept), len(kept._tensors)) == before
     assert kept.optimizers == []
-    kept.put_back()
+    kept.restore()
     assert kept.differences() == []
 
 
@@ -819,7 +819,7 @@ def test_memory_that_is_seen_twice_is_copied_once(monkeypatch):
     for i in range(100):
         model.register_parameter(f"p{i}", nn.Parameter(flat[i : i + 1]))
     monkeypatch.setattr(StorageCopy, "take", lambda self, storage: taken.append(self))
-    Keeper(model, [], [Average()], "cpu")
+    Snapshot(model, [], [Average()], "cpu")
     assert len(taken) == 2
 
 
@@ -838,13 +838,13 @@ def test_host_memory_that_did_not_change_is_not_written(tmp_path):
     """A mapped file may be read-only: writing to it ends the process."""
     done = run_script(f"""
         import numpy as np, torch, warnings
-        from oomprobe.state import Keeper
+        from oomprobe.state import Snapshot
         warnings.simplefilter("ignore")
         np.save({str(tmp_path / "a.npy")!r}, np.ones((4, 4), "f4"))
         model = torch.nn.Linear(2, 2)
         model.register_buffer("table", torch.from_numpy(np.load({str(tmp_path / "a.npy")!r}, mmap_mode="r")))
-        kept = Keeper(model, [], [], "cpu")
-        kept.put_back()
+        kept = Snapshot(model, [], [], "cpu")
+        kept.restore()
         print(kept.differences())
     """)
     assert done.stdout == "[]\n", done.stderr
@@ -869,7 +869,7 @@ class Shell(torch.optim.Optimizer):
 
 def test_host_copy_is_a_state_dict_of_before():
     training = Training(warm_steps=2)
-    kept = Keeper(training.model, [training.step], [Shell(training.optimizer)], "cpu")
+    kept = Snapshot(training.model, [training.step], [Shell(training.optimizer)], "cpu")
     before = bits(training.model.state_dict()), bits(training.optimizer.state_dict())
     training.step(training.model, 4)
     training.model.decode.weight = nn.Parameter(torch.zeros(5, 5))
@@ -884,10 +884,10 @@ def test_host_copy_is_a_state_dict_of_before():
 
 def test_with_a_lost_device_the_host_comes_back():
     training = Training(warm_steps=1)
-    kept = Keeper(training.model, [training.step], [], "cpu")
+    kept = Snapshot(training.model, [training.step], [], "cpu")
     before, generator = bits(training.model.state_dict()), bits(torch.get_rng_state())
     training.step(training.model, 4)
-    kept.put_back(device_lost=True)
+    kept.restore(device_lost=True)
     assert (bits(training.model.state_dict()), bits(torch.get_rng_state())) == (before, generator)
 
 

@@ -87,7 +87,7 @@ def test_a_failure_below_the_limit_is_not_its_upper_end():
     found = Found(batch_size=16, limit=16, first_failing=8)
     assert result(*trials, found=found).first_failing_batch_size == 64
     assert result(*trials[:3], found=found).first_failing_batch_size is None
-    struck = dataclasses.replace(found, struck=(64,))
+    struck = dataclasses.replace(found, transient=(64,))
     assert result(*trials, found=struck).first_failing_batch_size is None
 
 

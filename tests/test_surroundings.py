@@ -50,7 +50,7 @@ def test_flags_and_generators_come_back(name):
         FLAGS[name]()
         assert kept.differences() == [name]
     finally:
-        assert kept.put_back() == []
+        assert kept.restore() == []
     assert kept.differences() == []
 
 
@@ -73,7 +73,7 @@ def test_a_default_device_that_was_set_comes_back():
         kept = Surroundings("cpu")
         torch.set_default_device(None)
         assert kept.differences() == ["default device"]
-        kept.put_back()
+        kept.restore()
         assert torch.empty(1).device.type == "meta"
     finally:
         torch.set_default_device(None)
@@ -101,7 +101,7 @@ def run(before, step):
     kept = Surroundings("cpu")
     exec(step)
     assert bool(kept.differences()) == bool(step), "not seen to change"
-    assert kept.put_back() == []
+    assert kept.restore() == []
     assert [owner.fp32_precision for owner in owners] == then, "not put back"
     assert kept.differences() == []
 for pair in eval(sys.argv[1]):

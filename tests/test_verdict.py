@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from oomprobe.signals import TimeUp
 from oomprobe.verdicts import texts as error_texts
-from oomprobe.verdicts.judge import (
+from oomprobe.verdicts.classify import (
     MAX_LINKS,
     MAX_TEXT,
     Evidence,
     Facts,
     Verdict,
+    classify,
     classify_error,
     facts_of,
-    judge,
 )
 from oomprobe.verdicts.texts import ERROR_TEXTS
 
@@ -89,9 +89,9 @@ class TestTable:
     @pytest.mark.parametrize("row", MESSAGES)
     def test_each_message_gets_its_verdict(self, row):
         facts = facts_of(as_raised(row))
-        assert judge(facts).name == row["verdict"]
+        assert classify(facts).name == row["verdict"]
         if row["ambiguous"] and row["verdict"] == "OOM":
-            assert judge(facts, UNCORROBORATED) is Verdict.BUG
+            assert classify(facts, UNCORROBORATED) is Verdict.BUG
 
     @pytest.mark.parametrize("row", [p for p in MESSAGES if may_be_quoted(*p.values)])
     def test_each_message_is_recognised_inside_a_worker_traceback(self, row):
@@ -258,8 +258,8 @@ class TestEvidence:
         assert classify_error(error, UNCORROBORATED) is Verdict.BUG
 
     def test_no_facts_is_a_bug(self):
-        assert judge(Facts()) is Verdict.BUG
-        assert judge(Facts(), SICK) is Verdict.POISONED
+        assert classify(Facts()) is Verdict.BUG
+        assert classify(Facts(), SICK) is Verdict.POISONED
 
 
 class TestChain:
@@ -380,8 +380,8 @@ class TestTotality:
             except TypeError:  # args that are no sequence
                 continue
         facts = facts_of(error)
-        assert isinstance(judge(facts, evidence), Verdict)
-        assert classify_error(error, evidence) is judge(facts, evidence)
+        assert isinstance(classify(facts, evidence), Verdict)
+        assert classify_error(error, evidence) is classify(facts, evidence)
         assert_plain(facts)
 
     @given(st.text(max_size=300), st.none() | st.sampled_from(ALL_EVIDENCE))
@@ -439,7 +439,7 @@ class TestNothingIsKept:
         except RuntimeError as error:
             alive.append(weakref.ref(error))
             facts = facts_of(error)
-            judge(facts, CORROBORATED)
+            classify(facts, CORROBORATED)
         assert facts is not None
         assert [ref() for ref in alive] == [None, None]
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from oomprobe.devices import Simulated
+from oomprobe.devices import replay_of
 from oomprobe.errors import InvalidArgumentError, OomProbeError
 from oomprobe.options import check_size
 from oomprobe.result import ProbeResult
@@ -75,7 +75,7 @@ def check_flag(name: str, value: object) -> None:
 
 def is_simulated(device: object) -> bool:
     """Whether a `device` argument names a card that is not there."""
-    return isinstance(device, Simulated) or (isinstance(device, str) and device.startswith("sim:"))
+    return replay_of(device) is not None or (isinstance(device, str) and device.startswith("sim:"))
 
 
 def loops_of(name: str, steps: int) -> int:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from oomprobe.devices import linux
 from oomprobe.errors import UnreliableError
 from oomprobe.isolation import system
-from oomprobe.isolation.deaths import Death
+from oomprobe.isolation.exit_status import ExitStatus
 from oomprobe.isolation.wire import Message, Wire, above_standard
 
 TAIL_BYTES = 2**14  # of what a process wrote to stderr, kept for the trial's record
@@ -113,7 +113,7 @@ class Process:
         with suppress(OSError):
             self.wire.send(message)
 
-    def listen(self, *, deadline_s: float | None, stuck_s: float | None = None) -> Message | Death:
+    def listen(self, *, deadline_s: float | None, stuck_s: float | None = None) -> Message | ExitStatus:
         """Wait for a message.
 
         Args:
@@ -153,14 +153,14 @@ class Process:
                     with suppress(OSError):
                         os.write(2, said)
 
-    def end(self, why: str | None = None) -> Message | Death:
+    def end(self, why: str | None = None) -> Message | ExitStatus:
         """End it, and whatever it started.
 
         Args:
             why: What was wrong with it; None: nothing, or it ended by itself.
 
         Returns:
-            Its death; or what it had still said, where it ended by itself.
+            How it ended; or what it had still said, where it ended by itself.
         """
         if why is not None:  # SIGTERM first: it makes Python say where it hangs
             self._is_heard = False
@@ -182,7 +182,7 @@ class Process:
         kills = linux.oom_kills()
         os.close(self._stderr)
         self.wire.close()
-        return last_words or Death(
+        return last_words or ExitStatus(
             signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
             code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
             why=why,

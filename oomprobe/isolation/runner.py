@@ -13,7 +13,7 @@ from oomprobe import errors
 from oomprobe.devices import Device, DeviceInfo
 from oomprobe.hooks import Work
 from oomprobe.isolation import system
-from oomprobe.isolation.deaths import Death, judge_death
+from oomprobe.isolation.exit_status import ExitStatus, classify_exit
 from oomprobe.isolation.failures import raise_failure
 from oomprobe.isolation.process import GRACE_S, Process
 from oomprobe.isolation.serve import local_runner, serve
@@ -214,13 +214,13 @@ class ProcessRunner:
         self._available_bytes = self._measure().available_bytes
         return ask()
 
-    def _ready(self) -> Death | None:
+    def _ready(self) -> ExitStatus | None:
         """Start a process where there is none; how it died, or None."""
         if self._process is not None:
             return None
         self._process, self._before_s = self._source.start(), self.in_steps_s
         answer = self._wait(self._clock.end_s, STUCK_S)
-        if isinstance(answer, Death):
+        if isinstance(answer, ExitStatus):
             return answer
         if "failed" in answer:
             self._end_process()
@@ -233,7 +233,7 @@ class ProcessRunner:
         self._is_forking = hello["forks"]
         return None
 
-    def _ask(self, message: Message, deadline_s: float | None) -> Message | Death:
+    def _ask(self, message: Message, deadline_s: float | None) -> Message | ExitStatus:
         """Ask the process that is ready.
 
         Raises:
@@ -244,7 +244,7 @@ class ProcessRunner:
         if deadline_s is not None and self._is_forking:
             deadline_s += WORKER_GRACE_S
         answer = self._wait(deadline_s, STUCK_IN_STEP_S)
-        if isinstance(answer, Death):
+        if isinstance(answer, ExitStatus):
             return answer
         if "failed" not in answer:
             self._heed(answer)
@@ -254,7 +254,7 @@ class ProcessRunner:
             raise_failure(answer["failed"], message.get("request", {}).get("batch_size", 0))
         return answer
 
-    def _wait(self, deadline_s: float | None, stuck_s: float | None) -> Message | Death:
+    def _wait(self, deadline_s: float | None, stuck_s: float | None) -> Message | ExitStatus:
         assert self._process is not None
         try:
             with self._interrupts.allowed(None):
@@ -263,7 +263,7 @@ class ProcessRunner:
         except BaseException:
             self.end()
             raise
-        if isinstance(answer, Death):
+        if isinstance(answer, ExitStatus):
             self._process = None
         return answer
 
@@ -297,7 +297,7 @@ class ProcessRunner:
             self.renew()  # asked of a process that has run nothing else
         self._phase = request.phase
         answer = self._answer(request)
-        if isinstance(answer, Death):
+        if isinstance(answer, ExitStatus):
             return Outcome(trial=self._died(request, answer))
         outcome = _outcome(answer["outcome"])
         if outcome.trial.verdict is not Verdict.TIMED_OUT:
@@ -317,10 +317,10 @@ class ProcessRunner:
             self.renew()
         return outcome
 
-    def _answer(self, request: Request) -> Message | Death:
-        death = self._ready()
-        if death is not None:
-            return death
+    def _answer(self, request: Request) -> Message | ExitStatus:
+        ended = self._ready()
+        if ended is not None:
+            return ended
         assert self._process is not None
         process = self._process
         # A new process takes seconds to build the target, which are not the trial's.
@@ -332,9 +332,9 @@ class ProcessRunner:
             if self._once or self._is_forking:
                 raise
             self.renew()
-            death = self._ready()
-            answer = death if death is not None else self._ask(question, self._clock.deadline_s())
-        if not isinstance(answer, Death) and answer["outcome"]["trial"]["verdict"] == Verdict.FITS:
+            ended = self._ready()
+            answer = ended if ended is not None else self._ask(question, self._clock.deadline_s())
+        if not isinstance(answer, ExitStatus) and answer["outcome"]["trial"]["verdict"] == Verdict.FITS:
             self._usual |= set(process.said.splitlines())
         return answer
 
@@ -344,12 +344,12 @@ class ProcessRunner:
         return self._measure()
 
     def _measure(self) -> Measured:
-        death = self._ready()
-        answer = death if death is not None else self._ask({"do": "measure"}, self._clock.end_s)
-        if isinstance(answer, Death) and not answer.is_hang:
-            death = self._ready()
-            answer = death if death is not None else self._ask({"do": "measure"}, self._clock.end_s)
-        if isinstance(answer, Death):
+        ended = self._ready()
+        answer = ended if ended is not None else self._ask({"do": "measure"}, self._clock.end_s)
+        if isinstance(answer, ExitStatus) and not answer.is_hang:
+            ended = self._ready()
+            answer = ended if ended is not None else self._ask({"do": "measure"}, self._clock.end_s)
+        if isinstance(answer, ExitStatus):
             raise self._refusal(answer)
         return Measured(**answer["measured"])
 
@@ -357,9 +357,9 @@ class ProcessRunner:
         return None if self._available_bytes is not None else self.measure().outside_bytes
 
     def work_at(self, batch_size: int, deadline_s: float | None) -> Work | None:
-        death = self._ready()
-        answer = death if death is not None else self._ask({"do": "work", "size": batch_size}, deadline_s)
-        if isinstance(answer, Death):  # what fails here will fail in a trial
+        ended = self._ready()
+        answer = ended if ended is not None else self._ask({"do": "work", "size": batch_size}, deadline_s)
+        if isinstance(answer, ExitStatus):  # what fails here will fail in a trial
             if answer.is_hang and self._clock.is_over:
                 raise errors.TimeUp
             return None
@@ -375,36 +375,36 @@ class ProcessRunner:
 
     # --- deaths ---
 
-    def _refused(self, death: Death | None) -> None:
-        if death is not None:
-            raise self._refusal(death)
+    def _refused(self, ended: ExitStatus | None) -> None:
+        if ended is not None:
+            raise self._refusal(ended)
 
-    def _refusal(self, death: Death) -> errors.OomProbeError:
+    def _refusal(self, ended: ExitStatus) -> errors.OomProbeError:
         """The error for a process that died before there was a trial."""
-        self._refuse_stuck(death)
-        if death.is_hang:
+        self._refuse_stuck(ended)
+        if ended.is_hang:
             return self._clock.time_is_up(self._clock.options.min_batch, ())
         target = self._source.target
         what = "a forked child of this process" if target is None else f"the target {target}"
         return errors.StepFailedError(
-            f"the process in which {what} was to be built and run died: {death.text()}\n"
+            f"the process in which {what} was to be built and run died: {ended.text()}\n"
             "Nothing was probed. Import the file and call the function by itself to see it"
         )
 
-    def _refuse_stuck(self, death: Death) -> None:
+    def _refuse_stuck(self, ended: ExitStatus) -> None:
         """Raise where a child of this process hangs: it waits for a thread or a lock that was not forked with it."""
-        if death.why == "stuck":
-            raise errors.ForkError(STUCK.format(where=death.where() or "an unknown place"))
+        if ended.why == "stuck":
+            raise errors.ForkError(STUCK.format(where=ended.where() or "an unknown place"))
 
-    def _died(self, request: Request, death: Death) -> Trial:
-        self._refuse_stuck(death)
+    def _died(self, request: Request, ended: ExitStatus) -> Trial:
+        self._refuse_stuck(ended)
         evidence = Evidence(
             smaller_size_passed=request.smaller_passed, memory_pressure=False, on_host=self.device.on_host
         )
-        verdict = judge_death(
-            death,
+        verdict = classify_exit(
+            ended,
             evidence,
-            used_bytes=death.peak_resident_bytes - self._resident_bytes,
+            used_bytes=ended.peak_resident_bytes - self._resident_bytes,
             cap_bytes=request.cap_bytes or self._available_bytes,
             usual=frozenset(self._usual),
         )
@@ -413,8 +413,8 @@ class ProcessRunner:
             verdict=verdict,
             phase=request.phase,
             cap_bytes=request.cap_bytes,
-            error=death.text(),
-            where=death.where(),
+            error=ended.text(),
+            where=ended.where(),
             accumulation_steps=request.accumulation_steps,
         )
 

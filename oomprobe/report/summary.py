@@ -117,7 +117,7 @@ def _first_failing(session: Session, found: Found) -> int | None:
         return found.first_failing
     grown = (t for t in session.trials if not t.passed and t.phase is Phase.GROW and t.accumulation_steps == 1)
     failed = {t.batch_size for t in grown}
-    return min((size for size in failed - set(found.struck) if size > limit), default=None)
+    return min((size for size in failed - set(found.transient) if size > limit), default=None)
 
 
 def _last(trials: Iterable[Trial], batch_size: int, *, passed: bool) -> Trial:
@@ -144,7 +144,7 @@ def _notes(session: Session, found: Found, answer: Trial) -> list[str]:
     return [
         *session.notes,
         *session.neighbours.notes,
-        *(f"batch {size} failed once and passed when tried again: struck out" for size in found.struck),
+        *(f"transient failure: batch {size} failed once and passed when tried again" for size in found.transient),
         *_unconfirmed(found),
         *(() if session.device.is_simulated else session.runner.device_notes),  # a simulated one says it below
         *_leaks(session.trials),

@@ -167,7 +167,7 @@ class Surroundings:
         read = {name: _read(get) for name, (get, _) in self._flags.items()}
         self._values = {name: value for name, value in read.items() if value is not _UNREADABLE}
 
-    def put_back(self, *, device_lost: bool = False) -> list[str]:
+    def restore(self, *, device_lost: bool = False) -> list[str]:
         """Restore them all; the names of those that could not be set."""
         lost = {name for name in self._values if device_lost and name.startswith("torch (") and name != "torch (cpu)"}
         failed: list[str] = []

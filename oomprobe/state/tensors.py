@@ -83,7 +83,7 @@ class TensorCopy:
         self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
         self._dtype, self._requires_grad = tensor.dtype, is_learnable(tensor)
 
-    def put_back(self, now: object = None) -> torch.Tensor:
+    def restore(self, now: object = None) -> torch.Tensor:
         """The tensor, looking at its own memory again; the bytes in it are the storage's matter."""
         tensor = self.find()
         if tensor is None:
@@ -126,7 +126,7 @@ class WholeCopy:
         self._requires_grad = is_learnable(tensor)
         self._copy = tensor.detach().cpu().clone()
 
-    def put_back(self, now: object = None) -> torch.Tensor:
+    def restore(self, now: object = None) -> torch.Tensor:
         tensor = self.find()
         if tensor is None:
             tensor = self._copy.to(self.device, copy=True)
@@ -155,12 +155,12 @@ class WrapperCopy:
         self.device: torch.device = tensor.device
         self._parts = parts
 
-    def put_back(self, now: object = None) -> torch.Tensor:
+    def restore(self, now: object = None) -> torch.Tensor:
         for part in self._parts.values():
-            part.put_back()
+            part.restore()
         return self.find()
 
-    anew = put_back
+    anew = restore
 
     def differs(self, now: object) -> bool:
         return now is not self.find() or any(part.differs(getattr(now, name)) for name, part in self._parts.items())
@@ -244,9 +244,9 @@ class HostCopies:
             copy.take(storage)
         self._to_take = []
 
-    def put_held_back(self) -> None:
+    def restore_held(self) -> None:
         """Restore what is held alone: parameters and buffers."""
         for storage in {one.storage for one in self.held if isinstance(one, TensorCopy)}:
             storage.write()
         for one in self.held:
-            one.put_back()
+            one.restore()

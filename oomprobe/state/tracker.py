@@ -114,7 +114,7 @@ class Tracker:
             else:
                 scaler.load_state_dict(scale)
 
-    def put_weights_back(self) -> bool:
+    def restore_weights(self) -> bool:
         """Nothing was kept: a new process has them."""
         return False
 

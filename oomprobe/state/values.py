@@ -28,7 +28,7 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 class Kept(Protocol):
     """Something remembered."""
 
-    def put_back(self, now: Any) -> Any:
+    def restore(self, now: Any) -> Any:
         """What was there before, given what is there now."""
 
     def differs(self, now: Any) -> bool: ...
@@ -76,7 +76,7 @@ class Reference:
         self._is_held = hold or isinstance(value, _PLAIN) or type(value).__weakrefoffset__ == 0
         self._find = (lambda: value) if self._is_held else weakref.ref(value)
 
-    def put_back(self, now: Any) -> Any:
+    def restore(self, now: Any) -> Any:
         before = self._find()
         return before if self._is_held or before is not None else now
 
@@ -93,7 +93,7 @@ class Contents:
     def __init__(self, value: Any) -> None:
         self._value, self._copy = value, copy.copy(value)
 
-    def put_back(self, now: Any) -> Any:
+    def restore(self, now: Any) -> Any:
         if same(self._value, self._copy):  # what is unchanged may be read-only
             return self._value
         if isinstance(self._value, np.ndarray):
@@ -116,10 +116,10 @@ class Container:
         self._factory = value.default_factory if isinstance(value, defaultdict) else None
         self._value = value if hold and not isinstance(value, tuple) else None  # a tuple would hold its tensors
 
-    def put_back(self, now: Any) -> Any:
+    def restore(self, now: Any) -> Any:
         place = now if self._value is None else self._value
         there = entries(place) if type(place) is self._kind else None
-        parts = {key: part.put_back(None if there is None else there.get(key)) for key, part in self._parts.items()}
+        parts = {key: part.restore(None if there is None else there.get(key)) for key, part in self._parts.items()}
         if there is not None and _same_keys(there, parts) and all(map(is_, there.values(), parts.values())):
             return place  # what is unchanged may refuse to be written
         if issubclass(self._kind, tuple):
@@ -176,7 +176,7 @@ class Attributes:
         """Whether the owner has died: then nothing is left to put back."""
         return self._find() is None
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         owner = self._find()
         if owner is None:
             return
@@ -184,7 +184,7 @@ class Attributes:
         for name in now.keys() - self._parts.keys() - self._others:
             del now[name]
         for name, part in self._parts.items():
-            before = part.put_back(now.get(name))
+            before = part.restore(now.get(name))
             if name not in now or now[name] is not before:
                 now[name] = before
 

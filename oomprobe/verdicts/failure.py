@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from oomprobe.verdicts.judge import SIGNALS, Facts, facts_of
+from oomprobe.verdicts.classify import SIGNALS, Facts, facts_of
 
 MAX_TEXT = 600
 _TORCH, _OOMPROBE = Path(torch.__file__).parent, Path(__file__).parents[1]

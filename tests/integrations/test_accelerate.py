@@ -295,7 +295,7 @@ def test_nothing_of_a_call_is_alive_in_the_next():
 
 def test_nothing_is_copied_of_what_a_call_makes(monkeypatch):
     """In the midst of a trial: on a host the copy would count against the budget, and the answer be a fraction."""
-    monkeypatch.setattr("oomprobe.state.Keeper.add", lambda self, optimizer: pytest.fail("kept"))
+    monkeypatch.setattr("oomprobe.state.Snapshot.add", lambda self, optimizer: pytest.fail("kept"))
 
     @find_executable_batch_size(starting_batch_size=2, **HOST)
     def train(batch_size):

@@ -14,7 +14,7 @@ import pytest
 
 from isolation.stage import Stage
 from oomprobe.isolation import process
-from oomprobe.isolation.deaths import Death
+from oomprobe.isolation.exit_status import ExitStatus
 from oomprobe.isolation.process import TAIL_BYTES, Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
@@ -164,7 +164,7 @@ def all_gone(pids):
 
 
 def shown(answer):
-    return {"death": dataclasses.asdict(answer)} if isinstance(answer, Death) else answer
+    return {"death": dataclasses.asdict(answer)} if isinstance(answer, ExitStatus) else answer
 
 
 def listened(act, *, within_s=None, stuck_s=None, after_s=0.0, **constants):

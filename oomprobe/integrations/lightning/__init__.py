@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import oomprobe
-from oomprobe.devices import Device, Simulated, choose_device
+from oomprobe.devices import Device, choose_device, replay_of
 from oomprobe.errors import Caller, DeviceLostError, InvalidArgumentError
 from oomprobe.integrations.framework import LOOP_STEPS, check_flag, framework, loops_of, refuse_several, untimed
 from oomprobe.integrations.generators import generators_kept
@@ -203,7 +203,7 @@ def _device(trainer: Any, device: object) -> Device:
     root = trainer.strategy.root_device
     chosen = choose_device(str(root) if device is None else device, torch.nn.Module())
     there = chosen.torch_device
-    if not isinstance(chosen, Simulated) and (there.type, there.index or 0) != (root.type, root.index or 0):
+    if replay_of(chosen) is None and (there.type, there.index or 0) != (root.type, root.index or 0):
         raise InvalidArgumentError(
             f"device={device!r}, but the Trainer trains on {root}: leave device out, or give the Trainer "
             f"accelerator={there.type!r}"

@@ -14,7 +14,7 @@ import torch
 
 from oomprobe.devices.choose import model_device
 from oomprobe.errors import DeviceLostError, UnreliableError
-from oomprobe.state import Keeper
+from oomprobe.state import Snapshot
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 _LOGGERS = (*_PACKAGES, "lightning.pytorch", "lightning.fabric")  # each has a level of its own
@@ -24,9 +24,9 @@ _LOGGERS = (*_PACKAGES, "lightning.pytorch", "lightning.fabric")  # each has a l
 def undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, device_type: str) -> Iterator[None]:
     """Put back, at the end, what is done inside: hooks such as ``setup()`` run before the probe keeps anything itself.
 
-    Besides what a `Keeper` keeps, each attribute of a module is again the object that it was.
+    Besides what a `Snapshot` keeps, each attribute of a module is again the object that it was.
     """
-    keeper, lost = Keeper(module, others, preserve, device_type), False
+    keeper, lost = Snapshot(module, others, preserve, device_type), False
     attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
     try:
         yield
@@ -35,7 +35,7 @@ def undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, dev
         raise
     finally:
         try:
-            keeper.put_back(device_lost=lost)
+            keeper.restore(device_lost=lost)
         finally:
             for now, before in attributes:
                 now.clear()

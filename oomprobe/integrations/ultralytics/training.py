@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from oomprobe.devices import Device, Simulated
+from oomprobe.devices import Device, replay_of
 from oomprobe.errors import Caller, SimulationError
 from oomprobe.integrations.framework import framework
 from oomprobe.integrations.ultralytics.batches import Batches, batches_for
@@ -53,9 +53,10 @@ def prepare(
         InvalidArgumentError: the task is not known.
         SimulationError: a simulated card cannot run this loss.
     """
-    simulated = isinstance(device, Simulated)
+    replay = replay_of(device)
+    simulated = replay is not None
     kind = "cuda" if simulated else device.torch_device.type
-    with device.building() if isinstance(device, Simulated) else nullcontext(), _quietly():
+    with nullcontext() if replay is None else replay.building(), _quietly():
         trained = copy.deepcopy(model).train()
         notes = list(_widened(trained))
         average = copy.deepcopy(trained).requires_grad_(False) if notes else model

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oomprobe.devices.host import PRESSURE_SHARE
-from oomprobe.verdicts import Evidence, Facts, Link, Verdict, judge
+from oomprobe.verdicts import Evidence, Facts, Link, Verdict, classify
 from oomprobe.verdicts.failure import is_library
 
 LAST_WORDS = 2000  # characters of stderr that are shown
@@ -29,7 +29,7 @@ _ANY_LIBRARY = re.compile(r"out of memory|failed to allocate|memory allocation f
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Death:
+class ExitStatus:
     """How a process of trials ended without an answer.
 
     Attributes:
@@ -62,7 +62,7 @@ class Death:
 
         Example:
             >>> trace = 'Current thread 0x7f (most recent call first):\n  File "/home/me/train.py", line 12 in step\n'
-            >>> Death(signal=None, code=None, why="timed out", stderr=trace, peak_resident_bytes=0, oom_kills=0).where()
+            >>> ExitStatus(signal=None, code=None, why="timed out", stderr=trace, peak_resident_bytes=0, oom_kills=0).where()
             'train.py:12'
         """
         trace = self.stderr.partition(_CURRENT)[2].partition("\n\n")[0].partition("\nThread ")[0]  # of one thread
@@ -84,18 +84,18 @@ class Death:
         return f"the process of the trial was ended by {_name(self.signal)}{killer}"
 
 
-def judge_death(
-    death: Death,
+def classify_exit(
+    status: ExitStatus,
     evidence: Evidence,
     *,
     used_bytes: int,
     cap_bytes: int | None,
     usual: frozenset[str] = frozenset(),
 ) -> Verdict:
-    """What a death says of the size.
+    """What a status says of the size.
 
     Args:
-        death: How the child ended.
+        status: How the child ended.
         evidence: What was seen around it, but for the pressure on memory, which is judged here.
         used_bytes: Memory that the child had come to use beyond what it had with the model in it.
         cap_bytes: What it was held to; None where that is not known.
@@ -104,24 +104,24 @@ def judge_death(
     Returns:
         OOM, HOST_OOM, SIZE_LIMIT or POISONED where there is evidence for it; TIMED_OUT; and otherwise CRASHED.
     """
-    if death.is_hang:
+    if status.is_hang:
         return Verdict.TIMED_OUT
-    if death.why is not None:
+    if status.why is not None:
         return Verdict.CRASHED
-    if death.signal == signal.SIGKILL:
-        return Verdict.HOST_OOM if death.oom_kills else Verdict.CRASHED
-    if death.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # somebody's will
+    if status.signal == signal.SIGKILL:
+        return Verdict.HOST_OOM if status.oom_kills else Verdict.CRASHED
+    if status.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # somebody's will
         return Verdict.CRASHED
     full = evidence.on_host and cap_bytes is not None and used_bytes >= PRESSURE_SHARE * cap_bytes
-    spoken = _judge_words(_last_lines(death.stderr, usual), replace(evidence, memory_pressure=full))
+    spoken = _classify_words(_last_lines(status.stderr, usual), replace(evidence, memory_pressure=full))
     if spoken is not None:
         return spoken
     return Verdict.OOM if full and evidence.smaller_size_passed else Verdict.CRASHED
 
 
-def _judge_words(words: str, evidence: Evidence) -> Verdict | None:
+def _classify_words(words: str, evidence: Evidence) -> Verdict | None:
     facts = Facts(links=(Link(classes=("builtins.RuntimeError",), text=words),))
-    verdict = judge(facts, evidence)
+    verdict = classify(facts, evidence)
     if verdict is not Verdict.POISONED and _HOST_LIBRARIES.search(words):
         return Verdict.OOM if evidence.on_host else Verdict.HOST_OOM
     if verdict is not Verdict.BUG:

@@ -28,7 +28,7 @@ UNKNOWN_BEFORE = (
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # registers, hooks, the mode
 
 
-class Keeper:
+class Snapshot:
     """Keeps the model, every object with state that the steps reach, and the surroundings.
 
     Args:
@@ -43,10 +43,10 @@ class Keeper:
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
-        >>> keeper = Keeper(model, [], [], "cpu")
+        >>> snapshot = Snapshot(model, [], [], "cpu")
         >>> _ = torch.nn.init.ones_(model.weight), model.eval(), torch.rand(3)
-        >>> keeper.put_back()
-        >>> keeper.differences(), model.training
+        >>> snapshot.restore()
+        >>> snapshot.differences(), model.training
         ([], True)
     """
 
@@ -92,7 +92,7 @@ class Keeper:
         self._kept = [one for one in self._kept if not one.is_gone]
         self._tensors = {key: one for key, one in self._tensors.items() if not one.is_gone}
 
-    def put_back(self, *, device_lost: bool = False) -> None:
+    def restore(self, *, device_lost: bool = False) -> None:
         """Restore everything in place. With a lost device, only what lives on the host.
 
         Raises:
@@ -104,7 +104,7 @@ class Keeper:
                 restore()
             except Exception as error:  # whatever the user's own objects raise: the rest is still to be restored
                 failed.append(f"{name} ({type(error).__name__}: {error})")
-        failed += self._surroundings.put_back(device_lost=device_lost)
+        failed += self._surroundings.restore(device_lost=device_lost)
         if failed and not device_lost:
             raise UnreliableError(
                 "not everything could be put back as it was before the probe: "
@@ -123,7 +123,7 @@ class Keeper:
             return
         yield "modes", self.tracker.restore_modes
         for one in (*self._kept, *self._tensors.values()):
-            yield one.name, one.put_back
+            yield one.name, one.restore
 
     def _drop_replaced_gradients(self) -> None:
         for one in self._tensors.values():
@@ -140,9 +140,9 @@ class Keeper:
         """Let go of the gradients, optimizer state and buffers that trials have made."""
         self.tracker.start_cold()
 
-    def put_weights_back(self) -> bool:
+    def restore_weights(self) -> bool:
         """Restore parameters and buffers, which trials have trained; whether they could be."""
-        self._copies.put_held_back()
+        self._copies.restore_held()
         return True
 
     def restore_modes(self) -> None:
@@ -235,11 +235,11 @@ class TensorAndGradient:
         if tensor is not None and tensor.is_leaf and tensor.grad is not kept:
             tensor.grad = None
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self.find() is not None:
-            tensor = self._copy.put_back()
+            tensor = self._copy.restore()
             if self._gradient is not None:
-                tensor.grad = self._gradient.put_back()
+                tensor.grad = self._gradient.restore()
 
     def differences(self) -> list[str]:
         tensor = self.find()
@@ -288,11 +288,11 @@ class Stateful:
         self._attributes, self._state, self._load = attributes, state, load
         self.name = attributes.name
 
-    def put_back(self) -> None:
-        self._attributes.put_back()
+    def restore(self) -> None:
+        self._attributes.restore()
         if self._state.differs():
             self._load(self._state.anew())
-            self._attributes.put_back()  # it may have made some of them anew
+            self._attributes.restore()  # it may have made some of them anew
 
     def differences(self) -> list[str]:
         return [*([self.name] if self._state.differs() else []), *self._attributes.differences()]

@@ -3,7 +3,7 @@ import signal
 import pytest
 import torch
 
-from oomprobe.isolation.deaths import Death, judge_death
+from oomprobe.isolation.exit_status import ExitStatus, classify_exit
 from oomprobe.verdicts import Evidence, Verdict
 
 MIB = 2**20
@@ -11,12 +11,12 @@ MIB = 2**20
 
 def death(**fields):
     plain = {"signal": None, "code": None, "why": None, "stderr": "", "peak_resident_bytes": 0, "oom_kills": 0}
-    return Death(**{**plain, **fields})
+    return ExitStatus(**{**plain, **fields})
 
 
 def judged(one, *, used_mib=0, cap_mib=100, smaller=True, on_host=True):
     evidence = Evidence(smaller_size_passed=smaller, memory_pressure=True, on_host=on_host)
-    return judge_death(one, evidence, used_bytes=used_mib * MIB, cap_bytes=cap_mib * MIB)
+    return classify_exit(one, evidence, used_bytes=used_mib * MIB, cap_bytes=cap_mib * MIB)
 
 
 def test_the_oom_killer_is_told_from_anybody_elses_kill():
@@ -64,7 +64,7 @@ def test_other_last_words():
     assert judged(loader, smaller=False) is Verdict.CRASHED
     evidence = Evidence(smaller_size_passed=True, memory_pressure=True, on_host=True)
     usual = frozenset(loader.stderr.splitlines())  # it says that at every size
-    assert judge_death(loader, evidence, used_bytes=0, cap_bytes=1, usual=usual) is Verdict.CRASHED
+    assert classify_exit(loader, evidence, used_bytes=0, cap_bytes=1, usual=usual) is Verdict.CRASHED
     old = "CUDA error: out of memory" + "\nand on" * 6
     assert judged(death(code=1, stderr=old)) is Verdict.CRASHED  # long before the end: handled
 

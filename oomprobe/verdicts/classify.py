@@ -97,7 +97,7 @@ def classify_error(exc: object, evidence: Evidence | None = None) -> Verdict:
         >>> classify_error(KeyError("CUDA error: out of memory")).name
         'BUG'
     """
-    return judge(facts_of(exc), evidence if issubclass(type(evidence), Evidence) else None)
+    return classify(facts_of(exc), evidence if issubclass(type(evidence), Evidence) else None)
 
 
 def facts_of(exc: object) -> Facts:
@@ -114,7 +114,7 @@ def facts_of(exc: object) -> Facts:
     return Facts(links=tuple(links))
 
 
-def judge(facts: Facts, evidence: Evidence | None = None) -> Verdict:
+def classify(facts: Facts, evidence: Evidence | None = None) -> Verdict:
     """Weigh facts against evidence; a process that failed its health check is POISONED whatever they say."""
     row = _deciding_row(facts)
     if evidence is None:
