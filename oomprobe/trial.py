@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -285,11 +286,10 @@ class LocalRunner:
                         if self._expected.get(name) != set():  # its optimizer state exists only once it has stepped
                             self._full_step(name, step, request, record)
                             record.durations_s.pop(name, None)
-                        served: list[int] = []  # bytes, by each full step
-                        while len(served) < request.steps or self._goes_on(name, request, record, served):
-                            before_bytes = served_bytes(self._device)
+                        served = [served_bytes(self._device)]  # in all, before each full step and after the last
+                        while len(served) <= request.steps or self._goes_on(name, request, record, served):
                             self._full_step(name, step, request, record)
-                            served.append(served_bytes(self._device) - before_bytes)
+                            served.append(served_bytes(self._device))
                     if len(self._steps) > 1:
                         record.peaks[name] = self._usage().peak_allocated_bytes or 0
             if self._replay is not None:
@@ -303,7 +303,7 @@ class LocalRunner:
             record.usage = self._usage()
             self._watch.drop_half_made()
             record.failure = failure_of(error)
-            record.verdict = self._classify(record, request, healthy=True)
+            record.verdict = self._classify(record, request)
             if record.verdict is Verdict.BUG and self._device.healthy():
                 clear_frames(error)
                 caller, largest = self._steps[record.step_name].caller, request.largest_passed
@@ -318,8 +318,8 @@ class LocalRunner:
             record.usage = self._usage()
             if record.verdict is Verdict.FITS and _over_cap(record.usage, request):
                 record.verdict = Verdict.OOM
-        elif record.verdict is not Verdict.POISONED:
-            record.verdict = self._classify(record, request, healthy=self._device.healthy())
+        elif not self._device.healthy():
+            record.verdict = Verdict.POISONED
         return _trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
 
     def _start_cold(self) -> None:
@@ -385,7 +385,8 @@ class LocalRunner:
 
     def _goes_on(self, name: str, request: Request, record: _Record, served: Sequence[int]) -> bool:
         """Whether a confirmation goes on: chance has a part in whether the next step runs."""
-        if request.phase is not Phase.CONFIRM or len(served) >= LONG_STEPS or not varies(served):
+        by_step = [after - before for before, after in pairwise(served)]
+        if request.phase is not Phase.CONFIRM or len(by_step) >= LONG_STEPS or not varies(by_step):
             return False
         self.notes[VARYING] = None
         until_s = request.deadline_s
@@ -394,13 +395,13 @@ class LocalRunner:
             self.notes[NO_TIME_FOR_LENGTH.format(size=request.batch_size, steps=LONG_STEPS)] = None
         return in_time
 
-    def _classify(self, record: _Record, request: Request, *, healthy: bool) -> Verdict:
+    def _classify(self, record: _Record, request: Request) -> Verdict:
         assert record.failure is not None
         evidence = Evidence(
             # A library that finds no memory on the host at the first size says no more than at a later one.
             smaller_size_passed=request.smaller_passed or self.device.on_host,
             memory_pressure=record.usage.under_pressure,
-            healthy=healthy,
+            healthy=True,
             on_host=self.device.on_host,
             integrated=self.device.integrated,
         )

@@ -112,21 +112,15 @@ class FakeModule:
         self._enter("memory_reserved", device)
         return self._reserved()
 
-    def max_memory_allocated(self, device=None):
-        self._enter("max_memory_allocated", device)
-        return self._peak_allocated
-
-    def max_memory_reserved(self, device=None):
-        self._enter("max_memory_reserved", device)
-        return self._peak_reserved
-
     def reset_peak_memory_stats(self, device=None):
         self._enter("reset_peak_memory_stats", device)
         self._peak_allocated, self._peak_reserved = self._live_bytes, self._reserved()
 
-    def memory_stats(self, device=None):
-        self._enter("memory_stats", device)
-        return dict(self._counters)
+    def memory_stats_as_nested_dict(self, device=None):
+        self._enter("memory_stats_as_nested_dict", device)
+        allocated = {"current": self._live_bytes, "peak": self._peak_allocated}
+        reserved = {"current": self._reserved(), "peak": self._peak_reserved}
+        return {**self._counters, "allocated_bytes": {"all": allocated}, "reserved_bytes": {"all": reserved}}
 
     def get_per_process_memory_fraction(self, device=None):
         self._enter("get_per_process_memory_fraction", device)

@@ -39,7 +39,7 @@ def functions_used():
 
 
 def test_the_device_uses_many_functions_and_the_fake_has_them_all():
-    assert len(functions_used()) > 10
+    assert len(functions_used()) >= 10
     assert functions_used() <= set(dir(FakeModule))
 
 
@@ -67,10 +67,10 @@ def test_the_fake_gives_its_cache_back_before_it_is_out_of_memory():
     del block
     assert (fake.memory_allocated(), fake.memory_reserved()) == (0, 60 * MIB)
     block = fake.alloc(70 * MIB)
-    assert (fake.memory_reserved(), fake.memory_stats()["num_alloc_retries"]) == (70 * MIB, 1)
+    assert (fake.memory_reserved(), fake.memory_stats_as_nested_dict()["num_alloc_retries"]) == (70 * MIB, 1)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         fake.alloc(40 * MIB)
-    assert fake.memory_stats()["num_ooms"] == 1
+    assert fake.memory_stats_as_nested_dict()["num_ooms"] == 1
     del block
 
 
@@ -241,7 +241,7 @@ def test_next_to_nothing_free_is_pressure(outside_mib, pressure):
     fake, device = opened(outside_bytes=outside_mib * MIB)
     device.start_trial()
     assert device.usage().under_pressure is pressure
-    assert fake.memory_stats()["num_ooms"] == 0
+    assert fake.memory_stats_as_nested_dict()["num_ooms"] == 0
 
 
 def test_an_allocator_without_counters_is_not_under_pressure(monkeypatch):

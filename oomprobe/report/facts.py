@@ -93,7 +93,7 @@ def _throughput(result: ProbeResult) -> list[str]:
 def _estimates(result: ProbeResult) -> list[str]:
     if not result.estimates:
         return []
-    told = [f"what rules of thumb would have answered, never used; {result.batch_size} was measured:"]
+    told = [f"what straight lines would have answered, never used; {result.batch_size} was measured:"]
     for name, size in result.estimates.items():
         if isinstance(size, int | float):
             told.append(f"{name}: {size:.6g} ({size / result.batch_size:.3g} times the answer)")
