@@ -1,4 +1,4 @@
-"""accelerate: the decorator `find_executable_batch_size`, that bisects where accelerate's own shrinks by tenths.
+"""accelerate: a drop-in `find_executable_batch_size` that bisects where accelerate's own shrinks by tenths.
 
 Change the import, and the call stays as it is::
 
@@ -11,18 +11,17 @@ Change the import, and the call stays as it is::
     train(model, optimizer)      # probed, then trained once, at the largest size that fits
     train.result                 # the ProbeResult: the trials, the margin, what limited
 
-A function that trains to its end answers only by ending, so bisecting over whole runs would train for days, or stop at the
-first small size that ends. So a trial calls it, and leaves it once each of its optimizers has made a few steps, which is
-where the memory of training is known; then it is called once for good.
+A whole training run is too long for a trial, so a trial leaves the function once each of its optimizers has made a few
+steps, by when training has met its memory. After the last trial the function is called once for good.
 
-To keep accelerate's own decorator, probe first and start it at the answer: it runs at its first try::
+To keep accelerate's own decorator, probe first and start it at the answer, which then runs at the first try::
 
     result = oomprobe.find_max_batch(model, step_fn)
 
     @accelerate.utils.find_executable_batch_size(starting_batch_size=result.batch_size)
     def train(batch_size): ...
 
-What `Accelerator.prepare` returned is probed as it is; around that probe, `unchanged` keeps the Accelerator's own counters::
+What `Accelerator.prepare` returned is probed as it is; `unchanged` restores the Accelerator's own counters afterwards::
 
     with unchanged(accelerator):
         result = oomprobe.find_max_batch(model, step_fn)
@@ -33,14 +32,12 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import math
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,12 +46,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe import probe
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
-from oomprobe.options import Options, Step, check_size
-from oomprobe.result import ProbeResult
+from oomprobe.options import Step, check_size
 from oomprobe.verdicts import Verdict, classify_error
 
-SHARED = ("PartialState", "AcceleratorState", "GradientState")  # of accelerate.state: each one for the whole process
-PATIENCE = 8  # times the steps asked for, that others make while one optimizer is waited for: it may have been for once
+SHARED = ("PartialState", "AcceleratorState", "GradientState")  # of accelerate.state, each one for the whole process
+PATIENCE = 8  # An optimizer that steps so many times more rarely than another is not waited for.
+
+_in_trial_of: ContextVar[str | None] = ContextVar("_in_trial_of", default=None)  # name of the function
 
 
 def find_executable_batch_size(
@@ -67,36 +65,34 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Call a training function with the largest batch size that truly fits, found by running it.
 
-    **The function is called many times**: in trials it is left after `trial_steps` steps of its optimizers, and whatever it
-    does until then (loading, downloading, logging, files it opens) happens in each trial, its ``finally`` blocks too. What
-    it does afterwards (evaluation, checkpoints) happens only in the one call for good. A function that ends earlier, or
-    never steps an optimizer of torch, runs to its end in each trial; `result.notes` says so.
+    **The function is called many times.** A trial leaves it after `trial_steps` steps of its optimizers; whatever it does
+    until then (loading, downloading, logging, opening files) happens in each trial, including its ``finally`` blocks. What
+    it does later (evaluation, checkpoints) happens only in the call for good. A function that ends earlier, or never steps
+    an optimizer of torch, runs to its end in each trial; `result.notes` says so.
 
-    What it reaches (models, optimizers, torch's, numpy's and Python's random numbers) comes back between the trials' end and
-    the call for good, bit for bit, and accelerate's own state before each call: it trains as if it had been called with that
-    size at once. Not given back: generators of its own, iterators that it draws from, and tensors in plain containers that it
-    changes in place (pass what has ``state_dict`` in `preserve`).
+    Models, optimizers and the random numbers of torch, numpy and Python come back bit for bit before the call for good, and
+    accelerate's own state before each call: the function trains as if it had been called with that size at once. Not
+    restored: its own generators, iterators that it draws from, and tensors in plain containers that it changes in place
+    (pass objects with ``state_dict`` in `preserve`).
 
     Args:
-        function: Takes the batch size as its first argument; it is called without it. A method takes it before ``self``.
+        function: Takes the batch size as its first argument; you call it without. A method takes it before ``self``.
             None: used with parentheses.
-        starting_batch_size: No larger size is tried, as with accelerate; None: until the memory ends.
-        reduce_batch_size_fn: Of accelerate's signature; there is nothing to reduce here, so only None.
-        trial_steps: Steps that each optimizer makes in one call of a trial, at least 1. More of them where one that steps
-            rarely comes late.
-        options: Those of `oomprobe.find_max_batch`, but for max_batch and global_batch (the function accumulates).
+        starting_batch_size: Largest size to try, as with accelerate; None: until memory runs out.
+        reduce_batch_size_fn: Only None: bisection needs no rule for shrinking.
+        trial_steps: Steps that each optimizer makes in one call of a trial, at least 1.
+        options: Those of `oomprobe.find_max_batch`, except max_batch and global_batch (the function accumulates).
             `device` None is the current accelerator, or host memory where there is none.
 
     Returns:
-        The decorated function: it returns what the function returned, and probes anew at each call. Its attribute
+        The decorated function. It returns what the function returned, and probes anew at each call; its attribute
         ``result`` is the `ProbeResult` of the last probe.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
-        TypeError: an unknown option; or, when it is called, arguments that the function does not take, such as the batch
-            size.
-        UnreliableError: when it is called: its trials call another decorated function.
-        OomProbeError: when it is called, as `oomprobe.find_max_batch`: `NothingFitsError` where accelerate raises
+        TypeError: called with arguments that the function does not take, such as the batch size.
+        UnreliableError: its trials call another decorated function, or train a model that an earlier trial made.
+        OomProbeError: when called, as `oomprobe.find_max_batch`: `NothingFitsError` where accelerate raises
             ``RuntimeError("No executable batch size found, reached zero.")``.
 
     Example:
@@ -116,42 +112,32 @@ def find_executable_batch_size(
             "reduce_batch_size_fn says how to shrink after a failure, and this bisects: leave it out, and pass multiple_of "
             "or min_batch for the sizes that you want"
         )
-    if "global_batch" in options:
-        raise InvalidArgumentError(
-            "global_batch: the function accumulates gradients itself; plan with result.plan(...)"
-        )
-    if "max_batch" in options:
-        raise InvalidArgumentError(
-            f"max_batch={options['max_batch']!r}: here the largest size that is tried is starting_batch_size, as with "
-            f"accelerate. Pass starting_batch_size={options['max_batch']!r} instead"
-        )
-    check_size("trial_steps", trial_steps)
+    for name, instead in (
+        ("max_batch", "pass starting_batch_size instead, the largest size that is tried"),
+        ("global_batch", "the function accumulates gradients itself; plan with result.plan(...)"),
+    ):
+        if name in options:
+            raise InvalidArgumentError(f"{name}={options[name]!r}: {instead}")
     if starting_batch_size is not None:
         check_size("starting_batch_size", starting_batch_size)
-    options = _checked({**options, "max_batch": starting_batch_size})
-    for name in ("steps", "confirm_steps"):  # the contract counts optimizer steps, and a call makes several
-        options[name] = math.ceil(options[name] / trial_steps)
+    check_size("trial_steps", trial_steps)
+    for name, default in (("steps", 2), ("confirm_steps", 5)):  # optimizer steps, of which a call makes several
+        check_size(name, options.get(name, default))
+        options[name] = -(-options.get(name, default) // trial_steps)
+    options["max_batch"] = starting_batch_size
     if function is None:
         return functools.partial(_decorated, trial_steps=trial_steps, options=options)
     return _decorated(function, trial_steps, options)
 
 
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """With the numbers of steps, as the probe would check them when the function is called, in the decorator's words."""
-    try:
-        bound = inspect.signature(probe.find_max_batch).bind(None, None, **options)
-    except TypeError as error:
-        raise TypeError(f"find_executable_batch_size() {error}") from None
-    bound.apply_defaults()
-    try:
-        Options(**{one.name: bound.kwargs[one.name] for one in fields(Options)})
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(str(error).replace("max_batch", "starting_batch_size")) from None
-    return {**options, **{name: bound.kwargs[name] for name in ("steps", "confirm_steps")}}
-
-
 def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str, Any]) -> Callable[..., Any]:
-    signature, name = _signature_of(function), _name_of(function)
+    name = str(getattr(function, "__name__", function))
+    signature = inspect.signature(function)
+    if next(iter(signature.parameters), None) in (None, "self", "cls") or inspect.iscoroutinefunction(function):
+        raise InvalidArgumentError(
+            f"{name}{signature} cannot be probed: the batch size is passed before everything else, as with accelerate. Write "
+            f"def {name}(batch_size, ...), for a method def {name}(batch_size, self, ...), and call it without the batch size"
+        )
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -159,16 +145,15 @@ def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str
             signature.bind(1, *args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"{name}{signature} was called with arguments it does not take ({error}). The batch size is passed by the "
-                f"decorator: call {name} without it"
+                f"{name}{signature} was called with arguments it does not take ({error}). The decorator passes the batch size: "
+                f"call {name} without it"
             ) from None
-        if (outer := _IN_TRIAL.get()) is not None:
+        if (outer := _in_trial_of.get()) is not None:
             raise NotRunError(
-                f"{outer} calls {name} in its trials, and both are decorated with find_executable_batch_size: the steps and "
-                f"the memory of one's trials would be taken for the other's. Decorate {name} alone, or {outer} alone and let "
-                "it pass a batch size on"
+                f"{outer} calls {name} in its trials, and both are decorated with find_executable_batch_size, so that the "
+                "steps of one would count as the other's. Decorate only one of them"
             )
-        trials = _Trials(function, args, kwargs, trial_steps)
+        trials = _Trials(function, name, args, kwargs, trial_steps)
         step = Step(
             run=trials,
             max_calls=1,  # a call without an optimizer step ran to the end: another would do the same
@@ -179,162 +164,109 @@ def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str
             has_made=trials.has_made,
         )
         result = probe.find_max_batch(torch.nn.Module(), step, **options)
-        call.result = replace(result, notes=(*result.notes, *trials.notes))  # type: ignore[attr-defined]
+        call.result = result = replace(result, notes=(*result.notes, trials.note()))  # type: ignore[attr-defined]
         del trials, step
         _collect()
-        return _for_good(function, call.result, args, kwargs)  # type: ignore[attr-defined]
+        try:
+            return function(result.batch_size, *args, **kwargs)
+        except Exception as error:
+            if classify_error(error) in (Verdict.OOM, Verdict.HOST_OOM):
+                error.add_note(
+                    f"oomprobe: batch {result.batch_size} ran in the probe and failed in the call for good, which met what "
+                    "the first steps do not (a longer sample, evaluation, a checkpoint). Let the first batches be the "
+                    "largest, or lower memory_fraction"
+                )
+            raise
 
     call.result = None  # type: ignore[attr-defined]
-    call.oomprobe_decorated = True  # type: ignore[attr-defined]
     return call
 
 
-def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Of what can be trained by a call with the batch size first; anything else is refused."""
-    name = _name_of(function)
-    if not callable(function) or inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise InvalidArgumentError(
-            f"{function!r} cannot be probed: it must be a function that trains when it is called with the batch size first"
-        )
-    if hasattr(function, "oomprobe_decorated"):
-        raise InvalidArgumentError(f"{name} is decorated with find_executable_batch_size already: once is enough")
-    signature = inspect.signature(function)
-    first = next(iter(signature.parameters), None)
-    if first in ("self", "cls"):
-        raise InvalidArgumentError(
-            f"{name}{signature} is a method, and the batch size is passed before everything else, as with accelerate, so "
-            f"that {first} would be a number. Write def {name}(batch_size, {first}, ...) and call it as before, without the "
-            "batch size, or decorate a function inside the method"
-        )
-    try:
-        signature.bind_partial(1)
-    except TypeError:
-        raise InvalidArgumentError(
-            f"{name}{signature} takes no batch size, which is passed first: write def {name}(batch_size, ...)"
-        ) from None
-    return signature
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__name__", function))
-
-
-def _for_good(function: Callable[..., Any], result: ProbeResult, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        return function(result.batch_size, *args, **kwargs)
-    except Exception as error:
-        if classify_error(error) in (Verdict.OOM, Verdict.HOST_OOM):
-            error.add_note(
-                f"oomprobe: batch {result.batch_size} ran in the probe, and failed in the call for good: it met what the "
-                "trials' first steps had not (a longer sample, evaluation, a checkpoint). Nothing was tried again. Let the "
-                "first batches be the largest, or lower memory_fraction",
-            )
-        raise
-
-
 class _Left(BaseException):
-    """Raised in the function to leave it. Not an Exception, so that no handler of its own takes it for a failure."""
+    """Raised in the function to leave it; not an Exception, so that its own handlers do not take it for a failure."""
 
 
 class _Trials:
     """The step that is probed: one call of the function, left when its optimizers have stepped."""
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], trial_steps: int
+        self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], trial_steps: int
     ) -> None:
-        self._function, self._args, self._kwargs, self._trial_steps = function, args, kwargs, trial_steps
-        self._name = _name_of(function)
+        self._function, self._name, self._args, self._kwargs = function, name, args, kwargs
+        self._trial_steps = trial_steps
+        self._steps: MutableMapping[torch.optim.Optimizer, int] = {}  # of the current call, by optimizers still alive
+        self._stepped = False  # in the current call
         self._stepped_at: set[int] = set()  # sizes at which an optimizer stepped
-        self._ended_at: set[int] = set()  # sizes at which it ran to its end
+        self._ended_at: set[int] = set()  # sizes at which the function ran to its end
         self._calls = 0
-        self._made: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # parameters by id, in which call
+        self._made: dict[
+            int, tuple[int, weakref.ref[torch.Tensor]]
+        ] = {}  # parameters by id, and the call that made them
         _collect()
         objects = gc.get_objects()
         module = sys.modules.get("accelerate.accelerator")
-        # All there are: the function may reach its own by globals of functions that it calls.
+        # All that exist: the function may reach its own through globals of functions that it calls.
         self._accelerators = [] if module is None else _of_type(objects, module.Accelerator)
         self._scalers = _of_type(objects, torch.amp.GradScaler)
-        # Tensors that were there before, by id; None: not known, for what is frozen is not among the objects.
-        self._there = set(map(id, _of_type(objects, torch.Tensor))) if gc.get_freeze_count() == 0 else None
+        # Tensors that existed before, by id. None: unknown, since the collector does not list frozen objects.
+        self._existed = set(map(id, _of_type(objects, torch.Tensor))) if gc.get_freeze_count() == 0 else None
 
     def __call__(self, model: torch.nn.Module, batch_size: int) -> None:
         _collect()  # models and loaders are cycles, and two of them at once are no trial of one
         self._calls += 1
-        leave = _Leave(self._trial_steps)
-        before = _IN_TRIAL.set(self._name)
-        with unchanged(*self._accelerators), leave:
-            try:
+        self._steps, self._stepped = WeakIdKeyDictionary(), False
+        handle = register_optimizer_step_post_hook(self._after_step)
+        outer = _in_trial_of.set(self._name)
+        try:
+            with unchanged(*self._accelerators):
                 self._function(batch_size, *self._args, **self._kwargs)
-                self._ended_at.add(batch_size)
-            except _Left:
-                pass
-            finally:
-                _IN_TRIAL.reset(before)
-                # One that was left in the midst of a step refuses the next; its only public way out, update(), scales.
-                for scaler in self._scalers:
-                    scaler._per_optimizer_states.clear()
-        if leave.stepped:
+            self._ended_at.add(batch_size)
+        except _Left:
+            pass
+        finally:
+            _in_trial_of.reset(outer)
+            handle.remove()
+            # A scaler left inside its step refuses the next; its only public way out, update(), changes the scale.
+            for scaler in self._scalers:
+                scaler._per_optimizer_states.clear()
+        if self._stepped:
             self._stepped_at.add(batch_size)
         elif self._stepped_at:
             raise NotRunError(
-                f"at batch {batch_size} {self._name} ended without an optimizer step, and at batch "
-                f"{max(self._stepped_at)} it made some, so that size was not really run. Where it handles an "
-                "out-of-memory error itself, have it raise that again. Otherwise the data set is often smaller than a batch and "
-                "the loader drops the last: pass its length as starting_batch_size"
+                f"at batch {batch_size} {self._name} ended without an optimizer step, and at batch {max(self._stepped_at)} it "
+                "made some, so that size was not really run. If it handles an out-of-memory error itself, have it raise that "
+                "again; if the loader drops a last batch that is not full, pass the number of examples as starting_batch_size"
             )
 
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._stepped = True
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        counts = list(self._steps.values())
+        if min(counts) >= self._trial_steps or max(counts) >= PATIENCE * self._trial_steps:
+            raise _Left
+
     def has_made(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the function made all that an optimizer trains in its call, so that nothing of it is to be restored."""
+        """Whether the current call made all that an optimizer trains, so that nothing of it needs restoring."""
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        if self._there is None or any(id(one) in self._there for one in parameters):
+        if self._existed is None or any(id(one) in self._existed for one in parameters):
             return False
         for one in parameters:
             call, made = self._made.get(id(one), (self._calls, None))
             if call != self._calls and made is not None and made() is one:
                 raise NotRunError(
-                    f"{self._name} trains what an earlier call of it has made and kept (in a global, in a cache): the trials "
-                    "have trained it, and how it was before is not known. Make it before the first call, or anew in each"
+                    f"{self._name} trains a model that an earlier call made and kept (in a global, in a cache): the trials have "
+                    "trained it, and its initial weights are not known. Make it before the first call, or anew in each"
                 )
             self._made[id(one)] = (self._calls, weakref.ref(one))
         return True
 
-    @property
-    def notes(self) -> tuple[str, ...]:
+    def note(self) -> str:
         """What a call of a trial was."""
         how = f"a trial calls {self._name}, and leaves it when each optimizer has made {self._trial_steps} steps"
         if not self._ended_at:
-            return (how,)
-        why = "all the same" if self._stepped_at else "without a step of an optimizer of torch"
-        sizes = f"{min(self._ended_at)} to {max(self._ended_at)}"
-        return (f"{how}; at sizes of {sizes} it ran to its end {why}, with whatever it does there",)
-
-
-_IN_TRIAL: ContextVar[str | None] = ContextVar("_IN_TRIAL", default=None)  # the name of the function
-
-
-class _Leave:
-    """Counts the steps of optimizers in this thread, and leaves the function with the last that is wanted."""
-
-    def __init__(self, trial_steps: int) -> None:
-        self._wanted, self._thread = trial_steps, threading.get_ident()
-        # One that has died is not waited for.
-        self._counts: MutableMapping[torch.optim.Optimizer, int] = WeakIdKeyDictionary()
-        self.stepped = False
-
-    def __enter__(self) -> None:
-        self._handle = register_optimizer_step_post_hook(self._after_step)
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if threading.get_ident() != self._thread:  # the hook is of the whole process
-            return
-        self.stepped = True
-        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
-        counts = list(self._counts.values())
-        if min(counts) >= self._wanted or max(counts) >= PATIENCE * self._wanted:
-            raise _Left
+            return how
+        why = "" if self._stepped_at else " without a step of a torch optimizer"
+        return f"{how}; at sizes from {min(self._ended_at)} to {max(self._ended_at)} it ran to its end{why}"
 
 
 def _collect() -> None:
@@ -344,19 +276,15 @@ def _collect() -> None:
 
 
 def _of_type(objects: list[Any], kind: type) -> list[Any]:
-    """Without asking them: lazy modules import what they stand for when they are."""
-    return [one for one in objects if issubclass(type(one), kind)]
-
-
-# --- what accelerate keeps for itself ---
+    return [one for one in objects if issubclass(type(one), kind)]  # isinstance would make lazy modules import
 
 
 @contextmanager
 def unchanged(*accelerators: Any) -> Iterator[None]:
-    """Give Accelerators, and what all of a process share, back as they were.
+    """Restore Accelerators, and the state that all of a process share, on the way out.
 
-    An Accelerator counts micro-batches and lists what it prepared, outside any ``state_dict``. A probe that is left in the
-    midst of an accumulation would leave training to step at other micro-batches than without it.
+    An Accelerator counts micro-batches and lists what it prepared, outside any ``state_dict``. A probe that ended in the
+    middle of an accumulation would make training step at other micro-batches than without it.
 
     Args:
         accelerators: Of `accelerate.Accelerator`.
@@ -370,31 +298,27 @@ def unchanged(*accelerators: Any) -> Iterator[None]:
         >>> accelerator.step
         0
     """
-    own = [(vars(one), _copy(vars(one))) for one in accelerators]
-    shared = {name: _copy(state) for name, state in _shared_states().items()}
+    states: list[dict[str, Any]] = [one.__dict__ for one in accelerators] + _shared_states()
+    before = [(state, _copy(state)) for state in states]
+    kept = {id(state) for state in states}
     try:
         yield
     finally:
-        for attributes, before in own:
-            _put_back(attributes, before)
-        for name, state in _shared_states().items():  # it may have been imported meanwhile
-            _put_back(state, shared.get(name, {}))
+        before += [(state, {}) for state in _shared_states() if id(state) not in kept]  # accelerate imported meanwhile
+        for state, copied in before:
+            state.clear()
+            for name, (value, items) in copied.items():
+                if isinstance(value, list):
+                    value[:] = items
+                state[name] = value
 
 
-def _copy(attributes: dict[str, Any]) -> dict[str, tuple[Any, list[Any]]]:
-    """Each value, and what is in it if it is a list: those are filled in place."""
-    return {name: (value, list(value) if isinstance(value, list) else []) for name, value in attributes.items()}
+def _copy(state: dict[str, Any]) -> dict[str, tuple[Any, list[Any]]]:
+    """Each value, and the items of a list: accelerate fills lists in place."""
+    return {name: (value, list(value) if isinstance(value, list) else []) for name, value in state.items()}
 
 
-def _put_back(attributes: dict[str, Any], before: dict[str, tuple[Any, list[Any]]]) -> None:
-    attributes.clear()
-    for name, (value, items) in before.items():
-        if isinstance(value, list):
-            value[:] = items
-        attributes[name] = value
-
-
-def _shared_states() -> dict[str, dict[str, Any]]:
-    """By class. Private: accelerate has no other way to them that would not make them."""
+def _shared_states() -> list[dict[str, Any]]:
+    """Of each class in `SHARED`; private, because the public constructors would create the state."""
     module = sys.modules.get("accelerate.state")
-    return {} if module is None else {name: getattr(module, name)._shared_state for name in SHARED}
+    return [] if module is None else [getattr(module, name)._shared_state for name in SHARED]

@@ -1,5 +1,9 @@
 """Lightning modules and data for the tests, each with what it is a test of."""
 
+import random
+from typing import ClassVar
+
+import numpy as np
 import pytest
 import torch
 from calibration import torchvision_names
@@ -14,17 +18,9 @@ torchmetrics = pytest.importorskip("torchmetrics")
 WIDTH = 8
 # What Lightning itself says of torch 2.13, of a Trainer without workers, and of short runs.
 FRAMEWORK_WARNINGS = (
-    "ignore:.*does not have many workers:",
-    "ignore:.*smaller than the logging interval:",
-    "ignore:.*LeafSpec.*:FutureWarning",
-    "ignore:.*torch.jit.*:DeprecationWarning",
-    "ignore:.*litlogger.*",
-    "ignore:.*`isinstance.*treespec.*",
-    "ignore:.*Trying to infer the `batch_size`:",
-    "ignore:.*Checkpoint directory .* exists:",
-    "ignore:.*early stopping:",
-    "ignore:.*GPU available but not used:",
-    "ignore:.*defined a `validation_step` but have no `val_dataloader`:",
+    "ignore:.*(does not have many workers|smaller than the logging interval|early stopping|GPU available but not used):",
+    "ignore:.*(Trying to infer the `batch_size`|Checkpoint directory .* exists|but have no `val_dataloader`):",
+    "ignore:.*(LeafSpec|torch.jit|litlogger|`isinstance.*treespec)",
 )
 
 
@@ -41,14 +37,9 @@ def quiet_trainer(**settings):
 
 
 class Module(pl.LightningModule):
-    """Notes which batch sizes trained and validated, and asks a ledger for memory.
+    """Notes which batch sizes trained and validated; `ledger` serves or refuses `MIB` a training example.
 
-    Args:
-        ledger: Serves `MIB` a training example, or refuses.
-        eval_mib: For each validation example.
-        fails_above: Instead: examples beyond which the step raises `error`.
-        batch_size: None: no such attribute.
-        examples: None: no loaders of its own.
+    Where there is none, the step raises `error` for more than `fails_above` examples.
     """
 
     def __init__(
@@ -138,37 +129,16 @@ def data(examples):
     return TensorDataset(torch.linspace(-1, 1, examples * WIDTH).reshape(examples, WIDTH))
 
 
-class Rows(Dataset):
-    """The same for large batches: they are fetched at once, and `one_tensor` makes a batch of them."""
-
-    def __init__(self, examples):
-        self.rows = data(examples).tensors[0]
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-    def __getitems__(self, indices):
-        return self.rows[indices]
-
-
-def one_tensor(rows):
-    return [rows]
-
-
 class Sentences(Dataset):
     """Sequences of the lengths given, with the length as the value."""
 
     def __init__(self, lengths):
-        self.lengths, self.read = lengths, []
+        self.lengths = lengths
 
     def __len__(self):
         return len(self.lengths)
 
     def __getitem__(self, index):
-        self.read.append(index)
         return torch.full((self.lengths[index],), float(self.lengths[index]))
 
 
@@ -176,4 +146,76 @@ def padded(sentences):
     return torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True)
 
 
-__all__ = ["HOOKS", "MIB", "WIDTH", "Data", "DataLoader", "LedgerDevice", "Module", "OwnLoaders", "pl", "torchmetrics"]
+class Padded(Module):
+    """Takes `MIB` an element; notes shapes."""
+
+    def training_step(self, batch, batch_idx):
+        self.told.trained.append(tuple(batch.shape))
+        self.ledger.take(batch.numel() * MIB)
+        return self.layer(batch[:, :1].expand(-1, WIDTH)).mean()
+
+
+class Drawing(Dataset):
+    """Draws from generators of its own and from all that there are, as it gives an example."""
+
+    def __init__(self, count):
+        self.count = count
+        self.torch, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(2)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        drawn = torch.rand(WIDTH, generator=self.torch) + self.numpy.random() + torch.rand(WIDTH) + random.random()
+        return ((drawn + np.random.rand()).float(),)
+
+
+class Split(pl.LightningDataModule):
+    """Draws from one of its own as it is set up; a data set for validation hangs on no attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_size, self.split, self.full = 4, torch.Generator().manual_seed(5), Drawing(30)
+        loader = DataLoader(Drawing(6), batch_size=2)
+        self.val_dataloader = lambda: loader
+
+    def setup(self, stage):
+        self.mean = sum(self.full[index][0].mean() for index in range(3))
+        self.parts = torch.utils.data.random_split(self.full, [24, 6], generator=self.split)
+
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], batch_size=self.batch_size, shuffle=True, collate_fn=self.noisy)
+
+    def noisy(self, examples):
+        return [torch.stack([one[0] for one in examples]) + self.mean]
+
+
+class Noisy(Module):
+    """Draws from one of its own as it trains."""
+
+    def __init__(self, ledger):
+        super().__init__(ledger)
+        self.generator = torch.Generator().manual_seed(4)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch[0] + torch.rand(batch[0].shape, generator=self.generator)], batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.told.losses.append(self.layer(batch[0]).mean().item())
+
+
+class Listening(pl.Callback):
+    """Notes each hook that is called."""
+
+    heard: ClassVar[list] = []
+
+
+for hook in ("setup", "teardown", *(name for name in dir(pl.Callback) if name.startswith("on_"))):
+    setattr(Listening, hook, lambda *_, hook=hook: Listening.heard.append(hook))
+
+
+def ledger(mib):
+    return LedgerDevice(mib * MIB)
+
+
+__all__ = ["HOOKS", "MIB", "WIDTH", "Data", "DataLoader", "Module", "OwnLoaders", "pl", "torchmetrics"]

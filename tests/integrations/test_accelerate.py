@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import weakref
 from pathlib import Path
 
@@ -104,30 +103,12 @@ def test_a_batch_size_passed_by_mistake_is_told():
         ({"starting_batch_size": 0}, oomprobe.InvalidArgumentError, "starting_batch_size must be"),
         ({"trial_steps": 0}, oomprobe.InvalidArgumentError, "trial_steps must be"),
         ({"steps": "2"}, oomprobe.InvalidArgumentError, "steps must be"),
-        ({"max_batch": 4}, oomprobe.InvalidArgumentError, r"max_batch=4: .*Pass starting_batch_size=4 instead"),
-        (
-            {"min_batch": 200},
-            oomprobe.InvalidArgumentError,
-            "min_batch=200 is larger than starting_batch_size=128",
-        ),
-        ({"min_batch": 8, "starting_batch_size": 4}, oomprobe.InvalidArgumentError, "starting_batch_size=4"),
-        ({"multiple_of": 200}, oomprobe.InvalidArgumentError, "multiple of 200 .* starting_batch_size=128: lower"),
-        ({"min_batch": "4"}, oomprobe.InvalidArgumentError, "min_batch must be an integer"),
-        ({"memory_fraction": 2}, oomprobe.InvalidArgumentError, "memory_fraction must be"),
-        ({"no_such_option": 3}, TypeError, "no_such_option"),
+        ({"max_batch": 4}, oomprobe.InvalidArgumentError, "max_batch=4: pass starting_batch_size instead"),
     ],
 )
-def test_wrong_arguments_are_refused_where_they_are_written(arguments, error, told):
+def test_wrong_arguments_are_refused(arguments, error, told):
     with pytest.raises(error, match=told):
         find_executable_batch_size(**arguments)
-
-
-def test_an_async_function_is_refused():
-    async def train(batch_size):
-        raise AssertionError
-
-    with pytest.raises(oomprobe.InvalidArgumentError, match="cannot be probed"):
-        find_executable_batch_size(train)
 
 
 def test_a_method_takes_the_batch_size_before_self():
@@ -141,12 +122,6 @@ def test_a_method_takes_the_batch_size_before_self():
 
     assert Runner().train(3) == 60
     assert Runner.train.result.batch_size == 2
-    told = r"train\(self, batch_size, lr\) is a method.*Write def train\(batch_size, self, ...\)"
-    with pytest.raises(oomprobe.InvalidArgumentError, match=told):
-
-        @find_executable_batch_size
-        def train(self, batch_size, lr):
-            raise AssertionError
 
     class Plain:
         def train(self, batch_size):
@@ -156,19 +131,18 @@ def test_a_method_takes_the_batch_size_before_self():
     assert find_executable_batch_size(Plain().train, starting_batch_size=2, **HOST)() == 2  # bound, it has no self
 
 
-def test_what_takes_no_batch_size_or_is_decorated_already_is_refused():
-    with pytest.raises(oomprobe.InvalidArgumentError, match=r"train\(\*, lr\) takes no batch size"):
+async def in_a_task(batch_size):
+    raise AssertionError
 
-        @find_executable_batch_size
-        def train(*, lr):
-            raise AssertionError
 
-    with pytest.raises(oomprobe.InvalidArgumentError, match=r"train is decorated .* already"):
+def as_a_method(self, batch_size):
+    raise AssertionError
 
-        @find_executable_batch_size
-        @find_executable_batch_size
-        def train(batch_size):
-            raise AssertionError
+
+@pytest.mark.parametrize("function", [in_a_task, as_a_method, lambda: None])
+def test_a_function_without_a_batch_size_first_is_refused(function):
+    with pytest.raises(oomprobe.InvalidArgumentError, match=r"cannot be probed.* Write def .*\(batch_size, \.\.\.\)"):
+        find_executable_batch_size(function)
 
 
 # --- trials ---
@@ -253,24 +227,6 @@ def test_an_optimizer_that_stepped_for_once_is_not_waited_for(kept, left_after):
     assert {len(one) for one in longest[:-1]} == {left_after}
 
 
-def test_optimizers_of_other_threads_do_not_end_a_trial():
-    together = []
-
-    @find_executable_batch_size(starting_batch_size=1, **HOST)
-    def train(batch_size):
-        def elsewhere():
-            steps_of(batch_size, number=20)
-            together.append("all 20")
-
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        steps_of(batch_size, number=20)
-
-    train()
-    assert len(together) > 3
-
-
 def test_nothing_of_a_call_is_alive_in_the_next():
     models, alive = [], []
 
@@ -315,7 +271,7 @@ def test_a_function_that_catches_everything_is_left_at_its_end():
 
     assert train() == "to its end"
     assert train.result.batch_size == 2
-    assert "at sizes of 1 to 2 it ran to its end all the same" in train.result.notes[-1]
+    assert "at sizes from 1 to 2 it ran to its end" in train.result.notes[-1]
 
 
 def test_a_decorated_function_in_the_trials_of_another_is_refused():
@@ -332,40 +288,11 @@ def test_a_decorated_function_in_the_trials_of_another_is_refused():
         inner()
         steps_of(batch_size)
 
-    with pytest.raises(oomprobe.UnreliableError, match=r"outer calls inner in its trials.* Decorate inner alone"):
+    with pytest.raises(oomprobe.UnreliableError, match=r"outer calls inner in its trials.* Decorate only one"):
         outer()
     assert calls == []
     inner()
     assert inner.result.batch_size == 4
-
-
-def test_a_decorated_function_that_follows_the_training_of_another_is_probed_for_itself():
-    @find_executable_batch_size(starting_batch_size=4, **HOST)
-    def second(batch_size):
-        steps_of(batch_size)
-        return batch_size
-
-    @find_executable_batch_size(starting_batch_size=8, **HOST)
-    def first(batch_size):
-        steps_of(batch_size)
-        return batch_size, second()
-
-    assert first() == (8, 4)
-
-
-def test_a_function_that_goes_on_after_any_failure_is_left():
-    rounds = []
-
-    @find_executable_batch_size(starting_batch_size=2, **HOST)
-    def train(batch_size):
-        rounds.append(0)
-        for _ in range(30):
-            rounds[-1] += 1
-            with contextlib.suppress(Exception):
-                steps_of(batch_size, number=2)
-
-    train()
-    assert set(rounds[:-1]) == {1}
 
 
 # --- functions that end ---
@@ -383,7 +310,7 @@ def test_a_function_without_an_optimizer_runs_to_its_end_and_the_result_says_so(
     assert calls.count(1) < 10  # not 32 runs of a whole data set in search of an optimizer
     notes = " ".join(infer.result.notes)
     assert "no optimizer stepped" in notes
-    assert "at sizes of 1 to 4 it ran to its end without a step of an optimizer" in notes
+    assert "at sizes from 1 to 4 it ran to its end without a step of a torch optimizer" in notes
 
 
 def test_a_data_set_of_less_than_the_steps_is_a_whole_run():
@@ -392,9 +319,7 @@ def test_a_data_set_of_less_than_the_steps_is_a_whole_run():
         steps_of(batch_size, number=8 // batch_size if batch_size > 2 else 50)
 
     train()
-    assert "at sizes of 4 to 4 it ran to its end all the same" not in " ".join(
-        train.result.notes
-    )  # 2 steps: just enough
+    assert "ran to its end" not in " ".join(train.result.notes)  # 2 steps: just enough
 
     @find_executable_batch_size(starting_batch_size=8, **HOST)
     def short(batch_size):
@@ -402,7 +327,7 @@ def test_a_data_set_of_less_than_the_steps_is_a_whole_run():
 
     short()
     assert short.result.batch_size == 8
-    assert "at sizes of 8 to 8 it ran to its end all the same" in short.result.notes[-1]
+    assert "at sizes from 8 to 8 it ran to its end" in short.result.notes[-1]
 
 
 def test_a_loader_that_drops_its_only_batch_is_not_a_size_that_fits():
@@ -439,11 +364,6 @@ def test_a_function_that_handles_what_it_should_let_out_is_told_so():
         oomprobe.UnreliableError, match=r"at batch 4 .* out-of-memory error itself, have it raise that again"
     ):
         train()
-
-
-def test_an_option_that_there_is_not_is_told_by_the_decorators_name():
-    with pytest.raises(TypeError, match=r"find_executable_batch_size\(\) got an unexpected keyword argument 'lr'"):
-        find_executable_batch_size(lr=3, **HOST)
 
 
 # --- failures ---
@@ -561,7 +481,7 @@ def test_a_model_that_is_kept_from_call_to_call_is_refused():
     def train(batch_size):
         steps_of(batch_size, model=model_of_all_calls())
 
-    with pytest.raises(oomprobe.UnreliableError, match=r"train trains what an earlier call of it has made and kept"):
+    with pytest.raises(oomprobe.UnreliableError, match=r"train trains a model that an earlier call made and kept"):
         train()
     assert train() is None  # now it was there before, and comes back
 
@@ -686,12 +606,6 @@ def test_what_was_prepared_is_probed_by_the_plain_call_and_trains_on_bit_equal()
     assert max(trial.steps for trial in result.trials) <= 2 * (5 + 1)  # the wrapper of the optimizer is not waited for
     found = trained()
     assert same(found, prepared()[-1]())
-
-
-def test_without_unchanged_an_interrupted_accumulation_is_out_of_step():
-    accelerator, model, micro_batch, _ = prepared()
-    oomprobe.find_max_batch(model, micro_batch, min_batch=2, **HOST)
-    assert accelerator.step != 0  # what unchanged is for
 
 
 # --- the answer in accelerate's own decorator ---

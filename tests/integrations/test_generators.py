@@ -1,6 +1,4 @@
-import gc
 import random
-import weakref
 from functools import partial
 
 import numpy as np
@@ -8,7 +6,7 @@ import pytest
 import torch
 
 import oomprobe
-from oomprobe.integrations.generators import Generators, generators_kept
+from oomprobe.integrations.generators import generators_kept
 
 KINDS = {
     "torch": (lambda: torch.Generator().manual_seed(7), lambda one: torch.rand(1, generator=one).item()),
@@ -100,28 +98,6 @@ def test_so_is_that_of_a_function_that_collates(way):
     with generators_kept([loader]):
         first = list(loader)
     assert list(loader) == first
-
-
-def test_one_that_was_added_later_goes_on_where_it_was_then():
-    early, late = Owner(own=random.Random(7)), Owner(own=random.Random(8))
-    with generators_kept([early]) as kept:
-        first = early.own.random()
-        early.other = random.Random(9)
-        kept.add([early, late])
-        second = late.own.random()
-        late.other = random.Random(9)
-    assert (early.own.random(), late.own.random()) == (first, second)
-    assert [sorted(vars(one)) for one in (early, late)] == [["own"], ["own"]]
-
-
-def test_data_sets_are_let_go():
-    kept, owner = Generators(), Owner(own=random.Random(7), rows=Owner())
-    kept.add([owner])
-    held = [weakref.ref(owner), weakref.ref(owner.rows)]
-    del owner
-    gc.collect()
-    assert [one() for one in held] == [None, None]
-    kept.put_back()
 
 
 def test_one_without_a_state_is_passed_over():

@@ -1,0 +1,560 @@
+"""`find_max_batch` for Lightning: a Trainer, a LightningModule and its data, as they are before ``trainer.fit``.
+
+Each trial is Lightning's own fit, by a private Trainer with logging, checkpoints and callbacks disabled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import signal
+import tempfile
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+import oomprobe
+from oomprobe.devices import Device, choose_device, replay_of
+from oomprobe.devices.choose import model_device
+from oomprobe.errors import Caller, DeviceLostError, InvalidArgumentError, NotRunError
+from oomprobe.integrations.framework import LOOP_STEPS, check_flag, framework, loops_of, refuse_several, untimed
+from oomprobe.integrations.generators import generators_kept
+from oomprobe.integrations.worst_case import Order, largest_first, refuse_once
+from oomprobe.options import Options, Step, check_seconds
+from oomprobe.result import ProbeResult
+from oomprobe.state import Snapshot
+
+TRAIN, EVAL = "train_dataloader", "val_dataloader"  # methods; the arguments of Trainer.fit have an s more
+MICRO_BATCHES = 2  # the second meets the gradients of the first; further ones are like it
+EVAL_BATCHES = 2
+MANUAL_BATCHES = 64  # within which a module with manual optimization must have stepped
+HARMLESS = ("ProgressBar", "ModelSummary", "Checkpoint", "LearningRateMonitor", "DeviceStatsMonitor")  # callbacks
+Hook = Callable[..., Any]
+PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def find_max_batch(
+    trainer: Any,
+    module: Any,
+    datamodule: Any = None,
+    *,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    batch_size_name: str = "batch_size",
+    write_back: bool = True,
+    scan_s: float = 30.0,
+    **options: Any,
+) -> ProbeResult:
+    """Find the largest batch size that this training fits with, by running it; call it before ``trainer.fit``.
+
+    Each call of the step is one `Trainer.fit` for two optimizer steps on batches of the largest examples, with the
+    Trainer's accelerator, precision plugin, gradient clipping and accumulation. Where the module validates, two
+    validation batches follow beside the optimizer state. ``prepare_data``, ``setup`` and ``teardown`` run once.
+
+    As with ``fast_dev_run``, the module finds no callbacks, and Lightning's `DummyLogger` in place of its loggers:
+    nothing is logged, no checkpoint is written, and what the module writes into ``log_dir`` is deleted when the probe
+    ends. Attributes of your own on the Trainer, or methods of a subclass, are not part of trials.
+
+    The module, the data module and the random number generators, also those in attributes of the two, of data sets and of
+    collate functions, are restored, so that training gives the losses of training without a probe. Objects without
+    ``state_dict`` that the module changes in place are not restored, nor is the position of a stream.
+
+    Args:
+        trainer: The ``Trainer`` that will train, on one device. Its settings are read; it never runs.
+        module: A ``LightningModule``, maybe compiled.
+        datamodule: A ``LightningDataModule``; None: the loaders are the module's own, or passed below.
+        train_dataloaders: A DataLoader, or dicts and lists of some. Each is made again at each size, from its data set
+            and collate function.
+        val_dataloaders: The same for validation; they keep their batch size.
+        batch_size_name: Attribute of the module, the data module or the hyperparameters of either, that
+            ``train_dataloader()`` reads. Not used with `train_dataloaders`.
+        write_back: Set that attribute to the answer, everywhere where Lightning's own finder would.
+        scan_s: Seconds to look for the largest examples of each data set; at least 0.
+        options: Those of `oomprobe.find_max_batch`. `device` defaults to the Trainer's, `max_batch` to the number of
+            examples.
+
+    Returns:
+        The answer; one step of its trials is two optimizer steps.
+
+    Raises:
+        FrameworkError: Lightning is not installed or too old.
+        InvalidArgumentError: the Trainer, the loaders or an option cannot be probed; nothing was trained.
+        UnreliableError: the loaders did not give batches of the size asked for, or a fit did not train.
+        OomProbeError: as for `oomprobe.find_max_batch`.
+
+    Example::
+
+        result = find_max_batch(trainer, module, datamodule)
+        trainer.fit(module, datamodule=datamodule)  # at result.batch_size
+    """
+    inspect.signature(oomprobe.find_max_batch).bind(None, None, **options)  # the TypeError names an unknown option
+    check_seconds("scan_s", scan_s)
+    check_flag("write_back", write_back)
+    # The two packages have the same classes under different names.
+    roots = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
+    package = "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
+    pl = framework(package, minimum="2.5", extra="lightning")
+    if not isinstance(trainer, pl.Trainer):
+        raise InvalidArgumentError(f"trainer must be a {package}.Trainer, not {type(trainer).__name__}")
+    own = getattr(module, "_orig_mod", module)  # where torch.compile keeps the module
+    if not isinstance(own, pl.LightningModule):
+        raise InvalidArgumentError(f"module must be a LightningModule of {package}, not {type(own).__name__}")
+    strategy = f"Trainer(strategy={type(trainer.strategy).__name__})"
+    refuse_several(strategy, trainer.world_size)
+    if not isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy):
+        raise InvalidArgumentError(f"{strategy} adds buffers that trials would lack: probe with strategy='auto'")
+    makers, holders = _data_of(pl, trainer, own, datamodule, train_dataloaders, val_dataloaders)
+    device = _device_of(trainer, options.pop("device", None))
+    accumulates = options.get("global_batch") is not None or trainer.accumulate_grad_batches > 1
+    micro = MICRO_BATCHES if accumulates and own.automatic_optimization else 1
+    with (
+        _quiet(),
+        _undone(own, [] if datamodule is None else [datamodule], options.get("preserve", ()), device.torch_device.type),
+        tempfile.TemporaryDirectory(prefix="oomprobe-", ignore_cleanup_errors=True) as folder,
+        generators_kept([*own.modules(), datamodule]),
+    ):
+        training = Training(
+            pl=pl,
+            module=module,
+            own=own,
+            datamodule=datamodule,
+            makers=makers,
+            holders=holders,
+            arguments=_trial_arguments(pl, trainer, micro, folder),
+            micro=micro,
+            name=batch_size_name,
+            places=_places_of(batch_size_name, own, datamodule, needed=TRAIN in holders),
+        )
+        result = _probe(training, trainer, device, options, scan_s)
+    if write_back and TRAIN in holders:
+        for place in training.places:
+            setattr(place, batch_size_name, result.batch_size)
+    return untimed(result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What the user passes to ``Trainer.fit``, and the settings of a trial's Trainer."""
+
+    pl: Any  # lightning.pytorch or pytorch_lightning
+    module: Any  # as it was passed, maybe compiled
+    own: Any  # the LightningModule itself
+    datamodule: Any
+    makers: Mapping[str, Hook]  # return the user's loaders, by TRAIN and EVAL
+    holders: Mapping[str, Any]  # whose methods they are; nobody's for loaders that were handed in
+    arguments: Mapping[str, Any]
+    micro: int  # batches for one optimizer step
+    name: str  # of the batch size attribute
+    places: Sequence[Any]  # objects that have it
+    orders: dict[str, list[Order | None]] = field(
+        default_factory=dict
+    )  # found by a look; None: as the loader makes them
+    callbacks: dict[str, type] = field(default_factory=dict)  # the user's, by name; found likewise
+    own_sizes: set[int] = field(default_factory=set)  # of validation batches that do not follow; found by trials
+
+
+def _probe(training: Training, trainer: Any, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
+    """Set up, look at the data, search, tear down."""
+    limits = {name: options[name] for name in ("min_batch", "multiple_of", "max_batch") if name in options}
+    first = Options(**limits).sizes.first
+    for name, contracted in (("steps", 2), ("confirm_steps", 5)):
+        options[name] = loops_of(name, options.get(name, contracted))
+    loaders: dict[str, list[Any]] = {}
+    configure_callbacks = training.own.configure_callbacks
+
+    def look(*_: object) -> None:
+        loaders.update({name: _loaders_at(training, name, first)[0] for name in training.makers})
+        for callback in (*trainer.callbacks, *tree_leaves(configure_callbacks())):
+            training.callbacks[type(callback).__name__] = type(callback)
+
+    # on_fit_start comes after setup() and before training, of which there is none.
+    _fit(training, first, live=("prepare_data", "setup"), on_fit_start=look)
+    try:
+        with generators_kept([loader for found in loaders.values() for loader in found]):
+            training.orders.update({name: [_order_of(one, scan_s) for one in found] for name, found in loaders.items()})
+            count = min((len(order.indices) for order in training.orders[TRAIN] if order is not None), default=None)
+            if count is not None and count < first:
+                raise InvalidArgumentError(
+                    f"the data set has {count} examples, fewer than the smallest batch asked for, {first}: lower min_batch "
+                    "or multiple_of, or look at what train_dataloader() reads"
+                )
+            if count is not None:
+                options["max_batch"] = min(count, options.get("max_batch") or count)
+
+            def run(model: object, batch_size: int) -> None:
+                _run_trial(training, batch_size)
+
+            size_is = f"{training.name} = " if TRAIN in training.holders else "loaders of batch_size="
+            more = "Trials run a plain Trainer whose loggers are Lightning's DummyLogger, as with fast_dev_run"
+            more += f", without callbacks ({', '.join(training.callbacks)})." if training.callbacks else "."
+            caller = Caller(alone=f"run trainer.fit with {size_is}{{batch_size}}", more=more)
+            step = Step(run=run, caller=caller)
+            result = oomprobe.find_max_batch(training.module, step, device=device, **options)
+    except DeviceLostError:
+        raise
+    except Exception:  # an interrupted probe ends at once
+        _fit(training, first, live=("teardown",))
+        raise
+    _fit(training, first, live=("teardown",))
+    return _told(training, result, count, scan_s)
+
+
+def _run_trial(training: Training, batch_size: int) -> None:
+    """Fit for two optimizer steps of that batch size, then validate where the module does."""
+    ran: Counter[str] = Counter()
+    wanted = LOOP_STEPS * training.micro
+    # With manual optimization, only the module knows how many batches make a step.
+    most = wanted if training.own.automatic_optimization else max(wanted, MANUAL_BATCHES)
+
+    def trained(trainer: Any, *_: object) -> None:
+        ran[TRAIN] += 1
+        ran["mock"] += type(trainer.optimizers[0]).__name__ == "_MockOptimizer"  # what Lightning makes of None
+        if ran[TRAIN] >= wanted and (trainer.global_step >= LOOP_STEPS or ran[TRAIN] >= most):
+            trainer.should_stop = True
+
+    def make(name: str) -> Any:
+        found, shape = _loaders_at(training, name, batch_size)
+        made = []
+        for loader, order in zip(found, training.orders[name], strict=True):
+            size = batch_size if name == TRAIN else _size_of(loader)
+            training.own_sizes.update({size} - {batch_size, None})
+            least = most if name == TRAIN else EVAL_BATCHES
+            made.append(loader if size is None else _trial_loader(loader, order, size, least))
+        return tree_unflatten(made, shape)
+
+    counted: dict[str, Any] = {"on_train_batch_end": trained, "on_validation_batch_end": lambda *_: ran.update([EVAL])}
+    _fit(training, batch_size, make=make, **counted)
+    if ran[TRAIN] < wanted:
+        raise NotRunError(
+            f"at batch {batch_size} Lightning ran {ran[TRAIN]} training batches of the {wanted} that make a trial: does "
+            "the module stop the Trainer, raise StopIteration, or skip batches in on_train_batch_start?"
+        )
+    if ran["mock"] and training.own.automatic_optimization:
+        raise NotRunError("configure_optimizers() returned None, so this module does not train: return an optimizer")
+    if EVAL in training.makers and not ran[EVAL]:
+        raise NotRunError(f"at batch {batch_size} Lightning ran no validation batch: does val_dataloader() give any?")
+
+
+def _fit(
+    training: Training, batch_size: int, *, make: Hook | None = None, live: Iterable[str] = (), **hooks: Hook
+) -> None:
+    """Run ``Trainer.fit`` of a private Trainer with a callback's `hooks`, on the loaders that ``make(name)`` returns.
+
+    Of ``prepare_data``, ``setup`` and ``teardown`` those in `live` run. Without `make`, nothing is trained.
+    """
+
+    def nothing(*_: object, **__: object) -> None:
+        return None
+
+    own, datamodule, holders = training.own, training.datamodule, training.holders
+    makers: dict[str, Hook] = {TRAIN: list} if make is None else {name: partial(make, name) for name in training.makers}
+    once = dict.fromkeys({"prepare_data", "setup", "teardown"} - set(live), nothing)
+    optimizers = {"configure_optimizers": nothing} if make is None else {}  # no scheduler can be made for no steps
+    changes: list[tuple[Any, dict[str, Any]]] = [(own, {**once, **optimizers, "configure_callbacks": list})]
+    changes += [(datamodule, once)] if datamodule is not None else []
+    # Lightning looks for the code of a hook to tell it from its own: only a function has some.
+    changes += [(holders[name], {name: lambda name=name: makers[name]()}) for name in makers if name in holders]
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
+    for place in training.places:
+        setattr(place, training.name, batch_size)  # `_undone` puts it back
+    with ExitStack() as stack:
+        for holder, methods in changes:
+            stack.enter_context(_replaced(holder, methods))
+        trainer = training.pl.Trainer(**training.arguments, limit_val_batches=EVAL_BATCHES if EVAL in makers else 0)
+        trainer.callbacks = [training.pl.callbacks.LambdaCallback(**hooks)]
+        trainer.save_checkpoint = nothing
+        try:
+            handed_in: dict[str, Any] = {f"{name}s": makers[name]() for name in makers if name not in holders}
+            trainer.fit(training.module, **(handed_in if datamodule is None else {"datamodule": datamodule}))
+        except SystemExit as ended:
+            # Lightning answers Ctrl-C by leaving the process; here the caller handles it.
+            if isinstance(ended.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            # Lightning ignores Ctrl-C from the first one on, and may not get to undo that.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, on_ctrl_c)
+            # A Trainer is part of reference cycles: it would hold its optimizers until garbage is collected.
+            trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs, trainer.callbacks = [], [], []
+            own.trainer = None
+            if datamodule is not None:
+                datamodule.trainer = None
+
+
+def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str) -> dict[str, Any]:
+    """Arguments of a Trainer that takes the same steps as the user's and writes into `folder` only.
+
+    The lengths (epochs, steps) are the user's own, since schedulers are made for them; a trial stops itself.
+    """
+    index = trainer.strategy.root_device.index
+    fabric = "lightning_fabric" if pl.__name__ == "pytorch_lightning" else "lightning.fabric"
+    environments = importlib.import_module(f"{fabric}.plugins.environments")
+    dummy = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
+    logger = type("SilentLogger", (dummy,), {"save_dir": folder, "root_dir": folder, "log_dir": folder})
+    return {
+        "accelerator": trainer.accelerator,
+        "devices": 1 if index is None else [index],
+        # Lightning would look for a cluster otherwise, and take over the signals of a job that may be requeued.
+        "plugins": [trainer.precision_plugin, environments.LightningEnvironment()],
+        "max_epochs": trainer.max_epochs if trainer.max_epochs == -1 else max(1, trainer.max_epochs or 1),
+        "max_steps": trainer.max_steps if trainer.max_steps == -1 else max(LOOP_STEPS, trainer.max_steps),
+        "accumulate_grad_batches": micro,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        "detect_anomaly": trainer._detect_anomaly,  # has no public name; it keeps a traceback for each operator
+        "inference_mode": trainer.validate_loop.inference_mode,
+        "logger": [logger() for _ in trainer.loggers] or False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": folder,
+    }
+
+
+def _loaders_at(training: Training, name: str, batch_size: int) -> tuple[list[Any], Any]:
+    """The loaders that the user makes at that size, checked, and the shape of their collection."""
+    found, shape = tree_flatten(training.makers[name]())
+    for loader in found:
+        size, is_held = _size_of(loader), name in training.holders
+        if isinstance(loader, training.pl.utilities.CombinedLoader):
+            raise InvalidArgumentError(f"{name} is a CombinedLoader: use the dict or list of DataLoaders in it instead")
+        if name == TRAIN and not is_held and size is None:
+            raise InvalidArgumentError(
+                f"train_dataloaders has a {type(loader).__name__} that cannot be made again with another batch size: pass a "
+                "plain DataLoader, or a LightningDataModule whose train_dataloader() reads self.batch_size"
+            )
+        if name == TRAIN and is_held and size not in (batch_size, None):
+            raise NotRunError(
+                f"train_dataloader() made batches of {size} where {training.name}={batch_size} was set: write "
+                f"DataLoader(..., batch_size=self.{training.name}), or pass batch_size_name=, the name of the attribute "
+                "that it reads"
+            )
+    return found, shape
+
+
+def _size_of(loader: Any) -> Any:
+    """The batch size of a loader that can be made again at any other; None for one that is used as it comes."""
+    # _get_iterator is what DataLoader.__iter__ calls; it has no public name, and subclasses override either.
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(type(loader), name, None) is not getattr(DataLoader, name):
+            return None
+    return loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else None
+
+
+def _order_of(loader: Any, scan_s: float) -> Order | None:
+    """The loader's examples, largest first; None for a stream, and where its batches are used as they come."""
+    if _size_of(loader) is None:
+        return None
+    if isinstance(loader.dataset, IterableDataset):
+        refuse_once(loader.dataset)
+        return None
+    subset = getattr(loader.sampler, "indices", None)
+    indices = range(len(loader.dataset)) if subset is None else [int(index) for index in subset]
+    return largest_first(loader.dataset, indices, scan_s)
+
+
+def _trial_loader(loader: Any, order: Order | None, size: int, least: int) -> Any:
+    """A loader of at least so many batches of that size, the largest examples first.
+
+    It has no workers: starting them takes longer than a trial, and their memory is not the step's.
+    """
+    if _size_of(loader) is None:
+        check = partial(_checked, size, type(loader).__name__)
+        return DataLoader(Repeated(loader, least), batch_size=None, collate_fn=check)
+    make = partial(DataLoader, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory)
+    if order is None:
+        return make(Repeated(loader.dataset, least * size), batch_size=size)
+    size = min(size, len(order.indices)) or 1
+    largest = [index for number in range(least) for index in order.batch(size, number)]
+    # The rest gives the loader its real length: schedulers and loops ask.
+    return make(loader.dataset, batch_size=size, sampler=[*largest, *order.indices[len(largest) :]])
+
+
+class Repeated(IterableDataset[Any]):
+    """Items that begin again when they end, so that batches are full however few there are."""
+
+    def __init__(self, items: Any, least: int) -> None:
+        self._items, self._least = items, least
+
+    def __len__(self) -> int:
+        return max(self._least, len(self._items))
+
+    def __iter__(self) -> Iterator[Any]:
+        empty = False
+        while not empty:
+            empty = True
+            for item in self._items:
+                empty = False
+                yield item
+
+
+def _checked(size: int, kind: str, batch: Any) -> Any:
+    """The batch: that its tensors have the size is all that can be told of one that was made elsewhere."""
+    parts = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    sizes = {len(part) for part in parts if isinstance(part, torch.Tensor) and part.dim()}
+    if size not in sizes:
+        raise NotRunError(
+            f"a batch of {size} was asked for, and the first dimensions of one that the {kind} gave are {sorted(sizes)}: "
+            "make train_dataloader() read the batch size, or, where its data end before, pass a smaller max_batch"
+        )
+    return batch
+
+
+def _told(training: Training, result: ProbeResult, count: int | None, scan_s: float) -> ProbeResult:
+    """The result, with what a careful reader should know of a trial and of the data behind the number."""
+    micro = f" of {training.micro} accumulated batches each" if training.micro > 1 else ""
+    more = f", and {EVAL_BATCHES} validation batches" if EVAL in training.makers else ""
+    notes = [f"one step of a trial is Trainer.fit for {LOOP_STEPS} optimizer steps{micro}{more}"]
+    if TRAIN not in training.holders:
+        notes.append(f"nothing was set: make your DataLoader with batch_size={result.batch_size}")
+    notes += [f"a validation loader keeps its own batch size of {size}" for size in sorted(training.own_sizes)]
+    drawn = result.batch_size * LOOP_STEPS * training.micro
+    are_largest = True
+    for name, order in ((name, order) for name, orders in training.orders.items() for order in orders):
+        what = "training" if name == TRAIN else "validation"
+        if order is None:
+            are_largest = False
+            notes.append(f"{what} batches came as their loader makes them: longer examples may come later")
+            continue
+        is_known = order.complete and order.known
+        are_largest = are_largest and is_known and (name == EVAL or order.leaders <= drawn)
+        if not is_known and order.indices:
+            said = "" if order.known else ", without telling their size"
+            notes.append(
+                f"{order.seen} of {len(order.indices)} {what} examples were looked at in {scan_s:g} s{said}: larger ones may "
+                "be among the rest (allow more with scan_s)"
+            )
+        elif order.variable:
+            notes.append(f"{what} batches were made of the largest examples")
+    if count is None:
+        notes.append("the number of examples is not known: the answer may be larger than the data set")
+    elif result.limited_by == "max_batch" and result.options["max_batch"] == count:
+        notes.append(f"the data set ends the search: it has {count} examples, and no larger batch is possible")
+    covered = ("longest sequence",) * are_largest + ("evaluation between epochs",) * (EVAL in training.makers)
+    not_covered = [item for item in result.not_covered if not item.startswith(covered)]
+    harmless = tuple(getattr(training.pl.callbacks, name) for name in HARMLESS)  # they only show or save
+    if missed := [name for name, kind in sorted(training.callbacks.items()) if not issubclass(kind, harmless)]:
+        not_covered.append(f"callbacks, which trials do not call: {', '.join(missed)} (weight averaging keeps a copy)")
+    return replace(result, notes=(*result.notes, *notes), not_covered=tuple(not_covered))
+
+
+def _data_of(
+    pl: Any, trainer: Any, own: Any, datamodule: Any, train: Any, validation: Any
+) -> tuple[dict[str, Hook], dict[str, Any]]:
+    """The makers and holders of a `Training`."""
+    if datamodule is not None and not isinstance(datamodule, pl.LightningDataModule):
+        raise InvalidArgumentError(
+            f"datamodule must be a LightningDataModule of {pl.__name__}, not {datamodule!r:.60}: pass loaders as "
+            "train_dataloaders=..., val_dataloaders=..."
+        )
+
+    def overrides(holder: Any, name: str, base: type) -> bool:
+        return name in vars(holder) or getattr(type(holder), name, None) is not getattr(base, name)
+
+    makers: dict[str, Hook] = {}
+    holders: dict[str, Any] = {}
+    for name, loaders in ((TRAIN, train), (EVAL, validation)):
+        if loaders is not None and datamodule is not None:
+            raise InvalidArgumentError(f"pass either datamodule or {name}s: Trainer.fit takes no more than one of them")
+        if loaders is not None:
+            makers[name] = partial({name: loaders}.get, name)
+        elif datamodule is not None and overrides(datamodule, name, pl.LightningDataModule):
+            holders[name] = datamodule
+        elif overrides(own, name, pl.LightningModule):
+            holders[name] = own
+    makers |= {name: getattr(holder, name) for name, holder in holders.items()}
+    if TRAIN not in makers:
+        raise InvalidArgumentError(
+            f"there is no training data: neither {type(own).__name__} nor a data module has train_dataloader(); pass "
+            "datamodule=... or train_dataloaders=..."
+        )
+    if trainer.limit_val_batches == 0 or not overrides(own, "validation_step", pl.LightningModule):
+        makers.pop(EVAL, None)
+    return makers, holders
+
+
+def _places_of(name: str, own: Any, datamodule: Any, *, needed: bool) -> list[Any]:
+    """The objects where Lightning's own finder sets the batch size: module, data module and the hyperparameters of each."""
+    owners = [owner for owner in (own, datamodule) if owner is not None]
+    places = [owner for owner in owners if hasattr(owner, name)]
+    places += [owner.hparams for owner in owners if name in getattr(owner, "hparams", ())]
+    if needed and not places:
+        raise InvalidArgumentError(
+            f"neither {' nor '.join(type(owner).__name__ for owner in owners)} nor their hyperparameters have {name!r}: write "
+            f"self.{name} = 1 in __init__ and DataLoader(..., batch_size=self.{name}) in train_dataloader(), or pass "
+            "batch_size_name=, the name of the attribute that it reads"
+        )
+    return places
+
+
+def _device_of(trainer: Any, device: object) -> Device:
+    """Where the Trainer trains, not where the parameters are: each fit moves them there and back."""
+    root = trainer.strategy.root_device
+    chosen = choose_device(str(root) if device is None else device, torch.nn.Module())
+    there = chosen.torch_device
+    if replay_of(chosen) is None and (there.type, there.index or 0) != (root.type, root.index or 0):
+        raise InvalidArgumentError(
+            f"device={device!r}, but the Trainer trains on {root}: leave it out, or pass Trainer(accelerator={there.type!r})"
+        )
+    return chosen
+
+
+@contextmanager
+def _undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, device_type: str) -> Iterator[None]:
+    """Undo what is done inside: ``setup()`` and other hooks run before the probe itself keeps anything.
+
+    Besides what a `Snapshot` keeps, each attribute of a module is again the object that it was. The module stays in host
+    memory, where Lightning puts it after each fit: a snapshot on the device would need room that training has.
+    """
+    home, lost = model_device(module) or torch.device("cpu"), False
+    module.cpu()
+    try:
+        snapshot = Snapshot(module, others, preserve, device_type)
+        attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+        try:
+            yield
+        except DeviceLostError:
+            home, lost = torch.device("cpu"), True
+            raise
+        finally:
+            snapshot.restore(device_lost=lost)
+            for now, before in attributes:
+                now.clear()
+                now.update(before)
+    finally:
+        module.to(home)
+
+
+@contextmanager
+def _replaced(holder: Any, methods: Mapping[str, Hook]) -> Iterator[None]:
+    """Set methods on an object, and put back its own, or its class's, at the end."""
+    own = vars(holder)
+    before = {name: own[name] for name in methods if name in own}
+    try:
+        own.update(methods)
+        yield
+    finally:
+        for name in methods:
+            own.pop(name, None)
+        own.update(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what Lightning says of the trials' settings, and would say again when the user trains."""
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.filterwarnings("ignore", module=rf"({'|'.join(PACKAGES)})(\.|$)")
+        for name in (*PACKAGES, "lightning.pytorch", "lightning.fabric"):  # each has a level of its own
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        yield

@@ -1,0 +1,353 @@
+"""transformers: the largest per-device batch of a `Trainer`, found by its own training loop on its longest examples."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from oomprobe import probe
+from oomprobe.errors import Caller, InvalidArgumentError, NothingFitsError, NotRunError, TimeLimitError
+from oomprobe.integrations.accelerate import unchanged
+from oomprobe.integrations.framework import (
+    LOOP_STEPS,
+    check_flag,
+    framework,
+    is_simulated,
+    loops_of,
+    refuse_several,
+    untimed,
+)
+from oomprobe.integrations.generators import generators_kept
+from oomprobe.integrations.worst_case import Longest, longest_of
+from oomprobe.options import Step, check_seconds, check_size
+from oomprobe.report.plan import plan
+from oomprobe.result import ProbeResult
+
+SEARCH_ACCUMULATION = 2  # micro-batches: the second runs beside the gradients of the first
+# Whatever a training run writes, reports, evaluates or decides by itself.
+QUIET: dict[str, Any] = {
+    "logging_strategy": "no",
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "report_to": [],
+    "disable_tqdm": True,
+    "auto_find_batch_size": False,
+    "train_sampling_strategy": "sequential",
+    "dataloader_drop_last": False,
+    "dataloader_num_workers": 0,
+    "dataloader_persistent_workers": False,
+    "dataloader_prefetch_factor": None,
+    "skip_memory_metrics": True,
+}
+
+
+def find_max_batch(
+    trainer: Any,
+    *,
+    write_back: bool = True,
+    max_length: int | None = None,
+    scan_s: float = 30.0,
+    global_batch: int | None = None,
+    max_batch: int | None = None,
+    steps: int = 2,
+    confirm_steps: int = 5,
+    **options: Any,
+) -> ProbeResult:
+    """Find the largest ``per_device_train_batch_size`` with which a `transformers.Trainer` really trains.
+
+    Each call of the step is the Trainer's own loop for two optimizer steps: its optimizer, collator, precision, loss,
+    gradient checkpointing and accumulation, on a batch of the longest examples of its data set. Where evaluation is on,
+    each trial evaluates too, at the Trainer's own evaluation batch size. A copy of the Trainer is trained. The model, the
+    optimizer, the scheduler and the random number generators, including those of the Trainer, the model, the collator and
+    the data sets, are restored: training afterwards is bit-equal to training without a probe. Not restored: lists and dicts
+    that your own Trainer class changes in place (pass objects with ``state_dict`` as ``preserve=``).
+
+    Args:
+        trainer: Set up as for ``trainer.train()``.
+        write_back: Set ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` in ``trainer.args``: the split
+            with the fewest accumulation steps that keeps the global batch, after one confirmed trial of it.
+        max_length: Elements of the longest sequence there can be; None: as long as the longest example. A streaming data
+            set needs it, unless all of its examples have one size.
+        scan_s: Seconds for looking for the longest examples.
+        global_batch: Samples for one optimizer step; None: the product of the two arguments as they are.
+        max_batch: Largest size to try; never more than the data set has.
+        steps: As for `oomprobe.find_max_batch`: optimizer steps of a trial, rounded up to whole loops of two.
+        confirm_steps: The same for the confirmation.
+        options: The other options of `oomprobe.find_max_batch`.
+
+    Returns:
+        Its `batch_size` is the largest micro-batch; notes say what was written back.
+
+    Raises:
+        FrameworkError: transformers is not installed, or too old.
+        InvalidArgumentError: the Trainer trains on several ranks, its data set has no example, or `max_length` exceeds the
+            positions of the model.
+        OomProbeError: as for `oomprobe.find_max_batch`.
+
+    Source:
+        https://github.com/huggingface/transformers/issues/33281 asks that the global batch be kept.
+    """
+    framework("transformers", minimum="5.0", extra="transformers")
+    args = _checked(trainer, max_length)
+    for name, value in {"max_length": max_length, "global_batch": global_batch, "max_batch": max_batch}.items():
+        if value is not None:
+            check_size(name, value)
+    check_seconds("scan_s", scan_s)
+    check_flag("write_back", write_back)
+    options |= {"steps": loops_of("steps", steps), "confirm_steps": loops_of("confirm_steps", confirm_steps)}
+    whole = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    evaluated_on = _values(trainer.eval_dataset) if evaluates else []
+    with generators_kept(_sources(trainer)), _copied(trainer, is_simulated(options.get("device"))) as copied:
+        longest = longest_of(trainer.train_dataset, max_length=max_length, scan_s=scan_s)
+        evaluated = [longest_of(one, max_length=max_length, scan_s=scan_s) for one in evaluated_on]
+        if longest.total is not None:
+            max_batch = longest.total if max_batch is None else min(max_batch, longest.total)
+        loop = _Loop(trainer=copied, longest=longest, evaluated=evaluated, collate=trainer.data_collator, collated=[])
+        copied.data_collator = loop.counted
+        result = probe.find_max_batch(trainer.model, loop.steps(trainer, accumulation), max_batch=max_batch, **options)
+        notes = [*longest.notes, *(note for one in evaluated for note in one.notes), *_notes(args, accumulation)]
+        if result.limited_by == "max_batch" and result.batch_size == longest.total:
+            notes.append(f"the data set ends the search: it has {longest.total} examples")
+        if write_back:
+            notes.append(_write_back(trainer, loop, whole, result, options))
+    own = [note for note in result.notes if not (note.startswith("no optimizer stepped") and "'eval'" in note)]
+    missing = _not_covered(trainer, evaluates=bool(evaluated))
+    return replace(untimed(result), notes=(*own, *notes), not_covered=(*result.not_covered, *missing))
+
+
+def _checked(trainer: Any, max_length: object) -> Any:
+    args = getattr(trainer, "args", None)
+    if args is None or not hasattr(trainer, "train_dataset"):
+        raise InvalidArgumentError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
+    refuse_several("torchrun, or accelerate launch,", args.world_size)
+    refuse_several(f"torch.nn.DataParallel (n_gpu={args.n_gpu}; hide the others by CUDA_VISIBLE_DEVICES=0)", args.n_gpu)
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise InvalidArgumentError(
+                f"{name}={getattr(args, name)!r} spreads the model over ranks, and ranks are not supported yet: an "
+                "out-of-memory error on one would leave the others waiting. Probe without it, on one device"
+            )
+    if trainer.train_dataset is None:
+        raise InvalidArgumentError(
+            "the Trainer has no train_dataset, so there is nothing to make a batch of: pass it one"
+        )
+    positions = getattr(getattr(trainer.model, "config", None), "max_position_embeddings", None)
+    if isinstance(max_length, int) and isinstance(positions, int) and max_length > positions:
+        # Beyond a table of positions a CUDA kernel asserts, and no kernel of the process runs after that.
+        raise InvalidArgumentError(
+            f"max_length={max_length} is longer than the model has positions for: its config says "
+            f"max_position_embeddings={positions}. Pass max_length={positions}"
+        )
+    return args
+
+
+def _values(datasets: Any) -> list[Any]:
+    return list(datasets.values()) if isinstance(datasets, dict) else [datasets]
+
+
+def _sources(trainer: Any) -> list[Any]:
+    """What trains or makes batches, and may draw random numbers as it does."""
+    modules = trainer.model.modules() if isinstance(trainer.model, torch.nn.Module) else ()
+    return [trainer, *modules, trainer.data_collator, trainer.train_dataset, *_values(trainer.eval_dataset)]
+
+
+def _stateful(trainer: Any) -> list[Any]:
+    """The optimizer and the scheduler that it was given, or has trained with, without accelerate's wrappers."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    return [one for one in (optimizer, scheduler) if one is not None]
+
+
+@contextmanager
+def _copied(trainer: Any, simulated: bool) -> Iterator[Any]:
+    """A copy of the Trainer with logging, saving and callbacks disabled; what it shares with the original is restored."""
+    configs = [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
+    before = [(vars(one), dict(vars(one))) for one in (*configs, *_stateful(trainer)) if one is not None]
+    copied = copy.copy(trainer)
+    copied.args = copy.copy(trainer.args)
+    for name, value in QUIET.items():
+        if hasattr(copied.args, name):
+            setattr(copied.args, name, value)
+    if simulated:
+        vars(copied.args)["_setup_devices"] = torch.device("cuda", 0)  # what args.device returns once it has been asked
+    copied.args.accelerator_config = copy.deepcopy(trainer.args.accelerator_config)
+    kwargs = getattr(copied.args.accelerator_config, "gradient_accumulation_kwargs", None)
+    if kwargs:  # the Trainer itself put it there, and refuses to find it
+        kwargs.pop("num_steps", None)
+    copied.create_accelerator_and_postprocess()
+    # A sampler of the Trainer's own knows another data set; here the order is ours.
+    copied._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(copied.train_dataset)
+    if hasattr(copied, "_memory_tracker"):  # made for an argument that QUIET overrules; it starts threads
+        copied._memory_tracker = type(copied._memory_tracker)(True)
+    copied.model_init, copied.model_wrapped = None, trainer.model
+    copied.control = type(trainer.control)()
+    copied.callback_handler = copy.copy(trainer.callback_handler)
+    copied.callback_handler.callbacks = [_callbacks().DefaultFlowCallback()]
+    if trainer.compute_metrics is not None:  # predictions are gathered for it as in training, and it is not called
+        copied.compute_metrics = lambda *_, **__: {}
+    try:
+        yield copied
+    finally:
+        for attributes, values in before:
+            attributes.clear()
+            attributes.update(values)
+
+
+def _callbacks() -> Any:
+    return importlib.import_module("transformers.trainer_callback")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loop:
+    """The loop of a copied Trainer, on the longest examples."""
+
+    trainer: Any
+    longest: Longest
+    evaluated: list[Longest]  # one for each data set that the Trainer evaluates on
+    collate: Callable[[Any], Any]
+    collated: list[int]  # sizes of the batches of the current call
+
+    def steps(self, original: Any, accumulation: int) -> dict[str, Step]:
+        """The training step, and the evaluation where there is one, by name."""
+        missed = _uncalled(original)
+        more = "A trial begins with the longest examples, which a Trainer may meet late."
+        more += f" Its callbacks ({', '.join(missed)}) are not called." if missed else ""
+
+        def train(model: torch.nn.Module, batch_size: int) -> None:
+            self._train(batch_size, accumulation)
+
+        def evaluate(model: torch.nn.Module, batch_size: int) -> None:
+            for longest in self.evaluated:
+                self._evaluate(longest)
+
+        alone = "make the Trainer with per_device_train_batch_size={batch_size} and run trainer.train()"
+        steps = {"train": Step(run=train, caller=Caller(alone=alone, more=more))}
+        if self.evaluated:  # it has no optimizer to wait for
+            size = original.args.per_device_eval_batch_size
+            alone = f"run trainer.evaluate(), which is at per_device_eval_batch_size={size}"
+            steps["eval"] = Step(run=evaluate, caller=Caller(alone=alone, more=more), max_calls=1)
+        return steps
+
+    def _train(self, batch_size: int, accumulation: int) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        steps = max(LOOP_STEPS, math.ceil(self.longest.order.batches_of_leaders(batch_size) / accumulation))
+        args.max_steps, args.gradient_accumulation_steps = steps, accumulation
+        args.per_device_train_batch_size = trainer._train_batch_size = batch_size  # the Trainer reads its args once
+        trainer.train_dataset = self.longest.batches(batch_size, accumulation * steps)
+        self._run(batch_size, trainer.train)
+        if trainer.state.global_step != steps:
+            raise NotRunError(
+                f"the Trainer's loop made {trainer.state.global_step} optimizer steps where {steps} were asked for, so "
+                f"batch {batch_size} was not really run: something in your Trainer ends it early"
+            )
+
+    def _evaluate(self, longest: Longest) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        own = args.per_device_eval_batch_size
+        size = own if longest.total is None else min(own, longest.total)
+        batches = longest.batches(size, max(LOOP_STEPS, longest.order.batches_of_leaders(size)))
+        trainer.is_in_train, args.per_device_eval_batch_size = True, size  # outside training, full_eval casts the model
+        try:
+            self._run(size, lambda: trainer.evaluate(batches))
+        finally:
+            trainer.is_in_train, args.per_device_eval_batch_size = False, own
+
+    def _run(self, batch_size: int, loop: Callable[[], object]) -> None:
+        self.collated.clear()
+        try:
+            with unchanged():  # a loop that failed leaves its loader in what all accelerators share
+                loop()
+        finally:
+            # The sum of losses of this call would take another block from the next, which then is not cold: near the limit
+            # a block of 512 bytes decides.
+            for name in [name for name, value in vars(self.trainer).items() if isinstance(value, torch.Tensor)]:
+                delattr(self.trainer, name)
+            noise = vars(self.trainer).pop("neftune_hook_handle", None)
+            if noise is not None:  # a loop that failed leaves its hook, and the next would add another
+                noise.remove()
+        if set(self.collated) != {batch_size}:
+            raise NotRunError(
+                f"batches of {sorted(set(self.collated)) or 'no'} examples were collated where {batch_size} were asked for, "
+                "so that size was not really run. Your get_train_dataloader or get_eval_dataloader makes its own batches: use "
+                "self.data_collator and self._train_batch_size there, as Trainer does"
+            )
+
+    def counted(self, examples: Any) -> Any:
+        """Collate, and record how many examples there were."""
+        self.collated.append(len(examples))
+        return self.collate(examples)
+
+
+def _write_back(trainer: Any, loop: _Loop, whole: int, result: ProbeResult, options: dict[str, Any]) -> str:
+    """Run the split of the global batch with the fewest accumulation steps, and set it in the arguments if it ran."""
+    args = trainer.args
+    before = (
+        f"per_device_train_batch_size={args.per_device_train_batch_size}, "
+        f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
+    )
+    smallest, multiple = options.get("min_batch", 1), options.get("multiple_of", 1)
+    splits = plan(
+        whole, world_size=1, max_micro_batch=result.batch_size, min_micro_batch=smallest, multiple_of=multiple
+    )
+    split = next((one for one in splits if one.exact), None)
+    if split is None:
+        return (
+            f"nothing was written back: no split of the global batch of {whole} is exact at up to {result.batch_size}"
+        )
+    names = ("device", "memory_fraction", "confirm_steps", "preserve", "time_limit_s", "progress")
+    options = {name: options[name] for name in names if name in options}
+    if options.get("time_limit_s") is not None:
+        options["time_limit_s"] = max(1e-3, options["time_limit_s"] - result.elapsed_s)
+    try:
+        probe.check(trainer.model, loop.steps(trainer, split.accumulation_steps), split.micro_batch, **options)
+    except (NothingFitsError, TimeLimitError) as error:
+        return f"nothing was written back, {before} stay: {split.micro_batch} x {split.accumulation_steps} did not run ({error})"
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
+    trainer._train_batch_size = args.train_batch_size  # its own copy, made at the start
+    return (
+        f"written back: per_device_train_batch_size={split.micro_batch}, gradient_accumulation_steps="
+        f"{split.accumulation_steps} (before: {before}); the global batch is {whole}, and this split was run"
+    )
+
+
+def _uncalled(trainer: Any) -> list[str]:
+    """Names of its callbacks that do more than steer or show: trials call none."""
+    own = _callbacks()
+    known = (own.DefaultFlowCallback, own.ProgressCallback, own.PrinterCallback)
+    return [type(one).__name__ for one in trainer.callback_handler.callbacks if not isinstance(one, known)]
+
+
+def _notes(args: Any, accumulation: int) -> Iterator[str]:
+    yield f"a trial is the Trainer's own loop for {LOOP_STEPS} optimizer steps a call, on its longest examples"
+    if args.gradient_accumulation_steps > accumulation:
+        yield (
+            f"the search accumulated {accumulation} micro-batches, not {args.gradient_accumulation_steps}: later ones need no "
+            "more memory than the second"
+        )
+
+
+def _not_covered(trainer: Any, *, evaluates: bool) -> Iterator[str]:
+    """What training does, and no trial did."""
+    args = trainer.args
+    if missed := _uncalled(trainer):
+        yield f"callbacks of the Trainer, which were not called: {', '.join(missed)}"
+    if args.dataloader_num_workers:
+        yield "workers of data loaders: batches were made in this process"
+    drops = args.prediction_loss_only or args.batch_eval_metrics or args.eval_accumulation_steps is not None
+    if evaluates and trainer.compute_metrics is not None and not drops:
+        yield (
+            "the predictions of the whole evaluation set, which stay on the device until its end: set "
+            "eval_accumulation_steps to have them moved"
+        )

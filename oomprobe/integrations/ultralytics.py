@@ -1,0 +1,637 @@
+"""Ultralytics' AutoBatch by running the batch: the real loss and optimizer, worst-case targets, and no line.
+
+`autobatch` and `check_train_batch_size` take what those of ``ultralytics.utils.autobatch`` take, and a device; `install`
+makes ``YOLO(...).train(batch=-1)`` use them; `find_max_batch` returns everything that was measured.
+
+Example, which trains with the largest batch whose step runs in 60 % of the free memory of the card::
+
+    from ultralytics import YOLO
+    from oomprobe.integrations.ultralytics import install
+
+    with install():
+        YOLO("yolo11n.yaml").train(data="coco8.yaml", batch=-1)
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import oomprobe
+from oomprobe.devices import Device, choose_device, replay_of
+from oomprobe.errors import (
+    Caller,
+    DeviceLostError,
+    InvalidArgumentError,
+    NoDeviceError,
+    NothingFitsError,
+    OomProbeError,
+    SimulationError,
+)
+from oomprobe.integrations.framework import FrameworkError, framework, is_simulated
+from oomprobe.options import Step, check_size
+from oomprobe.result import ProbeResult
+from oomprobe.state import preserved
+
+GRID = 32  # pixels: the least that the trainer makes images a multiple of
+SIDE = 0.5  # of an object, as a share of the image's; see `_boxes`
+MASKS_IN_A_BYTE = 255  # objects that an overlapping mask of 8 bits can number
+CLIPPED_NORM = 10.0  # what the trainer clips gradients to
+DEFAULT_FRACTION, DEFAULT_BATCH = 0.6, 16  # of Ultralytics' contract
+ASSIGNED = ("detect", "segment", "pose", "obb")  # tasks whose losses match anchors with objects
+PRECISIONS: dict[object, bool | torch.dtype] = {
+    True: True, False: False, torch.float16: torch.float16, torch.bfloat16: torch.bfloat16,
+    "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": False,  # the trainer's words
+}  # fmt: skip
+NOT_COVERED = (
+    "validation during training: batches twice as large (but for obb, semantic and depth), without gradients",
+    "augmentations that add objects beyond max_num_obj (mixup, cutmix, copy_paste), and multi_scale beyond imgsz",
+)
+PATCHED = (
+    ("utils.autobatch", "autobatch"),
+    ("utils.autobatch", "check_train_batch_size"),
+    ("engine.trainer", "check_train_batch_size"),  # which it imported by name
+)
+
+_T = torch.Tensor
+
+
+class NoBatchSizeError(NothingFitsError, RuntimeError):
+    """Not even the smallest batch fits: ours, and the RuntimeError of Ultralytics' contract."""
+
+
+def _part(name: str) -> Any:
+    """A module of Ultralytics."""
+    return framework(f"ultralytics.{name}", minimum="8.4", extra="ultralytics")
+
+
+# --- the probe ---
+
+
+def find_max_batch(
+    model: torch.nn.Module,
+    *,
+    imgsz: int = 640,
+    amp: bool | str | torch.dtype = True,
+    max_num_obj: int = 1,
+    dataset_size: int = 0,
+    device: Any = None,
+    **options: Any,
+) -> ProbeResult:
+    """Find the largest batch that a model of Ultralytics trains with, by training.
+
+    Runs the model's own loss on images with `max_num_obj` objects each, backward, gradient clipping and the optimizer
+    that the trainer would build. A copy of the model is trained; the model that you pass is only read, and stands for the
+    average of the weights that the trainer keeps beside it.
+
+    Args:
+        model: Such as ``YOLO("yolo11n.yaml").model``, in float32.
+        imgsz: Height and width of an image, pixels; the largest of a list counts. Rounded up to the model's stride, with
+            Ultralytics' own warning.
+        amp: Mixed precision, or its dtype (torch.float16, torch.bfloat16, "fp16", "bf16", "fp32"). Without effect on the
+            CPU and MPS, as in training.
+        max_num_obj: Objects in an image, as the trainer counts them: four times those of the fullest image of the data
+            set, for its mosaics.
+        dataset_size: Images of the training set: no larger batch is tried, and ``optimizer=auto`` depends on it. 0:
+            unknown.
+        device: As for `oomprobe.find_max_batch`.
+        **options: The others of `oomprobe.find_max_batch`, such as ``memory_fraction`` and ``time_limit_s``.
+
+    Returns:
+        The answer and everything it rests on.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or no batch can be made for the model's task.
+        SimulationError: a simulated card cannot run the loss of this model.
+        FrameworkError: Ultralytics is not installed, or older than 8.4.
+        OomProbeError: as for `oomprobe.find_max_batch`.
+    """
+    asked = _checked(model, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size)
+    chosen = choose_device(device, model)
+    trained, step, notes = _training(model, chosen, **asked)
+    if asked["imgsz"] < 2 * _grid(model) and dataset_size != 1:
+        options.setdefault("min_batch", 2)  # the last feature map is a point, and batch norm cannot train on one image
+    options["preserve"] = [model, *preserved(options.get("preserve", ()))]
+    if dataset_size > 0:
+        if options.get("max_batch") is not None:
+            check_size("max_batch", options["max_batch"])
+        options["max_batch"] = min(options.get("max_batch") or dataset_size, dataset_size)
+        notes.append(f"no batch larger than the data set of {dataset_size} images was tried")
+    result = oomprobe.find_max_batch(trained, step, device=None if device is None else chosen, **options)
+    return replace(result, notes=(*result.notes, *notes), not_covered=(*result.not_covered, *NOT_COVERED))
+
+
+def _checked(model: Any, *, imgsz: Any, amp: Any, max_num_obj: Any, dataset_size: Any) -> dict[str, Any]:
+    """Refuse wrong arguments before anything runs; the size of an image as the trainer would take it."""
+    is_wrapper = isinstance(model, _part("engine.model").Model)  # a YOLO object, whose train() trains
+    unwrapped = _part("utils.torch_utils").unwrap_model(model) if isinstance(model, torch.nn.Module) else model
+    if is_wrapper or not hasattr(unwrapped, "init_criterion"):
+        raise InvalidArgumentError(
+            f"model must be a model of Ultralytics, such as YOLO('yolo11n.yaml').model, not {type(model).__name__}: pass the "
+            ".model of a YOLO object"
+        )
+    if any(value.is_floating_point() and value.dtype is not torch.float32 for value in model.parameters()):
+        raise InvalidArgumentError(
+            "the model has weights in half precision, and the trainer trains in float32: model.float()"
+        )
+    for name, value in (("max_num_obj", max_num_obj), ("dataset_size", dataset_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InvalidArgumentError(f"{name} must be an integer of at least 0, not {value!r}")
+    sizes = imgsz if isinstance(imgsz, list | tuple) and imgsz else [imgsz]
+    for size in sizes:
+        check_size("imgsz", size)
+    words = [amp.lower() if isinstance(amp, str) else amp]
+    if not isinstance(amp, bool | str | torch.dtype) or words[0] not in PRECISIONS:
+        raise InvalidArgumentError(
+            f"amp must be True, False, torch.float16, torch.bfloat16, 'fp16', 'bf16' or 'fp32', not {amp!r}"
+        )
+    grid = _grid(model)
+    pixels = int(_part("utils.checks").check_imgsz(list(sizes), stride=grid, floor=grid, max_dim=1))
+    return {"imgsz": pixels, "amp": PRECISIONS[words[0]], "max_num_obj": max_num_obj, "dataset_size": dataset_size}
+
+
+def _grid(model: Any) -> int:
+    """Pixels that images are a multiple of: those for one of the coarsest feature map, at least 32."""
+    stride = getattr(_part("utils.torch_utils").unwrap_model(model), "stride", None)
+    return GRID if stride is None else max(GRID, int(stride.max()))
+
+
+def _training(
+    model: torch.nn.Module, device: Device, *, imgsz: int, amp: bool | torch.dtype, max_num_obj: int, dataset_size: int
+) -> tuple[torch.nn.Module, Step, list[str]]:
+    """A copy of the model, the step that trains it as the trainer would, and what to say of it."""
+    replay = replay_of(device)
+    simulated = replay is not None
+    kind = "cuda" if simulated else device.torch_device.type
+    with nullcontext() if replay is None else replay.building(), _quietly():
+        trained = copy.deepcopy(model).train()
+        if not any(parameter.requires_grad for parameter in trained.parameters()):  # as in a checkpoint
+            for name, parameter in trained.named_parameters():
+                parameter.requires_grad_(parameter.is_floating_point() and ".dfl" not in name)
+        plain = _part("utils.torch_utils").unwrap_model(trained)
+        if isinstance(getattr(plain, "args", {}), dict):  # a model that no trainer has had yet
+            utils = _part("utils")
+            plain.args = utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **getattr(plain, "args", {})})
+        task = str(_part("nn.tasks").guess_model_task(plain))
+        if simulated and task == "segment":
+            raise SimulationError(
+                "a simulated card cannot run this loss: how much it selects depends on masks. Probe on the card itself, or "
+                "on host memory with device='cpu:8GiB'"
+            )
+        batches = _batches_for(plain, task, imgsz, max_num_obj, kind if simulated else device.torch_device)
+        if simulated:
+            head = plain.model[-1]
+            # The strides stay behind: they are read as numbers, and what is on a simulated card has no value.
+            stride = {"stride": head.stride.clone()} if hasattr(head, "stride") else {}
+            trained.to("cuda")
+            vars(head).update(stride)
+        plain.criterion = plain.init_criterion()
+        selections = _Selections(batches.objects)
+        for criterion in (plain.criterion, *vars(plain.criterion).values()):  # an end-to-end loss has two
+            if hasattr(criterion, "assigner"):
+                selections.impose_on(criterion.assigner)
+                if simulated:
+                    criterion.preprocess = partial(_padded_targets, batches.objects)
+        optimizer = _optimizer(trained, plain, dataset_size)
+        # On the CPU and MPS the trainer switches autocast off.
+        dtype = None if not amp or kind in ("cpu", "mps") else amp if isinstance(amp, torch.dtype) else torch.float16
+        scaler: Any = torch.amp.GradScaler(kind, enabled=dtype is torch.float16)
+
+    def step(model: torch.nn.Module, batch_size: int) -> None:
+        batch = batches.make(batch_size)
+        autocast = nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype)
+        with autocast, _AsManyAsCan(selections) if simulated else nullcontext():
+            loss = _call(model, batch)
+        scaler.scale(loss[0].sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=CLIPPED_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        # Kept rather than freed: while the trainer accumulates, they are there during the next forward pass.
+        optimizer.zero_grad(set_to_none=False)
+
+    objects = f", with {batches.objects} objects each" if task in ASSIGNED else ""
+    caller = Caller(
+        alone=f"train with YOLO(...).train(batch={{batch_size}}, imgsz={imgsz})",
+        more=f"A trial makes its own images{objects}, and calls none of the trainer's callbacks.",
+    )
+    cast = "no autocast" if dtype is None else f"autocast to {str(dtype).removeprefix('torch.')}"
+    notes = [
+        f"Ultralytics' loss for {task} at imgsz {imgsz}, {type(optimizer).__name__}, {cast}, and the second copy of the model "
+        "that the trainer averages into"
+    ]
+    if task in ASSIGNED:
+        notes.append(
+            f"every image had {batches.objects} objects (max_num_obj; the trainer counts four times the fullest image's), "
+            "each a quarter of the image, with as many anchors matched as the assigner may match"
+        )
+    return trained, Step(run=step, caller=caller), notes
+
+
+def _optimizer(model: torch.nn.Module, plain: Any, dataset_size: int) -> torch.optim.Optimizer:
+    """The one that the trainer would build. It learns nothing, so that every size meets the same weights."""
+    args = plain.args
+    trainer = SimpleNamespace(args=copy.copy(args), data={"nc": int(getattr(plain.model[-1], "nc", 0)) or 10})
+    optimizer: torch.optim.Optimizer = _part("engine.trainer").BaseTrainer.build_optimizer(
+        trainer,
+        model,
+        name=args.optimizer,
+        lr=args.lr0,
+        momentum=args.momentum,
+        decay=args.weight_decay,
+        iterations=math.ceil(dataset_size / max(1, int(args.nbs))) * int(args.epochs),
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    return optimizer
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Ultralytics logs the optimizer that it builds, which is not the one of your training."""
+    logger = _part("utils").LOGGER
+    level = logger.level
+    logger.setLevel("ERROR")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+# --- worst-case batches ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batches:
+    """Batches as the trainer hands them to the loss, with as many objects in every image as there can be."""
+
+    task: str
+    imgsz: int  # height and width of an image, pixels
+    channels: int
+    classes: int
+    objects: int  # in every image, at least 1
+    mask_ratio: int  # an image is so many times as wide as its mask
+    overlap_mask: bool  # whether the objects of an image share one mask
+    keypoints: int  # of an object
+    texts: tuple[int, ...]  # how many there are with each image, and numbers to each
+    device: torch.device | str
+
+    def make(self, batch_size: int) -> dict[str, _T]:
+        """One batch, its images as the loss takes them: of floating point, between 0 and 1."""
+        shape = (batch_size, self.channels, self.imgsz, self.imgsz)
+        if self.task == "classify":  # its data set hands out floating point
+            images = torch.rand(shape, device=self.device)
+        else:
+            images = torch.randint(256, shape, dtype=torch.uint8, device=self.device).float() / 255
+        texts = {"txt_feats": torch.ones(batch_size, *self.texts, device=self.device)} if self.texts else {}
+        return {"img": images, **texts, **_TARGETS[self.task](self, batch_size)}
+
+
+def _boxes(batches: _Batches, batch_size: int, numbers: int = 4) -> dict[str, _T]:
+    """Middle, width and height of each object, as shares of the image's; an angle of 0 where there are five numbers.
+
+    The trainer counts four times the objects of the fullest image, since a mosaic is made of four, and no point of a mosaic
+    lies in more objects than one image has. So each object covers a quarter of the image, and their middles are spread: the
+    assigner meets as many pairs of object and anchor as a batch can have.
+    """
+    count = batches.objects
+    rows = math.ceil(math.sqrt(count))
+    place = torch.arange(count)
+    spread = SIDE / rows
+    middles = (torch.stack((place % rows, place // rows), 1) + 0.5) * spread + SIDE / 2
+    boxes = torch.cat((middles, torch.full((count, 2), SIDE), torch.zeros(count, numbers - 4)), 1)
+    return {
+        "batch_idx": torch.arange(batch_size).repeat_interleave(count).float().to(batches.device),
+        "cls": (place % batches.classes).float().repeat(batch_size)[:, None].to(batches.device),
+        "bboxes": boxes.repeat(batch_size, 1).to(batches.device),
+    }
+
+
+def _masks(batches: _Batches, batch_size: int) -> dict[str, _T]:
+    side = batches.imgsz // batches.mask_ratio
+    count = batch_size if batches.overlap_mask else batch_size * batches.objects
+    dtype = torch.int32 if batches.overlap_mask and batches.objects > MASKS_IN_A_BYTE else torch.uint8
+    return {
+        **_boxes(batches, batch_size),
+        "masks": torch.ones(count, side, side, dtype=dtype, device=batches.device),
+        "sem_masks": torch.zeros(batch_size, side, side, device=batches.device),
+    }
+
+
+def _keypoints(batches: _Batches, batch_size: int) -> dict[str, _T]:
+    """All of them visible, in the middle of the image."""
+    shape = (batch_size * batches.objects, batches.keypoints, 3)
+    return {**_boxes(batches, batch_size), "keypoints": torch.full(shape, 0.5, device=batches.device)}
+
+
+_TARGETS: dict[str, Callable[[_Batches, int], dict[str, _T]]] = {
+    "detect": _boxes,
+    "segment": _masks,
+    "pose": _keypoints,
+    "obb": lambda made, size: _boxes(made, size, numbers=5),
+    "classify": lambda made, size: {"cls": (torch.arange(size) % made.classes).to(made.device)},
+    "semantic": lambda made, size: {
+        "semantic_mask": torch.zeros((size, made.imgsz, made.imgsz), dtype=torch.int32, device=made.device)
+    },
+    "depth": lambda made, size: {"depth": torch.ones(size, made.imgsz, made.imgsz, device=made.device)},
+}
+
+
+def _batches_for(plain: Any, task: str, imgsz: int, max_num_obj: int, device: torch.device | str) -> _Batches:
+    if task not in _TARGETS:
+        raise InvalidArgumentError(
+            f"a model for the task {task!r}: this makes batches for {', '.join(_TARGETS)}. Write a step of your own, and call "
+            "oomprobe.find_max_batch(model, step_fn)"
+        )
+    head = plain.model[-1]
+    return _Batches(
+        task=task,
+        imgsz=imgsz,
+        channels=int(plain.yaml.get("channels", 3)),
+        classes=max(1, int(getattr(head, "nc", 0) or len(getattr(plain, "names", None) or ()))),
+        objects=max(1, max_num_obj),  # the trainer says 0 for classification
+        mask_ratio=int(plain.args.mask_ratio),
+        overlap_mask=bool(plain.args.overlap_mask),
+        keypoints=int(getattr(head, "kpt_shape", (0,))[0]),
+        texts=tuple(getattr(plain, "txt_feats", torch.empty(1)).shape[1:]),
+        device=device,
+    )
+
+
+# --- worst-case selections ---
+
+
+class _EscapedError(Exception):
+    """Takes an out-of-memory error past a handler that would go on image by image."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _Selections:
+    """How many anchors the losses select: as many as they can.
+
+    The assigner chooses anchors by what the net predicts, and the loss goes on with those. A trained net chooses more, and
+    more scattered ones, than random weights do, and on a simulated card nothing is predicted.
+    """
+
+    def __init__(self, objects: int) -> None:
+        self.objects = objects  # in every image
+        self.anchors = 0  # in every image, once known
+        self.matched = 0  # of those, in the loss that ran its assigner last
+
+    def impose_on(self, assigner: Any) -> None:
+        """Have a `TaskAlignedAssigner` match as many anchors as it can, and let its out-of-memory errors out.
+
+        Its `forward` catches what `_forward` raises and goes on image by image; a size at which that happens in every step
+        does not fit.
+        """
+        topk, inner = int(getattr(assigner, "topk2", None) or assigner.topk), assigner._forward
+
+        def match(_: Any, __: Any, outputs: tuple[_T, ...]) -> tuple[_T, ...]:
+            labels, boxes, scores, found, indices = outputs
+            self.anchors = found.shape[1]
+            self.matched = min(self.anchors, self.objects * topk)
+            found = torch.zeros_like(found)
+            found[:, : self.matched] = True
+            return labels, boxes, scores, found, indices
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return inner(*args, **kwargs)
+            except RuntimeError as error:
+                raise _EscapedError(error) from None
+
+        assigner.register_forward_hook(match)
+        assigner._forward = forward
+
+
+def _call(model: torch.nn.Module, *args: Any) -> Any:
+    """Run the loss; an out-of-memory error of the assigner comes out as it was raised."""
+    try:
+        return model(*args)
+    except _EscapedError as escaped:
+        error = escaped.error
+    raise error
+
+
+class _AsManyAsCan(TorchFunctionMode):
+    """On a simulated card, inside the loss: what depends on values is as large as it can be."""
+
+    def __init__(self, selections: _Selections) -> None:
+        super().__init__()
+        self._selections = selections
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (_T.nonzero, torch.nonzero):
+            return self._nonzero(*args, **kwargs)
+        if func in (_T.bincount, torch.bincount):  # objects of each image; on the host, where numbers have values
+            return torch.full((kwargs["minlength"],), args[0].numel() // kwargs["minlength"], device="cpu")
+        if func is _T.__bool__:  # "is any object matched?"
+            return True
+        if func in (_T.lt, torch.lt) and args[0].dim() == 0:  # "are there too few?"
+            return False
+        if func in (_T.__getitem__, _T.__setitem__):
+            tensor, key, *value = args
+            args = (tensor, self._positions(key), *value)
+        return func(*args, **kwargs)
+
+    def _nonzero(self, mask: _T, *, as_tuple: bool = False) -> Any:
+        known = self._selections
+        if mask.dim() == 3:  # images, objects, anchors: those inside the object
+            count = max(1, int(mask.numel() * SIDE * SIDE))
+        elif known.anchors and mask.shape[-1] == known.anchors:
+            count = mask.numel() // known.anchors * known.matched
+        else:
+            count = mask.numel()
+        found = torch.zeros(count, mask.dim(), dtype=torch.int64, device=mask.device)
+        return found.unbind(1) if as_tuple else found
+
+    def _positions(self, key: Any) -> Any:
+        """An index in which masks have become positions."""
+        if isinstance(key, torch.Tensor) and key.dtype is torch.bool:
+            return self._nonzero(key, as_tuple=True)
+        if not isinstance(key, tuple):
+            return key
+        split = [self._positions(part) if isinstance(part, torch.Tensor) else part for part in key]
+        return tuple(one for part in split for one in (part if isinstance(part, tuple) else (part,)))
+
+
+def _padded_targets(objects: int, targets: _T, batch_size: int, scale_tensor: _T) -> _T:
+    """In place of what counts the targets of each image by their values: they are the same for every image here."""
+    return torch.zeros(batch_size, objects, targets.shape[1] - 1, device=targets.device)
+
+
+# --- drop-ins ---
+
+
+def autobatch(
+    model: torch.nn.Module,
+    imgsz: int = 640,
+    fraction: float = DEFAULT_FRACTION,
+    batch_size: int = DEFAULT_BATCH,
+    max_num_obj: int = 1,
+    dataset_size: int = 0,
+    *,
+    device: Any = None,
+    **options: Any,
+) -> int:
+    """Find the largest batch that trains within a share of the available memory; a drop-in for Ultralytics' own.
+
+    The precision is that of the autocast in which it is called, as of the original.
+
+    Args:
+        model: Of Ultralytics; it is only read.
+        imgsz: As for `find_max_batch`: height and width of an image, pixels.
+        fraction: Share of the available memory that training may use, in (0, 1].
+        batch_size: What to return if the probe failed, with a warning that says why; also, as the contract of the original
+            has it, for a model on the CPU or MPS while `device` is None.
+        max_num_obj: Objects in an image, as the trainer counts them.
+        dataset_size: Images of the training set; 0: unknown.
+        device: None: where the model is. Otherwise as for `oomprobe.find_max_batch`, such as ``"cpu:4GiB"``.
+        **options: Others of `oomprobe.find_max_batch`, such as ``time_limit_s``.
+
+    Returns:
+        A size that ran, or `batch_size`.
+
+    Raises:
+        NoBatchSizeError: nothing fits. It is a RuntimeError, as of the original, and a `NothingFitsError`.
+        InvalidArgumentError: an argument is wrong.
+        NoDeviceError: the device is not here.
+        DeviceLostError: a sticky error of the device; no training in this process would run.
+        SimulationError: a simulated card cannot run the loss of this model.
+    """
+    check_size("batch_size", batch_size)
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
+        raise InvalidArgumentError(f"fraction must be a share of the memory, above 0 and at most 1, not {fraction!r}")
+    kind = "cuda" if is_simulated(device) else _home(model).type
+    amp = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else False
+    asked = {"imgsz": imgsz, "amp": amp, "max_num_obj": max_num_obj, "dataset_size": dataset_size}
+    return _answer(model, batch_size, device, asked, {"memory_fraction": float(fraction), **options})
+
+
+def check_train_batch_size(
+    model: torch.nn.Module,
+    imgsz: int = 640,
+    amp: bool | torch.dtype = True,
+    batch: float = -1,
+    max_num_obj: int = 1,
+    dataset_size: int = 0,
+    *,
+    device: Any = None,
+    **options: Any,
+) -> int:
+    """Find the batch to train with, as the trainer asks for it; a drop-in for Ultralytics' own.
+
+    Arguments, answers and errors are those of `autobatch`, but for `amp`, as for `find_max_batch`, and `batch`: the share of
+    the available memory where it is in (0, 1); any other number means 0.6.
+    """
+    if isinstance(batch, bool) or not isinstance(batch, int | float) or not math.isfinite(batch):
+        raise InvalidArgumentError(
+            f"batch must be a share of the memory, between 0 and 1, or -1 for 0.6, not {batch!r}"
+        )
+    fraction = batch if 0.0 < batch < 1.0 else DEFAULT_FRACTION
+    asked = {"imgsz": imgsz, "amp": amp, "max_num_obj": max_num_obj, "dataset_size": dataset_size}
+    return _answer(model, DEFAULT_BATCH, device, asked, {"memory_fraction": fraction, **options})
+
+
+def _answer(model: torch.nn.Module, default: int, device: Any, asked: dict[str, Any], options: dict[str, Any]) -> int:
+    asked = _checked(model, **asked)  # wrong is wrong on the CPU, too
+    utils = _part("utils")
+    logger, prefix, home = utils.LOGGER, utils.colorstr("AutoBatch: "), _home(model).type
+    if device is None and home in ("cpu", "mps"):
+        logger.warning(
+            f"{prefix}the model is on the {home}, where Ultralytics' contract asks for the default: using batch-size {default}, "
+            "WHICH WAS NOT RUN. To probe, say where: device='cpu:8GiB' (so much of host memory), 'mps', or 'sim:RTX-3090' (a "
+            "card that need not be there), here or in install(device=...)"
+        )
+        return default
+    try:
+        result = find_max_batch(model, device=device, **asked, **options)
+    except NothingFitsError as error:
+        raise NoBatchSizeError(str(error), trials=error.trials) from error
+    except (InvalidArgumentError, NoDeviceError, DeviceLostError, SimulationError, FrameworkError):
+        raise
+    except OomProbeError as error:
+        logger.warning(
+            f"{prefix}the probe failed, using default batch-size {default}, WHICH WAS NOT RUN: {type(error).__name__}: {error}"
+        )
+        return default
+    line = result.estimates.get("straight line through the smallest sizes")
+    logger.info(
+        f"{prefix}Using batch-size {result.batch_size}, which ran in {options['memory_fraction']:.0%} of the "
+        f"{result.available_bytes / 2**30:.2f} GiB available on {result.device}. A line through the smallest sizes: "
+        f"{'nothing' if line is None else int(line)} (not used)"
+    )
+    return result.batch_size
+
+
+def _home(model: torch.nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise InvalidArgumentError("the model has no parameters, so nothing says where it is")
+    return parameter.device
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What `install` replaced. As a context manager it is undone at the end of the block."""
+
+    replaced: tuple[tuple[Any, str, Any], ...]  # module, name, what was there
+
+    def undo(self) -> None:
+        """Put back what was there."""
+        for module, name, before in self.replaced:
+            setattr(module, name, before)
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.undo()
+
+
+def install(*, device: Any = None, **options: Any) -> Installed:
+    """Make ``YOLO(...).train(batch=-1)`` find its batch here, until it is undone.
+
+    Args:
+        device: None: where the trainer has put the model. Otherwise as for `oomprobe.find_max_batch`: a trainer on the
+            CPU probes with ``"cpu:8GiB"``.
+        **options: Others of `oomprobe.find_max_batch`, but for ``memory_fraction``, which the trainer's ``batch`` says
+            (``batch=0.8``; -1 is 0.6).
+
+    Returns:
+        What to call ``undo()`` of, or to use in a ``with`` statement.
+
+    Raises:
+        InvalidArgumentError: ``memory_fraction`` was given.
+        FrameworkError: Ultralytics is not installed, or older than 8.4.
+
+    Example, in a script::
+
+        with install(time_limit_s=600):
+            YOLO("yolo11n.yaml").train(data="coco8.yaml", batch=-1)
+    """
+    if "memory_fraction" in options:
+        raise InvalidArgumentError(
+            "install(memory_fraction=...): the trainer says that itself, by its batch, such as batch=0.8"
+        )
+    ours = {
+        function.__name__: partial(function, device=device, **options)
+        for function in (autobatch, check_train_batch_size)
+    }
+    replaced = tuple((_part(module), name, getattr(_part(module), name)) for module, name in PATCHED)
+    for module, name, _ in replaced:
+        setattr(module, name, ours[name])
+    return Installed(replaced)

@@ -1,0 +1,61 @@
+"""A transformers Trainer on torch's own CUDA allocator: what it answers trains in a fresh process."""
+
+import pytest
+import torch
+
+from .bed import forked
+
+transformers = pytest.importorskip("transformers")
+
+CARD = {"memory": "2GiB", "limit_s": 180}
+
+
+def trainer(folder, batch_size=4, **arguments):
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=2048, n_positions=128, n_embd=256, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=2
+    )
+    settings = transformers.TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=batch_size, max_steps=6, logging_steps=1, save_strategy="no",
+        report_to=[], disable_tqdm=True, **arguments,
+    )  # fmt: skip
+    examples = [torch.arange(length) % 2048 for length in [*range(16, 128), 128]] * 40
+    return transformers.Trainer(
+        model=transformers.GPT2LMHeadModel(config),
+        args=settings,
+        train_dataset=[{"input_ids": ids, "labels": ids} for ids in examples],
+        data_collator=padded,
+    )
+
+
+def padded(examples):
+    def stacked(name, value):
+        sequences = [one[name] for one in examples]
+        return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=value)
+
+    return {"input_ids": stacked("input_ids", 0), "labels": stacked("labels", -100)}
+
+
+def found(folder, arguments):
+    from oomprobe.integrations.transformers import find_max_batch
+
+    result = find_max_batch(trainer(folder, **arguments), write_back=False, progress="off")
+    return result.batch_size, result.limited_by, result.state_verified
+
+
+def trains(folder, arguments, batch_size):
+    """Train on batches of the longest examples."""
+    made = trainer(folder, batch_size, **arguments)
+    made.train_dataset = [made.train_dataset[112]] * len(made.train_dataset)
+    made.train()
+    return made.state.global_step
+
+
+@pytest.mark.parametrize("arguments", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_an_answer_trains_in_a_fresh_process(tmp_path, arguments):
+    batch_size, limited_by, verified = forked(found, tmp_path, arguments, **CARD)
+    assert (limited_by, verified) == ("memory", True)
+    assert forked(trains, tmp_path, arguments, batch_size, **CARD) == 6
+    with pytest.raises(torch.OutOfMemoryError):
+        forked(trains, tmp_path, arguments, batch_size * 5 // 4, **CARD)
