@@ -31,10 +31,11 @@ from typing import IO
 
 import oomprobe
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.report import page
 from oomprobe.report.table import trials_table
 
 DEMO_CARD = "sim:H100-80GB"
-DEMO_BUDGET = "cpu:384MiB"  # large enough that activations dominate, small enough for two minutes on two cores
+DEMO_BUDGET = "cpu:256MiB"  # large enough that activations dominate, small enough for half a minute on two cores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.world_size > 1 or arguments.global_batch:
             plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size}
             result = dataclasses.replace(result, options={**result.options, **plan_options})
-        write(sys.stderr if machine_reads else stdout, f"{result}\n")
+        write(sys.stderr if machine_reads else stdout, page.text(result, verbose=arguments.verbose))
         if arguments.json == "-":
             write(stdout, result.to_json())
         elif arguments.quiet and not result.contaminated:
@@ -105,14 +106,19 @@ def _demo(arguments: argparse.Namespace) -> int:
     from oomprobe import demo
     from oomprobe.probe import find_max_batch
 
-    device = None if demo.demo_device().type != "cpu" else DEMO_BUDGET
-    for title, build in (("a convolutional net", demo.conv_net), ("a small GPT", demo.small_gpt)):
-        print(f"--- {title}, real training steps ---\n", flush=True)  # noqa: T201
-        model, step_fn = build()
-        print(find_max_batch(model, step_fn, device=device, progress=arguments.progress), flush=True)  # noqa: T201
-        if device is not None:
-            card = find_max_batch(model, step_fn, device=DEMO_CARD, progress="off")
-            print(f"and on an H100 this model would take batch {card.batch_size} (simulated)\n", flush=True)  # noqa: T201
+    here = demo.demo_device()
+    probes = [("a small GPT on a simulated H100 (real steps, no card needed)", demo.small_gpt, DEMO_CARD, 1024)]
+    if here.type == "cpu":
+        probes.append(
+            ("a wide MLP in host memory (Linux holds each trial to the budget)", demo.wide_mlp, DEMO_BUDGET, 8)
+        )
+    else:
+        probes.append((f"a small GPT on {here}", demo.small_gpt, str(here), 1))
+    for title, build, device, multiple_of in probes:
+        print(f"--- {title} ---", flush=True)  # noqa: T201
+        result = find_max_batch(*build(), device=device, multiple_of=multiple_of, progress=arguments.progress)
+        print(page.brief(result), flush=True)  # noqa: T201
+    print("Next: oomprobe run train.py:build, where build() returns (model, step_fn)")  # noqa: T201
     return 0
 
 
@@ -125,7 +131,7 @@ def _show(arguments: argparse.Namespace) -> int:
         raise errors.InvalidArgumentError(f"{arguments.result} cannot be read as a result: {error}") from None
     if not isinstance(data, dict):
         raise errors.InvalidArgumentError(f"{arguments.result} is JSON, but not a result that oomprobe wrote")
-    print(ProbeResult.from_dict(data))  # noqa: T201
+    print(page.text(ProbeResult.from_dict(data), verbose=arguments.verbose), end="")  # noqa: T201
     return 0
 
 
@@ -169,9 +175,10 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"oomprobe {oomprobe.__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _add_run(commands.add_parser("run", help="probe a target: path/to/train.py:build, which returns (model, step_fn)"))
-    _add_progress(commands.add_parser("demo", help="probe two small models with real training steps"))
+    _add_progress(commands.add_parser("demo", help="probe two small models, on a simulated card and here"))
     show = commands.add_parser("show", help="print a result that was saved as JSON")
     show.add_argument("result", metavar="RESULT.json")
+    _add_verbose(show)
     commands.add_parser("devices", help="list what can be probed")
     return whole
 
@@ -197,7 +204,12 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--in-process", action="store_true", help="run trials in this process")
     run.add_argument("--json", metavar="PATH", help="write the result as JSON; - for stdout")
     run.add_argument("--quiet", action="store_true", help="print the batch size alone on stdout")
+    _add_verbose(run)
     _add_progress(run)
+
+
+def _add_verbose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--verbose", action="store_true", help="report the fit, estimates, a plan and each gap in full")
 
 
 def _add_progress(parser: argparse.ArgumentParser) -> None:

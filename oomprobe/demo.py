@@ -1,4 +1,4 @@
-"""Two small models with real training steps, used by ``oomprobe demo``. They are targets: build() -> (model, step)."""
+"""Three small models with real training steps, used by ``oomprobe demo``. They are targets: build() -> (model, step)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from oomprobe.options import StepFn
 
 IMAGE_SIDE, CLASSES = 32, 10
+HIDDEN = 65_536
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 512, 64, 128, 4, 3
 
 
@@ -28,6 +29,23 @@ def conv_net() -> tuple[nn.Module, StepFn]:
         labels = torch.randint(CLASSES, (batch_size,), device=device)
         optimizer.zero_grad()
         loss: Any = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+def wide_mlp() -> tuple[nn.Module, StepFn]:
+    """One wide hidden layer, trained with SGD: much memory for little arithmetic, 1 MiB a sample."""
+    device = demo_device()
+    model = nn.Sequential(nn.Linear(16, HIDDEN), nn.GELU(), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(model: nn.Module, batch_size: int) -> None:
+        inputs = torch.randn(batch_size, 16, device=device)
+        labels = torch.randint(CLASSES, (batch_size,), device=device)
+        optimizer.zero_grad()
+        loss: Any = F.cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
 

@@ -19,10 +19,11 @@ VERDICT = re.compile(r"^verdict: batch (\d+)", re.MULTILINE)
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
+@pytest.mark.parametrize("verbose", [False, True])
 @every_example
-def test_golden(name):
+def test_golden(name, verbose):
     """Run with OVERWRITE_GOLDEN=1 after a change of the report, and read the difference."""
-    path, text = GOLDEN / f"report_{name}.txt", page.text(EXAMPLES[name]())
+    path, text = GOLDEN / f"report_{name}{'_verbose' * verbose}.txt", page.text(EXAMPLES[name](), verbose=verbose)
     if os.environ.get("OVERWRITE_GOLDEN"):
         path.write_text(text, encoding="ascii", newline="\n")
     assert text == path.read_text(encoding="ascii")
@@ -32,19 +33,25 @@ def test_golden(name):
 
 
 @every_example
+def test_at_most_eight_facts(name):
+    facts = page.text(EXAMPLES[name]()).split("\n\n")[2]
+    assert len(re.findall(r"^  \w", facts, re.MULTILINE)) <= 8
+
+
+@every_example
 def test_lines_fit_in_100_columns_of_ascii_without_space_at_the_end(name):
-    text = page.text(EXAMPLES[name]())
+    text = page.text(EXAMPLES[name](), verbose=True)
     assert max(map(len, text.splitlines())) <= 100
     assert all(" " <= c <= "~" or c == "\n" for c in text)
     assert not re.search(r" $", text, re.MULTILINE)
 
 
 @every_example
-def test_the_last_line_and_only_that_is_the_verdict(name):
+def test_the_first_line_and_only_that_is_the_verdict(name):
     result = EXAMPLES[name]()
     text = page.text(result)
     assert VERDICT.findall(text) == [str(result.batch_size)]
-    assert VERDICT.match(text.splitlines()[-1])
+    assert VERDICT.match(text)
 
 
 @given(results)
@@ -91,8 +98,7 @@ def test_it_prints_nothing(capsys):
 
 
 def test_contamination_is_loud_and_next_to_the_verdict():
-    *_, end = page.text(a_result(contaminated=True)).split("\n\n")
-    *loud, verdict = end.splitlines()
+    verdict, *loud = page.text(a_result(contaminated=True)).partition("\n\n")[0].splitlines()
     assert loud[0].startswith("!! WARNING: ")
     assert all(line.startswith("!! ") for line in loud)
     assert verdict.startswith("verdict")
@@ -100,5 +106,5 @@ def test_contamination_is_loud_and_next_to_the_verdict():
 
 
 def test_the_verdict_says_memory_share_and_device():
-    line = page.text(gpu()).splitlines()[-1]
+    line = page.text(gpu()).splitlines()[0]
     assert line == "verdict: batch 98 fits in 21.60 GiB (90 % of 24.00 GiB on NVIDIA GeForce RTX 4090)"

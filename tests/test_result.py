@@ -220,7 +220,7 @@ def test_a_plan_for_no_samples_is_an_invalid_argument():
 
 
 def test_as_text_a_result_is_its_report():
-    assert str(a_result()).endswith("verdict: batch 4 fits in 90 B (90 % of 100 B on test device)\n")
+    assert str(a_result()).startswith("verdict: batch 4 fits in 90 B (90 % of 100 B on test device)\n")
 
 
 def test_a_plan_takes_the_smallest_size_of_the_options_into_account():

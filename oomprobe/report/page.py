@@ -2,35 +2,67 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from oomprobe.report.facts import facts
 from oomprobe.report.table import trials_table
-from oomprobe.report.words import WIDTH, bullets, clean, clip, wrap
-from oomprobe.units import format_bytes
+from oomprobe.report.words import WIDTH, bullets, clean, clip, count, rate, wrap
+from oomprobe.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from oomprobe.result import ProbeResult
+    from oomprobe.report.plan import PlanEntry
+    from oomprobe.result import ProbeResult, Trial
+
+SCATTER = 0.05  # of a rate: what repeated trials of a size differ by, unless those of this probe differed by more
+_LABEL = 14  # columns of the label before a fact
+_LIMITS = {
+    "memory": "memory",
+    "host_memory": "host memory",
+    "max_batch": "max_batch, not memory: nothing larger was tried",
+    "size_limit": "a size limit that is not memory, such as 32-bit indexing",
+}
 
 
-def text(result: ProbeResult) -> str:
+def text(result: ProbeResult, *, verbose: bool = False) -> str:
     """Render a result as plain text.
 
     Args:
         result: What a probe returned, or `ProbeResult.from_dict` read.
+        verbose: With the fit, the estimates, the whole plan and each thing that no trial covered.
 
     Returns:
-        Lines of ASCII; the last one, and only that, is the verdict: ``verdict: batch 96 fits in ...``.
+        Lines of ASCII; the first one, and only that, is the verdict: ``verdict: batch 96 fits in ...``.
     """
+    not_covered = (
+        bullets("not covered by the trials:", result.not_covered) if verbose else _not_covered(result.not_covered)
+    )
     blocks = (
-        _heading(result),
+        [_verdict(result), *_warning(result)],
         [trials_table(result.trials)],
-        facts(result),
+        _facts(result, verbose=verbose),
         bullets("notes:", result.notes),
-        bullets("not covered by the trials:", result.not_covered),
-        [*_warning(result), _verdict(result)],
+        not_covered,
     )
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def brief(result: ProbeResult) -> str:
+    """The verdict and the table alone."""
+    return "\n".join([_verdict(result), *_warning(result), trials_table(result.trials)]) + "\n"
+
+
+def _verdict(result: ProbeResult) -> str:
+    share = f"{100 * _fraction(result):.3g} % of {format_bytes(result.available_bytes)} on "
+    line = f"verdict: batch {result.batch_size} fits in {format_bytes(result.budget_bytes)} ({share}"
+    return f"{line}{clip(clean(result.device), max(8, WIDTH - 1 - len(line)))})"
+
+
+def _fraction(result: ProbeResult) -> float:
+    given = result.options.get("memory_fraction")
+    if isinstance(given, int | float):
+        return float(given)
+    return result.budget_bytes / result.available_bytes if result.available_bytes else 0.0
 
 
 def _warning(result: ProbeResult) -> list[str]:
@@ -45,24 +77,179 @@ def _warning(result: ProbeResult) -> list[str]:
     )
 
 
-def _verdict(result: ProbeResult) -> str:
-    share = f"{100 * _fraction(result):.3g} % of {format_bytes(result.available_bytes)} on "
-    line = f"verdict: batch {result.batch_size} fits in {format_bytes(result.budget_bytes)} ({share}"
-    return f"{line}{clip(clean(result.device), max(8, WIDTH - 1 - len(line)))})"
+def _not_covered(items: tuple[str, ...]) -> list[str]:
+    """One sentence: what stands before the details of each item."""
+    heads = [re.split(r" \(|: |, ", item, maxsplit=1)[0] for item in items]
+    return wrap(f"not covered: {'; '.join(heads)}", rest="  ") if heads else []
 
 
-def _heading(result: ProbeResult) -> list[str]:
-    device = f"oomprobe: {clean(result.device)}"
-    memory = (
-        f"available {format_bytes(result.available_bytes)}, memory_fraction {_fraction(result):.4g}, "
-        f"budget {format_bytes(result.budget_bytes)}"
+def _facts(result: ProbeResult, *, verbose: bool) -> list[str]:
+    """What there is to say, each a label with its sentences."""
+    sentences_of = {
+        "checked" if _is_check(result) else "limited by": [_limit(result)],
+        "holds for": [_holds_for(result)],
+        "throughput": _throughput(result),
+        "line": _line(result, verbose=verbose),
+        "estimates": _estimates(result) if verbose else [],
+        "plan": _plan(result, verbose=verbose),
+        "state": [_state(result)],
+        "time": [_time(result)],
+    }
+    rest = " " * _LABEL
+    lines = []
+    for label, sentences in sentences_of.items():
+        firsts = [f"  {label}".ljust(_LABEL), *[rest] * len(sentences)]
+        for first, sentence in zip(firsts, sentences, strict=False):
+            lines += wrap(sentence, first=first, rest=rest + "  ")
+    return lines
+
+
+def _limit(result: ProbeResult) -> str:
+    if _is_check(result):
+        step = "" if result.limiting_step is None else f"; step {result.limiting_step!r} takes the most memory"
+        return f"batch {result.batch_size} was asked for, and ran{step}; no other size was tried"
+    step = "" if result.limiting_step is None else f", in step {result.limiting_step!r}"
+    failing = result.first_failing_batch_size
+    failed = "" if failing is None else f", batch {failing} failed with all the memory"
+    limit = _LIMITS.get(result.limited_by, result.limited_by)
+    return f"{limit}{step}; batch {result.limit_batch_size} is the largest that ran{failed}"
+
+
+def _is_check(result: ProbeResult) -> bool:
+    """Whether one size was checked, without a search, which would begin by growing."""
+    return {t.batch_size for t in result.trials} == {result.batch_size} and not any(
+        t.phase in ("grow", "bisect") for t in result.trials
     )
-    one_line = f"{device}, {memory}"
-    return [one_line] if len(one_line) <= WIDTH else [clip(device, WIDTH), *wrap(memory, first="  ")]
 
 
-def _fraction(result: ProbeResult) -> float:
-    given = result.options.get("memory_fraction")
-    if isinstance(given, int | float):
-        return float(given)
-    return result.budget_bytes / result.available_bytes if result.available_bytes else 0.0
+def _holds_for(result: ProbeResult) -> str:
+    environment = result.environment
+    process = (
+        "a fresh process" if environment.get("isolated") else "a fresh process, and this one as the probe found it"
+    )
+    versions = [f"{name} {environment[name]}" for name in ("torch", "cuda", "hip") if environment.get(name)]
+    settings = environment.get("allocator_settings")
+    given = [f"{name}={value}" for name, value in settings.items()] if isinstance(settings, dict) else []
+    return "; ".join([process, *([", ".join(versions)] if versions else []), *given])
+
+
+def _throughput(result: ProbeResult) -> list[str]:
+    """Compare rates only where they differ by more than repeated trials of one size do."""
+    rates: dict[int, list[float]] = defaultdict(list)
+    for trial in result.trials:
+        if trial.passed and trial.accumulation_steps == 1 and trial.samples_per_s:
+            rates[trial.batch_size].append(trial.samples_per_s)
+    if result.batch_size not in rates:
+        return []
+    scatter = max(SCATTER, *(1 - min(of_size) / max(of_size) for of_size in rates.values()))
+    answer = rates[result.batch_size][-1]  # its confirmation, with the most steps
+    alone = f"{rate(answer)} samples/s"
+    smaller = {size: of_size[-1] for size, of_size in rates.items() if size < result.batch_size}
+    faster = max(smaller, key=lambda size: smaller[size], default=None)
+    within = f"{100 * scatter:.0f} %, the scatter of these times"
+    if faster is not None and smaller[faster] * (1 - scatter) > answer:
+        return [f"{alone}; batch {faster} is faster, {rate(smaller[faster])} samples/s, by more than {within}"]
+    close = min((size for size, speed in smaller.items() if speed >= (1 - scatter) * answer), default=None)
+    if close is not None:
+        return [f"{alone}; batch {close} comes within {within}"]
+    return [f"{alone}; no smaller size that ran comes within {within}" if smaller else alone]
+
+
+# --- the line, a diagnostic ---
+
+
+def _line(result: ProbeResult, *, verbose: bool) -> list[str]:
+    fit = result.fit
+    if fit is None:
+        return ["none through fewer than three sizes"]
+    if fit.predicted_max_batch is None:
+        said = "does not rise: no answer"
+    else:
+        multiple = result.options.get("multiple_of")
+        multiple = multiple if isinstance(multiple, int) and multiple > 0 else 1
+        predicted = fit.predicted_max_batch - fit.predicted_max_batch % multiple
+        said = f"{predicted}, not used: {_judgement(result, predicted)}"
+    off = "more than 1000 %" if fit.max_relative_error > 10 else f"up to {100 * fit.max_relative_error:.1f} %"
+    quality = f"{format_bytes(fit.fixed_bytes)} fixed + {format_bytes(fit.bytes_per_sample)} per sample"
+    more = [f"{quality}, r2 {fit.r_squared:.4f}"] if verbose else []
+    return [f"{said}; the fit is off by {off}", *more]
+
+
+def _judgement(result: ProbeResult, predicted: int) -> str:
+    """Call a prediction too high only where a failure shows it: max_batch, say, leaves sizes untried."""
+    if predicted == result.batch_size:
+        return "the same as the answer"
+    if predicted < result.batch_size:
+        return f"too low, {_tried(result, predicted)}"
+    larger = {t.batch_size for t in result.trials if result.batch_size < t.batch_size <= predicted}
+    failed = [size for size in larger if not _witness(result, size).passed]
+    if not failed:
+        return f"higher than the answer, {_tried(result, predicted)}"
+    smaller = "" if predicted in failed else f", batch {min(failed)} failed"
+    return f"too high, {_tried(result, predicted)}{smaller}"
+
+
+def _tried(result: ProbeResult, size: int) -> str:
+    if all(t.batch_size != size for t in result.trials):
+        return "not run"
+    trial = _witness(result, size)
+    held = "under the budget" if _is_held(trial, result) else "with all the memory"
+    return f"{'ran' if trial.passed else 'failed'} {held}"
+
+
+def _witness(result: ProbeResult, size: int) -> Trial:
+    """The last trial of a size, of those under the budget if any was: the line is asked about that."""
+    trials = [t for t in result.trials if t.batch_size == size]
+    return ([t for t in trials if _is_held(t, result)] or trials)[-1]
+
+
+def _is_held(trial: Trial, result: ProbeResult) -> bool:
+    return trial.cap_bytes is not None and trial.cap_bytes <= result.budget_bytes
+
+
+def _estimates(result: ProbeResult) -> list[str]:
+    told = [f"never used; {result.batch_size} was measured:"] if result.estimates else []
+    for name, size in result.estimates.items():
+        if isinstance(size, int | float):
+            told.append(f"{name}: {size:.6g} ({size / result.batch_size:.3g} times the answer)")
+        else:
+            told.append(f"{name}: -")
+    return told
+
+
+# --- the rest ---
+
+
+def _plan(result: ProbeResult, *, verbose: bool) -> list[str]:
+    """Splits of the global batch; where none was asked for, an example for those who want the details."""
+    wanted, world_size = result.options.get("global_batch"), result.options.get("world_size") or 1
+    if not wanted and not verbose:
+        return []
+    target = wanted or 1 << (4 * max(1, result.batch_size) - 1).bit_length()
+    entries = result.plan(target, world_size)
+    ranks = "" if world_size == 1 else f" x {world_size} ranks"
+    example = "" if wanted else "for example "
+    title = f"{example}global batch {target} = micro-batch x accumulation steps{ranks}"
+    return [title, *map(_entry, entries if wanted else entries[:2])]
+
+
+def _entry(entry: PlanEntry) -> str:
+    ranks = "" if entry.world_size == 1 else f" x {entry.world_size}"
+    product = f"{entry.global_batch} = {entry.micro_batch} x {entry.accumulation_steps}{ranks}"
+    ran = "ran, also with accumulation" if entry.ran_accumulated else "ran" if entry.ran else "not run"
+    return f"{product}, {'exact' if entry.exact else 'near'}; micro-batch {entry.micro_batch}: {ran}"
+
+
+def _state(result: ProbeResult) -> str:
+    if result.environment.get("isolated"):
+        return "trials ran in processes of their own: nothing here was touched"
+    if result.state_verified:
+        return "restored and compared bit for bit: identical"
+    return "not compared bit for bit: this result makes no claim about it"
+
+
+def _time(result: ProbeResult) -> str:
+    total = f"{format_seconds(result.elapsed_s)} for {count(len(result.trials), 'trial', 'trials')}"
+    if not result.elapsed_s > 0:
+        return total
+    return f"{total}, {100 * result.in_steps_s / result.elapsed_s:.0f} % of it inside the step"

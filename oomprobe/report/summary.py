@@ -15,6 +15,7 @@ import oomprobe
 from oomprobe.devices.leaks import leak_of_step
 from oomprobe.errors import NothingFitsError
 from oomprobe.report.fit import LinearFit, estimates, fit_line
+from oomprobe.report.words import count
 from oomprobe.result import Phase, ProbeResult, Trial
 from oomprobe.search import Found
 from oomprobe.units import format_bytes, format_seconds
@@ -149,7 +150,8 @@ def _notes(session: Session, found: Found, answer: Trial) -> list[str]:
         *(() if session.device.is_simulated else session.runner.device_notes),  # a simulated one says it below
         *_leaks(session.trials),
         *_growing(session, answer),
-        *(_simulated(session, answer) if session.device.is_simulated else _pressure(answer)),
+        *(_simulated(session, answer) if session.device.is_simulated else ()),
+        *_pressure(session.trials, answer),
         *_slow(session.trials, answer),
         *_outside(session),
         *_stopped_early(session, found),
@@ -185,15 +187,6 @@ def _growing(session: Session, answer: Trial) -> list[str]:
     ]
 
 
-def _pressure(answer: Trial) -> list[str]:
-    if not answer.alloc_retries:
-        return []
-    return [
-        f"batch {answer.batch_size} ran under pressure: the allocator gave its cache back {answer.alloc_retries} times; "
-        "a slightly smaller size may be faster"
-    ]
-
-
 def _simulated(session: Session, answer: Trial) -> list[str]:
     peak, upper = answer.peak_reserved_bytes or 0, answer.peak_upper_bytes
     widened = upper is not None and upper > peak
@@ -202,20 +195,22 @@ def _simulated(session: Session, answer: Trial) -> list[str]:
         if widened
         else f"{format_bytes(peak)}, with or without"
     )
-    easy = max(
-        (t.batch_size for t in session.trials if t.passed and t.cap_bytes is not None and not t.alloc_retries),
-        default=0,
-    )
-    safe = f"; batch {easy} needed none of that" if easy else ""
-    marginal = (
-        f"marginal: batch {answer.batch_size} fits only because the allocator gave its cache back "
-        f"{answer.alloc_retries} times{safe}"
-    )
     return [
         f"simulated: no kernel ran and no value exists. At batch {answer.batch_size} the allocator reserves {interval} "
         "the workspaces that convolutions would take where there is room",
         *session.runner.device_notes,
-        *([marginal] if answer.alloc_retries else []),
+    ]
+
+
+def _pressure(trials: Iterable[Trial], answer: Trial) -> list[str]:
+    """Name the size to take instead: where the cache is given back in each step, steps are slow, and chance decides."""
+    if not answer.alloc_retries:
+        return []
+    at_ease = [t.batch_size for t in trials if t.passed and t.cap_bytes is not None and not t.alloc_retries]
+    instead = f"; batch {max(at_ease)} ran without" if at_ease else ""
+    return [
+        f"marginal: batch {answer.batch_size} fits only because the allocator gave its cache back "
+        f"{count(answer.alloc_retries, 'time', 'times')}, which is slow and may fail within the same budget elsewhere{instead}"
     ]
 
 

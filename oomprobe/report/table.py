@@ -30,14 +30,14 @@ def trials_table(trials: Iterable[Trial]) -> str:
     columns = {head: [cell(t) for t in rows] for head, cell in _columns(factor).items()}
     columns = {head: cells for head, cells in columns.items() if any(cell is not None for cell in cells)}
     widths = _widths(columns)
-    title = f"trials (memory in {unit}; '-': not measured, or no cap; an error that repeats is shown once)"
+    title = f"trials (memory in {unit}; '-': not measured, or no cap; each kind of error is shown once)"
     lines = [title, _row({head: head for head in columns}, widths)]
-    shown = ""
+    shown: set[str] = set()
     for index, trial in enumerate(rows):
         lines.append(_row({head: cells[index] or "-" for head, cells in columns.items()}, widths))
-        failure = _failure(trial)
-        lines += _under(widths["batch"] + 4, _remarks(trial) + [failure] * (failure != shown))
-        shown = failure or shown
+        failure = "" if trial.verdict.value in shown else _failure(trial)
+        lines += _under(widths["batch"] + 4, [*_remarks(trial), failure])
+        shown.add(trial.verdict.value)
     return "\n".join(lines)
 
 
@@ -107,7 +107,7 @@ def _remarks(trial: Trial) -> list[str]:
     remarks = (
         (trial.leaked_bytes, f"LEAKED {format_bytes(trial.leaked_bytes)}"),
         (trial.accumulation_steps > 1, f"{trial.accumulation_steps} accumulation steps"),
-        (trial.alloc_retries, count(trial.alloc_retries, "allocator retry", "allocator retries")),
+        (trial.alloc_retries and trial.passed, count(trial.alloc_retries, "allocator retry", "allocator retries")),
     )
     return [remark for worth_saying, remark in remarks if worth_saying]
 
