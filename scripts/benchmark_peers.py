@@ -3,7 +3,7 @@
     .venv-cuda/bin/pip install --no-deps -r scripts/peers/requirements.txt    # once, after scripts/cuda-bed
     .venv-cuda/bin/python scripts/benchmark_peers.py --bed [--only WORD ...] [--models NAME ...]
     python scripts/benchmark_peers.py --device cuda     # the same on a real card, as large as it is
-    python scripts/benchmark_peers.py --readme
+    python scripts/benchmark_peers.py --docs
 
 Each call runs in a process of its own. Its answer then runs for fifty steps in a fresh process that has the whole card, and is
 compared with the cold frontier: the largest size that runs ten steps in a fresh process. Rows measured anew replace those
@@ -99,14 +99,14 @@ def main():
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--bed", action="store_true", help="on the test bed, with cards of 1, 4 and 24 GiB")
     what.add_argument("--device", choices=["cuda"], help="on this machine's own card")
-    what.add_argument("--readme", action="store_true", help="put the tables into README.md, run nothing")
+    what.add_argument("--docs", action="store_true", help="put the tables into docs/evidence.md, run nothing")
     parser.add_argument(
         "--only", nargs="+", metavar="WORD", default=[""], help="tools whose names contain one of these"
     )
     parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all")
     asked = parser.parse_args()
-    if asked.readme:
-        return table.into_readme(ROOT / "README.md", EVIDENCE)
+    if asked.docs:
+        return table.into_page(ROOT / "docs" / "evidence.md", EVIDENCE)
     if asked.bed and "CUDASTUB_MEMORY" not in os.environ:  # the stub reads it once, when it is loaded
         for gib in BED_CARDS_GIB:
             cards = {"CUDASTUB_MEMORY": f"{gib}GiB", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}

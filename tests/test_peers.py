@@ -65,7 +65,7 @@ def test_the_evidence_has_a_line_for_each_row(tmp_path):
     assert text.count('"tool"') == 2 == len(text.splitlines()) - 2
 
 
-def test_a_readme_without_a_place_is_told(tmp_path):
+def test_a_page_without_a_place_is_told(tmp_path):
     (tmp_path / "README.md").write_text("nothing here")
     with pytest.raises(SystemExit, match="no place for the tables"):
-        table.into_readme(tmp_path / "README.md", {})
+        table.into_page(tmp_path / "README.md", {})

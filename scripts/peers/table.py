@@ -1,4 +1,4 @@
-"""The evidence as tables in README.md: a line for each tool."""
+"""The evidence as tables in a page: a line for each tool."""
 
 import json
 import re
@@ -45,11 +45,11 @@ def table(title, results):
     return f"{about}\n\n{drawn}\n\n{', '.join(' '.join(pair) for pair in results['versions'].items())}."
 
 
-def into_readme(readme, evidence):
-    """Put a table for each evidence file that exists between the README's markers."""
+def into_page(page, evidence):
+    """Put a table for each evidence file that exists between the page's markers."""
     tables = [table(TITLES[name], json.loads(path.read_text())) for name, path in evidence.items() if path.exists()]
     section = "\n\n".join([BEGIN, *tables, END])
-    text, found = re.subn(f"{BEGIN}.*?{END}", lambda _: section, readme.read_text(), flags=re.DOTALL)
+    text, found = re.subn(f"{BEGIN}.*?{END}", lambda _: section, page.read_text(), flags=re.DOTALL)
     if not found:
-        raise SystemExit(f"benchmark_peers: {readme} has no place for the tables, {BEGIN} ... {END}")
-    readme.write_text(text)
+        raise SystemExit(f"benchmark_peers: {page} has no place for the tables, {BEGIN} ... {END}")
+    page.write_text(text)

@@ -1,0 +1,106 @@
+"""README and docs: their code runs, the outputs they show are real, and what they claim about files holds."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import benchmark_peers
+import pytest
+from peers import table
+
+from oomprobe.cli import parser
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def blocks(page, *languages):
+    return [body for language, body in BLOCK.findall(page.read_text(encoding="utf-8")) if language in languages]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_its_code_runs_and_prints_what_it_shows(page, tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks(page, "python")))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.replace(f"{script.name}:", "")
+    for shown in blocks(page, "text"):
+        assert shown in printed
+
+
+@BY_PAGE
+def test_code_for_frameworks_compiles(page):
+    for block in blocks(page, "py"):
+        compile(block, page.name, "exec")
+
+
+@BY_PAGE
+def test_its_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), target
+        headings = re.findall(r"^#+ (.*)", linked.read_text(encoding="utf-8"), re.MULTILINE)
+        slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in slugs, target
+
+
+@BY_PAGE
+def test_its_files_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:scripts|tests|oomprobe)/[\w/.]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_its_commands_and_options_exist():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for command in re.findall(r"^(scripts/\w+) ", text, re.MULTILINE):
+        assert (ROOT / command).stat().st_mode & 0o111, command
+    known = parser().format_help() + parser()._subparsers._group_actions[0].choices["run"].format_help()
+    for options in re.findall(r"oomprobe run ([^`#\n)]*)", text):
+        for option in re.findall(r"--[a-z-]+", options):
+            assert option in known, option
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_the_map_of_the_code_is_complete():
+    drawn = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").partition("\noomprobe/\n")[2]
+    for name in re.findall(r"\b(\w+\.py|\w+/)(?=\s)", drawn.partition("```")[0]):
+        assert (ROOT / "oomprobe" / name).exists(), name
+    for path in (ROOT / "oomprobe").glob("*.py"):
+        assert path.name.startswith("__") or path.name in drawn, path.name
+    for path in (ROOT / "oomprobe").glob("*/__init__.py"):
+        assert f"{path.parent.name}/" in drawn, path.parent.name
+
+
+def test_no_cuda_claim_without_evidence():
+    files = (ROOT / "tests" / "evidence").glob("*.json")
+    of_a_card = [file for file in files if not file.stem.endswith(("_host", "_bed"))]
+    assert bool(of_a_card) != ("No physical card has been seen yet" in README.read_text(encoding="utf-8"))
+
+
+def test_the_table_of_the_peers_is_what_was_measured(tmp_path):
+    page = ROOT / "docs" / "evidence.md"
+    copy = tmp_path / page.name
+    copy.write_text(page.read_text())
+    table.into_page(copy, benchmark_peers.EVIDENCE)
+    assert copy.read_text() == page.read_text(), "run python scripts/benchmark_peers.py --docs"
+
+
+def test_the_short_table_of_the_peers_is_what_was_measured():
+    rows = json.loads(benchmark_peers.EVIDENCE["cuda_bed"].read_text())["rows"]
+    told = re.findall(r"^\| ([^|]+) \| (\d+ / \d+) \| (\d+) \| ([\d.]+) \|$", README.read_text(), re.MULTILINE)
+    assert len(told) == 7
+    for name, dies, never_run, share in told:
+        tool = name.partition(" (")[0]
+        cells = table.line([row for row in rows if row["tool"] == tool])
+        assert (dies, never_run, share) == (cells[0], cells[3], cells[1].partition(" ")[0]), name
