@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if saved_at is not None:
         _save(result, saved_at)
     if arguments.quiet and result.contaminated:
-        tell("oomprobe: no plain number, for others on the device kept moving its memory; see the notes above")
+        tell("oomprobe: no number printed: other processes kept changing the device's memory; see the notes above")
         return UNTRUSTED
     return 0
 
@@ -91,6 +91,7 @@ def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
         "memory_fraction": arguments.memory_fraction,
         "confirm_steps": arguments.confirm_steps,
         "time_limit_s": arguments.time_limit,
+        "breakdown": arguments.breakdown,
         "progress": arguments.progress,
     }
     if arguments.require is not None:
@@ -141,7 +142,7 @@ def _devices(arguments: argparse.Namespace) -> int:
 
     for device in list_devices():
         print(describe_device(device))  # noqa: T201
-    print("\nsimulated, whether the card is here or not (sim:24GiB states the allocator's memory itself):")  # noqa: T201
+    print("\ncards to simulate, memory for torch of the total (sim:24GiB: 24 GiB for torch):")  # noqa: T201
     for card in CARDS:
         print(f"sim:{card.name:18}  {format_bytes(card.available_bytes)} of {format_bytes(card.total_bytes)}")  # noqa: T201
     return 0
@@ -189,31 +190,40 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "--device",
         help="cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is)",
     )
-    run.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="share of the memory (0.9)")
+    run.add_argument(
+        "--memory-fraction", type=float, default=0.9, metavar="F", help="share of available memory to use (0.9)"
+    )
     run.add_argument("--min-batch", type=int, metavar="N", help="smallest size to try (1)")
     run.add_argument("--max-batch", type=int, metavar="N", help="largest size to try (no limit)")
     run.add_argument("--multiple-of", type=int, metavar="N", help="try multiples of this only (1)")
     run.add_argument("--steps", type=int, metavar="N", help="full steps in a trial (2)")
     run.add_argument("--confirm-steps", type=int, default=5, metavar="N", help="full steps to confirm the answer (5)")
-    run.add_argument("--resolution", type=float, metavar="F", help="stop within this fraction (0: exact)")
+    run.add_argument("--resolution", type=float, metavar="F", help="stop within this fraction of the size (0: exact)")
     run.add_argument("--time-limit", type=float, metavar="S", help="seconds for the whole probe")
     run.add_argument("--trial-time-limit", type=float, metavar="S", help="seconds for one trial")
     run.add_argument("--global-batch", type=int, metavar="N", help="plan gradient accumulation for it")
     run.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that share the global batch (1)")
-    run.add_argument("--require", type=int, metavar="N", help="only check that N survives; exit 5 when not")
+    run.add_argument("--breakdown", action="store_true", help="tell where the memory went, from one more step")
+    run.add_argument(
+        "--require", type=int, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
+    )
     run.add_argument("--in-process", action="store_true", help="run trials in this process")
     run.add_argument("--json", metavar="PATH", help="write the result as JSON; - for stdout")
-    run.add_argument("--quiet", action="store_true", help="print the batch size alone on stdout")
+    run.add_argument("--quiet", action="store_true", help="print only the batch size on stdout, the report on stderr")
     _add_verbose(run)
     _add_progress(run)
 
 
 def _add_verbose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--verbose", action="store_true", help="report the fit, estimates, a plan and each gap in full")
+    parser.add_argument(
+        "--verbose", action="store_true", help="add the fit, estimates and a plan, and explain what is not covered"
+    )
 
 
 def _add_progress(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--progress", choices=("auto", "plain", "off"), default="auto", help="on stderr (auto)")
+    parser.add_argument(
+        "--progress", choices=("auto", "plain", "off"), default="auto", help="progress lines on stderr (auto)"
+    )
 
 
 def check_run(arguments: argparse.Namespace) -> None:

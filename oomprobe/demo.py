@@ -1,4 +1,4 @@
-"""Three small models with real training steps, used by ``oomprobe demo``. They are targets: build() -> (model, step)."""
+"""Small models with real training steps, for ``oomprobe demo`` and scripts/gpu-check. They are targets: build() -> (model, step)."""
 
 from __future__ import annotations
 

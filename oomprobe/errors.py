@@ -59,7 +59,7 @@ class TimeLimitError(OomProbeError, RuntimeError):
 
 
 class UnreliableError(OomProbeError, RuntimeError):
-    """A number could be given but would not be the truth."""
+    """An answer would be wrong, or a guess."""
 
 
 class NotRunError(UnreliableError):
@@ -165,8 +165,8 @@ def _alone(batch_size: int, caller: Caller | None) -> str:
 def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None, caller: Caller | None) -> str:
     if "Couldn't swap" in _text_of(error):  # torch/nn/modules/module.py, _apply
         return (
-            ": torch does not swap tensors to which others refer, and this probe refers to gradients and attributes that "
-            "were there before it, so without oomprobe it may not come; set .grad to None first"
+            ": torch cannot swap tensors that are referenced elsewhere, and this probe holds references to existing "
+            "gradients. It may work without oomprobe; set .grad to None first"
         )
     if batch_size == 1 and "Expected more than 1 value per channel when training" in _text_of(error):
         return ": BatchNorm cannot train on one sample (torch/nn/functional.py). Use min_batch=2"

@@ -24,7 +24,7 @@ class OptimizerWatch:
     Args:
         before_step: Called with each optimizer just before it steps.
         model: What is trained: on a GPU, autograd calls its hooks in a thread of its own, and an optimizer that steps in
-            one of those is ours where it trains this.
+            such a thread counts only if it trains this model.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ def outside_modes() -> Iterator[None]:
 
 
 @contextmanager
-def held_back(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module) -> Iterator[None]:
+def accumulating(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module) -> Iterator[None]:
     """Make `step` and `zero_grad` do nothing, so that calls of a full step accumulate like micro-batches.
 
     Of the model only `zero_grad`: a module's `step` is the user's own, a method of a cell or a buffer that counts.
@@ -275,8 +275,8 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def load_counter() -> None:
-    """Count nothing, once: torch imports torch._dynamo with the first operator counted, as with the first optimizer.
+def preload_dynamo() -> None:
+    """Import torch._dynamo now, which the first `TorchDispatchMode` or optimizer does, and not between trials.
 
     If a probe imported it between trials, each later garbage collection would traverse its objects (50 ms), and on host
     memory its 20 MiB would pass for a leak of the step. An import that fails for want of memory is ignored: this only counts.

@@ -55,6 +55,7 @@ class Options:
     resolution: float = 0.0
     time_limit_s: float | None = None
     trial_time_limit_s: float | None = None
+    breakdown: bool = False
 
     def __post_init__(self) -> None:
         for name in ("min_batch", "multiple_of", "steps", "confirm_steps"):
@@ -95,7 +96,7 @@ def check_size(name: str, value: object) -> None:
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuse what is no time to spend."""
+    """Raise unless it is a number of seconds, at least 0."""
     _check_number(name, value, "a number of seconds, at least 0", lambda x: x >= 0)
 
 

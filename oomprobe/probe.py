@@ -44,35 +44,37 @@ def find_max_batch(
     resolution: float = 0.0,
     time_limit_s: float | None = None,
     trial_time_limit_s: float | None = None,
+    breakdown: bool = False,
     progress: Progress = "auto",
 ) -> ProbeResult:
     """Find the largest batch size that truly fits, by running it.
 
-    The batch doubles until the device runs out of memory; then the allocator is held to `memory_fraction` of what
-    was available, and the size is bisected, run once more where it failed, and confirmed. The model, and everything
-    else the step changes, comes back as it was.
+    The batch size doubles until a step runs out of memory. The allocator is then capped at `memory_fraction` of the
+    available memory, and bisection finds the largest size that passes. The deciding failure is retried once, and the
+    answer is confirmed with more steps. The model, and everything else the step changes, comes back as it was.
 
     Args:
-        model: The model to train, where it is trained.
+        model: The model, already on its device.
         step_fn: ``step_fn(model, batch_size)`` runs one full optimisation step: make a batch, forward, backward,
             optimizer step. Or several by name, ``{"train": f, "eval": g}``: each trial runs them all.
         device: None: where the parameters are. Or "cuda", "cuda:1", "xpu", "mps", "cpu", "cpu:4GiB" (of address
-            space beyond what this process has), "sim:24GiB" or "sim:H100-80GB" (a card that need not be there; the model
-            stays in host memory), a torch.device, or a `Device`.
+            space on top of what this process already uses), "sim:24GiB" or "sim:H100-80GB" (a simulated card: needs no
+            GPU, and the model stays in host memory), a torch.device, or a `Device`.
         memory_fraction: Share of the memory available to this process that the answer may use, in (0, 1].
         min_batch: Smallest size to try, at least 1.
         max_batch: Largest size to try; None: until the memory ends.
         multiple_of: Every size tried is a multiple of this.
-        steps: Full steps a trial runs after every optimizer has stepped once; a simulated device runs no fewer than
-            `confirm_steps`, since repeating costs it nothing.
+        steps: Full steps per trial, after a first one that creates optimizer state. Simulated devices run at least
+            `confirm_steps`, because repeats are free there.
         confirm_steps: Full steps the answer runs before it is returned; up to 50 where steps allocate different amounts.
-        preserve: Further objects with ``state_dict()`` and ``load_state_dict()`` to give back as they were. Those
-            that the step closes over, names or is bound to are found without it.
+        preserve: More objects with ``state_dict()`` and ``load_state_dict()`` to restore. Objects that the step closes
+            over, refers to by global name, or is a method of are found automatically.
         global_batch: Plan gradient accumulation for this many samples, and run the planned micro-batch with it.
         resolution: Stop bisecting when the bracket is within this fraction of the size, in [0, 1); 0: exact.
         time_limit_s: Seconds for the whole probe; None: no limit. A step that hangs inside one call of C code is
             not interrupted.
         trial_time_limit_s: Seconds for one trial; None: no limit.
+        breakdown: Run one more step at the answer, to tell what held the memory (`ProbeResult.breakdown`).
         progress: "auto" (a live line on a terminal, otherwise a line before and after each trial, on stderr), "plain", "off", or
             a function that is called with each `Trial`.
 
@@ -84,7 +86,7 @@ def find_max_batch(
         NoDeviceError: the device is not here.
         NothingFitsError: not even the smallest size fits.
         StepFailedError: the step has a bug; raised from its own exception.
-        DeviceLostError: a sticky error ended what this process can say.
+        DeviceLostError: a sticky CUDA error; this process can no longer use the device.
         TimeLimitError: the time passed with nothing confirmed.
         UnreliableError: the step did no work, memory did not come back, or the state could not be restored.
 
@@ -110,10 +112,11 @@ def find_max_batch(
         resolution=resolution,
         time_limit_s=time_limit_s,
         trial_time_limit_s=trial_time_limit_s,
+        breakdown=breakdown,
     )
     with _open(model, step_fn, device, preserve, options, progress) as session:
         found = session.find()
-        _finish(session, found)
+        _check_and_plan(session, found)
     return result_of(session, found)
 
 
@@ -127,9 +130,10 @@ def check(
     confirm_steps: int = 5,
     preserve: Iterable[Any] = (),
     time_limit_s: float | None = None,
+    breakdown: bool = False,
     progress: Progress = "auto",
 ) -> ProbeResult:
-    """Answer whether one size will survive, in one confirmed trial under the cap.
+    """Check that one size fits, in one confirmed trial under the cap.
 
     Args:
         model: As for `find_max_batch`.
@@ -140,6 +144,7 @@ def check(
         confirm_steps: Full steps to run after every optimizer has stepped once.
         preserve: As for `find_max_batch`.
         time_limit_s: As for `find_max_batch`.
+        breakdown: As for `find_max_batch`.
         progress: As for `find_max_batch`.
 
     Returns:
@@ -155,10 +160,10 @@ def check(
         >>> check(model, step, 32, device="cpu:1GiB", progress="off").batch_size
         32
     """
-    options = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s)
+    options = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
     with _open(model, step_fn, device, preserve, options, progress) as session:
         found = session.confirm_only(batch_size)
-        _finish(session, found)
+        _check_and_plan(session, found)
     return result_of(session, found)
 
 
@@ -207,7 +212,7 @@ def probe_target(
     asked = Options(**options)
     with _open_target(target, isolate, device, preserve, asked, progress) as session:
         found = session.find()
-        _finish(session, found)
+        _check_and_plan(session, found)
     return result_of(session, found)
 
 
@@ -220,6 +225,7 @@ def check_target(
     memory_fraction: float = 0.9,
     confirm_steps: int = 5,
     time_limit_s: float | None = None,
+    breakdown: bool = False,
     progress: Progress = "auto",
 ) -> ProbeResult:
     """Answer whether one size of what a target builds will survive, as `check` does.
@@ -232,6 +238,7 @@ def check_target(
         memory_fraction: As for `check`.
         confirm_steps: As for `check`.
         time_limit_s: As for `check`.
+        breakdown: As for `check`.
         progress: As for `check`.
 
     Returns:
@@ -241,14 +248,16 @@ def check_target(
         NothingFitsError: it does not fit.
         OomProbeError: as for `probe_target`.
     """
-    asked = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s)
+    asked = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
     with _open_target(target, isolate, device, (), asked, progress) as session:
         found = session.confirm_only(batch_size)
-        _finish(session, found)
+        _check_and_plan(session, found)
     return result_of(session, found)
 
 
-def _options_of_one(batch_size: int, memory_fraction: float, confirm_steps: int, time_limit_s: float | None) -> Options:
+def _options_of_one(
+    batch_size: int, memory_fraction: float, confirm_steps: int, time_limit_s: float | None, breakdown: bool
+) -> Options:
     """The options of a check: one size may be tried."""
     check_size("batch_size", batch_size)
     return Options(
@@ -257,11 +266,12 @@ def _options_of_one(batch_size: int, memory_fraction: float, confirm_steps: int,
         max_batch=batch_size,
         confirm_steps=confirm_steps,
         time_limit_s=time_limit_s,
+        breakdown=breakdown,
     )
 
 
-def _finish(session: Session, found: Found) -> None:
-    """Refuse an answer that would not last, and run the plan for the global batch.
+def _check_and_plan(session: Session, found: Found) -> None:
+    """Raise if nothing fits or if each step leaks; otherwise run the accumulation plan and the breakdown.
 
     Raises:
         OomProbeError: as for `find_max_batch`.
@@ -270,6 +280,7 @@ def _finish(session: Session, found: Found) -> None:
         raise nothing_fits(session)
     session.refuse_leaking(found.batch_size)
     session.run_plan(found.batch_size)
+    session.break_down(found.batch_size)
 
 
 def _open(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.report.breakdown import Breakdown
 from oomprobe.report.fit import LinearFit
 from oomprobe.report.plan import PlanEntry, plan
 from oomprobe.verdicts import Verdict
@@ -42,13 +43,13 @@ class Trial:
             that may die.
         peak_allocated_bytes: Most memory in live tensors during the trial; None where it is not measured.
         peak_reserved_bytes: Most memory held by the allocator during the trial; None where not measured.
-        peak_upper_bytes: On a simulated device, the upper end of the peak: as much again as convolutions would take for
-            workspaces where there is room. None elsewhere.
+        peak_upper_bytes: On a simulated device, the upper end of the peak: with the workspaces that convolutions
+            would take if there is room. None elsewhere.
         step_s: Median wall time of a call once every optimizer had stepped; None when none completed.
         samples_per_s: ``batch_size / step_s``.
         alloc_retries: Times the allocator had to give its cache back to serve a request.
         leaked_bytes: Memory that did not come back after the trial and a full clean-up.
-        step_leaked_bytes: What each step keeps, seen by further calls after a confirmation that left something.
+        step_leaked_bytes: Memory that each step keeps, measured by further calls if a confirmation left memory behind.
         error: Text of the failure; None when it passed.
         where: Where it failed, such as ``"backward, model.py:142"``.
         step_name: Which of several named steps failed, or had the highest peak; None for a single step.
@@ -106,6 +107,7 @@ class ProbeResult:
         options: The options of the call.
         elapsed_s: Wall time of the probe.
         in_steps_s: Part of it spent inside the step.
+        breakdown: What held the memory at the answer; None where that was not asked for.
         schema_version: Version of the JSON form.
     """
 
@@ -128,6 +130,7 @@ class ProbeResult:
     options: Mapping[str, Any] = field(default_factory=dict)
     elapsed_s: float = 0.0
     in_steps_s: float = 0.0
+    breakdown: Breakdown | None = None
     schema_version: int = SCHEMA_VERSION
 
     def plan(self, global_batch: int, world_size: int = 1) -> tuple[PlanEntry, ...]:
@@ -187,6 +190,7 @@ class ProbeResult:
             known = _known(cls, data)
             known["trials"] = tuple(trial_from_dict(t) for t in data["trials"])
             known["fit"] = None if data.get("fit") is None else LinearFit(**_known(LinearFit, data["fit"]))
+            known["breakdown"] = None if data.get("breakdown") is None else Breakdown.from_dict(data["breakdown"])
             known |= {name: tuple(data[name]) for name in ("notes", "not_covered")}
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:

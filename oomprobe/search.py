@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from oomprobe.result import Phase
 
-# Of the size: where the limit is not sharp, the bracket is closed no further than this, and an answer that failed in
-# confirmation moves down by it at first. Where lengths vary from step to step, one size lower fails again, and again.
+# As a share of the size: the width of the bracket that is accepted where the limit is not sharp, and the first step down
+# after a failed confirmation. Where lengths vary from step to step, one size lower fails again, and again.
 STRIDE = 1 / 128
 # Of the size: how far above a failure one more is tried. On CUDA's allocator one size in five to twenty below the limit
 # may fail by itself, and a search that meets one ends there, up to a tenth too low.
@@ -136,7 +136,7 @@ def find(
 
 @dataclass(slots=True)
 class _Search:
-    """Asks by yielding questions, so that no frame of the search lies between a call of `find` and the step it runs."""
+    """Asks by yielding questions: a user's traceback then shows none of the search between `find` and the step."""
 
     sizes: Sizes
     has_cap: bool
@@ -199,7 +199,7 @@ class _Search:
             size = self.sizes.up(size, size)
 
     def _again(self, size: int) -> Asking:
-        """The first size failed: nothing below it can decide, so it is rechecked at once."""
+        """Retry the smallest size at once: nothing is below it."""
         reply = yield from self.ask(size, Phase.RECHECK, capped=False)
         if reply.passed:
             self._mark_transient(size)
@@ -263,7 +263,7 @@ class _Search:
             yield from self.bisect()
 
     def look_past_holes(self) -> Asking:
-        """Where a size a little above the bracket passes, go on from there: the failure below it was a hole, or chance."""
+        """Try a size slightly above the bracket. If it passes, the failure below was isolated: continue from there."""
         met_hole = False
         self.tolerance = STRIDE
         yield from self.bisect()

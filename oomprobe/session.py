@@ -26,8 +26,9 @@ from oomprobe.errors import (
     UnreliableError,
     unmeasured,
 )
-from oomprobe.hooks import OptimizerWatch, Work, load_counter, outside_modes
+from oomprobe.hooks import OptimizerWatch, Work, outside_modes, preload_dynamo
 from oomprobe.options import MAX_CALLS, Options, Step
+from oomprobe.report.breakdown import Breakdown
 from oomprobe.report.plan import plan
 from oomprobe.report.progress import Progress, Reporter, reporter
 from oomprobe.report.table import trials_table
@@ -40,15 +41,16 @@ from oomprobe.trial import LocalRunner, Measured, Outcome, Request, Runner
 from oomprobe.units import format_bytes
 from oomprobe.verdicts import Verdict
 
-LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the process of the trial was, and with it any word on the size
-ENDED = LOST | {Verdict.TIMED_OUT}  # no word about the size, and no way on
+LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the trial's process died, so nothing is known about the size
+ENDED = LOST | {Verdict.TIMED_OUT}  # nothing is known about the size, and the search cannot go on
 PLAN_TRIALS = 5  # a gradient buffer beside the activations costs little; five times a tenth is far more
 PLAN_SHRINK = 0.9
 DOUBLINGS = 3  # over which a step that uses its batch size must show a higher peak or more work
-ENDLESS_BATCH = 2**40  # a size that no memory holds: what gets here is random, or limited by something else
+ENDLESS_BATCH = 2**40  # no memory holds this batch: a step that still passes ignores batch_size
 # A peak that moved by more than its noise is proof enough; resident memory of a host process is the noisy one.
 HOST_NOISE_BYTES = 16 * 2**20
-# Of the device, and at least: kernels that libraries load late take 250 MiB and more, 3 % of a card of 8 GB.
+# Growth outside our allocator that is ignored: this share of the device, at least so many bytes. Kernels that libraries
+# load late take over 250 MiB.
 MOVED_SHARE, MOVED_BYTES = 0.02, 512 * 2**20
 ATTEMPTS = 5  # at a trial, while neighbours move
 LOOKS = 3  # for quiet, between two attempts; all the waits add up to 24 seconds
@@ -56,6 +58,11 @@ WAIT = tenacity.wait_exponential(multiplier=2, max=16)
 LBFGS = (
     "LBFGS stops early on a simulated card, where the loss does not change: its history (history_size pairs as large as the "
     "parameters) is not in the peak"
+)
+
+NO_HISTORY = (
+    "no breakdown: {device} keeps no record of what it hands out; torch's own CUDA allocator and simulated cards do "
+    "(--device sim:24GiB)"
 )
 
 
@@ -74,6 +81,7 @@ class Session:
         available_bytes: What this process may use of the device.
         budget_bytes: The share of it that the answer may use.
         state_verified: Whether the restored state was compared, bit for bit, and equal.
+        breakdown: What held the memory at the answer, where that was asked for and could be told.
     """
 
     def __init__(
@@ -90,6 +98,7 @@ class Session:
         self.device, self.notes = runner.device, runner.notes
         self.available_bytes = self.budget_bytes = 0
         self.state_verified = False
+        self.breakdown: Breakdown | None = None
         self.neighbours = Neighbours(self.device.total_bytes, self.tenants, sleep=sleep)
         self._reporter = reporter
         self._is_measured = False  # with the kernels of a step loaded
@@ -111,7 +120,7 @@ class Session:
 
     def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
-        cap_bytes = self.budget_bytes if capped else self._ceiling_bytes()
+        cap_bytes = self.budget_bytes if capped else self._grow_cap_bytes()
         is_last = phase is Phase.GROW and size == self.options.sizes.last
         if is_last:
             self._run_last_replayed()
@@ -126,7 +135,7 @@ class Session:
         return Reply(passed=trial.passed, within_cap=trial.passed and peak is not None and peak <= self.budget_bytes)
 
     def confirm_only(self, size: int) -> Found:
-        """Ask for one size under the cap, and again where that fails or the cap turns out too high.
+        """Run one size under the cap. Rerun it if it failed, or if a second measurement lowers the cap below its peak.
 
         The available memory is sampled before the trial and, once its kernels are loaded, after it.
         """
@@ -172,10 +181,22 @@ class Session:
                 return
             largest = int(PLAN_SHRINK * entry.micro_batch)
 
+    def break_down(self, batch_size: int) -> None:
+        """Run one more step at the answer, beside the trials, to tell what held the memory."""
+        if not self.options.breakdown:
+            return
+        request = Request(batch_size=batch_size, phase=Phase.BISECT, steps=1, cap_bytes=self.cap_bytes, breakdown=True)
+        outcome = self.runner.run(self._with_evidence(request))
+        self.breakdown = outcome.breakdown
+        if not outcome.trial.passed:
+            self.notes[f"no breakdown: its extra step ended with {outcome.trial.verdict}"] = None
+        elif self.breakdown is None:
+            self.notes[NO_HISTORY.format(device=self.device.name)] = None
+
     def enough(self, good: int, bad: int) -> bool:
         """Whether the bracket is narrow enough, or only time for the confirmation is left."""
-        luck = STRIDE if self.device.on_host else 0.0  # fragmentation of malloc's heap decides at less
-        if bad - good <= max(self.options.resolution, luck) * good:
+        closest = STRIDE if self.device.on_host else 0.0  # below this, fragmentation of malloc's heap decides
+        if bad - good <= max(self.options.resolution, closest) * good:
             return True
         if self.clock.suffices_to_confirm(good, self.trials):
             return False
@@ -195,7 +216,7 @@ class Session:
             isolated=self.runner.replaceable,
         )
 
-    # --- one trial, until its word stands ---
+    # --- one trial, with retries ---
 
     def run(
         self,
@@ -236,7 +257,7 @@ class Session:
             while True:
                 self._reporter.started(size, request.phase)
                 outcome = self.runner.run(self._with_evidence(request))
-                while self.neighbours.spoiled(outcome, self.runner.outside_bytes):
+                while self.neighbours.should_rerun(outcome, self.runner.outside_bytes):
                     outcome = self.runner.run(self._with_evidence(request))
                 trial = outcome.trial
                 self._record(outcome)
@@ -254,7 +275,7 @@ class Session:
             error.trials = tuple(self.trials)
             raise
         if outcome.contradicts_replay:
-            # While growing, the ends of the bracket are still to be run; later, what was only replayed has decided.
+            # While growing, both ends of the bracket will still be run. Later, replayed trials have already decided: restart.
             if phase is not Phase.GROW and any(trial.replayed for trial in self.trials):
                 raise ContradictedError
             self._stop_replaying()
@@ -278,14 +299,13 @@ class Session:
 
     def _record(self, outcome: Outcome) -> None:
         self.trials.append(outcome.trial)
-        if not (outcome.trial.replayed and outcome.trial.phase is Phase.GROW and not outcome.trial.passed):
-            self._reporter.finished(outcome.trial)
+        self._reporter.finished(outcome.trial)
         if outcome.measured is not None and not self._is_measured:
             self._take(outcome.measured)
 
     def _may_run_again(self, trial: Trial, died: Iterable[Trial]) -> bool:
         is_new = trial.verdict in ENDED and trial.verdict not in {one.verdict for one in died}
-        return is_new and self.runner.replaceable and not self._is_ceiling(trial)
+        return is_new and self.runner.replaceable and not self._is_size_limit(trial)
 
     # --- replays ---
 
@@ -316,11 +336,11 @@ class Session:
 
     @property
     def cap_bytes(self) -> int | None:
-        """What a trial under the margin is held to; None where the card enforces it."""
-        return self._ceiling_bytes() if self.options.memory_fraction == 1 else self.budget_bytes
+        """The cap of all trials after grow."""
+        return self._grow_cap_bytes() if self.options.memory_fraction == 1 else self.budget_bytes
 
-    def _ceiling_bytes(self) -> int | None:
-        """What a trial that grows is held to; None in a process that may die, and where there is no driver to upset."""
+    def _grow_cap_bytes(self) -> int | None:
+        """The cap of trials that grow; None in a worker, which may die, and on devices without `edge_bytes`."""
         if self.runner.replaceable or not self.device.edge_bytes:
             return None
         if not self.available_bytes:
@@ -394,7 +414,7 @@ class Session:
     def device_lost(self, what: str) -> DeviceLostError:
         """The error for a device that can give no further verdict."""
         lost = (
-            "new processes end in it too. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
+            "a fresh process hit the same error. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
             if self.runner.replaceable
             else f"this process can give no further verdict on {self.device.name}, and what was on it is lost. The state "
             "from before the first step is in this error's .snapshot. Start a new process; trials that may lose theirs "
@@ -403,7 +423,7 @@ class Session:
         return DeviceLostError(f"a sticky error ({what}): {lost}", trials=tuple(self.trials))
 
     def _note_death(self, died: Trial, again: Trial) -> None:
-        """One process ended badly for no reason that holds, or two did at one size."""
+        """Note a process death that did not recur, or a sticky error that did."""
         size, how = died.batch_size, f"{died.verdict}: {died.error}"
         if again.verdict not in ENDED:
             self.notes[f"batch {size} ended its process once ({how}); tried again in a new one: {again.verdict}"] = None
@@ -413,8 +433,8 @@ class Session:
                 "kernel, or a bug that shows itself at that size. The answer is below it"
             ] = None
 
-    def _is_ceiling(self, trial: Trial) -> bool:
-        """A sticky error in two processes is the size's own, where a smaller one ran."""
+    def _is_size_limit(self, trial: Trial) -> bool:
+        """Whether two processes died of a sticky error at this size and a smaller one passed: the size is the limit."""
         lost = [t for t in self.trials if t.verdict is Verdict.POISONED and t.batch_size == trial.batch_size]
         return len(lost) > 1 and any(t.passed and t.batch_size < trial.batch_size for t in self.trials)
 
@@ -422,7 +442,7 @@ class Session:
         trial = outcome.trial
         if trial.verdict is Verdict.TIMED_OUT:
             raise self.clock.time_is_up(trial.batch_size, self.trials)
-        if trial.verdict in LOST and not self._is_ceiling(trial):
+        if trial.verdict in LOST and not self._is_size_limit(trial):
             if trial.verdict is Verdict.POISONED:
                 raise self.device_lost(f"batch {trial.batch_size}, {trial.error}")
             self._stop_at_crash(trial)
@@ -441,7 +461,7 @@ class Session:
 class Neighbours:
     """Watches memory of the device that is not ours: a trial that failed while others held more than before runs again.
 
-    One that passed has passed, and one that failed at a cap which they left room for has failed by itself.
+    A pass always counts. A failure counts as the step's own if the others left the whole cap free.
 
     Args:
         total_bytes: Of the device.
@@ -453,8 +473,6 @@ class Neighbours:
         notes: What was seen; in order, without doubles.
         held_bytes: Samples, each after a trial.
     """
-
-    _NO_MATTER = frozenset({Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT})  # these say nothing about memory
 
     def __init__(self, total_bytes: int, names: Callable[[], str], *, sleep: Callable[[float], None]) -> None:
         self._total_bytes, self._names, self._sleep = total_bytes, names, sleep
@@ -471,8 +489,10 @@ class Neighbours:
             self._expected_bytes = outside_bytes
             self.held_bytes.append(outside_bytes)
 
-    def spoiled(self, outcome: Outcome, look: Callable[[], int | None]) -> bool:
-        """Whether to run a trial again, after waiting for quiet. In the end its word is taken, and said to be theirs.
+    def should_rerun(self, outcome: Outcome, look: Callable[[], int | None]) -> bool:
+        """Whether to rerun the trial, after waiting for other processes to settle.
+
+        After `ATTEMPTS` tries the verdict is kept, and flagged as contaminated.
 
         Args:
             outcome: Of the trial.
@@ -516,7 +536,7 @@ class Neighbours:
 
     def _is_disturbed(self, outcome: Outcome) -> bool:
         trial = outcome.trial
-        if trial.passed or trial.verdict in self._NO_MATTER:
+        if trial.passed or trial.verdict in ENDED:
             return False
         outside_bytes = max(outcome.outside_before_bytes or 0, outcome.outside_after_bytes or 0)
         has_room = trial.cap_bytes is not None and self._total_bytes - outside_bytes >= trial.cap_bytes
@@ -541,13 +561,13 @@ def open_here(
     functions = [step.run for step in steps.values()]
     status, replay = reporter(progress), replay_of(device)
     recorded: list[Trial] = []
-    load_counter()
-    with told_of_trials(recorded), Interrupts() as interrupts, _garbage_frozen():
+    preload_dynamo()
+    with told_of_trials(recorded), Interrupts() as interrupts, garbage_frozen():
         snapshot = Snapshot(model, functions, preserve, device.torch_device.type)
         if replay is not None:
             replay.place(resident_tensors([model, *functions, *preserve]))
 
-        def meet(optimizer: torch.optim.Optimizer) -> None:
+        def keep_new_optimizer(optimizer: torch.optim.Optimizer) -> None:
             # What a step makes and ends with its call needs no copy, which would be made in the midst of the call.
             if not any(step.has_made is not None and step.has_made(optimizer) for step in steps.values()):
                 with interrupts.held_back(), outside_modes():
@@ -557,7 +577,7 @@ def open_here(
             if replay is not None and isinstance(optimizer, torch.optim.LBFGS):
                 runner.notes[LBFGS] = None
 
-        with OptimizerWatch(meet, model) as watch:
+        with OptimizerWatch(keep_new_optimizer, model) as watch:
             runner = LocalRunner(
                 device,
                 model,
@@ -569,6 +589,7 @@ def open_here(
                 after_call=snapshot.release_dead,
             )
             session = Session(runner, options, status, Clock(options), recorded)
+            status.opened(device.name, options)
             with _given_back(session, snapshot, device), _told_as_lost(session, device):
                 try:
                     yield session
@@ -579,10 +600,10 @@ def open_here(
 
 
 @contextmanager
-def _garbage_frozen() -> Iterator[None]:
-    """Collect garbage, and from then on only what is made inside: 98 ms become 0.01 where frameworks are imported.
+def garbage_frozen() -> Iterator[None]:
+    """Freeze existing objects, so that later collections scan only new ones: 98 ms become 0.01 with frameworks imported.
 
-    Where the caller froze objects of its own, nothing is frozen: they could not be told from ours afterwards.
+    Forked children inherit that, and copy fewer pages. Where the caller froze objects of its own, nothing is frozen: they could not be told from ours afterwards.
     """
     if gc.get_freeze_count():
         yield
@@ -639,7 +660,7 @@ def _give_back(session: Session, snapshot: Snapshot, device: Device) -> None:
 
 @contextmanager
 def told_of_trials(trials: list[Trial]) -> Iterator[None]:
-    """Around everything: what came while nothing could be interrupted is delivered at the very end."""
+    """Add the trials so far to a Ctrl-C or exit. Outermost, because deferred signals are raised when `Interrupts` closes."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as interruption:

@@ -80,7 +80,10 @@ class Interrupts:
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """For work of our own in the midst of a step, which must not stop half-way: what comes meanwhile follows it."""
-        was_open, self._busy = self._open, True  # before it is shut: a time limit is dropped where nothing is at work
+        was_open, self._busy = (
+            self._open,
+            True,
+        )  # set first: an alarm that arrives while it is shut and not busy is dropped
         self._open = False
         try:
             yield
@@ -137,7 +140,7 @@ class Interrupts:
 
 
 class _Allowed:
-    """A class, so that no frame of a generator, which a signal could end, lies around the step."""
+    """A class, not a generator: a signal could be raised inside a generator's own frame."""
 
     def __init__(self, interrupts: Interrupts, deadline_s: float | None, polled: bool) -> None:
         self._interrupts, self._deadline_s, self._polled = interrupts, deadline_s, polled
@@ -192,13 +195,8 @@ class Clock:
 
     def deadline_s(self) -> float | None:
         """Until when a trial that begins now may run, on the monotonic clock; None: no limit."""
-        left_s = self.left_s()
-        return None if left_s is None else time.monotonic() + left_s
-
-    def left_s(self) -> float | None:
-        """How long a trial that begins now may run; None: no limit."""
         left_s = min(self._left_s(), self.options.trial_time_limit_s or float("inf"))
-        return None if left_s == float("inf") else max(0.0, left_s)
+        return None if left_s == float("inf") else time.monotonic() + max(0.0, left_s)
 
     def _left_s(self) -> float:
         limit = self.options.time_limit_s
@@ -209,11 +207,6 @@ class Clock:
         """When the time of the whole probe has passed, on the monotonic clock; None: no limit."""
         limit = self.options.time_limit_s
         return None if limit is None else self._started_s + limit
-
-    @property
-    def over_s(self) -> float | None:
-        """In how many seconds that is; None: no limit."""
-        return None if self.options.time_limit_s is None else max(0.0, self._left_s())
 
     @property
     def is_over(self) -> bool:

@@ -13,11 +13,23 @@ from typing import Any, Protocol
 
 import torch
 
-from oomprobe.devices import Device, DeviceInfo, Usage, asked_bytes, describe, notes_of, replay_of, served_bytes
+from oomprobe.breakdown import Recorder
+from oomprobe.devices import (
+    Device,
+    DeviceInfo,
+    Usage,
+    asked_bytes,
+    describe,
+    history_of,
+    notes_of,
+    replay_of,
+    served_bytes,
+)
 from oomprobe.devices.leaks import FURTHER_CALLS, Baseline
 from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, TimeUp, step_failed
-from oomprobe.hooks import Compiled, OptimizerWatch, Work, WorkCounter, held_back
+from oomprobe.hooks import Compiled, OptimizerWatch, Work, WorkCounter, accumulating
 from oomprobe.options import Step
+from oomprobe.report.breakdown import Breakdown
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial
 from oomprobe.signals import CONFIRM_SLACK, Interrupts
 from oomprobe.simulation.rehearsal import Rehearsals
@@ -26,18 +38,16 @@ from oomprobe.state.surroundings import with_same_numbers
 from oomprobe.verdicts import Evidence, Verdict, classify, classify_error
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
-NO_OPTIMIZER = (
-    "no optimizer stepped in {calls} calls of {step!r}: the number holds for what the step did, forward or not"
-)
+NO_OPTIMIZER = "no optimizer stepped in {calls} calls of {step!r}: the result covers only what the step did, perhaps just a forward pass"
 STOPPED_STEPPING = (
     "at batch {size} the optimizer that stepped at smaller sizes did not step in {calls} calls, so this size was not "
     "trained: does the step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let the "
     "error out of step_fn"
 )
-OVER_CAP = "it ran, but used more than the cap: memory reserved before the trial is not reclaimed"
+OVER_CAP = "it ran, but its peak was over the cap: it reused memory that the allocator had reserved earlier"
 LONG_STEPS = 50
 NO_TIME_FOR_LENGTH = (
-    "time limit: a confirmation of batch {size} ran fewer than {steps} steps, and a later one can need more"
+    "time limit: no time for all {steps} confirmation steps at batch {size}; a later step may need more memory"
 )
 NO_TIME_FOR_LEAKS = "time limit: none was left to see whether each step at batch {size} keeps memory"
 # Of what a step allocates: steps that differ by more run `LONG_STEPS` to be confirmed. A GPT whose sequences vary from 32
@@ -61,6 +71,7 @@ class Request:
         cap_bytes: What the allocator is held to; None: all there is.
         accumulation_steps: Micro-batches for one optimizer step.
         exact: Whether a simulated device must run the step, and not only replay it.
+        breakdown: Whether one more full step is recorded, to tell what held the memory.
         deadline_s: Until when the trial may run, on the monotonic clock of this machine; None: no limit.
         smaller_passed: Whether a smaller size has passed in this probe (it corroborates an ambiguous text).
         largest_passed: The largest size that has passed so far.
@@ -72,6 +83,7 @@ class Request:
     cap_bytes: int | None = None
     accumulation_steps: int = 1
     exact: bool = True
+    breakdown: bool = False
     deadline_s: float | None = None
     smaller_passed: bool = False
     largest_passed: int | None = None
@@ -99,8 +111,9 @@ class Outcome:
         measured: After it, where it was the first to pass in its process.
         outside_before_bytes: Held outside this process's allocator when the trial began; None where it is not known.
         outside_after_bytes: The same when it had ended.
-        refusal: Why what it left makes later answers wrong ones; None where it does not.
+        refusal: Why the probe must stop, such as a large leak; None otherwise.
         contradicts_replay: Whether it shows that trials which were only replayed were wrong.
+        breakdown: What held the memory, where the request wanted to know and the device could tell.
     """
 
     trial: Trial
@@ -109,6 +122,7 @@ class Outcome:
     outside_after_bytes: int | None = None
     refusal: str | None = None
     contradicts_replay: bool = False
+    breakdown: Breakdown | None = None
 
 
 class Runner(Protocol):
@@ -139,7 +153,7 @@ class Runner(Protocol):
 
     @property
     def learned(self) -> dict[str, list[int]]:
-        """Which optimizers step in each step, by their place among those known; -1 and below: others."""
+        """For each step, the indices of the optimizers that step; negative: optimizers not known from the start."""
         ...
 
     def learn(self, learned: Mapping[str, Iterable[int]]) -> None:
@@ -229,6 +243,7 @@ class LocalRunner:
         self._rehearsals = Rehearsals(device, single=len(steps) == 1)
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # in the last call that was run
+        self._breakdown: Breakdown | None = None  # of the trial that was asked for one
         self._baseline = Baseline(device, clean=self._start_cold, flush=self._flush_smallest, sleep=sleep)
         self.compiled = Compiled()
         self.in_steps_s = 0.0
@@ -244,10 +259,11 @@ class LocalRunner:
         before_bytes = self._device.outside_bytes()
         try:
             trial = self._run_cold(request)
-        except NotTrainedError:  # the trials before have trained the weights, until a loss scaler sees infinities only
+        except NotTrainedError:  # earlier trials trained the weights until the loss scaler saw only infinities
             if not self._state.restore_weights():
                 raise
             trial = self._run_cold(request)
+        breakdown, self._breakdown = self._breakdown, None
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
             return Outcome(trial=trial)
         trial = self._with_leak(trial, request.deadline_s)
@@ -262,6 +278,7 @@ class LocalRunner:
             outside_after_bytes=self._device.outside_bytes() if measured is None else measured.outside_bytes,
             refusal=self._baseline.refusal(trial),
             contradicts_replay=self._rehearsals.learn(trial),
+            breakdown=breakdown,
         )
 
     def _run_cold(self, request: Request) -> Trial:
@@ -278,7 +295,7 @@ class LocalRunner:
                     if len(self._steps) > 1:
                         self._state.restore_modes()
                     if request.accumulation_steps > 1:
-                        with held_back(self._state.optimizers, self._model):
+                        with accumulating(self._state.optimizers, self._model):
                             for _ in range(request.accumulation_steps - 1):
                                 self._call(step, request, record)
                         self._call(step, request, record)
@@ -290,6 +307,8 @@ class LocalRunner:
                         while len(served) <= request.steps or self._goes_on(name, request, record, served):
                             self._full_step(name, step, request, record)
                             served.append(served_bytes(self._device))
+                        if request.breakdown:
+                            self._break_down(name, step, request)
                     if len(self._steps) > 1:
                         record.peaks[name] = self._usage().peak_allocated_bytes or 0
             if self._replay is not None:
@@ -323,7 +342,7 @@ class LocalRunner:
         return _trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
 
     def _start_cold(self) -> None:
-        """Let go of what earlier calls left: the next finds the memory as training will, with nothing but the model in it."""
+        """Drop what earlier calls left, so that the next starts as training does, with only the model in memory."""
         self._state.start_cold()
         gc.collect()
         self._device.release()
@@ -336,7 +355,7 @@ class LocalRunner:
         """
         is_known, stepped = name in self._expected, self._watch.stepped
         known = {id(optimizer) for optimizer in self._state.optimizers if not _wraps_another(optimizer)}
-        wanted = self._expected[name] if is_known else known or {0}
+        wanted = self._expected[name] if is_known else known or {0}  # none known: wait for any, up to max_calls
         stepped.clear()
         for _ in range(step.max_calls if wanted else 1):
             self._call(step, request, record, may_repeat=len(self._steps) == 1)
@@ -352,6 +371,24 @@ class LocalRunner:
             if not stepped:
                 self.notes[NO_OPTIMIZER.format(calls=step.max_calls, step=name)] = None
 
+    def _break_down(self, name: str, step: Step, request: Request) -> None:
+        """Run one more full step with each allocation recorded; of several steps, the one that needs the most counts."""
+        history = history_of(self._device)
+        if history is None:
+            return
+        recorder = Recorder(self._model, self._state.optimizers)
+        with history as recorded, recorder.recording(recorded):
+            self._full_step(name, step, request, _Record(step_name=name))
+        usage = self._usage()
+        found = recorder.breakdown(
+            request.batch_size,
+            name if len(self._steps) > 1 else None,
+            peak_allocated_bytes=usage.peak_allocated_bytes or 0,
+            peak_reserved_bytes=usage.peak_reserved_bytes or 0,
+        )
+        if self._breakdown is None or found.live_bytes > self._breakdown.live_bytes:
+            self._breakdown = found
+
     def _call(
         self,
         step: Step,
@@ -362,7 +399,7 @@ class LocalRunner:
         inside: AbstractContextManager[Any] | None = None,
     ) -> None:
         """Call the step once; a simulated device may repeat a call that is known to do what the last one did."""
-        if may_repeat and record.calls and self._replay is not None and self._replay.repeat():
+        if may_repeat and not request.breakdown and self._replay is not None and record.calls and self._replay.repeat():
             self._watch.stepped |= self._last_stepped
             record.calls += 1
             return
@@ -384,7 +421,7 @@ class LocalRunner:
         record.durations_s.setdefault(record.step_name, []).append(duration_s)
 
     def _goes_on(self, name: str, request: Request, record: _Record, served: Sequence[int]) -> bool:
-        """Whether a confirmation goes on: chance has a part in whether the next step runs."""
+        """Whether to confirm with more steps, because memory use varies from step to step."""
         by_step = [after - before for before, after in pairwise(served)]
         if request.phase is not Phase.CONFIRM or len(by_step) >= LONG_STEPS or not varies(by_step):
             return False
@@ -427,9 +464,8 @@ class LocalRunner:
     def _kept_by_each(self, trial: Trial, rounds: int, until_s: float | None) -> int:
         """What each further call keeps. Of the same shapes, also where those are random: a new one is kept by libraries."""
         needed_s = CONFIRM_SLACK * FURTHER_CALLS * (trial.step_s or 0.0)
-        if (
-            until_s is not None and time.monotonic() + needed_s >= until_s
-        ):  # what has passed must not end in their midst
+        # The time limit must not expire during these extra calls, and void a trial that passed.
+        if until_s is not None and time.monotonic() + needed_s >= until_s:
             self.notes[NO_TIME_FOR_LEAKS.format(size=trial.batch_size)] = None
             return 0
         enough: list[bool] = []
@@ -440,7 +476,7 @@ class LocalRunner:
     # --- calls beside the trials ---
 
     def _flush(self, size: int, deadline_s: float | None) -> bool:
-        """Replace what a step keeps of its last batch; a trial that has passed is not lost for want of time for this.
+        """Call the step once to replace what it keeps of its last batch; a time-out here does not void the passed trial.
 
         Returns:
             Whether there was memory for it: the leak itself may have filled it, which is measured next.
@@ -542,12 +578,12 @@ def varies(served: Sequence[int]) -> bool:
 
 
 def _wraps_another(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is another one's shell, such as accelerate's: it has no step of its own, and is never seen to make one."""
+    """Whether it wraps another optimizer, as accelerate's does; only the inner one fires the hooks."""
     return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
 
 
 def _over_cap(usage: Usage, request: Request) -> bool:
-    """The cap is compared when memory is asked of the device; what the allocator holds already is served beyond it."""
+    """Torch checks the cap only when it asks the driver for memory: cached blocks can push the peak over it."""
     peak = usage.peak_allocated_bytes
     return request.cap_bytes is not None and usage.peak_reserved_bytes is not None and (peak or 0) > request.cap_bytes
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from oomprobe.hooks import load_counter
+from oomprobe.hooks import preload_dynamo
 
 ON_BED = Path(torch.__file__).parents[1].joinpath("nvidia/cu13/lib/libcudastub.so").exists()
 collect_ignore = ["cuda_bed"] if ON_BED else ["cuda_bed", "cuda"]
@@ -44,6 +44,6 @@ def nothing_left_behind():
 @pytest.fixture(autouse=True)
 def frozen_so_far():
     """As a probe does before its first trial, but what is frozen stays so: collecting all that was imported takes 60 ms."""
-    load_counter()
+    preload_dynamo()
     gc.collect()
     gc.freeze()

@@ -11,6 +11,7 @@ import oomprobe
 from oomprobe import DeviceLostError, NothingFitsError, Phase, StepFailedError, Verdict, find_max_batch
 from oomprobe.devices import Device, accelerator
 from oomprobe.devices.accelerator import AcceleratorDevice, kernel_answers
+from oomprobe.session import Session
 
 H200_BYTES = 150_109_880_320  # no power of two: fractions of it are no whole bytes
 AWKWARD_BYTES = 31_160_284_221  # divided by those and multiplied again, rounded down, it is one byte less
@@ -405,7 +406,8 @@ def neighbour(grows_to_mib):
 
 
 @pytest.mark.parametrize(("grows_to_mib", "contaminated"), [(10, False), (500, False), (600, True)])
-def test_a_neighbour_that_grows_while_probing_is_told(grows_to_mib, contaminated):
+def test_a_neighbour_that_grows_while_probing_is_told(grows_to_mib, contaminated, monkeypatch):
+    monkeypatch.setitem(Session.__init__.__kwdefaults__, "sleep", lambda waited_s: None)
     result = probe(ledger(before_alloc=neighbour(grows_to_mib)))
     assert result.contaminated is contaminated
     assert any("came while probing" in note for note in result.notes)

@@ -264,7 +264,7 @@ def test_what_nobody_foresaw_is_70_with_its_traceback(capsys, wrong, target, mon
         raise ZeroDivisionError("a bug of oomprobe")
 
     monkeypatch.setattr("oomprobe.probe.result_of", broken)
-    code, _, err = run(capsys, "run", f"{target}:fits", *RUN)
+    code, _, err = run(capsys, "run", f"{target}:fits", "--require", "1", *RUN)
     assert code == 70
     assert err.index("Traceback") < err.index("ZeroDivisionError: a bug of oomprobe")
 
@@ -454,5 +454,5 @@ def test_a_contaminated_answer_is_no_plain_number(capsys, target, monkeypatch):
     monkeypatch.setattr("oomprobe.probe.probe_target", lambda *_, **__: contaminated)
     code, out, err = run(capsys, "run", f"{target}:up_to_five", "--quiet", *RUN)
     assert (code, out) == (6, "")
-    assert "no plain number" in err
+    assert "no number printed" in err
     assert run(capsys, "run", f"{target}:up_to_five", *RUN)[0] == 0

@@ -86,7 +86,7 @@ def test_without_a_speed_of_the_answer_nothing_is_said_of_throughput(speeds):
 )
 def test_the_line_is_judged_by_what_ran(predicted, tried, words):
     fit = dataclasses.replace(a_result().fit, predicted_max_batch=predicted)
-    line = sentence(a_result(fit=fit, trials=(a_trial(4), *tried)), "  line")
+    line = sentence(a_result(fit=fit, trials=(a_trial(4), *tried)), "linear fit")
     assert f"{predicted}, not used: {words};" in line
 
 
@@ -100,7 +100,7 @@ def test_the_line_is_judged_by_what_ran(predicted, tried, words):
 )
 def test_how_far_off_the_line_is(share, words):
     fit = dataclasses.replace(a_result().fit, max_relative_error=share)
-    assert sentence(a_result(fit=fit), "  line").endswith(f"; {words}")
+    assert sentence(a_result(fit=fit), "linear fit").endswith(f"; {words}")
 
 
 def test_the_line_keeps_to_multiple_of_like_the_search():

@@ -32,7 +32,7 @@ class Schedule:
 def undisturbed(watch, run, look):
     """As a session runs a trial."""
     outcome = run()
-    while watch.spoiled(outcome, look):
+    while watch.should_rerun(outcome, look):
         outcome = run()
     return outcome
 

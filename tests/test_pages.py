@@ -85,7 +85,7 @@ def test_the_map_of_the_code_is_complete():
 def test_no_cuda_claim_without_evidence():
     files = (ROOT / "tests" / "evidence").glob("*.json")
     of_a_card = [file for file in files if not file.stem.endswith(("_host", "_bed"))]
-    assert bool(of_a_card) != ("No physical card has been seen yet" in README.read_text(encoding="utf-8"))
+    assert bool(of_a_card) != ("oomprobe has not run on a physical GPU yet" in README.read_text(encoding="utf-8"))
 
 
 def test_the_table_of_the_peers_is_what_was_measured(tmp_path):

@@ -346,11 +346,11 @@ def test_real_host_memory_fails_for_real_and_the_answer_survives(tmp_path):
     process = run_script(
         tmp_path,
         """
-        model = nn.Linear(512, 512)
+        model = nn.Linear(64, 64)
         optimizer = torch.optim.AdamW(model.parameters())
         def step(model, batch_size):
             optimizer.zero_grad()
-            x = torch.randn(batch_size, 512, 64).transpose(1, 2)
+            x = torch.randn(batch_size, 64, 512).transpose(1, 2)
             model(x).square().mean().backward()
             optimizer.step()
         result = oomprobe.find_max_batch(model, step, device="cpu:256MiB", progress="off", resolution=0.05)

@@ -9,6 +9,7 @@ from test_result import a_trial
 
 import oomprobe
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.report import progress
 from oomprobe.report.progress import reporter
 from oomprobe.report.table import trial_line
 from oomprobe.result import Phase
@@ -45,6 +46,7 @@ def plain_world(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(progress, "_rich_screen", lambda stream: None)
 
 
 @pytest.fixture

@@ -118,6 +118,7 @@ def test_reading_gives_the_types_back(result):
 def test_a_result_of_version_1_is_read():
     written = json.loads(VERSION_1.read_text())
     read = ProbeResult.from_dict(written).to_dict()
+    assert read.pop("breakdown") is None  # came later
     for values, kept in [(read, written), *zip(read["trials"], written["trials"], strict=True)]:
         assert {key: value for key, value in values.items() if key != "trials"}.items() <= kept.items()
 

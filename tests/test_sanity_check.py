@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "sanity_check.py"
 SOURCE = SCRIPT.read_text(encoding="utf-8")
@@ -51,10 +50,8 @@ def test_a_bug_of_the_step_is_not_taken_for_a_size_that_does_not_fit(tmp_path):
     assert "mat1 and mat2 shapes cannot be multiplied" in done.stderr
 
 
-@pytest.mark.parametrize(("device", "code"), [("cuda", 4), ("cuda:7", 4), ("xpu", 4), ("nonsense", 2), ("cpu:lots", 2)])
+@pytest.mark.parametrize(("device", "code"), [("cuda:7", 4), ("cpu:lots", 2)])
 def test_a_device_that_is_not_here_is_told_before_anything_is_put_there(tmp_path, device, code):
-    if device == "cuda" and torch.cuda.is_available():
-        pytest.skip("it is here")
     done = run(tmp_path, "--batch-size", "4", "--device", device, "--require")
     assert (done.returncode, done.stdout) == (code, "")
     assert "Traceback" not in done.stderr

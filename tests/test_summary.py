@@ -42,6 +42,7 @@ def bench(*trials, on_host=True, step_names=("step",), **options):
         clock=types.SimpleNamespace(elapsed_s=1.0),
         neighbours=types.SimpleNamespace(contaminated=False, held_bytes=[], notes=()),
         state_verified=True,
+        breakdown=None,
     )
 
 
@@ -55,7 +56,7 @@ def result(*trials, found=None, **fields):
 def test_nothing_fits_in_all_the_memory():
     text = str(summary.nothing_fits(bench(trial(1, passed=False))))
     assert text.startswith(
-        "batch 1, the smallest allowed, does not fit on a device in all the memory there is: out of memory"
+        "batch 1, the smallest allowed, does not fit on a device with all the memory there is: out of memory"
     )
     assert "memory_fraction" not in text
 
@@ -64,7 +65,7 @@ def test_nothing_fits_in_all_the_memory():
 def test_nothing_fits_in_a_budget_is_not_called_all_the_memory_there_is(before):
     failed = trial(4, passed=False, cap_bytes=90 * MIB)
     text = str(summary.nothing_fits(bench(*before, failed, min_batch=4)))
-    assert "does not fit on a device in a budget of 90.00 MiB (memory_fraction=0.9): out of memory" in text
+    assert "does not fit on a device within a budget of 90.00 MiB (memory_fraction=0.9): out of memory" in text
     assert "min_batch below 4" in text
     assert text.endswith("or a larger memory_fraction.")
 
@@ -73,7 +74,7 @@ def test_one_size_that_fails_is_not_the_smallest_of_several():
     failed = trial(250, passed=False, cap_bytes=90 * MIB, phase=Phase.CONFIRM)
     text = str(summary.nothing_fits(bench(failed, min_batch=250, max_batch=250)))
     assert text.startswith(
-        "batch 250 does not survive on a device in a budget of 90.00 MiB (memory_fraction=0.9): out of memory"
+        "batch 250 does not survive on a device within a budget of 90.00 MiB (memory_fraction=0.9): out of memory"
     )
     assert "smallest" not in text
     assert "min_batch" not in text

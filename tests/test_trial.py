@@ -613,7 +613,7 @@ def test_what_ran_with_more_than_its_cap_did_not_pass_under_it(trial_time_limit_
         return
     result = oomprobe.find_max_batch(model, step, **options)
     assert result.batch_size == 5
-    assert any("more than the cap" in (t.error or "") for t in result.trials)
+    assert any("its peak was over the cap" in (t.error or "") for t in result.trials)
 
 
 def test_an_optimizer_that_wraps_another_is_not_waited_for():

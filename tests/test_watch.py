@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from oomprobe.hooks import OptimizerWatch, held_back
+from oomprobe.hooks import OptimizerWatch, accumulating
 
 
 class PlainSteps(torch.optim.Optimizer):
@@ -243,7 +243,7 @@ def test_inside_nothing_steps_and_gradients_accumulate(model):
     optimizer, weight = sgd(model), model.weight.detach().clone()
     backward(model)
     once = model.weight.grad.clone()
-    with OptimizerWatch(lambda one: None) as watch, held_back([optimizer], model):
+    with OptimizerWatch(lambda one: None) as watch, accumulating([optimizer], model):
         for clear in (optimizer.zero_grad, model.zero_grad):
             clear()
             optimizer.step()
@@ -258,7 +258,7 @@ def test_afterwards_steps_step_and_gradients_are_cleared(model):
     optimizer, weight = sgd(model), model.weight.detach().clone()
     backward(model)
     attributes = dict(vars(optimizer)), dict(vars(model))
-    with held_back([optimizer, optimizer], model):
+    with accumulating([optimizer, optimizer], model):
         assert dict(vars(optimizer)) != attributes[0]
     assert (dict(vars(optimizer)), dict(vars(model))) == attributes
     optimizer.step()
@@ -274,7 +274,7 @@ def test_a_step_that_a_scheduler_replaced_is_put_back_itself(model):
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     own = vars(optimizer)["step"]  # the scheduler counts steps through it
-    with held_back([optimizer], model):
+    with accumulating([optimizer], model):
         assert vars(optimizer)["step"] is not own
     assert vars(optimizer)["step"] is own
     assert "zero_grad" not in vars(optimizer)
@@ -287,16 +287,16 @@ def test_a_step_that_a_scheduler_replaced_is_put_back_itself(model):
 def test_an_exception_inside_comes_out_and_everything_is_put_back(model):
     optimizer = sgd(model)
     attributes = dict(vars(optimizer)), dict(vars(model))
-    with pytest.raises(KeyError, match="labels"), held_back([optimizer], model):
+    with pytest.raises(KeyError, match="labels"), accumulating([optimizer], model):
         raise KeyError("labels")
     assert (dict(vars(optimizer)), dict(vars(model))) == attributes
 
 
-def test_any_number_of_optimizers_is_held_back(model):
+def test_any_number_of_optimizers_is_accumulating(model):
     optimizers = [sgd(model), torch.optim.Adam(model.parameters()), PlainSteps(model.parameters())]
     weight = model.weight.detach().clone()
     backward(model)
-    with held_back(iter(optimizers), model):
+    with accumulating(iter(optimizers), model):
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(model.weight, weight)
@@ -322,7 +322,7 @@ def test_a_models_own_step_and_buffers_go_on_working():
             self.register_buffer("step", torch.zeros(()))
 
     cell, counts = Cell(), Counts()
-    with held_back([], cell), held_back([], counts):
+    with accumulating([], cell), accumulating([], counts):
         assert cell.step(21) == 42
         counts.step += 1
     assert (cell.steps, counts.step) == (1, 1)

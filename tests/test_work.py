@@ -87,8 +87,8 @@ def test_once_loaded_the_counter_imports_nothing_more():
         """
         import sys
         import torch
-        from oomprobe.hooks import WorkCounter, load_counter
-        load_counter()
+        from oomprobe.hooks import WorkCounter, preload_dynamo
+        preload_dynamo()
         before = set(sys.modules)
         with WorkCounter():
             (torch.ones(3, requires_grad=True) + 1).sum().backward()

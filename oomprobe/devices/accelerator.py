@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from oomprobe.devices import linux, spills
-from oomprobe.devices.base import Usage
+from oomprobe.devices.base import History, Usage
 from oomprobe.devices.stated import check_stated, name_with
 from oomprobe.errors import UnreliableError
 from oomprobe.verdicts import Evidence, Verdict, classify_error
@@ -42,8 +42,8 @@ GRAPHS = (
 class AcceleratorDevice:
     """One accelerator with a caching allocator.
 
-    Where memory may spill to the host, is the host's own, or was stated, every trial is held to what is available: an
-    allocation beyond that would not fail by itself.
+    If memory can spill to the host, is shared with it, or a budget was given, every trial is capped at what is available,
+    because larger allocations would not fail.
 
     Attributes:
         edge_bytes: What a trial in the user's own process leaves free, unless the budget is more.
@@ -86,9 +86,9 @@ class AcceleratorDevice:
         self._counters = (0, 0)
         self._stated_bytes, self._host_free_bytes = stated_bytes, host_free_bytes or linux.free_bytes
         self._available_bytes: int | None = None  # when it was last measured
-        self._always_capped = (*(spills.reasons(device.type) if reasons is None else reasons), *self._unified())
-        self.notes = self._always_capped
-        # Where the driver spills, "free" is more than what stays on the card: at all of it kernels fail, or crawl.
+        self._cap_reasons = (*(spills.reasons(device.type) if reasons is None else reasons), *self._unified())
+        self.notes = self._cap_reasons
+        # Where the driver spills, "free" is more than what stays on the card: using all of it makes kernels fail or crawl.
         self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if spills.why_spills() else 0
 
     def _refuse_uncapped(self) -> None:
@@ -134,9 +134,9 @@ class AcceleratorDevice:
         bounds += [] if host_free is None else [host_free + own]
         return int(min(bounds))
 
-    def _held(self, limit_bytes: int | None) -> int | None:
-        """The limit, or what stands in for none where no allocation would fail by itself."""
-        if self._stated_bytes is None and not self._always_capped:
+    def _effective_cap_bytes(self, limit_bytes: int | None) -> int | None:
+        """The cap to set, even for None where the device needs one."""
+        if self._stated_bytes is None and not self._cap_reasons:
             return limit_bytes
         if self._available_bytes is None:
             self.available_bytes()
@@ -145,7 +145,7 @@ class AcceleratorDevice:
 
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
-        limit_bytes = self._held(limit_bytes)
+        limit_bytes = self._effective_cap_bytes(limit_bytes)
         if limit_bytes is None:
             yield
             return
@@ -215,7 +215,7 @@ class AcceleratorDevice:
             return False
         has_graphs, is_first = self._has_graphs(), not self._has_released
         self._has_released = True
-        if has_graphs and is_first:  # those of a trial go with what it compiled
+        if has_graphs and is_first:  # graphs captured in a trial go when its compiled code does
             self.notes = (*self.notes, GRAPHS)
         if not has_graphs:
             clear()
@@ -229,6 +229,40 @@ class AcceleratorDevice:
             return bool(pools)
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return any(tuple(segment["segment_pool_id"]) != NO_POOL for segment in segments)
+
+    def history(self) -> AbstractContextManager[History] | None:
+        """Record each block that torch's own CUDA allocator hands out; other allocators keep no history."""
+        is_native = self._torch is torch.cuda and torch.cuda.memory.get_allocator_backend() == "native"
+        return self._recorded() if is_native else None
+
+    @contextmanager
+    def _recorded(self) -> Iterator[History]:
+        memory: Any = torch.cuda.memory
+        index = self.torch_device.index
+        self.synchronize()  # blocks that wait for a stream are given back first
+        memory._record_memory_history("all", context=None, clear_history=True, device=self.torch_device)
+        try:
+            segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]  # type: ignore[no-untyped-call]
+            history = History(
+                base={
+                    block["address"]: block["requested_size"]
+                    for segment in segments
+                    for block in segment["blocks"]
+                    if block["state"] != "inactive"
+                },
+                count=lambda: int(self._stats()["allocation"]["all"]["allocated"]),
+                address=lambda tensor: (
+                    tensor.untyped_storage().data_ptr() if tensor.device == self.torch_device else None
+                ),
+            )
+            yield history
+            self.synchronize()
+            for event in memory._snapshot(self.torch_device)["device_traces"][index]:
+                sign = {"alloc": 1, "free_completed": -1}.get(event["action"], 0)
+                if sign:
+                    history.events.append((event["addr"], sign * event["size"]))
+        finally:
+            memory._record_memory_history(None)
 
     def healthy(self) -> bool:
         return kernel_answers(self.torch_device, self.release)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -43,6 +43,11 @@ class Device(Protocol):
         torch_device: Where the model's parameters are expected.
         total_bytes: All of its memory.
         on_host: Whether its memory is the host's own.
+
+    Optional members: ``edge_bytes``, memory that growing trials in the user's own process leave free, so that the
+    driver is never at its edge (without it they run without a cap); ``integrated``, whether it shares the host's memory;
+    ``notes``, sentences for the report; ``served_bytes()``, all that the allocator has ever handed out; ``history()``,
+    a context in which that is recorded (`History`).
     """
 
     name: str
@@ -91,6 +96,24 @@ class Device(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True)
+class History:
+    """What an allocator did while it was recorded.
+
+    Attributes:
+        base: Requested bytes of each block that was in use when the recording began, by address.
+        events: (address, requested bytes) of each block handed out, in order, and the same with negative bytes of each
+            that was given back; complete once the recording has ended.
+        count: Tells how many blocks the allocator has ever handed out.
+        address: Tells the block of a tensor; None where it has none on the device.
+    """
+
+    base: dict[int, int]
+    events: list[tuple[int, int]] = field(default_factory=list)
+    count: Callable[[], int] = lambda: 0
+    address: Callable[[torch.Tensor], int | None] = lambda tensor: None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
     """What a session knows about a device, which may be in another process.
@@ -101,7 +124,7 @@ class DeviceInfo:
         total_bytes: All of its memory.
         on_host: Whether its memory is the host's own.
         integrated: Whether it is an accelerator that shares the host's memory.
-        edge_bytes: What a trial in the user's own process leaves free, unless the budget is more.
+        edge_bytes: Memory that growing trials in the user's own process leave free, unless the budget is larger.
         is_simulated: Whether steps are replayed on a card that need not be there.
         not_covered: What it cannot know about training.
     """
@@ -132,7 +155,7 @@ def describe(device: Device) -> DeviceInfo:
 
 
 def replay_of(device: object) -> Simulated | None:
-    """The device, where it can do without running a step whose requests it knows."""
+    """The device if it is simulated, otherwise None."""
     return device if isinstance(device, Simulated) else None
 
 
@@ -145,6 +168,12 @@ def served_bytes(device: Device) -> int:
     """All that the allocator has ever handed out, so that steps that do the same add the same; 0 where that is not known."""
     count = getattr(device, "served_bytes", None)
     return 0 if count is None else int(count())
+
+
+def history_of(device: Device) -> AbstractContextManager[History] | None:
+    """Record what the device's allocator does, until the end of the context; None where it keeps no history."""
+    record = getattr(device, "history", None)
+    return None if record is None else record()
 
 
 def asked_bytes(device: Device, name: str) -> int:

@@ -46,7 +46,7 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
 
 
 def is_host(device: Device) -> bool:
-    """Whether each trial has to be a process of its own, which the system holds to a budget."""
+    """Whether each trial runs in a forked process, limited by RLIMIT_AS."""
     return isinstance(device, HostDevice)
 
 

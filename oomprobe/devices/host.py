@@ -51,7 +51,7 @@ class HostDevice:
         if stated_bytes is not None and stated_bytes > free_bytes:
             raise InvalidArgumentError(
                 f"{format_bytes(stated_bytes)} of host memory were asked for, and {format_bytes(free_bytes)} are free now: "
-                "beyond that no allocation fails, the system's OOM killer ends the process. Use device='cpu' for what "
+                "above that, allocations succeed and the system's OOM killer ends the process. Use device='cpu' for what "
                 f"is free, or state less, such as 'cpu:{_round_size(free_bytes)}'"
             )
         self.torch_device = torch.device("cpu")
@@ -126,7 +126,7 @@ class HostDevice:
 
 
 def _free_beside_copies(free_bytes: int) -> int:
-    """A child that writes to memory of this process gets a copy of it, which no limit on address space counts."""
+    """Keep room for the copy-on-write pages of a forked child, which RLIMIT_AS does not count."""
     return max(0, free_bytes - (linux.process_bytes("RssAnon") or 0))
 
 

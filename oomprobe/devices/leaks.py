@@ -17,8 +17,8 @@ from oomprobe.units import format_bytes
 TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay below it
 REFUSED_SHARE = 0.05  # of the available memory
 SMALLEST_BYTES = 2**14  # in each step: a list of losses as numbers, and what malloc needs to keep it, stay below
-# What an answer leaves free, and a leak uses up in fewer, is no margin. In the user's own process something beside the step
-# may have grown.
+# If a leak would use up the free memory in fewer steps than this, the answer is refused. In the user's own process something
+# beside the step may have grown.
 STEPS_TO_LAST = {"isolated": 1000, "in one process": 100}
 FURTHER_CALLS = 4  # that show what each step keeps, at most: two, and two again where those kept something
 

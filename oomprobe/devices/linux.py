@@ -7,7 +7,7 @@ from pathlib import Path
 
 MEMINFO, STATM, STATUS = Path("/proc/meminfo"), Path("/proc/self/statm"), Path("/proc/self/status")
 MAPS = Path("/proc/self/maps")
-PAGE_TABLE_OF_CGROUPS = Path("/proc/self/cgroup")
+CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
@@ -51,7 +51,7 @@ def has_loaded(library: str) -> bool:
         return False
 
 
-def free_bytes(meminfo: Path = MEMINFO, table: Path = PAGE_TABLE_OF_CGROUPS, root: Path = CGROUP_ROOT) -> int | None:
+def free_bytes(meminfo: Path = MEMINFO, table: Path = CGROUP_MEMBERSHIP, root: Path = CGROUP_ROOT) -> int | None:
     """Memory this process could still use: the least of what the machine and each of its cgroups have free.
 
     None where nothing says (not Linux).
@@ -102,20 +102,12 @@ def _cgroup_free(folder: Path) -> int | None:
             unused = int(limit_text) - int((folder / used_name).read_text())
         except (OSError, ValueError):
             continue
-        return max(0, unused + _stat(folder, cache_name))
+        return max(0, unused + (_count(folder / "memory.stat", cache_name) or 0))
     return None
 
 
-def _stat(folder: Path, name: str) -> int:
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
-
-
 def oom_kills(
-    vmstat: Path = Path("/proc/vmstat"), table: Path = PAGE_TABLE_OF_CGROUPS, root: Path = CGROUP_ROOT
+    vmstat: Path = Path("/proc/vmstat"), table: Path = CGROUP_MEMBERSHIP, root: Path = CGROUP_ROOT
 ) -> int | None:
     """Processes that the system's OOM killer has ended, of the machine and of our cgroups; None where nothing says.
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from oomprobe.devices.base import Usage
+from oomprobe.devices.base import History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.simulation import cuda_api
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
@@ -235,6 +235,22 @@ class SimulatedDevice:
     def notes(self) -> tuple[str, ...]:
         """What the simulation assumed on the way."""
         return tuple(self._world.notes)
+
+    @contextmanager
+    def history(self) -> Iterator[History]:
+        """Record each block that the allocator hands out; calls inside are run, not repeated."""
+        allocator = self._memory.allocator
+        events: list[tuple[int, int]] = []
+        allocator.log = events
+        try:
+            yield History(
+                base=allocator.requested(),
+                events=events,
+                count=lambda: allocator.served,
+                address=self._world.block_of,
+            )
+        finally:
+            allocator.log = None
 
     # --- calls that need not be run ---
 

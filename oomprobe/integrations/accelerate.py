@@ -12,7 +12,7 @@ Change the import, and the call stays as it is::
     train.result                 # the ProbeResult: the trials, the margin, what limited
 
 A whole training run is too long for a trial, so a trial leaves the function once each of its optimizers has made a few
-steps, by when training has met its memory. After the last trial the function is called once for good.
+steps; by then, training has reached its peak memory. After the last trial the function is called once for good.
 
 To keep accelerate's own decorator, probe first and start it at the answer, which then runs at the first try::
 

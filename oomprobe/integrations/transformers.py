@@ -76,7 +76,7 @@ def find_max_batch(
         trainer: Set up as for ``trainer.train()``.
         write_back: Set ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` in ``trainer.args``: the split
             with the fewest accumulation steps that keeps the global batch, after one confirmed trial of it.
-        max_length: Elements of the longest sequence there can be; None: as long as the longest example. A streaming data
+        max_length: Length of the longest sequence in training; None: that of the longest example. A streaming data
             set needs it, unless all of its examples have one size.
         scan_s: Seconds for looking for the longest examples.
         global_batch: Samples for one optimizer step; None: the product of the two arguments as they are.
@@ -86,7 +86,7 @@ def find_max_batch(
         options: The other options of `oomprobe.find_max_batch`.
 
     Returns:
-        Its `batch_size` is the largest micro-batch; notes say what was written back.
+        A result. Its `batch_size` is the largest micro-batch that fits; its notes say what was written back.
 
     Raises:
         FrameworkError: transformers is not installed, or too old.
@@ -122,9 +122,10 @@ def find_max_batch(
             notes.append(f"the data set ends the search: it has {longest.total} examples")
         if write_back:
             notes.append(_write_back(trainer, loop, whole, result, options))
+    covered = [item for item in result.not_covered if not item.startswith("longest sequence")]
     own = [note for note in result.notes if not (note.startswith("no optimizer stepped") and "'eval'" in note)]
     missing = _not_covered(trainer, evaluates=bool(evaluated))
-    return replace(untimed(result), notes=(*own, *notes), not_covered=(*result.not_covered, *missing))
+    return replace(untimed(result), notes=(*own, *notes), not_covered=(*covered, *missing))
 
 
 def _checked(trainer: Any, max_length: object) -> Any:

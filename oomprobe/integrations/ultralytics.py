@@ -612,7 +612,7 @@ def install(*, device: Any = None, **options: Any) -> Installed:
             (``batch=0.8``; -1 is 0.6).
 
     Returns:
-        What to call ``undo()`` of, or to use in a ``with`` statement.
+        An object with ``undo()``, which can also be used in a ``with`` statement.
 
     Raises:
         InvalidArgumentError: ``memory_fraction`` was given.

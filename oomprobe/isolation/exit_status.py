@@ -130,7 +130,7 @@ def _classify_words(words: str, evidence: Evidence) -> Verdict | None:
 
 
 def _last_lines(stderr: str, usual: frozenset[str]) -> str:
-    """What was said last, before Python's faulthandler told where, and is not said at any size."""
+    """The last lines of stderr before faulthandler's traceback, without those that passing trials print too."""
     said = stderr.partition("Fatal Python error")[0].splitlines()
     return "\n".join([line for line in said if line.strip() and line not in usual][-LAST_LINES:])
 

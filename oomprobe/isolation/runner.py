@@ -19,6 +19,7 @@ from oomprobe.isolation.process import GRACE_S, Process
 from oomprobe.isolation.serve import local_runner, serve
 from oomprobe.isolation.wire import Message
 from oomprobe.options import Options, Step
+from oomprobe.report.breakdown import Breakdown
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial, trial_from_dict
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Tracker
@@ -31,8 +32,8 @@ STUCK_IN_STEP_S = 60.0  # the same in a step, which may wait for data
 # Beyond the limit of a trial: a worker has ended its child by then, or hangs itself.
 WORKER_GRACE_S = GRACE_S + 30.0
 FRESH = (
-    "children forked from the built target hung or could not run ({why}), as they do when building it started threads: "
-    "each trial builds the target anew"
+    "children forked after building the target hung or failed ({why}), probably because building started threads; each "
+    "trial now rebuilds the target"
 )
 STUCK = (
     "a child forked from this process for a trial hangs at {where}: it waits for a thread, or a lock, of this process (call "
@@ -420,11 +421,12 @@ class ProcessRunner:
 
 
 def _outcome(message: dict[str, Any]) -> Outcome:
-    measured = message["measured"]
+    measured, breakdown = message["measured"], message["breakdown"]
     return Outcome(
         **{
             **message,
             "trial": trial_from_dict(message["trial"]),
             "measured": None if measured is None else Measured(**measured),
+            "breakdown": None if breakdown is None else Breakdown.from_dict(breakdown),
         }
     )

@@ -52,7 +52,7 @@ def serve(wire: Wire, make: Callable[[], tuple[Runner, Device | None]], building
             try:
                 _send(wire, _answer(runner, message), own)
             except BaseException as error:
-                _send(wire, told(_judged(error, device), building=None), own)
+                _send(wire, told(_blamed_on_device(error, device), building=None), own)
     system.flush()
     os._exit(0)
 
@@ -95,8 +95,8 @@ def _answer(runner: Runner, message: Message) -> Message:
     }
 
 
-def _judged(error: BaseException, device: Device | None) -> BaseException:
-    """What failed beside the steps, whose own errors have another class by now, may be the device's doing."""
+def _blamed_on_device(error: BaseException, device: Device | None) -> BaseException:
+    """An error outside a step may come from the device: then it becomes DeviceLostError or UnreliableError."""
     if device is None or isinstance(error, errors.OomProbeError) or not isinstance(error, Exception):
         return error
     if not device.healthy():

@@ -11,23 +11,27 @@ import torch
 
 from oomprobe.devices import Device
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.hooks import load_counter
+from oomprobe.hooks import preload_dynamo
 from oomprobe.isolation.runner import Forks, ProcessRunner, Spec, Workers
 from oomprobe.options import Options, Step
 from oomprobe.report.progress import Progress, reporter
 from oomprobe.result import Trial
-from oomprobe.session import Session, told_of_trials
+from oomprobe.session import Session, garbage_frozen, told_of_trials
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Tracker, resident_tensors
 
 LIVE_CHILDREN = (
     "host memory is probed in children forked from this process, and it has live child processes ({names}), such as the "
-    "workers of a data loader: a forked step that uses them would take their answers from this process. End them (del the "
+    "workers of a data loader: a forked step would read batches meant for this process. End them (del the "
     "iterator of the loader), or probe in processes that start afresh: oomprobe run path/to/train.py:build"
 )
 ON_THE_CPU = (
     "THE MODEL IS ON THE CPU and an accelerator is here: this number is about host memory. Call model.to('cuda') before "
     "probing"
+)
+ON_HOST_MEMORY = (
+    ", which is slow: the model is on the CPU. Build it on the GPU, or simulate one with --device sim:24GiB (in Python "
+    'device="sim:24GiB")'
 )
 
 
@@ -35,7 +39,7 @@ ON_THE_CPU = (
 def open_isolated(target: str, device: Any, options: Options, progress: Progress) -> Iterator[Session]:
     """A session whose trials run in workers; on every way out no process of it is left."""
     source = Workers(Spec.of(target, device, options))
-    with _opened(source, options, progress) as session:
+    with _opened(source, options, progress, "" if device else ON_HOST_MEMORY) as session:
         session.state_verified = True  # nothing of the caller's was there to be changed
         yield session
 
@@ -60,13 +64,13 @@ def open_forked(
     """
     if living := multiprocessing.active_children():
         raise InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
-    load_counter()
+    preload_dynamo()
     functions = [step.run for step in steps.values()]
     resident = resident_tensors([model, *functions, *preserve])
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
     source = Forks(model, steps, Tracker(model, functions, preserve), device, options)
     try:
-        with _opened(source, options, progress) as session:
+        with garbage_frozen(), _opened(source, options, progress, "" if was_chosen else ON_HOST_MEMORY) as session:
             if not was_chosen and torch.accelerator.is_available():
                 session.notes[ON_THE_CPU] = None
             yield session
@@ -77,7 +81,7 @@ def open_forked(
 
 
 @contextmanager
-def _opened(source: Forks | Workers, options: Options, progress: Progress) -> Iterator[Session]:
+def _opened(source: Forks | Workers, options: Options, progress: Progress, hint: str) -> Iterator[Session]:
     status = reporter(progress)
     recorded: list[Trial] = []
     with told_of_trials(recorded), Interrupts() as interrupts:
@@ -85,6 +89,7 @@ def _opened(source: Forks | Workers, options: Options, progress: Progress) -> It
         runner = ProcessRunner(source, clock, interrupts)
         try:
             runner.open()
+            status.opened(runner.device.name + hint * runner.device.on_host, options)
             yield Session(runner, options, status, clock, recorded)
         finally:
             status.close()

@@ -8,7 +8,7 @@ import socket
 import sys
 
 from oomprobe.devices import Device, choose_device, is_host
-from oomprobe.hooks import load_counter
+from oomprobe.hooks import preload_dynamo
 from oomprobe.isolation.process import begin
 from oomprobe.isolation.runner import Forks, ProcessRunner, Spec
 from oomprobe.isolation.serve import local_runner, serve
@@ -44,11 +44,12 @@ def _runner_of(spec: Spec) -> tuple[Runner, Device | None]:
     steps = named_steps(step_fn)
     refuse_ranks()
     device = choose_device(spec.open_device(), model)
-    load_counter()
+    preload_dynamo()
     tracker = Tracker(model, [step.run for step in steps.values()])
     if not is_host(device) or not spec.forks:
         return local_runner(model, steps, tracker, device, spec.options), device
     gc.collect()
+    gc.freeze()  # forked children then neither scan nor copy what is here
     runner = ProcessRunner(Forks(model, steps, tracker, device, spec.options), Clock(spec.options), Interrupts())
     runner.open()
     return runner, None

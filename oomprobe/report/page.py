@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from oomprobe.report.breakdown import breakdown_lines
 from oomprobe.report.table import trials_table
 from oomprobe.report.words import WIDTH, bullets, clean, clip, count, rate, wrap
 from oomprobe.units import format_bytes, format_seconds
@@ -41,6 +42,7 @@ def text(result: ProbeResult, *, verbose: bool = False) -> str:
         [_verdict(result), *_warning(result)],
         [trials_table(result.trials)],
         _facts(result, verbose=verbose),
+        [] if result.breakdown is None else breakdown_lines(result.breakdown),
         bullets("notes:", result.notes),
         not_covered,
     )
@@ -89,7 +91,7 @@ def _facts(result: ProbeResult, *, verbose: bool) -> list[str]:
         "checked" if _is_check(result) else "limited by": [_limit(result)],
         "holds for": [_holds_for(result)],
         "throughput": _throughput(result),
-        "line": _line(result, verbose=verbose),
+        "linear fit": _line(result, verbose=verbose),
         "estimates": _estimates(result) if verbose else [],
         "plan": _plan(result, verbose=verbose),
         "state": [_state(result)],
@@ -161,7 +163,7 @@ def _throughput(result: ProbeResult) -> list[str]:
 def _line(result: ProbeResult, *, verbose: bool) -> list[str]:
     fit = result.fit
     if fit is None:
-        return ["none through fewer than three sizes"]
+        return ["none: fewer than three sizes ran"]
     if fit.predicted_max_batch is None:
         said = "does not rise: no answer"
     else:

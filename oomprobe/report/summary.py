@@ -28,8 +28,8 @@ SLOW_FACTOR = 2.0  # a sample that takes this much longer than at a smaller size
 MEASURED_STEP_S = 5e-3  # a faster step is timed too roughly to call another one slow
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-# What ends a process at a size, again and again, is a limit of that size, and not shown to be memory.
 NOT_RESTORED = "state that is not restored: other Python attributes, generators of your own, positions of data loaders"
+# A crash that repeats at one size is a limit of that size, but not shown to be memory.
 _LIMITED_BY = {
     Verdict.SIZE_LIMIT: "size_limit",
     Verdict.POISONED: "size_limit",
@@ -63,6 +63,7 @@ def result_of(session: Session, found: Found) -> ProbeResult:
         options=asdict(session.options),
         elapsed_s=session.clock.elapsed_s,
         in_steps_s=session.runner.in_steps_s,
+        breakdown=session.breakdown,
     )
 
 
@@ -72,7 +73,7 @@ def nothing_fits(session: Session) -> NothingFitsError:
     with_all = last.cap_bytes is None or session.options.memory_fraction == 1
     one_size = session.options.min_batch == session.options.max_batch
     cap = format_bytes(last.cap_bytes or 0)
-    room = "all the memory there is" if with_all else f"a budget of {cap}"
+    room = "with all the memory there is" if with_all else f"within a budget of {cap}"
     margin = "" if with_all else f" (memory_fraction={session.options.memory_fraction})"
     advice = [
         "a smaller model or sample, activation checkpointing or lower precision",
@@ -81,7 +82,7 @@ def nothing_fits(session: Session) -> NothingFitsError:
     ]
     what = " does not survive" if one_size else ", the smallest allowed, does not fit"
     return NothingFitsError(
-        f"batch {last.batch_size}{what} on {session.device.name} in {room}{margin}: "
+        f"batch {last.batch_size}{what} on {session.device.name} {room}{margin}: "
         f"{last.verdict} {f'in the {last.where}' if last.where else ''}\n  {last.error}\n{_held_by_others(session)}"
         f"Try {'; or '.join(advice)}.",
         trials=tuple(session.trials),
@@ -165,7 +166,9 @@ def _unconfirmed(found: Found) -> list[str]:
 
 
 def _leaks(trials: Iterable[Trial]) -> list[str]:
-    leaking = [t for t in trials if t.leaked_bytes and not t.step_leaked_bytes]  # of the others a note of its own tells
+    leaking = [
+        t for t in trials if t.leaked_bytes and not t.step_leaked_bytes
+    ]  # leaks of each step get a note of their own
     if not leaking:
         return []
     worst = max(leaking, key=lambda t: t.leaked_bytes)
@@ -189,25 +192,26 @@ def _growing(session: Session, answer: Trial) -> list[str]:
 
 def _simulated(session: Session, answer: Trial) -> list[str]:
     peak, upper = answer.peak_reserved_bytes or 0, answer.peak_upper_bytes
-    widened = upper is not None and upper > peak
-    interval = (
-        f"{format_bytes(peak)}, and up to {format_bytes(upper or 0)} with"
-        if widened
-        else f"{format_bytes(peak)}, with or without"
+    widened = (
+        f". At batch {answer.batch_size} the allocator reserves {format_bytes(peak)}, and up to {format_bytes(upper)} with "
+        "the workspaces that convolutions would take where there is room"
+        if upper is not None and upper > peak
+        else ""
     )
-    return [
-        f"simulated: no kernel ran and no value exists. At batch {answer.batch_size} the allocator reserves {interval} "
-        "the workspaces that convolutions would take where there is room",
-        *session.runner.device_notes,
-    ]
+    return [f"simulated: no kernel ran, and tensors had no values{widened}", *session.runner.device_notes]
 
 
 def _pressure(trials: Iterable[Trial], answer: Trial) -> list[str]:
     """Name the size to take instead: where the cache is given back in each step, steps are slow, and chance decides."""
     if not answer.alloc_retries:
         return []
-    at_ease = [t.batch_size for t in trials if t.passed and t.cap_bytes is not None and not t.alloc_retries]
-    instead = f"; batch {max(at_ease)} ran without" if at_ease else ""
+    within_bytes = answer.cap_bytes or 0
+    at_ease = [
+        t.batch_size
+        for t in trials
+        if t.passed and not t.alloc_retries and t.peak_reserved_bytes and t.peak_reserved_bytes <= within_bytes
+    ]
+    instead = f"; batch {max(at_ease)} ran without this" if at_ease else ""
     return [
         f"marginal: batch {answer.batch_size} fits only because the allocator gave its cache back "
         f"{count(answer.alloc_retries, 'time', 'times')}, which is slow and may fail within the same budget elsewhere{instead}"

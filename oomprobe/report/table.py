@@ -52,6 +52,7 @@ def trial_line(trial: Trial) -> str:
         f"peak {format_bytes(max(peaks))}" if peaks else None,
         None if trial.cap_bytes is None else f"cap {format_bytes(trial.cap_bytes)}",
         None if trial.samples_per_s is None else f"{rate(trial.samples_per_s)} samples/s",
+        "replayed" if trial.replayed else None,
         *_remarks(trial),
         _failure(trial),
     )

@@ -73,7 +73,7 @@ class CachingAllocator:
 
     __slots__ = (
         "_clock", "_divided", "_handles", "_large", "_live", "_max_split", "_next_address", "_segments", "_settings",
-        "_small", "_threshold", "alloc_retries", "allocated_bytes", "capacity_bytes", "device_index", "limit_bytes", "ooms",
+        "_small", "_threshold", "alloc_retries", "allocated_bytes", "capacity_bytes", "device_index", "limit_bytes", "log", "ooms",
         "peak_allocated_bytes", "peak_requested_bytes", "peak_reserved_bytes", "requested_bytes", "reserved_bytes",
         "total_bytes",
     )  # fmt: skip
@@ -106,6 +106,7 @@ class CachingAllocator:
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
         self.alloc_retries = self.ooms = 0
+        self.log: list[tuple[int, int]] | None = None
 
     def malloc(self, nbytes: int, stream: int = 0) -> int:
         """Hand out memory.
@@ -144,6 +145,8 @@ class CachingAllocator:
         self.allocated_bytes += size
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
+        if self.log is not None:
+            self.log.append((handle, nbytes))
         return handle
 
     def free(self, handle: int) -> None:
@@ -159,6 +162,8 @@ class CachingAllocator:
             raise ValueError(f"handle {handle} is not allocated")
         self.allocated_bytes -= block.size
         self.requested_bytes -= block.requested
+        if self.log is not None:
+            self.log.append((handle, -block.requested))
         self._cache(block)
 
     def fits(self, nbytes: int, stream: int = 0) -> bool:
@@ -184,6 +189,15 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_requested_bytes = self.requested_bytes
         self.peak_reserved_bytes = self.reserved_bytes
+
+    @property
+    def served(self) -> int:
+        """How many blocks were ever handed out."""
+        return self._handles
+
+    def requested(self) -> dict[int, int]:
+        """What was asked for, by the handle of each block in use."""
+        return {handle: block.requested for handle, block in self._live.items()}
 
     def stats(self) -> dict[str, int]:
         """Give the figures under the names of ``torch.cuda.memory_stats``; pools are not told apart."""
@@ -229,6 +243,7 @@ class CachingAllocator:
         twin = CachingAllocator.__new__(CachingAllocator)
         for name in CachingAllocator.__slots__:
             setattr(twin, name, getattr(self, name))
+        twin.log = None
         pools = {pool: Pool(self._settings, pool.stream, is_small=pool.is_small) for pool in self._pools()}
         blocks = {block: twin_of(block, pools[block.pool]) for block in self._blocks()}
         for block, other in blocks.items():

@@ -39,6 +39,11 @@ class Fakes:
             return True
         return False
 
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        """The allocator's handle of the block that a tensor, real or fake, is in; None where it is not on the card."""
+        storage = tensor.untyped_storage()
+        return self._memory.block_of(self._storages.get(storage._cdata, storage))
+
     def settle(self, tensor: torch.Tensor) -> None:
         """Put a real tensor, with all of its storage, on the card.
 

@@ -60,6 +60,11 @@ class Memory:
         """Whether a storage is on the card."""
         return storage._cdata in self._held
 
+    def block_of(self, storage: _Storage) -> int | None:
+        """The allocator's handle of the block that a storage is in; None where it is not on the card."""
+        held = self._held.get(storage._cdata)
+        return None if held is None else held.block
+
     def take(self, storage: _Storage, nbytes: int | None = None) -> None:
         """Put a storage on the card, until it dies.
 

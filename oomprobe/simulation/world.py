@@ -91,6 +91,10 @@ class World(TorchDispatchMode):
         """Put a real tensor of the user's, such as a parameter, on the card."""
         self._fakes.settle(tensor)
 
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        """The allocator's handle of the block that a tensor is in; None where it is not on the card."""
+        return self._fakes.block_of(tensor)
+
     def forget(self, storage: torch.UntypedStorage) -> None:
         """A real tensor has let go of its storage for another one."""
         self._fakes.forget(storage)

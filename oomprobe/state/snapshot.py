@@ -159,7 +159,7 @@ class Snapshot:
     def _keep_module(self, module: torch.nn.Module) -> None:
         """Parameters and buffers, mode, hooks and plain attributes.
 
-        A module whose buffers are as before must not believe, by a flag or a size, that it has grown them. Other objects
+        Plain attributes are restored too: a flag such as "cache built" must match the restored buffers. Other objects
         are neither kept nor held. What DDP and its like note in Python goes with C++ objects, which cannot be rolled back.
         """
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):

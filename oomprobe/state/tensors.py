@@ -192,8 +192,8 @@ class HostCopies:
     """Copies of tensors in host memory: each tensor once, and each storage once however many tensors look at it."""
 
     def __init__(self) -> None:
-        # By address, which another may have had before: whose copy it is, is asked of the copy. A copy that nobody wants
-        # any more goes: a step may make its model anew on each call.
+        # Keyed by id, which Python may reuse: each copy knows whose it is. Copies that nobody wants any more go: a step may
+        # make its model anew on each call.
         self._tensors: weakref.WeakValueDictionary[int, AnyCopy] = weakref.WeakValueDictionary()
         self._storages: weakref.WeakValueDictionary[int, StorageCopy] = weakref.WeakValueDictionary()
         self.storages: weakref.WeakSet[StorageCopy] = weakref.WeakSet()

@@ -1,7 +1,7 @@
 """Exception -> verdict, by a fixed order of rules over a table of error texts.
 
 Two steps, so that nothing of a failed trial stays alive: `facts_of` turns an exception into strings and
-numbers, `judge` weighs those against what was seen around the failure. Torch is not imported: classes are
+numbers, `classify` weighs those against what was seen around the failure. Torch is not imported: classes are
 known by name.
 """
 
@@ -185,7 +185,6 @@ _RULES: tuple[Callable[[Link], ErrorText | None], ...] = (
 )
 
 
-@lru_cache(maxsize=16)  # each failure is judged before and after the health of its device is known
 def _deciding_row(facts: Facts) -> ErrorText | None:
     telling = [link for link in facts.links if not _is_judged(link)]
     found = (rule(link) for rule in _RULES for link in telling)

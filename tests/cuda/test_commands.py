@@ -32,11 +32,15 @@ def test_devices():
 
 def test_run(tmp_path):
     at = tmp_path / "result.json"
-    status, stdout, stderr = typed("run", target(tmp_path, name="gpt"), "--resolution", "0.05", "--json", str(at))
+    status, stdout, stderr = typed(
+        "run", target(tmp_path, name="gpt"), "--resolution", "0.05", "--json", str(at), "--breakdown"
+    )
     result = json.loads(at.read_text())
     assert status == 0, stderr
     assert f"batch {result['batch_size']} fits" in stdout
     assert (result["limited_by"], result["environment"]["isolated"]) == ("memory", True)
+    assert "where the memory went" in stdout
+    assert result["breakdown"]["peak_reserved_bytes"] == result["trials"][-1]["peak_reserved_bytes"]
 
 
 @pytest.mark.parametrize(("size", "status"), [(64, 0), (4096, 5)])

@@ -94,14 +94,6 @@ def killed():
     return at(5, sigkill)
 
 
-def aborted():
-    return at(5, os.abort)
-
-
-def segfaults():
-    return at(5, lambda: ctypes.string_at(0))
-
-
 def leaves():
     os.write(2, b"a library: licence server not found\n")
     os._exit(1)
@@ -115,8 +107,6 @@ def left():
     ("target", "said"),
     [
         (killed, "ended by SIGKILL (not by the system's OOM killer)"),
-        (aborted, "ended by SIGABRT"),
-        (segfaults, "ended by SIGSEGV"),
         (left, "left with exit code 1 before it answered\nthe end of its stderr:\na library: licence server not found"),
     ],
 )
@@ -174,11 +164,9 @@ def sleeping_in_c():
     return at(4, sleeps_in_c)
 
 
-@pytest.mark.parametrize("target", [sleeping, sleeping_in_c])
-@pytest.mark.parametrize("limit", ["time_limit_s", "trial_time_limit_s"])
-@pytest.mark.slow
+@pytest.mark.parametrize(("target", "limit"), [(sleeping, "time_limit_s"), (sleeping_in_c, "trial_time_limit_s")])
 def test_row_17_a_step_that_hangs_ends_with_its_time(target, limit):
-    limit_s = 15 if limit == "time_limit_s" else 3
+    limit_s = 10 if limit == "time_limit_s" else 3
     began = time.monotonic()
     with pytest.raises(TimeLimitError, match="time passed during batch") as late:
         probe_target(target, **{limit: limit_s}, **isolated)
@@ -231,9 +219,9 @@ def workers_started():
 
 @pytest.mark.parametrize(("target", "anew"), [(threads_started, False), (workers_started, True)])
 def test_row_17_a_target_that_started_threads_or_workers(target, anew):
-    result = probe_target(target, device="cpu:1GiB", max_batch=4, progress="off")
-    assert (result.batch_size, result.limited_by) == (4, "max_batch")
-    assert any("each trial builds the target anew" in note for note in result.notes) is anew
+    result = probe_target(target, device="cpu:1GiB", max_batch=2, progress="off")
+    assert (result.batch_size, result.limited_by) == (2, "max_batch")
+    assert any("each trial now rebuilds the target" in note for note in result.notes) is anew
 
 
 # --- 22: what cannot be had in another process ---

@@ -68,5 +68,6 @@ class Stage:
         return self._said.read_text()
 
     def close(self):
-        with contextlib.closing(self._process.stdout):
-            self._process.communicate()
+        with contextlib.closing(self._process.stdout):  # to its end others may hold it open
+            self._process.stdin.close()
+            self._process.wait()

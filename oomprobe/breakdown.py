@@ -1,0 +1,225 @@
+"""Record one step, and tell what held the memory at its peak."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from oomprobe.devices import History
+from oomprobe.report.breakdown import (
+    ACTIVATIONS,
+    BACKWARD,
+    FRAGMENTATION,
+    GRADIENTS,
+    KINDS,
+    PARAMETERS,
+    STATE,
+    STEPPING,
+    WORKSPACES,
+    Breakdown,
+    ModuleMemory,
+)
+from oomprobe.state import state_tensors
+
+OUTSIDE = "(outside the model)"
+MOST_MODULES = 10
+
+
+class Recorder:
+    """Sees what allocates while one step runs: which module, autograd, or an optimizer.
+
+    Args:
+        model: Whose modules are told apart.
+        optimizers: Whose state is told apart from other tensors.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._model, self._optimizers = model, list(optimizers)
+        self._modules = {id(module): (name, type(module).__name__) for name, module in model.named_modules()}
+        self._context: list[tuple[str, str]] = []  # kind of what is allocated now, and the module that does
+        self._autocast = False
+
+    @contextmanager
+    def recording(self, history: History) -> Iterator[None]:
+        """Record one step; the caller records what the allocator does meanwhile as `history`."""
+        self._history = history
+        self._marks: list[tuple[int, tuple[str, str]]] = [(history.count(), (ACTIVATIONS, ""))]
+        self._gradients: list[tuple[int, int]] = []
+        self._known = dict(self._addresses())
+        with ExitStack() as stack:
+            for handle in self._hooks():
+                stack.callback(handle.remove)
+            stack.enter_context(self._backward_seen())
+            yield
+
+    def _addresses(self) -> Iterator[tuple[int, str]]:
+        """What is there before the step; the last name of a block counts."""
+        kinds = [
+            (STATE, (tensor for optimizer in self._optimizers for tensor in state_tensors(optimizer))),
+            (GRADIENTS, (p.grad for p in self._model.parameters() if p.grad is not None)),
+            (PARAMETERS, (*self._model.parameters(), *self._model.buffers())),
+        ]
+        for kind, tensors in kinds:
+            for tensor in tensors:
+                address = self._history.address(tensor)
+                if address is not None:
+                    yield address, kind
+
+    def _hooks(self) -> Iterator[Any]:
+        yield torch_module.register_module_forward_pre_hook(self._enter_module)
+        yield torch_module.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
+        yield register_optimizer_step_pre_hook(lambda *_: self._enter(STEPPING))
+        yield register_optimizer_step_post_hook(lambda *_: self._leave())
+        for parameter in self._model.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                yield parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _backward_seen(self) -> Iterator[None]:
+        """Torch has no hook around the whole of backward, so its two entrances are wrapped."""
+        before = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+
+        def wrapped(run: Any) -> Any:
+            def seen(*args: Any, **kwargs: Any) -> Any:
+                self._enter(BACKWARD)
+                try:
+                    return run(*args, **kwargs)
+                finally:
+                    self._leave()
+
+            return seen
+
+        try:
+            for name, run in before.items():
+                setattr(torch.autograd, name, wrapped(run))
+            yield
+        finally:
+            for name, run in before.items():
+                setattr(torch.autograd, name, run)
+
+    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        self._autocast = self._autocast or torch.is_autocast_enabled("cuda")
+        self._enter(ACTIVATIONS, self._modules.get(id(module), (OUTSIDE, ""))[0])
+
+    def _enter(self, kind: str, module: str = OUTSIDE) -> None:
+        self._context.append((kind, module))
+        self._marks.append((self._history.count(), self._context[-1]))
+
+    def _leave(self) -> None:
+        self._context.pop()
+        self._marks.append((self._history.count(), self._context[-1] if self._context else (ACTIVATIONS, OUTSIDE)))
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        address = None if parameter.grad is None else self._history.address(parameter.grad)
+        if address is not None:
+            self._gradients.append((self._history.count(), address))
+
+    def breakdown(
+        self, batch_size: int, step_name: str | None, *, peak_allocated_bytes: int, peak_reserved_bytes: int
+    ) -> Breakdown:
+        """Tell what held the memory, once the step and the recording have ended."""
+        live, kind_at_peak = held_at_peak(self._history, self._marks, self._gradients, self._known)
+        parts, by_module = Counter[str](), Counter[str]()
+        for nbytes, (kind, module) in live:
+            parts[kind] += nbytes
+            if kind == ACTIVATIONS:
+                by_module[module] += nbytes
+        parts[FRAGMENTATION] = max(0, peak_reserved_bytes - parts.total())
+        dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in self._model.parameters())
+        return Breakdown(
+            batch_size=batch_size,
+            peak_allocated_bytes=peak_allocated_bytes,
+            peak_reserved_bytes=peak_reserved_bytes,
+            parts={kind: parts[kind] for kind in KINDS},
+            step_name=step_name,
+            peak_in={BACKWARD: "backward", STEPPING: "optimizer"}.get(kind_at_peak, "forward"),
+            modules=self._largest(by_module),
+            repeated=self._repeated(by_module),
+            autocast=self._autocast,
+            parameter_dtype=dtypes.most_common(1)[0][0] if dtypes else "float32",
+        )
+
+    def _largest(self, by_module: Counter[str]) -> tuple[ModuleMemory, ...]:
+        """Modules at the same place of repeated blocks, together."""
+        groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+        kinds = dict(self._modules.values())
+        for name, nbytes in by_module.items():
+            place = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or (kinds.get("", OUTSIDE))
+            groups[place, kinds.get(name, "")].append(nbytes)
+        largest = sorted(groups.items(), key=lambda group: -sum(group[1]))[:MOST_MODULES]
+        return tuple(
+            ModuleMemory(name=name, kind=kind, count=len(sizes), activation_bytes=sum(sizes))
+            for (name, kind), sizes in largest
+        )
+
+    def _repeated(self, by_module: Counter[str]) -> tuple[str, int, int] | None:
+        """The list of modules of one class that holds the most, with all that is in them."""
+        found: list[tuple[str, int, int]] = []
+        for name, module in self._model.named_modules():
+            if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
+                continue
+            kinds = Counter(type(child).__name__ for child in module if any(True for _ in child.children()))
+            if kinds and kinds.most_common(1)[0][1] > 1:
+                inside = f"{name}." if name else ""
+                held = sum(nbytes for held_by, nbytes in by_module.items() if held_by.startswith(inside))
+                found.append((*kinds.most_common(1)[0], held))
+        return max(found, key=lambda one: one[2], default=None)
+
+
+def held_at_peak(
+    history: History,
+    marks: list[tuple[int, tuple[str, str]]],
+    gradients: Iterable[tuple[int, int]],
+    known: Mapping[int, str],
+) -> tuple[list[tuple[int, tuple[str, str]]], str]:
+    """Replay what the allocator did, and look at the instant at which the most was in use.
+
+    Args:
+        history: Blocks that were there, and those handed out and given back.
+        marks: (allocations until then, what allocates from then on), in order.
+        gradients: (allocations until then, address of a block that has become a gradient).
+        known: Kinds of the blocks that were there, by address.
+
+    Returns:
+        Bytes, kind and module of each block in use at the peak; and the kind that was being allocated there.
+
+    Example:
+        >>> history = History(base={1: 100}, events=[(2, 50), (3, 30), (2, -50), (4, 10)])
+        >>> marks = [(0, ("activations", "fc")), (1, ("backward temporaries", ""))]
+        >>> held_at_peak(history, marks, [(2, 3)], {1: "parameters"})[0]
+        [(100, ('parameters', '')), (50, ('activations', 'fc')), (30, ('gradients', ''))]
+    """
+    blocks = [(nbytes, (known.get(address, WORKSPACES), "")) for address, nbytes in history.base.items()]
+    last = {address: place for place, address in enumerate(history.base)}  # the block that an address was given to last
+    living = dict(last)
+    totals = list(accumulate((nbytes for _, nbytes in history.events), initial=sum(history.base.values())))
+    peak = totals.index(max(totals))  # events until then
+    at_peak, kind_at_peak = list(living.values()), ACTIVATIONS
+    began = marks[0][0]
+    counts = [count - began for count, _ in marks]
+    became = defaultdict(list)
+    for count, address in gradients:
+        became[count - began].append(address)
+    allocated = 0
+    for number, (address, nbytes) in enumerate(history.events, start=1):
+        if nbytes < 0:
+            living.pop(address, None)
+            continue
+        context = marks[bisect_right(counts, allocated) - 1][1]
+        last[address] = living[address] = len(blocks)
+        blocks.append((nbytes, context))
+        allocated += 1
+        for place in (last[one] for one in became[allocated] if one in last):
+            blocks[place] = blocks[place][0], (GRADIENTS, "")
+        if number == peak:
+            at_peak, kind_at_peak = list(living.values()), context[0]
+    return [blocks[place] for place in at_peak], kind_at_peak

@@ -1,0 +1,154 @@
+"""Where the memory went: what held it at the peak of a step, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oomprobe.report.words import WIDTH, clean, clip, wrap
+from oomprobe.units import format_bytes
+
+PARAMETERS, GRADIENTS, STATE, ACTIVATIONS = "parameters", "gradients", "optimizer state", "activations"
+BACKWARD, STEPPING, WORKSPACES = "backward temporaries", "optimizer temporaries", "workspaces"
+FRAGMENTATION = "fragmentation"
+KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, BACKWARD, STEPPING, WORKSPACES, FRAGMENTATION)
+LARGE, SMALL = 0.25, 0.1  # shares of the peak that are worth a word
+MOST_ADVICE = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleMemory:
+    """Activation memory that modules of one place hold at the peak.
+
+    Attributes:
+        name: Where in the model, an index as ``*``: ``"layers.*.linear1"``.
+        kind: Class of the modules.
+        count: How many of them hold memory.
+        activation_bytes: What they allocated in forward, and still hold at the peak; without what their submodules did.
+    """
+
+    name: str
+    kind: str
+    count: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """What held the memory of a steady step at its peak.
+
+    Attributes:
+        batch_size: The size of the step.
+        peak_allocated_bytes: The allocator's own peak of the trial, in live tensors.
+        peak_reserved_bytes: The same of what the allocator held. `parts` add up to it.
+        parts: Bytes by kind: "parameters" (and buffers), "gradients", "optimizer state", "activations" (allocated
+            outside backward and the optimizer, the batch included), "backward temporaries", "optimizer temporaries",
+            "workspaces" (of libraries, and whatever else was there before the step), "fragmentation" (reserved by the
+            allocator and in no tensor: rounding and cache).
+        peak_in: "forward", "backward" or "optimizer": what ran at the peak.
+        step_name: Which of several named steps; None for a single one.
+        modules: At most ten places in the model, those that hold the most activation memory first.
+        repeated: Class of the model's repeated blocks, how many there are, and the activation memory they hold with all
+            their submodules; None where the model has no such list.
+        autocast: Whether autocast was on in the forward pass.
+        parameter_dtype: Of most parameters, such as ``"float32"``.
+    """
+
+    batch_size: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    parts: Mapping[str, int]
+    peak_in: str
+    step_name: str | None = None
+    modules: tuple[ModuleMemory, ...] = ()
+    repeated: tuple[str, int, int] | None = None
+    autocast: bool = False
+    parameter_dtype: str = "float32"
+
+    @property
+    def live_bytes(self) -> int:
+        """What was in tensors at the peak."""
+        return sum(self.parts.values()) - self.parts[FRAGMENTATION]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Breakdown:
+        """Read what `dataclasses.asdict` wrote."""
+        modules = tuple(ModuleMemory(**module) for module in data["modules"])
+        repeated = None if data["repeated"] is None else tuple(data["repeated"])
+        return cls(**{**data, "modules": modules, "repeated": repeated})
+
+
+def breakdown_lines(breakdown: Breakdown) -> list[str]:
+    """Render a breakdown for the report."""
+    peak_bytes = breakdown.peak_reserved_bytes
+    step = "" if breakdown.step_name is None else f", step {breakdown.step_name!r}"
+    rows = [(kind, nbytes) for kind, nbytes in breakdown.parts.items() if nbytes]
+    lines = [
+        f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}",
+        *(_row(nbytes, peak_bytes, kind) for kind, nbytes in rows),
+        _row(peak_bytes, peak_bytes, "peak reserved"),
+    ]
+    if breakdown.modules:
+        lines += ["", "modules that hold the most activation memory:"]
+        lines += [_row(m.activation_bytes, peak_bytes, _module(m)) for m in breakdown.modules]
+    found = advice(breakdown)
+    if found:
+        lines += ["", "advice:", *(line for one in found for line in wrap(one, first="  - ", rest="    "))]
+    return lines
+
+
+def _row(nbytes: int, of_bytes: int, what: str) -> str:
+    return f"  {format_bytes(nbytes):>10}  {100 * nbytes / max(1, of_bytes):5.1f} %  {clip(clean(what), WIDTH - 24)}"
+
+
+def _module(module: ModuleMemory) -> str:
+    kind = f" ({module.count} x {module.kind})" if module.count > 1 else f" ({module.kind})" if module.kind else ""
+    return f"{module.name}{kind}"
+
+
+def advice(breakdown: Breakdown) -> tuple[str, ...]:
+    """At most five things to try, each with the number that caused it and what to type."""
+    parts, peak_bytes = breakdown.parts, max(1, breakdown.peak_reserved_bytes)
+
+    def told(nbytes: int) -> str:
+        return f"{format_bytes(nbytes)}, {100 * nbytes / peak_bytes:.0f} % of the peak"
+
+    repeated_bytes = 0 if breakdown.repeated is None else breakdown.repeated[2]
+    computing = parts[ACTIVATIONS] + parts[BACKWARD]
+    optimizing = parts[STATE] + parts[STEPPING]
+    found = []
+    if breakdown.repeated is not None and repeated_bytes > LARGE * peak_bytes:
+        kind, count, _ = breakdown.repeated
+        found.append(
+            f"{count} {kind} blocks hold {told(repeated_bytes)}: recompute them in backward, with "
+            "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False), or model.gradient_checkpointing_enable() "
+            "in transformers"
+        )
+    if computing > LARGE * peak_bytes and breakdown.parameter_dtype == "float32" and not breakdown.autocast:
+        found.append(
+            f"activations and their gradients take {told(computing)}, without autocast: about half with "
+            'torch.autocast("cuda", torch.bfloat16) around the forward pass'
+        )
+    if breakdown.peak_in == "optimizer" and parts[STEPPING] > SMALL * peak_bytes:
+        found.append(
+            f"the peak is in the optimizer, whose temporaries take {told(parts[STEPPING])}: pass fused=True to it, or "
+            "foreach=False"
+        )
+    if optimizing > LARGE * peak_bytes:
+        found.append(
+            f"optimizer state takes {told(optimizing)}: an 8-bit optimizer (bitsandbytes.optim.AdamW8bit) takes about a "
+            "quarter; several ranks can share it (ZeroRedundancyOptimizer, FSDP)"
+        )
+    largest = max((m for m in breakdown.modules if m.count == 1), key=lambda m: m.activation_bytes, default=None)
+    if largest is not None and largest.activation_bytes > LARGE * peak_bytes:
+        found.append(
+            f"{largest.name} alone holds {told(largest.activation_bytes)} of activations: compute it, and the loss after "
+            "it, in chunks of the batch under torch.utils.checkpoint.checkpoint"
+        )
+    if parts[FRAGMENTATION] > SMALL * peak_bytes:
+        found.append(
+            f"{told(parts[FRAGMENTATION])}, are reserved and in no tensor: set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the process starts"
+        )
+    return tuple(found[:MOST_ADVICE])

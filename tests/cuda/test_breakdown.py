@@ -1,0 +1,77 @@
+"""Where the memory went, told from the history that torch's own CUDA allocator keeps."""
+
+import pytest
+import torch
+
+import oomprobe
+from oomprobe.report.breakdown import ACTIVATIONS, BACKWARD, PARAMETERS, STATE
+
+from .bed import forked, run_on_bed
+from .models import MODELS
+
+MIB = 2**20
+NAMES = ["mlp", "gpt", "gpt checkpointed", "conv", "mlp accumulating", "many small tensors"]
+
+
+def nbytes(tensors):
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def broken_down(name):
+    model, step = MODELS[name]()
+    result = oomprobe.find_max_batch(model, step, progress="off", breakdown=True, resolution=0.2)
+    return result, nbytes([*model.parameters(), *model.buffers()]), torch.cuda.memory_reserved()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_breakdown_adds_up_to_the_measured_peak(name):
+    result, model_bytes, left_bytes = forked(broken_down, name, memory="1GiB", limit_s=120)
+    found, answer = result.breakdown, result.trials[-1]
+    assert found.batch_size == result.batch_size
+    assert sum(found.parts.values()) == found.peak_reserved_bytes
+    # What tensors asked for, counted from the history, against the allocator's own statistics of another trial.
+    assert found.live_bytes == pytest.approx(answer.peak_allocated_bytes, rel=0.01)
+    assert found.peak_reserved_bytes == pytest.approx(answer.peak_reserved_bytes, rel=0.01)
+    assert found.parts[PARAMETERS] == model_bytes
+    assert left_bytes <= model_bytes + 20 * MIB
+
+
+def of_one_layer():
+    """A step whose tensors at the peak, in tanh's backward, are known to the byte."""
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False), torch.nn.Tanh()).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        x = torch.ones(batch_size, 1024, device="cuda")
+        model(x).sum().backward()
+        optimizer.step()
+
+    result = oomprobe.check(model, step, 4096, progress="off", breakdown=True)
+    history_is_off = not torch.cuda.memory._snapshot()["device_traces"][0]
+    return result.breakdown, history_is_off
+
+
+def test_each_part_is_what_the_model_makes_it():
+    found, history_is_off = forked(of_one_layer, memory="1GiB")
+    mib = {kind: nbytes / MIB for kind, nbytes in found.parts.items()}
+    assert (mib[PARAMETERS], mib[STATE], round(mib[BACKWARD])) == (4, 8, 16)
+    assert mib[ACTIVATIONS] == pytest.approx(32)  # the batch, and what tanh keeps of its result; the loss
+    assert {m.name: m.activation_bytes // MIB for m in found.modules} == {"(outside the model)": 16, "1": 16}
+    assert found.peak_in == "backward"
+    assert history_is_off
+
+
+ASYNC = """
+import torch, oomprobe
+model = torch.nn.Linear(8, 8).cuda()
+step = lambda model, batch_size: model(torch.ones(batch_size, 8, device="cuda")).sum().backward()
+result = oomprobe.check(model, step, 4, progress="off", breakdown=True)
+print(json.dumps([result.breakdown, result.notes]))
+"""
+
+
+def test_an_allocator_without_a_history_is_named():
+    breakdown, notes = run_on_bed(ASYNC, PYTORCH_ALLOC_CONF="backend:cudaMallocAsync")
+    assert breakdown is None
+    assert any(note.startswith("no breakdown: ") for note in notes)
