@@ -1,4 +1,4 @@
-"""The command line: ``oomprobe run | demo | show | devices``.
+"""The command line: ``oomprobe run | demo | show | compare | devices``.
 
 The report goes to stdout. Where stdout is for a machine (``--quiet``, ``--json -``), everything for people goes to
 stderr, also what the target writes to the file descriptor. Exit codes: 0 an answer; 1 nothing fits; 2 usage; 3 the
@@ -13,26 +13,24 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
+import oomprobe
 from oomprobe import errors
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.report import page
+from oomprobe.report.plot import new_figure
+from oomprobe.report.table import trials_table
 from oomprobe.units import format_bytes
 
 if TYPE_CHECKING:
     from oomprobe.result import ProbeResult
-import os
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO
-
-import oomprobe
-from oomprobe.errors import InvalidArgumentError
-from oomprobe.report import page
-from oomprobe.report.table import trials_table
 
 DEMO_CARD = "sim:H100-80GB"
 DEMO_BUDGET = "cpu:256MiB"  # large enough that activations dominate, small enough for half a minute on two cores
@@ -51,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     check_run(arguments)
     saved_at = None if arguments.json in (None, "-") else Path(arguments.json).absolute()  # a step may change folder
+    page_at = None if arguments.html is None else Path(arguments.html).absolute()
     machine_reads = arguments.quiet or arguments.json == "-"
     isolate = not arguments.in_process
     if isolate and sys.platform != "linux":
@@ -68,18 +67,20 @@ def _run(arguments: argparse.Namespace) -> int:
         elif arguments.quiet and not result.contaminated:
             write(stdout, f"{result.batch_size}\n")
     if saved_at is not None:
-        _save(result, saved_at)
+        _save("--json", result.to_json, saved_at)
+    if page_at is not None:
+        _save("--html", result.to_html, page_at)
     if arguments.quiet and result.contaminated:
         tell("oomprobe: no number printed: other processes kept changing the device's memory; see the notes above")
         return UNTRUSTED
     return 0
 
 
-def _save(result: ProbeResult, path: Path) -> None:
+def _save(option: str, write_to: Callable[[Path], object], path: Path) -> None:
     try:
-        result.to_json(path)
+        write_to(path)
     except OSError as error:
-        raise errors.InvalidArgumentError(f"--json {str(path)!r} cannot be written: {error}") from None
+        raise errors.InvalidArgumentError(f"{option} {str(path)!r} cannot be written: {error}") from None
 
 
 def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
@@ -124,16 +125,31 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    result = _read(arguments.result)
+    print(page.text(result, verbose=arguments.verbose), end="")  # noqa: T201
+    if arguments.html is not None:
+        _save("--html", result.to_html, Path(arguments.html))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from oomprobe.report.compare import comparison
+
+    names = arguments.first, arguments.second
+    print(comparison(_read(arguments.first), _read(arguments.second), names), end="")  # noqa: T201
+    return 0
+
+
+def _read(path: str) -> ProbeResult:
     from oomprobe.result import ProbeResult
 
     try:
-        data = json.loads(Path(arguments.result).read_text(encoding="utf-8"))
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise errors.InvalidArgumentError(f"{arguments.result} cannot be read as a result: {error}") from None
+        raise errors.InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None
     if not isinstance(data, dict):
-        raise errors.InvalidArgumentError(f"{arguments.result} is JSON, but not a result that oomprobe wrote")
-    print(page.text(ProbeResult.from_dict(data), verbose=arguments.verbose), end="")  # noqa: T201
-    return 0
+        raise errors.InvalidArgumentError(f"{path} is JSON, but not a result that oomprobe wrote")
+    return ProbeResult.from_dict(data)
 
 
 def _devices(arguments: argparse.Namespace) -> int:
@@ -152,6 +168,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,
     "demo": _demo,
     "show": _show,
+    "compare": _compare,
     "devices": _devices,
 }
 
@@ -180,6 +197,10 @@ def parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print a result that was saved as JSON")
     show.add_argument("result", metavar="RESULT.json")
     _add_verbose(show)
+    _add_html(show)
+    compare = commands.add_parser("compare", help="print two saved results side by side")
+    compare.add_argument("first", metavar="A.json")
+    compare.add_argument("second", metavar="B.json")
     commands.add_parser("devices", help="list what can be probed")
     return whole
 
@@ -211,7 +232,14 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--json", metavar="PATH", help="write the result as JSON; - for stdout")
     run.add_argument("--quiet", action="store_true", help="print only the batch size on stdout, the report on stderr")
     _add_verbose(run)
+    _add_html(run)
     _add_progress(run)
+
+
+def _add_html(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--html", metavar="PATH", help="write a page with plots, to send to a colleague (needs matplotlib)"
+    )
 
 
 def _add_verbose(parser: argparse.ArgumentParser) -> None:
@@ -239,12 +267,16 @@ def check_run(arguments: argparse.Namespace) -> None:
         raise InvalidArgumentError(
             f"--require runs one size and no search, so it would ignore {', '.join(ignored)}: leave that out"
         )
-    if arguments.json not in (None, "-"):
-        path = Path(arguments.json)
+    for option, name in (("--json", arguments.json), ("--html", arguments.html)):
+        if name in (None, "-"):
+            continue
+        path = Path(name)
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise InvalidArgumentError(
-                f"--json {arguments.json!r} cannot be written: name a file in a folder that exists and may be written to"
+                f"{option} {name!r} cannot be written: name a file in a folder that exists and may be written to"
             )
+    if arguments.html is not None:
+        new_figure(1)  # refuses where matplotlib is missing
 
 
 def _flag(option: str) -> str:

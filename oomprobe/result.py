@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.report.breakdown import Breakdown
 from oomprobe.report.fit import LinearFit
 from oomprobe.report.plan import PlanEntry, plan
 from oomprobe.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCHEMA_VERSION = 1
 
@@ -195,6 +198,40 @@ class ProbeResult:
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgumentError(f"this is not a result that oomprobe wrote: {error!r}") from error
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw peak memory and throughput against batch size.
+
+        Args:
+            path: Where to save the picture; the suffix says how: ``.png``, ``.svg``, ``.pdf``. None: nowhere.
+
+        Returns:
+            The figure, a `matplotlib.figure.Figure` of one column's width.
+
+        Raises:
+            InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
+        """
+        from oomprobe.report.plot import result_figure
+
+        figure = result_figure(self)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the result as one HTML file with its pictures inside, to send to a colleague.
+
+        Raises:
+            InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
+        """
+        from oomprobe.report.html import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        from oomprobe.report.html import notebook
+
+        return notebook(self)
 
     def __str__(self) -> str:
         from oomprobe.report.page import text

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from oomprobe.breakdown import Recorder
 from oomprobe.devices import (
     Device,
     DeviceInfo,
@@ -26,6 +25,7 @@ from oomprobe.devices import (
     served_bytes,
 )
 from oomprobe.devices.leaks import FURTHER_CALLS, Baseline
+from oomprobe.devices.recorder import Recorder
 from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, TimeUp, step_failed
 from oomprobe.hooks import Compiled, OptimizerWatch, Work, WorkCounter, accumulating
 from oomprobe.options import Step

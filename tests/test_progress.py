@@ -1,6 +1,13 @@
+import fcntl
 import io
+import os
 import re
+import select
+import struct
+import subprocess
 import sys
+import termios
+import threading
 
 import pytest
 import torch
@@ -9,6 +16,7 @@ from test_result import a_trial
 
 import oomprobe
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.options import Options
 from oomprobe.report import progress
 from oomprobe.report.progress import reporter
 from oomprobe.report.table import trial_line
@@ -59,10 +67,14 @@ def clock(*seconds):
 
 
 def tell(told, *trials):
+    tell_without_end(told, *trials)
+    told.close()
+
+
+def tell_without_end(told, *trials):
     for trial in trials:
         told.started(trial.batch_size, trial.phase)
         told.finished(trial)
-    told.close()
 
 
 GOOD, BAD = a_trial(64), a_trial(128, Verdict.OOM)
@@ -110,6 +122,19 @@ def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
         told.finished(trial)
     told.started(1, Phase.CONFIRM)
     assert f"| {bracket} |" in terminal.screen
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "options", "left"),
+    [(64, 128, {}, 8), (64, 65, {}, 2), (64, 128, {"multiple_of": 8}, 5), (64, 128, {"resolution": 0.25}, 4)],
+)
+def test_the_bracket_says_how_many_trials_are_left(terminal, good, bad, options, left):
+    told = reporter("auto", terminal)
+    told.opened("a device", Options(**options))
+    tell_without_end(told, a_trial(good), a_trial(bad, Verdict.OOM))
+    assert "left" not in terminal.screen
+    told.started(96, Phase.BISECT)
+    assert terminal.screen.endswith(f"| about {left} trials left")
 
 
 @pytest.mark.parametrize("columns", [1, 2, 10, 40, 79])
@@ -242,3 +267,77 @@ def test_the_log_names_the_size_before_its_step_runs(capsys):
     log, device = [], LedgerDevice(8 * MIB)
     result = oomprobe.find_max_batch(torch.nn.Linear(1, 1), step, device=device, memory_fraction=1.0, progress="plain")
     assert result.batch_size == 8
+
+
+# --- on a pseudo-terminal, with and without rich ---
+
+
+@pytest.fixture
+def pseudo():
+    """The two ends of a terminal of 60 columns: what was written, and a file to write to."""
+    screen, end = os.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 60, 0, 0))
+
+    def shown():
+        text = b""
+        while select.select([screen], [], [], 0.2)[0]:
+            text += os.read(screen, 2**16)
+        return text.decode()
+
+    with os.fdopen(end, "w") as file:
+        yield shown, file
+    os.close(screen)
+
+
+@pytest.fixture
+def with_rich(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.undo()
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "60")  # rich measures the terminal of this process's own streams
+    monkeypatch.setenv("TERM", "xterm-256color")
+    return monkeypatch
+
+
+def test_rich_shows_the_trials_and_the_line(pseudo, with_rich):
+    shown, file = pseudo
+    tell(reporter("auto", file), GOOD, BAD)
+    text = shown()
+    assert "batch 64  fits" in text
+    assert "\x1b[32m" in text
+    assert "oomprobe: grow  batch 128 out of memory" in text
+    rows = re.split(r"[\r\n]+|\x1b\[\d*[AK]", text)  # the cursor goes up, and a row is erased
+    assert max(len(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", row)) for row in rows) < 60
+    assert threading.active_count() == 1  # a thread that draws would be copied into forked children
+
+
+def test_rich_draws_without_colour_where_nobody_wants_it(pseudo, with_rich):
+    with_rich.setenv("NO_COLOR", "1")
+    shown, file = pseudo
+    tell(reporter("auto", file), GOOD)
+    assert not re.search(r"\x1b\[3\dm", shown())
+
+
+def test_rich_is_not_used_on_a_terminal_that_cannot_erase(pseudo, with_rich):
+    with_rich.setenv("TERM", "dumb")
+    shown, file = pseudo
+    tell(reporter("auto", file), GOOD)
+    assert shown().replace("\r\n", "\n") == lines(GOOD)
+
+
+def test_the_command_line_draws_on_a_terminal_and_leaves_nothing(pseudo, tmp_path):
+    (tmp_path / "train.py").write_text(TARGET)
+    shown, file = pseudo
+    command = [sys.executable, "-m", "oomprobe", "run", "train.py:build", "--device", "sim:64MiB", "--max-batch", "8"]
+    environment = {**os.environ, "TERM": "xterm"}
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=file, env=environment, check=True)
+    assert done.stdout.startswith(b"verdict: batch 8 fits")
+    assert "oomprobe: " in shown()
+    assert not done.stdout.count(b"\x1b")
+
+
+TARGET = """
+import torch
+def build():
+    return torch.nn.Linear(8, 8), lambda model, batch_size: model(torch.ones(batch_size, 8)).sum().backward()
+"""

@@ -81,25 +81,36 @@ class Breakdown:
 
 def breakdown_lines(breakdown: Breakdown) -> list[str]:
     """Render a breakdown for the report."""
-    peak_bytes = breakdown.peak_reserved_bytes
     step = "" if breakdown.step_name is None else f", step {breakdown.step_name!r}"
-    rows = [(kind, nbytes) for kind, nbytes in breakdown.parts.items() if nbytes]
+    parts, modules = breakdown_rows(breakdown)
     lines = [
         f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}",
-        *(_row(nbytes, peak_bytes, kind) for kind, nbytes in rows),
-        _row(peak_bytes, peak_bytes, "peak reserved"),
+        *map(_line, parts),
     ]
-    if breakdown.modules:
-        lines += ["", "modules that hold the most activation memory:"]
-        lines += [_row(m.activation_bytes, peak_bytes, _module(m)) for m in breakdown.modules]
+    if modules:
+        lines += ["", "modules that hold the most activation memory:", *map(_line, modules)]
     found = advice(breakdown)
     if found:
         lines += ["", "advice:", *(line for one in found for line in wrap(one, first="  - ", rest="    "))]
     return lines
 
 
-def _row(nbytes: int, of_bytes: int, what: str) -> str:
-    return f"  {format_bytes(nbytes):>10}  {100 * nbytes / max(1, of_bytes):5.1f} %  {clip(clean(what), WIDTH - 24)}"
+def breakdown_rows(breakdown: Breakdown) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """Size, share of the peak and name: of each part with the sum last, and of the modules that hold a thousandth of it."""
+    peak_bytes = max(1, breakdown.peak_reserved_bytes)
+
+    def row(nbytes: int, what: str) -> tuple[str, str, str]:
+        return format_bytes(nbytes), f"{100 * nbytes / peak_bytes:.1f} %", clip(clean(what), WIDTH - 24)
+
+    parts = [row(nbytes, kind) for kind, nbytes in breakdown.parts.items() if nbytes]
+    modules = [
+        row(m.activation_bytes, _module(m)) for m in breakdown.modules if 1000 * m.activation_bytes >= peak_bytes
+    ]
+    return [*parts, row(breakdown.peak_reserved_bytes, "peak reserved")], modules
+
+
+def _line(row: tuple[str, str, str]) -> str:
+    return "  {:>10}  {:>7}  {}".format(*row)
 
 
 def _module(module: ModuleMemory) -> str:

@@ -39,9 +39,9 @@ def text(result: ProbeResult, *, verbose: bool = False) -> str:
         bullets("not covered by the trials:", result.not_covered) if verbose else _not_covered(result.not_covered)
     )
     blocks = (
-        [_verdict(result), *_warning(result)],
+        [verdict_line(result), *warning_lines(result)],
         [trials_table(result.trials)],
-        _facts(result, verbose=verbose),
+        _fact_lines(result, verbose=verbose),
         [] if result.breakdown is None else breakdown_lines(result.breakdown),
         bullets("notes:", result.notes),
         not_covered,
@@ -51,10 +51,11 @@ def text(result: ProbeResult, *, verbose: bool = False) -> str:
 
 def brief(result: ProbeResult) -> str:
     """The verdict and the table alone."""
-    return "\n".join([_verdict(result), *_warning(result), trials_table(result.trials)]) + "\n"
+    return "\n".join([verdict_line(result), *warning_lines(result), trials_table(result.trials)]) + "\n"
 
 
-def _verdict(result: ProbeResult) -> str:
+def verdict_line(result: ProbeResult) -> str:
+    """The answer, in one line of at most 100 columns."""
     share = f"{100 * _fraction(result):.3g} % of {format_bytes(result.available_bytes)} on "
     line = f"verdict: batch {result.batch_size} fits in {format_bytes(result.budget_bytes)} ({share}"
     return f"{line}{clip(clean(result.device), max(8, WIDTH - 1 - len(line)))})"
@@ -67,7 +68,8 @@ def _fraction(result: ProbeResult) -> float:
     return result.budget_bytes / result.available_bytes if result.available_bytes else 0.0
 
 
-def _warning(result: ProbeResult) -> list[str]:
+def warning_lines(result: ProbeResult) -> list[str]:
+    """What makes the answer doubtful; none where nothing does."""
     if not result.contaminated:
         return []
     return wrap(
@@ -85,9 +87,9 @@ def _not_covered(items: tuple[str, ...]) -> list[str]:
     return wrap(f"not covered: {'; '.join(heads)}", rest="  ") if heads else []
 
 
-def _facts(result: ProbeResult, *, verbose: bool) -> list[str]:
-    """What there is to say, each a label with its sentences."""
-    sentences_of = {
+def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
+    """What there is to say: sentences by their label."""
+    return {
         "checked" if _is_check(result) else "limited by": [_limit(result)],
         "holds for": [_holds_for(result)],
         "throughput": _throughput(result),
@@ -97,9 +99,12 @@ def _facts(result: ProbeResult, *, verbose: bool) -> list[str]:
         "state": [_state(result)],
         "time": [_time(result)],
     }
+
+
+def _fact_lines(result: ProbeResult, *, verbose: bool) -> list[str]:
     rest = " " * _LABEL
     lines = []
-    for label, sentences in sentences_of.items():
+    for label, sentences in facts(result, verbose=verbose).items():
         firsts = [f"  {label}".ljust(_LABEL), *[rest] * len(sentences)]
         for first, sentence in zip(firsts, sentences, strict=False):
             lines += wrap(sentence, first=first, rest=rest + "  ")

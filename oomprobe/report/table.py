@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from oomprobe.result import Trial
 
 _STEP_NAME = "step name"
+TEXT_COLUMNS = ("phase", "verdict", _STEP_NAME)  # the others hold numbers
 
 
 def trials_table(trials: Iterable[Trial]) -> str:
@@ -23,22 +24,32 @@ def trials_table(trials: Iterable[Trial]) -> str:
     Returns:
         The table without a final newline. Columns that no trial measured are left out.
     """
-    rows = tuple(trials)
+    title, heads, rows = table_cells(trials)
     if not rows:
         return "no trial was run"
-    unit, factor = byte_unit(max(_sizes(rows), default=0))
-    columns = {head: [cell(t) for t in rows] for head, cell in _columns(factor).items()}
-    columns = {head: cells for head, cells in columns.items() if any(cell is not None for cell in cells)}
-    widths = _widths(columns)
-    title = f"trials (memory in {unit}; '-': not measured, or no cap; each kind of error is shown once)"
-    lines = [title, _row({head: head for head in columns}, widths)]
-    shown: set[str] = set()
-    for index, trial in enumerate(rows):
-        lines.append(_row({head: cells[index] or "-" for head, cells in columns.items()}, widths))
-        failure = "" if trial.verdict.value in shown else _failure(trial)
-        lines += _under(widths["batch"] + 4, [*_remarks(trial), failure])
-        shown.add(trial.verdict.value)
+    widths = _widths(heads, [cells for _, cells, _ in rows])
+    lines = [title, _row(heads, heads, widths)]
+    for _, cells, remark in rows:
+        lines.append(_row(heads, cells, widths))
+        if remark:
+            lines.append(clip(f"{' ' * (widths[0] + 4)}^ {remark}", WIDTH))
     return "\n".join(lines)
+
+
+def table_cells(trials: Iterable[Trial]) -> tuple[str, list[str], list[tuple[Trial, list[str], str]]]:
+    """The title of a table, its heads, and of each trial its cells and a remark; columns that no trial measured are left out."""
+    trials = tuple(trials)
+    unit, factor = byte_unit(max(_sizes(trials), default=0))
+    title = f"trials (memory in {unit}; '-': not measured, or no cap; each kind of error is shown once)"
+    columns = {head: [cell(t) for t in trials] for head, cell in _columns(factor).items()}
+    columns = {head: cells for head, cells in columns.items() if any(cell is not None for cell in cells)}
+    rows, shown = [], set()
+    for index, trial in enumerate(trials):
+        failure = "" if trial.verdict in shown else _failure(trial)
+        remark = "; ".join(one for one in (*_remarks(trial), failure) if one)
+        rows.append((trial, [cells[index] or "-" for cells in columns.values()], remark))
+        shown.add(trial.verdict)
+    return title, list(columns), rows
 
 
 def trial_line(trial: Trial) -> str:
@@ -77,19 +88,20 @@ def _columns(factor: int) -> dict[str, Callable[[Trial], str | None]]:
     }
 
 
-def _widths(columns: dict[str, list[str | None]]) -> dict[str, int]:
+def _widths(heads: list[str], rows: list[list[str]]) -> list[int]:
     """Widths that fit in a line: the names of the steps, which are the user's, give way."""
-    widths = {head: max(len(head), *(len(cell or "-") for cell in cells)) for head, cells in columns.items()}
-    if _STEP_NAME in widths:
-        others = sum(2 + width for head, width in widths.items() if head != _STEP_NAME)
-        widths[_STEP_NAME] = max(len(_STEP_NAME), min(widths[_STEP_NAME], WIDTH - 2 - others))
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    if _STEP_NAME in heads:
+        place = heads.index(_STEP_NAME)
+        others = sum(2 + width for width in widths) - 2 - widths[place]
+        widths[place] = max(len(_STEP_NAME), min(widths[place], WIDTH - 2 - others))
     return widths
 
 
-def _row(cells: dict[str, str], widths: dict[str, int]) -> str:
-    words = ("phase", "verdict", _STEP_NAME)
+def _row(heads: list[str], cells: list[str], widths: list[int]) -> str:
     aligned = (
-        f"{clip(cell, widths[head]):{'<' if head in words else '>'}{widths[head]}}" for head, cell in cells.items()
+        f"{clip(cell, width):{'<' if head in TEXT_COLUMNS else '>'}{width}}"
+        for head, cell, width in zip(heads, cells, widths, strict=True)
     )
     return ("  " + "  ".join(aligned)).rstrip()
 
@@ -97,11 +109,6 @@ def _row(cells: dict[str, str], widths: dict[str, int]) -> str:
 def _sizes(trials: Iterable[Trial]) -> list[int]:
     sizes = ((t.peak_allocated_bytes, t.peak_reserved_bytes, t.cap_bytes) for t in trials)
     return [size for of_trial in sizes for size in of_trial if size is not None]
-
-
-def _under(indent: int, remarks: list[str]) -> list[str]:
-    line = "; ".join(remark for remark in remarks if remark)
-    return [clip(f"{' ' * indent}^ {line}", WIDTH)] if line else []
 
 
 def _remarks(trial: Trial) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from oomprobe.devices import History
+from oomprobe.devices.base import History
 from oomprobe.report.breakdown import (
     ACTIVATIONS,
     BACKWARD,
@@ -193,6 +193,7 @@ def held_at_peak(
         Bytes, kind and module of each block in use at the peak; and the kind that was being allocated there.
 
     Example:
+        >>> from oomprobe.devices import History
         >>> history = History(base={1: 100}, events=[(2, 50), (3, 30), (2, -50), (4, 10)])
         >>> marks = [(0, ("activations", "fc")), (1, ("backward temporaries", ""))]
         >>> held_at_peak(history, marks, [(2, 3)], {1: "parameters"})[0]

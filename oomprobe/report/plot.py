@@ -1,0 +1,146 @@
+"""Pictures of a result: memory and throughput against batch size, and the bracket closing. Drawn by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.units import byte_unit, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from oomprobe.result import ProbeResult, Trial
+
+COLUMN_INCHES = 3.5  # one column of a paper, or a phone
+DARK, LIGHT, GREY = "#1b4f8a", "#e08a2e", "0.45"  # apart in greyscale too
+KNEE_SHARE = 0.95  # of the best rate: the smallest batch that reaches it is the knee
+SMALL = 7  # points
+PADDING = 1.08
+
+
+def new_figure(height_inches: float) -> Figure:
+    """An empty figure; nothing global of matplotlib's is touched.
+
+    Raises:
+        InvalidArgumentError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InvalidArgumentError("plots need matplotlib: pip install 'oomprobe[plot]'") from None
+    return Figure(figsize=(COLUMN_INCHES, height_inches), layout="constrained", dpi=200)
+
+
+def result_figure(result: ProbeResult) -> Figure:
+    """Peaks against batch size, with budget and capacity; below it the throughput, where it was measured.
+
+    Args:
+        result: What a probe returned.
+
+    Raises:
+        InvalidArgumentError: matplotlib is not installed.
+    """
+    timed = [t for t in _plain(result) if t.passed and t.samples_per_s]
+    figure = new_figure(4.4 if timed else 3.2)
+    if timed:
+        memory, throughput = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
+        _draw_throughput(throughput, timed)
+        throughput.set_xlabel("batch size", fontsize=SMALL)
+    else:
+        memory = figure.subplots()
+        memory.set_xlabel("batch size", fontsize=SMALL)
+    _draw_memory(memory, result)
+    return figure
+
+
+def bracket_figure(result: ProbeResult) -> Figure:
+    """Each trial in order: what ran and what failed, closing in on the answer."""
+    figure = new_figure(2.2)
+    from matplotlib.ticker import MaxNLocator
+
+    axes = figure.subplots()
+    trials = _plain(result)
+    _scatter(axes, [(n, t.batch_size) for n, t in enumerate(trials, 1) if t.passed], "o", DARK, "ran")
+    _scatter(axes, [(n, t.batch_size) for n, t in enumerate(trials, 1) if not t.passed], "x", "black", "failed")
+    axes.axhline(result.batch_size, color=GREY, linewidth=0.8, linestyle="--")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _label(axes, "batch size", "lower right")
+    axes.set_xlabel("trial", fontsize=SMALL)
+    return figure
+
+
+def _plain(result: ProbeResult) -> list[Trial]:
+    return [trial for trial in result.trials if trial.accumulation_steps == 1]
+
+
+def _draw_memory(axes: Any, result: ProbeResult) -> None:
+    trials = _plain(result)
+    capacity_bytes = max(result.available_bytes, result.budget_bytes)
+    unit, factor = byte_unit(capacity_bytes)
+
+    def points(name: str, *, passed: bool) -> list[tuple[float, float]]:
+        peaks = ((t.batch_size, getattr(t, name)) for t in trials if t.passed is passed)
+        return sorted((size, peak / factor) for size, peak in peaks if peak is not None)
+
+    _scatter(axes, points("peak_reserved_bytes", passed=True), "s", LIGHT, "peak reserved")
+    _scatter(axes, points("peak_allocated_bytes", passed=True), "o", DARK, "peak allocated")
+    _scatter(axes, points("peak_reserved_bytes", passed=False), "x", "black", "failed")
+    lines = [(capacity_bytes, "-", "available")]
+    if result.budget_bytes < capacity_bytes:
+        lines.append((result.budget_bytes, ":", "budget"))
+    for nbytes, style, name in lines:
+        axes.axhline(
+            nbytes / factor, color="black", linewidth=0.8, linestyle=style, label=f"{name} {format_bytes(nbytes)}"
+        )
+    largest = max(trial.batch_size for trial in trials)
+    if result.fit is not None:
+        ends = [0, largest]
+        peaks = [(result.fit.fixed_bytes + result.fit.bytes_per_sample * size) / factor for size in ends]
+        off = 100 * min(result.fit.max_relative_error, 10)
+        axes.plot(
+            ends, peaks, "--", color=GREY, linewidth=0.8, label=f"straight line (not used, off by up to {off:.1f} %)"
+        )
+    axes.axvline(result.batch_size, color=GREY, linewidth=0.6)
+    axes.annotate(
+        f"batch {result.batch_size}", (result.batch_size, 0), xytext=(-2, 3), textcoords="offset points",
+        fontsize=SMALL, rotation=90, ha="right", va="bottom",
+    )  # fmt: skip
+    axes.set_xlim(0, largest * PADDING)
+    axes.set_ylim(0, capacity_bytes / factor * PADDING)
+    _label(axes, f"memory ({unit})", None)
+    axes.figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=SMALL - 1, frameon=False
+    )
+
+
+def _draw_throughput(axes: Any, timed: Sequence[Trial]) -> None:
+    rates = {
+        trial.batch_size: trial.samples_per_s or 0.0 for trial in timed
+    }  # the last trial of a size has the most steps
+    axes.plot(*zip(*sorted(rates.items()), strict=True), "o-", color=DARK, markersize=3, linewidth=0.8)
+    knee = min(size for size, speed in rates.items() if speed >= KNEE_SHARE * max(rates.values()))
+    axes.axvline(knee, color=GREY, linewidth=0.8, linestyle="--")
+    axes.annotate(
+        f"knee: batch {knee}, {100 * KNEE_SHARE:.0f} % of the best rate", (knee, 0), xytext=(3, 3),
+        textcoords="offset points", fontsize=SMALL - 1, va="bottom",
+    )  # fmt: skip
+    axes.set_ylim(0, max(rates.values()) * PADDING)
+    _label(axes, "samples/s", None)
+
+
+def _scatter(axes: Any, points: Sequence[tuple[float, float]], marker: str, colour: str, name: str) -> None:
+    if points:
+        filled = {} if marker == "x" else {"markerfacecolor": "none" if marker == "s" else colour}
+        axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=4, label=name, **filled)
+
+
+def _label(axes: Any, name: str, legend: str | None) -> None:
+    axes.set_ylabel(name, fontsize=SMALL)
+    axes.tick_params(labelsize=SMALL)
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend is not None:
+        axes.legend(loc=legend, fontsize=SMALL - 1, frameon=False)

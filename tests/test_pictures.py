@@ -1,0 +1,195 @@
+"""Plots and the HTML page of a result, and two results side by side."""
+
+import html
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from example_results import EXAMPLES, gpu
+from test_report import same_as_golden
+from test_result import a_result, a_trial
+
+import oomprobe
+from oomprobe import cli
+from oomprobe.report.breakdown import (
+    ACTIVATIONS,
+    FRAGMENTATION,
+    KINDS,
+    Breakdown,
+    ModuleMemory,
+    advice,
+    breakdown_lines,
+)
+from oomprobe.report.compare import comparison
+from oomprobe.report.html import page
+
+GIB = 2**30
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+QUIETLY = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+
+
+def a_breakdown(**changes):
+    parts = dict.fromkeys(KINDS, GIB // 8) | {ACTIVATIONS: 6 * GIB}
+    given = {
+        "batch_size": 98,
+        "parts": parts,
+        "peak_in": "backward",
+        "modules": (
+            ModuleMemory(name="layers.*.mlp", kind="Mlp", count=12, activation_bytes=4 * GIB),
+            ModuleMemory(name="head", kind="Linear", count=1, activation_bytes=GIB),
+        ),
+        "repeated": ("Block", 12, 4 * GIB),
+    } | changes
+    total = sum(given["parts"].values())
+    return Breakdown(peak_allocated_bytes=total - given["parts"][FRAGMENTATION], peak_reserved_bytes=total, **given)
+
+
+# --- plots ---
+
+
+def labels(axes):
+    return {line.get_label() for line in axes.lines if not line.get_label().startswith("_")}
+
+
+def test_a_plot_shows_peaks_lines_and_throughput(tmp_path):
+    result = gpu()
+    figure = result.plot(tmp_path / "probe.png")
+    memory, throughput = figure.axes
+    assert {"peak reserved", "peak allocated", "failed", "available 24.00 GiB", "budget 21.60 GiB"} < labels(memory)
+    allocated = next(line for line in memory.lines if line.get_label() == "peak allocated")
+    assert allocated.get_xydata().tolist() == sorted(
+        [t.batch_size, t.peak_allocated_bytes / GIB] for t in result.trials if t.passed
+    )
+    assert any("not used, off by up to 0.0 %" in label for label in labels(memory))
+    assert [text.get_text() for text in throughput.texts] == ["knee: batch 64, 95 % of the best rate"]
+    assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("name", "count"), [("gpu", 2), ("host", 2), ("max_batch", 2), ("trouble", 1)])
+def test_every_result_can_be_drawn(name, count):
+    assert len(EXAMPLES[name]().plot().axes) == count
+
+
+@pytest.mark.parametrize("count", [3, 30])
+def test_few_and_many_trials_can_be_drawn(tmp_path, count):
+    trials = tuple(a_trial(n, peak_allocated_bytes=n, peak_reserved_bytes=n) for n in range(1, count + 1))
+    a_result(trials=trials, batch_size=count).plot(tmp_path / "probe.svg")
+
+
+def test_without_matplotlib_it_says_what_to_type(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for draw in (gpu().plot, lambda: gpu().to_html(tmp_path / "page.html")):
+        with pytest.raises(oomprobe.InvalidArgumentError, match=r"pip install 'oomprobe\[plot\]'"):
+            draw()
+    assert "<table>" in gpu()._repr_html_()
+
+
+# --- the page ---
+
+
+def test_a_page_has_everything_and_loads_nothing():
+    result = gpu()
+    text = page(result)
+    assert text.count("<svg") == 2
+    assert len(re.findall(r'<tr class="(?:failed|passed|answer)"', text)) == len(result.trials)
+    said = html.unescape(text)
+    for words in ("Batch 98 fits in 21.60 GiB", *result.notes, *result.not_covered, "Environment"):
+        assert words in said
+    assert not re.search(r"<script|<link|<img|@import|url\(\s*['\"]?http", text)
+    addresses = set(re.findall(r"https?://[^\"'<> ]+", text))
+    assert all(address.startswith("http://www.w3.org/") for address in addresses)  # names of XML, not places
+
+
+def test_foreign_words_are_escaped():
+    text = page(a_result(device="<script>alert(1)</script>", notes=("a & b <b>",)))
+    assert "<script" not in text
+    assert "a &amp; b &lt;b&gt;" in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_browser_shows_it_without_scrolling_sideways(tmp_path, width):
+    shown = html.escape(page(gpu()), quote=True)
+    tell = (
+        "f=>{let d=f.contentDocument;document.title=[d.documentElement.scrollWidth,d.querySelectorAll('svg').length]}"
+    )
+    (tmp_path / "frame.html").write_text(
+        f'<title>-</title><iframe width="{width}" height="900" srcdoc="{shown}" onload="({tell})(this)"></iframe>'
+    )
+    command = [CHROMIUM, *QUIETLY, f"--user-data-dir={tmp_path}/user", "--virtual-time-budget=5000", "--dump-dom"]
+    done = subprocess.run([*command, str(tmp_path / "frame.html")], capture_output=True, text=True, timeout=100)
+    wide, pictures = re.search(r"<title>(\d+),(\d+)</title>", done.stdout).groups()
+    assert int(wide) <= width
+    assert pictures == "2"
+
+
+def test_the_command_line_writes_and_shows_a_page(tmp_path, capsys):
+    gpu().to_json(tmp_path / "probe.json")
+    assert cli.main(["show", str(tmp_path / "probe.json"), "--html", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").read_text() == page(gpu())
+    assert cli.main(["show", str(tmp_path / "probe.json"), "--html", "/nowhere/page.html"]) == 2
+    assert "--html '/nowhere/page.html' cannot be written" in capsys.readouterr().err
+
+
+# --- where the memory went ---
+
+
+def test_a_breakdown_reads_as_it_did():
+    same_as_golden("\n".join(breakdown_lines(a_breakdown())) + "\n", "breakdown.txt")
+
+
+def test_a_breakdown_is_saved_and_read():
+    result = a_result(breakdown=a_breakdown())
+    assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
+
+
+def parts(**gib):
+    return dict.fromkeys(KINDS, 0) | {kind.replace("_", " "): int(size * GIB) for kind, size in gib.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "advised"),
+    [
+        ({}, ["12 Block blocks hold 4.00 GiB", "torch.autocast"]),
+        ({"autocast": True, "repeated": None}, []),
+        ({"parameter_dtype": "bfloat16", "repeated": None}, []),
+        ({"parts": parts(parameters=1, optimizer_state=2), "repeated": None, "modules": ()}, ["AdamW8bit"]),
+        (
+            {"parts": parts(parameters=4, optimizer_temporaries=1), "peak_in": "optimizer", "repeated": None},
+            ["the peak is in the optimizer, whose temporaries take 1.00 GiB"],
+        ),
+        ({"parts": parts(parameters=4, fragmentation=1), "repeated": None}, ["expandable_segments:True"]),
+        (
+            {"parts": parts(activations=3), "autocast": True, "repeated": None},
+            ["head alone holds 1.00 GiB, 33 % of the peak"],
+        ),
+        ({"parts": parts(parameters=4), "repeated": None, "modules": ()}, []),
+    ],
+)
+def test_advice_has_the_number_that_caused_it(changes, advised):
+    found = advice(a_breakdown(**changes))
+    assert len(found) == len(advised)
+    for sentence, words in zip(found, advised, strict=True):
+        assert words in sentence
+        assert re.search(r"\d GiB, \d+ % of the peak", sentence)
+
+
+# --- two results ---
+
+
+def test_a_comparison_reads_as_it_did():
+    faster = gpu()
+    trials = tuple(t for t in faster.trials if t.batch_size <= 64)
+    other = a_result(
+        trials=trials, batch_size=64, device="H100", environment={"torch": "2.14.1"}, breakdown=a_breakdown()
+    )
+    same_as_golden(comparison(gpu(), other, ("before.json", f"{'x' * 30}/after.json")), "comparison.txt")
+
+
+def test_the_command_line_compares(tmp_path, capsys):
+    gpu().to_json(tmp_path / "a.json")
+    assert cli.main(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
+    assert "other differences" not in capsys.readouterr().out
+    assert cli.main(["compare", str(tmp_path / "a.json"), "nowhere.json"]) == 2
