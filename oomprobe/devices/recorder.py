@@ -52,7 +52,7 @@ class Recorder:
     def recording(self, history: History) -> Iterator[None]:
         """Record one step; the caller records what the allocator does meanwhile as `history`."""
         self._history = history
-        self._marks: list[tuple[int, tuple[str, str]]] = [(history.count(), (ACTIVATIONS, ""))]
+        self._marks: list[tuple[int, tuple[str, str]]] = [(history.count(), (ACTIVATIONS, OUTSIDE))]
         self._gradients: list[tuple[int, int]] = []
         self._known = dict(self._addresses())
         with ExitStack() as stack:
@@ -150,15 +150,20 @@ class Recorder:
 
     def _largest(self, by_module: Counter[str]) -> tuple[ModuleMemory, ...]:
         """Modules at the same place of repeated blocks, together."""
-        groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+        groups: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
         kinds = dict(self._modules.values())
         for name, nbytes in by_module.items():
-            place = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or (kinds.get("", OUTSIDE))
-            groups[place, kinds.get(name, "")].append(nbytes)
-        largest = sorted(groups.items(), key=lambda group: -sum(group[1]))[:MOST_MODULES]
+            place = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            groups[place, kinds.get(name, "")][name or "(the model itself)"] = nbytes
+        largest = sorted(groups.items(), key=lambda group: -sum(group[1].values()))[:MOST_MODULES]
         return tuple(
-            ModuleMemory(name=name, kind=kind, count=len(sizes), activation_bytes=sum(sizes))
-            for (name, kind), sizes in largest
+            ModuleMemory(
+                name=place if len(sizes) > 1 else next(iter(sizes)),
+                kind=kind,
+                count=len(sizes),
+                activation_bytes=sum(sizes.values()),
+            )
+            for (place, kind), sizes in largest
         )
 
     def _repeated(self, by_module: Counter[str]) -> tuple[str, int, int] | None:
