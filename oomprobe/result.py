@@ -92,7 +92,7 @@ class ProbeResult:
 
     Attributes:
         batch_size: The answer: it ran, at exactly this size, with the allocator held to `budget_bytes`.
-        limit_batch_size: Largest size that ran at all.
+        limit_batch_size: Largest size that ran at all (on a simulated device also one that was replayed).
         first_failing_batch_size: Smallest size that failed without the margin, or None.
         limited_by: ``"memory"``, ``"host_memory"``, ``"max_batch"`` or ``"size_limit"``.
         limiting_step: Name of the step that limits, when several were given.

@@ -272,7 +272,7 @@ class _Search:
             size = self.sizes.up(self.good, stride)
             if size <= hole or size in self.failed | self.failed_full:
                 break
-            if not (yield from self.ask(size, Phase.RECHECK, capped=True)).passed:
+            if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
                 break
             if (yield from self.ask(hole, Phase.RECHECK, capped=True)).passed:
                 self._mark_transient(hole)

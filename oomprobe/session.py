@@ -120,15 +120,7 @@ class Session:
 
     def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
-        cap_bytes = self.budget_bytes if capped else self._grow_cap_bytes()
-        is_last = phase is Phase.GROW and size == self.options.sizes.last
-        if is_last:
-            self._run_last_replayed()
-        trial = self.run(size, phase, cap_bytes=cap_bytes, exact=is_last)
-        if phase is Phase.GROW and trial.replayed and not trial.passed:  # the ends of the bracket are run
-            self.trials.pop()
-            self._run_last_replayed()
-            trial = self.run(size, phase, cap_bytes=cap_bytes, exact=True)
+        trial = self.run(size, phase, cap_bytes=self.budget_bytes if capped else self._grow_cap_bytes())
         if phase is Phase.GROW:
             self._refuse_idle()
         peak = trial.peak_reserved_bytes
@@ -275,8 +267,7 @@ class Session:
             error.trials = tuple(self.trials)
             raise
         if outcome.contradicts_replay:
-            # While growing, both ends of the bracket will still be run. Later, replayed trials have already decided: restart.
-            if phase is not Phase.GROW and any(trial.replayed for trial in self.trials):
+            if any(trial.replayed for trial in self.trials):
                 raise ContradictedError
             self._stop_replaying()
         return trial
@@ -308,14 +299,6 @@ class Session:
         return is_new and self.runner.replaceable and not self._is_size_limit(trial)
 
     # --- replays ---
-
-    def _run_last_replayed(self) -> None:
-        """The last size that passed is the lower end of the bracket: it is run, where it was only replayed."""
-        if not self.trials or not self.trials[-1].replayed:
-            return
-        last = self.trials.pop()
-        if not self.run(last.batch_size, last.phase, cap_bytes=last.cap_bytes, exact=True).passed:
-            raise ContradictedError
 
     def _stop_replaying(self) -> None:
         """Forget what was only replayed, and run every size from here on."""

@@ -286,6 +286,7 @@ def test_live_children_are_refused():
         worker.join()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 def test_a_step_that_was_compiled_before_compiles_in_children(tmp_path):
     """Its pool of compiling processes has threads that are not there in a forked child."""

@@ -91,7 +91,7 @@ def test_an_answer_is_the_cold_frontier_and_survives(name, memory):
     assert passes(answer)
     assert answer >= 0.99 * cold_frontier(passes, answer)
     asked = [trial for trial in found["trials"] if trial["phase"] in ("grow", "bisect")]
-    assert len(asked) <= 2 * math.ceil(math.log2(answer)) + 3
+    assert len(asked) <= 2 * math.ceil(math.log2(answer)) + 4
 
 
 def varying(seed=0):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from faults.card import CARD, ROOM, trained
+from faults.card import CARD, trained
 from faults.processes import marked, until
 from oomprobe import (
     DeviceLostError,
@@ -77,10 +77,10 @@ def test_row_05_a_poisoned_process_gives_no_further_verdict():
 
 
 def test_row_05_a_new_process_goes_on():
-    result = probe_target(poisoned, **isolated)
+    result = probe_target(poisoned, min_batch=POISONED_FROM - 1, max_batch=POISONED_FROM, **isolated)
     assert (result.batch_size, result.limited_by) == (POISONED_FROM - 1, "size_limit")
     assert any("sticky error in two processes" in note for note in result.notes)
-    assert {t.batch_size for t in result.trials if t.verdict is Verdict.POISONED} == {6, 8}
+    assert {t.batch_size for t in result.trials if t.verdict is Verdict.POISONED} == {POISONED_FROM}
 
 
 # --- 16: processes that die ---
@@ -128,7 +128,7 @@ def left_for_memory():
 
 
 def test_row_16_a_death_for_want_of_memory_is_a_ceiling():
-    result = probe_target(left_for_memory, **isolated)
+    result = probe_target(left_for_memory, min_batch=4, max_batch=5, **isolated)
     assert (result.batch_size, result.first_failing_batch_size, result.limited_by) == (4, 5, "memory")
     assert all(t.verdict is Verdict.OOM for t in result.trials if t.batch_size > 4)
 
@@ -138,9 +138,9 @@ def killed_once():
 
 
 def test_row_16_a_death_that_happens_once_is_tried_again(first):
-    result = probe_target(killed_once, **isolated)
+    result = probe_target(killed_once, min_batch=4, max_batch=8, **isolated)
     assert first.exists()
-    assert result.batch_size == ROOM
+    assert result.batch_size == 8
     assert any(NOTE in note and "batch 8" in note for note in result.notes)
     assert Verdict.CRASHED in [t.verdict for t in result.trials]
 
@@ -194,9 +194,9 @@ def hangs_once():
 
 
 def test_row_17_a_step_that_hangs_once_is_tried_again(first):
-    result = probe_target(hangs_once, trial_time_limit_s=3, **isolated)
+    result = probe_target(hangs_once, min_batch=4, max_batch=8, trial_time_limit_s=3, **isolated)
     assert first.exists()
-    assert result.batch_size == ROOM
+    assert result.batch_size == 8
     assert any(NOTE in note for note in result.notes)
     assert Verdict.TIMED_OUT in [t.verdict for t in result.trials]
 
