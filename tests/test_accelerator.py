@@ -39,7 +39,7 @@ def functions_used():
     }
 
 
-def test_the_device_uses_many_functions_and_the_fake_has_them_all():
+def test_the_fake_has_every_function_the_device_uses():
     assert len(functions_used()) >= 10
     assert functions_used() <= set(dir(FakeModule))
 
@@ -62,7 +62,7 @@ def test_the_fake_refuses_what_torch_refuses():
         fake.mem_get_info(torch.device("cpu"))
 
 
-def test_the_fake_gives_its_cache_back_before_it_is_out_of_memory():
+def test_the_fake_gives_its_cache_back_first():
     fake = FakeModule(total_bytes=100 * MIB)
     block = fake.alloc(60 * MIB)
     del block
@@ -143,7 +143,7 @@ def test_the_cap_is_the_budget_to_the_byte():
 
 
 @pytest.mark.parametrize("own", [1.0, 0.5, 1 / 3, math.nextafter(AWKWARD_BYTES / H200_BYTES, 1)])
-def test_the_users_own_fraction_comes_back_to_the_bit_however_often(own):
+def test_the_users_own_fraction_comes_back_to_the_bit(own):
     fake, device = opened(total_bytes=H200_BYTES)
     if own != 1:
         fake.set_per_process_memory_fraction(own)
@@ -180,7 +180,7 @@ def test_no_limit_touches_nothing():
     assert fake.calls == []
 
 
-def test_a_poisoned_device_does_not_hide_the_steps_own_error_when_the_cap_is_lifted():
+def test_a_poisoned_device_does_not_hide_the_steps_error():
     fake, device = opened()
 
     def poisoned_step():
@@ -192,7 +192,7 @@ def test_a_poisoned_device_does_not_hide_the_steps_own_error_when_the_cap_is_lif
         poisoned_step()
 
 
-def test_a_cap_that_cannot_be_lifted_after_a_step_that_passed_is_told():
+def test_a_cap_that_cannot_be_lifted_is_reported():
     fake, device = opened()
     with pytest.raises(torch.AcceleratorError), device.cap(10 * MIB):
         fake.poison()
@@ -229,7 +229,7 @@ def test_counters_are_those_since_the_trial_began():
     assert (usage.alloc_retries, usage.under_pressure) == (1, True)
 
 
-def test_an_out_of_memory_under_a_cap_is_pressure_though_the_card_is_empty():
+def test_out_of_memory_under_a_cap_is_pressure():
     fake, device = opened()
     device.start_trial()
     with pytest.raises(torch.OutOfMemoryError), device.cap(MIB):
@@ -279,7 +279,7 @@ def test_not_healthy_after_a_sticky_error():
         (RuntimeError("something else"), False),
     ],
 )
-def test_an_out_of_memory_in_the_check_is_a_sign_of_life_and_nothing_else_is(monkeypatch, error, healthy):
+def test_only_out_of_memory_in_the_check_is_a_sign_of_life(monkeypatch, error, healthy):
     def ones(*args, **kwargs):
         raise error
 
@@ -339,7 +339,7 @@ def test_at_one_the_answer_is_the_limit():
 
 
 @pytest.mark.parametrize(("fixed_mib", "asked_again"), [(100, False), (500, True)])
-def test_a_size_whose_reserved_peak_was_within_the_budget_is_not_run_again(fixed_mib, asked_again):
+def test_a_size_within_the_budget_is_not_run_again(fixed_mib, asked_again):
     # 900 MiB of budget: doubling ends at 512, which peaks at 612 MiB, or at 1012 MiB
     card = ledger(fixed_bytes=fixed_mib * MIB, total_bytes=4096 * MIB)
     result = probe(card, memory_fraction=900 / 4096, max_batch=512)
@@ -354,7 +354,7 @@ def test_no_size_is_run_twice_at_the_same_cap_while_searching():
     assert len(searched) == len(set(searched)) <= 2 * math.ceil(math.log2(result.batch_size)) + 3
 
 
-def test_a_fraction_of_the_users_own_bounds_the_probe_and_is_left_alone():
+def test_the_users_own_fraction_bounds_the_probe():
     parts = ledger(fixed_bytes=1000 * MIB, per_sample_bytes=50 * MIB, total_bytes=H200_BYTES)
     fake = parts[0].fake
     fake.set_per_process_memory_fraction(1 / 3)
@@ -494,7 +494,7 @@ def test_a_bug_on_a_device_that_died_is_no_bug():
     assert raised.value.trials[-1].verdict is Verdict.POISONED
 
 
-def test_poison_that_shows_only_when_memory_is_measured_is_told_too():
+def test_poison_found_while_measuring_is_reported():
     device, model, step, _ = ledger()
     device.fake.synchronize = lambda device=None: None  # the step looks fine
     real = device.fake.empty_cache
@@ -518,7 +518,7 @@ def test_an_ambiguous_text_without_pressure_is_a_bug():
     assert raised.value.batch_size == 128
 
 
-def test_an_ambiguous_text_is_out_of_memory_when_the_allocator_saw_one():
+def test_an_ambiguous_text_follows_the_allocator():
     def cudnn(fake, batch_size, call):
         try:
             fake.alloc(2 * batch_size * MIB)
@@ -536,7 +536,7 @@ def test_an_ambiguous_text_is_out_of_memory_when_the_allocator_saw_one():
     assert any(CUDNN in (t.error or "") and t.verdict is Verdict.OOM for t in result.trials)
 
 
-def test_an_ambiguous_text_is_out_of_memory_when_the_card_is_full():
+def test_an_ambiguous_text_on_a_full_card_is_memory():
     def cudnn(fake, batch_size, call):
         if fake.mem_get_info()[0] < 8 * MIB:
             raise RuntimeError(CUDNN)
@@ -561,7 +561,7 @@ def test_a_size_limit_is_not_memory():
     assert {t.verdict for t in result.trials if not t.passed} == {Verdict.SIZE_LIMIT}
 
 
-def test_an_out_of_memory_the_step_survives_is_reported_as_pressure():
+def test_a_survived_out_of_memory_is_pressure():
     def retry(fake, batch_size, call):
         fake.alloc(600 * MIB)
 

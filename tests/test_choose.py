@@ -142,7 +142,7 @@ def test_a_model_without_parameters_runs_where_it_is_told(monkeypatch, device):
     assert choose_device(device, WITHOUT_PARAMETERS).torch_device == torch.device("cpu")
 
 
-def test_a_model_without_parameters_runs_on_the_accelerator_where_there_is_one(two_cards):
+def test_a_model_without_parameters_uses_the_accelerator(two_cards):
     assert choose_device(None, WITHOUT_PARAMETERS).torch_device == torch.device("cuda", 0)
     assert model_device(WITHOUT_PARAMETERS) is None
 

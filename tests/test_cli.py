@@ -88,7 +88,7 @@ def test_an_answer_from_processes_of_their_own(capsys, target):
     assert "trials ran in processes of their own" in out
 
 
-def test_where_trials_cannot_be_isolated_they_run_here_and_that_is_said(capsys, target, monkeypatch):
+def test_without_isolation_trials_run_here(capsys, target, monkeypatch):
     monkeypatch.setattr(
         "oomprobe.cli.sys", types.SimpleNamespace(platform="darwin", stdout=sys.stdout, stderr=sys.stderr)
     )
@@ -223,7 +223,7 @@ def wrong(target, tmp_path):
         ("bare", "Bare: not an Exception"),
     ],
 )
-def test_a_target_that_cannot_be_built_is_3_with_its_own_traceback(capsys, wrong, function, shown):
+def test_a_failing_target_is_3_with_its_traceback(capsys, wrong, function, shown):
     code, out, err = run(capsys, "run", f"{wrong}:{function}", "--quiet", *RUN)
     assert (code, out) == (3, "")
     assert shown in err
@@ -248,7 +248,7 @@ def test_a_target_that_leaves_the_process_has_given_no_answer(capsys, wrong, fun
     assert "no answer" in err
 
 
-def test_a_step_that_leaves_the_process_is_3_with_the_table_so_far(capsys, wrong):
+def test_a_step_that_exits_is_3_with_the_table_so_far(capsys, wrong):
     code, out, err = run(capsys, "run", f"{wrong}:step_leaves", "--quiet", *RUN)
     assert (code, out) == (3, "")
     assert re.search(r"^\s+2\s+grow\s+fits", err, re.MULTILINE)
@@ -288,13 +288,13 @@ def test_what_nobody_foresaw_is_70_with_its_traceback(capsys, wrong, target, mon
         (["--require", "4", "--global-batch", "8"], "would ignore --global-batch:"),
     ],
 )
-def test_what_can_be_refused_is_refused_before_the_target_is_built(capsys, target, arguments, said):
+def test_wrong_options_are_refused_before_building(capsys, target, arguments, said):
     code, out, err = run(capsys, "run", f"{target}:fits", *arguments, *RUN)
     assert (code, out) == (2, "")
     assert said in err
 
 
-def test_a_file_that_cannot_be_written_in_the_end_costs_no_answer(capsys, target, tmp_path, monkeypatch):
+def test_an_unwritable_file_costs_no_answer(capsys, target, tmp_path, monkeypatch):
     monkeypatch.setattr(ProbeResult, "to_json", lambda self, path=None: os.mkdir("/nonexistent/x"))
     arguments = ["--max-batch", "4", "--quiet", "--json", str(tmp_path / "x.json"), *RUN]
     code, out, err = run(capsys, "run", f"{target}:fits", *arguments)
@@ -362,7 +362,7 @@ def test_show_refuses_what_is_not_a_result(capsys, tmp_path, text):
     assert err.startswith("oomprobe: ")
 
 
-def test_devices_lists_the_host_and_the_cards_that_can_be_simulated(capsys):
+def test_devices_lists_the_host_and_simulated_cards(capsys):
     code, out, _ = run(capsys, "devices")
     assert code == 0
     here, simulated = out.split("\n\n")

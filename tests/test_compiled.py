@@ -104,7 +104,7 @@ def trained_at(size, way, recorder, **options):
 
 
 @WAYS
-def test_each_size_is_compiled_as_training_at_that_size_alone_would(way):
+def test_each_size_is_compiled_as_if_alone(way):
     recorder = Recorder()
     alone = [graphs for size in SIZES for graphs in trained_at(size, way, recorder)]
     assert len(alone) == len(SIZES)
@@ -142,7 +142,7 @@ def test_training_compiles_as_if_there_had_been_no_probe(way, sizes):
         assert recorder.take() != never_probed
 
 
-def test_changing_sizes_in_training_are_still_compiled_for_them_afterwards():
+def test_training_still_compiles_for_changing_sizes():
     recorder = Recorder()
     model, step = compiled_model(backend=recorder)
     probed(model, step, SIZES)
@@ -184,7 +184,7 @@ def test_a_size_that_fails_to_compile_leaves_no_trace_either():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("forgets", "compiled_at"), [(True, [64, 48, 32]), (False, [64])])
-def test_errors_that_are_suppressed_do_not_send_later_sizes_to_eager(forgets, compiled_at):
+def test_suppressed_errors_do_not_turn_later_sizes_eager(forgets, compiled_at):
     recorder = Recorder(fail_at=[64])
     with torch._dynamo.config.patch(suppress_errors=True):
         probed(*compiled_model(backend=recorder), [64, 48, 32], forgets=forgets)
@@ -353,7 +353,7 @@ def test_a_reset_that_fails_is_told_and_stops_nothing(monkeypatch):
     assert torch_compile.graphs == 2
 
 
-def test_called_while_this_thread_compiles_it_forgets_afterwards(monkeypatch):
+def test_while_compiling_it_forgets_afterwards(monkeypatch):
     resets, inside = [], []
     reset = torch._dynamo.reset
     monkeypatch.setattr(torch._dynamo, "reset", lambda: (resets.append(list(inside)), reset()))

@@ -21,7 +21,7 @@ TREE = {
 
 
 @pytest.mark.parametrize("kind", TREE)
-def test_each_error_is_the_builtin_its_caller_expects_and_carries_trials(kind):
+def test_errors_are_builtins_and_carry_trials(kind):
     trials = (a_trial(), a_trial())
     error = kind("what happened", trials=trials)
     assert isinstance(error, OomProbeError)
@@ -72,7 +72,7 @@ def test_an_exception_without_text_is_still_told():
 # --- where a smaller size ran ---
 
 
-def test_a_step_that_ran_at_a_smaller_size_is_told_where_to_stop():
+def test_a_bug_above_a_size_that_ran_names_max_batch():
     text = str(step_failed(ValueError("sample larger than population"), batch_size=1024, largest_passed=512))
     assert "batch 512 ran: pass max_batch=512 if sizes above it are not meant to work (a data set that ends?)" in text
     assert "no batch size would answer it" not in text
@@ -80,7 +80,7 @@ def test_a_step_that_ran_at_a_smaller_size_is_told_where_to_stop():
 
 
 @pytest.mark.parametrize("largest_passed", [None, 8, 16])
-def test_a_step_that_ran_at_no_smaller_size_is_told_that_none_will_do(largest_passed):
+def test_a_bug_at_every_size_says_so(largest_passed):
     text = str(step_failed(ValueError("x"), batch_size=8, largest_passed=largest_passed))
     assert "so no batch size would answer it: the same error comes without oomprobe" in text
     assert "max_batch" not in text
@@ -98,7 +98,7 @@ def test_a_user_of_an_adapter_is_told_what_he_can_type():
     assert "step_fn" not in text
 
 
-def test_a_target_that_failed_is_a_step_failure_with_its_own_text():
+def test_a_failed_target_keeps_its_own_text():
     failed = errors.target_failed(KeyError("config"), "train.py:build")
     assert str(failed).startswith("the target train.py:build failed with KeyError while it was imported and built: ")
     assert (failed.trials, failed.batch_size) == ((), 0)
@@ -127,7 +127,7 @@ def test_the_users_exception_is_not_changed():
     assert (own.args, dict(vars(own)), str(own)) == before
 
 
-def test_what_may_come_of_the_probe_itself_is_not_blamed_on_the_step():
+def test_an_error_of_the_probe_is_not_the_steps():
     cause = RuntimeError("_apply(): Couldn't swap Linear.weight.grad")
     text = str(step_failed(cause, batch_size=1))
     assert "the same error comes without oomprobe" not in text

@@ -34,7 +34,7 @@ def test_a_script_leaves_with_the_same_codes(capsys, kind, required):
     assert capsys.readouterr().err.startswith("oomprobe: ")
 
 
-def test_a_script_that_has_its_answer_goes_on_and_other_errors_are_its_own():
+def test_a_script_with_its_answer_goes_on():
     with explained():
         pass
     with pytest.raises(KeyError), explained():

@@ -180,7 +180,7 @@ def dead_after(keep):
 
 
 @pytest.mark.usefixtures("no_gc")
-def test_what_is_kept_of_an_exception_keeps_nothing_of_its_frames():
+def test_a_failure_keeps_no_frames():
     dead, kept = dead_after(failure_of)
     assert isinstance(kept, Failure)
     assert dead

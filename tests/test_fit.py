@@ -14,7 +14,7 @@ sizes = st.lists(st.integers(1, 4096), min_size=3, max_size=12, unique=True)
 
 @given(sizes, st.integers(0, 2 * GIB), st.integers(1, 2**28), st.integers(1, 4096))
 @example([1, 2, 3199], 67106730, 2, 1)  # what rounding loses of the fixed part is more than a billionth of a sample
-def test_an_exact_line_is_recovered_with_the_size_where_it_meets_the_budget(xs, fixed, slope, largest):
+def test_an_exact_line_meets_the_budget_at_its_size(xs, fixed, slope, largest):
     line = fit_line([(x, fixed + slope * x) for x in xs], budget_bytes=fixed + slope * largest)
     assert line is not None
     assert line.bytes_per_sample == pytest.approx(slope, rel=1e-9)

@@ -71,7 +71,7 @@ def two_mebibytes_a_sample():
 # --- the device ---
 
 
-def test_the_cap_raises_torchs_own_error_at_the_budget_and_is_lifted(card):
+def test_the_cap_raises_torchs_own_error(card):
     before = fraction()
     budget = GIB
     with card.cap(budget):
@@ -86,7 +86,7 @@ def test_the_cap_raises_torchs_own_error_at_the_budget_and_is_lifted(card):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("x"), KeyboardInterrupt()])
-def test_the_users_own_fraction_comes_back_to_the_bit_however_often(card, error):
+def test_the_users_own_fraction_comes_back_to_the_bit(card, error):
     before = fraction()
     for size in range(50):
         with pytest.raises(type(error)), card.cap(GIB + 7 * size):
@@ -99,7 +99,7 @@ def test_the_cap_never_goes_above_the_users_own_fraction(card):
         bytes_on_card(SMALL_BYTES + 2 * MIB)
 
 
-def test_available_is_free_and_own_and_bounded_by_the_users_fraction(card):
+def test_available_is_bounded_by_the_users_fraction(card):
     assert card.available_bytes() == pytest.approx(SMALL_BYTES, abs=2)
     torch.cuda.set_per_process_memory_fraction(1.0, CARD)
     kept = bytes_on_card(256 * MIB)
@@ -161,7 +161,7 @@ def test_a_step_of_known_memory_is_answered_to_the_segment(card, memory_fraction
 
 
 @pytest.mark.parametrize("build", [demo.conv_net, demo.small_gpt])
-def test_the_answer_ran_under_the_cap_and_the_size_above_failed_there(card, build):
+def test_the_answer_ran_and_the_next_size_failed(card, build):
     before = fraction()
     model, step = build()
     result = find_max_batch(model, step, memory_fraction=0.8, progress="off")
@@ -177,7 +177,7 @@ def test_the_answer_ran_under_the_cap_and_the_size_above_failed_there(card, buil
     assert all(t.leaked_bytes == 0 for t in result.trials)
 
 
-def test_a_second_probe_finds_the_memory_as_the_first_one_left_it(card):
+def test_a_second_probe_finds_the_same_memory(card):
     model, step = demo.small_gpt()
     first = find_max_batch(model, step, progress="off", resolution=0.05)
     clean()
@@ -198,7 +198,7 @@ def test_check_agrees_with_the_answer(card):
         oomprobe.check(model, step, answer + 32, progress="off")
 
 
-def test_everything_comes_back_as_it_was_and_so_does_the_random_state_of_the_card(card):
+def test_everything_and_the_cards_generator_come_back(card):
     torch.cuda.manual_seed(7)
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 1)).to(CARD)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -221,7 +221,7 @@ def test_everything_comes_back_as_it_was_and_so_does_the_random_state_of_the_car
 
 
 @pytest.mark.needs_kernels
-def test_a_scaler_that_skips_its_first_steps_is_waited_for_and_restored(card):
+def test_a_scaler_that_skips_steps_is_waited_for(card):
     model = nn.Linear(64, 64).to(CARD)
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**30)  # far too large: several steps overflow and are skipped
@@ -346,7 +346,7 @@ def test_a_size_that_failed_beside_a_neighbour_is_tried_again(card, neighbour):
 # --- poison, in processes of their own ---
 
 
-def test_an_index_out_of_bounds_ends_the_process_and_the_error_carries_the_state():
+def test_an_index_out_of_bounds_carries_the_state():
     out = run_python(
         """
         import os
@@ -439,7 +439,7 @@ def said_of_limits():
 
 @pytest.mark.needs_kernels
 @pytest.mark.parametrize("name", LIMITS_THAT_ARE_NOT_MEMORY)
-def test_a_size_limit_of_this_torch_is_not_called_memory_nor_a_bug(name, said_of_limits):
+def test_a_size_limit_is_neither_memory_nor_a_bug(name, said_of_limits):
     said = said_of_limits[name]
     if said == "PASSED":
         pytest.skip("this torch has no such limit")
@@ -462,6 +462,6 @@ print(torch.cuda.is_initialized())
 """
 
 
-def test_children_that_are_poisoned_or_run_out_of_memory_are_replaced():
+def test_poisoned_and_full_children_are_replaced():
     out = run_python(RUN_TARGETS, timeout_s=240, warnings="default")
     assert out.splitlines() == ["10 size_limit True", "memory True", "memory True", "False"]

@@ -28,7 +28,7 @@ def alive(pid):
         return False
 
 
-def test_what_a_process_started_ends_with_it_when_its_time_is_up():
+def test_grandchildren_end_when_time_is_up():
     with pytest.raises(subprocess.TimeoutExpired) as raised:
         gpu_check.within([sys.executable, "-c", STARTS_ANOTHER], 1.0)
     child = int(raised.value.stdout)

@@ -81,7 +81,7 @@ def test_a_budget_beyond_what_is_free_is_refused(monkeypatch):
 # --- answers ---
 
 
-def test_a_mebibyte_a_sample_answers_the_mebibytes_isolated_or_not():
+def test_a_mebibyte_a_sample_answers_the_mebibytes():
     code = """
         import json, oomprobe
         from test_host import linear, QUIET
@@ -204,7 +204,7 @@ def test_a_bug_has_the_steps_own_exception_as_its_cause():
     assert "in bug" in str(caught.value.__cause__.__cause__)
 
 
-def test_a_crash_above_a_size_that_ran_is_told_as_no_memory_limit():
+def test_a_crash_is_not_a_memory_limit():
     def crash(batch_size):
         if batch_size > 2:
             os.abort()

@@ -52,7 +52,7 @@ def test_a_calm_device():
 
 
 @pytest.mark.parametrize("disturbed", [ran(GIB, 5 * GIB), ran(5 * GIB, 5 * GIB), ran(5 * GIB, GIB, cap_bytes=20 * GIB)])
-def test_a_trial_that_failed_while_others_held_more_is_run_again(disturbed):
+def test_a_failure_beside_neighbours_is_run_again(disturbed):
     watch, slept = watching()
     run, levels = Schedule(disturbed, disturbed, ran(GIB, GIB)), iter([9 * GIB, 9 * GIB, GIB, GIB])
     assert undisturbed(watch, run, lambda: next(levels)) is run.rans[2]

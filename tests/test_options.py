@@ -66,7 +66,7 @@ def test_a_size_that_is_none(name, value):
 @pytest.mark.parametrize(
     ("value", "kind"), [(np.int64(8), "numpy.int64"), (np.uint8(8), "numpy.uint8"), (torch.tensor(8), "torch.Tensor")]
 )
-def test_an_integer_of_another_library_is_refused_with_what_to_type(name, value, kind):
+def test_a_foreign_integer_is_refused_with_advice(name, value, kind):
     text = refused(lambda: Options(**{name: value}))
     assert text.startswith(f"{name} must be an integer of at least 1, not ")
     assert f" of type {kind}: pass int(" in text

@@ -34,7 +34,7 @@ def test_every_entry_is_possible_and_its_product_is_right(shape):
 
 
 @given(shapes)
-def test_the_exact_entry_is_the_largest_an_exhaustive_scan_finds(shape):
+def test_the_exact_entry_is_the_largest_there_is(shape):
     global_batch, world_size, max_micro_batch, multiple_of = shape
     scan = [
         micro
@@ -47,7 +47,7 @@ def test_the_exact_entry_is_the_largest_an_exhaustive_scan_finds(shape):
 
 
 @given(shapes)
-def test_an_exact_split_comes_first_when_it_splits_well_and_last_when_not(shape):
+def test_a_good_exact_split_comes_first(shape):
     global_batch, world_size, max_micro_batch, _ = shape
     listed = entries(shape)
     exact = [entry for entry in listed if entry.exact]
@@ -71,7 +71,7 @@ def test_one_sample_at_a_time_leads_only_where_no_more_fit(shape):
 
 
 @given(shapes, st.integers(1, 300))
-def test_no_micro_batch_is_smaller_than_wanted_and_one_is_named_where_any_fits(shape, smallest):
+def test_micro_batches_respect_the_smallest_wanted(shape, smallest):
     _, _, max_micro_batch, multiple_of = shape
     listed = entries(shape, min_micro_batch=smallest)
     assert all(smallest <= entry.micro_batch <= max_micro_batch for entry in listed)
@@ -80,7 +80,7 @@ def test_no_micro_batch_is_smaller_than_wanted_and_one_is_named_where_any_fits(s
 
 
 @given(shapes, st.integers(1, 300))
-def test_what_an_unbounded_plan_leads_with_stays_first_where_it_is_large_enough(shape, smallest):
+def test_the_first_of_an_unbounded_plan_stays_first(shape, smallest):
     for unbounded in entries(shape)[:1]:
         if unbounded.micro_batch >= smallest:
             assert entries(shape, min_micro_batch=smallest)[0] == unbounded
@@ -99,7 +99,7 @@ def test_what_an_unbounded_plan_leads_with_stays_first_where_it_is_large_enough(
         (7, 1, 1, (1, 7)),
     ],
 )
-def test_what_leads_where_little_fits_or_small_ones_are_not_wanted(global_batch, smallest, largest, expected):
+def test_the_first_entry_where_little_fits(global_batch, smallest, largest, expected):
     first = plan(global_batch, world_size=1, max_micro_batch=largest, min_micro_batch=smallest)[0]
     assert (first.micro_batch, first.accumulation_steps) == expected
 
@@ -117,7 +117,7 @@ def test_no_entry_is_listed_twice(shape):
 
 
 @given(shapes)
-def test_near_splits_are_within_half_a_step_of_micro_batches_on_every_rank(shape):
+def test_near_splits_are_within_half_a_micro_batch(shape):
     global_batch, world_size, _, multiple_of = shape
     near = [entry for entry in entries(shape) if not entry.exact]
     for entry in near:

@@ -241,7 +241,7 @@ def test_nothing_fits_says_how_much_there_was():
         probe(device, linear_step(device, fixed=9 * MIB))
 
 
-def test_global_batch_runs_the_planned_micro_batch_with_accumulation():
+def test_global_batch_runs_the_planned_split():
     """Gradients that stay resident between micro-batches make the planned size smaller."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -342,7 +342,7 @@ def run_script(tmp_path, body, **options):
     )
 
 
-def test_real_host_memory_fails_for_real_and_the_answer_survives(tmp_path):
+def test_real_host_memory_fails_for_real(tmp_path):
     process = run_script(
         tmp_path,
         """
@@ -399,7 +399,7 @@ def test_a_real_signal_restores_everything(tmp_path, number, code):
 
 @pytest.mark.parametrize("place", ["between steps", "restoring"])
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_an_interruption_carries_the_trials_wherever_it_comes_from(place, number, error):
+def test_an_interruption_carries_the_trials(place, number, error):
     sent = []
 
     def send(*_):
@@ -501,7 +501,7 @@ def test_a_device_that_says_no_number_gives_no_answer(asked, value):
         probe(device, linear_step(device))
 
 
-def test_a_scaler_whose_step_failed_half_way_fails_no_later_trial():
+def test_a_half_stepped_scaler_fails_no_later_trial():
     """The usual order with clipping: between unscale_ and update a scaler refuses another unscale_."""
     model = nn.Linear(4, 1)
     optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -84,7 +84,7 @@ def lines(trial):
     return f"batch {trial.batch_size}  {trial.phase} ...\n{trial_line(trial)}\n"
 
 
-def test_the_status_line_says_what_runs_the_bracket_and_the_time(terminal):
+def test_the_status_line_says_trial_bracket_and_time(terminal):
     told = reporter("auto", terminal, clock=clock(100, 100.2, 103, 112.5, 114))
     told.started(64, Phase.GROW)
     assert terminal.screen == "oomprobe: grow  batch 64 ... | last good --, first failing -- | 0 s"
@@ -174,7 +174,7 @@ def test_plain_is_plain_on_a_terminal_too(terminal):
     assert terminal.getvalue() == lines(GOOD)
 
 
-def test_a_line_is_there_before_a_trial_runs_and_one_before_the_next_starts():
+def test_a_line_is_written_before_each_trial():
     """Whatever the machine does then, its log says which size did it."""
     raw = io.BytesIO()
     told = reporter("plain", io.TextIOWrapper(raw))
@@ -325,7 +325,7 @@ def test_rich_is_not_used_on_a_terminal_that_cannot_erase(pseudo, with_rich):
     assert shown().replace("\r\n", "\n") == lines(GOOD)
 
 
-def test_the_command_line_draws_on_a_terminal_and_leaves_nothing(pseudo, tmp_path):
+def test_the_command_line_draws_on_a_terminal(pseudo, tmp_path):
     (tmp_path / "train.py").write_text(TARGET)
     shown, file = pseudo
     command = [sys.executable, "-m", "oomprobe", "run", "train.py:build", "--device", "sim:64MiB", "--max-batch", "8"]

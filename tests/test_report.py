@@ -43,7 +43,7 @@ def test_at_most_eight_facts(name):
 
 
 @every_example
-def test_lines_fit_in_100_columns_of_ascii_without_space_at_the_end(name):
+def test_lines_fit_in_100_columns_of_ascii(name):
     text = page.text(EXAMPLES[name](), verbose=True)
     assert max(map(len, text.splitlines())) <= 100
     assert all(" " <= c <= "~" or c == "\n" for c in text)

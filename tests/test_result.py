@@ -224,7 +224,7 @@ def test_as_text_a_result_is_its_report():
     assert str(a_result()).startswith("verdict: batch 4 fits in 90 B (90 % of 100 B on test device)\n")
 
 
-def test_a_plan_takes_the_smallest_size_of_the_options_into_account():
+def test_a_plan_respects_min_batch():
     result = a_result(batch_size=50, trials=())
     assert result.plan(51)[0].micro_batch == 25
     assert replace(result, options={"min_batch": 48}).plan(51)[0].micro_batch == 50

@@ -25,7 +25,7 @@ def test_a_batch_that_fits_is_trained(tmp_path):
 
 
 @pytest.mark.parametrize("require", [True, False])
-def test_a_batch_that_does_not_fit_is_told_with_the_one_that_does(tmp_path, require):
+def test_an_oversized_batch_names_one_that_fits(tmp_path, require):
     arguments = ["--batch-size", "64", "--device", "cpu:48MiB", "--steps", "1", *["--require"] * require]
     done = run(tmp_path, *arguments)
     assert done.returncode == (5 if require else 0), done.stderr
@@ -42,7 +42,7 @@ def test_where_nothing_fits_it_does_not_train(tmp_path, require, code):
     assert "batch 2, the smallest allowed, does not fit" in done.stderr
 
 
-def test_a_bug_of_the_step_is_not_taken_for_a_size_that_does_not_fit(tmp_path):
+def test_a_bug_is_not_an_oversized_batch(tmp_path):
     broken = SOURCE.replace("nn.Linear(64, 10)", "nn.Linear(63, 10)")
     assert broken != SOURCE
     done = run(tmp_path, "--batch-size", "4", "--device", "cpu:1GiB", "--require", source=broken)
@@ -51,7 +51,7 @@ def test_a_bug_of_the_step_is_not_taken_for_a_size_that_does_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize(("device", "code"), [("cuda:7", 4), ("cpu:lots", 2)])
-def test_a_device_that_is_not_here_is_told_before_anything_is_put_there(tmp_path, device, code):
+def test_a_missing_device_is_reported_first(tmp_path, device, code):
     done = run(tmp_path, "--batch-size", "4", "--device", device, "--require")
     assert (done.returncode, done.stdout) == (code, "")
     assert "Traceback" not in done.stderr

@@ -121,7 +121,7 @@ def test_exact_up_to_a_billion(memory, sizes):
 
 
 @given(st.integers(0, BILLION), allowed_sizes(BILLION))
-def test_without_a_cap_the_answer_is_the_hard_limit_and_no_trial_is_capped(limit, sizes):
+def test_without_a_cap_no_trial_is_capped(limit, sizes):
     memory = Memory(limit, capped_limit=0)
     found = find(memory, sizes, capped=False, enough=never)
     assert found.batch_size == found.limit == multiples_up_to(limit, sizes)
@@ -153,7 +153,7 @@ def test_the_acts_by_hand():
     assert found == Found(batch_size=9, limit=9, first_failing=16, deciding=10)
 
 
-def test_a_peak_within_the_cap_saves_the_trial_that_would_show_it():
+def test_a_peak_within_the_cap_saves_a_trial():
     silent, shown = Memory(11, 9), Memory(11, 9, shows_peak=True)
     for memory in (silent, shown):
         find(memory, Sizes(first=1, last=None, step=1), capped=True, enough=never)
@@ -200,7 +200,7 @@ def test_no_size_runs_twice_at_the_same_cap_whatever_the_limits(memory, sizes):
 
 
 @given(memories(BILLION), allowed_sizes(BILLION))
-def test_the_answer_and_the_next_size_above_it_ran_under_the_cap(memory, sizes):
+def test_the_answer_and_the_next_size_ran_under_the_cap(memory, sizes):
     answer = find(memory, sizes, capped=True, enough=never).batch_size
     if answer is not None:
         assert memory.ran(answer, capped=True)
@@ -220,7 +220,7 @@ def test_only_allowed_sizes_are_run(memory, sizes):
 
 
 @given(st.integers(1, BILLION), st.booleans())
-def test_nothing_fits_is_said_only_after_the_smallest_size_was_tried_again(first, capped):
+def test_nothing_fits_only_after_a_second_try(first, capped):
     memory = Memory(first - 1)
     found = find(memory, Sizes(first=first, last=None, step=1), capped=capped, enough=never)
     assert found.batch_size is found.limit is None
@@ -243,7 +243,7 @@ def test_nothing_fits_under_the_cap(limit, data):
 
 
 @given(memories(2_000), allowed_sizes(2_000), st.booleans())
-def test_one_transient_failure_anywhere_before_confirmation_does_not_change_the_answer(memory, sizes, capped):
+def test_one_transient_failure_changes_no_answer(memory, sizes, capped):
     capped_limit = memory.capped_limit if capped else memory.limit
     find(memory, sizes, capped=capped, enough=never)
     before_confirmation = len([1 for call in memory.calls if call[1] is not Phase.CONFIRM])
@@ -289,7 +289,7 @@ def test_the_last_size_has_no_deciding_failure_and_no_recheck():
 
 
 @given(memories(BILLION), allowed_sizes(BILLION), st.data())
-def test_a_failed_confirmation_moves_down_to_a_size_that_passes_it(memory, sizes, data):
+def test_a_failed_confirmation_moves_down(memory, sizes, data):
     exact = multiples_up_to(memory.capped_limit, sizes)
     if exact is None:
         return
@@ -306,7 +306,7 @@ def test_a_failed_confirmation_moves_down_to_a_size_that_passes_it(memory, sizes
 
 
 @pytest.mark.parametrize("limit", [1, 2, 50])
-def test_a_transient_failure_of_the_smallest_sizes_confirmation_does_not_mean_that_nothing_fits(limit):
+def test_a_transient_failure_is_not_nothing_fits(limit):
     sizes = Sizes(first=limit, last=None, step=1)
     undisturbed = Memory(limit)
     find(undisturbed, sizes, capped=True, enough=never)

@@ -268,7 +268,7 @@ def test_no_budget(cards, text, match):
 
 @pytest.mark.parametrize("name", ["is_integrated", "is_integrated_gpu"])
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), None])
-def test_shared_memory_needs_a_budget_and_the_error_says_what_to_type(cards, name, device):
+def test_shared_memory_needs_a_budget(cards, name, device):
     cards.properties[name] = 1
     cards.free = GIB // 2
     with pytest.raises(InvalidArgumentError) as raised:

@@ -8,7 +8,7 @@ import pytest
 from oomprobe.cli import stdout_kept, tell, write
 
 
-def test_what_others_print_goes_to_stderr_and_the_answer_to_stdout(capfd):
+def test_only_the_answer_goes_to_stdout(capfd):
     before = sys.stdout
     with stdout_kept(for_good=False) as answers:
         sys.stdout.write("from Python\n")
@@ -29,7 +29,7 @@ def test_it_is_as_before_after_an_error_too(capfd):
     assert capfd.readouterr().out == "on stdout\n"
 
 
-def test_people_are_told_on_stderr_and_a_closed_stream_is_no_error(capsys, monkeypatch):
+def test_people_are_told_on_stderr(capsys, monkeypatch):
     tell("one", "two")
     assert capsys.readouterr() == ("", "one\ntwo\n")
     monkeypatch.setattr(sys, "stderr", None)

@@ -62,7 +62,7 @@ def test_nothing_fits_in_all_the_memory():
 
 
 @pytest.mark.parametrize("before", [[], [trial(4)]])
-def test_nothing_fits_in_a_budget_is_not_called_all_the_memory_there_is(before):
+def test_nothing_fits_names_the_budget(before):
     failed = trial(4, passed=False, cap_bytes=90 * MIB)
     text = str(summary.nothing_fits(bench(*before, failed, min_batch=4)))
     assert "does not fit on a device within a budget of 90.00 MiB (memory_fraction=0.9): out of memory" in text
@@ -111,7 +111,7 @@ def test_steps_too_short_to_be_timed_are_no_measure():
     assert "as at 16 " in note
 
 
-def test_what_each_step_keeps_is_told_with_how_long_the_free_memory_lasts():
+def test_a_leak_says_how_long_the_free_memory_lasts():
     held = {"peak_reserved_bytes": 90 * MIB, "phase": Phase.CONFIRM, "step_leaked_bytes": MIB // 64}
     [note] = result(trial(1), trial(2, **held)).notes
     assert note == (

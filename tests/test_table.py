@@ -89,7 +89,7 @@ def test_columns_that_no_trial_measured_are_left_out():
         ("step name", {"step_name": "x"}),
     ],
 )
-def test_one_measurement_is_enough_for_a_column_and_zero_is_a_measurement(head, measured):
+def test_one_measurement_is_enough_for_a_column(head, measured):
     _, (row, other) = parse(trials_table([a_trial(**measured), a_trial()]))
     assert row[head] is not None
     assert other[head] is None
@@ -110,7 +110,7 @@ def test_a_leak_shows():
     assert rows[1]["remark"] == "LEAKED 5.00 MiB"
 
 
-def test_a_leak_shows_before_an_error_of_any_length_and_again_with_the_same_error():
+def test_a_leak_shows_before_a_long_error():
     leaking = dataclasses.replace(gpu_oom(4), error="x" * 500, leaked_bytes=5 * MIB)
     _, rows = parse(trials_table([leaking, leaking]))
     assert rows[0]["remark"].startswith("LEAKED 5.00 MiB; backward, model.py:142: xxx")
@@ -168,6 +168,6 @@ def test_a_trial_has_no_field_that_the_table_forgets():
         assert trials_table([dataclasses.replace(plain, **{name: value})]) != trials_table([plain])
 
 
-def test_the_end_of_a_stderr_is_not_announced_where_only_its_first_line_is_shown():
+def test_a_single_line_of_stderr_has_no_heading():
     hung = a_trial(verdict=Verdict.TIMED_OUT, error="it timed out\nthe end of its stderr:\nmuch", where="train.py:12")
     assert trials_table([hung]).endswith("^ train.py:12: it timed out")

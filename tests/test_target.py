@@ -115,7 +115,7 @@ def test_a_file_imports_the_modules_beside_it_whenever_it_likes(folder):
     assert load("there/my_train.py:build")() == 7
 
 
-def test_the_search_path_grows_by_one_folder_however_often_a_target_is_loaded(folder):
+def test_loading_twice_adds_one_folder_to_the_path(folder):
     write(folder / "my_train.py")
     before = len(sys.path)
     for _ in range(3):
@@ -191,7 +191,7 @@ def test_a_module_that_is_not_there(folder, name, missing):
 
 @pytest.mark.parametrize("name", ["my_train_big.py", "my_train_big"])
 @pytest.mark.parametrize("missing", ["my_train", "my_train_big_too", "my_trai"])
-def test_a_module_that_the_target_misses_is_the_targets_own_error(folder, name, missing):
+def test_a_missing_module_is_the_targets_own_error(folder, name, missing):
     write(folder / "my_train_big.py", f"import {missing}\ndef build(): pass")
     with pytest.raises(ModuleNotFoundError) as caught:
         load(f"{name}:build")
@@ -207,7 +207,7 @@ def test_a_function_that_is_not_there(folder, name, function):
 
 @pytest.mark.parametrize("name", ["my_train.py", "my_train"])
 @pytest.mark.parametrize(("text", "error"), [("1 +", SyntaxError), ("raise KeyError('x')", KeyError)])
-def test_a_file_that_fails_raises_its_own_error_and_can_be_mended(folder, name, text, error):
+def test_a_failing_file_raises_its_own_error(folder, name, text, error):
     write(folder / "my_train.py", text)
     with pytest.raises(error):
         load(f"{name}:build")
@@ -273,7 +273,7 @@ def closure():
 
 
 @pytest.mark.parametrize("target", [lambda: None, closure(), Builder().build, Builder.build, Builder(), 7, None])
-def test_what_no_other_process_can_import_is_refused_with_a_recipe(target):
+def test_what_no_process_can_import_is_refused(target):
     with pytest.raises(InvalidArgumentError) as caught:
         name_of(target)
     assert RECIPE in str(caught.value)

@@ -55,7 +55,7 @@ def test_known_optimizers_come_first_and_each_once():
     assert tracker.optimizers == [known, late]
 
 
-def test_a_cold_start_lets_go_of_what_came_since_and_of_nothing_else():
+def test_a_cold_start_drops_only_what_came_since():
     model = nn.Linear(2, 2)
     known, late = torch.optim.Adam([model.weight]), torch.optim.SGD([model.bias], momentum=0.9)
 

@@ -26,7 +26,7 @@ def calls_by_trial(result, calls):
     return [t.steps for t in result.trials], calls
 
 
-def test_a_plain_step_runs_until_its_optimizer_stepped_then_steps_more():
+def test_a_step_runs_until_its_optimizer_stepped():
     model, optimizer = linear()
 
     def step(model, batch_size):
@@ -127,7 +127,7 @@ def test_memory_that_only_the_second_step_needs_counts():
     assert result.batch_size == 60
 
 
-def test_several_steps_run_in_each_trial_and_the_limiting_one_is_named():
+def test_several_steps_name_the_limiting_one():
     device = LedgerDevice(64 * MIB)
     steps = {
         "train": lambda m, b: (device.take(b * MIB), torch.ones(b))[1],
@@ -157,7 +157,7 @@ def failing_step(device, references, *, cycle=False, keep=None):
     return step
 
 
-def test_the_tensors_of_a_failed_trial_die_without_the_garbage_collector(monkeypatch):
+def test_a_failed_trials_tensors_die_at_once(monkeypatch):
     device, references, alive_at_next = LedgerDevice(10 * MIB), [], []
     inner = failing_step(device, references)
 
@@ -196,7 +196,7 @@ def test_cycles_of_a_failed_trial_are_collected():
     assert not any(size > 9 for size in alive), "9 fit; larger ones failed"
 
 
-def test_a_leak_is_an_error_with_its_bytes_and_not_a_small_maximum():
+def test_a_leak_is_an_error_with_its_bytes():
     device = LedgerDevice(1000 * MIB)
 
     def step(model, batch_size):
@@ -230,7 +230,7 @@ def with_a_rare_expert(device, expert_bytes, *, used_from):
     return model, step
 
 
-def test_state_of_parameters_that_a_larger_size_uses_first_is_no_leak():
+def test_parameters_first_used_later_are_no_leak():
     device = LedgerDevice(1000 * MIB)
     model, step = with_a_rare_expert(device, 30 * MIB, used_from=4)
     result = oomprobe.find_max_batch(model, step, device=device, progress="off")
@@ -295,7 +295,7 @@ def keeping(device, kept_bytes, sample_bytes=100 * MIB):
     return step
 
 
-def test_a_leak_that_ends_the_margin_within_100_steps_is_an_error_however_short_the_probe():
+def test_a_leak_that_eats_the_margin_is_an_error():
     device = LedgerDevice(1000 * MIB)
     with pytest.raises(oomprobe.UnreliableError, match=r"each step at batch 8 keeps 1.25 MiB.* after about 85 more"):
         oomprobe.check(nn.Linear(1, 1), keeping(device, 5 * MIB // 4, 106 * MIB), 8, device=device, progress="off")
@@ -309,14 +309,14 @@ def test_the_same_leak_of_a_size_that_leaves_much_free_is_told():
     assert any("keeps 1.25 MiB, and what is left free lasts for about 604 of them" in note for note in result.notes)
 
 
-def test_a_slower_one_is_told_with_how_long_what_is_left_free_lasts():
+def test_a_slow_leak_says_how_long_the_free_memory_lasts():
     device = LedgerDevice(1000 * MIB)
     result = oomprobe.check(nn.Linear(1, 1), keeping(device, MIB // 4), 4, device=device, progress="off")
     assert result.trials[-1].step_leaked_bytes == MIB // 4
     assert any("keeps 256.00 KiB, and what is left free lasts for about 2364" in note for note in result.notes)
 
 
-def test_a_size_that_was_confirmed_is_not_lost_for_want_of_time_to_look_for_leaks():
+def test_no_time_for_leaks_does_not_lose_the_answer():
     device = LedgerDevice(1000 * MIB)
     keep = keeping(device, MIB // 4)
 
@@ -345,7 +345,7 @@ def test_leaks_that_there_is_no_time_to_look_for_are_said():
     assert "time limit: none was left to see whether each step at batch 4 keeps memory" in result.notes
 
 
-def test_what_is_kept_once_for_each_shape_is_no_leak_of_each_step_although_shapes_are_random():
+def test_a_cache_by_shape_is_no_leak_of_each_step():
     device, seen = LedgerDevice(1000 * MIB), set()
 
     def step(model, batch_size):
@@ -359,7 +359,7 @@ def test_what_is_kept_once_for_each_shape_is_no_leak_of_each_step_although_shape
     assert (confirmed.verdict, confirmed.step_leaked_bytes) == (Verdict.FITS, 0)
 
 
-def test_the_leak_of_one_step_among_others_is_counted_once_a_round():
+def test_one_leaking_step_of_several_counts_once():
     device = LedgerDevice(1000 * MIB)
     others = {name: lambda model, batch_size: torch.ones(batch_size) for name in ("eval", "save", "test")}
     steps = {"train": keeping(device, MIB // 64), **others}
@@ -369,7 +369,7 @@ def test_the_leak_of_one_step_among_others_is_counted_once_a_round():
     assert confirmed.leaked_bytes == 4 * confirmed.step_leaked_bytes
 
 
-def test_a_leak_that_leaves_no_room_for_a_further_call_is_seen_in_the_confirmation():
+def test_a_leak_shows_without_room_for_another_call():
     """At the exact limit each step takes of what the next one needs: no answer lasts."""
     device, kept_bytes = LedgerDevice(999 * MIB), 6 * MIB // 5  # of the 9 MiB beside 99 samples
 
@@ -453,7 +453,7 @@ def test_a_data_set_that_ends_is_not_a_maximum():
     assert max(t.batch_size for t in caught.value.trials) <= 8192
 
 
-def test_random_lengths_that_ignore_the_batch_size_do_not_double_for_ever():
+def test_random_lengths_do_not_double_for_ever():
     device = LedgerDevice()
 
     def step(model, batch_size):
@@ -478,7 +478,7 @@ def test_a_step_that_rounds_up_to_chunks_is_not_refused():
 # --- what must not pass for a size that ran ---
 
 
-def test_a_step_that_stops_training_at_a_size_is_not_a_size_that_fits():
+def test_a_size_that_stops_training_does_not_fit():
     model, optimizer = linear()
 
     def step(model, batch_size):

@@ -101,6 +101,6 @@ def test_durations(duration_s, text):
 
 @given(st.floats(min_value=0, max_value=120))
 @example(0.99951)
-def test_no_duration_of_a_step_is_written_with_an_exponent_above_a_microsecond(duration_s):
+def test_durations_have_no_exponent_above_a_microsecond(duration_s):
     if duration_s > 1e-6:
         assert "e+" not in format_seconds(duration_s)

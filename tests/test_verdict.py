@@ -543,7 +543,7 @@ class Lying(RuntimeError, metaclass=LyingMeta):
     pass
 
 
-def test_a_metaclass_that_will_not_tell_its_bases_is_read_all_the_same():
+def test_a_metaclass_that_hides_its_bases_is_read():
     assert classify_error(Lying("CUDA error: out of memory")) is Verdict.OOM
 
 

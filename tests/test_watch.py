@@ -59,7 +59,7 @@ class FailsAt(torch.optim.AdamW):
         return False
 
 
-def test_state_that_a_step_was_making_when_it_failed_goes_and_the_next_step_makes_it(model):
+def test_half_made_optimizer_state_is_dropped(model):
     optimizer = FailsAt(model.parameters(), nth=1)
     backward(model)
     with OptimizerWatch(lambda one: None) as watch:
@@ -108,7 +108,7 @@ def test_a_look_at_state_that_is_not_made_yet_keeps_none_of_it(model):
     assert all("exp_avg" in state for state in optimizer.state.values())
 
 
-def test_an_optimizer_whose_step_was_never_ended_is_not_kept_alive(model):
+def test_an_unfinished_optimizer_is_not_kept_alive(model):
     optimizer = FailsAt(model.parameters(), nth=0)
     backward(model)
     with OptimizerWatch(lambda one: None):
@@ -120,7 +120,7 @@ def test_an_optimizer_whose_step_was_never_ended_is_not_kept_alive(model):
         assert gone() is None
 
 
-def test_an_optimizer_that_keeps_its_state_otherwise_is_left_alone(model):
+def test_an_unusual_optimizer_state_is_left_alone(model):
     optimizer = PlainSteps(model.parameters())
     optimizer.state = None
     with OptimizerWatch(lambda one: None) as watch:
@@ -168,7 +168,7 @@ class ComparedByValue(torch.optim.SGD):
         return isinstance(other, ComparedByValue)
 
 
-def test_half_made_state_is_told_by_who_and_not_by_what_an_optimizer_is(model):
+def test_half_made_state_is_known_by_its_optimizer(model):
     class Fails(ComparedByValue):
         def step(self, closure=None):
             self.state[model.weight]["half"] = torch.ones(1)
@@ -284,7 +284,7 @@ def test_a_step_that_a_scheduler_replaced_is_put_back_itself(model):
     assert scheduler.get_last_lr() == [pytest.approx(0.01)]
 
 
-def test_an_exception_inside_comes_out_and_everything_is_put_back(model):
+def test_an_exception_inside_restores_everything(model):
     optimizer = sgd(model)
     attributes = dict(vars(optimizer)), dict(vars(model))
     with pytest.raises(KeyError, match="labels"), accumulating([optimizer], model):

@@ -136,7 +136,7 @@ def test_a_neighbour_that_takes_and_gives_back(tmp_path, memory_fraction):
     assert forked(probe, True, memory="8GiB", neighbour=path) == alone == (alone[0], False)
 
 
-def test_a_neighbour_that_leaves_room_for_the_cap_is_not_waited_for(tmp_path):
+def test_a_neighbour_that_leaves_room_is_not_waited_for(tmp_path):
     path = tmp_path / "held"
     held(path, 0)
 

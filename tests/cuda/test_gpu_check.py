@@ -22,7 +22,16 @@ def output_of(*arguments, limit_s=300, **options):
 
 def test_tests_marked_gpu(tmp_path):
     # Not those of children, which tests/cuda/test_faults.py has on the bed: they take 45 s.
-    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "-m", "gpu and not needs_kernels", "-k", "not children"]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "-m",
+        "gpu and not needs_kernels",
+        "-k",
+        "not children_are_replaced",
+    ]
     status, said = output_of("-m", "pytest", *options, "tests/test_gpu.py", card=H100, shared=tmp_path / "device")
     assert status == 0, said
     assert "skipped" not in said.splitlines()[-1]

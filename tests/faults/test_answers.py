@@ -54,7 +54,7 @@ def test_row_01_whatever_fails_the_answer_ran(failing, last):
     assert [t.verdict for t in result.trials if t.batch_size == result.batch_size][-1] is Verdict.FITS
 
 
-def test_row_01_a_limit_that_is_not_monotone_gives_a_size_that_ran():
+def test_row_01_a_jagged_limit_gives_a_size_that_ran():
     device, model, step, ran = oracle(lambda size: size != 6)
     result = find_max_batch(model, step, device=device, max_batch=12, **QUIET)
     assert result.batch_size in ran
@@ -107,7 +107,7 @@ def test_row_08_every_start_finds_the_same_size(multiple_of):
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_row_09_what_comes_with_the_optimizers_first_step_counts(every):
+def test_row_09_optimizer_state_counts(every):
     """Gradients accumulate over several calls, and the call that steps needs two samples' memory more."""
     model = nn.Linear(2, 2)
     optimizer, calls = torch.optim.AdamW(model.parameters()), []
@@ -206,7 +206,7 @@ def test_row_15_a_line_that_lies_changes_no_answer(monkeypatch):
 
 
 @pytest.mark.parametrize("pressed", [True, False])
-def test_row_20_a_size_that_ran_only_because_the_cache_was_given_back_is_said(pressed):
+def test_row_20_a_size_that_needed_retries_is_marginal(pressed):
     model = nn.Linear(2, 2)
 
     def step(model, batch_size):
@@ -247,7 +247,7 @@ def test_row_25_the_step_that_needs_most_decides_and_is_named():
 
 @pytest.mark.parametrize("multiple_of", [1, 4])
 @pytest.mark.parametrize("room", range(18))
-def test_row_26_every_capacity_ends_in_time_and_within_its_bounds(room, multiple_of):
+def test_row_26_every_capacity_ends_in_bounds(room, multiple_of):
     device, model, step, _ = oracle(lambda size: size <= room)
     options = {"device": device, "memory_fraction": 1.0, "multiple_of": multiple_of, **QUIET}
     if room < multiple_of:

@@ -142,7 +142,7 @@ def test_row_21_a_compiler_that_runs_out_of_memory_is_a_limit():
 CAPTURE = next(m["message"] for m in MESSAGES if "during capture" in m["message"])
 
 
-def test_row_24_a_capture_that_ended_for_want_of_memory_is_a_limit():
+def test_row_24_a_capture_out_of_memory_is_a_limit():
     failing = failing_with(lambda: torch.AcceleratorError(CAPTURE), pressed=True)
     result = find_max_batch(*failing, device=CARD, memory_fraction=1.0, **QUIET)
     assert (result.batch_size, result.limited_by) == (FAILS_FROM - 1, "memory")
@@ -183,7 +183,7 @@ def test_row_30_no_exception_breaks_the_verdict(error):
 # --- exit codes of a command that met a fault ---
 
 
-def test_row_04_the_command_line_says_3_and_shows_the_users_line(tmp_path, capsys):
+def test_row_04_the_command_line_shows_the_users_line(tmp_path, capsys):
     target = tmp_path / "mistaken_target.py"
     target.write_text(
         "import torch\n"

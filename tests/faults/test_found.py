@@ -25,7 +25,7 @@ def aborted():
     return trained(lambda batch_size: nested(torch.ones(batch_size, 2)))
 
 
-def test_row_16_an_abort_for_want_of_memory_is_a_ceiling_however_long_the_trace_after_its_words():
+def test_row_16_an_abort_for_memory_is_a_ceiling():
     """Python's own trace comes after the words, and is longer than what is read of them."""
     result = probe_target(aborted, device=CARD, memory_fraction=1.0, progress="off")
     assert (result.batch_size, result.limited_by) == (4, "host_memory")

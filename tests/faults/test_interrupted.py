@@ -133,7 +133,7 @@ def test_row_18_sigterm(command, mark):
     until(lambda: not marked(mark), within_s=5)
 
 
-def test_row_18_sigkill_of_the_probe_takes_its_processes_with_it(command, mark):
+def test_row_18_sigkill_takes_the_workers_too(command, mark):
     process = command("--progress", "off", terminal=False)
     asleep(process)
     assert len(marked(mark)) == 3
@@ -142,7 +142,7 @@ def test_row_18_sigkill_of_the_probe_takes_its_processes_with_it(command, mark):
     until(lambda: not marked(mark), within_s=10)
 
 
-def test_row_18_in_a_script_ctrl_c_comes_through_after_everything_is_back():
+def test_row_18_ctrl_c_comes_after_everything_is_back():
     model, step = trained()
     before = {name: value.clone() for name, value in model.state_dict().items()}
 

@@ -224,7 +224,7 @@ def sets_everything():
     return trained()
 
 
-def test_row_28_what_a_target_sets_in_its_own_process_is_not_set_here():
+def test_row_28_a_targets_settings_stay_in_its_process():
     result = probe_target(sets_everything, device=CARD, max_batch=2, **QUIET)
     assert (result.batch_size, result.state_verified) == (2, True)
 

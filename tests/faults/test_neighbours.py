@@ -32,14 +32,14 @@ def shared_with(schedule):
 
 
 @pytest.mark.parametrize("first", range(4, 31, 2))
-def test_row_11_a_neighbour_who_comes_and_goes_changes_no_answer(first):
+def test_row_11_a_passing_neighbour_changes_no_answer(first):
     device, model, step, called = shared_with(lambda number, _: 600 * MIB if first <= number < first + 3 else 0)
     result = find_max_batch(model, step, device=device, **QUIET)
     assert len(called) > first
     assert (result.batch_size, result.contaminated) == (alone(), False)
 
 
-def test_row_11_the_trial_that_a_neighbour_made_fail_is_discarded_and_that_is_said():
+def test_row_11_a_trial_that_a_neighbour_failed_is_discarded():
     device, model, step, called = shared_with(lambda _, size: 600 * MIB if size == 16 and called.count(16) == 1 else 0)
     result = find_max_batch(model, step, device=device, **QUIET)
     assert called.count(16) > 1
@@ -64,7 +64,7 @@ def test_row_11_nobody_is_accused_on_a_quiet_card():
     assert result.batch_size == scanned(lambda n: FIXED + n * SAMPLE <= int(0.9 * (TOTAL - 200 * MIB)), largest=64)
 
 
-def test_row_29_nothing_of_a_trial_lives_while_it_waits_to_be_tried_again(monkeypatch):
+def test_row_29_a_waiting_trial_keeps_nothing_alive(monkeypatch):
     kept, alive = [], []
 
     def wait(state):
@@ -89,7 +89,7 @@ def test_row_29_nothing_of_a_trial_lives_while_it_waits_to_be_tried_again(monkey
     assert Verdict.FITS in [t.verdict for t in result.trials]
 
 
-def test_row_31_beside_neighbours_under_mps_no_trial_runs_without_a_cap(monkeypatch, tmp_path):
+def test_row_31_under_mps_every_trial_is_capped(monkeypatch, tmp_path):
     def probed():
         fractions = []
         device, model, step, _ = ledger(

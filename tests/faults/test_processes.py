@@ -181,7 +181,7 @@ def test_row_17_a_step_that_hangs_ends_with_its_time(target, limit):
         assert late.value.trials[2].where.startswith("test_processes.py:")
 
 
-def test_row_17_in_this_process_a_sleeping_step_ends_with_its_time():
+def test_row_17_a_sleeping_step_ends_with_its_time():
     model, step = sleeping()
     began = time.monotonic()
     with pytest.raises(TimeLimitError, match="batch 4"):
@@ -245,7 +245,7 @@ class Unpicklable(type(CARD)):
 
 
 @pytest.mark.parametrize("target", [lambda: trained(), closure(), Trainer().build])
-def test_row_22_what_cannot_be_imported_is_refused_with_a_recipe(target):
+def test_row_22_what_cannot_be_imported_is_refused(target):
     with pytest.raises(InvalidArgumentError, match=r"cannot be imported in another process.*path/to/train\.py:build"):
         probe_target(target, **isolated)
 
@@ -254,7 +254,7 @@ def healthy():
     return trained()
 
 
-def test_row_22_a_device_that_cannot_be_sent_is_refused_with_a_recipe():
+def test_row_22_an_unpicklable_device_is_refused():
     device = Unpicklable(CARD.fake, reasons=())
     with pytest.raises(InvalidArgumentError, match=r"a socket in it.*isolate=False"):
         probe_target(healthy, **{**isolated, "device": device})

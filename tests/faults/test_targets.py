@@ -60,7 +60,7 @@ def script(folder, mark, text, *redirections):
     )
 
 
-def test_a_script_that_probes_itself_whenever_it_is_imported_is_told_so_and_starts_nothing_more(tmp_path, mark):
+def test_a_script_that_probes_itself_on_import_is_refused(tmp_path, mark):
     done = script(tmp_path, mark, SCRIPT + CALL.format(device="'cpu:1GiB'"))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith('put the call under if __name__ == "__main__":')
@@ -89,7 +89,7 @@ def hangs():
 
 
 @pytest.mark.parametrize("where", [on_host, on_card], ids=["host", "card"])
-def test_a_target_that_hangs_while_it_is_built_ends_with_the_time(tmp_path, monkeypatch, mark, where):
+def test_a_target_that_hangs_ends_with_the_time(tmp_path, monkeypatch, mark, where):
     monkeypatch.setenv("REACHED", str(tmp_path / "reached"))
     began_s = time.monotonic()
     with pytest.raises(TimeLimitError, match="time_limit_s=5,"):
@@ -182,5 +182,5 @@ def forks_on_card():
     return trained()
 
 
-def test_a_target_that_forks_itself_in_a_child_neither_hangs_nor_breaks_the_answer():
+def test_a_target_that_forks_does_not_hang():
     assert probe_target(forks_on_card, time_limit_s=60, max_batch=2, **on_card).batch_size == 2

@@ -31,7 +31,7 @@ def test_a_hang_is_a_hang_whatever_signal_ended_it(why):
 
 
 @pytest.mark.parametrize("ended", [{"signal": signal.SIGSEGV}, {"signal": signal.SIGABRT}, {"code": 1}, {"code": 0}])
-def test_a_crash_is_about_memory_only_where_that_was_nearly_full_and_less_ran(ended):
+def test_a_crash_counts_as_memory_only_under_pressure(ended):
     assert judged(death(**ended), used_mib=50) is Verdict.OOM
     assert judged(death(**ended), used_mib=49) is Verdict.CRASHED
     assert judged(death(**ended), used_mib=99, smaller=False) is Verdict.CRASHED
@@ -110,6 +110,6 @@ Thread 0x03 (most recent call first):
 """
 
 
-def test_where_it_was_is_the_innermost_line_of_the_user_in_the_thread_that_was_asked():
+def test_a_hang_is_placed_at_the_users_innermost_line():
     assert death(why="timed out", stderr=TRACE.format(torch=torch.__file__)).where() == "train.py:12"
     assert death(why="timed out", stderr="File x, line 3 in no trace").where() is None

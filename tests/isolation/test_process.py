@@ -234,7 +234,7 @@ def death(stage, act, **given):
     return shown["death"]
 
 
-def test_it_answers_as_often_as_it_is_asked_and_leaves_no_file_open(stage):
+def test_it_answers_twice_and_leaves_no_file_open(stage):
     one, other, end, closed = stage.play(asked_twice)
     assert [one, other] == [{"heard": {"number": 0}}, {"heard": {"number": 1}}]
     assert end["death"]["why"] is None
@@ -266,7 +266,7 @@ def test_an_answer_that_came_whole_before_a_death_is_an_answer(stage):
     assert stage.play(listened, act="answers_and_dies", after_s=0.3)["heard"] == {"do": "something"}
 
 
-def test_what_hangs_says_where_and_is_ended_when_its_time_has_passed(stage):
+def test_a_hang_says_where_and_is_ended_in_time(stage):
     seen = death(stage, sleeps, within_s=0.3)
     assert (seen["why"], seen["signal"]) == ("timed out", signal.SIGTERM)
     assert "most recent call first" in seen["stderr"]
@@ -293,7 +293,7 @@ def test_the_trace_of_what_was_ended_is_not_shown(stage):
 
 
 @pytest.mark.parametrize("act", ["computes", "waits_for_a_worker"])
-def test_what_uses_the_processor_is_not_stuck_nor_what_waits_for_that(stage, act):
+def test_a_busy_process_is_not_stuck(stage, act):
     shown = stage.play(listened, act=act, stuck_s=0.7, LOOK_S=0.1)
     assert shown["heard"] == "nothing"
 

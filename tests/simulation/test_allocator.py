@@ -166,7 +166,7 @@ def test_a_segment_of_20_mib_serves_several_requests():
     assert allocator.reserved_bytes == 40 * MIB
 
 
-def test_the_best_fit_is_the_smallest_block_that_is_large_enough():
+def test_the_best_fit_is_the_smallest_large_enough():
     allocator = an_allocator()
     handles = [allocator.malloc(size * MIB) for size in (40, 30, 20)]
     medium = allocator._live[handles[1]].address
@@ -322,7 +322,7 @@ def test_blocks_of_the_largest_split_size_are_kept_whole():
     assert (allocator.reserved_bytes, allocator.allocated_bytes) == (70 * MIB, 55 * MIB)
 
 
-def test_a_whole_block_may_be_larger_than_the_request_by_less_than_20_mib():
+def test_an_unsplit_block_is_under_20_mib_too_large():
     allocator = an_allocator("max_split_size_mb:32", 60 * MIB)
     allocator.free(allocator.malloc(60 * MIB))
     assert not allocator.fits(40 * MIB)
@@ -423,7 +423,7 @@ def test_pages_mapped_before_a_refusal_stay():
     assert allocator.reserved_bytes == 0  # mapped all at once or not at all where nothing is mapped
 
 
-def test_the_limit_looks_at_the_segment_and_the_pages_may_pass_it():
+def test_the_limit_counts_segments_not_pages():
     allocator = an_allocator(EXPANDABLE)
     allocator.limit_bytes = 22 * MIB
     allocator.malloc(21 * MIB)

@@ -26,7 +26,7 @@ def test_every_card_is_sane_and_sourced(card):
 
 
 @every_card
-def test_a_size_in_a_name_is_the_box_and_not_less_than_what_is_reported(card):
+def test_a_card_reports_no_more_than_its_name_says(card):
     if stated := re.search(r"(\d+)GB", card.name):
         assert 0.9 * int(stated[1]) * 2**30 < card.total_bytes <= int(stated[1]) * 2**30
 
@@ -43,7 +43,7 @@ def test_names_are_unique_and_the_catalogue_is_wide():
     assert {card.compute_capability[0] for card in CARDS} == {6, 7, 8, 9, 10, 12}
 
 
-def test_a_card_without_its_own_measurement_has_the_most_of_its_kind():
+def test_an_unmeasured_card_assumes_the_worst_of_its_kind():
     with_own = {c.compute_capability: [] for c in CARDS}
     for card in CARDS:
         if not card.context_source.startswith("by rule"):

@@ -111,7 +111,7 @@ def test_a_step_that_chunks_its_batch_is_run_at_every_size():
     assert not any(t.replayed for t in result.trials)  # those that were replayed before it showed are gone
 
 
-def test_a_step_that_turns_at_a_size_is_caught_and_searched_again():
+def test_a_step_that_changes_course_is_searched_again():
     """Replays that three small sizes promise, and a larger one does not keep."""
     model = nn.Linear(256, 256)
     optimizer = torch.optim.SGD(model.parameters())
@@ -528,7 +528,7 @@ def test_saving_inside_a_step_is_refused(tmp_path):
         probe(model, lambda m, n: torch.save(m.state_dict(), tmp_path / "x.pt"))
 
 
-def test_loading_weights_inside_a_step_leaves_the_host_copy_where_it_is():
+def test_loading_weights_in_a_step_keeps_the_host_copy():
     model, kept = nn.Linear(512, 512), {k: v.clone() for k, v in nn.Linear(512, 512).state_dict().items()}
     card = SimulatedDevice("1GiB")
     card.place([*model.parameters()])
@@ -538,7 +538,7 @@ def test_loading_weights_inside_a_step_leaves_the_host_copy_where_it_is():
     assert card.live_bytes() == live
 
 
-def test_a_card_is_used_for_another_model_without_what_it_learned_of_the_first():
+def test_a_card_forgets_the_previous_model():
     card = SimulatedDevice("300MiB")
     first = probe(nn.Linear(256, 256), lambda m, n: (m(torch.zeros(n, 256, device="cuda")) > 5).sum().item(), card)
     assert any("whole number" in note for note in first.notes)

@@ -13,7 +13,7 @@ def memory(capacity_bytes):
     return Memory(CachingAllocator(capacity_bytes, AllocatorSettings()))
 
 
-def test_a_repeat_that_is_refused_counts_and_changes_nothing_else():
+def test_a_refused_repeat_changes_only_counters():
     one = memory(50 * MIB)
     kept = torch.UntypedStorage(4 * MIB)
     one.take(kept)

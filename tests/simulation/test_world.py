@@ -743,7 +743,7 @@ def test_whole_numbers_are_counted_as_on_cuda():
 # --- interrupts ---
 
 
-def test_what_came_within_a_library_is_delivered_at_the_next_operator():
+def test_a_signal_in_a_library_waits_for_an_operator():
     """Not where it came, where it could leave the library half-done; and not only when the call is over."""
     model, passed = nn.Linear(4, 4), []
 
