@@ -15,7 +15,7 @@ import oomprobe
 from oomprobe.devices.leaks import leak_of_step
 from oomprobe.errors import NothingFitsError
 from oomprobe.report.fit import LinearFit, estimates, fit_line
-from oomprobe.report.words import count
+from oomprobe.report.words import count, shortened
 from oomprobe.result import Phase, ProbeResult, Trial
 from oomprobe.search import Found
 from oomprobe.units import format_bytes, format_seconds
@@ -83,7 +83,7 @@ def nothing_fits(session: Session) -> NothingFitsError:
     what = " does not survive" if one_size else ", the smallest allowed, does not fit"
     return NothingFitsError(
         f"batch {last.batch_size}{what} on {session.device.name} {room}{margin}: "
-        f"{last.verdict} {f'in the {last.where}' if last.where else ''}\n  {last.error}\n{_held_by_others(session)}"
+        f"{last.verdict} {f'in the {last.where}' if last.where else ''}\n  {shortened(last.error)}\n{_held_by_others(session)}"
         f"Try {'; or '.join(advice)}.",
         trials=tuple(session.trials),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from oomprobe.report.words import WIDTH, clean, clip, count, rate
+from oomprobe.report.words import WIDTH, clean, clip, count, rate, shortened
 from oomprobe.units import byte_unit, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -121,7 +121,5 @@ def _remarks(trial: Trial) -> list[str]:
 
 
 def _failure(trial: Trial) -> str:
-    """Where and why: two sentences of torch's text say what was asked for, the others are advice."""
-    first_line = (trial.error or "").strip().partition("\n")[0]
-    sentences = ". ".join(first_line.split(". ")[:2])
-    return ": ".join(part for part in (clean(trial.where or ""), clean(sentences)) if part)
+    """Where and why."""
+    return ": ".join(part for part in (clean(trial.where or ""), clean(shortened(trial.error))) if part)

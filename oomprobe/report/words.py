@@ -30,6 +30,12 @@ def clean(foreign: str) -> str:
     return "".join(c if " " <= c <= "~" else c.encode("unicode_escape").decode("ascii") for c in line)
 
 
+def shortened(error: str | None) -> str:
+    """Two sentences of an error's first line: torch's text says there what was asked for, the others are advice."""
+    first_line = (error or "").strip().partition("\n")[0]
+    return ". ".join(first_line.split(". ")[:2])
+
+
 def rate(samples_per_s: float) -> str:
     """Whole from 100 on; otherwise three digits."""
     return f"{samples_per_s:.0f}" if 100 <= samples_per_s < 1e9 else f"{samples_per_s:.3g}"
