@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -56,6 +57,8 @@ class Recorder:
         self._gradients: list[tuple[int, int]] = []
         self._known = dict(self._addresses())
         with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=".*there are global hooks on modules")  # ours, which go again
             for handle in self._hooks():
                 stack.callback(handle.remove)
             stack.enter_context(self._backward_seen())
@@ -108,6 +111,7 @@ class Recorder:
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         self._autocast = self._autocast or torch.is_autocast_enabled("cuda")
+        module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
         self._enter(ACTIVATIONS, self._modules.get(id(module), (OUTSIDE, ""))[0])
 
     def _enter(self, kind: str, module: str = OUTSIDE) -> None:

@@ -151,7 +151,8 @@ def advice(breakdown: Breakdown) -> tuple[str, ...]:
             f"optimizer state takes {told(optimizing)}: an 8-bit optimizer (bitsandbytes.optim.AdamW8bit) takes about a "
             "quarter; several ranks can share it (ZeroRedundancyOptimizer, FSDP)"
         )
-    largest = max((m for m in breakdown.modules if m.count == 1), key=lambda m: m.activation_bytes, default=None)
+    named = (m for m in breakdown.modules if m.count == 1 and not m.name.startswith("("))
+    largest = max(named, key=lambda m: m.activation_bytes, default=None)
     if largest is not None and largest.activation_bytes > LARGE * peak_bytes:
         found.append(
             f"{largest.name} alone holds {told(largest.activation_bytes)} of activations: compute it, and the loss after "
