@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.owns_process = argv is None
     try:
         return _COMMANDS[arguments.command](arguments)
+    except BrokenPipeError:  # whoever read the output, such as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at its end
+        return 0
     except BaseException as error:
         return explain(error, required=getattr(arguments, "require", None) is not None)
 

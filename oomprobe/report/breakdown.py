@@ -161,6 +161,6 @@ def advice(breakdown: Breakdown) -> tuple[str, ...]:
     if parts[FRAGMENTATION] > SMALL * peak_bytes:
         found.append(
             f"{told(parts[FRAGMENTATION])}, are reserved and in no tensor: set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the process starts"
+            "PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts"
         )
     return tuple(found[:MOST_ADVICE])

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from oomprobe.result import ProbeResult, Trial
 
 NAME_WIDTH, CELL_WIDTH = 24, 30
+MOST_SIZES = 8  # that ran in both, the largest ones
 Row = tuple[str, ...]  # what, in the first, in the second, their ratio
 
 
@@ -54,12 +55,12 @@ def _same_sizes(first: ProbeResult, second: ProbeResult) -> list[str]:
     """Peak and throughput of each size that ran in both."""
     sizes = sorted({t.batch_size for t in first.trials if t.passed} & {t.batch_size for t in second.trials if t.passed})
     lines = []
-    for size in sizes:
+    for size in sizes[-MOST_SIZES:]:
         trials = _last(first, size), _last(second, size)
         lines.append(_line(_numbers(f"  batch {size}, peak", _each(trials, "peak_allocated_bytes"), format_bytes)))
         speed = _numbers("    throughput", _each(trials, "samples_per_s"), _rate)
         lines += [_line(speed)] if speed[1:3] != ("-", "-") else []
-    return ["sizes that ran in both", *lines] if lines else []
+    return ["largest sizes that ran in both", *lines] if lines else []
 
 
 def _different(first: ProbeResult, second: ProbeResult) -> list[str]:

@@ -218,7 +218,7 @@ def _estimates(result: ProbeResult) -> list[str]:
     told = [f"never used; {result.batch_size} was measured:"] if result.estimates else []
     for name, size in result.estimates.items():
         if isinstance(size, int | float):
-            told.append(f"{name}: {size:.6g} ({size / result.batch_size:.3g} times the answer)")
+            told.append(f"{name}: {size:.0f} ({size / result.batch_size:.3g} times the answer)")
         else:
             told.append(f"{name}: -")
     return told

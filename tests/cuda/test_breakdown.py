@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import oomprobe
-from oomprobe.report.breakdown import ACTIVATIONS, BACKWARD, PARAMETERS, STATE
+from oomprobe.report.breakdown import ACTIVATIONS, BACKWARD, GRADIENTS, PARAMETERS, STATE
 
 from .bed import forked, run_on_bed
 from .models import MODELS
@@ -47,18 +47,20 @@ def of_one_layer():
         model(x).sum().backward()
         optimizer.step()
 
-    result = oomprobe.check(model, step, 4096, progress="off", breakdown=True)
+    large = oomprobe.check(model, step, 4096, progress="off", breakdown=True)
+    small = oomprobe.check(model, step, 1, progress="off", breakdown=True)
     history_is_off = not torch.cuda.memory._snapshot()["device_traces"][0]
-    return result.breakdown, history_is_off
+    return large.breakdown, small.breakdown, history_is_off
 
 
 def test_each_part_is_what_the_model_makes_it():
-    found, history_is_off = forked(of_one_layer, memory="1GiB")
+    found, small, history_is_off = forked(of_one_layer, memory="1GiB")
     mib = {kind: nbytes / MIB for kind, nbytes in found.parts.items()}
     assert (mib[PARAMETERS], mib[STATE], round(mib[BACKWARD])) == (4, 8, 16)
     assert mib[ACTIVATIONS] == pytest.approx(32)  # the batch, and what tanh keeps of its result; the loss
     assert {m.name: m.activation_bytes // MIB for m in found.modules} == {"(outside the model)": 16, "1": 16}
     assert found.peak_in == "backward"
+    assert (small.peak_in, small.parts[GRADIENTS]) == ("optimizer", 4 * MIB)  # the batch is nothing beside them
     assert history_is_off
 
 

@@ -573,3 +573,22 @@ def test_a_fraction_that_a_step_sets_and_lifts():
         torch.cuda.set_per_process_memory_fraction(1.0)
         assert torch.cuda.get_per_process_memory_fraction() == 1.0
     assert card._memory.allocator.limit_bytes is None
+
+
+def steps_of(*kibs):
+    """Steps that take so much for each sample, by name."""
+
+    def of(kib):
+        return lambda model, batch_size: (
+            torch.ones(batch_size, kib, 256, device="cuda").sum() + model(torch.ones(2, 8)).sum()
+        )
+
+    return {f"{kib} KiB": of(kib) for kib in kibs}
+
+
+@pytest.mark.parametrize("kibs", [(1, 64), (64, 1)])
+def test_a_breakdown_is_of_the_step_that_needs_the_most(kibs):
+    model = nn.Linear(8, 8)
+    result = oomprobe.check(model, steps_of(*kibs), 64, device="sim:1GiB", breakdown=True, progress="off")
+    assert result.breakdown.step_name == "64 KiB"
+    assert sum(result.breakdown.parts.values()) == result.breakdown.peak_reserved_bytes
