@@ -122,6 +122,12 @@ def test_what_limits_is_said_in_words(limited_by, words):
     assert f"limited by  {words}" in page.text(a_result(limited_by=limited_by))
 
 
+@pytest.mark.parametrize(("replayed", "word"), [(False, "ran"), (True, "passed a replay")])
+def test_a_limit_that_was_only_replayed_did_not_run(replayed, word):
+    result = a_result(trials=(a_trial(4, replayed=replayed), a_trial(5, Verdict.OOM)))
+    assert f"batch 4 is the largest that {word}, batch 5 failed" in sentence(result, "limited by")
+
+
 def test_the_limiting_step_is_named():
     assert ", in step 'eval'; batch" in sentence(a_result(limiting_step="eval"), "limited by")
 

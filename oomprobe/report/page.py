@@ -119,7 +119,9 @@ def _limit(result: ProbeResult) -> str:
     failing = result.first_failing_batch_size
     failed = "" if failing is None else f", batch {failing} failed with all the memory"
     limit = _LIMITS.get(result.limited_by, result.limited_by)
-    return f"{limit}{step}; batch {result.limit_batch_size} is the largest that ran{failed}"
+    of_limit = [t for t in result.trials if t.batch_size == result.limit_batch_size and t.passed]
+    passed = "passed a replay" if of_limit and all(t.replayed for t in of_limit) else "ran"
+    return f"{limit}{step}; batch {result.limit_batch_size} is the largest that {passed}{failed}"
 
 
 def _is_check(result: ProbeResult) -> bool:
