@@ -24,7 +24,6 @@ from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 import oomprobe
 from oomprobe.devices import Device, choose_device, replay_of
@@ -35,9 +34,8 @@ from oomprobe.errors import (
     NoDeviceError,
     NothingFitsError,
     OomProbeError,
-    SimulationError,
 )
-from oomprobe.integrations.framework import FrameworkError, framework, is_simulated
+from oomprobe.integrations.framework import FrameworkError, framework
 from oomprobe.options import Step, check_size
 from oomprobe.result import ProbeResult
 from oomprobe.state import preserved
@@ -111,12 +109,16 @@ def find_max_batch(
 
     Raises:
         InvalidArgumentError: an argument is wrong, or no batch can be made for the model's task.
-        SimulationError: a simulated card cannot run the loss of this model.
         FrameworkError: Ultralytics is not installed, or older than 8.4.
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
     asked = _checked(model, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size)
     chosen = choose_device(device, model)
+    if replay_of(chosen) is not None:
+        raise InvalidArgumentError(
+            "a simulated card cannot run Ultralytics' losses, which select by values that do not exist there: probe on the card "
+            "itself, or in host memory with device='cpu:8GiB'"
+        )
     trained, step, notes = _training(model, chosen, **asked)
     if asked["imgsz"] < 2 * _grid(model) and dataset_size != 1:
         options.setdefault("min_batch", 2)  # the last feature map is a point, and batch norm cannot train on one image
@@ -169,10 +171,8 @@ def _training(
     model: torch.nn.Module, device: Device, *, imgsz: int, amp: bool | torch.dtype, max_num_obj: int, dataset_size: int
 ) -> tuple[torch.nn.Module, Step, list[str]]:
     """A copy of the model, the step that trains it as the trainer would, and what to say of it."""
-    replay = replay_of(device)
-    simulated = replay is not None
-    kind = "cuda" if simulated else device.torch_device.type
-    with nullcontext() if replay is None else replay.building(), _quietly():
+    kind = device.torch_device.type
+    with _quietly():
         trained = copy.deepcopy(model).train()
         if not any(parameter.requires_grad for parameter in trained.parameters()):  # as in a checkpoint
             for name, parameter in trained.named_parameters():
@@ -182,25 +182,11 @@ def _training(
             utils = _part("utils")
             plain.args = utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **getattr(plain, "args", {})})
         task = str(_part("nn.tasks").guess_model_task(plain))
-        if simulated and task == "segment":
-            raise SimulationError(
-                "a simulated card cannot run this loss: how much it selects depends on masks. Probe on the card itself, or "
-                "on host memory with device='cpu:8GiB'"
-            )
-        batches = _batches_for(plain, task, imgsz, max_num_obj, kind if simulated else device.torch_device)
-        if simulated:
-            head = plain.model[-1]
-            # The strides stay behind: they are read as numbers, and what is on a simulated card has no value.
-            stride = {"stride": head.stride.clone()} if hasattr(head, "stride") else {}
-            trained.to("cuda")
-            vars(head).update(stride)
+        batches = _batches_for(plain, task, imgsz, max_num_obj, device.torch_device)
         plain.criterion = plain.init_criterion()
-        selections = _Selections(batches.objects)
         for criterion in (plain.criterion, *vars(plain.criterion).values()):  # an end-to-end loss has two
             if hasattr(criterion, "assigner"):
-                selections.impose_on(criterion.assigner)
-                if simulated:
-                    criterion.preprocess = partial(_padded_targets, batches.objects)
+                _match_as_many_as_can_be(criterion.assigner, batches.objects)
         optimizer = _optimizer(trained, plain, dataset_size)
         # On the CPU and MPS the trainer switches autocast off.
         dtype = None if not amp or kind in ("cpu", "mps") else amp if isinstance(amp, torch.dtype) else torch.float16
@@ -209,7 +195,7 @@ def _training(
     def step(model: torch.nn.Module, batch_size: int) -> None:
         batch = batches.make(batch_size)
         autocast = nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype)
-        with autocast, _AsManyAsCan(selections) if simulated else nullcontext():
+        with autocast:
             loss = _call(model, batch)
         scaler.scale(loss[0].sum()).backward()
         scaler.unscale_(optimizer)
@@ -378,42 +364,29 @@ class _EscapedError(Exception):
         self.error = error
 
 
-class _Selections:
-    """How many anchors the losses select: as many as they can.
+def _match_as_many_as_can_be(assigner: Any, objects: int) -> None:
+    """Have a `TaskAlignedAssigner` match as many anchors as it can, and let its out-of-memory errors out.
 
     The assigner chooses anchors by what the net predicts, and the loss goes on with those. A trained net chooses more, and
-    more scattered ones, than random weights do, and on a simulated card nothing is predicted.
+    more scattered ones, than random weights do. Its `forward` catches what `_forward` raises and goes on image by image; a
+    size at which that happens in every step does not fit.
     """
+    topk, inner = int(getattr(assigner, "topk2", None) or assigner.topk), assigner._forward
 
-    def __init__(self, objects: int) -> None:
-        self.objects = objects  # in every image
-        self.anchors = 0  # in every image, once known
-        self.matched = 0  # of those, in the loss that ran its assigner last
+    def match(_: Any, __: Any, outputs: tuple[_T, ...]) -> tuple[_T, ...]:
+        labels, boxes, scores, found, indices = outputs
+        found = torch.zeros_like(found)
+        found[:, : min(found.shape[1], objects * topk)] = True
+        return labels, boxes, scores, found, indices
 
-    def impose_on(self, assigner: Any) -> None:
-        """Have a `TaskAlignedAssigner` match as many anchors as it can, and let its out-of-memory errors out.
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except RuntimeError as error:
+            raise _EscapedError(error) from None
 
-        Its `forward` catches what `_forward` raises and goes on image by image; a size at which that happens in every step
-        does not fit.
-        """
-        topk, inner = int(getattr(assigner, "topk2", None) or assigner.topk), assigner._forward
-
-        def match(_: Any, __: Any, outputs: tuple[_T, ...]) -> tuple[_T, ...]:
-            labels, boxes, scores, found, indices = outputs
-            self.anchors = found.shape[1]
-            self.matched = min(self.anchors, self.objects * topk)
-            found = torch.zeros_like(found)
-            found[:, : self.matched] = True
-            return labels, boxes, scores, found, indices
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return inner(*args, **kwargs)
-            except RuntimeError as error:
-                raise _EscapedError(error) from None
-
-        assigner.register_forward_hook(match)
-        assigner._forward = forward
+    assigner.register_forward_hook(match)
+    assigner._forward = forward
 
 
 def _call(model: torch.nn.Module, *args: Any) -> Any:
@@ -423,54 +396,6 @@ def _call(model: torch.nn.Module, *args: Any) -> Any:
     except _EscapedError as escaped:
         error = escaped.error
     raise error
-
-
-class _AsManyAsCan(TorchFunctionMode):
-    """On a simulated card, inside the loss: what depends on values is as large as it can be."""
-
-    def __init__(self, selections: _Selections) -> None:
-        super().__init__()
-        self._selections = selections
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (_T.nonzero, torch.nonzero):
-            return self._nonzero(*args, **kwargs)
-        if func in (_T.bincount, torch.bincount):  # objects of each image; on the host, where numbers have values
-            return torch.full((kwargs["minlength"],), args[0].numel() // kwargs["minlength"], device="cpu")
-        if func is _T.__bool__:  # "is any object matched?"
-            return True
-        if func in (_T.lt, torch.lt) and args[0].dim() == 0:  # "are there too few?"
-            return False
-        if func in (_T.__getitem__, _T.__setitem__):
-            tensor, key, *value = args
-            args = (tensor, self._positions(key), *value)
-        return func(*args, **kwargs)
-
-    def _nonzero(self, mask: _T, *, as_tuple: bool = False) -> Any:
-        known = self._selections
-        if mask.dim() == 3:  # images, objects, anchors: those inside the object
-            count = max(1, int(mask.numel() * SIDE * SIDE))
-        elif known.anchors and mask.shape[-1] == known.anchors:
-            count = mask.numel() // known.anchors * known.matched
-        else:
-            count = mask.numel()
-        found = torch.zeros(count, mask.dim(), dtype=torch.int64, device=mask.device)
-        return found.unbind(1) if as_tuple else found
-
-    def _positions(self, key: Any) -> Any:
-        """An index in which masks have become positions."""
-        if isinstance(key, torch.Tensor) and key.dtype is torch.bool:
-            return self._nonzero(key, as_tuple=True)
-        if not isinstance(key, tuple):
-            return key
-        split = [self._positions(part) if isinstance(part, torch.Tensor) else part for part in key]
-        return tuple(one for part in split for one in (part if isinstance(part, tuple) else (part,)))
-
-
-def _padded_targets(objects: int, targets: _T, batch_size: int, scale_tensor: _T) -> _T:
-    """In place of what counts the targets of each image by their values: they are the same for every image here."""
-    return torch.zeros(batch_size, objects, targets.shape[1] - 1, device=targets.device)
 
 
 # --- drop-ins ---
@@ -510,12 +435,11 @@ def autobatch(
         InvalidArgumentError: an argument is wrong.
         NoDeviceError: the device is not here.
         DeviceLostError: a sticky error of the device; no training in this process would run.
-        SimulationError: a simulated card cannot run the loss of this model.
     """
     check_size("batch_size", batch_size)
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
         raise InvalidArgumentError(f"fraction must be a share of the memory, above 0 and at most 1, not {fraction!r}")
-    kind = "cuda" if is_simulated(device) else _home(model).type
+    kind = _home(model).type
     amp = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else False
     asked = {"imgsz": imgsz, "amp": amp, "max_num_obj": max_num_obj, "dataset_size": dataset_size}
     return _answer(model, batch_size, device, asked, {"memory_fraction": float(fraction), **options})
@@ -553,15 +477,15 @@ def _answer(model: torch.nn.Module, default: int, device: Any, asked: dict[str, 
     if device is None and home in ("cpu", "mps"):
         logger.warning(
             f"{prefix}the model is on the {home}, where Ultralytics' contract asks for the default: using batch-size {default}, "
-            "WHICH WAS NOT RUN. To probe, say where: device='cpu:8GiB' (so much of host memory), 'mps', or 'sim:RTX-3090' (a "
-            "card that need not be there), here or in install(device=...)"
+            "WHICH WAS NOT RUN. To probe, say where: device='cpu:8GiB' (so much of host memory), or 'mps', here or in "
+            "install(device=...)"
         )
         return default
     try:
         result = find_max_batch(model, device=device, **asked, **options)
     except NothingFitsError as error:
         raise NoBatchSizeError(str(error), trials=error.trials) from error
-    except (InvalidArgumentError, NoDeviceError, DeviceLostError, SimulationError, FrameworkError):
+    except (InvalidArgumentError, NoDeviceError, DeviceLostError, FrameworkError):
         raise
     except OomProbeError as error:
         logger.warning(
