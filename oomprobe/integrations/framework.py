@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +95,17 @@ def loops_of(name: str, steps: int) -> int:
 def untimed(result: ProbeResult) -> ProbeResult:
     """Without samples a second: a call takes several steps, and makes a loop, so the core's number is a fraction of the truth."""
     return replace(result, trials=tuple(replace(trial, samples_per_s=None) for trial in result.trials))
+
+
+@contextmanager
+def quiet_loggers(*names: str) -> Iterator[None]:
+    """Have loggers pass on errors only."""
+    with ExitStack() as stack:
+        for name in names:
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        yield
 
 
 def _numbers(version: str) -> tuple[int, ...]:

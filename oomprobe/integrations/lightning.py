@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import signal
 import tempfile
 import threading
@@ -27,7 +26,15 @@ import oomprobe
 from oomprobe.devices import Device, choose_device, replay_of
 from oomprobe.devices.choose import model_device
 from oomprobe.errors import Caller, DeviceLostError, InvalidArgumentError, NotRunError
-from oomprobe.integrations.framework import LOOP_STEPS, check_flag, framework, loops_of, refuse_several, untimed
+from oomprobe.integrations.framework import (
+    LOOP_STEPS,
+    check_flag,
+    framework,
+    loops_of,
+    quiet_loggers,
+    refuse_several,
+    untimed,
+)
 from oomprobe.integrations.generators import generators_kept
 from oomprobe.integrations.worst_case import Order, largest_first, refuse_once
 from oomprobe.options import Options, Step, check_seconds
@@ -551,10 +558,7 @@ def _replaced(holder: Any, methods: Mapping[str, Hook]) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence what Lightning says of the trials' settings, and would say again when the user trains."""
-    with warnings.catch_warnings(), ExitStack() as stack:
+    # Each logger has a level of its own.
+    with warnings.catch_warnings(), quiet_loggers(*PACKAGES, "lightning.pytorch", "lightning.fabric"):
         warnings.filterwarnings("ignore", module=rf"({'|'.join(PACKAGES)})(\.|$)")
-        for name in (*PACKAGES, "lightning.pytorch", "lightning.fabric"):  # each has a level of its own
-            logger = logging.getLogger(name)
-            stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.ERROR)
         yield

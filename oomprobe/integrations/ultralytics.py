@@ -1,7 +1,6 @@
-"""Ultralytics' AutoBatch by running the batch: the real loss and optimizer, worst-case targets, and no line.
+"""Ultralytics' AutoBatch, by running the batch: the real loss and optimizer on worst-case targets.
 
-`autobatch` and `check_train_batch_size` take what those of ``ultralytics.utils.autobatch`` take, and a device; `install`
-makes ``YOLO(...).train(batch=-1)`` use them; `find_max_batch` returns everything that was measured.
+`install` makes ``YOLO(...).train(batch=-1)`` use `check_train_batch_size`; `find_max_batch` returns all that was measured.
 
 Example, which trains with the largest batch whose step runs in 60 % of the free memory of the card::
 
@@ -16,8 +15,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace, TracebackType
@@ -35,16 +34,16 @@ from oomprobe.errors import (
     NothingFitsError,
     OomProbeError,
 )
-from oomprobe.integrations.framework import FrameworkError, framework
+from oomprobe.integrations.framework import FrameworkError, framework, quiet_loggers
 from oomprobe.options import Step, check_size
 from oomprobe.result import ProbeResult
 from oomprobe.state import preserved
 
 GRID = 32  # pixels: the least that the trainer makes images a multiple of
-SIDE = 0.5  # of an object, as a share of the image's; see `_boxes`
+SIDE = 0.5  # of an object, as a share of the image's side; see `_boxes`
 MASKS_IN_A_BYTE = 255  # objects that an overlapping mask of 8 bits can number
 CLIPPED_NORM = 10.0  # what the trainer clips gradients to
-DEFAULT_FRACTION, DEFAULT_BATCH = 0.6, 16  # of Ultralytics' contract
+DEFAULT_FRACTION, DEFAULT_BATCH = 0.6, 16  # of Ultralytics' own `check_train_batch_size`
 ASSIGNED = ("detect", "segment", "pose", "obb")  # tasks whose losses match anchors with objects
 PRECISIONS: dict[object, bool | torch.dtype] = {
     True: True, False: False, torch.float16: torch.float16, torch.bfloat16: torch.bfloat16,
@@ -54,17 +53,13 @@ NOT_COVERED = (
     "validation during training: batches twice as large (but for obb, semantic and depth), without gradients",
     "augmentations that add objects beyond max_num_obj (mixup, cutmix, copy_paste), and multi_scale beyond imgsz",
 )
-PATCHED = (
-    ("utils.autobatch", "autobatch"),
-    ("utils.autobatch", "check_train_batch_size"),
-    ("engine.trainer", "check_train_batch_size"),  # which it imported by name
-)
+PATCHED = ("utils.autobatch", "engine.trainer")  # modules; the trainer imported the function by name
 
 _T = torch.Tensor
 
 
 class NoBatchSizeError(NothingFitsError, RuntimeError):
-    """Not even the smallest batch fits: ours, and the RuntimeError of Ultralytics' contract."""
+    """Not even the smallest batch fits; also the RuntimeError that Ultralytics raises then."""
 
 
 def _part(name: str) -> Any:
@@ -88,20 +83,18 @@ def find_max_batch(
     """Find the largest batch that a model of Ultralytics trains with, by training.
 
     Runs the model's own loss on images with `max_num_obj` objects each, backward, gradient clipping and the optimizer
-    that the trainer would build. A copy of the model is trained; the model that you pass is only read, and stands for the
-    average of the weights that the trainer keeps beside it.
+    that the trainer would build. A copy of the model is trained; the model that you pass is only read, and takes the place
+    of the averaged weights that the trainer keeps in memory.
 
     Args:
         model: Such as ``YOLO("yolo11n.yaml").model``, in float32.
-        imgsz: Height and width of an image, pixels; the largest of a list counts. Rounded up to the model's stride, with
-            Ultralytics' own warning.
-        amp: Mixed precision, or its dtype (torch.float16, torch.bfloat16, "fp16", "bf16", "fp32"). Without effect on the
-            CPU and MPS, as in training.
+        imgsz: Height and width of an image, pixels, rounded up to the model's stride; the largest of a list counts.
+        amp: Mixed precision, or its dtype (torch.float16, torch.bfloat16, "fp16", "bf16", "fp32"). As in training, it has
+            no effect on the CPU and MPS.
         max_num_obj: Objects in an image, as the trainer counts them: four times those of the fullest image of the data
-            set, for its mosaics.
-        dataset_size: Images of the training set: no larger batch is tried, and ``optimizer=auto`` depends on it. 0:
-            unknown.
-        device: As for `oomprobe.find_max_batch`.
+            set, since a mosaic is made of four.
+        dataset_size: Images in the training set, the largest batch to try; ``optimizer=auto`` depends on it. 0: unknown.
+        device: As for `oomprobe.find_max_batch`, but for simulated cards.
         **options: The others of `oomprobe.find_max_batch`, such as ``memory_fraction`` and ``time_limit_s``.
 
     Returns:
@@ -172,7 +165,7 @@ def _training(
 ) -> tuple[torch.nn.Module, Step, list[str]]:
     """A copy of the model, the step that trains it as the trainer would, and what to say of it."""
     kind = device.torch_device.type
-    with _quietly():
+    with quiet_loggers("ultralytics"):  # it logs the optimizer that it builds, which is not the one of your training
         trained = copy.deepcopy(model).train()
         if not any(parameter.requires_grad for parameter in trained.parameters()):  # as in a checkpoint
             for name, parameter in trained.named_parameters():
@@ -241,18 +234,6 @@ def _optimizer(model: torch.nn.Module, plain: Any, dataset_size: int) -> torch.o
     return optimizer
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Ultralytics logs the optimizer that it builds, which is not the one of your training."""
-    logger = _part("utils").LOGGER
-    level = logger.level
-    logger.setLevel("ERROR")
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 # --- worst-case batches ---
 
 
@@ -285,9 +266,9 @@ class _Batches:
 def _boxes(batches: _Batches, batch_size: int, numbers: int = 4) -> dict[str, _T]:
     """Middle, width and height of each object, as shares of the image's; an angle of 0 where there are five numbers.
 
-    The trainer counts four times the objects of the fullest image, since a mosaic is made of four, and no point of a mosaic
-    lies in more objects than one image has. So each object covers a quarter of the image, and their middles are spread: the
-    assigner meets as many pairs of object and anchor as a batch can have.
+    `max_num_obj` is four times the objects of the fullest image, and no point of a mosaic lies in more objects than one image
+    has. So each object covers a quarter of the image, and the assigner meets as many pairs of object and anchor as a batch
+    can have.
     """
     count = batches.objects
     rows = math.ceil(math.sqrt(count))
@@ -353,31 +334,23 @@ def _batches_for(plain: Any, task: str, imgsz: int, max_num_obj: int, device: to
     )
 
 
-# --- worst-case selections ---
-
-
 class _EscapedError(Exception):
-    """Takes an out-of-memory error past a handler that would go on image by image."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__()
-        self.error = error
+    """Takes an out-of-memory error, its argument, past a handler that would go on image by image."""
 
 
 def _match_as_many_as_can_be(assigner: Any, objects: int) -> None:
     """Have a `TaskAlignedAssigner` match as many anchors as it can, and let its out-of-memory errors out.
 
-    The assigner chooses anchors by what the net predicts, and the loss goes on with those. A trained net chooses more, and
-    more scattered ones, than random weights do. Its `forward` catches what `_forward` raises and goes on image by image; a
-    size at which that happens in every step does not fit.
+    It chooses anchors by what the net predicts, and a trained net chooses more of them than random weights do. Its `forward`
+    catches what `_forward` raises and goes on image by image; a size at which that happens in every step does not fit.
     """
-    topk, inner = int(getattr(assigner, "topk2", None) or assigner.topk), assigner._forward
+    most, inner = objects * int(getattr(assigner, "topk2", None) or assigner.topk), assigner._forward
 
     def match(_: Any, __: Any, outputs: tuple[_T, ...]) -> tuple[_T, ...]:
-        labels, boxes, scores, found, indices = outputs
+        *targets, found, indices = outputs
         found = torch.zeros_like(found)
-        found[:, : min(found.shape[1], objects * topk)] = True
-        return labels, boxes, scores, found, indices
+        found[:, :most] = True
+        return (*targets, found, indices)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -394,55 +367,11 @@ def _call(model: torch.nn.Module, *args: Any) -> Any:
     try:
         return model(*args)
     except _EscapedError as escaped:
-        error = escaped.error
+        error: BaseException = escaped.args[0]
     raise error
 
 
 # --- drop-ins ---
-
-
-def autobatch(
-    model: torch.nn.Module,
-    imgsz: int = 640,
-    fraction: float = DEFAULT_FRACTION,
-    batch_size: int = DEFAULT_BATCH,
-    max_num_obj: int = 1,
-    dataset_size: int = 0,
-    *,
-    device: Any = None,
-    **options: Any,
-) -> int:
-    """Find the largest batch that trains within a share of the available memory; a drop-in for Ultralytics' own.
-
-    The precision is that of the autocast in which it is called, as of the original.
-
-    Args:
-        model: Of Ultralytics; it is only read.
-        imgsz: As for `find_max_batch`: height and width of an image, pixels.
-        fraction: Share of the available memory that training may use, in (0, 1].
-        batch_size: What to return if the probe failed, with a warning that says why; also, as the contract of the original
-            has it, for a model on the CPU or MPS while `device` is None.
-        max_num_obj: Objects in an image, as the trainer counts them.
-        dataset_size: Images of the training set; 0: unknown.
-        device: None: where the model is. Otherwise as for `oomprobe.find_max_batch`, such as ``"cpu:4GiB"``.
-        **options: Others of `oomprobe.find_max_batch`, such as ``time_limit_s``.
-
-    Returns:
-        A size that ran, or `batch_size`.
-
-    Raises:
-        NoBatchSizeError: nothing fits. It is a RuntimeError, as of the original, and a `NothingFitsError`.
-        InvalidArgumentError: an argument is wrong.
-        NoDeviceError: the device is not here.
-        DeviceLostError: a sticky error of the device; no training in this process would run.
-    """
-    check_size("batch_size", batch_size)
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
-        raise InvalidArgumentError(f"fraction must be a share of the memory, above 0 and at most 1, not {fraction!r}")
-    kind = _home(model).type
-    amp = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else False
-    asked = {"imgsz": imgsz, "amp": amp, "max_num_obj": max_num_obj, "dataset_size": dataset_size}
-    return _answer(model, batch_size, device, asked, {"memory_fraction": float(fraction), **options})
 
 
 def check_train_batch_size(
@@ -456,31 +385,45 @@ def check_train_batch_size(
     device: Any = None,
     **options: Any,
 ) -> int:
-    """Find the batch to train with, as the trainer asks for it; a drop-in for Ultralytics' own.
+    """Find the batch to train with; a drop-in for the function of that name that Ultralytics' trainer calls.
 
-    Arguments, answers and errors are those of `autobatch`, but for `amp`, as for `find_max_batch`, and `batch`: the share of
-    the available memory where it is in (0, 1); any other number means 0.6.
+    For a model on the CPU or MPS while `device` is None, and where the probe failed, it returns 16, as the original does,
+    with a warning that says why.
+
+    Args:
+        model: As for `find_max_batch`, like the arguments that are not described here.
+        imgsz: Pixels.
+        amp: Mixed precision, or its dtype.
+        batch: Share of the available memory that training may use, in (0, 1); any other number means 0.6.
+        max_num_obj: Objects in an image.
+        dataset_size: Images in the training set.
+        device: None: where the model is. Otherwise such as ``"cpu:4GiB"``.
+        **options: Others of `oomprobe.find_max_batch`, such as ``time_limit_s``.
+
+    Returns:
+        A size that ran, or 16.
+
+    Raises:
+        NoBatchSizeError: nothing fits.
+        InvalidArgumentError: an argument is wrong.
+        NoDeviceError: the device is not here.
+        DeviceLostError: a sticky error of the device; no training in this process would run.
     """
     if isinstance(batch, bool) or not isinstance(batch, int | float) or not math.isfinite(batch):
         raise InvalidArgumentError(
             f"batch must be a share of the memory, between 0 and 1, or -1 for 0.6, not {batch!r}"
         )
-    fraction = batch if 0.0 < batch < 1.0 else DEFAULT_FRACTION
-    asked = {"imgsz": imgsz, "amp": amp, "max_num_obj": max_num_obj, "dataset_size": dataset_size}
-    return _answer(model, DEFAULT_BATCH, device, asked, {"memory_fraction": fraction, **options})
-
-
-def _answer(model: torch.nn.Module, default: int, device: Any, asked: dict[str, Any], options: dict[str, Any]) -> int:
-    asked = _checked(model, **asked)  # wrong is wrong on the CPU, too
+    options = {"memory_fraction": batch if 0.0 < batch < 1.0 else DEFAULT_FRACTION, **options}
+    asked = _checked(model, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size)
     utils = _part("utils")
-    logger, prefix, home = utils.LOGGER, utils.colorstr("AutoBatch: "), _home(model).type
+    prefix, home = utils.colorstr("AutoBatch: "), next(model.parameters()).device.type
     if device is None and home in ("cpu", "mps"):
-        logger.warning(
-            f"{prefix}the model is on the {home}, where Ultralytics' contract asks for the default: using batch-size {default}, "
+        utils.LOGGER.warning(
+            f"{prefix}the model is on the {home}, where Ultralytics asks for the default: using batch-size {DEFAULT_BATCH}, "
             "WHICH WAS NOT RUN. To probe, say where: device='cpu:8GiB' (so much of host memory), or 'mps', here or in "
             "install(device=...)"
         )
-        return default
+        return DEFAULT_BATCH
     try:
         result = find_max_batch(model, device=device, **asked, **options)
     except NothingFitsError as error:
@@ -488,12 +431,13 @@ def _answer(model: torch.nn.Module, default: int, device: Any, asked: dict[str, 
     except (InvalidArgumentError, NoDeviceError, DeviceLostError, FrameworkError):
         raise
     except OomProbeError as error:
-        logger.warning(
-            f"{prefix}the probe failed, using default batch-size {default}, WHICH WAS NOT RUN: {type(error).__name__}: {error}"
+        utils.LOGGER.warning(
+            f"{prefix}the probe failed, using default batch-size {DEFAULT_BATCH}, WHICH WAS NOT RUN: {type(error).__name__}: "
+            f"{error}"
         )
-        return default
+        return DEFAULT_BATCH
     line = result.estimates.get("straight line through the smallest sizes")
-    logger.info(
+    utils.LOGGER.info(
         f"{prefix}Using batch-size {result.batch_size}, which ran in {options['memory_fraction']:.0%} of the "
         f"{result.available_bytes / 2**30:.2f} GiB available on {result.device}. A line through the smallest sizes: "
         f"{'nothing' if line is None else int(line)} (not used)"
@@ -501,23 +445,16 @@ def _answer(model: torch.nn.Module, default: int, device: Any, asked: dict[str, 
     return result.batch_size
 
 
-def _home(model: torch.nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    if parameter is None:
-        raise InvalidArgumentError("the model has no parameters, so nothing says where it is")
-    return parameter.device
-
-
 @dataclass(frozen=True, slots=True)
 class Installed:
     """What `install` replaced. As a context manager it is undone at the end of the block."""
 
-    replaced: tuple[tuple[Any, str, Any], ...]  # module, name, what was there
+    replaced: tuple[tuple[Any, Any], ...]  # module, and the function that was there
 
     def undo(self) -> None:
         """Put back what was there."""
-        for module, name, before in self.replaced:
-            setattr(module, name, before)
+        for module, before in self.replaced:
+            module.check_train_batch_size = before
 
     def __enter__(self) -> Installed:
         return self
@@ -530,10 +467,9 @@ def install(*, device: Any = None, **options: Any) -> Installed:
     """Make ``YOLO(...).train(batch=-1)`` find its batch here, until it is undone.
 
     Args:
-        device: None: where the trainer has put the model. Otherwise as for `oomprobe.find_max_batch`: a trainer on the
-            CPU probes with ``"cpu:8GiB"``.
-        **options: Others of `oomprobe.find_max_batch`, but for ``memory_fraction``, which the trainer's ``batch`` says
-            (``batch=0.8``; -1 is 0.6).
+        device: None: where the trainer has put the model. A trainer on the CPU probes with ``"cpu:8GiB"``.
+        **options: Others of `oomprobe.find_max_batch`, but for ``memory_fraction``, which is the trainer's ``batch``
+            (``batch=0.8``; -1 means 0.6).
 
     Returns:
         An object with ``undo()``, which can also be used in a ``with`` statement.
@@ -541,21 +477,13 @@ def install(*, device: Any = None, **options: Any) -> Installed:
     Raises:
         InvalidArgumentError: ``memory_fraction`` was given.
         FrameworkError: Ultralytics is not installed, or older than 8.4.
-
-    Example, in a script::
-
-        with install(time_limit_s=600):
-            YOLO("yolo11n.yaml").train(data="coco8.yaml", batch=-1)
     """
     if "memory_fraction" in options:
         raise InvalidArgumentError(
             "install(memory_fraction=...): the trainer says that itself, by its batch, such as batch=0.8"
         )
-    ours = {
-        function.__name__: partial(function, device=device, **options)
-        for function in (autobatch, check_train_batch_size)
-    }
-    replaced = tuple((_part(module), name, getattr(_part(module), name)) for module, name in PATCHED)
-    for module, name, _ in replaced:
-        setattr(module, name, ours[name])
+    modules = [_part(name) for name in PATCHED]
+    replaced = tuple((module, module.check_train_batch_size) for module in modules)
+    for module in modules:
+        module.check_train_batch_size = partial(check_train_batch_size, device=device, **options)
     return Installed(replaced)
