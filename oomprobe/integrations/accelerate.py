@@ -11,20 +11,9 @@ Change the import, and the call stays as it is::
     train(model, optimizer)      # probed, then trained once, at the largest size that fits
     train.result                 # the ProbeResult: the trials, the margin, what limited
 
-A whole training run is too long for a trial, so a trial leaves the function once each of its optimizers has made a few
-steps; by then, training has reached its peak memory. After the last trial the function is called once for good.
-
-To keep accelerate's own decorator, probe first and start it at the answer, which then runs at the first try::
-
-    result = oomprobe.find_max_batch(model, step_fn)
-
-    @accelerate.utils.find_executable_batch_size(starting_batch_size=result.batch_size)
-    def train(batch_size): ...
-
-What `Accelerator.prepare` returned is probed as it is; `unchanged` restores the Accelerator's own counters afterwards::
-
-    with unchanged(accelerator):
-        result = oomprobe.find_max_batch(model, step_fn)
+A trial leaves the function once each of its optimizers has made a few steps; by then, training has reached its peak
+memory. After the last trial the function is called once for good. What `Accelerator.prepare` returned is probed by the plain
+`oomprobe.find_max_batch`, in `unchanged`, which restores the Accelerator's own counters.
 """
 
 from __future__ import annotations
@@ -36,7 +25,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -52,8 +40,6 @@ from oomprobe.verdicts import Verdict, classify_error
 SHARED = ("PartialState", "AcceleratorState", "GradientState")  # of accelerate.state, each one for the whole process
 PATIENCE = 8  # An optimizer that steps so many times more rarely than another is not waited for.
 
-_in_trial_of: ContextVar[str | None] = ContextVar("_in_trial_of", default=None)  # name of the function
-
 
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
@@ -66,34 +52,28 @@ def find_executable_batch_size(
     """Call a training function with the largest batch size that truly fits, found by running it.
 
     **The function is called many times.** A trial leaves it after `trial_steps` steps of its optimizers; whatever it does
-    until then (loading, downloading, logging, opening files) happens in each trial, including its ``finally`` blocks. What
-    it does later (evaluation, checkpoints) happens only in the call for good. A function that ends earlier, or never steps
-    an optimizer of torch, runs to its end in each trial; `result.notes` says so.
+    until then (loading, logging, opening files) happens in each trial. What it does later (evaluation, checkpoints) happens
+    only in the call for good. A function that never steps an optimizer of torch runs to its end in each trial.
 
-    Models, optimizers and the random numbers of torch, numpy and Python come back bit for bit before the call for good, and
-    accelerate's own state before each call: the function trains as if it had been called with that size at once. Not
-    restored: its own generators, iterators that it draws from, and tensors in plain containers that it changes in place
-    (pass objects with ``state_dict`` in `preserve`).
+    Models, optimizers, accelerate's own state and the random numbers of torch, numpy and Python come back bit for bit before
+    the call for good. Not restored: generators and iterators of your own, and tensors in plain containers that the function
+    changes in place (pass objects with ``state_dict`` in `preserve`).
 
     Args:
-        function: Takes the batch size as its first argument; you call it without. A method takes it before ``self``.
-            None: used with parentheses.
-        starting_batch_size: Largest size to try, as with accelerate; None: until memory runs out.
+        function: Takes the batch size as its first argument, a method before ``self``; you call it without.
+        starting_batch_size: Largest size to try, at least 1; None: until memory runs out.
         reduce_batch_size_fn: Only None: bisection needs no rule for shrinking.
         trial_steps: Steps that each optimizer makes in one call of a trial, at least 1.
-        options: Those of `oomprobe.find_max_batch`, except max_batch and global_batch (the function accumulates).
-            `device` None is the current accelerator, or host memory where there is none.
+        options: Those of `oomprobe.find_max_batch`, except max_batch and global_batch. `device` None is the current
+            accelerator, or host memory where there is none.
 
     Returns:
-        The decorated function. It returns what the function returned, and probes anew at each call; its attribute
-        ``result`` is the `ProbeResult` of the last probe.
+        The decorated function. It probes anew at each call; its attribute ``result`` is the `ProbeResult` of the last.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
         TypeError: called with arguments that the function does not take, such as the batch size.
-        UnreliableError: its trials call another decorated function, or train a model that an earlier trial made.
-        OomProbeError: when called, as `oomprobe.find_max_batch`: `NothingFitsError` where accelerate raises
-            ``RuntimeError("No executable batch size found, reached zero.")``.
+        OomProbeError: when called, as `oomprobe.find_max_batch`.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=32, device="cpu:1GiB", progress="off")
@@ -148,11 +128,8 @@ def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str
                 f"{name}{signature} was called with arguments it does not take ({error}). The decorator passes the batch size: "
                 f"call {name} without it"
             ) from None
-        if (outer := _in_trial_of.get()) is not None:
-            raise NotRunError(
-                f"{outer} calls {name} in its trials, and both are decorated with find_executable_batch_size, so that the "
-                "steps of one would count as the other's. Decorate only one of them"
-            )
+        if _Trials.running:  # the steps of one would count as the other's
+            raise NotRunError(f"{name} was called in a trial of another decorated function: decorate only one of them")
         trials = _Trials(function, name, args, kwargs, trial_steps)
         step = Step(
             run=trials,
@@ -189,6 +166,8 @@ class _Left(BaseException):
 class _Trials:
     """The step that is probed: one call of the function, left when its optimizers have stepped."""
 
+    running = False  # any
+
     def __init__(
         self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], trial_steps: int
     ) -> None:
@@ -199,9 +178,8 @@ class _Trials:
         self._stepped_at: set[int] = set()  # sizes at which an optimizer stepped
         self._ended_at: set[int] = set()  # sizes at which the function ran to its end
         self._calls = 0
-        self._made: dict[
-            int, tuple[int, weakref.ref[torch.Tensor]]
-        ] = {}  # parameters by id, and the call that made them
+        # Parameters by id, with the number of the call that made them.
+        self._made: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         _collect()
         objects = gc.get_objects()
         module = sys.modules.get("accelerate.accelerator")
@@ -216,7 +194,7 @@ class _Trials:
         self._calls += 1
         self._steps, self._stepped = WeakIdKeyDictionary(), False
         handle = register_optimizer_step_post_hook(self._after_step)
-        outer = _in_trial_of.set(self._name)
+        _Trials.running = True
         try:
             with unchanged(*self._accelerators):
                 self._function(batch_size, *self._args, **self._kwargs)
@@ -224,7 +202,7 @@ class _Trials:
         except _Left:
             pass
         finally:
-            _in_trial_of.reset(outer)
+            _Trials.running = False
             handle.remove()
             # A scaler left inside its step refuses the next; its only public way out, update(), changes the scale.
             for scaler in self._scalers:
@@ -234,8 +212,8 @@ class _Trials:
         elif self._stepped_at:
             raise NotRunError(
                 f"at batch {batch_size} {self._name} ended without an optimizer step, and at batch {max(self._stepped_at)} it "
-                "made some, so that size was not really run. If it handles an out-of-memory error itself, have it raise that "
-                "again; if the loader drops a last batch that is not full, pass the number of examples as starting_batch_size"
+                "made some. If it handles an out-of-memory error itself, have it raise that again; if the loader drops a last "
+                "batch that is not full, pass the number of examples as starting_batch_size"
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -283,8 +261,8 @@ def _of_type(objects: list[Any], kind: type) -> list[Any]:
 def unchanged(*accelerators: Any) -> Iterator[None]:
     """Restore Accelerators, and the state that all of a process share, on the way out.
 
-    An Accelerator counts micro-batches and lists what it prepared, outside any ``state_dict``. A probe that ended in the
-    middle of an accumulation would make training step at other micro-batches than without it.
+    An Accelerator counts micro-batches and lists what it prepared, outside any ``state_dict``: after a probe that ended in
+    the middle of an accumulation, training would step at other micro-batches.
 
     Args:
         accelerators: Of `accelerate.Accelerator`.
@@ -299,23 +277,18 @@ def unchanged(*accelerators: Any) -> Iterator[None]:
         0
     """
     states: list[dict[str, Any]] = [one.__dict__ for one in accelerators] + _shared_states()
-    before = [(state, _copy(state)) for state in states]
-    kept = {id(state) for state in states}
+    before = [(state, dict(state)) for state in states]
+    lists = [(value, list(value)) for state in states for value in state.values() if isinstance(value, list)]
     try:
         yield
     finally:
-        before += [(state, {}) for state in _shared_states() if id(state) not in kept]  # accelerate imported meanwhile
-        for state, copied in before:
+        known = {id(state) for state in states}
+        before += [(state, {}) for state in _shared_states() if id(state) not in known]  # accelerate imported meanwhile
+        for state, values in before:
             state.clear()
-            for name, (value, items) in copied.items():
-                if isinstance(value, list):
-                    value[:] = items
-                state[name] = value
-
-
-def _copy(state: dict[str, Any]) -> dict[str, tuple[Any, list[Any]]]:
-    """Each value, and the items of a list: accelerate fills lists in place."""
-    return {name: (value, list(value) if isinstance(value, list) else []) for name, value in state.items()}
+            state.update(values)
+        for filled, items in lists:  # accelerate fills them in place
+            filled[:] = items
 
 
 def _shared_states() -> list[dict[str, Any]]:

@@ -391,14 +391,14 @@ def check_train_batch_size(
     with a warning that says why.
 
     Args:
-        model: As for `find_max_batch`, like the arguments that are not described here.
-        imgsz: Pixels.
-        amp: Mixed precision, or its dtype.
+        model: As for `find_max_batch`.
+        imgsz: As for `find_max_batch`; pixels.
+        amp: As for `find_max_batch`.
         batch: Share of the available memory that training may use, in (0, 1); any other number means 0.6.
-        max_num_obj: Objects in an image.
-        dataset_size: Images in the training set.
-        device: None: where the model is. Otherwise such as ``"cpu:4GiB"``.
-        **options: Others of `oomprobe.find_max_batch`, such as ``time_limit_s``.
+        max_num_obj: As for `find_max_batch`.
+        dataset_size: As for `find_max_batch`.
+        device: As for `find_max_batch`, such as ``"cpu:4GiB"``. None: where the model is.
+        **options: As for `find_max_batch`.
 
     Returns:
         A size that ran, or 16.
