@@ -34,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe import probe
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
+from oomprobe.integrations.framework import count_calls
 from oomprobe.options import Step, check_size
 from oomprobe.verdicts import Verdict, classify_error
 
@@ -74,18 +75,6 @@ def find_executable_batch_size(
         InvalidArgumentError: an argument is wrong.
         TypeError: called with arguments that the function does not take, such as the batch size.
         OomProbeError: when called, as `oomprobe.find_max_batch`.
-
-    Example:
-        >>> @find_executable_batch_size(starting_batch_size=32, device="cpu:1GiB", progress="off")
-        ... def train(batch_size, model):
-        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ...     for _ in range(100):
-        ...         optimizer.zero_grad()
-        ...         model(torch.randn(batch_size, 8)).square().mean().backward()
-        ...         optimizer.step()
-        ...     return batch_size
-        >>> train(torch.nn.Linear(8, 1)), train.result.limited_by
-        (32, 'max_batch')
     """
     if reduce_batch_size_fn is not None:
         raise InvalidArgumentError(
@@ -101,9 +90,7 @@ def find_executable_batch_size(
     if starting_batch_size is not None:
         check_size("starting_batch_size", starting_batch_size)
     check_size("trial_steps", trial_steps)
-    for name, default in (("steps", 2), ("confirm_steps", 5)):  # optimizer steps, of which a call makes several
-        check_size(name, options.get(name, default))
-        options[name] = -(-options.get(name, default) // trial_steps)
+    count_calls(options, trial_steps)
     options["max_batch"] = starting_batch_size
     if function is None:
         return functools.partial(_decorated, trial_steps=trial_steps, options=options)
@@ -266,15 +253,6 @@ def unchanged(*accelerators: Any) -> Iterator[None]:
 
     Args:
         accelerators: Of `accelerate.Accelerator`.
-
-    Example:
-        >>> class Accelerator:
-        ...     step = 0
-        >>> accelerator = Accelerator()
-        >>> with unchanged(accelerator):
-        ...     accelerator.step = 3
-        >>> accelerator.step
-        0
     """
     states: list[dict[str, Any]] = [one.__dict__ for one in accelerators] + _shared_states()
     before = [(state, dict(state)) for state in states]

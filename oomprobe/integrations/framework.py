@@ -32,12 +32,6 @@ def framework(name: str, *, minimum: str, extra: str) -> Any:
 
     Raises:
         FrameworkError: it is not there, older, or fails as it is imported.
-
-    Example:
-        >>> framework("no_such_framework", minimum="2.0", extra="lightning")
-        Traceback (most recent call last):
-        ...
-        oomprobe.integrations.framework.FrameworkError: this needs no_such_framework 2.0 or newer, and it is not installed: pip install 'oomprobe[lightning]'
     """
     package = name.partition(".")[0]
     install = f"pip install 'oomprobe[{extra}]'"
@@ -81,19 +75,16 @@ def is_simulated(device: object) -> bool:
     return replay_of(device) is not None or (isinstance(device, str) and device.startswith("sim:"))
 
 
-def loops_of(name: str, steps: int) -> int:
-    """Calls of a loop that make so many optimizer steps, or one more.
-
-    Example:
-        >>> loops_of("steps", 5)
-        3
-    """
-    check_size(name, steps)
-    return -(-steps // LOOP_STEPS)
+def count_calls(options: dict[str, Any], steps_of_a_call: int = LOOP_STEPS) -> None:
+    """Turn the optimizer steps that a user asks for in `options` into calls that make so many each, rounded up."""
+    for name, default in (("steps", 2), ("confirm_steps", 5)):
+        asked = options.get(name, default)
+        check_size(name, asked)
+        options[name] = -(-asked // steps_of_a_call)
 
 
 def untimed(result: ProbeResult) -> ProbeResult:
-    """Without samples a second: a call takes several steps, and makes a loop, so the core's number is a fraction of the truth."""
+    """Leave out samples a second: a call takes several steps and sets up a loop, so the core's number is too low."""
     return replace(result, trials=tuple(replace(trial, samples_per_s=None) for trial in result.trials))
 
 

@@ -27,16 +27,6 @@ def generators_kept(owners: Iterable[object]) -> Iterator[None]:
 
     Args:
         owners: Objects with attributes. Data sets, loaders, samplers, transforms and collate functions in them are followed.
-
-    Example:
-        >>> class Collator:
-        ...     random = random.Random(7)
-        >>> collator = Collator()
-        >>> collator.random = random.Random(7)
-        >>> with generators_kept([collator]):
-        ...     drawn = collator.random.random()
-        >>> collator.random.random() == drawn
-        True
     """
     seen: dict[int, object] = {}
     attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []

@@ -29,8 +29,8 @@ from oomprobe.errors import Caller, DeviceLostError, InvalidArgumentError, NotRu
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
     check_flag,
+    count_calls,
     framework,
-    loops_of,
     quiet_loggers,
     refuse_several,
     untimed,
@@ -64,31 +64,28 @@ def find_max_batch(
 ) -> ProbeResult:
     """Find the largest batch size that this training fits with, by running it; call it before ``trainer.fit``.
 
-    Each call of the step is one `Trainer.fit` for two optimizer steps on batches of the largest examples, with the
-    Trainer's accelerator, precision plugin, gradient clipping and accumulation. Where the module validates, two
-    validation batches follow beside the optimizer state. ``prepare_data``, ``setup`` and ``teardown`` run once.
+    Each call of the step is one `Trainer.fit` for two optimizer steps on batches of the largest examples, with the Trainer's
+    accelerator, precision plugin, gradient clipping and accumulation. If the module validates, two validation batches
+    follow. ``prepare_data``, ``setup`` and ``teardown`` run once.
 
-    As with ``fast_dev_run``, the module finds no callbacks, and Lightning's `DummyLogger` in place of its loggers:
-    nothing is logged, no checkpoint is written, and what the module writes into ``log_dir`` is deleted when the probe
-    ends. Attributes of your own on the Trainer, or methods of a subclass, are not part of trials.
+    As with ``fast_dev_run``, callbacks are not called, and the module finds Lightning's `DummyLogger` in place of its
+    loggers. What it writes into ``log_dir`` is deleted when the probe ends.
 
-    The module, the data module and the random number generators, also those in attributes of the two, of data sets and of
-    collate functions, are restored, so that training gives the losses of training without a probe. Objects without
-    ``state_dict`` that the module changes in place are not restored, nor is the position of a stream.
+    The module, the data module and random number generators, also those of data sets and collate functions, are restored:
+    training gives the losses of training without a probe. Objects without ``state_dict`` that the module changes in place
+    are not restored, nor is the position of a stream.
 
     Args:
         trainer: The ``Trainer`` that will train, on one device. Its settings are read; it never runs.
         module: A ``LightningModule``, maybe compiled.
         datamodule: A ``LightningDataModule``; None: the loaders are the module's own, or passed below.
-        train_dataloaders: A DataLoader, or dicts and lists of some. Each is made again at each size, from its data set
-            and collate function.
+        train_dataloaders: A DataLoader, or dicts and lists of some. Each is made again at each size.
         val_dataloaders: The same for validation; they keep their batch size.
         batch_size_name: Attribute of the module, the data module or the hyperparameters of either, that
-            ``train_dataloader()`` reads. Not used with `train_dataloaders`.
-        write_back: Set that attribute to the answer, everywhere where Lightning's own finder would.
+            ``train_dataloader()`` reads.
+        write_back: Set that attribute to the answer, wherever Lightning's own finder would.
         scan_s: Seconds to look for the largest examples of each data set; at least 0.
-        options: Those of `oomprobe.find_max_batch`. `device` defaults to the Trainer's, `max_batch` to the number of
-            examples.
+        options: Those of `oomprobe.find_max_batch`. `device` defaults to the Trainer's.
 
     Returns:
         The answer; one step of its trials is two optimizer steps.
@@ -98,11 +95,6 @@ def find_max_batch(
         InvalidArgumentError: the Trainer, the loaders or an option cannot be probed; nothing was trained.
         UnreliableError: the loaders did not give batches of the size asked for, or a fit did not train.
         OomProbeError: as for `oomprobe.find_max_batch`.
-
-    Example::
-
-        result = find_max_batch(trainer, module, datamodule)
-        trainer.fit(module, datamodule=datamodule)  # at result.batch_size
     """
     inspect.signature(oomprobe.find_max_batch).bind(None, None, **options)  # the TypeError names an unknown option
     check_seconds("scan_s", scan_s)
@@ -163,19 +155,16 @@ class Training:
     micro: int  # batches for one optimizer step
     name: str  # of the batch size attribute
     places: Sequence[Any]  # objects that have it
-    orders: dict[str, list[Order | None]] = field(
-        default_factory=dict
-    )  # found by a look; None: as the loader makes them
+    # Found by a look before the first trial. None: batches come as the loader makes them.
+    orders: dict[str, list[Order | None]] = field(default_factory=dict)
     callbacks: dict[str, type] = field(default_factory=dict)  # the user's, by name; found likewise
-    own_sizes: set[int] = field(default_factory=set)  # of validation batches that do not follow; found by trials
 
 
 def _probe(training: Training, trainer: Any, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
     """Set up, look at the data, search, tear down."""
     limits = {name: options[name] for name in ("min_batch", "multiple_of", "max_batch") if name in options}
     first = Options(**limits).sizes.first
-    for name, contracted in (("steps", 2), ("confirm_steps", 5)):
-        options[name] = loops_of(name, options.get(name, contracted))
+    count_calls(options)
     loaders: dict[str, list[Any]] = {}
     configure_callbacks = training.own.configure_callbacks
 
@@ -234,7 +223,6 @@ def _run_trial(training: Training, batch_size: int) -> None:
         made = []
         for loader, order in zip(found, training.orders[name], strict=True):
             size = batch_size if name == TRAIN else _size_of(loader)
-            training.own_sizes.update({size} - {batch_size, None})
             least = most if name == TRAIN else EVAL_BATCHES
             made.append(loader if size is None else _trial_loader(loader, order, size, least))
         return tree_unflatten(made, shape)
@@ -330,16 +318,13 @@ def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str) -> dict[str
 def _loaders_at(training: Training, name: str, batch_size: int) -> tuple[list[Any], Any]:
     """The loaders that the user makes at that size, checked, and the shape of their collection."""
     found, shape = tree_flatten(training.makers[name]())
-    for loader in found:
-        size, is_held = _size_of(loader), name in training.holders
-        if isinstance(loader, training.pl.utilities.CombinedLoader):
-            raise InvalidArgumentError(f"{name} is a CombinedLoader: use the dict or list of DataLoaders in it instead")
-        if name == TRAIN and not is_held and size is None:
+    for size, loader in [(_size_of(loader), loader) for loader in found if name == TRAIN]:
+        if size is None:
             raise InvalidArgumentError(
-                f"train_dataloaders has a {type(loader).__name__} that cannot be made again with another batch size: pass a "
-                "plain DataLoader, or a LightningDataModule whose train_dataloader() reads self.batch_size"
+                f"the training data has a {type(loader).__name__} that cannot be made again with another batch size: use a "
+                "DataLoader(dataset, batch_size=...) without a batch_sampler, or a dict or list of some"
             )
-        if name == TRAIN and is_held and size not in (batch_size, None):
+        if name in training.holders and size != batch_size:
             raise NotRunError(
                 f"train_dataloader() made batches of {size} where {training.name}={batch_size} was set: write "
                 f"DataLoader(..., batch_size=self.{training.name}), or pass batch_size_name=, the name of the attribute "
@@ -358,7 +343,7 @@ def _size_of(loader: Any) -> Any:
 
 
 def _order_of(loader: Any, scan_s: float) -> Order | None:
-    """The loader's examples, largest first; None for a stream, and where its batches are used as they come."""
+    """The loader's examples, largest first; None for a stream, and for a validation loader that is used as it comes."""
     if _size_of(loader) is None:
         return None
     if isinstance(loader.dataset, IterableDataset):
@@ -374,9 +359,6 @@ def _trial_loader(loader: Any, order: Order | None, size: int, least: int) -> An
 
     It has no workers: starting them takes longer than a trial, and their memory is not the step's.
     """
-    if _size_of(loader) is None:
-        check = partial(_checked, size, type(loader).__name__)
-        return DataLoader(Repeated(loader, least), batch_size=None, collate_fn=check)
     make = partial(DataLoader, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory)
     if order is None:
         return make(Repeated(loader.dataset, least * size), batch_size=size)
@@ -387,7 +369,7 @@ def _trial_loader(loader: Any, order: Order | None, size: int, least: int) -> An
 
 
 class Repeated(IterableDataset[Any]):
-    """Items that begin again when they end, so that batches are full however few there are."""
+    """A stream that begins again when it ends, so that batches are full however few items it has."""
 
     def __init__(self, items: Any, least: int) -> None:
         self._items, self._least = items, least
@@ -404,18 +386,6 @@ class Repeated(IterableDataset[Any]):
                 yield item
 
 
-def _checked(size: int, kind: str, batch: Any) -> Any:
-    """The batch: that its tensors have the size is all that can be told of one that was made elsewhere."""
-    parts = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    sizes = {len(part) for part in parts if isinstance(part, torch.Tensor) and part.dim()}
-    if size not in sizes:
-        raise NotRunError(
-            f"a batch of {size} was asked for, and the first dimensions of one that the {kind} gave are {sorted(sizes)}: "
-            "make train_dataloader() read the batch size, or, where its data end before, pass a smaller max_batch"
-        )
-    return batch
-
-
 def _told(training: Training, result: ProbeResult, count: int | None, scan_s: float) -> ProbeResult:
     """The result, with what a careful reader should know of a trial and of the data behind the number."""
     micro = f" of {training.micro} accumulated batches each" if training.micro > 1 else ""
@@ -423,7 +393,6 @@ def _told(training: Training, result: ProbeResult, count: int | None, scan_s: fl
     notes = [f"one step of a trial is Trainer.fit for {LOOP_STEPS} optimizer steps{micro}{more}"]
     if TRAIN not in training.holders:
         notes.append(f"nothing was set: make your DataLoader with batch_size={result.batch_size}")
-    notes += [f"a validation loader keeps its own batch size of {size}" for size in sorted(training.own_sizes)]
     drawn = result.batch_size * LOOP_STEPS * training.micro
     are_largest = True
     for name, order in ((name, order) for name, orders in training.orders.items() for order in orders):
@@ -432,19 +401,9 @@ def _told(training: Training, result: ProbeResult, count: int | None, scan_s: fl
             are_largest = False
             notes.append(f"{what} batches came as their loader makes them: longer examples may come later")
             continue
-        is_known = order.complete and order.known
-        are_largest = are_largest and is_known and (name == EVAL or order.leaders <= drawn)
-        if not is_known and order.indices:
-            said = "" if order.known else ", without telling their size"
-            notes.append(
-                f"{order.seen} of {len(order.indices)} {what} examples were looked at in {scan_s:g} s{said}: larger ones may "
-                "be among the rest (allow more with scan_s)"
-            )
-        elif order.variable:
-            notes.append(f"{what} batches were made of the largest examples")
-    if count is None:
-        notes.append("the number of examples is not known: the answer may be larger than the data set")
-    elif result.limited_by == "max_batch" and result.options["max_batch"] == count:
+        notes += order.notes(scan_s, what)
+        are_largest = are_largest and order.complete and order.known and (name == EVAL or order.leaders <= drawn)
+    if result.limited_by == "max_batch" and result.options["max_batch"] == count:
         notes.append(f"the data set ends the search: it has {count} examples, and no larger batch is possible")
     covered = ("longest sequence",) * are_largest + ("evaluation between epochs",) * (EVAL in training.makers)
     not_covered = [item for item in result.not_covered if not item.startswith(covered)]

@@ -18,9 +18,9 @@ from oomprobe.integrations.accelerate import unchanged
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
     check_flag,
+    count_calls,
     framework,
     is_simulated,
-    loops_of,
     refuse_several,
     untimed,
 )
@@ -59,43 +59,35 @@ def find_max_batch(
     scan_s: float = 30.0,
     global_batch: int | None = None,
     max_batch: int | None = None,
-    steps: int = 2,
-    confirm_steps: int = 5,
     **options: Any,
 ) -> ProbeResult:
     """Find the largest ``per_device_train_batch_size`` with which a `transformers.Trainer` really trains.
 
     Each call of the step is the Trainer's own loop for two optimizer steps: its optimizer, collator, precision, loss,
-    gradient checkpointing and accumulation, on a batch of the longest examples of its data set. Where evaluation is on,
-    each trial evaluates too, at the Trainer's own evaluation batch size. A copy of the Trainer is trained. The model, the
-    optimizer, the scheduler and the random number generators, including those of the Trainer, the model, the collator and
-    the data sets, are restored: training afterwards is bit-equal to training without a probe. Not restored: lists and dicts
-    that your own Trainer class changes in place (pass objects with ``state_dict`` as ``preserve=``).
+    gradient checkpointing and accumulation, on a batch of the longest examples of its data set. If evaluation is on, each
+    trial evaluates too, at the Trainer's own evaluation batch size. A copy of the Trainer is trained. The model, the
+    optimizer, the scheduler and random number generators, including those of the collator and the data sets, are restored:
+    training afterwards is bit-equal to training without a probe. Not restored: lists and dicts that your own Trainer class
+    changes in place (pass objects with ``state_dict`` as ``preserve=``).
 
     Args:
         trainer: Set up as for ``trainer.train()``.
         write_back: Set ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` in ``trainer.args``: the split
             with the fewest accumulation steps that keeps the global batch, after one confirmed trial of it.
-        max_length: Length of the longest sequence in training; None: that of the longest example. A streaming data
-            set needs it, unless all of its examples have one size.
+        max_length: Length to which the longest example is stretched; None: as it is. A streaming data set needs it, unless
+            all of its examples have one size.
         scan_s: Seconds for looking for the longest examples.
         global_batch: Samples for one optimizer step; None: the product of the two arguments as they are.
         max_batch: Largest size to try; never more than the data set has.
-        steps: As for `oomprobe.find_max_batch`: optimizer steps of a trial, rounded up to whole loops of two.
-        confirm_steps: The same for the confirmation.
-        options: The other options of `oomprobe.find_max_batch`.
+        options: The other options of `oomprobe.find_max_batch`; steps are rounded up to whole loops of two.
 
     Returns:
         A result. Its `batch_size` is the largest micro-batch that fits; its notes say what was written back.
 
     Raises:
         FrameworkError: transformers is not installed, or too old.
-        InvalidArgumentError: the Trainer trains on several ranks, its data set has no example, or `max_length` exceeds the
-            positions of the model.
+        InvalidArgumentError: an argument, or what the Trainer was set up with, cannot be probed.
         OomProbeError: as for `oomprobe.find_max_batch`.
-
-    Source:
-        https://github.com/huggingface/transformers/issues/33281 asks that the global batch be kept.
     """
     framework("transformers", minimum="5.0", extra="transformers")
     args = _checked(trainer, max_length)
@@ -104,7 +96,7 @@ def find_max_batch(
             check_size(name, value)
     check_seconds("scan_s", scan_s)
     check_flag("write_back", write_back)
-    options |= {"steps": loops_of("steps", steps), "confirm_steps": loops_of("confirm_steps", confirm_steps)}
+    count_calls(options)
     whole = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
     accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
     evaluates = args.eval_strategy != "no" or args.eval_on_start
@@ -117,7 +109,12 @@ def find_max_batch(
         loop = _Loop(trainer=copied, longest=longest, evaluated=evaluated, collate=trainer.data_collator, collated=[])
         copied.data_collator = loop.counted
         result = probe.find_max_batch(trainer.model, loop.steps(trainer, accumulation), max_batch=max_batch, **options)
-        notes = [*longest.notes, *(note for one in evaluated for note in one.notes), *_notes(args, accumulation)]
+        notes = [note for one in (longest, *evaluated) for note in one.notes]
+        notes.append(
+            f"a trial is the Trainer's own loop for {LOOP_STEPS} optimizer steps a call, on its longest examples"
+        )
+        if args.gradient_accumulation_steps > accumulation:
+            notes.append(f"the search accumulated {accumulation} micro-batches: later ones need no more memory")
         if result.limited_by == "max_batch" and result.batch_size == longest.total:
             notes.append(f"the data set ends the search: it has {longest.total} examples")
         if write_back:
@@ -164,18 +161,14 @@ def _sources(trainer: Any) -> list[Any]:
     return [trainer, *modules, trainer.data_collator, trainer.train_dataset, *_values(trainer.eval_dataset)]
 
 
-def _stateful(trainer: Any) -> list[Any]:
-    """The optimizer and the scheduler that it was given, or has trained with, without accelerate's wrappers."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
-    return [one for one in (optimizer, scheduler) if one is not None]
-
-
 @contextmanager
 def _copied(trainer: Any, simulated: bool) -> Iterator[Any]:
     """A copy of the Trainer with logging, saving and callbacks disabled; what it shares with the original is restored."""
-    configs = [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
-    before = [(vars(one), dict(vars(one))) for one in (*configs, *_stateful(trainer)) if one is not None]
+    shared = [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
+    # Those that it was given, or has trained with, without accelerate's wrappers.
+    shared.append(getattr(trainer.optimizer, "optimizer", trainer.optimizer))
+    shared.append(getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler))
+    before = [(vars(one), dict(vars(one))) for one in shared if one is not None]
     copied = copy.copy(trainer)
     copied.args = copy.copy(trainer.args)
     for name, value in QUIET.items():
@@ -328,15 +321,6 @@ def _uncalled(trainer: Any) -> list[str]:
     own = _callbacks()
     known = (own.DefaultFlowCallback, own.ProgressCallback, own.PrinterCallback)
     return [type(one).__name__ for one in trainer.callback_handler.callbacks if not isinstance(one, known)]
-
-
-def _notes(args: Any, accumulation: int) -> Iterator[str]:
-    yield f"a trial is the Trainer's own loop for {LOOP_STEPS} optimizer steps a call, on its longest examples"
-    if args.gradient_accumulation_steps > accumulation:
-        yield (
-            f"the search accumulated {accumulation} micro-batches, not {args.gradient_accumulation_steps}: later ones need no "
-            "more memory than the second"
-        )
 
 
 def _not_covered(trainer: Any, *, evaluates: bool) -> Iterator[str]:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -436,34 +436,14 @@ def check_train_batch_size(
             f"{error}"
         )
         return DEFAULT_BATCH
-    line = result.estimates.get("straight line through the smallest sizes")
     utils.LOGGER.info(
         f"{prefix}Using batch-size {result.batch_size}, which ran in {options['memory_fraction']:.0%} of the "
-        f"{result.available_bytes / 2**30:.2f} GiB available on {result.device}. A line through the smallest sizes: "
-        f"{'nothing' if line is None else int(line)} (not used)"
+        f"{result.available_bytes / 2**30:.2f} GiB available on {result.device}"
     )
     return result.batch_size
 
 
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """What `install` replaced. As a context manager it is undone at the end of the block."""
-
-    replaced: tuple[tuple[Any, Any], ...]  # module, and the function that was there
-
-    def undo(self) -> None:
-        """Put back what was there."""
-        for module, before in self.replaced:
-            module.check_train_batch_size = before
-
-    def __enter__(self) -> Installed:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self.undo()
-
-
-def install(*, device: Any = None, **options: Any) -> Installed:
+def install(*, device: Any = None, **options: Any) -> ExitStack:
     """Make ``YOLO(...).train(batch=-1)`` find its batch here, until it is undone.
 
     Args:
@@ -472,7 +452,7 @@ def install(*, device: Any = None, **options: Any) -> Installed:
             (``batch=0.8``; -1 means 0.6).
 
     Returns:
-        An object with ``undo()``, which can also be used in a ``with`` statement.
+        What puts the trainer's own function back at the end of a ``with`` statement, or by its ``close()``.
 
     Raises:
         InvalidArgumentError: ``memory_fraction`` was given.
@@ -482,8 +462,8 @@ def install(*, device: Any = None, **options: Any) -> Installed:
         raise InvalidArgumentError(
             "install(memory_fraction=...): the trainer says that itself, by its batch, such as batch=0.8"
         )
-    modules = [_part(name) for name in PATCHED]
-    replaced = tuple((module, module.check_train_batch_size) for module in modules)
-    for module in modules:
+    undo = ExitStack()
+    for module in [_part(name) for name in PATCHED]:
+        undo.callback(setattr, module, "check_train_batch_size", module.check_train_batch_size)
         module.check_train_batch_size = partial(check_train_batch_size, device=device, **options)
-    return Installed(replaced)
+    return undo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -36,13 +36,7 @@ class Order:
     leaders: int = 1  # how many stand first because a field of theirs is the largest of its kind
 
     def batch(self, size: int, number: int) -> list[int]:
-        """Indices of the batch of that number: each begins with the leaders that the one before had no room for.
-
-        Example:
-            >>> order = largest_first([([1], [5, 5]), ([1, 2, 3], [5]), ([1], [5])], range(3), 1.0)
-            >>> order.indices, order.leaders, order.batch(1, 0), order.batch(1, 1), order.batch(2, 0)
-            ([1, 0, 2], 2, [1], [0], [1, 0])
-        """
+        """Indices of the batch of that number: each begins with the leaders that the one before had no room for."""
         first = number * size % self.leaders
         led = [*self.indices[first : self.leaders], *self.indices[:first]]
         return [*led, *self.indices[self.leaders : max(size, self.leaders)]][:size]
@@ -51,8 +45,15 @@ class Order:
         """How many batches it takes for each leader to have been in one."""
         return -(-self.leaders // size)
 
-
-ONLY = Order(indices=(0,), seen=1, complete=True, variable=False, known=True)
+    def notes(self, scan_s: float, what: str = "data set") -> Iterator[str]:
+        """What a reader of the result should know."""
+        if not self.complete:
+            yield (
+                f"{self.seen} of {len(self.indices)} {what} examples were looked at in {scan_s:g} s, and the largest of them "
+                "made the batches: a larger one may follow (allow more time with scan_s)"
+            )
+        if not self.known:
+            yield f"the size of the {what} examples could not be told: if they differ, a trial may have lacked the largest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,24 +71,17 @@ class Longest:
         return Subset(self.examples, [batch[place % len(batch)] for batch in batches for place in range(size)])
 
 
-def largest_first(
-    dataset: Any, indices: Sequence[int], limit_s: float, *, clock: Callable[[], float] = time.monotonic
-) -> Order:
-    """Look at the examples, in an order without a pattern, and sort them by their number of elements.
+def largest_first(dataset: Any, indices: Sequence[int], limit_s: float) -> Order:
+    """Look at the examples, in random order, and sort them by their number of elements.
 
     The largest of each field comes before all others: a batch is padded to it, whichever example has it.
 
     Args:
         dataset: Has ``__getitem__``.
         indices: Those that training draws from.
-        limit_s: Seconds after which the rest is left unseen.
-        clock: Tells them.
-
-    Example:
-        >>> largest_first([[1], [1, 2, 3], [1, 2]], range(3), 1.0).indices
-        [1, 2, 0]
+        limit_s: Seconds after which the rest is left unseen; the first is always seen.
     """
-    until = clock() + limit_s
+    until = time.monotonic() + limit_s
     shuffled = list(indices)
     random.Random(0).shuffle(shuffled)
     sizes: dict[int, dict[Any, int]] = {}
@@ -102,7 +96,7 @@ def largest_first(
         sizes[index] = {key: sum(math.prod(one) for one in found) for key, found in shapes.items()}
         kinds.add(tuple(shapes.items()))
         are_images = len(sizes) >= ALIKE and _images_of_one_size(kinds)
-        if clock() >= until or are_images:
+        if time.monotonic() >= until or are_images:
             break
     by_size, leaders = _sorted(list(indices), sizes)
     return Order(
@@ -115,26 +109,21 @@ def largest_first(
     )
 
 
-def longest_of(
-    dataset: Any, *, max_length: int | None = None, scan_s: float = 30.0, clock: Callable[[], float] = time.monotonic
-) -> Longest:
+def longest_of(dataset: Any, *, max_length: int | None = None, scan_s: float = 30.0) -> Longest:
     """Find the longest examples.
 
     Args:
         dataset: With ``len()`` and indices, or an iterable without.
-        max_length: Length that sequences may have; the longest example is stretched to it. None: as they are.
-        scan_s: Seconds for looking at examples; what was not seen by then is told in a note.
-        clock: Gives seconds.
+        max_length: Length of a sequence to which the longest example is stretched. None: as it is.
+        scan_s: Seconds for looking at examples.
 
     Raises:
-        InvalidArgumentError: there is no example, or a stream whose examples differ in length says no `max_length`.
+        InvalidArgumentError: there is no example, or those of a stream differ in length and `max_length` is None.
 
     Example:
         >>> data = [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [1]}]
-        >>> longest_of(data).order.indices
-        [1, 0, 2]
-        >>> longest_of(data, max_length=6).examples[0]
-        {'input_ids': [1, 2, 3, 4, 1, 2]}
+        >>> longest_of(data).order.indices, longest_of(data, max_length=6).examples[0]
+        ([1, 0, 2], {'input_ids': [1, 2, 3, 4, 1, 2]})
     """
     total = len(dataset) if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") else None
     if total is None:
@@ -142,29 +131,20 @@ def longest_of(
         dataset = list(islice(dataset, STREAM_EXAMPLES))
     if not len(dataset):
         raise InvalidArgumentError("the data set is empty: there is no example to make a batch of")
-    order = largest_first(dataset, range(len(dataset)), scan_s if total is not None else math.inf, clock=clock)
+    order = largest_first(dataset, range(len(dataset)), scan_s if total is not None else math.inf)
     if max_length is not None:
         longest = stretched(dataset[order.indices[0]], max_length)
         note = f"every example was stretched to max_length={max_length}"
-        return Longest(examples=[longest], order=ONLY, total=total, notes=(note,))
+        return Longest(examples=[longest], order=largest_first([longest], range(1), 0.0), total=total, notes=(note,))
     if total is None and order.variable:
         raise InvalidArgumentError(
             f"the data set has no length, and its first {len(dataset)} examples differ in theirs: the longest one, which "
             "decides, cannot be known. Say max_length= (the most elements a sequence can have)"
         )
-    return Longest(examples=dataset, order=order, total=total, notes=tuple(_notes(order, total, scan_s)))
-
-
-def _notes(order: Order, total: int | None, scan_s: float) -> Iterator[str]:
+    notes = list(order.notes(scan_s))
     if total is None:
-        yield f"the data set has no length: its first {order.seen} examples, all of one size, stand for all"
-    if not order.complete:
-        yield (
-            f"{order.seen} of the {total} examples were looked at in {scan_s:g} s, and the longest of them made the batches: "
-            "a longer one may follow. Give scan_s more time, or say max_length"
-        )
-    if not order.known:
-        yield "the size of the examples could not be told: if they differ, the longest may not have been in a trial"
+        notes.append(f"the data set has no length: its first {order.seen} examples, all of one size, stand for all")
+    return Longest(examples=dataset, order=order, total=total, notes=tuple(notes))
 
 
 def stretched(example: Any, max_length: int) -> Any:
@@ -181,26 +161,16 @@ def stretched(example: Any, max_length: int) -> Any:
     return {key: _to_length(value, max_length) if key in sequences else value for key, value in example.items()}
 
 
-def refuse_once(dataset: Any, what: str = "data set") -> None:
-    """Refuse a stream that is used up by being read.
-
-    Raises:
-        InvalidArgumentError: so it is.
-    """
+def refuse_once(dataset: Any) -> None:
+    """Refuse a stream that is used up by being read."""
     if iter(dataset) is iter(dataset):
         raise InvalidArgumentError(
-            f"the {what} can be read only once, and a probe would use it up: pass a data set whose __iter__ begins anew each "
-            "time"
+            "the data set can be read only once, and a probe would use it up: pass one whose __iter__ begins anew each time"
         )
 
 
 def shapes_of(example: Any) -> dict[Any, tuple[Shape, ...]]:
-    """The shapes in each field of an example; a text counts only where there is nothing but texts.
-
-    Example:
-        >>> shapes_of({"ids": [5, 7, 9], "text": "never fed to a model"})
-        {'ids': ((3,),)}
-    """
+    """The shapes in each field of an example; a text counts only where there is nothing but texts."""
     if isinstance(example, Mapping):
         fields: dict[Any, Any] = dict(example)
     elif isinstance(example, tuple | list) and not _is_numbers(example):
