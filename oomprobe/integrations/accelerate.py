@@ -81,12 +81,12 @@ def find_executable_batch_size(
             "reduce_batch_size_fn says how to shrink after a failure, and this bisects: leave it out, and pass multiple_of "
             "or min_batch for the sizes that you want"
         )
-    for name, instead in (
-        ("max_batch", "pass starting_batch_size instead, the largest size that is tried"),
-        ("global_batch", "the function accumulates gradients itself; plan with result.plan(...)"),
-    ):
-        if name in options:
-            raise InvalidArgumentError(f"{name}={options[name]!r}: {instead}")
+    if "max_batch" in options:
+        raise InvalidArgumentError("max_batch: pass starting_batch_size instead, the largest size that is tried")
+    if "global_batch" in options:
+        raise InvalidArgumentError(
+            "global_batch: the function accumulates gradients itself; plan with result.plan(...)"
+        )
     if starting_batch_size is not None:
         check_size("starting_batch_size", starting_batch_size)
     check_size("trial_steps", trial_steps)

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from oomprobe.devices import replay_of
 from oomprobe.errors import InvalidArgumentError, OomProbeError
 from oomprobe.options import check_size
 from oomprobe.result import ProbeResult
@@ -47,7 +46,8 @@ def framework(name: str, *, minimum: str, extra: str) -> Any:
             f"{name} is installed and cannot be imported ({type(error).__name__}: {error}). Often a part of it was built "
             "for another torch: try the import by itself"
         ) from error
-    if _numbers(version) < _numbers(minimum):
+    numbers = [re.findall(r"\d+", one.partition("+")[0])[:3] for one in (version, minimum)]  # of 8.4.190+cpu: 8, 4, 190
+    if list(map(int, numbers[0])) < list(map(int, numbers[1])):
         raise FrameworkError(
             f"this needs {package} {minimum} or newer, and {version} is installed: {install} --upgrade"
         )
@@ -68,11 +68,6 @@ def check_flag(name: str, value: object) -> None:
     """Refuse what is neither True nor False: the text ``"no"`` would mean yes."""
     if not isinstance(value, bool):
         raise InvalidArgumentError(f"{name} must be True or False, not {value!r}")
-
-
-def is_simulated(device: object) -> bool:
-    """Whether a `device` argument names a card that is not there."""
-    return replay_of(device) is not None or (isinstance(device, str) and device.startswith("sim:"))
 
 
 def count_calls(options: dict[str, Any], steps_of_a_call: int = LOOP_STEPS) -> None:
@@ -97,8 +92,3 @@ def quiet_loggers(*names: str) -> Iterator[None]:
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
         yield
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """What can be compared of a version: ``"8.4.190+cpu"`` is (8, 4, 190)."""
-    return tuple(int(digits) for digits in re.findall(r"\d+", version.partition("+")[0])[:3])

@@ -157,7 +157,7 @@ class Training:
     places: Sequence[Any]  # objects that have it
     # Found by a look before the first trial. None: batches come as the loader makes them.
     orders: dict[str, list[Order | None]] = field(default_factory=dict)
-    callbacks: dict[str, type] = field(default_factory=dict)  # the user's, by name; found likewise
+    callbacks: set[str] = field(default_factory=set)  # the user's, but for those that only show or save; found likewise
 
 
 def _probe(training: Training, trainer: Any, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
@@ -167,11 +167,12 @@ def _probe(training: Training, trainer: Any, device: Device, options: dict[str, 
     count_calls(options)
     loaders: dict[str, list[Any]] = {}
     configure_callbacks = training.own.configure_callbacks
+    harmless = tuple(getattr(training.pl.callbacks, name) for name in HARMLESS)
 
     def look(*_: object) -> None:
         loaders.update({name: _loaders_at(training, name, first)[0] for name in training.makers})
-        for callback in (*trainer.callbacks, *tree_leaves(configure_callbacks())):
-            training.callbacks[type(callback).__name__] = type(callback)
+        called = (*trainer.callbacks, *tree_leaves(configure_callbacks()))
+        training.callbacks.update(type(one).__name__ for one in called if not isinstance(one, harmless))
 
     # on_fit_start comes after setup() and before training, of which there is none.
     _fit(training, first, live=("prepare_data", "setup"), on_fit_start=look)
@@ -192,7 +193,7 @@ def _probe(training: Training, trainer: Any, device: Device, options: dict[str, 
 
             size_is = f"{training.name} = " if TRAIN in training.holders else "loaders of batch_size="
             more = "Trials run a plain Trainer whose loggers are Lightning's DummyLogger, as with fast_dev_run"
-            more += f", without callbacks ({', '.join(training.callbacks)})." if training.callbacks else "."
+            more += f", without callbacks ({', '.join(sorted(training.callbacks))})." if training.callbacks else "."
             caller = Caller(alone=f"run trainer.fit with {size_is}{{batch_size}}", more=more)
             step = Step(run=run, caller=caller)
             result = oomprobe.find_max_batch(training.module, step, device=device, **options)
@@ -222,17 +223,19 @@ def _run_trial(training: Training, batch_size: int) -> None:
         found, shape = _loaders_at(training, name, batch_size)
         made = []
         for loader, order in zip(found, training.orders[name], strict=True):
-            size = batch_size if name == TRAIN else _size_of(loader)
-            least = most if name == TRAIN else EVAL_BATCHES
-            made.append(loader if size is None else _trial_loader(loader, order, size, least))
+            if name == TRAIN:
+                made.append(_trial_loader(loader, order, batch_size, most))
+            else:
+                made.append(loader if order is None else _trial_loader(loader, order, _size_of(loader), EVAL_BATCHES))
         return tree_unflatten(made, shape)
 
     counted: dict[str, Any] = {"on_train_batch_end": trained, "on_validation_batch_end": lambda *_: ran.update([EVAL])}
     _fit(training, batch_size, make=make, **counted)
     if ran[TRAIN] < wanted:
         raise NotRunError(
-            f"at batch {batch_size} Lightning ran {ran[TRAIN]} training batches of the {wanted} that make a trial: does "
-            "the module stop the Trainer, raise StopIteration, or skip batches in on_train_batch_start?"
+            f"at batch {batch_size} Lightning ran {ran[TRAIN]} training batches of the {wanted} that make a trial. If the "
+            "data are a stream, it may end before: pass a smaller max_batch. Otherwise look whether the module stops the "
+            "Trainer, raises StopIteration, or skips batches in on_train_batch_start"
         )
     if ran["mock"] and training.own.automatic_optimization:
         raise NotRunError("configure_optimizers() returned None, so this module does not train: return an optimizer")
@@ -318,7 +321,8 @@ def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str) -> dict[str
 def _loaders_at(training: Training, name: str, batch_size: int) -> tuple[list[Any], Any]:
     """The loaders that the user makes at that size, checked, and the shape of their collection."""
     found, shape = tree_flatten(training.makers[name]())
-    for size, loader in [(_size_of(loader), loader) for loader in found if name == TRAIN]:
+    for loader in found if name == TRAIN else []:
+        size = _size_of(loader)
         if size is None:
             raise InvalidArgumentError(
                 f"the training data has a {type(loader).__name__} that cannot be made again with another batch size: use a "
@@ -334,7 +338,7 @@ def _loaders_at(training: Training, name: str, batch_size: int) -> tuple[list[An
 
 
 def _size_of(loader: Any) -> Any:
-    """The batch size of a loader that can be made again at any other; None for one that is used as it comes."""
+    """The batch size of a loader that can be made again at any other; None for one that cannot."""
     # _get_iterator is what DataLoader.__iter__ calls; it has no public name, and subclasses override either.
     for name in ("__iter__", "_get_iterator"):
         if getattr(type(loader), name, None) is not getattr(DataLoader, name):
@@ -343,7 +347,7 @@ def _size_of(loader: Any) -> Any:
 
 
 def _order_of(loader: Any, scan_s: float) -> Order | None:
-    """The loader's examples, largest first; None for a stream, and for a validation loader that is used as it comes."""
+    """The loader's examples, largest first; None for a stream, and for a loader that cannot be made again."""
     if _size_of(loader) is None:
         return None
     if isinstance(loader.dataset, IterableDataset):
@@ -355,35 +359,17 @@ def _order_of(loader: Any, scan_s: float) -> Order | None:
 
 
 def _trial_loader(loader: Any, order: Order | None, size: int, least: int) -> Any:
-    """A loader of at least so many batches of that size, the largest examples first.
+    """A loader of batches of that size, of a stream, or of at least so many with the largest examples first.
 
     It has no workers: starting them takes longer than a trial, and their memory is not the step's.
     """
-    make = partial(DataLoader, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory)
+    make = partial(DataLoader, loader.dataset, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory)
     if order is None:
-        return make(Repeated(loader.dataset, least * size), batch_size=size)
+        return make(batch_size=size, drop_last=True)
     size = min(size, len(order.indices)) or 1
     largest = [index for number in range(least) for index in order.batch(size, number)]
     # The rest gives the loader its real length: schedulers and loops ask.
-    return make(loader.dataset, batch_size=size, sampler=[*largest, *order.indices[len(largest) :]])
-
-
-class Repeated(IterableDataset[Any]):
-    """A stream that begins again when it ends, so that batches are full however few items it has."""
-
-    def __init__(self, items: Any, least: int) -> None:
-        self._items, self._least = items, least
-
-    def __len__(self) -> int:
-        return max(self._least, len(self._items))
-
-    def __iter__(self) -> Iterator[Any]:
-        empty = False
-        while not empty:
-            empty = True
-            for item in self._items:
-                empty = False
-                yield item
+    return make(batch_size=size, sampler=[*largest, *order.indices[len(largest) :]])
 
 
 def _told(training: Training, result: ProbeResult, count: int | None, scan_s: float) -> ProbeResult:
@@ -396,10 +382,10 @@ def _told(training: Training, result: ProbeResult, count: int | None, scan_s: fl
     drawn = result.batch_size * LOOP_STEPS * training.micro
     are_largest = True
     for name, order in ((name, order) for name, orders in training.orders.items() for order in orders):
-        what = "training" if name == TRAIN else "validation"
+        what = "training data" if name == TRAIN else "validation data"
         if order is None:
             are_largest = False
-            notes.append(f"{what} batches came as their loader makes them: longer examples may come later")
+            notes.append(f"batches of the {what} came as their loader makes them: longer examples may come later")
             continue
         notes += order.notes(scan_s, what)
         are_largest = are_largest and order.complete and order.known and (name == EVAL or order.leaders <= drawn)
@@ -407,9 +393,9 @@ def _told(training: Training, result: ProbeResult, count: int | None, scan_s: fl
         notes.append(f"the data set ends the search: it has {count} examples, and no larger batch is possible")
     covered = ("longest sequence",) * are_largest + ("evaluation between epochs",) * (EVAL in training.makers)
     not_covered = [item for item in result.not_covered if not item.startswith(covered)]
-    harmless = tuple(getattr(training.pl.callbacks, name) for name in HARMLESS)  # they only show or save
-    if missed := [name for name, kind in sorted(training.callbacks.items()) if not issubclass(kind, harmless)]:
-        not_covered.append(f"callbacks, which trials do not call: {', '.join(missed)} (weight averaging keeps a copy)")
+    if training.callbacks:
+        names = ", ".join(sorted(training.callbacks))
+        not_covered.append(f"callbacks, which trials do not call: {names} (weight averaging keeps a copy)")
     return replace(result, notes=(*result.notes, *notes), not_covered=tuple(not_covered))
 
 
@@ -517,7 +503,6 @@ def _replaced(holder: Any, methods: Mapping[str, Hook]) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence what Lightning says of the trials' settings, and would say again when the user trains."""
-    # Each logger has a level of its own.
     with warnings.catch_warnings(), quiet_loggers(*PACKAGES, "lightning.pytorch", "lightning.fabric"):
         warnings.filterwarnings("ignore", module=rf"({'|'.join(PACKAGES)})(\.|$)")
         yield

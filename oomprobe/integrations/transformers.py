@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from oomprobe import probe
+from oomprobe.devices import replay_of
 from oomprobe.errors import Caller, InvalidArgumentError, NothingFitsError, NotRunError, TimeLimitError
 from oomprobe.integrations.accelerate import unchanged
 from oomprobe.integrations.framework import (
@@ -20,7 +21,6 @@ from oomprobe.integrations.framework import (
     check_flag,
     count_calls,
     framework,
-    is_simulated,
     refuse_several,
     untimed,
 )
@@ -101,7 +101,9 @@ def find_max_batch(
     accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     evaluated_on = _values(trainer.eval_dataset) if evaluates else []
-    with generators_kept(_sources(trainer)), _copied(trainer, is_simulated(options.get("device"))) as copied:
+    device = options.get("device")
+    simulated = replay_of(device) is not None or (isinstance(device, str) and device.startswith("sim:"))
+    with generators_kept(_sources(trainer)), _copied(trainer, simulated) as copied:
         longest = longest_of(trainer.train_dataset, max_length=max_length, scan_s=scan_s)
         evaluated = [longest_of(one, max_length=max_length, scan_s=scan_s) for one in evaluated_on]
         if longest.total is not None:
@@ -134,13 +136,11 @@ def _checked(trainer: Any, max_length: object) -> Any:
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise InvalidArgumentError(
-                f"{name}={getattr(args, name)!r} spreads the model over ranks, and ranks are not supported yet: an "
-                "out-of-memory error on one would leave the others waiting. Probe without it, on one device"
+                f"{name}={getattr(args, name)!r} spreads the model over ranks, and ranks are not supported yet: probe "
+                "without it, on one device"
             )
     if trainer.train_dataset is None:
-        raise InvalidArgumentError(
-            "the Trainer has no train_dataset, so there is nothing to make a batch of: pass it one"
-        )
+        raise InvalidArgumentError("the Trainer has no train_dataset: make it with train_dataset=...")
     positions = getattr(getattr(trainer.model, "config", None), "max_position_embeddings", None)
     if isinstance(max_length, int) and isinstance(positions, int) and max_length > positions:
         # Beyond a table of positions a CUDA kernel asserts, and no kernel of the process runs after that.
@@ -188,7 +188,7 @@ def _copied(trainer: Any, simulated: bool) -> Iterator[Any]:
     copied.model_init, copied.model_wrapped = None, trainer.model
     copied.control = type(trainer.control)()
     copied.callback_handler = copy.copy(trainer.callback_handler)
-    copied.callback_handler.callbacks = [_callbacks().DefaultFlowCallback()]
+    copied.callback_handler.callbacks = [importlib.import_module("transformers").DefaultFlowCallback()]
     if trainer.compute_metrics is not None:  # predictions are gathered for it as in training, and it is not called
         copied.compute_metrics = lambda *_, **__: {}
     try:
@@ -197,10 +197,6 @@ def _copied(trainer: Any, simulated: bool) -> Iterator[Any]:
         for attributes, values in before:
             attributes.clear()
             attributes.update(values)
-
-
-def _callbacks() -> Any:
-    return importlib.import_module("transformers.trainer_callback")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,8 +239,8 @@ class _Loop:
         self._run(batch_size, trainer.train)
         if trainer.state.global_step != steps:
             raise NotRunError(
-                f"the Trainer's loop made {trainer.state.global_step} optimizer steps where {steps} were asked for, so "
-                f"batch {batch_size} was not really run: something in your Trainer ends it early"
+                f"at batch {batch_size} the Trainer's loop made {trainer.state.global_step} optimizer steps where {steps} were "
+                "asked for: look what in your Trainer ends it early"
             )
 
     def _evaluate(self, longest: Longest) -> None:
@@ -273,9 +269,8 @@ class _Loop:
                 noise.remove()
         if set(self.collated) != {batch_size}:
             raise NotRunError(
-                f"batches of {sorted(set(self.collated)) or 'no'} examples were collated where {batch_size} were asked for, "
-                "so that size was not really run. Your get_train_dataloader or get_eval_dataloader makes its own batches: use "
-                "self.data_collator and self._train_batch_size there, as Trainer does"
+                f"batches of {sorted(set(self.collated)) or 'no'} examples were collated where {batch_size} were asked for: in "
+                "your get_train_dataloader or get_eval_dataloader, use self.data_collator and self._train_batch_size"
             )
 
     def counted(self, examples: Any) -> Any:
@@ -291,15 +286,11 @@ def _write_back(trainer: Any, loop: _Loop, whole: int, result: ProbeResult, opti
         f"per_device_train_batch_size={args.per_device_train_batch_size}, "
         f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
     )
-    smallest, multiple = options.get("min_batch", 1), options.get("multiple_of", 1)
-    splits = plan(
-        whole, world_size=1, max_micro_batch=result.batch_size, min_micro_batch=smallest, multiple_of=multiple
-    )
+    sizes = {"min_micro_batch": options.get("min_batch", 1), "multiple_of": options.get("multiple_of", 1)}
+    splits = plan(whole, world_size=1, max_micro_batch=result.batch_size, **sizes)
     split = next((one for one in splits if one.exact), None)
     if split is None:
-        return (
-            f"nothing was written back: no split of the global batch of {whole} is exact at up to {result.batch_size}"
-        )
+        return f"nothing was written back: no size up to {result.batch_size} divides the global batch of {whole}"
     names = ("device", "memory_fraction", "confirm_steps", "preserve", "time_limit_s", "progress")
     options = {name: options[name] for name in names if name in options}
     if options.get("time_limit_s") is not None:
@@ -318,7 +309,7 @@ def _write_back(trainer: Any, loop: _Loop, whole: int, result: ProbeResult, opti
 
 def _uncalled(trainer: Any) -> list[str]:
     """Names of its callbacks that do more than steer or show: trials call none."""
-    own = _callbacks()
+    own = importlib.import_module("transformers.trainer_callback")
     known = (own.DefaultFlowCallback, own.ProgressCallback, own.PrinterCallback)
     return [type(one).__name__ for one in trainer.callback_handler.callbacks if not isinstance(one, known)]
 
@@ -328,8 +319,6 @@ def _not_covered(trainer: Any, *, evaluates: bool) -> Iterator[str]:
     args = trainer.args
     if missed := _uncalled(trainer):
         yield f"callbacks of the Trainer, which were not called: {', '.join(missed)}"
-    if args.dataloader_num_workers:
-        yield "workers of data loaders: batches were made in this process"
     drops = args.prediction_loss_only or args.batch_eval_metrics or args.eval_accumulation_steps is not None
     if evaluates and trainer.compute_metrics is not None and not drops:
         yield (

@@ -1,11 +1,7 @@
 """Ultralytics' AutoBatch, by running the batch: the real loss and optimizer on worst-case targets.
 
-`install` makes ``YOLO(...).train(batch=-1)`` use `check_train_batch_size`; `find_max_batch` returns all that was measured.
-
-Example, which trains with the largest batch whose step runs in 60 % of the free memory of the card::
-
-    from ultralytics import YOLO
-    from oomprobe.integrations.ultralytics import install
+`find_max_batch` returns all that was measured. `install` makes the trainer use `check_train_batch_size`, and so the largest
+batch whose step runs in 60 % of the free memory::
 
     with install():
         YOLO("yolo11n.yaml").train(data="coco8.yaml", batch=-1)
@@ -198,10 +194,9 @@ def _training(
         # Kept rather than freed: while the trainer accumulates, they are there during the next forward pass.
         optimizer.zero_grad(set_to_none=False)
 
-    objects = f", with {batches.objects} objects each" if task in ASSIGNED else ""
     caller = Caller(
         alone=f"train with YOLO(...).train(batch={{batch_size}}, imgsz={imgsz})",
-        more=f"A trial makes its own images{objects}, and calls none of the trainer's callbacks.",
+        more="A trial makes its own images and objects, and calls none of the trainer's callbacks.",
     )
     cast = "no autocast" if dtype is None else f"autocast to {str(dtype).removeprefix('torch.')}"
     notes = [

@@ -49,11 +49,11 @@ class Order:
         """What a reader of the result should know."""
         if not self.complete:
             yield (
-                f"{self.seen} of {len(self.indices)} {what} examples were looked at in {scan_s:g} s, and the largest of them "
-                "made the batches: a larger one may follow (allow more time with scan_s)"
+                f"{self.seen} of {len(self.indices)} examples of the {what} were looked at in {scan_s:g} s, and the largest of "
+                "them made the batches: a larger one may follow (allow more time with scan_s)"
             )
         if not self.known:
-            yield f"the size of the {what} examples could not be told: if they differ, a trial may have lacked the largest"
+            yield f"the size of examples of the {what} could not be told: a trial may have lacked the largest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +98,17 @@ def largest_first(dataset: Any, indices: Sequence[int], limit_s: float) -> Order
         are_images = len(sizes) >= ALIKE and _images_of_one_size(kinds)
         if time.monotonic() >= until or are_images:
             break
-    by_size, leaders = _sorted(list(indices), sizes)
+    # Sorting is stable: where all are alike, the order is the data set's own.
+    by_size = sorted(indices, key=lambda index: -sum(sizes[index].values()) if index in sizes else 1)
+    largest: dict[Any, int] = {}
+    for index in by_size:
+        for key, size in sizes.get(index, {}).items():
+            if key not in largest or size > sizes[largest[key]].get(key, 0):
+                largest[key] = index
+    leaders = set(largest.values())
     return Order(
-        indices=by_size,
-        leaders=leaders,
+        indices=sorted(by_size, key=lambda index: index not in leaders),
+        leaders=max(1, len(leaders)),
         seen=len(sizes),
         complete=are_images or len(sizes) == len(shuffled),
         variable=len(kinds) > 1,
@@ -181,20 +188,6 @@ def shapes_of(example: Any) -> dict[Any, tuple[Shape, ...]]:
     return {key: _shapes(fields[key]) for key in fields if key not in texts or len(texts) == len(fields)}
 
 
-def _sorted(indices: list[int], sizes: Mapping[int, Mapping[Any, int]]) -> tuple[list[int], int]:
-    """With the number of those that lead. Sorting is stable: where all are alike, the order is the data set's own."""
-    totals = {index: sum(fields.values()) for index, fields in sizes.items()}
-    by_size = sorted(indices, key=lambda index: -totals.get(index, -1))
-    largest: dict[Any, int] = {}
-    for index in by_size:
-        for key, size in sizes.get(index, {}).items():
-            if key not in largest or size > sizes[largest[key]].get(key, 0):
-                largest[key] = index
-    first = set(largest.values())
-    leading = [index for index in by_size if index in first]
-    return leading + [index for index in by_size if index not in first], max(1, len(leading))
-
-
 def _images_of_one_size(kinds: set[tuple[Any, ...]]) -> bool:
     return len(kinds) == 1 and any(len(shape) >= IMAGE_DIMENSIONS for _, found in next(iter(kinds)) for shape in found)
 
@@ -212,21 +205,18 @@ def _shapes(value: Any) -> tuple[Shape, ...]:
     return (size,) if isinstance(size, tuple) and all(isinstance(side, int) for side in size) else ()
 
 
-def _is_numbers(value: Any) -> bool:
-    return bool(value) and all(_is_number(part) for part in value)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is one element of a sequence: of Python, of numpy, or a tensor without dimensions."""
-    return isinstance(value, int | float | np.number | np.bool_) or (
-        isinstance(value, torch.Tensor) and value.dim() == 0
+def _is_numbers(values: Any) -> bool:
+    """Whether each is one element of a sequence: of Python, of numpy, or a tensor without dimensions."""
+    return bool(values) and all(
+        isinstance(one, int | float | np.number | np.bool_) or (isinstance(one, torch.Tensor) and one.dim() == 0)
+        for one in values
     )
 
 
 def _is_sequence(value: Any) -> bool:
     if hasattr(value, "ndim"):
         return bool(value.ndim == 1)
-    return isinstance(value, list | tuple) and bool(value) and _is_number(value[0])
+    return isinstance(value, list | tuple) and _is_numbers(value)
 
 
 def _to_length(value: Any, length: int) -> Any:

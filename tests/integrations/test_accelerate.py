@@ -103,7 +103,7 @@ def test_a_batch_size_passed_by_mistake_is_told():
         ({"starting_batch_size": 0}, oomprobe.InvalidArgumentError, "starting_batch_size must be"),
         ({"trial_steps": 0}, oomprobe.InvalidArgumentError, "trial_steps must be"),
         ({"steps": "2"}, oomprobe.InvalidArgumentError, "steps must be"),
-        ({"max_batch": 4}, oomprobe.InvalidArgumentError, "max_batch=4: pass starting_batch_size instead"),
+        ({"max_batch": 4}, oomprobe.InvalidArgumentError, "max_batch: pass starting_batch_size instead"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, told):

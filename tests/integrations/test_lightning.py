@@ -271,7 +271,6 @@ def test_validation_loaders_may_keep_a_size_of_their_own(handed_in):
     given = {"val_dataloaders": DataLoader(data(50), batch_size=16)} if handed_in else {}
     result = probed(module, None if handed_in else Data(val_batch_size=16), **given)
     assert (result.batch_size, module.batch_size, set(module.told.validated)) == (30, 30, {16})
-    assert "a validation loader keeps its own batch size of 16" in result.notes
 
 
 def test_validation_that_gives_no_batch_is_no_silent_pass():
@@ -288,52 +287,29 @@ def test_the_longest_examples_make_the_batch():
     module = Padded(ledger(100))
     result = probed(module, train_dataloaders=DataLoader(sentences, batch_size=2, collate_fn=padded, shuffle=True))
     assert (result.batch_size, {length for _, length in module.told.trained}) == (5, {20})
-    assert "training batches were made of the largest examples" in result.notes
     assert not any("longest sequence" in item for item in result.not_covered)
 
 
 def test_what_was_not_looked_at_in_time_is_said():
     loader = DataLoader(Sentences(list(range(1, 41))), batch_size=2, collate_fn=padded)
     result = probed(Padded(ledger(1000)), train_dataloaders=loader, max_batch=4, scan_s=0)
-    assert any("1 of 40 training examples were looked at in 0 s" in note for note in result.notes)
+    assert any("1 of 40 examples of the training data were looked at in 0 s" in note for note in result.notes)
     assert any("longest sequence" in item for item in result.not_covered)
 
 
-def test_a_stream_is_read_as_it_comes_and_begins_again():
+def test_a_stream_is_read_as_it_comes():
     class Stream(IterableDataset):
         def __iter__(self):
-            return iter(data(5).tensors[0].split(1))
+            return iter(data(length).tensors[0].split(1))
 
+    length = 100
     result = probed(Module(ledger(17)), train_dataloaders=DataLoader(Stream(), batch_size=2))
     assert result.batch_size == 17
     assert any("as their loader makes them" in note for note in result.notes)
-    assert any("the number of examples is not known" in note for note in result.notes)
     assert any("longest sequence" in item for item in result.not_covered)
-
-
-@pytest.mark.parametrize("kind", ["iterable", "batch sampler", "no batching"])
-def test_batches_that_are_made_elsewhere_are_checked(kind):
-    class Elsewhere:
-        def __init__(self, batches):
-            self.batches = batches
-
-        def __iter__(self):
-            return iter(self.batches)
-
-    class Opaque(Module):
-        def train_dataloader(self):
-            size = min(self.batch_size, largest)
-            if kind == "batch sampler":
-                return DataLoader(data(size), batch_sampler=[list(range(size))])
-            batches = [torch.zeros(size, WIDTH)]
-            return Elsewhere(batches) if kind == "iterable" else DataLoader(batches, batch_size=None)
-
-    largest = 100
-    result = probed(Opaque(ledger(9)))
-    assert (result.batch_size, "longest sequence" in str(result.not_covered)) == (9, True)
-    largest = 6
-    with pytest.raises(oomprobe.UnreliableError, match=r"a batch of 8 was asked for, and the first dim.* are \[6\]"):
-        probed(Opaque(ledger(9)))
+    length = 20
+    with pytest.raises(oomprobe.UnreliableError, match=r"at batch 16 .* ran 1 training batches .* smaller max_batch"):
+        probed(Module(ledger(17)), train_dataloaders=DataLoader(Stream(), batch_size=2))
 
 
 # --- devices ---
@@ -473,17 +449,35 @@ def test_strategies_of_several_ranks(settings, said):
     refused(said, trainer=quiet_trainer(**settings), datamodule=Data())
 
 
-@pytest.mark.parametrize("kind", ["batch sampler", "data set", "combined"])
-def test_loaders_that_cannot_be_made_again(kind):
-    loaders = {
+class Chunks(DataLoader):
+    def __iter__(self):
+        return iter(data(2).tensors[0].split(1))
+
+
+@pytest.mark.parametrize("handed_in", [True, False])
+@pytest.mark.parametrize("kind", ["batch sampler", "own iter", "data set", "combined"])
+def test_training_loaders_that_cannot_be_made_again(kind, handed_in):
+    loader = {
         "batch sampler": DataLoader(data(9), batch_sampler=[[0, 1], [2]]),
+        "own iter": Chunks(data(9)),
         "data set": data(9),
         "combined": pl.utilities.CombinedLoader({"a": DataLoader(data(9))}),
-    }
-    said = (
-        "use the dict or list of DataLoaders" if kind == "combined" else "pass a plain DataLoader, or a LightningData"
-    )
-    refused(said, train_dataloaders=loaders[kind])
+    }[kind]
+    said = r"cannot be made again .* DataLoader\(dataset, batch_size=\.\.\.\) without a batch_sampler"
+    if handed_in:
+        refused(said, train_dataloaders=loader)
+    else:
+        module = Module(ledger(9))
+        module.train_dataloader = lambda: loader
+        refused(said, module=module)
+
+
+def test_validation_loaders_that_cannot_be_made_again_are_used():
+    loader = DataLoader(data(50), batch_sampler=[list(range(5))] * 3)
+    module = OwnLoaders(ledger(30), examples=100)
+    result = probed(module, val_dataloaders=loader)
+    assert (result.batch_size, set(module.told.validated)) == (30, {5})
+    assert any("batches of the validation data came as their loader" in note for note in result.notes)
 
 
 def test_a_loader_that_stops_following_is_no_silent_answer():

@@ -449,13 +449,12 @@ def test_evaluation_runs_at_its_own_size_on_the_longest_of_each_data_set(trainer
     assert not any("no optimizer" in note for note in result.notes)
 
 
-def test_what_evaluation_and_loading_do_beyond_a_trial_is_said(trainer):
+def test_what_evaluation_does_beyond_a_trial_is_said(trainer):
     given = {"eval_dataset": Sentences(6), "compute_metrics": lambda _: pytest.fail("it heard of a trial")}
-    listed = " ".join(find(trainer(given=given, eval_on_start=True, dataloader_num_workers=2)).not_covered)
+    listed = " ".join(find(trainer(given=given, eval_on_start=True)).not_covered)
     assert "eval_accumulation_steps" in listed
-    assert "workers of data loaders" in listed
     told = find(trainer(given=given, eval_strategy="epoch", eval_accumulation_steps=1)).not_covered
-    assert not any("eval_accumulation_steps" in one or "workers of data loaders" in one for one in told)
+    assert not any("eval_accumulation_steps" in one for one in told)
 
 
 def test_evaluation_is_no_larger_than_its_data_set(trainer, watched):

@@ -353,8 +353,8 @@ def test_a_bug_is_told_with_what_to_type_and_what_a_trial_lacks(nano):
         find_max_batch(nano, **HOST)
     assert "batch 2 ran: pass max_batch=2" in str(caught.value)
     assert (
-        "comes without oomprobe, train with YOLO(...).train(batch=4, imgsz=64). A trial makes its own images, with 8 objects "
-        "each, and calls none of the trainer's callbacks."
+        "comes without oomprobe, train with YOLO(...).train(batch=4, imgsz=64). A trial makes its own images and "
+        "objects, and calls none of the trainer's callbacks."
     ) in str(caught.value)
 
 
@@ -507,12 +507,10 @@ def test_a_share_and_a_precision_reach_the_probe(nano, asked):
     assert asked[1]["amp"] is True
 
 
-def test_the_log_has_the_answer_and_what_the_line_would_have_said(nano, told):
+def test_the_log_has_the_answer(nano, told):
     answer = check_train_batch_size(nano, 64, dataset_size=4, device="cpu:1GiB")
     (line,) = [text for level, text in told if level == "INFO" and "AutoBatch" in text]
     assert f"Using batch-size {answer}, which ran" in line
-    assert "A line through the smallest sizes: " in line
-    assert "(not used)" in line
     assert not any("optimizer:" in text for _, text in told)  # that of the probe is nobody's
 
 
@@ -531,6 +529,9 @@ def test_install_replaces_what_the_trainer_calls_and_undo_puts_it_back(nano):
         assert all(now is not was for now, was in zip(patched(), before, strict=True))
         assert patched()[0](model=nano, imgsz=64, amp=False, batch=-1, max_num_obj=4, dataset_size=9) == 2
     assert patched() == before
+    undo = install()
+    assert all(now is not was for now, was in zip(patched(), before, strict=True))
+    undo.close()
     with pytest.raises(oomprobe.InvalidArgumentError, match="the trainer says that itself"):
         install(memory_fraction=0.5)
     assert patched() == before

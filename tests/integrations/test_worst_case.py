@@ -60,10 +60,9 @@ def test_a_text_beside_numbers_does_not_count():
 
 
 def test_what_could_not_be_looked_at_is_told():
-    ticks = iter(range(100))
-    found = longest_of([[1]] * 50, scan_s=5, clock=lambda: next(ticks))
+    found = longest_of([[1]] * 50, scan_s=0)
     assert len(found.order.indices) == 50
-    assert "of the 50 examples were looked at in 5 s" in found.notes[0]
+    assert "1 of 50 examples of the data set were looked at in 0 s" in found.notes[0]
     assert longest_of([[1]] * 50).notes == ()
 
 
@@ -96,7 +95,7 @@ def stream(*examples):
 
 def test_streams():
     assert longest_of(stream(*[torch.zeros(3)] * 40)).total is None
-    assert "stand for all" in longest_of(stream(*[torch.zeros(3)] * 40)).notes[0]
+    assert "stand for all" in longest_of(stream(*[torch.zeros(3)] * 40)).notes[-1]
     with pytest.raises(InvalidArgumentError, match="only once"):
         longest_of(one for one in [torch.zeros(3)])
     with pytest.raises(InvalidArgumentError, match="differ in theirs"):
