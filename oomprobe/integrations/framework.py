@@ -46,8 +46,9 @@ def framework(name: str, *, minimum: str, extra: str) -> Any:
             f"{name} is installed and cannot be imported ({type(error).__name__}: {error}). Often a part of it was built "
             "for another torch: try the import by itself"
         ) from error
-    numbers = [re.findall(r"\d+", one.partition("+")[0])[:3] for one in (version, minimum)]  # of 8.4.190+cpu: 8, 4, 190
-    if list(map(int, numbers[0])) < list(map(int, numbers[1])):
+    # Of "8.4.190+cpu", 8, 4 and 190 are compared.
+    ours, oldest = ([int(part) for part in re.findall(r"\d+", one.partition("+")[0])[:3]] for one in (version, minimum))
+    if ours < oldest:
         raise FrameworkError(
             f"this needs {package} {minimum} or newer, and {version} is installed: {install} --upgrade"
         )
