@@ -102,8 +102,8 @@ def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str
     signature = inspect.signature(function)
     if next(iter(signature.parameters), None) in (None, "self", "cls") or inspect.iscoroutinefunction(function):
         raise InvalidArgumentError(
-            f"{name}{signature} cannot be probed: the batch size is passed before everything else, as with accelerate. Write "
-            f"def {name}(batch_size, ...), for a method def {name}(batch_size, self, ...), and call it without the batch size"
+            f"{name}{signature} cannot be probed: as with accelerate, the batch size is passed before everything else. Write "
+            f"def {name}(batch_size, ...), or def {name}(batch_size, self, ...), and call it without the batch size"
         )
 
     @functools.wraps(function)
@@ -112,8 +112,8 @@ def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str
             signature.bind(1, *args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"{name}{signature} was called with arguments it does not take ({error}). The decorator passes the batch size: "
-                f"call {name} without it"
+                f"{name}{signature} was called with arguments it does not take ({error}). The decorator passes the batch "
+                f"size: call {name} without it"
             ) from None
         if _Trials.running:  # the steps of one would count as the other's
             raise NotRunError(f"{name} was called in a trial of another decorated function: decorate only one of them")
@@ -198,9 +198,9 @@ class _Trials:
             self._stepped_at.add(batch_size)
         elif self._stepped_at:
             raise NotRunError(
-                f"at batch {batch_size} {self._name} ended without an optimizer step, and at batch {max(self._stepped_at)} it "
-                "made some. If it handles an out-of-memory error itself, have it raise that again; if the loader drops a last "
-                "batch that is not full, pass the number of examples as starting_batch_size"
+                f"at batch {batch_size} {self._name} ended without an optimizer step, and at batch {max(self._stepped_at)} "
+                "it made some. If it handles an out-of-memory error itself, have it raise that again; if the loader drops a "
+                "last batch that is not full, pass the number of examples as starting_batch_size"
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -219,8 +219,8 @@ class _Trials:
             call, made = self._made.get(id(one), (self._calls, None))
             if call != self._calls and made is not None and made() is one:
                 raise NotRunError(
-                    f"{self._name} trains a model that an earlier call made and kept (in a global, in a cache): the trials have "
-                    "trained it, and its initial weights are not known. Make it before the first call, or anew in each"
+                    f"{self._name} trains a model that an earlier call made and kept (in a global, in a cache): the trials "
+                    "have trained it, and its initial weights are not known. Make it before the first call, or anew in each"
                 )
             self._made[id(one)] = (self._calls, weakref.ref(one))
         return True

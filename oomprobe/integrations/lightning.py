@@ -441,8 +441,8 @@ def _places_of(name: str, own: Any, datamodule: Any, *, needed: bool) -> list[An
     places += [owner.hparams for owner in owners if name in getattr(owner, "hparams", ())]
     if needed and not places:
         raise InvalidArgumentError(
-            f"neither {' nor '.join(type(owner).__name__ for owner in owners)} nor their hyperparameters have {name!r}: write "
-            f"self.{name} = 1 in __init__ and DataLoader(..., batch_size=self.{name}) in train_dataloader(), or pass "
+            f"neither {' nor '.join(type(owner).__name__ for owner in owners)} nor their hyperparameters have {name!r}: "
+            f"write self.{name} = 1 in __init__ and DataLoader(..., batch_size=self.{name}) in train_dataloader(), or pass "
             "batch_size_name=, the name of the attribute that it reads"
         )
     return places

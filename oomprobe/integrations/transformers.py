@@ -239,8 +239,8 @@ class _Loop:
         self._run(batch_size, trainer.train)
         if trainer.state.global_step != steps:
             raise NotRunError(
-                f"at batch {batch_size} the Trainer's loop made {trainer.state.global_step} optimizer steps where {steps} were "
-                "asked for: look what in your Trainer ends it early"
+                f"at batch {batch_size} the Trainer's loop made {trainer.state.global_step} optimizer steps where {steps} "
+                "were asked for: look what in your Trainer ends it early"
             )
 
     def _evaluate(self, longest: Longest) -> None:
@@ -269,8 +269,8 @@ class _Loop:
                 noise.remove()
         if set(self.collated) != {batch_size}:
             raise NotRunError(
-                f"batches of {sorted(set(self.collated)) or 'no'} examples were collated where {batch_size} were asked for: in "
-                "your get_train_dataloader or get_eval_dataloader, use self.data_collator and self._train_batch_size"
+                f"batches of {sorted(set(self.collated)) or 'no'} examples were collated where {batch_size} were asked for: "
+                "in your get_train_dataloader or get_eval_dataloader, use self.data_collator and self._train_batch_size"
             )
 
     def counted(self, examples: Any) -> Any:
@@ -298,7 +298,8 @@ def _write_back(trainer: Any, loop: _Loop, whole: int, result: ProbeResult, opti
     try:
         probe.check(trainer.model, loop.steps(trainer, split.accumulation_steps), split.micro_batch, **options)
     except (NothingFitsError, TimeLimitError) as error:
-        return f"nothing was written back, {before} stay: {split.micro_batch} x {split.accumulation_steps} did not run ({error})"
+        tried = f"{split.micro_batch} x {split.accumulation_steps}"
+        return f"nothing was written back, {before} stay: {tried} did not run ({error})"
     args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
     trainer._train_batch_size = args.train_batch_size  # its own copy, made at the start
     return (

@@ -105,8 +105,8 @@ def find_max_batch(
     chosen = choose_device(device, model)
     if replay_of(chosen) is not None:
         raise InvalidArgumentError(
-            "a simulated card cannot run Ultralytics' losses, which select by values that do not exist there: probe on the card "
-            "itself, or in host memory with device='cpu:8GiB'"
+            "a simulated card cannot run Ultralytics' losses, which select by values that do not exist there: probe on the "
+            "card itself, or in host memory with device='cpu:8GiB'"
         )
     trained, step, notes = _training(model, chosen, **asked)
     if asked["imgsz"] < 2 * _grid(model) and dataset_size != 1:
@@ -127,8 +127,8 @@ def _checked(model: Any, *, imgsz: Any, amp: Any, max_num_obj: Any, dataset_size
     unwrapped = _part("utils.torch_utils").unwrap_model(model) if isinstance(model, torch.nn.Module) else model
     if is_wrapper or not hasattr(unwrapped, "init_criterion"):
         raise InvalidArgumentError(
-            f"model must be a model of Ultralytics, such as YOLO('yolo11n.yaml').model, not {type(model).__name__}: pass the "
-            ".model of a YOLO object"
+            f"model must be a model of Ultralytics, such as YOLO('yolo11n.yaml').model, not {type(model).__name__}: pass "
+            "the .model of a YOLO object"
         )
     if any(value.is_floating_point() and value.dtype is not torch.float32 for value in model.parameters()):
         raise InvalidArgumentError(
@@ -200,8 +200,8 @@ def _training(
     )
     cast = "no autocast" if dtype is None else f"autocast to {str(dtype).removeprefix('torch.')}"
     notes = [
-        f"Ultralytics' loss for {task} at imgsz {imgsz}, {type(optimizer).__name__}, {cast}, and the second copy of the model "
-        "that the trainer averages into"
+        f"Ultralytics' loss for {task} at imgsz {imgsz}, {type(optimizer).__name__}, {cast}, and the second copy of the "
+        "model that the trainer averages into"
     ]
     if task in ASSIGNED:
         notes.append(
@@ -261,9 +261,9 @@ class _Batches:
 def _boxes(batches: _Batches, batch_size: int, numbers: int = 4) -> dict[str, _T]:
     """Middle, width and height of each object, as shares of the image's; an angle of 0 where there are five numbers.
 
-    `max_num_obj` is four times the objects of the fullest image, and no point of a mosaic lies in more objects than one image
-    has. So each object covers a quarter of the image, and the assigner meets as many pairs of object and anchor as a batch
-    can have.
+    `max_num_obj` is four times the objects of the fullest image, and no point of a mosaic lies in more objects than one
+    image has. So each object covers a quarter of the image, and the assigner meets as many pairs of object and anchor as a
+    batch can have.
     """
     count = batches.objects
     rows = math.ceil(math.sqrt(count))
@@ -311,8 +311,8 @@ _TARGETS: dict[str, Callable[[_Batches, int], dict[str, _T]]] = {
 def _batches_for(plain: Any, task: str, imgsz: int, max_num_obj: int, device: torch.device | str) -> _Batches:
     if task not in _TARGETS:
         raise InvalidArgumentError(
-            f"a model for the task {task!r}: this makes batches for {', '.join(_TARGETS)}. Write a step of your own, and call "
-            "oomprobe.find_max_batch(model, step_fn)"
+            f"a model for the task {task!r}: this makes batches for {', '.join(_TARGETS)}. Write a step of your own, and "
+            "call oomprobe.find_max_batch(model, step_fn)"
         )
     head = plain.model[-1]
     return _Batches(
@@ -427,8 +427,8 @@ def check_train_batch_size(
         raise
     except OomProbeError as error:
         utils.LOGGER.warning(
-            f"{prefix}the probe failed, using default batch-size {DEFAULT_BATCH}, WHICH WAS NOT RUN: {type(error).__name__}: "
-            f"{error}"
+            f"{prefix}the probe failed, using default batch-size {DEFAULT_BATCH}, WHICH WAS NOT RUN: "
+            f"{type(error).__name__}: {error}"
         )
         return DEFAULT_BATCH
     utils.LOGGER.info(

@@ -49,8 +49,8 @@ class Order:
         """What a reader of the result should know."""
         if not self.complete:
             yield (
-                f"{self.seen} of {len(self.indices)} examples of the {what} were looked at in {scan_s:g} s, and the largest of "
-                "them made the batches: a larger one may follow (allow more time with scan_s)"
+                f"{self.seen} of {len(self.indices)} examples of the {what} were looked at in {scan_s:g} s, and the largest "
+                "of them made the batches: a larger one may follow (allow more time with scan_s)"
             )
         if not self.known:
             yield f"the size of examples of the {what} could not be told: a trial may have lacked the largest"

@@ -274,7 +274,7 @@ def test_a_function_that_catches_everything_is_left_at_its_end():
     assert "at sizes from 1 to 2 it ran to its end" in train.result.notes[-1]
 
 
-def test_a_decorated_function_in_the_trials_of_another_is_refused():
+def test_a_decorated_function_in_trials_of_another():
     """In one of the outer's trials it would be left with its first, and the outer's own steps would never be met."""
     calls = []
 
@@ -298,7 +298,7 @@ def test_a_decorated_function_in_the_trials_of_another_is_refused():
 # --- functions that end ---
 
 
-def test_a_function_without_an_optimizer_runs_to_its_end_and_the_result_says_so():
+def test_a_function_without_an_optimizer_runs_to_its_end():
     calls = []
 
     @find_executable_batch_size(starting_batch_size=4, **HOST)
@@ -330,7 +330,7 @@ def test_a_data_set_of_less_than_the_steps_is_a_whole_run():
     assert "at sizes from 8 to 8 it ran to its end" in short.result.notes[-1]
 
 
-def test_a_loader_that_drops_its_only_batch_is_not_a_size_that_fits():
+def test_a_loader_that_drops_its_only_batch_does_not_fit():
     data = torch.utils.data.TensorDataset(torch.randn(20, 4))
 
     @find_executable_batch_size(starting_batch_size=64, **HOST)
@@ -347,7 +347,7 @@ def test_a_loader_that_drops_its_only_batch_is_not_a_size_that_fits():
         train()
 
 
-def test_a_function_that_handles_what_it_should_let_out_is_told_so():
+def test_a_function_that_handles_out_of_memory_is_told_so():
     @find_executable_batch_size(starting_batch_size=8, **HOST)
     def train(batch_size):
         model = torch.nn.Linear(4, 1)
@@ -384,7 +384,7 @@ def test_a_bug_is_raised_at_once_as_what_it_is():
     assert train.result is None
 
 
-def test_a_bug_at_larger_sizes_names_the_argument_that_keeps_below_them():
+def test_a_bug_at_larger_sizes_names_the_argument_to_pass():
     @find_executable_batch_size(starting_batch_size=8, **HOST)
     def train(batch_size):
         steps_of([1, 2][batch_size - 1])
@@ -415,7 +415,7 @@ def test_texts_that_accelerate_takes_for_bugs_are_out_of_memory():
     assert decorated() == 11
 
 
-def test_memory_that_ends_in_the_call_for_good_is_told_and_not_tried_again():
+def test_memory_that_ends_in_the_call_for_good_is_told():
     calls = []
 
     @find_executable_batch_size(starting_batch_size=2, **HOST)
@@ -598,7 +598,7 @@ def same(one, other):
     return one == other
 
 
-def test_what_was_prepared_is_probed_by_the_plain_call_and_trains_on_bit_equal():
+def test_what_was_prepared_trains_on_bit_equal():
     accelerator, model, micro_batch, trained = prepared()
     with unchanged(accelerator):
         result = oomprobe.find_max_batch(model, micro_batch, min_batch=2, **HOST)
@@ -611,7 +611,7 @@ def test_what_was_prepared_is_probed_by_the_plain_call_and_trains_on_bit_equal()
 # --- the answer in accelerate's own decorator ---
 
 
-def test_a_probed_size_runs_at_the_first_try_where_shrinking_ends_lower():
+def test_a_probed_size_runs_where_shrinking_ends_lower():
     """All in processes of their own, under the same limit of real memory."""
     ended = subprocess.run(
         [sys.executable, Path(__file__).parent / "accelerate_sizes.py"],

@@ -36,7 +36,7 @@ def test_a_newer_one_is_imported(installed, version):
     assert framework("someframe", minimum="8.4", extra="x").__version__ == version
 
 
-def test_one_that_breaks_while_it_is_imported_is_told_with_its_error(tmp_path, monkeypatch):
+def test_one_that_breaks_as_it_is_imported_is_told(tmp_path, monkeypatch):
     (tmp_path / "brokenframe.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (tmp_path / "hungryframe.py").write_text("import what_it_lacks")
     monkeypatch.syspath_prepend(tmp_path)
@@ -57,7 +57,7 @@ def test_ranks_are_refused():
         refuse_several("devices=4", 4)
 
 
-def test_importing_oomprobe_and_its_integrations_imports_no_framework():
+def test_importing_oomprobe_imports_no_framework():
     import subprocess
 
     code = (

@@ -128,7 +128,7 @@ def test_a_trainer_that_was_probed_trains_to_the_same_bits(trainer, name):
 @pytest.mark.parametrize(
     ("error", "raised"), [(KeyboardInterrupt, KeyboardInterrupt), (ValueError, oomprobe.StepFailedError)]
 )
-def test_a_probe_that_was_ended_leaves_a_trainer_that_trains_to_the_same_bits(trainer, error, raised):
+def test_a_trainer_trains_to_the_same_bits_after_an_error(trainer, error, raised):
     expected = trained(trainer(bf16=True))
     probed, calls = trainer(bf16=True), []
 
@@ -316,7 +316,7 @@ def test_a_time_limit_is_for_all_of_it(trainer):
     assert result.trials[0].samples_per_s is None  # of a loop with its preparations it would be too low
 
 
-def test_where_no_split_keeps_the_global_batch_nothing_is_written(trainer):
+def test_where_no_split_is_exact_nothing_is_written(trainer):
     probed = trainer()
     result = find(probed, global_batch=7, multiple_of=4)
     assert result.batch_size == 8
@@ -440,7 +440,7 @@ def watched():
     return watch
 
 
-def test_evaluation_runs_at_its_own_size_on_the_longest_of_each_data_set(trainer, watched):
+def test_evaluation_runs_on_the_longest_of_each_data_set(trainer, watched):
     given = {"eval_dataset": {"a": Sentences(9), "b": Sentences(9, longest=60)}}
     probed = trainer(given=given, eval_strategy="epoch", per_device_eval_batch_size=5)
     seen = watched(probed)
@@ -464,7 +464,7 @@ def test_evaluation_is_no_larger_than_its_data_set(trainer, watched):
     assert {shape for trains, shape in seen if not trains} == {(3, 24)}
 
 
-def test_evaluation_in_half_precision_is_as_in_the_midst_of_training(trainer):
+def test_evaluation_in_half_precision_is_as_in_training(trainer):
     probed = trainer(given={"eval_dataset": Sentences(9)}, eval_strategy="epoch", bf16_full_eval=True)
     kinds, forward = [], probed.model.forward
 
@@ -524,7 +524,7 @@ class Masked(Sentences):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_data_set_that_draws_as_it_is_read_trains_to_the_same_bits(trainer, wrapped):
+def test_a_data_set_that_draws_trains_to_the_same_bits(trainer, wrapped):
     def made():
         random.seed(5)  # which a Trainer does only once, and before its model is made
         dataset = Masked()
@@ -539,7 +539,7 @@ def test_a_data_set_that_draws_as_it_is_read_trains_to_the_same_bits(trainer, wr
     assert same(trained(probed), expected)
 
 
-def test_a_probe_that_failed_leaves_no_thread_that_follows_memory(trainer):
+def test_a_probe_that_failed_leaves_no_thread(trainer):
     def fails(examples):
         raise ValueError("a bug in the collator")
 
@@ -553,7 +553,7 @@ def test_a_probe_that_failed_leaves_no_thread_that_follows_memory(trainer):
 # --- bad input ---
 
 
-def test_a_length_beyond_the_models_positions_is_refused_before_anything_runs(trainer):
+def test_a_length_beyond_the_models_positions_is_refused(trainer):
     probed = trainer()
     probed.model.forward = lambda input_ids, labels: pytest.fail("it ran")
     before = dict(vars(probed)), torch.get_rng_state()

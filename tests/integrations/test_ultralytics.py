@@ -214,7 +214,7 @@ def test_a_model_of_other_channels_gets_images_of_as_many(ultralytics):
     assert {shape[1:] for shape in seen} <= {(1, 64, 64)}
 
 
-def test_the_boxes_really_meet_a_quarter_of_the_pairs_of_object_and_anchor(nano):
+def test_the_boxes_meet_a_quarter_of_the_pairs(nano):
     trained, step, _ = prepared(nano, choose_device("cpu:1GiB", nano), imgsz=256, amp=False, max_num_obj=16)
     (criterion,) = criteria(trained)
     seen = []
@@ -238,7 +238,7 @@ def test_as_many_anchors_are_matched_as_can_be(built, name, matched):
     assert seen == [[count] * 3 for count in matched]
 
 
-def test_an_assigner_that_runs_out_of_memory_does_not_go_on_image_by_image(nano):
+def test_an_assigner_does_not_go_on_image_by_image(nano):
     trained, _, _ = prepared(nano, choose_device("cpu:1GiB", nano), max_num_obj=2)
     theirs = criteria(trained)[0].assigner.__class__(topk=1)
 
@@ -278,7 +278,7 @@ def test_its_weights_do_not_move_so_that_no_size_diverges(nano):
     assert all(p.grad is not None for p in trained.parameters() if p.requires_grad)  # as while it accumulates
 
 
-def test_the_model_stays_in_memory_beside_the_copy_that_is_trained(nano, monkeypatch):
+def test_the_model_stays_in_memory_beside_its_copy(nano, monkeypatch):
     """In place of the averaged weights of the trainer."""
 
     def find(trained, step, *, preserve, **options):
@@ -304,7 +304,7 @@ def test_no_batch_is_larger_than_the_data_set(nano):
     assert any("data set of 3 images" in note for note in result.notes)
 
 
-def test_where_batch_norm_cannot_train_on_one_image_two_are_the_least(nano):
+def test_where_batch_norm_needs_two_images_two_are_the_least(nano):
     assert find_max_batch(nano, **{**HOST, "imgsz": 32}).batch_size == 4
     assert check_train_batch_size(nano, 32, dataset_size=2, device="cpu:1GiB") == 2
 
@@ -368,7 +368,7 @@ def test_a_criterion_and_arguments_of_its_own_are_left_alone(nano, settings):
     assert mine.assigner._forward_hooks == {}
 
 
-def test_a_model_from_a_checkpoint_requires_no_gradients_before_and_after(nano):
+def test_a_model_from_a_checkpoint_requires_no_gradients(nano):
     nano.requires_grad_(False).eval()
     before = state_of(nano)
     result = find_max_batch(nano, **HOST)
@@ -385,7 +385,7 @@ def test_no_file_is_made(nano, tmp_path, monkeypatch):
 # --- the contract of the drop-in ---
 
 
-def test_a_model_on_the_cpu_gets_the_default_with_a_warning_that_says_how_to_probe(nano, told):
+def test_a_model_on_the_cpu_gets_the_default_and_a_warning(nano, told):
     assert check_train_batch_size(nano) == 16
     (warning,) = [text for level, text in told if level == "WARNING"]
     assert "WHICH WAS NOT RUN" in warning
@@ -523,7 +523,7 @@ def patched():
     return [trainer.check_train_batch_size, module.check_train_batch_size]
 
 
-def test_install_replaces_what_the_trainer_calls_and_undo_puts_it_back(nano):
+def test_install_replaces_what_the_trainer_calls(nano):
     before = patched()
     with install(device="cpu:1GiB", max_batch=2, progress="off"):
         assert all(now is not was for now, was in zip(patched(), before, strict=True))
@@ -575,7 +575,7 @@ def tiny(tmp_path_factory):
     return place
 
 
-def test_training_with_batch_minus_1_uses_ours_and_trains_as_if_the_batch_had_been_given(tiny, request):
+def test_training_is_as_if_the_batch_had_been_given(tiny, request):
     root = request.config.rootpath
     script = TRAINING.format(paths=[str(root), str(root / "scripts")], project=str(tiny / "runs"))
     environment = {"PATH": "", "YOLO_CONFIG_DIR": str(tiny), "HOME": str(tiny), "OMP_NUM_THREADS": "1"}
@@ -591,7 +591,7 @@ def test_training_with_batch_minus_1_uses_ours_and_trains_as_if_the_batch_had_be
     assert math.isfinite(float(losses[0][0][0]))
 
 
-def test_the_wrapper_that_trains_and_what_is_no_model_are_refused(ultralytics):
+def test_what_is_no_model_is_refused(ultralytics):
     wrapper = framework("ultralytics", minimum="8.4", extra="ultralytics").YOLO("yolo11n.yaml")
     wrapper.train = lambda *_, **__: pytest.fail("it trains")
     half = wrapper.model.half()
