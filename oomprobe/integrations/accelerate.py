@@ -102,8 +102,8 @@ def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str
     signature = inspect.signature(function)
     if next(iter(signature.parameters), None) in (None, "self", "cls") or inspect.iscoroutinefunction(function):
         raise InvalidArgumentError(
-            f"{name}{signature} cannot be probed: as with accelerate, the batch size is passed before everything else. Write "
-            f"def {name}(batch_size, ...), or def {name}(batch_size, self, ...), and call it without the batch size"
+            f"{name}{signature} cannot be probed: as with accelerate, the batch size is passed before everything else. "
+            f"Write def {name}(batch_size, ...), or def {name}(batch_size, self, ...), and call it without the batch size"
         )
 
     @functools.wraps(function)

@@ -424,7 +424,7 @@ def test_only_a_probe_that_failed_by_itself_gives_the_default(nano, told, monkey
 
 def test_where_nothing_fits_there_is_no_default(nano):
     with pytest.raises(NoBatchSizeError, match="smallest allowed") as caught:
-        check_train_batch_size(nano, 640, device="cpu:32MiB")
+        check_train_batch_size(nano, 1280, device="cpu:32MiB")
     assert isinstance(caught.value, RuntimeError)  # what the original raises
     assert isinstance(caught.value, oomprobe.NothingFitsError)
 
