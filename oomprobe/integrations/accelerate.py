@@ -172,7 +172,7 @@ class _Trials:
         module = sys.modules.get("accelerate.accelerator")
         # All that exist: the function may reach its own through globals of functions that it calls.
         self._accelerators = [] if module is None else _of_type(objects, module.Accelerator)
-        self._scalers = _of_type(objects, torch.amp.GradScaler)
+        self._scalers = [one for one in _of_type(objects, torch.amp.GradScaler) if one.is_enabled()]
         # Tensors that existed before, by id. None: unknown, since the collector does not list frozen objects.
         self._existed = set(map(id, _of_type(objects, torch.Tensor))) if gc.get_freeze_count() == 0 else None
 

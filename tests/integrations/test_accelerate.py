@@ -434,10 +434,11 @@ def test_memory_that_ends_in_the_call_for_good_is_told():
 # --- what is given back ---
 
 
-def test_training_is_bit_equal_to_training_at_that_size_alone():
+@pytest.mark.parametrize("enabled", [True, False])
+def test_training_is_bit_equal_to_training_at_that_size_alone(enabled):
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, enabled=enabled)
 
     def train(batch_size, model, optimizer, scheduler):
         fail_above(5, batch_size)

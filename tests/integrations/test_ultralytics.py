@@ -151,7 +151,9 @@ def test_models_of_every_task_run_on_host_memory(built, name):
     assert_same(model, before)
 
 
-@pytest.mark.parametrize("device", ["sim:RTX-3090", oomprobe.SimulatedDevice("RTX-3090")], ids=str)
+@pytest.mark.parametrize(
+    "device", ["sim:RTX-3090", oomprobe.SimulatedDevice("RTX-3090")], ids=["by name", "as a device"]
+)
 def test_a_simulated_card_is_refused(nano, device):
     for call_it in (find_max_batch, check_train_batch_size):  # and never a default
         with pytest.raises(oomprobe.InvalidArgumentError, match=r"a simulated card cannot run.*device='cpu:8GiB'"):
