@@ -27,5 +27,5 @@ def aborted():
 
 def test_row_16_an_abort_for_memory_is_a_ceiling():
     """Python's own trace comes after the words, and is longer than what is read of them."""
-    result = probe_target(aborted, device=CARD, memory_fraction=1.0, progress="off")
+    result = probe_target(aborted, device=CARD, memory_fraction=1.0, min_batch=4, max_batch=5, progress="off")
     assert (result.batch_size, result.limited_by) == (4, "host_memory")

@@ -464,6 +464,7 @@ print("stopped", stopped)
 """
 
 
+@pytest.mark.slow
 def test_time_limits_at_any_moment_leave_everything_as_it_was():
     """An exception in a function that torch's C++ calls would end the process: it waits for a place where it can leave."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, "1"], capture_output=True, text=True, check=False)
