@@ -54,6 +54,7 @@ def plain_world(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setattr(progress, "_rich_screen", lambda stream: None)
 
 
@@ -155,6 +156,16 @@ def test_colour_is_garnish(terminal, monkeypatch):
     assert "\x1b" in coloured
     assert "\x1b" not in terminal.screen
     assert re.sub(r"\x1b\[\d*m", "", coloured) == terminal.screen
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_a_log_has_colours_only_where_they_are_forced(monkeypatch, no_color, coloured):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stream = io.StringIO()
+    tell(reporter("auto", stream), GOOD, BAD)
+    assert ("\x1b[32mbatch 64  fits" in stream.getvalue()) == coloured
+    assert ("\x1b[31mbatch 128  out of memory" in stream.getvalue()) == coloured
 
 
 def test_auto_off_a_terminal_is_plain_lines():

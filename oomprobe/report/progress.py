@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Progress = str | Callable[["Trial"], object]
 _ERASE = "\r\x1b[K"  # back to the first column, erase to the end: ECMA-48, 8.3.41 (EL)
-_BOLD, _NORMAL = "\x1b[1m", "\x1b[0m"
+_BOLD, _GREEN, _RED, _NORMAL = "\x1b[1m", "\x1b[32m", "\x1b[31m", "\x1b[0m"
 _NAME = "oomprobe:"
 LAST_TRIALS = 2  # after bisecting: the failure that decided once more, and the confirmation
 ROWS_BELOW = 3  # of a screen that the table of trials leaves free
@@ -101,7 +101,10 @@ class _Lines:
         _write(self._stream, f"batch {batch_size}  {phase} ...\n")
 
     def finished(self, trial: Trial) -> None:
-        _write(self._stream, trial_line(trial) + "\n")
+        line = trial_line(trial)
+        if os.environ.get("FORCE_COLOR") and not os.environ.get("NO_COLOR"):  # of logs that show colours, such as CI's
+            line = f"{_GREEN if trial.passed else _RED}{line}{_NORMAL}"
+        _write(self._stream, line + "\n")
 
     def close(self) -> None:
         pass
