@@ -14,6 +14,7 @@ import oomprobe
 import oomprobe.integrations.transformers
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -617,3 +618,15 @@ def test_several_ranks_are_refused(trainer, monkeypatch, attribute, told):
     monkeypatch.setattr(type(probed.args), attribute, property(lambda _: 3))
     with pytest.raises(oomprobe.InvalidArgumentError, match=told):
         find(probed)
+
+
+def test_special_tokens_that_the_loop_aligns_come_back(trainer):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "a": 1}, unk_token="<pad>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+    made = trainer(given={"processing_class": tokenizer})
+    shared = [made.model.config, made.model.generation_config]
+    before = [dict(vars(one)) for one in shared]
+    find(made)
+    assert [vars(one) for one in shared] == before
+    made.train()
+    assert [vars(one) for one in shared] != before  # which is why
