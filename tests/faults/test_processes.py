@@ -217,7 +217,9 @@ def workers_started():
     return trained(ask)
 
 
-@pytest.mark.parametrize(("target", "anew"), [(threads_started, False), (workers_started, True)])
+@pytest.mark.parametrize(
+    ("target", "anew"), [(threads_started, False), pytest.param(workers_started, True, marks=pytest.mark.slow)]
+)
 def test_row_17_a_target_that_started_threads_or_workers(target, anew):
     result = probe_target(target, device="cpu:1GiB", max_batch=2, progress="off")
     assert (result.batch_size, result.limited_by) == (2, "max_batch")
