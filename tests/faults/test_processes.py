@@ -164,7 +164,10 @@ def sleeping_in_c():
     return at(4, sleeps_in_c)
 
 
-@pytest.mark.parametrize(("target", "limit"), [(sleeping, "time_limit_s"), (sleeping_in_c, "trial_time_limit_s")])
+@pytest.mark.parametrize(
+    ("target", "limit"),
+    [pytest.param(sleeping, "time_limit_s", marks=pytest.mark.slow), (sleeping_in_c, "trial_time_limit_s")],
+)
 def test_row_17_a_step_that_hangs_ends_with_its_time(target, limit):
     limit_s = 10 if limit == "time_limit_s" else 3
     began = time.monotonic()

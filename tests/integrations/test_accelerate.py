@@ -612,6 +612,7 @@ def test_what_was_prepared_trains_on_bit_equal():
 # --- the answer in accelerate's own decorator ---
 
 
+@pytest.mark.slow
 def test_a_probed_size_runs_where_shrinking_ends_lower():
     """All in processes of their own, under the same limit of real memory."""
     ended = subprocess.run(
