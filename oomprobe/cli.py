@@ -271,7 +271,7 @@ def check_run(arguments: argparse.Namespace) -> None:
             f"--require runs one size and no search, so it would ignore {', '.join(ignored)}: leave that out"
         )
     for option, name in (("--json", arguments.json), ("--html", arguments.html)):
-        if name in (None, "-"):
+        if name is None or (option, name) == ("--json", "-"):
             continue
         path = Path(name)
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):

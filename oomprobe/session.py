@@ -178,7 +178,11 @@ class Session:
         if not self.options.breakdown:
             return
         request = Request(batch_size=batch_size, phase=Phase.BISECT, steps=1, cap_bytes=self.cap_bytes, breakdown=True)
-        outcome = self.runner.run(self._with_evidence(request))
+        try:
+            outcome = self.runner.run(self._with_evidence(request))
+        except OomProbeError as error:  # the answer stands without it
+            self.notes[f"no breakdown: {str(error).splitlines()[0]}"] = None
+            return
         self.breakdown = outcome.breakdown
         if not outcome.trial.passed:
             self.notes[f"no breakdown: its extra step ended with {outcome.trial.verdict}"] = None

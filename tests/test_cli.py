@@ -456,3 +456,12 @@ def test_a_contaminated_answer_is_no_plain_number(capsys, target, monkeypatch):
     assert (code, out) == (6, "")
     assert "no number printed" in err
     assert run(capsys, "run", f"{target}:up_to_five", *RUN)[0] == 0
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        command = [sys.executable, "-m", "oomprobe", "devices"]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -47,7 +47,7 @@ class Recorder:
         self._model, self._optimizers = model, list(optimizers)
         self._modules = {id(module): (name, type(module).__name__) for name, module in model.named_modules()}
         self._context: list[tuple[str, str]] = []  # kind of what is allocated now, and the module that does
-        self._autocast = False
+        self._autocast = self._recomputes = False
 
     @contextmanager
     def recording(self, history: History) -> Iterator[None]:
@@ -111,6 +111,7 @@ class Recorder:
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         self._autocast = self._autocast or torch.is_autocast_enabled("cuda")
+        self._recomputes = self._recomputes or any(kind == BACKWARD for kind, _ in self._context)
         module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
         self._enter(ACTIVATIONS, self._modules.get(id(module), (OUTSIDE, ""))[0])
 
@@ -147,7 +148,7 @@ class Recorder:
             step_name=step_name,
             peak_in={BACKWARD: "backward", STEPPING: "optimizer"}.get(kind_at_peak, "forward"),
             modules=self._largest(by_module),
-            repeated=self._repeated(by_module),
+            repeated=None if self._recomputes else self._repeated(by_module),
             autocast=self._autocast,
             parameter_dtype=dtypes.most_common(1)[0][0] if dtypes else "float32",
         )

@@ -50,7 +50,7 @@ class Breakdown:
         step_name: Which of several named steps; None for a single one.
         modules: At most ten places in the model, those that hold the most activation memory first.
         repeated: Class of the model's repeated blocks, how many there are, and the activation memory they hold with all
-            their submodules; None where the model has no such list.
+            their submodules; None where the model has no such list, or recomputes modules in backward already.
         autocast: Whether autocast was on in the forward pass.
         parameter_dtype: Of most parameters, such as ``"float32"``.
     """

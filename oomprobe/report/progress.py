@@ -188,7 +188,7 @@ class _RichScreen:
     def show(self, line: str, trials: Sequence[Trial]) -> None:
         from rich.text import Text
 
-        recent = trials[-max(0, self._console.height - ROWS_BELOW) :]
+        recent = trials[-max(1, self._console.height - ROWS_BELOW) :]
         colours = {True: "green", False: "red"}
         rows = [
             Text(clip(trial_line(trial), self._console.width - 1), style=colours[trial.passed], no_wrap=True)

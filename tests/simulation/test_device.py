@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import oomprobe
 from oomprobe.devices.base import Device, Simulated
@@ -593,3 +594,41 @@ def test_a_breakdown_is_of_the_step_that_needs_the_most(kibs):
     result = oomprobe.check(model, steps_of(*kibs), 64, device="sim:1GiB", breakdown=True, progress="off")
     assert result.breakdown.step_name == "64 KiB"
     assert sum(result.breakdown.parts.values()) == result.breakdown.peak_reserved_bytes
+
+
+class Blocks(nn.Module):
+    def __init__(self, *, checkpointed):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)
+        )
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_who_recomputes_already_is_not_told_to(checkpointed):
+    model = Blocks(checkpointed=checkpointed)
+    result = oomprobe.check(model, trained_on(model, 256), 4096, device="sim:1GiB", breakdown=True, progress="off")
+    assert (result.breakdown.repeated is None) == checkpointed
+
+
+def test_a_breakdown_that_fails_costs_no_answer():
+    calls = []
+
+    def step(model, batch_size):
+        calls.append(batch_size)
+        if len(calls) > limit:
+            raise KeyError("labels")
+        model(torch.ones(batch_size, 8)).sum().backward()
+
+    model, limit = nn.Linear(8, 8), 10**9
+    oomprobe.check(model, step, 4, device="sim:1GiB", progress="off")
+    limit, calls = len(calls), []
+    result = oomprobe.check(model, step, 4, device="sim:1GiB", breakdown=True, progress="off")
+    assert (result.batch_size, result.breakdown) == (4, None)
+    assert any(note.startswith("no breakdown: the step failed at batch size 4 with KeyError") for note in result.notes)
