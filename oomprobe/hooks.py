@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe.state.resident import state_of
@@ -120,11 +119,8 @@ class Compiled:
 
     Example:
         >>> compiled = Compiled()
-        >>> for size in (1, 2, 4):
-        ...     compiled.start_size(size)  # and then a trial of that size
-        >>> compiled.finish()
-        >>> compiled.graphs, compiled.notes
-        (0, ())
+        >>> compiled.start_size(1), compiled.graphs, compiled.notes  # where nothing is compiled
+        (False, 0, ())
     """
 
     def __init__(self) -> None:
@@ -136,16 +132,16 @@ class Compiled:
         self._forgot = False
         self._failed: str | None = None
 
-    def start_size(self, size: int, *, anew: bool = False) -> None:
-        """Before the steps of a trial, or any other call of a step: compile this size as if it were the only one.
+    def start_size(self, size: int, *, anew: bool = False) -> bool:
+        """Before the steps of a trial: compile this size as if it were the only one; whether compiled code was dropped.
 
         Args:
             size: The batch size.
             anew: Whether to forget also what was compiled for this very size.
         """
-        if anew or size != self._size:
-            self._forget()
+        forgets = (anew or size != self._size) and self._forget()
         self._size = size
+        return forgets
 
     def finish(self) -> None:
         """At the end of the probe: training is to compile as if there had been none."""
@@ -181,11 +177,6 @@ class Compiled:
                 f"torch.compile could not be made to forget a size ({self._failed}): later ones may have been compiled "
                 "for changing shapes; check the answer in a fresh process with oomprobe.check"
             )
-        if _profile_kept():
-            notes.append(
-                "torch.compile keeps a profile of the sizes it sees under the job id of this process: it may compile for "
-                "changing shapes from now on; check the answer with another job id"
-            )
         return tuple(notes)
 
     def _tally(self) -> None:
@@ -196,19 +187,18 @@ class Compiled:
         if made and self._size is not None:
             self._sizes.add(self._size)
 
-    def _forget(self) -> None:
+    def _forget(self) -> bool:
         self._tally()
-        if _count("frames", "total") == self._frames:
-            return
-        if _compiling_here():  # what dynamo would forget is in use further up this thread's stack: it dies
-            self._failed = "it is compiling in this thread"
-            return
+        frames = _count("frames", "total")
+        if frames == self._frames:
+            return False
         try:
-            _reset()
+            torch._dynamo.reset()
             self._forgot = True
         except Exception as error:  # such as another thread in the midst of compiling
             self._failed = type(error).__name__
-        self._frames = _count("frames", "total")
+        self._frames = frames
+        return True
 
 
 def _count(kind: str, name: str) -> int:
@@ -217,69 +207,15 @@ def _count(kind: str, name: str) -> int:
     return 0 if counters is None else int(counters[kind][name])
 
 
-def _compiling_here() -> bool:
-    """Whether this thread is called by torch.compile's own compilation, as a backend is."""
-    context = getattr(sys.modules.get("torch._guards"), "CompileContext", None)
-    return context is not None and context.try_get() is not None
-
-
-def _reset() -> None:
-    """Reset dynamo, but for the callbacks that the user registered with it.
-
-    Source: torch/_dynamo/__init__.py (2.13): code caches, automatic dynamic shapes, recompile counts, CUDA graphs.
-    """
-    dynamo: Any = sys.modules["torch._dynamo"]
-    handler = dynamo.callback.callback_handler
-    kept = [(callbacks, list(callbacks)) for callbacks in (handler.start_callbacks, handler.end_callbacks)]
-    try:
-        dynamo.reset()
-    finally:
-        for callbacks, before in kept:
-            callbacks[:] = before
-
-
-def _profile_kept() -> bool:
-    return getattr(sys.modules.get("torch.compiler.config"), "job_id", None) is not None
-
-
 def _plural(noun: str, count: int) -> str:
     return noun if count == 1 else noun + "s"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Operators dispatched and elements of their results."""
-
-    operators: int
-    elements: int
-
-
-class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is dispatched inside; compiled code runs as it was written.
-
-    Example:
-        >>> with WorkCounter() as counter:
-        ...     _ = torch.ones(3) + 1
-        >>> counter.work
-        Work(operators=2, elements=6)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.work = Work(operators=0, elements=0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        elements = sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-        self.work = Work(operators=self.work.operators + 1, elements=self.work.elements + elements)
-        return result
-
-
 def preload_dynamo() -> None:
-    """Import torch._dynamo now, which the first `TorchDispatchMode` or optimizer does, and not between trials.
+    """Import torch._dynamo now, which the first optimizer does, and not between trials.
 
-    If a probe imported it between trials, each later garbage collection would traverse its objects (50 ms), and on host
-    memory its 20 MiB would pass for a leak of the step. An import that fails for want of memory is ignored: this only counts.
+    If a trial imported it, each later garbage collection would traverse its objects (50 ms), and on host memory its 20 MiB
+    would pass for a leak of the step. An import that fails for want of memory is ignored.
     """
-    with suppress(Exception), WorkCounter():
-        torch.empty(0)
+    with suppress(Exception):
+        importlib.import_module("torch._dynamo")

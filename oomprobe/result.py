@@ -52,7 +52,7 @@ class Trial:
         samples_per_s: ``batch_size / step_s``.
         alloc_retries: Times the allocator had to give its cache back to serve a request.
         leaked_bytes: Memory that did not come back after the trial and a full clean-up.
-        step_leaked_bytes: Memory that each step keeps, measured by further calls if a confirmation left memory behind.
+        step_leaked_bytes: Memory that each further step keeps, garbage that awaits collection aside.
         error: Text of the failure; None when it passed.
         where: Where it failed, such as ``"backward, model.py:142"``.
         step_name: Which of several named steps failed, or had the highest peak; None for a single step.

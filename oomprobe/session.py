@@ -22,11 +22,10 @@ from oomprobe.errors import (
     OomProbeError,
     StepFailedError,
     TimeLimitError,
-    TimeUp,
     UnreliableError,
     unmeasured,
 )
-from oomprobe.hooks import OptimizerWatch, Work, outside_modes, preload_dynamo
+from oomprobe.hooks import OptimizerWatch, outside_modes, preload_dynamo
 from oomprobe.options import MAX_CALLS, Options, Step
 from oomprobe.report.breakdown import Breakdown
 from oomprobe.report.plan import plan
@@ -45,10 +44,10 @@ LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the trial's process die
 ENDED = LOST | {Verdict.TIMED_OUT}  # nothing is known about the size, and the search cannot go on
 PLAN_TRIALS = 5  # a gradient buffer beside the activations costs little; five times a tenth is far more
 PLAN_SHRINK = 0.9
-DOUBLINGS = 3  # over which a step that uses its batch size must show a higher peak or more work
+# Over so many doublings a step that uses its batch size must show a higher peak, or be handed out more memory; over more
+# where the device does not count that. Allocators round up small requests, and the host's resident memory is noisy.
+DOUBLINGS, UNCOUNTED_DOUBLINGS, HOST_NOISE_BYTES = 10, 24, 16 * 2**20
 ENDLESS_BATCH = 2**40  # no memory holds this batch: a step that still passes ignores batch_size
-# A peak that moved by more than its noise is proof enough; resident memory of a host process is the noisy one.
-HOST_NOISE_BYTES = 16 * 2**20
 # Growth outside our allocator that is ignored: this share of the device, at least so many bytes. Kernels that libraries
 # load late take over 250 MiB.
 MOVED_SHARE, MOVED_BYTES = 0.02, 512 * 2**20
@@ -103,7 +102,7 @@ class Session:
         self._reporter = reporter
         self._is_measured = False  # with the kernels of a step loaded
         self._replays = True  # whether trials may be replayed where the device can
-        self._last_work: tuple[int, Work | None] = (0, None)  # the size whose work was counted last
+        self._served_bytes: dict[int, int] = {}  # of a full step, by batch size; 0 where that is not known
 
     # --- questions ---
 
@@ -122,7 +121,7 @@ class Session:
         """Run one size for the search."""
         trial = self.run(size, phase, cap_bytes=self.budget_bytes if capped else self._grow_cap_bytes())
         if phase is Phase.GROW:
-            self._refuse_idle()
+            self._refuse_flat()
         peak = trial.peak_reserved_bytes
         return Reply(passed=trial.passed, within_cap=trial.passed and peak is not None and peak <= self.budget_bytes)
 
@@ -294,6 +293,7 @@ class Session:
 
     def _record(self, outcome: Outcome) -> None:
         self.trials.append(outcome.trial)
+        self._served_bytes[outcome.trial.batch_size] = outcome.served_bytes
         self._reporter.finished(outcome.trial)
         if outcome.measured is not None and not self._is_measured:
             self._take(outcome.measured)
@@ -339,62 +339,28 @@ class Session:
         is_card = self.device.torch_device.startswith("cuda") and not self.device.is_simulated
         return processes_on(torch.device(self.device.torch_device)) if is_card else ""
 
-    # --- steps that do no work, or the same work whatever the batch size ---
-
-    def _refuse_idle(self) -> None:
-        """Raise where growing on would be for nothing.
-
-        Raises:
-            UnreliableError: the step dispatches no torch operator, or ignores its batch size.
-        """
+    def _refuse_flat(self) -> None:
+        """Raise where the step needs the same memory at every size, so that growing on would be for nothing."""
         grown = [trial for trial in self.trials if trial.phase is Phase.GROW and trial.passed]
-        if len(grown) == 1 and not any(self.runner.learned.values()):
-            work = self._work_at(grown[0].batch_size)
-            if work is not None and work.operators == 0:
-                raise UnreliableError(
-                    "the step dispatched no torch operator, so there is nothing to measure: does it run the model, or has "
-                    "its data loader run out?",
-                    trials=tuple(self.trials),
-                )
-        if len(grown) > DOUBLINGS and (len(grown) - 1) % DOUBLINGS == 0:
-            self._refuse_same(grown[-1 - DOUBLINGS], grown[-1])
-
-    def _refuse_same(self, then: Trial, now: Trial) -> None:
-        if now.batch_size >= ENDLESS_BATCH:
+        if not grown:
+            return
+        now, served = grown[-1], self._served_bytes
+        doublings = DOUBLINGS if served.get(now.batch_size) else UNCOUNTED_DOUBLINGS
+        then = grown[-1 - doublings] if len(grown) > doublings else None
+        noise_bytes = HOST_NOISE_BYTES if self.device.on_host else 0
+        is_flat = (
+            then is not None
+            and (now.peak_allocated_bytes or 0) <= (then.peak_allocated_bytes or 0) + noise_bytes
+            and served.get(now.batch_size) == served.get(then.batch_size)
+        )
+        if is_flat or now.batch_size >= ENDLESS_BATCH:
+            smaller = grown[0] if then is None else then
             raise UnreliableError(
-                f"batch {now.batch_size} still runs, so memory is not what ends this: the step ignores batch_size. "
-                "Pass max_batch",
+                f"batch {now.batch_size} runs in the memory of batch {smaller.batch_size}, so memory does not limit the "
+                "batch size: the step ignores batch_size, does not run the model on this device, or its data ends before. "
+                f"If it is the data, pass max_batch; if the step pads its batches, pass min_batch={now.batch_size}",
                 trials=tuple(self.trials),
             )
-        noise_bytes = HOST_NOISE_BYTES if self.device.on_host else 0
-        if (now.peak_allocated_bytes or 0) > (then.peak_allocated_bytes or 0) + noise_bytes:
-            return
-        sizes, (counted, before) = self.options.sizes, self._last_work
-        if counted != then.batch_size or before is None:
-            before = self._work_at(then.batch_size)
-        self._last_work = now.batch_size, self._work_at(now.batch_size)
-        further = sizes.up(now.batch_size, now.batch_size)  # a step may round up to chunks
-        if before is None or self._last_work[1] != before or self._work_at(further) != before:
-            return
-        less, first = sizes.first - sizes.step, then.batch_size
-        while (middle := sizes.middle(less, first)) is not None:  # the smallest size that does this work
-            if self._work_at(middle) == before:
-                first = middle
-            else:
-                less = middle
-        raise UnreliableError(
-            f"batch {first} and batch {now.batch_size} do the same work ({before.operators} operators, "
-            f"{before.elements} elements) in the same memory: the step ignores batch_size, or its data ends before. "
-            f"If it is the data, pass max_batch={first}; if the step rounds up, as padding does, pass "
-            f"min_batch={further} or the size it rounds to",
-            trials=tuple(self.trials),
-        )
-
-    def _work_at(self, size: int) -> Work | None:
-        try:
-            return self.runner.work_at(size, self.clock.deadline_s())
-        except TimeUp:
-            raise self.clock.time_is_up(size, self.trials) from None
 
     # --- when to stop ---
 

@@ -6,10 +6,9 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -24,18 +23,17 @@ from oomprobe.devices import (
     replay_of,
     served_bytes,
 )
-from oomprobe.devices.leaks import FURTHER_CALLS, Baseline
+from oomprobe.devices.leaks import SMALLEST_BYTES, Baseline
 from oomprobe.devices.recorder import Recorder
 from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, TimeUp, step_failed
-from oomprobe.hooks import Compiled, OptimizerWatch, Work, WorkCounter, accumulating
+from oomprobe.hooks import Compiled, OptimizerWatch, accumulating
 from oomprobe.options import Step
 from oomprobe.report.breakdown import Breakdown
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial
-from oomprobe.signals import CONFIRM_SLACK, Interrupts
+from oomprobe.signals import Interrupts
 from oomprobe.simulation.rehearsal import Rehearsals
 from oomprobe.state import Snapshot, Tracker
-from oomprobe.state.surroundings import with_same_numbers
-from oomprobe.verdicts import Evidence, Verdict, classify, classify_error
+from oomprobe.verdicts import Evidence, Verdict, classify
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
 NO_OPTIMIZER = "no optimizer stepped in {calls} calls of {step!r}: the result covers only what the step did, perhaps just a forward pass"
@@ -49,7 +47,6 @@ LONG_STEPS = 50
 NO_TIME_FOR_LENGTH = (
     "time limit: no time for all {steps} confirmation steps at batch {size}; a later step may need more memory"
 )
-NO_TIME_FOR_LEAKS = "time limit: none was left to see whether each step at batch {size} keeps memory"
 # Of what a step allocates: steps that differ by more run `LONG_STEPS` to be confirmed. A GPT whose sequences vary from 32
 # to 64 tokens was confirmed in six steps at sizes that, margin and all, ran out of the whole card within fifty.
 VARIES = 0.01
@@ -111,6 +108,7 @@ class Outcome:
         measured: After it, where it was the first to pass in its process.
         outside_before_bytes: Held outside this process's allocator when the trial began; None where it is not known.
         outside_after_bytes: The same when it had ended.
+        served_bytes: What each full step was handed out by the allocator; 0 where that is not known.
         refusal: Why the probe must stop, such as a large leak; None otherwise.
         contradicts_replay: Whether it shows that trials which were only replayed were wrong.
         breakdown: What held the memory, where the request wanted to know and the device could tell.
@@ -120,6 +118,7 @@ class Outcome:
     measured: Measured | None = None
     outside_before_bytes: int | None = None
     outside_after_bytes: int | None = None
+    served_bytes: int = 0
     refusal: str | None = None
     contradicts_replay: bool = False
     breakdown: Breakdown | None = None
@@ -176,14 +175,6 @@ class Runner(Protocol):
         """
         ...
 
-    def work_at(self, batch_size: int, deadline_s: float | None) -> Work | None:
-        """The work of one call of each step; None where that size does not run.
-
-        Raises:
-            TimeUp: the time passed.
-        """
-        ...
-
     def renew(self) -> None:
         """Let the next trial run in a new process, where that can be."""
         ...
@@ -194,12 +185,18 @@ class _Record:
     """What one trial gathers while it runs."""
 
     calls: int = 0
-    durations_s: dict[str, list[float]] = field(default_factory=dict)
     step_name: str = ""
+    durations_s: dict[str, list[float]] = field(default_factory=dict)
+    served_bytes: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # in all: before each full step, and after the last
+    live_bytes: dict[str, list[int]] = field(default_factory=dict)  # likewise
+    kept_bytes: int = 0  # by each further step, beyond the garbage that awaits collection
     peaks: dict[str, int] = field(default_factory=dict)
     failure: Failure | None = None
     verdict: Verdict = Verdict.FITS
     usage: Usage = field(default_factory=Usage)
+    breakdown: Breakdown | None = None
 
 
 class LocalRunner:
@@ -243,8 +240,8 @@ class LocalRunner:
         self._rehearsals = Rehearsals(device, single=len(steps) == 1)
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # in the last call that was run
-        self._breakdown: Breakdown | None = None  # of the trial that was asked for one
-        self._baseline = Baseline(device, clean=self._start_cold, flush=self._flush_smallest, sleep=sleep)
+        self._is_cold = False  # whether nothing has run since the last clean-up
+        self._baseline = Baseline(device, clean=self._start_cold, flush=self._flush, sleep=sleep)
         self.compiled = Compiled()
         self.in_steps_s = 0.0
         self.notes: dict[str, None] = {}
@@ -258,15 +255,15 @@ class LocalRunner:
             return Outcome(trial=replayed)
         before_bytes = self._device.outside_bytes()
         try:
-            trial = self._run_cold(request)
+            record = self._run_cold(request)
         except NotTrainedError:  # earlier trials trained the weights until the loss scaler saw only infinities
             if not self._state.restore_weights():
                 raise
-            trial = self._run_cold(request)
-        breakdown, self._breakdown = self._breakdown, None
+            record = self._run_cold(request)
+        trial = _trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
             return Outcome(trial=trial)
-        trial = self._with_leak(trial, request.deadline_s)
+        trial = replace(trial, leaked_bytes=self._baseline.settle())
         measured = None
         if trial.passed and not self._baseline.known:
             measured = self.measure()
@@ -276,17 +273,19 @@ class LocalRunner:
             measured=measured,
             outside_before_bytes=before_bytes,
             outside_after_bytes=self._device.outside_bytes() if measured is None else measured.outside_bytes,
+            served_bytes=sum(_differences(served)[-1] for served in record.served_bytes.values() if len(served) > 1),
             refusal=self._baseline.refusal(trial),
             contradicts_replay=self._rehearsals.learn(trial),
-            breakdown=breakdown,
+            breakdown=record.breakdown,
         )
 
-    def _run_cold(self, request: Request) -> Trial:
+    def _run_cold(self, request: Request) -> _Record:
         """Start cold, run under the cap until steady, and judge how it ended."""
         record = _Record()
         # A second opinion must not start beside the captured graphs of the first.
-        self.compiled.start_size(request.batch_size, anew=request.phase in SECOND_OPINIONS)
-        self._start_cold()
+        has_forgotten = self.compiled.start_size(request.batch_size, anew=request.phase in SECOND_OPINIONS)
+        if has_forgotten or not self._is_cold:
+            self._start_cold()
         self._device.start_trial()
         try:
             with self._device.cap(request.cap_bytes):
@@ -303,12 +302,12 @@ class LocalRunner:
                         if self._expected.get(name) != set():  # its optimizer state exists only once it has stepped
                             self._full_step(name, step, request, record)
                             record.durations_s.pop(name, None)
-                        served = [served_bytes(self._device)]  # in all, before each full step and after the last
-                        while len(served) <= request.steps or self._goes_on(name, request, record, served):
+                        self._sample(name, record)
+                        while len(record.served_bytes[name]) <= request.steps or self._goes_on(name, request, record):
                             self._full_step(name, step, request, record)
-                            served.append(served_bytes(self._device))
+                            self._sample(name, record)
                         if request.breakdown:
-                            self._break_down(name, step, request)
+                            self._break_down(name, step, request, record)
                     if len(self._steps) > 1:
                         record.peaks[name] = self._usage().peak_allocated_bytes or 0
             if self._replay is not None:
@@ -337,15 +336,18 @@ class LocalRunner:
             record.usage = self._usage()
             if record.verdict is Verdict.FITS and _over_cap(record.usage, request):
                 record.verdict = Verdict.OOM
+            if request.phase in SECOND_OPINIONS and not self._ends_with_trial:
+                record.kept_bytes = self._kept_by_each_step(record)
         elif not self._device.healthy():
             record.verdict = Verdict.POISONED
-        return _trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
+        return record
 
     def _start_cold(self) -> None:
         """Drop what earlier calls left, so that the next starts as training does, with only the model in memory."""
         self._state.start_cold()
         gc.collect()
         self._device.release()
+        self._is_cold = True
 
     def _full_step(self, name: str, step: Step, request: Request, record: _Record) -> None:
         """Call the step until all its optimizers have stepped, once when it has none; the first time, see which do.
@@ -371,7 +373,7 @@ class LocalRunner:
             if not stepped:
                 self.notes[NO_OPTIMIZER.format(calls=step.max_calls, step=name)] = None
 
-    def _break_down(self, name: str, step: Step, request: Request) -> None:
+    def _break_down(self, name: str, step: Step, request: Request, record: _Record) -> None:
         """Run one more full step with each allocation recorded; of several steps, the one that needs the most counts."""
         history = history_of(self._device)
         if history is None:
@@ -386,29 +388,22 @@ class LocalRunner:
             peak_allocated_bytes=usage.peak_allocated_bytes or 0,
             peak_reserved_bytes=usage.peak_reserved_bytes or 0,
         )
-        if self._breakdown is None or found.live_bytes > self._breakdown.live_bytes:
-            self._breakdown = found
+        if record.breakdown is None or found.live_bytes > record.breakdown.live_bytes:
+            record.breakdown = found
 
-    def _call(
-        self,
-        step: Step,
-        request: Request,
-        record: _Record,
-        *,
-        may_repeat: bool = False,
-        inside: AbstractContextManager[Any] | None = None,
-    ) -> None:
+    def _call(self, step: Step, request: Request, record: _Record, *, may_repeat: bool = False) -> None:
         """Call the step once; a simulated device may repeat a call that is known to do what the last one did."""
         if may_repeat and not request.breakdown and self._replay is not None and record.calls and self._replay.repeat():
             self._watch.stepped |= self._last_stepped
             record.calls += 1
             return
+        self._is_cold = False
         before = set(self._watch.stepped)
         self._watch.stepped.clear()
         started_s = time.perf_counter()
         allowed = self._interrupts.allowed(request.deadline_s, polled=self._replay is not None)
         try:
-            with self._device.session(), inside or nullcontext(), allowed:
+            with self._device.session(), allowed:
                 step.run(self._model, request.batch_size)
                 self._device.synchronize()
         finally:
@@ -420,9 +415,13 @@ class LocalRunner:
         record.calls += 1
         record.durations_s.setdefault(record.step_name, []).append(duration_s)
 
-    def _goes_on(self, name: str, request: Request, record: _Record, served: Sequence[int]) -> bool:
+    def _sample(self, name: str, record: _Record) -> None:
+        record.served_bytes.setdefault(name, []).append(served_bytes(self._device))
+        record.live_bytes.setdefault(name, []).append(self._device.live_bytes())
+
+    def _goes_on(self, name: str, request: Request, record: _Record) -> bool:
         """Whether to confirm with more steps, because memory use varies from step to step."""
-        by_step = [after - before for before, after in pairwise(served)]
+        by_step = _differences(record.served_bytes[name])
         if request.phase is not Phase.CONFIRM or len(by_step) >= LONG_STEPS or not varies(by_step):
             return False
         self.notes[VARYING] = None
@@ -452,75 +451,31 @@ class LocalRunner:
 
     # --- memory that does not come back ---
 
-    def _with_leak(self, trial: Trial, until_s: float | None) -> Trial:
-        """With what did not come back, and what each further step keeps."""
-        left_bytes = self._baseline.settle(passed=trial.passed)
-        if not trial.passed or trial.phase not in SECOND_OPINIONS:
-            return replace(trial, leaked_bytes=left_bytes)
-        rounds = trial.steps // len(self._steps)  # each further call is one of every step
-        kept_bytes = self._kept_by_each(trial, rounds, until_s) if self._baseline.may_be_growing(rounds) else 0
-        return replace(trial, step_leaked_bytes=kept_bytes, leaked_bytes=max(left_bytes, kept_bytes * rounds))
-
-    def _kept_by_each(self, trial: Trial, rounds: int, until_s: float | None) -> int:
-        """What each further call keeps. Of the same shapes, also where those are random: a new one is kept by libraries."""
-        needed_s = CONFIRM_SLACK * FURTHER_CALLS * (trial.step_s or 0.0)
-        # The time limit must not expire during these extra calls, and void a trial that passed.
-        if until_s is not None and time.monotonic() + needed_s >= until_s:
-            self.notes[NO_TIME_FOR_LEAKS.format(size=trial.batch_size)] = None
+    def _kept_by_each_step(self, record: _Record) -> int:
+        """What stays allocated after each further step, beside the cycles that await garbage collection."""
+        growths = [_differences(live_bytes) for live_bytes in record.live_bytes.values()]
+        kept_bytes = sum(max(0, min(growth)) for growth in growths if len(growth) > 1)
+        if kept_bytes < SMALLEST_BYTES:
             return 0
-        enough: list[bool] = []
-        again = with_same_numbers(lambda: enough.append(self._flush(trial.batch_size, until_s)))
-        kept_bytes = self._baseline.added_by(again)
-        return kept_bytes if all(enough) else max(kept_bytes, self._baseline.grown_by_each(rounds))
+        before_bytes = asked_bytes(self._device, "live_bytes")
+        gc.collect()
+        garbage_bytes = before_bytes - asked_bytes(self._device, "live_bytes")
+        kept_bytes -= garbage_bytes // max(map(len, growths))
+        return kept_bytes if kept_bytes >= SMALLEST_BYTES else 0
 
-    # --- calls beside the trials ---
-
-    def _flush(self, size: int, deadline_s: float | None) -> bool:
-        """Call the step once to replace what it keeps of its last batch; a time-out here does not void the passed trial.
-
-        Returns:
-            Whether there was memory for it: the leak itself may have filled it, which is measured next.
-        """
-        try:
-            self._call_each(size, deadline_s)
-            return True
-        except TimeUp as up:
-            self._interrupts.check_own(up)
-            return True
-        except Exception as error:
-            return classify_error(error) not in (Verdict.OOM, Verdict.HOST_OOM)
-
-    def _flush_smallest(self) -> None:
-        self._flush(self._smallest, None)
-
-    def work_at(self, batch_size: int, deadline_s: float | None) -> Work | None:
-        counter = WorkCounter()
-        try:
-            with self._device.cap(None):
-                self._call_each(batch_size, deadline_s, counter)
-        except Exception:  # what fails here will fail in a trial
-            return None
-        except TimeUp as up:
-            self._interrupts.check_own(up)
-            raise
-        return counter.work
-
-    def _call_each(
-        self, batch_size: int, deadline_s: float | None, inside: AbstractContextManager[Any] | None = None
-    ) -> None:
-        """Call every step once, outside any trial; `inside` is entered around each call."""
-        request = Request(batch_size=batch_size, phase=Phase.GROW, steps=1, deadline_s=deadline_s)
-        self.compiled.start_size(batch_size)
+    def _flush(self) -> None:
+        """Call each step once at the smallest size, which replaces what it keeps of its last batch."""
+        self.compiled.start_size(self._smallest)
         self._start_cold()
+        request = Request(batch_size=self._smallest, phase=Phase.GROW, steps=1)
         try:
             for step in self._steps.values():
                 if len(self._steps) > 1:
                     self._state.restore_modes()
-                self._call(step, request, _Record(), inside=inside)
-        except BaseException as error:
+                self._call(step, request, _Record())
+        except Exception as error:  # what it did not replace is measured next
             self._watch.drop_half_made()
             clear_frames(error)
-            raise
 
     # --- what a session asks ---
 
@@ -566,6 +521,10 @@ class LocalRunner:
         }
 
 
+def _differences(totals: Sequence[int]) -> list[int]:
+    return [after - before for before, after in pairwise(totals)]
+
+
 def varies(served: Sequence[int]) -> bool:
     """Whether some steps allocated more bytes than others, not counting the first, which may create caches and buffers.
 
@@ -605,6 +564,7 @@ def _trial(request: Request, record: _Record, *, several: bool, timed: bool) -> 
         step_s=step_s,
         samples_per_s=request.batch_size / step_s if step_s else None,
         alloc_retries=record.usage.alloc_retries,
+        step_leaked_bytes=record.kept_bytes,
         error=record.failure.text if record.failure else OVER_CAP if record.verdict is Verdict.OOM else None,
         where=record.failure.where if record.failure else None,
         step_name=named if several else None,

@@ -267,29 +267,7 @@ def test_counters_that_the_step_clears_are_no_negative_graphs(monkeypatch):
     torch_compile.finish()
 
 
-def test_a_profile_that_outlives_the_process_is_told(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # that is where it lies
-    with torch.compiler.config.patch(job_id="abc"):
-        notes = probed(*compiled_model(backend="eager"), [2, 4]).notes
-    assert any("a profile of the sizes it sees under the job id" in note for note in notes)
-
-
 # --- it leaves dynamo and the process alone ---
-
-
-def test_the_users_callbacks_stay():
-    handler, calls = torch._dynamo.callback.callback_handler, []
-    start = handler.register_start_callback(lambda args: calls.append("start"))
-    end = handler.register_end_callback(lambda args: calls.append("end"))
-    try:
-        model, step = compiled_model(backend="eager")
-        probed(model, step, [2, 4])
-        assert calls == ["start", "end"] * 2
-        step(model, 8)
-        assert calls == ["start", "end"] * 3
-    finally:
-        handler.remove_start_callback(start)
-        handler.remove_end_callback(end)
 
 
 def test_nothing_is_imported_where_torch_compile_is_not_used():
@@ -351,28 +329,6 @@ def test_a_reset_that_fails_is_told_and_stops_nothing(monkeypatch):
     torch_compile = probed(*compiled_model(backend="eager"), [2, 4])
     assert "could not be made to forget a size (AssertionError)" in torch_compile.notes[-1]
     assert torch_compile.graphs == 2
-
-
-def test_while_compiling_it_forgets_afterwards(monkeypatch):
-    resets, inside = [], []
-    reset = torch._dynamo.reset
-    monkeypatch.setattr(torch._dynamo, "reset", lambda: (resets.append(list(inside)), reset()))
-    torch_compile = Compiled()
-
-    def backend(graph, inputs):
-        inside.append(1)
-        torch_compile.start_size(4)  # a reset here freed what the compiler was using: now and then the process died
-        inside.pop()
-        return graph.forward
-
-    torch_compile.start_size(2)
-    model, step = compiled_model(backend=backend)
-    step(model, 2)
-    assert resets == []
-    assert "could not be made to forget a size (it is compiling in this thread)" in torch_compile.notes[-1]
-    torch_compile.finish()
-    assert resets == [[]]
-    step(model, 2)
 
 
 def test_another_thread_that_compiles_is_waited_for():

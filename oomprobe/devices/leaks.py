@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import tenacity
 
@@ -20,7 +19,6 @@ SMALLEST_BYTES = 2**14  # in each step: a list of losses as numbers, and what ma
 # If a leak would use up the free memory in fewer steps than this, the answer is refused. In the user's own process something
 # beside the step may have grown.
 STEPS_TO_LAST = {"isolated": 1000, "in one process": 100}
-FURTHER_CALLS = 4  # that show what each step keeps, at most: two, and two again where those kept something
 
 
 class Baseline:
@@ -43,8 +41,6 @@ class Baseline:
     ) -> None:
         self._device, self._clean, self._flush, self._sleep = device, clean, flush, sleep
         self._live_bytes: int | None = None
-        self._settled_bytes = 0  # above it after the last trial that passed
-        self._grown_bytes = 0  # what that one added
         self._residue_bytes = 0  # above the baseline, and known not to come back
         self._available_bytes: int | None = None
 
@@ -55,45 +51,16 @@ class Baseline:
 
     def take(self, available_bytes: int) -> None:
         """After the first trial that passed: library workspaces are there, and belong there."""
-        self._clean()
         self._live_bytes = asked_bytes(self._device, "live_bytes")
         self._available_bytes = available_bytes
 
-    def settle(self, *, passed: bool) -> int:
+    def settle(self) -> int:
         """Clean up after a trial, and return the bytes that did not come back (0 when tolerably few)."""
         self._clean()
         leaked_bytes = self._leaked_bytes()
         if leaked_bytes > self._residue_bytes + TOLERATED_BYTES:
             leaked_bytes = self._residue_bytes = self._reclaim()
-        if passed:  # after others the gradients are gone, which hides what was left
-            added_bytes = self._leaked_bytes()
-            self._grown_bytes, self._settled_bytes = added_bytes - self._settled_bytes, added_bytes
         return leaked_bytes if leaked_bytes > TOLERATED_BYTES else 0
-
-    def may_be_growing(self, steps: int) -> bool:
-        """Whether so many steps left enough since the trial before that each of them may have kept something."""
-        return not self.known or bool(self.grown_by_each(steps))
-
-    def grown_by_each(self, steps: int) -> int:
-        """What the last trial that passed added, for each of its steps; 0 where it is little, or not known."""
-        grown_bytes = self._grown_bytes // steps if self.known else 0
-        return grown_bytes if grown_bytes >= SMALLEST_BYTES else 0
-
-    def added_by(self, call: Callable[[], None]) -> int:
-        """What each further call keeps, the least of two: what libraries make for a shape they make once."""
-        # A full collection takes a tenth of a second, and most steps keep nothing.
-        return self._added_by(call, generation=1) and self._added_by(call, generation=2)
-
-    def _added_by(self, call: Callable[[], None], generation: int) -> int:
-        lives = [self._live_after(again, generation) for again in (lambda: None, call, call)]
-        added_bytes = min(after - before for before, after in pairwise(lives))
-        return added_bytes if added_bytes >= SMALLEST_BYTES else 0
-
-    def _live_after(self, call: Callable[[], None], generation: int) -> int:
-        call()
-        gc.collect(generation)
-        self._device.release()
-        return asked_bytes(self._device, "live_bytes")
 
     def refusal(self, trial: Trial) -> str | None:
         """Why what a trial left would make the answer a wrong one; None where it would not."""
@@ -106,12 +73,8 @@ class Baseline:
             "their graph (append loss.item()), a cache keyed by shape, an output kept in an attribute"
         )
 
-    def _added_bytes(self) -> int:
-        """What is in use above the baseline."""
-        return 0 if self._live_bytes is None else asked_bytes(self._device, "live_bytes") - self._live_bytes
-
     def _leaked_bytes(self) -> int:
-        return max(0, self._added_bytes())
+        return 0 if self._live_bytes is None else max(0, asked_bytes(self._device, "live_bytes") - self._live_bytes)
 
     def _reclaim(self) -> int:
         """Collect, flush, and wait a little. What is still there then is no cache of the last batch but a leak."""

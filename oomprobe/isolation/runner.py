@@ -11,7 +11,6 @@ import torch
 
 from oomprobe import errors
 from oomprobe.devices import Device, DeviceInfo
-from oomprobe.hooks import Work
 from oomprobe.isolation import system
 from oomprobe.isolation.exit_status import ExitStatus, classify_exit
 from oomprobe.isolation.failures import raise_failure
@@ -356,15 +355,6 @@ class ProcessRunner:
 
     def outside_bytes(self) -> int | None:
         return None if self._available_bytes is not None else self.measure().outside_bytes
-
-    def work_at(self, batch_size: int, deadline_s: float | None) -> Work | None:
-        ended = self._ready()
-        answer = ended if ended is not None else self._ask({"do": "work", "size": batch_size}, deadline_s)
-        if isinstance(answer, ExitStatus):  # what fails here will fail in a trial
-            if answer.is_hang and self._clock.is_over:
-                raise errors.TimeUp
-            return None
-        return Work(**answer["work"]) if answer["work"] else None
 
     def learn(self, learned: Mapping[str, Iterable[int]]) -> None:
         self.learned = {name: list(places) for name, places in learned.items()}

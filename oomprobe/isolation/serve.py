@@ -80,11 +80,8 @@ def _answer(runner: Runner, message: Message) -> Message:
         runner.learn(runner.learned or message["learned"])
         request = message["request"]
         answer = {"outcome": asdict(runner.run(Request(**{**request, "phase": Phase(request["phase"])})))}
-    elif message["do"] == "measure":
-        answer = {"measured": asdict(runner.measure())}
     else:
-        work = runner.work_at(message["size"], None)
-        answer = {"work": None if work is None else asdict(work)}
+        answer = {"measured": asdict(runner.measure())}
     return {
         **answer,
         "notes": list(runner.notes),

@@ -140,25 +140,6 @@ def _set_rng_state(module: Any, args: tuple[int, ...], state: torch.Tensor) -> N
     module.set_rng_state(state, *args)
 
 
-def with_same_numbers(call: Callable[[], None]) -> Callable[[], None]:
-    """A call that begins with the same random numbers each time: those of the host, of which shapes are made.
-
-    Example:
-        >>> drawn = []
-        >>> again = with_same_numbers(lambda: drawn.append(random.random()))
-        >>> again(), again(), drawn[0] == drawn[1]
-        (None, None, True)
-    """
-    states = [(put, get()) for get, put in generators("cpu").values()]
-
-    def again() -> None:
-        for put, state in states:
-            put(state)
-        call()
-
-    return again
-
-
 class Surroundings:
     """Their values as they were; what could not be read is left out."""
 
