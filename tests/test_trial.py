@@ -328,7 +328,11 @@ def test_garbage_that_awaits_collection_is_no_leak():
         weakref.finalize(cycle, gives_back)
         device.live += MIB
 
-    confirmed = oomprobe.check(nn.Linear(1, 1), step, 4, device=device, progress="off").trials[-1]
+    gc.disable()
+    try:
+        confirmed = oomprobe.check(nn.Linear(1, 1), step, 4, device=device, progress="off").trials[-1]
+    finally:
+        gc.enable()
     assert (confirmed.verdict, confirmed.step_leaked_bytes) == (Verdict.FITS, 0)
 
 
