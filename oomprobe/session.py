@@ -31,7 +31,7 @@ from oomprobe.report.breakdown import Breakdown
 from oomprobe.report.plan import plan
 from oomprobe.report.progress import Progress, Reporter, reporter
 from oomprobe.report.table import trials_table
-from oomprobe.result import SECOND_OPINIONS, Phase, Trial
+from oomprobe.result import Phase, Trial
 from oomprobe.search import STRIDE, Found, Reply
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.simulation.rehearsal import ContradictedError
@@ -221,7 +221,6 @@ class Session:
         cap_bytes: int | None,
         steps: int | None = None,
         accumulation_steps: int = 1,
-        exact: bool = False,
     ) -> Trial:
         """Run one trial; again where neighbours spoiled it, and in a new process where it ended its own.
 
@@ -231,7 +230,6 @@ class Session:
             cap_bytes: What the allocator is held to; None: all there is.
             steps: Full steps; None: as many as the phase asks for.
             accumulation_steps: Micro-batches for one optimizer step.
-            exact: Whether it must not be replayed; second opinions never are.
 
         Raises:
             TimeLimitError: its time passed.
@@ -245,7 +243,7 @@ class Session:
             steps=self._steps(phase) if steps is None else steps,
             cap_bytes=cap_bytes,
             accumulation_steps=accumulation_steps,
-            exact=exact or not self._replays or phase in SECOND_OPINIONS,
+            exact=phase is Phase.CONFIRM or not self._replays,
         )
         died: list[Trial] = []
         try:
@@ -358,7 +356,7 @@ class Session:
             raise UnreliableError(
                 f"batch {now.batch_size} runs in the memory of batch {smaller.batch_size}, so memory does not limit the "
                 "batch size: the step ignores batch_size, does not run the model on this device, or its data ends before. "
-                f"If it is the data, pass max_batch; if the step pads its batches, pass min_batch={now.batch_size}",
+                "If it is the data, pass max_batch; if the step pads small batches, pass the size it pads to as min_batch",
                 trials=tuple(self.trials),
             )
 

@@ -26,7 +26,6 @@ class Rehearsals:
 
     def __init__(self, device: object, *, single: bool) -> None:
         self._device = replay_of(device) if single else None
-        self._failed: set[int] = set()  # sizes, run or replayed
 
     def trial(self, request: Request) -> Trial | None:
         """Replay a trial; None where it has to be run."""
@@ -35,8 +34,6 @@ class Rehearsals:
         rehearsal = self._device.rehearse(request.batch_size, calls=1 + request.steps, limit_bytes=request.cap_bytes)
         if rehearsal is None:
             return None
-        if rehearsal.error is not None:
-            self._failed.add(request.batch_size)
         return Trial(
             batch_size=request.batch_size,
             verdict=Verdict.FITS if rehearsal.error is None else Verdict.OOM,
@@ -54,8 +51,5 @@ class Rehearsals:
         if self._device is None or trial.accumulation_steps > 1:
             return False
         if not trial.passed:
-            self._failed.add(trial.batch_size)
             return trial.phase is Phase.CONFIRM
-        if trial.phase is Phase.RECHECK and trial.batch_size in self._failed:
-            return True
         return not self._device.learn(trial.batch_size)
