@@ -13,7 +13,7 @@ from torch import nn
 import oomprobe
 from oomprobe.state.surroundings import Surroundings
 
-MATMUL, SDP = torch.backends.cuda.matmul, torch.backends.cuda
+MATMUL = torch.backends.cuda.matmul
 FLAGS = {
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
     "grad mode": lambda: torch.set_grad_enabled(False),
@@ -27,18 +27,10 @@ FLAGS = {
     "default device": lambda: torch.set_default_device("meta"),
     "fp16 reduced precision reduction": lambda: setattr(MATMUL, "allow_fp16_reduced_precision_reduction", False),
     "bf16 reduced precision reduction": lambda: setattr(MATMUL, "allow_bf16_reduced_precision_reduction", False),
-    "fp16 accumulation": lambda: setattr(MATMUL, "allow_fp16_accumulation", True),
-    "attention fast path": lambda: torch.backends.mha.set_fastpath_enabled(False),
-    "autograd multithreading": lambda: torch.autograd.set_multithreading_enabled(False),
-    "nnpack": lambda: torch.backends.nnpack.set_flags(False),
-    "fill uninitialised memory": lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
-    "warn always": lambda: torch.set_warn_always(True),
     "random": random.random,
     "numpy.random": np.random.rand,
     "torch (cpu)": lambda: torch.rand(1),
     "anomaly detection": lambda: torch.set_anomaly_enabled(torch.is_anomaly_enabled(), check_nan=False),
-    "mkldnn.deterministic": lambda: setattr(torch.backends.mkldnn, "deterministic", True),
-    "reduced precision in the math attention": lambda: SDP.allow_fp16_bf16_reduction_math_sdp(True),
     "autocast cuda": lambda: torch.set_autocast_enabled("cuda", True),
 }
 
@@ -79,7 +71,7 @@ def test_a_default_device_that_was_set_comes_back():
         torch.set_default_device(None)
 
 
-PRECISIONS = ("", "cuda.matmul.", "mkldnn.matmul.", "cudnn.conv.", "cudnn.rnn.")
+PRECISIONS = ("", "cuda.matmul.", "cudnn.conv.", "cudnn.rnn.")
 MIXED = [  # what the user sets before, and what the step sets
     *((f"b.{path}fp32_precision = 'ieee'", f"b.{path}fp32_precision = 'tf32'") for path in PRECISIONS),
     *((f"b.{path}fp32_precision = 'ieee'", "") for path in PRECISIONS),
@@ -94,7 +86,7 @@ SCRIPT = """
 import os, sys, torch
 from oomprobe.state.surroundings import Surroundings
 b = torch.backends
-owners = (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn, b.mkldnn, b.mkldnn.matmul, b.mkldnn.conv)
+owners = (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn)
 def run(before, step):
     exec(before)
     then = [owner.fp32_precision for owner in owners]

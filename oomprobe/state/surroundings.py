@@ -12,7 +12,7 @@ import torch
 
 from oomprobe.state.compare import same
 
-Flag = tuple[Callable[[], Any], Callable[..., object]]
+Flag = tuple[Callable[[], Any], Callable[[Any], object]]
 
 _UNREADABLE = object()
 
@@ -29,28 +29,11 @@ def _attribute(owner: Any, name: str) -> Flag:
     return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
-def _of_torch(get: str, put: str) -> Flag:
-    """Of torch._C, where not every torch has them."""
-    return lambda: getattr(torch._C, get)(), lambda *value: getattr(torch._C, put)(*value)
-
-
 def _reductions(kind: str) -> Flag:
     """Two flags behind one name of ``torch.backends.cuda.matmul``: at reduced precision, and there with split k."""
-    get, put = _of_torch(*(f"_{verb}_cublas_allow_{kind}_reduced_precision_reduction" for verb in ("get", "set")))
+    name = f"cublas_allow_{kind}_reduced_precision_reduction"
+    get, put = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
     return get, lambda value: put(*(value if isinstance(value, tuple) else (value,)))
-
-
-def _precisions() -> dict[str, Flag]:
-    """Torch's newer precision flags. The general ones come first: a flag that is not set shows the one above it."""
-    found: dict[str, Flag] = {}
-    of_mkldnn = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-    for path in ("", "cudnn", "mkldnn", "cuda.matmul", "cudnn.conv", "cudnn.rnn", *of_mkldnn):
-        owner: Any = torch.backends
-        for name in filter(None, path.split(".")):
-            owner = getattr(owner, name, None)
-        if owner is not None and _read(partial(getattr, owner, "fp32_precision")) is not _UNREADABLE:
-            found[f"{path}.fp32_precision".lstrip(".")] = _attribute(owner, "fp32_precision")
-    return found
 
 
 def _default_device() -> torch.device | None:
@@ -61,14 +44,12 @@ def _default_device() -> torch.device | None:
 
 def _flags(device_type: str) -> dict[str, Flag]:
     """The flags a step may change for everybody, by name, each with its getter and setter."""
-    cudnn, mkldnn, matmul, sdp = (
-        torch.backends.cudnn,
-        torch.backends.mkldnn,
-        torch.backends.cuda.matmul,
-        torch.backends.cuda,
-    )
-    mha, fill = torch.backends.mha, torch.utils.deterministic
-    flags: dict[str, Flag] = {
+    backends, attention = torch.backends, torch.backends.cuda
+    # The general ones come first: a precision that is not set shows the one above it.
+    precise = {"": backends, "cudnn.": backends.cudnn, "cuda.matmul.": attention.matmul}
+    precise |= {f"cudnn.{name}.": getattr(backends.cudnn, name, None) for name in ("conv", "rnn")}
+    flags = {f"{path}fp32_precision": _attribute(owner, "fp32_precision") for path, owner in precise.items()}
+    flags |= {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "default device": (_default_device, torch.set_default_device),
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -84,31 +65,17 @@ def _flags(device_type: str) -> dict[str, Flag]:
             lambda value: torch.set_anomaly_enabled(*value),
         ),
         "threads": (torch.get_num_threads, torch.set_num_threads),
-        "warn always": (torch.is_warn_always_enabled, torch.set_warn_always),
-        "fill uninitialised memory": _attribute(fill, "fill_uninitialized_memory"),
-        "autograd multithreading": _of_torch("_is_multithreading_enabled", "_set_multithreading_enabled"),
-        "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         "fp16 reduced precision reduction": _reductions("fp16"),
         "bf16 reduced precision reduction": _reductions("bf16"),
-        "fp16 accumulation": _attribute(matmul, "allow_fp16_accumulation"),
-        **{
-            f"cudnn.{name}": _attribute(cudnn, name)
-            for name in ("enabled", "benchmark", "benchmark_limit", "allow_tf32", "deterministic")
-        },
-        "mkldnn.enabled": _attribute(mkldnn, "enabled"),
-        "mkldnn.deterministic": _attribute(mkldnn, "deterministic"),
-        "nnpack": _of_torch("_get_nnpack_enabled", "_set_nnpack_enabled"),
-        "flash attention": (sdp.flash_sdp_enabled, sdp.enable_flash_sdp),
-        "memory-efficient attention": (sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp),
-        "math attention": (sdp.math_sdp_enabled, sdp.enable_math_sdp),
-        "cudnn attention": (sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp),
-        "reduced precision in the math attention": (
-            sdp.fp16_bf16_reduction_math_sdp_allowed,
-            sdp.allow_fp16_bf16_reduction_math_sdp,
-        ),
-        "attention fast path": (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
+        "mkldnn.enabled": _attribute(backends.mkldnn, "enabled"),
+        "flash attention": (attention.flash_sdp_enabled, attention.enable_flash_sdp),
+        "memory-efficient attention": (attention.mem_efficient_sdp_enabled, attention.enable_mem_efficient_sdp),
+        "math attention": (attention.math_sdp_enabled, attention.enable_math_sdp),
+        "cudnn attention": (attention.cudnn_sdp_enabled, attention.enable_cudnn_sdp),
     }
+    for name in ("enabled", "benchmark", "allow_tf32", "deterministic"):
+        flags[f"cudnn.{name}"] = _attribute(backends.cudnn, name)
     for kind in {"cpu", "cuda", device_type}:  # CUDA's is what torch.set_autocast_enabled(True) sets, on any device
         flags[f"autocast {kind}"] = partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
         flags[f"autocast {kind} dtype"] = (
@@ -144,7 +111,7 @@ class Surroundings:
     """Their values as they were; what could not be read is left out."""
 
     def __init__(self, device_type: str) -> None:
-        self._flags = {**_precisions(), **_flags(device_type), **generators(device_type)}
+        self._flags = {**_flags(device_type), **generators(device_type)}
         read = {name: _read(get) for name, (get, _) in self._flags.items()}
         self._values = {name: value for name, value in read.items() if value is not _UNREADABLE}
 
