@@ -228,26 +228,7 @@ def check_target(
     breakdown: bool = False,
     progress: Progress = "auto",
 ) -> ProbeResult:
-    """Answer whether one size of what a target builds will survive, as `check` does.
-
-    Args:
-        target: As for `probe_target`.
-        batch_size: As for `check`.
-        isolate: As for `probe_target`.
-        device: As for `probe_target`.
-        memory_fraction: As for `check`.
-        confirm_steps: As for `check`.
-        time_limit_s: As for `check`.
-        breakdown: As for `check`.
-        progress: As for `check`.
-
-    Returns:
-        A result whose `batch_size` is the one asked for.
-
-    Raises:
-        NothingFitsError: it does not fit.
-        OomProbeError: as for `probe_target`.
-    """
+    """Check that one size of what a target builds fits; arguments and errors are those of `probe_target` and `check`."""
     asked = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
     with _open_target(target, isolate, device, (), asked, progress) as session:
         found = session.confirm_only(batch_size)
