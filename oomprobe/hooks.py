@@ -181,7 +181,7 @@ class Compiled:
 
     def _tally(self) -> None:
         now = _count("stats", "unique_graphs")
-        made = max(0, now - self._graphs_seen)  # the counters are anybody's to clear
+        made = now - self._graphs_seen
         self._graphs_seen = now
         self._graphs += made
         if made and self._size is not None:
@@ -202,7 +202,7 @@ class Compiled:
 
 
 def _count(kind: str, name: str) -> int:
-    """A counter of dynamo, which its own reset leaves alone; 0 where dynamo is not loaded, or not yet altogether."""
+    """A counter of dynamo, which its own reset leaves alone; 0 where dynamo is not loaded."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return 0 if counters is None else int(counters[kind][name])
 
