@@ -46,8 +46,8 @@ class Trial:
             that may die.
         peak_allocated_bytes: Most memory in live tensors during the trial; None where it is not measured.
         peak_reserved_bytes: Most memory held by the allocator during the trial; None where not measured.
-        peak_upper_bytes: On a simulated device, the upper end of the peak: with the workspaces that convolutions
-            would take if there is room. None elsewhere.
+        peak_upper_bytes: On a simulated device, the upper end of the peak: with the largest workspace that a
+            convolution would take if there is room. None elsewhere.
         step_s: Median wall time of a call once every optimizer had stepped; None when none completed.
         samples_per_s: ``batch_size / step_s``.
         alloc_retries: Times the allocator had to give its cache back to serve a request.

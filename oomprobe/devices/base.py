@@ -20,8 +20,8 @@ class Usage:
     Attributes:
         peak_allocated_bytes: Most memory in live tensors; None where it is not measured.
         peak_reserved_bytes: Most memory held by the allocator; None where it is not measured.
-        peak_upper_bytes: Most memory held by the allocator if every convolution took the workspace it would like; None
-            where the peak is not a simulated one.
+        peak_upper_bytes: The same with the largest workspace that a convolution would take if there is room; None where
+            the peak is not a simulated one.
         alloc_retries: Times the allocator gave its cache back to serve a request.
         under_pressure: Whether a failure now can be one of memory: the allocator saw an out-of-memory or a retry,
             or next to nothing was free.

@@ -175,9 +175,7 @@ class SimulatedDevice:
 
     def _hold_to(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
-        for allocator in (self._memory.allocator, self._memory.roomy):
-            if allocator is not None:
-                allocator.limit_bytes = self._allocators_limit(limit_bytes)
+        self._memory.allocator.limit_bytes = self._allocators_limit(limit_bytes)
 
     def _allocators_limit(self, limit_bytes: int | None) -> int | None:
         """What the allocator is told: nothing where the card itself is the limit."""
@@ -204,13 +202,12 @@ class SimulatedDevice:
     def usage(self) -> Usage:
         allocated, reserved = self._peaks()
         retries, ooms = (now - then for now, then in zip(self._read_counts(), self._counts, strict=True))
-        roomy = self._memory.roomy
         return Usage(
             peak_allocated_bytes=max(allocated, self._peaks_before[0]),
             peak_reserved_bytes=max(reserved, self._peaks_before[1]),
-            peak_upper_bytes=self._allowed(self._limit_bytes)
-            if roomy is None
-            else max(roomy.peak_reserved_bytes, reserved),
+            peak_upper_bytes=max(
+                reserved, min(reserved + self._memory.largest_workspace_bytes, self._allowed(self._limit_bytes))
+            ),
             alloc_retries=retries,
             under_pressure=ooms > 0 or retries > 0,
         )

@@ -194,7 +194,7 @@ def _simulated(session: Session, answer: Trial) -> list[str]:
     peak, upper = answer.peak_reserved_bytes or 0, answer.peak_upper_bytes
     widened = (
         f". At batch {answer.batch_size} the allocator reserves {format_bytes(peak)}, and up to {format_bytes(upper)} with "
-        "the workspaces that convolutions would take where there is room"
+        "the largest workspace that a convolution would take if there is room"
         if upper is not None and upper > peak
         else ""
     )

@@ -20,11 +20,10 @@ _Storage = Any  # torch.UntypedStorage, or a stand-in of one on the meta device
 
 @dataclass(slots=True)
 class _Held:
-    """A storage on the card: its block, its block in the roomy allocator, its name on the tape."""
+    """A storage on the card: its block, and its name on the tape."""
 
     nbytes: int
     block: int
-    roomy_block: int
     name: tuple[int, int]
     watch: weakref.ref[_Storage]
 
@@ -36,25 +35,23 @@ class Memory:
         allocator: Serves the requests; beyond its capacity it refuses them.
 
     Attributes:
-        roomy: A second allocator, asked for the workspaces that convolutions would like as well, for the upper end of
-            peaks; None once it had no room where the first one had.
+        largest_workspace_bytes: The most that a convolution of this trial would have liked, and had room for.
     """
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
-        self.roomy: CachingAllocator | None = None
+        self.largest_workspace_bytes = 0
         self.tape = Tape()
         self._held: dict[int, _Held] = {}
-        self._workspaces: list[tuple[int, int]] = []
+        self._workspaces: list[int] = []
         self._workspace_bytes = 0
 
     def begin(self) -> None:
-        """A trial begins: peaks start anew, and so do the roomy allocator and the names of what is there."""
+        """A trial begins: peaks start anew, and so do the names of what is there."""
         self.allocator.reset_peaks()
-        self.roomy = self.allocator.copy()
+        self.largest_workspace_bytes = 0
         for held, name in zip(self._held.values(), self.tape.begin(len(self._held)), strict=True):
-            held.roomy_block, held.name = held.block, name
-        self._workspaces = [(block, block) for block, _ in self._workspaces]
+            held.name = name
 
     def holds(self, storage: _Storage) -> bool:
         """Whether a storage is on the card."""
@@ -81,7 +78,7 @@ class Memory:
         nbytes = storage.nbytes() if nbytes is None else nbytes
         block = self.allocator.malloc(nbytes)
         watch = weakref.ref(storage, self._when_dead(key))
-        self._held[key] = _Held(nbytes, block, self._malloc_roomy(nbytes), self.tape.born(nbytes), watch)
+        self._held[key] = _Held(nbytes, block, self.tape.born(nbytes), watch)
 
     def hand_over(self, storage: _Storage, to: _Storage) -> None:
         """Give what a storage holds to another one: what was made anew here is changed in place on the card."""
@@ -100,16 +97,14 @@ class Memory:
 
     def workspace(self, nbytes: int) -> None:
         """Memory that a library takes and keeps, until it is told to clear its workspaces."""
-        self._workspaces.append((self.allocator.malloc(nbytes), self._malloc_roomy(nbytes)))
+        self._workspaces.append(self.allocator.malloc(nbytes))
         self._workspace_bytes = nbytes
         self.tape.born(nbytes)
 
     def clear_workspaces(self) -> None:
         """Give the libraries' memory back."""
-        for block, roomy_block in self._workspaces:
+        for block in self._workspaces:
             self.allocator.free(block)
-            if self.roomy is not None:
-                self.roomy.free(roomy_block)
         self._workspaces.clear()
 
     @contextmanager
@@ -134,38 +129,33 @@ class Memory:
 
     @contextmanager
     def _lent(self, sizes: tuple[int, ...]) -> Iterator[None]:
-        blocks: list[tuple[int, int]] = []
+        blocks: list[int] = []
         try:
             for nbytes in sizes:
-                blocks.append((self.allocator.malloc(nbytes), self._malloc_roomy(nbytes)))
+                blocks.append(self.allocator.malloc(nbytes))
             yield
         finally:
-            for block, roomy_block in blocks:
+            for block in blocks:
                 self.allocator.free(block)
-                if self.roomy is not None:
-                    self.roomy.free(roomy_block)
 
     def transient(self, nbytes: int) -> None:
-        """A workspace that a convolution takes where it can have it, for the time of one kernel."""
-        self.tape.transient(nbytes)
-        if self.roomy is not None and self.roomy.fits(nbytes):
-            self.roomy.free(self.roomy.malloc(nbytes))
+        """A workspace that a convolution may take where there is room, for the time of one kernel."""
+        if nbytes > self.largest_workspace_bytes and self.allocator.fits(nbytes):
+            self.largest_workspace_bytes = nbytes
 
     def empty_cache(self, *, by_step: bool = False) -> None:
         """Give cached memory back."""
         self.allocator.empty_cache()
-        if self.roomy is not None:
-            self.roomy.empty_cache()
         if by_step:
             self.tape.released()
 
     def lay_out_anew(self) -> None:
         """Put what is on the card into fresh segments, so that none is held for the sake of a small rest."""
         fresh = self.allocator.emptied()
-        self._workspaces = [(block, block) for block in [fresh.malloc(self._workspace_bytes) for _ in self._workspaces]]
+        self._workspaces = [fresh.malloc(self._workspace_bytes) for _ in self._workspaces]
         for held in self._held.values():
-            held.block = held.roomy_block = fresh.malloc(held.nbytes)
-        self.allocator, self.roomy = fresh, fresh.copy()
+            held.block = fresh.malloc(held.nbytes)
+        self.allocator = fresh
 
     def refusal(self) -> str:
         """What torch says of the smallest request now."""
@@ -180,7 +170,7 @@ class Memory:
         return {(following - held.name[0], held.name[1]): held.block for held in self._held.values()}
 
     def repeat(self, call: Call) -> None:
-        """Do to the allocators what this call would do once more; the storages alive get the blocks of that call.
+        """Do to the allocator what this call would do once more; the storages alive get the blocks of that call.
 
         Raises:
             AllocatorOutOfMemory: there was no room; nothing was changed but peaks.
@@ -191,32 +181,10 @@ class Memory:
         except AllocatorOutOfMemory:
             self.allocator.take_counts(allocator)
             raise
-        roomy_after = self._repeat_roomy(call)
         self.allocator = allocator
         for held in self._held.values():
             if held.name[0] == self.tape.call_number:
                 held.block = after[1, held.name[1]]
-                held.roomy_block = roomy_after.get((1, held.name[1]), 0)
-
-    def _repeat_roomy(self, call: Call) -> Alive:
-        if self.roomy is None:
-            return {}
-        following = self.tape.call_number + 1
-        alive = {(following - held.name[0], held.name[1]): held.roomy_block for held in self._held.values()}
-        try:
-            return replay_call(self.roomy, call, alive, soft=True)
-        except AllocatorOutOfMemory:
-            self.roomy = None
-            return {}
-
-    def _malloc_roomy(self, nbytes: int) -> int:
-        if self.roomy is None:
-            return 0
-        try:
-            return self.roomy.malloc(nbytes)
-        except AllocatorOutOfMemory:  # its answer is only the upper end; from here on there is none
-            self.roomy = None
-            return 0
 
     def _when_dead(self, key: int) -> Callable[[object], None]:
         watched = weakref.ref(self)
@@ -233,6 +201,4 @@ class Memory:
         if held is None:
             return
         self.allocator.free(held.block)
-        if self.roomy is not None:
-            self.roomy.free(held.roomy_block)
         self.tape.died(held.name)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.tape import BORN, DIED, ENDED, RELEASED, STARTED, TRANSIENT, Call, Line, line_through
+from oomprobe.simulation.tape import BORN, DIED, ENDED, RELEASED, STARTED, Call, Line, line_through
 
 Alive = dict[tuple[int, int], int]  # blocks by (calls ago, index in that call)
 SIZES_FOR_A_LINE = 2
@@ -29,14 +29,13 @@ class Replayed:
     alloc_retries: int
 
 
-def replay_call(allocator: CachingAllocator, call: Call, alive: Alive, *, soft: bool = False) -> Alive:
+def replay_call(allocator: CachingAllocator, call: Call, alive: Alive) -> Alive:
     """Do to an allocator what a call did to it.
 
     Args:
         allocator: Changed in place.
         call: Its events.
         alive: Blocks that earlier calls left, by (calls ago as the call that comes counts, index).
-        soft: Whether workspaces of convolutions are taken where there is room.
 
     Returns:
         The blocks left now, named for the next call.
@@ -53,9 +52,6 @@ def replay_call(allocator: CachingAllocator, call: Call, alive: Alive, *, soft: 
             block = alive.pop((one, two), None)
             if block is not None:
                 free(block)
-        elif kind == TRANSIENT:
-            if soft and allocator.fits(sizes[one]):
-                free(malloc(sizes[one]))
         elif kind == STARTED:
             needs = two.needs(sizes[one : one + two.count])
             held[one] = [malloc(nbytes) for nbytes in needs.held]

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from oomprobe.simulation.scratch import Kernel
 
-# An event is (kind, a, b): born (BORN, index, 0); died (DIED, calls ago, index); a transient workspace
-# (TRANSIENT, index, 0); the cache given back (RELEASED, 0, 0); a kernel that takes memory for itself begins (STARTED,
-# index, kernel), and ends once its results were made (ENDED, index, kernel). Sizes are kept apart, by index: of a kernel
-# the numbers from which it computes what it takes.
-BORN, DIED, TRANSIENT, RELEASED, STARTED, ENDED = range(6)
+# An event is (kind, a, b): born (BORN, index, 0); died (DIED, calls ago, index); the cache given back (RELEASED, 0, 0); a
+# kernel that takes memory for itself begins (STARTED, index, kernel), and ends once its results were made (ENDED, index,
+# kernel). Sizes are kept apart, by index: of a kernel the numbers from which it computes what it takes.
+BORN, DIED, RELEASED, STARTED, ENDED = range(5)
 Event = tuple[int, int, Any]
 
 
@@ -69,17 +68,15 @@ class Tape:
 
     def born(self, nbytes: int) -> tuple[int, int]:
         """A block was served; its name on the tapes."""
-        index = self._sized(BORN, nbytes)
+        index = len(self._sizes)
+        self._sizes.append(nbytes)
+        self._events.append((BORN, index, 0))
         return self.call_number, index
 
     def died(self, name: tuple[int, int]) -> None:
         """A block was freed."""
         call_number, index = name
         self._events.append((DIED, self.call_number - call_number, index))
-
-    def transient(self, nbytes: int) -> None:
-        """A workspace was wanted for the time of one kernel."""
-        self._sized(TRANSIENT, nbytes)
 
     def started(self, kernel: Kernel, numbers: Sequence[int]) -> int:
         """A kernel that takes memory for itself begins; the index of its numbers."""
@@ -95,12 +92,6 @@ class Tape:
     def released(self) -> None:
         """The step gave the cache back itself."""
         self._events.append((RELEASED, 0, 0))
-
-    def _sized(self, kind: int, nbytes: int) -> int:
-        index = len(self._sizes)
-        self._sizes.append(nbytes)
-        self._events.append((kind, index, 0))
-        return index
 
     def finish(self) -> Call:
         """The call that ends here."""

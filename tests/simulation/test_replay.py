@@ -2,7 +2,7 @@ import pytest
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.replay import Replayer, replay_call, try_calls
-from oomprobe.simulation.tape import BORN, DIED, RELEASED, TRANSIENT, Call
+from oomprobe.simulation.tape import BORN, DIED, RELEASED, Call
 
 MIB = 2**20
 
@@ -45,15 +45,6 @@ def test_a_call_is_done_to_an_allocator():
     again = replay_call(allocator, step(8), alive)
     assert set(again) == {(1, 2)}
     assert allocator.allocated_bytes == 4 * MIB
-
-
-def test_workspaces_are_taken_where_there_is_room():
-    call = Call(((BORN, 0, 0), (TRANSIENT, 1, 0), (DIED, 0, 0)), (4 * MIB, 64 * MIB))
-    plain, soft, tight = CachingAllocator(1024 * MIB), CachingAllocator(1024 * MIB), CachingAllocator(32 * MIB)
-    replay_call(plain, call, {})
-    replay_call(soft, call, {}, soft=True)
-    replay_call(tight, call, {}, soft=True)
-    assert [a.peak_allocated_bytes // MIB for a in (plain, soft, tight)] == [4, 68, 4]
 
 
 def test_a_cache_that_the_step_gives_back():
