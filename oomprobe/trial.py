@@ -190,7 +190,7 @@ class _Record:
     served_bytes: dict[str, list[int]] = field(
         default_factory=dict
     )  # in all: before each full step, and after the last
-    live_bytes: dict[str, list[int]] = field(default_factory=dict)  # likewise
+    live_bytes: dict[str, list[int]] = field(default_factory=dict)  # likewise, of a second opinion
     kept_bytes: int = 0  # by each further step, beyond the garbage that awaits collection
     peaks: dict[str, int] = field(default_factory=dict)
     failure: Failure | None = None
@@ -302,10 +302,10 @@ class LocalRunner:
                         if self._expected.get(name) != set():  # its optimizer state exists only once it has stepped
                             self._full_step(name, step, request, record)
                             record.durations_s.pop(name, None)
-                        self._sample(name, record)
+                        self._sample(name, request, record)
                         while len(record.served_bytes[name]) <= request.steps or self._goes_on(name, request, record):
                             self._full_step(name, step, request, record)
-                            self._sample(name, record)
+                            self._sample(name, request, record)
                         if request.breakdown:
                             self._break_down(name, step, request, record)
                     if len(self._steps) > 1:
@@ -336,8 +336,7 @@ class LocalRunner:
             record.usage = self._usage()
             if record.verdict is Verdict.FITS and _over_cap(record.usage, request):
                 record.verdict = Verdict.OOM
-            if request.phase in SECOND_OPINIONS and not self._ends_with_trial:
-                record.kept_bytes = self._kept_by_each_step(record)
+            record.kept_bytes = self._kept_by_each_step(record)
         elif not self._device.healthy():
             record.verdict = Verdict.POISONED
         return record
@@ -415,9 +414,10 @@ class LocalRunner:
         record.calls += 1
         record.durations_s.setdefault(record.step_name, []).append(duration_s)
 
-    def _sample(self, name: str, record: _Record) -> None:
+    def _sample(self, name: str, request: Request, record: _Record) -> None:
         record.served_bytes.setdefault(name, []).append(served_bytes(self._device))
-        record.live_bytes.setdefault(name, []).append(self._device.live_bytes())
+        if request.phase in SECOND_OPINIONS and not self._ends_with_trial:
+            record.live_bytes.setdefault(name, []).append(self._device.live_bytes())
 
     def _goes_on(self, name: str, request: Request, record: _Record) -> bool:
         """Whether to confirm with more steps, because memory use varies from step to step."""
