@@ -9,8 +9,8 @@ from peers.tools import TOOLS
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 TITLES = {"cuda_bed": "torch's CUDA allocator, kernels stubbed", "cuda": "a CUDA card"}
 HEAD = (
-    "tool", "dies / cases", "share of the cold frontier: median (range)", "sizes tried", "answer never run",
-    "state changed", "most left reserved",
+    "tool", "answers that die / cases", "share of the true limit: median (range)", "sizes tried (median)",
+    "answers never run", "state changed", "most memory left reserved",
 )  # fmt: skip
 
 
