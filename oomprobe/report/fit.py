@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
+from fractions import Fraction
 
 SMALLEST = 16  # sizes up to this make the line through the smallest: 1, 2, 4, 8, 16
 
@@ -31,70 +30,35 @@ class LinearFit:
 
 
 def fit_line(points: Iterable[tuple[int, int]], budget_bytes: int) -> LinearFit | None:
-    """Fit the line through measured peaks.
-
-    Args:
-        points: Pairs of batch size and peak in bytes, of passing trials.
-        budget_bytes: Memory the line is asked to stay within.
-
-    Returns:
-        The fit, or None with fewer than three different sizes: two points are always on a line. Also None for
-        numbers beyond what floats can square.
+    """Fit the line through batch sizes and peaks in bytes; None for fewer than three sizes, as two are always on a line.
 
     Example:
         >>> line = fit_line([(1, 110), (2, 120), (4, 140)], budget_bytes=1105)
-        >>> round(line.fixed_bytes), round(line.bytes_per_sample), line.predicted_max_batch
-        (100, 10, 100)
+        >>> line.fixed_bytes, line.bytes_per_sample, line.predicted_max_batch
+        (100.0, 10.0, 100)
     """
-    try:
-        pairs = sorted({(float(size), float(peak)) for size, peak in points})
-    except OverflowError:
-        return None
+    pairs = sorted(set(points))
     if len({size for size, _ in pairs}) < 3:
         return None
-    with np.errstate(all="ignore"):
-        line = _least_squares(np.asarray(pairs, dtype=np.float64), budget_bytes)
-    numbers = (line.fixed_bytes, line.bytes_per_sample, line.r_squared, line.max_relative_error)
-    return line if all(map(math.isfinite, numbers)) else None
-
-
-def _least_squares(pairs: np.ndarray[tuple[int, int], np.dtype[np.float64]], budget_bytes: int) -> LinearFit:
-    sizes, peaks = pairs.T
-    # Differences first: neighbouring large sizes stay apart, and equal peaks give a slope of exactly zero.
-    from_first = peaks - peaks[0]
-    run, rise = sizes - sizes.mean(), from_first - from_first.mean()
-    slope = float((run @ rise) / (run @ run))
-    fixed = float(peaks[0] + from_first.mean() - slope * sizes.mean())
-    residuals, spread = rise - slope * run, float(rise @ rise)
+    # In exact fractions, since a rounded slope moves the size at which the line meets the budget.
+    mean_size = Fraction(sum(size for size, _ in pairs), len(pairs))
+    mean_peak = Fraction(sum(peak for _, peak in pairs), len(pairs))
+    covariance = sum((size - mean_size) * (peak - mean_peak) for size, peak in pairs)
+    slope = covariance / sum((size - mean_size) ** 2 for size, _ in pairs)
+    fixed = mean_peak - slope * mean_size
+    residuals = [peak - fixed - slope * size for size, peak in pairs]
+    spread = sum((peak - mean_peak) ** 2 for _, peak in pairs)
     return LinearFit(
-        fixed_bytes=fixed,
-        bytes_per_sample=slope,
-        r_squared=1.0 - float(residuals @ residuals) / spread if spread > 0 else 1.0,
-        max_relative_error=float(np.max(np.abs(residuals) / np.maximum(peaks, 1.0))),
-        predicted_max_batch=_crossing(fixed, slope, budget_bytes),
+        fixed_bytes=float(fixed),
+        bytes_per_sample=float(slope),
+        r_squared=float(1 - sum(r**2 for r in residuals) / spread) if spread else 1.0,
+        max_relative_error=float(max(abs(r) / max(peak, 1) for r, (_, peak) in zip(residuals, pairs, strict=True))),
+        predicted_max_batch=max(0, math.floor((budget_bytes - fixed) / slope)) if slope > 0 else None,
     )
 
 
-def _crossing(fixed: float, slope: float, budget_bytes: int) -> int | None:
-    if not slope > 0:
-        return None
-    try:
-        size = (budget_bytes - fixed) / slope
-        lost = 4 * np.finfo(np.float64).eps * (abs(fixed) + budget_bytes) / slope  # in their difference
-        return max(0, math.floor(size + 1e-9 * max(1.0, size) + lost))  # 99.9999999999 is 100, rounded
-    except (OverflowError, ValueError):  # infinite, or not a number
-        return None
-
-
 def estimates(points: Iterable[tuple[int, int]], *, budget_bytes: int) -> dict[str, float | None]:
-    """What straight lines would have answered: a diagnostic beside what was measured, never the answer.
-
-    Args:
-        points: Pairs of batch size and peak in bytes, of passing trials.
-        budget_bytes: What the lines are asked to stay within.
-
-    Returns:
-        By name; None where a line gives no answer. The first is what Ultralytics' AutoBatch fits.
+    """What straight lines would have answered, by name; the first is what Ultralytics' AutoBatch fits.
 
     Example:
         >>> estimates([(1, 110), (2, 120), (4, 140), (32, 400)], budget_bytes=1100)

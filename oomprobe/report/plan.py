@@ -10,8 +10,6 @@ from oomprobe.errors import InvalidArgumentError
 
 GOOD_SHARE = 0.5  # a micro-batch under half of what fits wastes more on launches than an exact split is worth
 
-SEARCHED = 100_000  # no run has that many accumulation steps, and a plan must not take longer than a trial
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEntry:
@@ -45,24 +43,10 @@ def plan(
     multiple_of: int = 1,
     ran: Set[tuple[int, int]] = frozenset(),
 ) -> tuple[PlanEntry, ...]:
-    """List ways to reach a global batch, best first.
+    """List ways to reach a global batch, best first; `ran` are the pairs of micro-batch and steps that passed.
 
     An exact split comes first when its micro-batch is at least half of what fits, and not one sample at a time;
     otherwise the nearest global batches that split well do, and the exact one closes the list.
-
-    Args:
-        global_batch: Samples for one optimizer step, at least 1.
-        world_size: Ranks, at least 1.
-        max_micro_batch: Largest size that fits on a rank.
-        min_micro_batch: Smallest size that is wanted, such as 2 for batch norm.
-        multiple_of: What a micro-batch must be a multiple of.
-        ran: Pairs of (micro-batch, accumulation steps) that were executed and passed.
-
-    Returns:
-        Entries, best first; empty only when no micro-batch is possible.
-
-    Raises:
-        InvalidArgumentError: a size is not a positive integer.
 
     Example:
         >>> for entry in plan(1009, world_size=1, max_micro_batch=64):
@@ -71,26 +55,17 @@ def plan(
         64 x 16 = 1024 False
         1 x 1009 = 1009 True
     """
-    sizes = {
-        "global_batch": global_batch,
-        "world_size": world_size,
-        "max_micro_batch": max_micro_batch,
-        "min_micro_batch": min_micro_batch,
-        "multiple_of": multiple_of,
-    }
-    for name, value in sizes.items():
+    for name, value in (("global_batch", global_batch), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}")
     fitting = range(-(-min_micro_batch // multiple_of) * multiple_of, max_micro_batch + 1, multiple_of)
     splits = _near_splits(global_batch, world_size, fitting)
-    exact = _exact_micro_batch(global_batch, world_size, max_micro_batch, multiple_of)
-    if exact is not None and exact in fitting:
-        pair = (exact, global_batch // (world_size * exact))
-        near = [split for split in splits if split != pair]
-        good = exact / min(max_micro_batch, global_batch // world_size) >= GOOD_SHARE and not (
-            near and _one_by_one(pair)
-        )
-        splits = [pair, *near] if good else [*near, pair]
+    exact = _exact_split(global_batch, world_size, fitting)
+    if exact is not None:
+        near = [split for split in splits if split != exact]
+        large = exact[0] / min(max_micro_batch, global_batch // world_size) >= GOOD_SHARE
+        good = large and not (near and _one_by_one(exact))
+        splits = [exact, *near] if good else [*near, exact]
     return tuple(
         PlanEntry(
             micro_batch=micro,
@@ -105,14 +80,14 @@ def plan(
     )
 
 
-def _exact_micro_batch(global_batch: int, world_size: int, max_micro_batch: int, multiple_of: int) -> int | None:
-    """Largest micro-batch that divides the share of a rank, if it or its steps are among those searched."""
-    if global_batch % world_size:
+def _exact_split(global_batch: int, world_size: int, fitting: range) -> tuple[int, int] | None:
+    """The largest micro-batch that divides the share of a rank, and its steps."""
+    share, left = divmod(global_batch, world_size)
+    if left:
         return None
-    share = global_batch // world_size
-    low_end = min(math.isqrt(share), max_micro_batch, SEARCHED)
-    divisors = {d for low in range(1, low_end + 1) if share % low == 0 for d in (low, share // low)}
-    return max((d for d in divisors if d <= max_micro_batch and d % multiple_of == 0), default=None)
+    divisors = {d for low in range(1, math.isqrt(share) + 1) if share % low == 0 for d in (low, share // low)}
+    micro = max((d for d in divisors if d in fitting), default=None)
+    return None if micro is None else (micro, share // micro)
 
 
 def _near_splits(global_batch: int, world_size: int, fitting: range) -> list[tuple[int, int]]:
@@ -125,7 +100,7 @@ def _near_splits(global_batch: int, world_size: int, fitting: range) -> list[tup
     first, largest, multiple_of = fitting[0], fitting[-1], fitting.step
     steps = max(1, -(-global_batch // (largest * world_size)))
     below = global_batch // (steps * world_size * multiple_of) * multiple_of
-    splits = [(micro, steps) for micro in (below, below + multiple_of) if first <= micro <= largest]
+    splits = [(micro, steps) for micro in (below, below + multiple_of) if micro in fitting]
     splits = splits or [(largest, steps - 1)] * (steps > 1) + [(first, steps)]
     splits = [split for split in splits if not _one_by_one(split)] or splits
     return sorted(splits, key=lambda split: (abs(split[0] * split[1] * world_size - global_batch), split))
