@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oomprobe.report.words import WIDTH, clean, clip, wrap
+from oomprobe.report.words import WIDTH, bullets, clean, clip
 from oomprobe.units import format_bytes
 
 PARAMETERS, GRADIENTS, STATE, ACTIVATIONS = "parameters", "gradients", "optimizer state", "activations"
@@ -82,57 +82,45 @@ class Breakdown:
 def breakdown_lines(breakdown: Breakdown) -> list[str]:
     """Render a breakdown for the report."""
     step = "" if breakdown.step_name is None else f", step {breakdown.step_name!r}"
-    parts, modules = breakdown_rows(breakdown)
-    lines = [
-        f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}",
-        *map(_line, parts),
-    ]
+    tables = breakdown_rows(breakdown)
+    parts, modules = ([f"  {size:>10}  {share:>7}  {what}" for size, share, what in rows] for rows in tables)
+    lines = [f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}", *parts]
     if modules:
-        lines += ["", "modules that hold the most activation memory:", *map(_line, modules)]
-    found = advice(breakdown)
-    if found:
-        lines += ["", "advice:", *(line for one in found for line in wrap(one, first="  - ", rest="    "))]
-    return lines
+        lines += ["", "modules that hold the most activation memory:", *modules]
+    advised = bullets("advice:", advice(breakdown))
+    return [*lines, "", *advised] if advised else lines
 
 
 def breakdown_rows(breakdown: Breakdown) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """Size, share of the peak and name: of each part with the sum last, and of the modules that hold a thousandth of it."""
+    """Size, share of the peak and name: of each part with the sum last, and of modules that hold a thousandth of it."""
     peak_bytes = max(1, breakdown.peak_reserved_bytes)
 
     def row(nbytes: int, what: str) -> tuple[str, str, str]:
         return format_bytes(nbytes), f"{100 * nbytes / peak_bytes:.1f} %", clip(clean(what), WIDTH - 24)
 
     parts = [row(nbytes, kind) for kind, nbytes in breakdown.parts.items() if nbytes]
-    modules = [
-        row(m.activation_bytes, _module(m)) for m in breakdown.modules if 1000 * m.activation_bytes >= peak_bytes
-    ]
+    modules = []
+    for module in breakdown.modules:
+        if 1000 * module.activation_bytes >= peak_bytes:
+            kind = f"{module.count} x {module.kind}" if module.count > 1 else module.kind
+            modules.append(row(module.activation_bytes, f"{module.name} ({kind})" if kind else module.name))
     return [*parts, row(breakdown.peak_reserved_bytes, "peak reserved")], modules
-
-
-def _line(row: tuple[str, str, str]) -> str:
-    return "  {:>10}  {:>7}  {}".format(*row)
-
-
-def _module(module: ModuleMemory) -> str:
-    kind = f" ({module.count} x {module.kind})" if module.count > 1 else f" ({module.kind})" if module.kind else ""
-    return f"{module.name}{kind}"
 
 
 def advice(breakdown: Breakdown) -> tuple[str, ...]:
     """At most five things to try, each with the number that caused it and what to type."""
-    parts, peak_bytes = breakdown.parts, max(1, breakdown.peak_reserved_bytes)
+    parts, modules, peak_bytes = breakdown.parts, breakdown.modules, max(1, breakdown.peak_reserved_bytes)
 
     def told(nbytes: int) -> str:
         return f"{format_bytes(nbytes)}, {100 * nbytes / peak_bytes:.0f} % of the peak"
 
-    repeated_bytes = 0 if breakdown.repeated is None else breakdown.repeated[2]
+    repeated_kind, repeated_count, repeated_bytes = breakdown.repeated or ("", 0, 0)
     computing = parts[ACTIVATIONS] + parts[BACKWARD]
     optimizing = parts[STATE] + parts[STEPPING]
     found = []
-    if breakdown.repeated is not None and repeated_bytes > LARGE * peak_bytes:
-        kind, count, _ = breakdown.repeated
+    if repeated_bytes > LARGE * peak_bytes:
         found.append(
-            f"{count} {kind} blocks hold {told(repeated_bytes)}: recompute them in backward, with "
+            f"{repeated_count} {repeated_kind} blocks hold {told(repeated_bytes)}: recompute them in backward, with "
             "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False), or model.gradient_checkpointing_enable() "
             "in transformers"
         )
@@ -151,7 +139,7 @@ def advice(breakdown: Breakdown) -> tuple[str, ...]:
             f"optimizer state takes {told(optimizing)}: an 8-bit optimizer (bitsandbytes.optim.AdamW8bit) takes about a "
             "quarter; several ranks can share it (ZeroRedundancyOptimizer, FSDP)"
         )
-    named = (m for m in breakdown.modules if m.count == 1 and not m.name.startswith("("))
+    named = (m for m in modules if m.count == 1 and not m.name.startswith("("))
     largest = max(named, key=lambda m: m.activation_bytes, default=None)
     if largest is not None and largest.activation_bytes > LARGE * peak_bytes:
         found.append(

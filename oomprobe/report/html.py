@@ -16,7 +16,7 @@ from oomprobe.report.table import TEXT_COLUMNS, table_cells
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from oomprobe.result import ProbeResult, Trial
+    from oomprobe.result import ProbeResult
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 0 auto; padding: 1rem; }
@@ -33,25 +33,13 @@ dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def page(result: ProbeResult) -> str:
-    """Render a result as a page.
-
-    Args:
-        result: What a probe returned, or `ProbeResult.from_dict` read.
-
-    Returns:
-        The HTML document.
-
-    Raises:
-        InvalidArgumentError: matplotlib, which draws the pictures, is not installed.
-    """
+    """Render a result as an HTML document."""
     verdict = verdict_line(result).removeprefix("verdict: ")
+    warning = " ".join(warning_lines(result)).replace("!! ", "")
+    environment = {name: [_text(value)] for name, value in result.environment.items() if value not in (None, {}, "")}
     parts = [
         f"<h1>{escape(verdict[:1].upper() + verdict[1:])}</h1>",
-        *(
-            f'<p class="warning">{escape(line.removeprefix("!! "))}</p>'
-            for line in [" ".join(warning_lines(result))]
-            if line
-        ),
+        *([f'<p class="warning">{escape(warning)}</p>'] if warning else []),
         _definitions({label: sentences for label, sentences in facts(result, verbose=True).items() if sentences}),
         f'<div class="pictures">{_svg(result_figure(result), "peak memory and throughput against batch size")}'
         f"{_svg(bracket_figure(result), 'each trial in order, closing in on the answer')}</div>",
@@ -61,15 +49,13 @@ def page(result: ProbeResult) -> str:
         *_list("Notes", result.notes),
         *_list("Not covered by the trials", result.not_covered),
         "<h2>Environment</h2>",
-        _definitions(
-            {name: [_text(value)] for name, value in result.environment.items() if value not in (None, {}, "")}
-        ),
+        _definitions(environment),
     ]
-    title = f"oomprobe: batch {result.batch_size} on {escape(result.device)}"
     head = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<title>oomprobe: batch {result.batch_size} on {escape(result.device)}</title>\n"
+        f"<style>{STYLE}</style>\n</head>\n<body>\n"
     )
     return head + "\n".join(parts) + "\n</body>\n</html>\n"
 
@@ -84,16 +70,12 @@ def table(result: ProbeResult) -> str:
     title, heads, rows = table_cells(result.trials)
     lines = [f'<div class="scroll"><table><caption>{escape(title)}</caption>', f"<tr>{_cells('th', heads, heads)}</tr>"]
     for trial, cells, remark in rows:
-        lines.append(f'<tr class="{_kind(trial, result)}">{_cells("td", heads, cells)}</tr>')
+        answers = trial.batch_size == result.batch_size and trial.phase == "confirm"
+        kind = "failed" if not trial.passed else "answer" if answers else "passed"
+        lines.append(f'<tr class="{kind}">{_cells("td", heads, cells)}</tr>')
         if remark:
             lines.append(f'<tr><td class="why" colspan="{len(heads)}">{escape(remark)}</td></tr>')
     return "".join([*lines, "</table></div>"])
-
-
-def _kind(trial: Trial, result: ProbeResult) -> str:
-    if not trial.passed:
-        return "failed"
-    return "answer" if trial.batch_size == result.batch_size and trial.phase == "confirm" else "passed"
 
 
 def _cells(tag: str, heads: Iterable[str], cells: Iterable[str]) -> str:
@@ -143,6 +125,7 @@ def _svg(figure: Figure, title: str) -> str:
     stream = io.StringIO()
     with rc_context({"svg.hashsalt": "oomprobe"}):  # otherwise ids are random, and the same result another file
         figure.savefig(stream, format="svg", metadata={"Date": None})
-    svg = re.sub(r"<metadata>.*?</metadata>", "", stream.getvalue()[stream.getvalue().index("<svg") :], flags=re.DOTALL)
-    label = escape(title, quote=True)
-    return f"<figure>{svg.replace('<svg ', f'<svg role={chr(34)}img{chr(34)} aria-label={chr(34)}{label}{chr(34)} ', 1)}</figure>"
+    svg = stream.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    labelled = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
+    return f"<figure>{labelled}</figure>"

@@ -16,14 +16,7 @@ TEXT_COLUMNS = ("phase", "verdict", _STEP_NAME)  # the others hold numbers
 
 
 def trials_table(trials: Iterable[Trial]) -> str:
-    """Render trials as a table, with what there is to say about one on the line under it.
-
-    Args:
-        trials: Any number, also none: errors and an interrupted probe show what had been run until then.
-
-    Returns:
-        The table without a final newline. Columns that no trial measured are left out.
-    """
+    """Trials as a table, with what there is to say about one on the line under it; no final newline."""
     title, heads, rows = table_cells(trials)
     if not rows:
         return "no trial was run"
@@ -37,23 +30,23 @@ def trials_table(trials: Iterable[Trial]) -> str:
 
 
 def table_cells(trials: Iterable[Trial]) -> tuple[str, list[str], list[tuple[Trial, list[str], str]]]:
-    """The title of a table, its heads, and of each trial its cells and a remark; columns that no trial measured are left out."""
+    """The title, the heads, and of each trial its cells and a remark; columns that no trial measured are left out."""
     trials = tuple(trials)
-    unit, factor = byte_unit(max(_sizes(trials), default=0))
+    sizes = [size for t in trials for size in (t.peak_allocated_bytes, t.peak_reserved_bytes, t.cap_bytes) if size]
+    unit, factor = byte_unit(max(sizes, default=0))
     title = f"trials (memory in {unit}; '-': not measured, or no cap; each kind of error is shown once)"
-    columns = {head: [cell(t) for t in trials] for head, cell in _columns(factor).items()}
-    columns = {head: cells for head, cells in columns.items() if any(cell is not None for cell in cells)}
+    columns = {head: cell for head, cell in _columns(factor).items() if any(cell(t) is not None for t in trials)}
     rows, shown = [], set()
-    for index, trial in enumerate(trials):
+    for trial in trials:
         failure = "" if trial.verdict in shown else _failure(trial)
         remark = "; ".join(one for one in (*_remarks(trial), failure) if one)
-        rows.append((trial, [cells[index] or "-" for cells in columns.values()], remark))
+        rows.append((trial, [cell(trial) or "-" for cell in columns.values()], remark))
         shown.add(trial.verdict)
     return title, list(columns), rows
 
 
 def trial_line(trial: Trial) -> str:
-    """Render one trial as one line, for a log that is read while the probe runs."""
+    """One trial as one line, for a log that is read while the probe runs."""
     peaks = [b for b in (trial.peak_allocated_bytes, trial.peak_reserved_bytes) if b is not None]
     parts = (
         f"batch {trial.batch_size}",
@@ -91,10 +84,9 @@ def _columns(factor: int) -> dict[str, Callable[[Trial], str | None]]:
 def _widths(heads: list[str], rows: list[list[str]]) -> list[int]:
     """Widths that fit in a line: the names of the steps, which are the user's, give way."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    if _STEP_NAME in heads:
-        place = heads.index(_STEP_NAME)
-        others = sum(2 + width for width in widths) - 2 - widths[place]
-        widths[place] = max(len(_STEP_NAME), min(widths[place], WIDTH - 2 - others))
+    excess = sum(2 + width for width in widths) - WIDTH
+    if excess > 0 and heads[-1] == _STEP_NAME:
+        widths[-1] = max(len(_STEP_NAME), widths[-1] - excess)
     return widths
 
 
@@ -106,18 +98,15 @@ def _row(heads: list[str], cells: list[str], widths: list[int]) -> str:
     return ("  " + "  ".join(aligned)).rstrip()
 
 
-def _sizes(trials: Iterable[Trial]) -> list[int]:
-    sizes = ((t.peak_allocated_bytes, t.peak_reserved_bytes, t.cap_bytes) for t in trials)
-    return [size for of_trial in sizes for size in of_trial if size is not None]
-
-
 def _remarks(trial: Trial) -> list[str]:
-    remarks = (
-        (trial.leaked_bytes, f"LEAKED {format_bytes(trial.leaked_bytes)}"),
-        (trial.accumulation_steps > 1, f"{trial.accumulation_steps} accumulation steps"),
-        (trial.alloc_retries and trial.passed, count(trial.alloc_retries, "allocator retry", "allocator retries")),
-    )
-    return [remark for worth_saying, remark in remarks if worth_saying]
+    remarks = []
+    if trial.leaked_bytes:
+        remarks.append(f"LEAKED {format_bytes(trial.leaked_bytes)}")
+    if trial.accumulation_steps > 1:
+        remarks.append(f"{trial.accumulation_steps} accumulation steps")
+    if trial.alloc_retries and trial.passed:
+        remarks.append(count(trial.alloc_retries, "allocator retry", "allocator retries"))
+    return remarks
 
 
 def _failure(trial: Trial) -> str:

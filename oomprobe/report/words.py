@@ -42,10 +42,5 @@ def rate(samples_per_s: float) -> str:
 
 
 def count(number: int, one: str, many: str) -> str:
-    """A number with its noun.
-
-    Example:
-        >>> count(1, "trial", "trials"), count(2, "trial", "trials")
-        ('1 trial', '2 trials')
-    """
+    """A number with its noun."""
     return f"{number} {one if number == 1 else many}"
