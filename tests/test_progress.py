@@ -8,6 +8,7 @@ import subprocess
 import sys
 import termios
 import threading
+import types
 
 import pytest
 import torch
@@ -37,45 +38,32 @@ class Terminal(io.StringIO):
         return lines[-1]
 
 
-class Broken(io.StringIO):
-    def __init__(self, error, terminal):
-        super().__init__()
-        self.error, self.terminal = error, terminal
-
-    def isatty(self):
-        return self.terminal
-
-    def write(self, text):
-        raise self.error
-
-
 @pytest.fixture(autouse=True)
 def plain_world(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setattr(progress, "_rich_screen", lambda stream: None)
+    monkeypatch.setattr(progress, "_rich_screen", lambda: None)
+
+
+def write_to(monkeypatch, stream):
+    """As if it were stderr, which pytest puts back before each test."""
+    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=stream))
 
 
 @pytest.fixture
-def terminal():
-    return Terminal()
-
-
-def clock(*seconds):
-    return iter(seconds).__next__
+def terminal(monkeypatch):
+    stream = Terminal()
+    write_to(monkeypatch, stream)
+    return stream
 
 
 def tell(told, *trials):
-    tell_without_end(told, *trials)
-    told.close()
-
-
-def tell_without_end(told, *trials):
     for trial in trials:
         told.started(trial.batch_size, trial.phase)
         told.finished(trial)
+    told.close()
 
 
 GOOD, BAD = a_trial(64), a_trial(128, Verdict.OOM)
@@ -86,7 +74,7 @@ def lines(trial):
 
 
 def test_the_status_line_says_trial_bracket_and_time(terminal):
-    told = reporter("auto", terminal, clock=clock(100, 100.2, 103, 112.5, 114))
+    told = reporter("auto", clock=iter([100, 100.2, 103, 112.5, 114]).__next__)
     told.started(64, Phase.GROW)
     assert terminal.screen == "oomprobe: grow  batch 64 ... | last good --, first failing -- | 0 s"
     told.finished(GOOD)
@@ -118,7 +106,7 @@ def test_the_status_line_says_trial_bracket_and_time(terminal):
     ],
 )
 def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
-    told = reporter("auto", terminal)
+    told = reporter("auto")
     for trial in trials:
         told.finished(trial)
     told.started(1, Phase.CONFIRM)
@@ -130,9 +118,10 @@ def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
     [(64, 128, {}, 8), (64, 65, {}, 2), (64, 128, {"multiple_of": 8}, 5), (64, 128, {"resolution": 0.25}, 4)],
 )
 def test_the_bracket_says_how_many_trials_are_left(terminal, good, bad, options, left):
-    told = reporter("auto", terminal)
+    told = reporter("auto")
     told.opened("a device", Options(**options))
-    tell_without_end(told, a_trial(good), a_trial(bad, Verdict.OOM))
+    told.finished(a_trial(good))
+    told.finished(a_trial(bad, Verdict.OOM))
     assert "left" not in terminal.screen
     told.started(96, Phase.BISECT)
     assert terminal.screen.endswith(f"| about {left} trials left")
@@ -141,14 +130,14 @@ def test_the_bracket_says_how_many_trials_are_left(terminal, good, bad, options,
 @pytest.mark.parametrize("columns", [1, 2, 10, 40, 79])
 def test_the_status_line_keeps_a_column_free(terminal, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    told = reporter("auto", terminal)
+    told = reporter("auto")
     told.started(128, Phase.GROW)
     assert len(terminal.screen) <= columns - 1
 
 
 def test_colour_is_garnish(terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "")
-    told = reporter("auto", terminal, clock=lambda: 0)
+    told = reporter("auto", clock=lambda: 0)
     told.started(128, Phase.GROW)
     coloured = terminal.screen
     monkeypatch.setenv("NO_COLOR", "1")
@@ -159,45 +148,38 @@ def test_colour_is_garnish(terminal, monkeypatch):
 
 
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
-def test_a_log_has_colours_only_where_they_are_forced(monkeypatch, no_color, coloured):
+def test_a_log_has_colours_only_where_they_are_forced(monkeypatch, capsys, no_color, coloured):
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    stream = io.StringIO()
-    tell(reporter("auto", stream), GOOD, BAD)
-    assert ("\x1b[32mbatch 64  fits" in stream.getvalue()) == coloured
-    assert ("\x1b[31mbatch 128  out of memory" in stream.getvalue()) == coloured
+    tell(reporter("auto"), GOOD, BAD)
+    written = capsys.readouterr().err
+    assert ("\x1b[32mbatch 64  fits" in written) == coloured
+    assert ("\x1b[31mbatch 128  out of memory" in written) == coloured
 
 
-def test_auto_off_a_terminal_is_plain_lines():
-    stream = io.StringIO()
-    tell(reporter("auto", stream), GOOD, BAD)
-    assert stream.getvalue() == lines(GOOD) + lines(BAD)
+@pytest.mark.parametrize(("progress", "written"), [("auto", True), ("plain", True), ("off", False)])
+def test_off_a_terminal_there_are_plain_lines_on_stderr(capsys, progress, written):
+    tell(reporter(progress), GOOD, BAD)
+    assert capsys.readouterr() == ("", (lines(GOOD) + lines(BAD)) * written)
 
 
-def test_a_terminal_that_cannot_erase_gets_plain_lines(terminal, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    tell(reporter("auto", terminal), GOOD)
+@pytest.mark.parametrize(("progress", "kind"), [("auto", "dumb"), ("plain", "xterm")])
+def test_plain_lines_on_a_terminal(terminal, monkeypatch, progress, kind):
+    """Where it cannot erase a line, and where they are asked for."""
+    monkeypatch.setenv("TERM", kind)
+    tell(reporter(progress), GOOD)
     assert terminal.getvalue() == lines(GOOD)
 
 
-def test_plain_is_plain_on_a_terminal_too(terminal):
-    tell(reporter("plain", terminal), GOOD)
-    assert terminal.getvalue() == lines(GOOD)
-
-
-def test_a_line_is_written_before_each_trial():
+def test_a_line_is_written_before_each_trial(monkeypatch):
     """Whatever the machine does then, its log says which size did it."""
     raw = io.BytesIO()
-    told = reporter("plain", io.TextIOWrapper(raw))
+    write_to(monkeypatch, io.TextIOWrapper(raw))
+    told = reporter("plain")
     told.started(64, Phase.GROW)
     assert raw.getvalue() == b"batch 64  grow ...\n"
     told.finished(GOOD)
     assert raw.getvalue().endswith(trial_line(GOOD).encode() + b"\n")
-
-
-def test_off_is_silent(terminal):
-    tell(reporter("off", terminal), GOOD, BAD)
-    assert terminal.getvalue() == ""
 
 
 def test_a_callable_gets_each_trial_once_and_nothing_is_written(capsys):
@@ -215,50 +197,50 @@ def test_what_a_callable_raises_is_not_caught():
         reporter(refuse).finished(GOOD)
 
 
-@pytest.mark.parametrize("progress", ["plain", "auto"])
-def test_stderr_is_looked_up_when_something_is_written(monkeypatch, progress):
-    told, later = reporter(progress), io.StringIO()
-    monkeypatch.setattr(sys, "stderr", later)
-    told.finished(GOOD)
-    assert "batch 64" in later.getvalue()
+class Broken(io.StringIO):
+    def __init__(self, error, terminal):
+        super().__init__()
+        self.error, self.terminal = error, terminal
+
+    def isatty(self):
+        return self.terminal
+
+    def write(self, text):
+        raise self.error
 
 
-def test_nothing_goes_to_stdout(capsys):
-    tell(reporter("plain"), GOOD)
-    assert capsys.readouterr() == ("", lines(GOOD))
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize(
-    "error",
-    [BrokenPipeError(), OSError(28, "No space left on device"), ValueError("I/O operation on closed file.")],
-)
-def test_a_broken_stream_does_not_end_a_probe(error, terminal):
-    tell(reporter("auto", Broken(error, terminal)), GOOD, BAD)
+UNWRITABLE = {
+    "no stderr": None,
+    "closed": closed(),
+    "nobody reads": Broken(BrokenPipeError(), terminal=False),
+    "nobody looks": Broken(BrokenPipeError(), terminal=True),
+    "full": Broken(OSError(28, "No space left on device"), terminal=False),
+}
 
 
 @pytest.mark.parametrize("progress", ["auto", "plain"])
-def test_a_closed_stream_does_not_end_a_probe(progress):
-    stream = io.StringIO()
-    stream.close()
-    tell(reporter(progress, stream), GOOD)
+@pytest.mark.parametrize("kind", UNWRITABLE)
+def test_a_broken_stderr_does_not_end_a_probe(monkeypatch, progress, kind):
+    write_to(monkeypatch, UNWRITABLE[kind])
+    tell(reporter(progress), GOOD, BAD)
 
 
 def test_a_terminal_closed_on_the_way_does_not_end_a_probe(terminal):
-    told = reporter("auto", terminal)
+    told = reporter("auto")
     terminal.close()
     tell(told, GOOD)
 
 
-@pytest.mark.parametrize("progress", ["auto", "plain", "off"])
-def test_a_process_without_stderr_can_be_probed(monkeypatch, progress):
-    monkeypatch.setattr(sys, "stderr", None)
-    tell(reporter(progress), GOOD)
-
-
-def test_an_interrupt_while_writing_goes_through():
+def test_an_interrupt_while_writing_goes_through(monkeypatch):
+    write_to(monkeypatch, Broken(KeyboardInterrupt(), terminal=False))
     with pytest.raises(KeyboardInterrupt):
-        reporter("plain", Broken(KeyboardInterrupt(), terminal=False)).finished(GOOD)
+        reporter("plain").finished(GOOD)
 
 
 @pytest.mark.parametrize("progress", ["AUTO", "", None, 1, True, ["auto"]])
@@ -301,19 +283,20 @@ def pseudo():
 
 
 @pytest.fixture
-def with_rich(monkeypatch):
+def with_rich(pseudo, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.undo()
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "60")  # rich measures the terminal of this process's own streams
     monkeypatch.setenv("TERM", "xterm-256color")
-    return monkeypatch
-
-
-def test_rich_shows_the_trials_and_the_line(pseudo, with_rich):
     shown, file = pseudo
-    tell(reporter("auto", file), GOOD, BAD)
-    text = shown()
+    write_to(monkeypatch, file)
+    return shown
+
+
+def test_rich_shows_the_trials_and_the_line(with_rich):
+    tell(reporter("auto"), GOOD, BAD)
+    text = with_rich()
     assert "batch 64  fits" in text
     assert "\x1b[32m" in text
     assert "oomprobe: grow  batch 128 out of memory" in text
@@ -322,18 +305,10 @@ def test_rich_shows_the_trials_and_the_line(pseudo, with_rich):
     assert threading.active_count() == 1  # a thread that draws would be copied into forked children
 
 
-def test_rich_draws_without_colour_where_nobody_wants_it(pseudo, with_rich):
-    with_rich.setenv("NO_COLOR", "1")
-    shown, file = pseudo
-    tell(reporter("auto", file), GOOD)
-    assert not re.search(r"\x1b\[3\dm", shown())
-
-
-def test_rich_is_not_used_on_a_terminal_that_cannot_erase(pseudo, with_rich):
-    with_rich.setenv("TERM", "dumb")
-    shown, file = pseudo
-    tell(reporter("auto", file), GOOD)
-    assert shown().replace("\r\n", "\n") == lines(GOOD)
+def test_rich_draws_without_colour_where_nobody_wants_it(with_rich, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    tell(reporter("auto"), GOOD)
+    assert not re.search(r"\x1b\[3\dm", with_rich())
 
 
 def test_the_command_line_draws_on_a_terminal(pseudo, tmp_path):

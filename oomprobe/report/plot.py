@@ -21,11 +21,7 @@ PADDING = 1.08
 
 
 def new_figure(height_inches: float) -> Figure:
-    """An empty figure; nothing global of matplotlib's is touched.
-
-    Raises:
-        InvalidArgumentError: matplotlib is not installed.
-    """
+    """An empty figure; nothing global of matplotlib's is touched."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -34,23 +30,15 @@ def new_figure(height_inches: float) -> Figure:
 
 
 def result_figure(result: ProbeResult) -> Figure:
-    """Peaks against batch size, with budget and capacity; below it the throughput, where it was measured.
-
-    Args:
-        result: What a probe returned.
-
-    Raises:
-        InvalidArgumentError: matplotlib is not installed.
-    """
+    """Peaks against batch size, with budget and capacity; below it the throughput, where it was measured."""
     timed = [t for t in _plain(result) if t.passed and t.samples_per_s]
     figure = new_figure(4.4 if timed else 3.2)
     if timed:
-        memory, throughput = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
-        _draw_throughput(throughput, timed)
-        throughput.set_xlabel("batch size", fontsize=SMALL)
+        memory, lowest = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
+        _draw_throughput(lowest, timed)
     else:
-        memory = figure.subplots()
-        memory.set_xlabel("batch size", fontsize=SMALL)
+        memory = lowest = figure.subplots()
+    lowest.set_xlabel("batch size", fontsize=SMALL)
     _draw_memory(memory, result)
     return figure
 
@@ -68,7 +56,8 @@ def bracket_figure(result: ProbeResult) -> Figure:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _label(axes, "batch size", "lower right")
+    _label(axes, "batch size")
+    axes.legend(loc="lower right", fontsize=SMALL - 1, frameon=False)
     axes.set_xlabel("trial", fontsize=SMALL)
     return figure
 
@@ -89,21 +78,16 @@ def _draw_memory(axes: Any, result: ProbeResult) -> None:
     _scatter(axes, points("peak_reserved_bytes", passed=True), "s", LIGHT, "peak reserved")
     _scatter(axes, points("peak_allocated_bytes", passed=True), "o", DARK, "peak allocated")
     _scatter(axes, points("peak_reserved_bytes", passed=False), "x", "black", "failed")
-    lines = [(capacity_bytes, "-", "available")]
-    if result.budget_bytes < capacity_bytes:
-        lines.append((result.budget_bytes, ":", "budget"))
-    for nbytes, style, name in lines:
-        axes.axhline(
-            nbytes / factor, color="black", linewidth=0.8, linestyle=style, label=f"{name} {format_bytes(nbytes)}"
-        )
+    for nbytes, style, name in ((capacity_bytes, "-", "available"), (result.budget_bytes, ":", "budget")):
+        if name == "available" or nbytes < capacity_bytes:
+            label = f"{name} {format_bytes(nbytes)}"
+            axes.axhline(nbytes / factor, color="black", linewidth=0.8, linestyle=style, label=label)
     largest = max(trial.batch_size for trial in trials)
     if result.fit is not None:
         ends = [0, largest]
         peaks = [(result.fit.fixed_bytes + result.fit.bytes_per_sample * size) / factor for size in ends]
-        off = 100 * min(result.fit.max_relative_error, 10)
-        axes.plot(
-            ends, peaks, "--", color=GREY, linewidth=0.8, label=f"straight line (not used, off by up to {off:.1f} %)"
-        )
+        label = f"straight line (not used, off by up to {100 * min(result.fit.max_relative_error, 10):.1f} %)"
+        axes.plot(ends, peaks, "--", color=GREY, linewidth=0.8, label=label)
     axes.axvline(result.batch_size, color=GREY, linewidth=0.6)
     axes.annotate(
         f"batch {result.batch_size}", (result.batch_size, 0), xytext=(-2, 3), textcoords="offset points",
@@ -111,16 +95,14 @@ def _draw_memory(axes: Any, result: ProbeResult) -> None:
     )  # fmt: skip
     axes.set_xlim(0, largest * PADDING)
     axes.set_ylim(0, capacity_bytes / factor * PADDING)
-    _label(axes, f"memory ({unit})", None)
+    _label(axes, f"memory ({unit})")
     axes.figure.legend(
         *axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=SMALL - 1, frameon=False
     )
 
 
 def _draw_throughput(axes: Any, timed: Sequence[Trial]) -> None:
-    rates = {
-        trial.batch_size: trial.samples_per_s or 0.0 for trial in timed
-    }  # the last trial of a size has the most steps
+    rates = {t.batch_size: t.samples_per_s or 0.0 for t in timed}  # the last trial of a size has the most steps
     axes.plot(*zip(*sorted(rates.items()), strict=True), "o-", color=DARK, markersize=3, linewidth=0.8)
     knee = min(size for size, speed in rates.items() if speed >= KNEE_SHARE * max(rates.values()))
     axes.axvline(knee, color=GREY, linewidth=0.8, linestyle="--")
@@ -129,7 +111,7 @@ def _draw_throughput(axes: Any, timed: Sequence[Trial]) -> None:
         textcoords="offset points", fontsize=SMALL - 1, va="bottom",
     )  # fmt: skip
     axes.set_ylim(0, max(rates.values()) * PADDING)
-    _label(axes, "samples/s", None)
+    _label(axes, "samples/s")
 
 
 def _scatter(axes: Any, points: Sequence[tuple[float, float]], marker: str, colour: str, name: str) -> None:
@@ -138,9 +120,7 @@ def _scatter(axes: Any, points: Sequence[tuple[float, float]], marker: str, colo
         axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=4, label=name, **filled)
 
 
-def _label(axes: Any, name: str, legend: str | None) -> None:
+def _label(axes: Any, name: str) -> None:
     axes.set_ylabel(name, fontsize=SMALL)
     axes.tick_params(labelsize=SMALL)
     axes.spines[["top", "right"]].set_visible(False)
-    if legend is not None:
-        axes.legend(loc=legend, fontsize=SMALL - 1, frameon=False)

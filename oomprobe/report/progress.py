@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, TextIO
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.report.table import trial_line
@@ -28,86 +29,61 @@ LAST_TRIALS = 2  # after bisecting: the failure that decided once more, and the 
 ROWS_BELOW = 3  # of a screen that the table of trials leaves free
 
 
-class Reporter(Protocol):
-    """Is told what the probe does."""
-
-    def opened(self, device: str, options: Options) -> None:
-        """The probe is about to begin."""
-
-    def started(self, batch_size: int, phase: Phase) -> None:
-        """A trial is about to run."""
-
-    def finished(self, trial: Trial) -> None:
-        """A trial ended, in whatever way."""
-
-    def close(self) -> None:
-        """The probe is over; nothing temporary stays on the screen."""
+def _nothing(*told: object) -> None:
+    pass
 
 
-def reporter(
-    progress: Progress,
-    stream: TextIO | None = None,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-) -> Reporter:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reporter:
+    """What is called as the probe goes on.
+
+    Attributes:
+        opened: With the name of the device and the options, before the first trial.
+        started: With size and phase, before each trial.
+        finished: With each trial that ended, in whatever way.
+        close: After the last one: nothing temporary stays on the screen.
+    """
+
+    opened: Callable[[str, Options], object] = _nothing
+    started: Callable[[int, Phase], object] = _nothing
+    finished: Callable[[Trial], object] = _nothing
+    close: Callable[[], object] = _nothing
+
+
+def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> Reporter:
     """Choose how a probe reports.
 
     Args:
         progress: ``"auto"`` (on a terminal a status line, and with rich installed a table above it; otherwise as plain),
             ``"plain"`` (a line before each trial, which tells what ran when a machine froze, and one after it), ``"off"``,
             or a callable that takes each `Trial`; what it raises is not caught.
-        stream: Where text goes; None is ``sys.stderr``, as it is when something is written.
         clock: Seconds; an argument so that tests need not wait.
 
     Raises:
         InvalidArgumentError: `progress` is none of these.
     """
     if callable(progress):
-        return _Callback(progress)
+        return Reporter(finished=progress)
     if progress == "off":
-        return _Callback(lambda trial: None)
-    if progress == "auto" and _is_terminal(stream):
-        return _StatusLine(_rich_screen(stream) or _Screen(stream), clock)
+        return Reporter()
+    if progress == "auto" and _is_terminal():
+        screen = _rich_screen() or _Screen()
+        line = _StatusLine(screen, clock)
+        return Reporter(opened=line.opened, started=line.started, finished=line.finished, close=screen.close)
     if progress in ("auto", "plain"):
-        return _Lines(stream)
+        return Reporter(
+            opened=lambda device, options: _write(f"probing {device}\n"),
+            started=lambda batch_size, phase: _write(f"batch {batch_size}  {phase} ...\n"),
+            finished=_write_trial,
+        )
     raise InvalidArgumentError(f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}")
 
 
-class _Callback:
-    def __init__(self, tell: Callable[[Trial], object]) -> None:
-        self._tell = tell
-
-    def opened(self, device: str, options: Options) -> None:
-        pass
-
-    def started(self, batch_size: int, phase: Phase) -> None:
-        pass
-
-    def finished(self, trial: Trial) -> None:
-        self._tell(trial)
-
-    def close(self) -> None:
-        pass
-
-
-class _Lines:
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-
-    def opened(self, device: str, options: Options) -> None:
-        _write(self._stream, f"probing {device}\n")
-
-    def started(self, batch_size: int, phase: Phase) -> None:
-        _write(self._stream, f"batch {batch_size}  {phase} ...\n")
-
-    def finished(self, trial: Trial) -> None:
-        line = trial_line(trial)
-        if os.environ.get("FORCE_COLOR") and not os.environ.get("NO_COLOR"):  # of logs that show colours, such as CI's
-            line = f"{_GREEN if trial.passed else _RED}{line}{_NORMAL}"
-        _write(self._stream, line + "\n")
-
-    def close(self) -> None:
-        pass
+def _write_trial(trial: Trial) -> None:
+    line = trial_line(trial)
+    if os.environ.get("FORCE_COLOR") and not os.environ.get("NO_COLOR"):  # of logs that show colours, such as CI's
+        line = f"{_GREEN if trial.passed else _RED}{line}{_NORMAL}"
+    _write(line + "\n")
 
 
 class _StatusLine:
@@ -138,9 +114,6 @@ class _StatusLine:
         self._trials.append(trial)
         self._show(f"{trial.phase}  batch {size} {trial.verdict}", trial.phase)
 
-    def close(self) -> None:
-        self._screen.close()
-
     def _show(self, doing: str, phase: Phase) -> None:
         good, failing = max(self._passed, default=None), min(self._failed, default=None)
         elapsed_s = int(self._clock() - self._start_s)
@@ -158,28 +131,25 @@ class _StatusLine:
 class _Screen:
     """A terminal of which one line is written again and again."""
 
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-
     def show(self, line: str, trials: Sequence[Trial]) -> None:
         # One column stays free: a full line makes some terminals wrap.
         line = f"{_NAME} {line}"[: max(0, shutil.get_terminal_size().columns - 1)]
         if not os.environ.get("NO_COLOR"):
             line = line.replace(_NAME, _BOLD + _NAME + _NORMAL, 1)
-        _write(self._stream, _ERASE + line)
+        _write(_ERASE + line)
 
     def close(self) -> None:
-        _write(self._stream, _ERASE)
+        _write(_ERASE)
 
 
 class _RichScreen:
     """The same with the table of the latest trials above the line, coloured, by rich."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(file=stream)
+        self._console = Console(file=sys.stderr)
         # Drawn when something happens: a thread that draws would be copied into forked children.
         self._live = Live(
             console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
@@ -188,43 +158,36 @@ class _RichScreen:
     def show(self, line: str, trials: Sequence[Trial]) -> None:
         from rich.text import Text
 
-        recent = trials[-max(1, self._console.height - ROWS_BELOW) :]
-        colours = {True: "green", False: "red"}
+        width = self._console.width - 1
         rows = [
-            Text(clip(trial_line(trial), self._console.width - 1), style=colours[trial.passed], no_wrap=True)
-            for trial in recent
+            Text(clip(trial_line(trial), width), style="green" if trial.passed else "red", no_wrap=True)
+            for trial in trials[-max(1, self._console.height - ROWS_BELOW) :]
         ]
         with suppress(OSError, ValueError):  # a closed terminal must not kill the probe that writes to it
             self._live.start()
-            self._live.update(
-                Text("\n").join([*rows, Text(clip(f"{_NAME} {line}", self._console.width - 1))]), refresh=True
-            )
+            self._live.update(Text("\n").join([*rows, Text(clip(f"{_NAME} {line}", width))]), refresh=True)
 
     def close(self) -> None:
         with suppress(OSError, ValueError):
             self._live.stop()
 
 
-def _rich_screen(stream: TextIO | None) -> _RichScreen | None:
+def _rich_screen() -> _RichScreen | None:
     try:
-        return _RichScreen(sys.stderr if stream is None else stream)
+        return _RichScreen()
     except ImportError:
         return None
 
 
-def _is_terminal(stream: TextIO | None) -> bool:
-    target = sys.stderr if stream is None else stream
+def _is_terminal() -> bool:
     try:
-        return os.environ.get("TERM") != "dumb" and target.isatty()
-    except (AttributeError, OSError, ValueError):  # no stderr at all, or one that is closed
+        return os.environ.get("TERM") != "dumb" and sys.stderr.isatty()
+    except (AttributeError, ValueError):  # no stderr at all, or one that is closed
         return False
 
 
-def _write(stream: TextIO | None, words: str) -> None:
+def _write(words: str) -> None:
     """Write what can be written: a closed log must not kill the probe that writes to it."""
-    target = sys.stderr if stream is None else stream
-    try:
-        target.write(words)
-        target.flush()
-    except (AttributeError, OSError, ValueError):  # no stderr at all, a broken pipe, a closed file
-        pass
+    with suppress(AttributeError, OSError, ValueError):  # no stderr at all, a broken pipe, a closed file
+        sys.stderr.write(words)
+        sys.stderr.flush()
