@@ -13,7 +13,7 @@ from oomprobe.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from oomprobe.report.plan import PlanEntry
-    from oomprobe.result import ProbeResult, Trial
+    from oomprobe.result import ProbeResult
 
 SCATTER = 0.05  # of a rate: what repeated trials of a size differ by, unless those of this probe differed by more
 _LABEL = 14  # columns of the label before a fact
@@ -26,25 +26,17 @@ _LIMITS = {
 
 
 def text(result: ProbeResult, *, verbose: bool = False) -> str:
-    """Render a result as plain text.
+    """Render a result as lines of ASCII; the first one, and only that, is the verdict: ``verdict: batch 96 fits ...``.
 
-    Args:
-        result: What a probe returned, or `ProbeResult.from_dict` read.
-        verbose: With the fit, the estimates, the whole plan and each thing that no trial covered.
-
-    Returns:
-        Lines of ASCII; the first one, and only that, is the verdict: ``verdict: batch 96 fits in ...``.
+    The verbose report has the fit, the estimates, the whole plan and all of each thing that no trial covered.
     """
-    not_covered = (
-        bullets("not covered by the trials:", result.not_covered) if verbose else _not_covered(result.not_covered)
-    )
     blocks = (
         [verdict_line(result), *warning_lines(result)],
         [trials_table(result.trials)],
         _fact_lines(result, verbose=verbose),
         [] if result.breakdown is None else breakdown_lines(result.breakdown),
         bullets("notes:", result.notes),
-        not_covered,
+        bullets("not covered by the trials:", result.not_covered) if verbose else _not_covered(result.not_covered),
     )
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
@@ -56,16 +48,10 @@ def brief(result: ProbeResult) -> str:
 
 def verdict_line(result: ProbeResult) -> str:
     """The answer, in one line of at most 100 columns."""
-    share = f"{100 * _fraction(result):.3g} % of {format_bytes(result.available_bytes)} on "
+    fraction = result.options.get("memory_fraction") or result.budget_bytes / max(1, result.available_bytes)
+    share = f"{100 * fraction:.3g} % of {format_bytes(result.available_bytes)} on "
     line = f"verdict: batch {result.batch_size} fits in {format_bytes(result.budget_bytes)} ({share}"
     return f"{line}{clip(clean(result.device), max(8, WIDTH - 1 - len(line)))})"
-
-
-def _fraction(result: ProbeResult) -> float:
-    given = result.options.get("memory_fraction")
-    if isinstance(given, int | float):
-        return float(given)
-    return result.budget_bytes / result.available_bytes if result.available_bytes else 0.0
 
 
 def warning_lines(result: ProbeResult) -> list[str]:
@@ -102,12 +88,11 @@ def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
 
 
 def _fact_lines(result: ProbeResult, *, verbose: bool) -> list[str]:
-    rest = " " * _LABEL
     lines = []
     for label, sentences in facts(result, verbose=verbose).items():
-        firsts = [f"  {label}".ljust(_LABEL), *[rest] * len(sentences)]
-        for first, sentence in zip(firsts, sentences, strict=False):
-            lines += wrap(sentence, first=first, rest=rest + "  ")
+        for number, sentence in enumerate(sentences):
+            first = f"  {'' if number else label}".ljust(_LABEL)
+            lines += wrap(sentence, first=first, rest=" " * (_LABEL + 2))
     return lines
 
 
@@ -133,13 +118,10 @@ def _is_check(result: ProbeResult) -> bool:
 
 def _holds_for(result: ProbeResult) -> str:
     environment = result.environment
-    process = (
-        "a fresh process" if environment.get("isolated") else "a fresh process, and this one as the probe found it"
-    )
-    versions = [f"{name} {environment[name]}" for name in ("torch", "cuda", "hip") if environment.get(name)]
-    settings = environment.get("allocator_settings")
-    given = [f"{name}={value}" for name, value in settings.items()] if isinstance(settings, dict) else []
-    return "; ".join([process, *([", ".join(versions)] if versions else []), *given])
+    here = "" if environment.get("isolated") else ", and this one as the probe found it"
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "cuda", "hip") if environment.get(name))
+    settings = [f"{name}={value}" for name, value in environment.get("allocator_settings", {}).items()]
+    return "; ".join(part for part in (f"a fresh process{here}", versions, *settings) if part)
 
 
 def _throughput(result: ProbeResult) -> list[str]:
@@ -164,19 +146,15 @@ def _throughput(result: ProbeResult) -> list[str]:
     return [f"{alone}; no smaller size that ran comes within {within}" if smaller else alone]
 
 
-# --- the line, a diagnostic ---
-
-
 def _line(result: ProbeResult, *, verbose: bool) -> list[str]:
+    """The straight line, a diagnostic."""
     fit = result.fit
     if fit is None:
         return ["none: fewer than three sizes ran"]
     if fit.predicted_max_batch is None:
         said = "does not rise: no answer"
     else:
-        multiple = result.options.get("multiple_of")
-        multiple = multiple if isinstance(multiple, int) and multiple > 0 else 1
-        predicted = fit.predicted_max_batch - fit.predicted_max_batch % multiple
+        predicted = fit.predicted_max_batch - fit.predicted_max_batch % result.options.get("multiple_of", 1)
         said = f"{predicted}, not used: {_judgement(result, predicted)}"
     off = "more than 1000 %" if fit.max_relative_error > 10 else f"up to {100 * fit.max_relative_error:.1f} %"
     quality = f"{format_bytes(fit.fixed_bytes)} fixed + {format_bytes(fit.bytes_per_sample)} per sample"
@@ -188,58 +166,44 @@ def _judgement(result: ProbeResult, predicted: int) -> str:
     """Call a prediction too high only where a failure shows it: max_batch, say, leaves sizes untried."""
     if predicted == result.batch_size:
         return "the same as the answer"
+    held = [t for t in result.trials if t.cap_bytes is not None and t.cap_bytes <= result.budget_bytes]
+    # The last trial of a size, of those under the budget if any was: the line is asked about that.
+    last = {t.batch_size: t for t in (*result.trials, *held)}
+    tried = "not run"
+    if predicted in last:
+        trial = last[predicted]
+        tried = (
+            f"{'ran' if trial.passed else 'failed'} {'under the budget' if trial in held else 'with all the memory'}"
+        )
     if predicted < result.batch_size:
-        return f"too low, {_tried(result, predicted)}"
-    larger = {t.batch_size for t in result.trials if result.batch_size < t.batch_size <= predicted}
-    failed = [size for size in larger if not _witness(result, size).passed]
+        return f"too low, {tried}"
+    failed = [size for size, trial in last.items() if result.batch_size < size <= predicted and not trial.passed]
     if not failed:
-        return f"higher than the answer, {_tried(result, predicted)}"
+        return f"higher than the answer, {tried}"
     smaller = "" if predicted in failed else f", batch {min(failed)} failed"
-    return f"too high, {_tried(result, predicted)}{smaller}"
-
-
-def _tried(result: ProbeResult, size: int) -> str:
-    if all(t.batch_size != size for t in result.trials):
-        return "not run"
-    trial = _witness(result, size)
-    held = "under the budget" if _is_held(trial, result) else "with all the memory"
-    return f"{'ran' if trial.passed else 'failed'} {held}"
-
-
-def _witness(result: ProbeResult, size: int) -> Trial:
-    """The last trial of a size, of those under the budget if any was: the line is asked about that."""
-    trials = [t for t in result.trials if t.batch_size == size]
-    return ([t for t in trials if _is_held(t, result)] or trials)[-1]
-
-
-def _is_held(trial: Trial, result: ProbeResult) -> bool:
-    return trial.cap_bytes is not None and trial.cap_bytes <= result.budget_bytes
+    return f"too high, {tried}{smaller}"
 
 
 def _estimates(result: ProbeResult) -> list[str]:
     told = [f"never used; {result.batch_size} was measured:"] if result.estimates else []
     for name, size in result.estimates.items():
-        if isinstance(size, int | float):
-            told.append(f"{name}: {size:.0f} ({size / result.batch_size:.3g} times the answer)")
-        else:
-            told.append(f"{name}: -")
+        compared = "-" if size is None else f"{size:.0f} ({size / result.batch_size:.3g} times the answer)"
+        told.append(f"{name}: {compared}")
     return told
-
-
-# --- the rest ---
 
 
 def _plan(result: ProbeResult, *, verbose: bool) -> list[str]:
     """Splits of the global batch; where none was asked for, an example for those who want the details."""
     wanted, world_size = result.options.get("global_batch"), result.options.get("world_size") or 1
-    if not wanted and not verbose:
-        return []
-    target = wanted or 1 << (4 * max(1, result.batch_size) - 1).bit_length()
-    entries = result.plan(target, world_size)
     ranks = "" if world_size == 1 else f" x {world_size} ranks"
-    example = "" if wanted else "for example "
-    title = f"{example}global batch {target} = micro-batch x accumulation steps{ranks}"
-    return [title, *map(_entry, entries if wanted else entries[:2])]
+    if wanted:
+        title, entries = f"global batch {wanted}", result.plan(wanted, world_size)
+    elif verbose:
+        example = 1 << (4 * result.batch_size - 1).bit_length()
+        title, entries = f"for example global batch {example}", result.plan(example, world_size)[:2]
+    else:
+        return []
+    return [f"{title} = micro-batch x accumulation steps{ranks}", *map(_entry, entries)]
 
 
 def _entry(entry: PlanEntry) -> str:
