@@ -17,7 +17,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -83,7 +82,7 @@ def _save(option: str, write_to: Callable[[Path], object], path: Path) -> None:
     try:
         write_to(path)
     except OSError as error:
-        raise errors.InvalidArgumentError(f"{option} {str(path)!r} cannot be written: {error}") from None
+        raise InvalidArgumentError(f"{option} {str(path)!r} cannot be written: {error}") from None
 
 
 def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
@@ -100,8 +99,7 @@ def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
     }
     if arguments.require is not None:
         return check_target(arguments.target, arguments.require, **common)
-    options = {name: getattr(arguments, option) for option, name in SEARCH_OPTIONS.items()}
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: getattr(arguments, name) for name in SEARCH_OPTIONS if getattr(arguments, name) is not None}
     if "global_batch" in given:
         given["global_batch"] = -(-arguments.global_batch // arguments.world_size)
     return probe_target(arguments.target, **given, **common)
@@ -111,15 +109,11 @@ def _demo(arguments: argparse.Namespace) -> int:
     from oomprobe import demo
     from oomprobe.probe import find_max_batch
 
-    here = demo.demo_device()
-    probes = [("a small GPT on a simulated H100 (real steps, no card needed)", demo.small_gpt, DEMO_CARD, 1024)]
-    if here.type == "cpu":
-        probes.append(
-            ("a wide MLP in host memory (Linux holds each trial to the budget)", demo.wide_mlp, DEMO_BUDGET, 8)
-        )
-    else:
-        probes.append((f"a small GPT on {here}", demo.small_gpt, str(here), 1))
-    for title, build, device, multiple_of in probes:
+    here = str(demo.demo_device())
+    on_card = ("a small GPT on a simulated H100 (real steps, no card needed)", demo.small_gpt, DEMO_CARD, 1024)
+    on_host = ("a wide MLP in host memory (Linux holds each trial to the budget)", demo.wide_mlp, DEMO_BUDGET, 8)
+    on_accelerator = (f"a small GPT on {here}", demo.small_gpt, here, 1)
+    for title, build, device, multiple_of in (on_card, on_host if here == "cpu" else on_accelerator):
         print(f"--- {title} ---", flush=True)  # noqa: T201
         result = find_max_batch(*build(), device=device, multiple_of=multiple_of, progress=arguments.progress)
         print(page.brief(result), flush=True)  # noqa: T201
@@ -149,9 +143,9 @@ def _read(path: str) -> ProbeResult:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise errors.InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None
+        raise InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None
     if not isinstance(data, dict):
-        raise errors.InvalidArgumentError(f"{path} is JSON, but not a result that oomprobe wrote")
+        raise InvalidArgumentError(f"{path} is JSON, but not a result that oomprobe wrote")
     return ProbeResult.from_dict(data)
 
 
@@ -177,15 +171,10 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 # Options of a search, by their names in `find_max_batch`: what --require runs is no search and would ignore them.
-SEARCH_OPTIONS = {
-    "min_batch": "min_batch",
-    "max_batch": "max_batch",
-    "multiple_of": "multiple_of",
-    "steps": "steps",
-    "resolution": "resolution",
-    "trial_time_limit": "trial_time_limit_s",
-    "global_batch": "global_batch",
-}
+SEARCH_OPTIONS = (
+    *("min_batch", "max_batch", "multiple_of", "steps"),
+    *("resolution", "trial_time_limit_s", "global_batch"),
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -195,16 +184,26 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=f"oomprobe {oomprobe.__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    _add_run(commands.add_parser("run", help="probe a target: path/to/train.py:build, which returns (model, step_fn)"))
-    _add_progress(commands.add_parser("demo", help="probe two small models, on a simulated card and here"))
+    run = commands.add_parser("run", help="probe a target: path/to/train.py:build, which returns (model, step_fn)")
+    _add_run(run)
+    demo = commands.add_parser("demo", help="probe two small models, on a simulated card and here")
     show = commands.add_parser("show", help="print a result that was saved as JSON")
     show.add_argument("result", metavar="RESULT.json")
-    _add_verbose(show)
-    _add_html(show)
     compare = commands.add_parser("compare", help="print two saved results side by side")
     compare.add_argument("first", metavar="A.json")
     compare.add_argument("second", metavar="B.json")
     commands.add_parser("devices", help="list what can be probed")
+    for command in (run, show):
+        command.add_argument(
+            "--verbose", action="store_true", help="add the fit, estimates and a plan, and explain what is not covered"
+        )
+        command.add_argument(
+            "--html", metavar="PATH", help="write a page with plots, to send to a colleague (needs matplotlib)"
+        )
+    for command in (run, demo):
+        command.add_argument(
+            "--progress", choices=("auto", "plain", "off"), default="auto", help="progress lines on stderr (auto)"
+        )
     return whole
 
 
@@ -224,7 +223,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--confirm-steps", type=int, default=5, metavar="N", help="full steps to confirm the answer (5)")
     run.add_argument("--resolution", type=float, metavar="F", help="stop within this fraction of the size (0: exact)")
     run.add_argument("--time-limit", type=float, metavar="S", help="seconds for the whole probe")
-    run.add_argument("--trial-time-limit", type=float, metavar="S", help="seconds for one trial")
+    run.add_argument(
+        "--trial-time-limit", type=float, metavar="S", dest="trial_time_limit_s", help="seconds for one trial"
+    )
     run.add_argument("--global-batch", type=int, metavar="N", help="plan gradient accumulation for it")
     run.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that share the global batch (1)")
     run.add_argument("--breakdown", action="store_true", help="tell where the memory went, from one more step")
@@ -234,35 +235,13 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--in-process", action="store_true", help="run trials in this process")
     run.add_argument("--json", metavar="PATH", help="write the result as JSON; - for stdout")
     run.add_argument("--quiet", action="store_true", help="print only the batch size on stdout, the report on stderr")
-    _add_verbose(run)
-    _add_html(run)
-    _add_progress(run)
-
-
-def _add_html(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--html", metavar="PATH", help="write a page with plots, to send to a colleague (needs matplotlib)"
-    )
-
-
-def _add_verbose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--verbose", action="store_true", help="add the fit, estimates and a plan, and explain what is not covered"
-    )
-
-
-def _add_progress(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--progress", choices=("auto", "plain", "off"), default="auto", help="progress lines on stderr (auto)"
-    )
 
 
 def check_run(arguments: argparse.Namespace) -> None:
     """Refuse before the target is built what would fail, or be ignored, after minutes of probing."""
     from oomprobe.options import check_size
 
-    check_size("--world-size", arguments.world_size)
-    for option in ("global_batch", "require"):
+    for option in ("world_size", "global_batch", "require"):
         if getattr(arguments, option) is not None:
             check_size(_flag(option), getattr(arguments, option))
     ignored = [_flag(option) for option in SEARCH_OPTIONS if getattr(arguments, option) is not None]
@@ -283,12 +262,12 @@ def check_run(arguments: argparse.Namespace) -> None:
 
 
 def _flag(option: str) -> str:
-    return f"--{option.replace('_', '-')}"
+    return f"--{option.removesuffix('_s').replace('_', '-')}"
 
 
 STEP_FAILED, UNTRUSTED, UNFORESEEN, INTERRUPTED = 3, 6, 70, 130
 _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (errors.InvalidArgumentError, 2),
+    (InvalidArgumentError, 2),
     (errors.StepFailedError, STEP_FAILED),
     (errors.NoDeviceError, 4),
     (errors.NothingFitsError, 1),
@@ -296,19 +275,12 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 )
 
 
-@contextmanager
+@contextlib.contextmanager
 def explained(*, required: bool = False) -> Iterator[None]:
     """Where a script's call of oomprobe finds no answer: tell why, and leave with the exit code of ``oomprobe run``.
 
     Args:
         required: Whether one size was required, so that nothing else would do.
-
-    Example:
-        >>> with explained():
-        ...     raise errors.NoDeviceError("no device 'cuda' here")
-        Traceback (most recent call last):
-        ...
-        SystemExit: 4
     """
     try:
         yield
@@ -317,25 +289,30 @@ def explained(*, required: bool = False) -> Iterator[None]:
 
 
 def explain(error: BaseException, *, required: bool) -> int:
-    """Tell of whatever ended a command, and return its exit code.
-
-    Args:
-        error: What came out of it.
-        required: Whether one size was required, so that nothing else would do.
-    """
-    if isinstance(error, errors.OomProbeError):
-        return _explain_ours(error, required=required)
+    """Tell of whatever ended a command, and return its exit code."""
+    notes = getattr(error, "__notes__", ())
     if isinstance(error, KeyboardInterrupt):
-        tell("interrupted", *getattr(error, "__notes__", ()))
+        tell("interrupted", *notes)
         return INTERRUPTED
     if isinstance(error, SystemExit):
-        return _explain_exit(error)
-    tell("".join(traceback.format_exception(error)).rstrip())
-    tell(f"oomprobe: unexpected internal error ({type(error).__name__}), no answer; please report it")
-    return UNFORESEEN
+        from oomprobe.signals import EXIT_TERMINATED
 
-
-def _explain_ours(error: errors.OomProbeError, *, required: bool) -> int:
+        if error.code == EXIT_TERMINATED:
+            tell("terminated", *notes)
+            return EXIT_TERMINATED
+        # A target that leaves has given no answer, whatever code it left with.
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        tell(
+            *notes,
+            f"oomprobe: the target or its step left the process, sys.exit({error.code!r}){place}: no answer. "
+            "Take the call out; a target that reads sys.argv must not: those are the arguments of oomprobe",
+        )
+        return STEP_FAILED
+    if not isinstance(error, errors.OomProbeError):
+        tell("".join(traceback.format_exception(error)).rstrip())
+        tell(f"oomprobe: unexpected internal error ({type(error).__name__}), no answer; please report it")
+        return UNFORESEEN
     if error.trials:
         tell(trials_table(error.trials))
     if isinstance(error, errors.StepFailedError) and error.__cause__ is not None:
@@ -344,24 +321,6 @@ def _explain_ours(error: errors.OomProbeError, *, required: bool) -> int:
     if required and isinstance(error, errors.NothingFitsError):
         return 5
     return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
-
-
-def _explain_exit(leaving: SystemExit) -> int:
-    """A target that leaves has given no answer, whatever code it left with."""
-    from oomprobe.signals import EXIT_TERMINATED
-
-    notes = getattr(leaving, "__notes__", ())
-    if leaving.code == EXIT_TERMINATED:
-        tell("terminated", *notes)
-        return EXIT_TERMINATED
-    frames = traceback.extract_tb(leaving.__traceback__)
-    place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    tell(
-        *notes,
-        f"oomprobe: the target or its step left the process, sys.exit({leaving.code!r}){place}: no answer. "
-        "Take the call out; a target that reads sys.argv must not: those are the arguments of oomprobe",
-    )
-    return STEP_FAILED
 
 
 def tell(*lines: str) -> None:
@@ -376,7 +335,7 @@ def write(stream: IO[str] | None, text: str) -> None:
         stream.flush()
 
 
-@contextmanager
+@contextlib.contextmanager
 def stdout_kept(*, for_good: bool) -> Iterator[IO[str]]:
     """Give stdout to the answer alone: what anybody else writes to it, or to its descriptor, goes to stderr.
 
@@ -384,30 +343,21 @@ def stdout_kept(*, for_good: bool) -> Iterator[IO[str]]:
         for_good: For the rest of the process too, where C libraries flush and ``atexit`` functions print.
     """
     stdout, kept = sys.stdout, None
-    try:
+    with contextlib.suppress(AttributeError, OSError):  # there is no stdout or no stderr
         stdout.flush()
         kept = os.dup(1)
         os.dup2(2, 1)
-    except (AttributeError, OSError):  # there is no stdout or no stderr
-        pass
-    is_descriptor = kept is not None and _is_descriptor_1(stdout)
+    is_descriptor = kept is not None and stdout is sys.__stdout__  # tests put other streams there
     answers = os.fdopen(os.dup(kept), "w", encoding="utf-8") if kept is not None and is_descriptor else stdout
     sys.stdout = sys.stderr
     try:
         yield answers
     finally:
-        if answers is not stdout:
+        if is_descriptor:
             answers.close()
         if not for_good:
             sys.stdout = stdout
-            if kept is not None:
-                os.dup2(kept, 1)
         if kept is not None:
+            if not for_good:
+                os.dup2(kept, 1)
             os.close(kept)
-
-
-def _is_descriptor_1(stream: IO[str]) -> bool:
-    try:
-        return stream.fileno() == 1
-    except (AttributeError, OSError, ValueError):  # a stream that tests put there
-        return False
