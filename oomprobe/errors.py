@@ -100,6 +100,9 @@ class TimeUp(BaseException):
         self.of = of
 
 
+SIGNALS = (KeyboardInterrupt, SystemExit, TimeUp)  # of this process, whatever was running when they came
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """What the user of an adapter types, who has written no ``step_fn``.
@@ -116,24 +119,20 @@ class Caller:
 
 
 def step_failed(
-    error: BaseException,
-    *,
-    batch_size: int,
-    largest_passed: int | None = None,
-    caller: Caller | None = None,
+    error: BaseException, *, batch_size: int, largest_passed: int | None = None, caller: Caller | None = None
 ) -> StepFailedError:
-    """Make the `StepFailedError` for a user's exception; the caller raises it ``from`` that exception.
+    """Make the `StepFailedError` for a user's exception; who calls this raises it ``from`` that exception.
 
-    Args:
-        error: The user's own.
-        batch_size: The size that was being tried.
-        largest_passed: The largest size that ran; None: none did.
-        caller: Of the adapter whose step it is; None: the user's own.
+    `largest_passed` is the largest size that ran, and `caller` that of the adapter whose step it is.
     """
+    if caller is None:
+        alone = f"Run step_fn(model, {batch_size}) once by itself to see it."
+    else:
+        how = caller.alone.replace("{batch_size}", str(batch_size))
+        alone = f"To see whether it comes without oomprobe, {how}. {caller.more}".rstrip()
     return StepFailedError(
-        f"the step failed at batch size {batch_size} with {type(error).__name__}: {_text_of(error)}\n"
-        f"This is not about memory{_no_answer(error, batch_size, largest_passed, caller)}. "
-        f"{_alone(batch_size, caller)}",
+        f"the step failed at batch size {batch_size} with {type(error).__name__}: {text_of(error)}\n"
+        f"This is not about memory{_no_answer(error, batch_size, largest_passed, caller)}. {alone}",
         batch_size=batch_size,
     )
 
@@ -141,7 +140,7 @@ def step_failed(
 def target_failed(error: BaseException, target: str) -> StepFailedError:
     """The same for an exception that came before there was a step: while a target was imported or built."""
     return StepFailedError(
-        f"the target {target} failed with {type(error).__name__} while it was imported and built: {_text_of(error)}\n"
+        f"the target {target} failed with {type(error).__name__} while it was imported and built: {text_of(error)}\n"
         "Nothing was probed. The same error comes without oomprobe: import the file and call the function by itself."
     )
 
@@ -149,26 +148,19 @@ def target_failed(error: BaseException, target: str) -> StepFailedError:
 def unmeasured(device_name: str, error: BaseException, *, trials: tuple[Trial, ...] = ()) -> UnreliableError:
     """The error for a device that is alive and does not say how much memory it has or uses."""
     return UnreliableError(
-        f"{device_name} could not be asked about its memory ({type(error).__name__}: {_text_of(error)}), so there is no "
+        f"{device_name} could not be asked about its memory ({type(error).__name__}: {text_of(error)}), so there is no "
         "answer. The step has no part in this: probe again, or look at the driver",
         trials=trials,
     )
 
 
-def _alone(batch_size: int, caller: Caller | None) -> str:
-    if caller is None:
-        return f"Run step_fn(model, {batch_size}) once by itself to see it."
-    how = caller.alone.replace("{batch_size}", str(batch_size))
-    return f"To see whether it comes without oomprobe, {how}.{' ' * bool(caller.more)}{caller.more}"
-
-
 def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None, caller: Caller | None) -> str:
-    if "Couldn't swap" in _text_of(error):  # torch/nn/modules/module.py, _apply
+    if "Couldn't swap" in text_of(error):  # torch/nn/modules/module.py, _apply
         return (
             ": torch cannot swap tensors that are referenced elsewhere, and this probe holds references to existing "
             "gradients. It may work without oomprobe; set .grad to None first"
         )
-    if batch_size == 1 and "Expected more than 1 value per channel when training" in _text_of(error):
+    if batch_size == 1 and "Expected more than 1 value per channel when training" in text_of(error):
         return ": BatchNorm cannot train on one sample (torch/nn/functional.py). Use min_batch=2"
     if largest_passed is None or largest_passed >= batch_size:
         # A trial of an adapter is of the adapter's making, and may be what is at fault.
@@ -181,8 +173,11 @@ def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None
     )
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """What an exception says; nothing where its own code fails. What ends a process or a step passes."""
     try:
         return str(error)
-    except Exception:
+    except SIGNALS:
+        raise
+    except BaseException:
         return "(no text)"

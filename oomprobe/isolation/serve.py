@@ -113,7 +113,7 @@ def told(error: BaseException, *, building: str | None) -> Message:
         "failed": {
             "kind": type(error).__name__ if isinstance(error, errors.OomProbeError) else None,
             "left": isinstance(error, SystemExit),
-            "text": _text(error),
+            "text": errors.text_of(error)[:LONGEST_TEXT],
             "building": building,
             "cause": {
                 "module": type(cause).__module__,
@@ -124,13 +124,6 @@ def told(error: BaseException, *, building: str | None) -> Message:
             },
         }
     }
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)[:LONGEST_TEXT]
-    except Exception:
-        return "(no text)"
 
 
 def _trace(error: BaseException) -> str:

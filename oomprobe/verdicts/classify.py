@@ -7,13 +7,12 @@ known by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache, partial
 from typing import Any
 
-from oomprobe.errors import TimeUp
+from oomprobe.errors import SIGNALS, text_of
 from oomprobe.verdicts import texts as table
 from oomprobe.verdicts.texts import ERROR_TEXTS, ErrorText
 
@@ -21,7 +20,6 @@ from oomprobe.verdicts.texts import ERROR_TEXTS, ErrorText
 # one class is a MemoryError. A lost device is lost to this probe too.
 _OURS, _LOST = "oomprobe.errors.OomProbeError", "oomprobe.errors.DeviceLostError"
 _SPEAKERS = frozenset({"builtins.RuntimeError", "builtins.MemoryError"})
-SIGNALS = (KeyboardInterrupt, SystemExit, TimeUp)  # of this process, whatever was running when they came
 MAX_LINKS = 64  # a chain deeper than this was not made by torch
 MAX_TEXT = 16_000  # characters kept of each end of a text: the cause stands first, or last below a traceback
 
@@ -97,7 +95,7 @@ def classify_error(exc: object, evidence: Evidence | None = None) -> Verdict:
         >>> classify_error(KeyError("CUDA error: out of memory")).name
         'BUG'
     """
-    return classify(facts_of(exc), evidence if issubclass(type(evidence), Evidence) else None)
+    return classify(facts_of(exc), evidence if isinstance(evidence, Evidence) else None)
 
 
 def facts_of(exc: object) -> Facts:
@@ -107,10 +105,13 @@ def facts_of(exc: object) -> Facts:
     seen: set[int] = set()
     while waiting and len(links) < MAX_LINKS:
         error = waiting.pop(0)
-        if issubclass(type(error), BaseException) and id(error) not in seen:
+        if isinstance(error, BaseException) and id(error) not in seen:
             seen.add(id(error))
             links.append(_link_of(error))
-            waiting.extend([] if _is_judged(links[-1]) else _carried_by(error))
+            if not _is_judged(links[-1]):
+                waiting += [_attribute(error, "inner_exception"), _attribute(error, "__cause__")]
+                if issubclass(type(error), BaseExceptionGroup):  # the class does not run the exception's own code
+                    waiting += (_attribute(error, "exceptions") or ())[:MAX_LINKS]
     return Facts(links=tuple(links))
 
 
@@ -136,59 +137,39 @@ def _weighed(row: ErrorText, evidence: Evidence) -> Verdict:
     return out_of_memory if row.verdict == "OOM" else Verdict[row.verdict]
 
 
-# Rules, strongest first. The first one that any link of the chain meets decides.
-
-
-def _sticky_code(link: Link) -> ErrorText | None:
-    return table.STICKY_CODE if _device_code(link) in table.STICKY_CODES else None
-
-
-def _out_of_memory_class(link: Link) -> ErrorText | None:
-    named = any(_root(name) in table.LIBRARIES and name.endswith(".OutOfMemoryError") for name in link.classes)
-    return table.OUT_OF_MEMORY_CLASS if named or _device_code(link) == table.OUT_OF_MEMORY_CODE else None
-
-
-def _memory_error_class(link: Link) -> ErrorText | None:
-    return table.MEMORY_ERROR_CLASS if "builtins.MemoryError" in link.classes else None
-
-
-def _text(rows: tuple[ErrorText, ...], link: Link) -> ErrorText | None:
-    said = (row for row in rows if _may_say(link, row) and row.pattern.search(link.text))
-    return next(said, None)
-
-
-@lru_cache(maxsize=16)  # asked by several rules
-def _is_bug(link: Link) -> bool:
-    return _text(_BUGS, link) is not None
-
-
-def _text_but_for_bugs(rows: tuple[ErrorText, ...], link: Link) -> ErrorText | None:
-    return None if _is_bug(link) else _text(rows, link)
-
-
-def _rows(verdict: Verdict, *, ambiguous: bool) -> tuple[ErrorText, ...]:
-    return tuple(row for row in ERROR_TEXTS if row.verdict == verdict.name and row.ambiguous is ambiguous)
-
-
-_BUGS = _rows(Verdict.BUG, ambiguous=False) + _rows(Verdict.BUG, ambiguous=True)
-_RULES: tuple[Callable[[Link], ErrorText | None], ...] = (
-    _sticky_code,
-    partial(_text, _rows(Verdict.POISONED, ambiguous=False)),
-    partial(_text, _rows(Verdict.POISONED, ambiguous=True)),
-    partial(_text_but_for_bugs, _rows(Verdict.SIZE_LIMIT, ambiguous=False)),
-    _out_of_memory_class,
-    partial(_text_but_for_bugs, _rows(Verdict.OOM, ambiguous=False)),
-    partial(_text_but_for_bugs, _rows(Verdict.SIZE_LIMIT, ambiguous=True)),
-    partial(_text_but_for_bugs, _rows(Verdict.OOM, ambiguous=True)),
-    _memory_error_class,
-    partial(_text, _BUGS),
+_STRONGEST_FIRST = (
+    *(("POISONED", False), ("POISONED", True), ("SIZE_LIMIT", False)),
+    *(("OOM", False), ("SIZE_LIMIT", True), ("OOM", True)),
 )
 
 
 def _deciding_row(facts: Facts) -> ErrorText | None:
-    telling = [link for link in facts.links if not _is_judged(link)]
-    found = (rule(link) for rule in _RULES for link in telling)
-    return next((row for row in found if row is not None), None)
+    """The strongest row that any link of the chain meets."""
+    rows = (row for link in facts.links if not _is_judged(link) for row in _rows_met(link))
+    return min(rows, key=_weakness, default=None)
+
+
+def _weakness(row: ErrorText) -> int:
+    """Whose memory a MemoryError was about is told by any text, and a bug is what nothing else explains."""
+    if row.verdict == "BUG":
+        return len(_STRONGEST_FIRST) + 1
+    if row is table.MEMORY_ERROR_CLASS:
+        return len(_STRONGEST_FIRST)
+    return _STRONGEST_FIRST.index((row.verdict, row.ambiguous))
+
+
+def _rows_met(link: Link) -> Iterator[ErrorText]:
+    code = _device_code(link)
+    if code in table.STICKY_CODES:
+        yield table.STICKY_CODE
+    named = any(_root(name) in table.LIBRARIES and name.endswith(".OutOfMemoryError") for name in link.classes)
+    if named or code == table.OUT_OF_MEMORY_CODE:
+        yield table.OUT_OF_MEMORY_CLASS
+    if "builtins.MemoryError" in link.classes:
+        yield table.MEMORY_ERROR_CLASS
+    said = [row for row in ERROR_TEXTS if _may_say(link, row) and row.pattern.search(link.text)]
+    is_bug = any(row.verdict == "BUG" for row in said)
+    yield from (row for row in said if not is_bug or row.verdict in ("BUG", "POISONED"))
 
 
 def _is_judged(link: Link) -> bool:
@@ -213,53 +194,23 @@ def _root(name: str) -> str:
     return name.partition(".")[0]
 
 
-# Reading an exception. Nothing here may raise or be kept: each value is copied to a plain str or int. All is swallowed
-# but signals: a real Ctrl-C passes.
+# Reading an exception. Nothing here may raise but signals, or be kept: each value is copied to a plain str or int.
 
 
-_MRO = type.__dict__["__mro__"].__get__  # a metaclass may answer __mro__ as it likes
-
-
-def _link_of(error: object) -> Link:
+def _link_of(error: BaseException) -> Link:
     code = _attribute(error, "error_code")
-    is_code = issubclass(type(code), int) and type(code) is not bool
+    text = text_of(error)[:]  # a plain str, whatever __str__ returned
     return Link(
-        classes=tuple(_class_name(cls) for cls in _MRO(type(error))),
-        text=_text_of(error),
-        error_code=int.__index__(code) if is_code else None,
+        classes=tuple(f"{cls.__module__}.{cls.__name__}" for cls in type.mro(type(error))),
+        text=text if len(text) <= 2 * MAX_TEXT else f"{text[:MAX_TEXT]}\n...\n{text[-MAX_TEXT:]}",
+        error_code=int(code) if isinstance(code, int) and not isinstance(code, bool) else None,
     )
 
 
-def _carried_by(error: object) -> list[object]:
-    members = _attribute(error, "exceptions") if issubclass(type(error), BaseExceptionGroup) else None
-    inner = [_attribute(error, "inner_exception"), _attribute(error, "__cause__")]
-    return inner + (list(members[:MAX_LINKS]) if type(members) is tuple else [])
-
-
-def _attribute(error: object, name: str) -> Any:
+def _attribute(thing: object, name: str) -> Any:
     try:
-        return getattr(error, name, None)
+        return getattr(thing, name, None)
     except SIGNALS:
         raise
     except BaseException:
         return None
-
-
-def _class_name(cls: type) -> str:
-    return f"{_plain(_attribute(cls, '__module__'))}.{_plain(_attribute(cls, '__name__'))}"
-
-
-def _text_of(error: object) -> str:
-    try:
-        return _plain(str(error))
-    except SIGNALS:
-        raise
-    except BaseException:
-        return ""
-
-
-def _plain(text: object) -> str:
-    if not issubclass(type(text), str):
-        return ""
-    exact = str.__str__(text)
-    return exact if len(exact) <= 2 * MAX_TEXT else f"{exact[:MAX_TEXT]}\n...\n{exact[-MAX_TEXT:]}"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from oomprobe.verdicts.classify import SIGNALS, Facts, facts_of
+from oomprobe.errors import text_of
+from oomprobe.verdicts.classify import Facts, facts_of
 
 MAX_TEXT = 600
 _TORCH, _OOMPROBE = Path(torch.__file__).parent, Path(__file__).parents[1]
@@ -34,7 +35,9 @@ class Failure:
 
 def failure_of(error: BaseException) -> Failure:
     """Read an exception; nothing of it is kept."""
-    return Failure(facts=facts_of(error), text=_text(error), where=_where(error))
+    text = f"{type(error).__name__}: {text_of(error)}".strip()
+    shortened = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."
+    return Failure(facts=facts_of(error), text=shortened, where=_where(error))
 
 
 def clear_frames(error: BaseException) -> None:
@@ -49,17 +52,6 @@ def clear_frames(error: BaseException) -> None:
             chain += [link.__cause__, link.__context__]
 
 
-def _text(error: BaseException) -> str:
-    try:
-        message = str(error)
-    except SIGNALS:
-        raise
-    except BaseException:
-        message = "(no text)"
-    text = f"{type(error).__name__}: {message}".strip()
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."
-
-
 def _where(error: BaseException) -> str | None:
     frames = [
         (Path(frame.f_code.co_filename), frame.f_code.co_name, line)
@@ -68,20 +60,17 @@ def _where(error: BaseException) -> str | None:
     of_user = [(path.name, line) for path, _, line in frames if not is_library(path)]
     if not of_user:
         return None
+    part = "forward"
+    for path, function, _ in frames:
+        if _OPTIM in path.parents:
+            part = "optimizer"
+        elif function == "backward" and path in _BACKWARD_FILES:
+            part = "backward"
     name, line = of_user[-1]
-    return f"{_part(frames)}, {name}:{line}"
+    return f"{part}, {name}:{line}"
 
 
-def _part(frames: list[tuple[Path, str, int]]) -> str:
-    """Forward, backward or optimizer, by the functions of torch that the failure went through."""
-    for path, function, _ in reversed(frames):
-        if is_within(path, _OPTIM):
-            return "optimizer"
-        if function == "backward" and path in _BACKWARD_FILES:
-            return "backward"
-    return "forward"
-
-
+@cache  # asked of the same few files after each failure
 def is_library(path: Path) -> bool:
     """Whether a file is torch's or oomprobe's own. The demo's steps are written as a user's would be, and count as one's.
 
@@ -89,10 +78,4 @@ def is_library(path: Path) -> bool:
         >>> is_library(Path(__file__)), is_library(Path("/home/me/train.py"))
         (True, False)
     """
-    return path.name != "demo.py" and any(is_within(path, folder) for folder in (_OOMPROBE, _TORCH))
-
-
-@cache
-def is_within(path: Path, folder: Path) -> bool:
-    """Whether a file lies in a folder; asked of the same few files after each failure."""
-    return folder in path.parents
+    return path.name != "demo.py" and any(folder in path.parents for folder in (_OOMPROBE, _TORCH))

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Name = Literal["OOM", "SIZE_LIMIT", "POISONED", "BUG"]
-Where = Literal["device", "host"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,32 +38,15 @@ class ErrorText:
     verdict: Name
     source: str
     ambiguous: bool = False
-    where: Where = "device"
+    where: Literal["device", "host"] = "device"
     redeemable: bool = False
     only_integrated: bool = False
     also_raised_as: frozenset[str] = frozenset()
 
 
-def _row(
-    verdict: Name,
-    source: str,
-    *alternatives: str,
-    ambiguous: bool = False,
-    where: Where = "device",
-    redeemable: bool = False,
-    only_integrated: bool = False,
-    also: tuple[str, ...] = (),
-) -> ErrorText:
-    return ErrorText(
-        pattern=re.compile("|".join(alternatives), re.IGNORECASE),
-        verdict=verdict,
-        source=source,
-        ambiguous=ambiguous,
-        where=where,
-        redeemable=redeemable,
-        only_integrated=only_integrated,
-        also_raised_as=frozenset(also),
-    )
+def _row(verdict: Name, source: str, *alternatives: str, also: tuple[str, ...] = (), **marks: Any) -> ErrorText:
+    pattern = re.compile("|".join(alternatives), re.IGNORECASE)
+    return ErrorText(pattern=pattern, verdict=verdict, source=source, also_raised_as=frozenset(also), **marks)
 
 
 # Packages whose exceptions speak for the device even where they do not inherit from RuntimeError.
