@@ -9,29 +9,20 @@ __version__ = "0.1.0"
 
 # Where each public name lives. Loaded on first use: importing oomprobe costs next to nothing, and its pure
 # modules can be used without torch.
-_HOMES = {
-    "DeviceLostError": "errors",
-    "InvalidArgumentError": "errors",
-    "NoDeviceError": "errors",
-    "NothingFitsError": "errors",
-    "OomProbeError": "errors",
-    "SimulatedDevice": "devices.simulated",
-    "StepFailedError": "errors",
-    "TimeLimitError": "errors",
-    "UnreliableError": "errors",
-    "Device": "devices",
-    "Evidence": "verdicts",
-    "LinearFit": "report.fit",
-    "Phase": "result",
-    "PlanEntry": "report.plan",
-    "ProbeResult": "result",
-    "Trial": "result",
-    "Verdict": "verdicts",
-    "check": "probe",
-    "classify_error": "verdicts",
-    "find_max_batch": "probe",
-    "probe_target": "probe",
+_NAMES = {
+    "devices": ("Device",),
+    "devices.simulated": ("SimulatedDevice",),
+    "errors": (
+        *("OomProbeError", "InvalidArgumentError", "NoDeviceError", "NothingFitsError", "StepFailedError"),
+        *("DeviceLostError", "TimeLimitError", "UnreliableError"),
+    ),
+    "probe": ("check", "find_max_batch", "probe_target"),
+    "report.fit": ("LinearFit",),
+    "report.plan": ("PlanEntry",),
+    "result": ("Phase", "ProbeResult", "Trial"),
+    "verdicts": ("Evidence", "Verdict", "classify_error"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 if TYPE_CHECKING:
     from oomprobe.devices import Device as Device

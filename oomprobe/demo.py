@@ -17,39 +17,32 @@ VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 512, 64, 128, 4, 3
 
 def conv_net() -> tuple[nn.Module, StepFn]:
     """A convolutional net with batch norm on images of 32 x 32, trained with AdamW."""
-    device = demo_device()
     model = nn.Sequential(
         *_conv_block(3, 32), *_conv_block(32, 64), *_conv_block(64, 128),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES),
-    ).to(device)  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(model: nn.Module, batch_size: int) -> None:
-        images = torch.randn(batch_size, 3, IMAGE_SIDE, IMAGE_SIDE, device=device)
-        labels = torch.randint(CLASSES, (batch_size,), device=device)
-        optimizer.zero_grad()
-        loss: Any = F.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-
-    return model, step
+    ).to(demo_device())  # fmt: skip
+    return model, _classify(torch.optim.AdamW(model.parameters(), lr=1e-3), 3, IMAGE_SIDE, IMAGE_SIDE)
 
 
 def wide_mlp() -> tuple[nn.Module, StepFn]:
     """One wide hidden layer, trained with SGD: much memory for little arithmetic, 1 MiB a sample."""
+    model = nn.Sequential(nn.Linear(16, HIDDEN), nn.GELU(), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES))
+    model = model.to(demo_device())
+    return model, _classify(torch.optim.SGD(model.parameters(), lr=1e-3), 16)
+
+
+def _classify(optimizer: torch.optim.Optimizer, *sample_shape: int) -> StepFn:
     device = demo_device()
-    model = nn.Sequential(nn.Linear(16, HIDDEN), nn.GELU(), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES)).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step(model: nn.Module, batch_size: int) -> None:
-        inputs = torch.randn(batch_size, 16, device=device)
+        inputs = torch.randn(batch_size, *sample_shape, device=device)
         labels = torch.randint(CLASSES, (batch_size,), device=device)
         optimizer.zero_grad()
         loss: Any = F.cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
 
-    return model, step
+    return step
 
 
 def small_gpt() -> tuple[nn.Module, StepFn]:

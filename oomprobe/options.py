@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -29,10 +28,6 @@ class Step:
         caller: What the user typed, for error messages; None: the user wrote `run`.
         has_made: Tells whether the current call made an optimizer and all its parameters, which then end with the
             call and need no snapshot; None: it never does.
-
-    Example:
-        >>> Step(run=lambda model, batch_size: model(torch.ones(batch_size, 8)), max_calls=1).max_calls
-        1
     """
 
     run: StepFn
@@ -68,16 +63,11 @@ class Options:
                 _check_number(name, getattr(self, name), "a positive number of seconds", lambda x: 0 < x < math.inf)
         _check_number("memory_fraction", self.memory_fraction, "above 0 and at most 1", lambda x: 0 < x <= 1)
         _check_number("resolution", self.resolution, "at least 0 and under 1", lambda x: 0 <= x < 1)
-        self._check_limits()
-
-    def _check_limits(self) -> None:
-        if self.max_batch is None:
-            return
-        if self.min_batch > self.max_batch:
+        if self.max_batch is not None and self.min_batch > self.max_batch:
             raise InvalidArgumentError(
                 f"min_batch={self.min_batch} is larger than max_batch={self.max_batch}: swap them"
             )
-        if self.sizes.last is None or self.sizes.first > self.sizes.last:
+        if self.sizes.last is not None and self.sizes.first > self.sizes.last:
             raise InvalidArgumentError(
                 f"no multiple of {self.multiple_of} lies between min_batch={self.min_batch} and "
                 f"max_batch={self.max_batch}: lower multiple_of or raise max_batch"
@@ -90,21 +80,17 @@ class Options:
 
 
 def check_size(name: str, value: object) -> None:
-    """Refuse what is not a positive integer; True is not a batch size."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}{_how_to_convert(value)}")
+    """Refuse what is not a positive integer; True is no batch size, and a numpy integer has no place in JSON."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return
+    foreign = hasattr(value, "__index__") and not isinstance(value, int)
+    how = f" of type {type(value).__module__}.{type(value).__name__}: pass int({value})" if foreign else ""
+    raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}{how}")
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raise unless it is a number of seconds, at least 0."""
+    """Refuse what is no number of seconds."""
     _check_number(name, value, "a number of seconds, at least 0", lambda x: x >= 0)
-
-
-def _how_to_convert(value: object) -> str:
-    """A numpy integer may print like Python's own, and has no place in a result that becomes JSON."""
-    if isinstance(value, int) or not hasattr(value, "__index__"):
-        return ""
-    return f" of type {type(value).__module__}.{type(value).__name__}: pass int({value})"
 
 
 def _check_number(name: str, value: object, wanted: str, holds: Callable[[float], bool]) -> None:
@@ -113,11 +99,7 @@ def _check_number(name: str, value: object, wanted: str, holds: Callable[[float]
 
 
 def named_steps(step_fn: object) -> dict[str, Step]:
-    """The steps by name; a single one has the name ``"step"``.
-
-    Raises:
-        InvalidArgumentError: a step is not callable with ``(model, batch_size)``, or there is none.
-    """
+    """The steps by name; a single one has the name ``"step"``."""
     steps: Mapping[Any, Any] = step_fn if isinstance(step_fn, Mapping) else {"step": step_fn}
     if not steps:
         raise InvalidArgumentError("step_fn is an empty mapping: give at least one step, {'train': step_fn}")
@@ -134,7 +116,8 @@ def _check_step(name: str, step: object) -> None:
             f"{name} must be a function (model, batch_size) that runs one full optimisation step, "
             f"not {type(step).__name__}"
         )
-    _refuse_unfinished(name, step)
+    if inspect.isgeneratorfunction(step) or inspect.iscoroutinefunction(step):
+        raise InvalidArgumentError(f"{name} has a yield or is async: calling it runs nothing. Write it without")
     try:
         signature = inspect.signature(step)
     except (TypeError, ValueError):  # a callable of C has none to look at
@@ -148,33 +131,12 @@ def _check_step(name: str, step: object) -> None:
         ) from None
 
 
-def _refuse_unfinished(name: str, step: Callable[..., object]) -> None:
-    """Refuse functions whose call runs nothing: it makes a generator or a coroutine that nobody would run."""
-    function: Callable[..., object] = step
-    while isinstance(function, functools.partial):
-        function = function.func
-    for one in (function, type(function).__call__):
-        if inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one):
-            raise InvalidArgumentError(
-                f"{name} is an async function: calling it runs nothing. Write it as def, or wrap it: "
-                "def step_fn(model, batch_size): asyncio.run(your_step(model, batch_size))"
-            )
-        if inspect.isgeneratorfunction(one):
-            raise InvalidArgumentError(
-                f"{name} is a generator function (it has a yield): calling it runs nothing. Write it without yield, "
-                "or wrap it: def step_fn(model, batch_size): list(your_step(model, batch_size))"
-            )
-
-
 def check_model(model: object) -> torch.nn.Module:
     """Refuse what is not a module."""
-    if not isinstance(model, torch.nn.Module) or isinstance(model, type):
-        raise InvalidArgumentError(f"model must be a torch.nn.Module, not {_kind(model)}")
-    return model
-
-
-def _kind(value: object) -> str:
-    return f"the class {value.__name__}: make an instance" if isinstance(value, type) else type(value).__name__
+    if isinstance(model, torch.nn.Module):
+        return model
+    kind = f"the class {model.__name__}: make an instance" if isinstance(model, type) else type(model).__name__
+    raise InvalidArgumentError(f"model must be a torch.nn.Module, not {kind}")
 
 
 def refuse_ranks() -> None:

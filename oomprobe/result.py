@@ -149,21 +149,18 @@ class ProbeResult:
         Raises:
             InvalidArgumentError: a size is not a positive integer.
         """
+        accumulated = [t for t in self.trials if t.accumulation_steps > 1]
+        largest = self.batch_size
+        if not all(t.passed for t in accumulated):  # then only what passed with accumulation counts
+            largest = max((t.batch_size for t in accumulated if t.passed), default=1)
         return plan(
             global_batch,
             world_size=world_size,
-            max_micro_batch=self._largest_micro_batch(),
+            max_micro_batch=largest,
             min_micro_batch=int(self.options.get("min_batch") or 1),
             multiple_of=int(self.options.get("multiple_of") or 1),
             ran=frozenset((t.batch_size, t.accumulation_steps) for t in self.trials if t.passed and not t.replayed),
         )
-
-    def _largest_micro_batch(self) -> int:
-        """Where accumulating was tried and failed, only what then passed counts."""
-        accumulated = [t for t in self.trials if t.accumulation_steps > 1]
-        if all(t.passed for t in accumulated):
-            return self.batch_size
-        return max((t.batch_size for t in accumulated if t.passed), default=1)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON types; `from_dict` reads it back."""
@@ -240,7 +237,7 @@ class ProbeResult:
 
 
 def trial_from_dict(data: Mapping[str, Any]) -> Trial:
-    """Read a trial as JSON types."""
+    """Read a trial that was written as JSON."""
     return Trial(**{**_known(Trial, data), "verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])})
 
 

@@ -21,11 +21,7 @@ RECIPE = "Write it as 'path/to/train.py:build' or 'package.module:build', where 
 
 
 def name_of(target: object) -> str:
-    """A target by name, as another process can find it.
-
-    Raises:
-        InvalidArgumentError: it is no name, and no function that can be imported.
-    """
+    """A target by name, as another process can find it."""
     if isinstance(target, str):
         return target
     name, module = getattr(target, "__qualname__", ""), sys.modules.get(getattr(target, "__module__", None) or "")
@@ -54,11 +50,7 @@ def simulated_or(device: Any) -> Any:
 
 
 def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
-    """Import a target and call it; on a simulated device it may move what it builds to ``"cuda"``.
-
-    Raises:
-        InvalidArgumentError: it is not found, or does not return ``(model, step_fn)``.
-    """
+    """Import a target and call it; on a simulated device it may move what it builds to ``"cuda"``."""
     replay = replay_of(device)
     with nullcontext() if replay is None else replay.building():
         built = load(target)()
@@ -69,8 +61,8 @@ def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
 
 def load(target: str) -> Callable[[], Any]:
     """Find the function of a target without calling it."""
-    place, colon, name = str(target).rpartition(":")
-    if not colon or not place or (place.startswith(".") and not place.endswith(".py")) or not name.isidentifier():
+    place, _, name = str(target).rpartition(":")
+    if not place or (place.startswith(".") and not place.endswith(".py")) or not name.isidentifier():
         raise InvalidArgumentError(f"{target!r} is not a target. {RECIPE}")
     module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
     function = getattr(module, name, None)
@@ -81,27 +73,25 @@ def load(target: str) -> Callable[[], Any]:
 
 def _from_file(path: Path) -> ModuleType:
     path = path.resolve()
-    spec = importlib.util.spec_from_file_location(_module_name(path), path) if path.is_file() else None
-    if spec is None or spec.loader is None:
+    if not path.is_file():
         raise InvalidArgumentError(f"there is no file {str(path)!r}. {RECIPE}")
+    # Called by its stem, as for a script's imports, unless another module is, such as ``types``.
+    name, present = path.stem, sys.modules.get(path.stem)
+    if present is not None and getattr(present, "__file__", None) != str(path):
+        name = f"_oomprobe_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # a script finds the modules beside it
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[spec.name]
+        del sys.modules[name]
         raise
     return module
-
-
-def _module_name(path: Path) -> str:
-    """The stem, as for a script's imports; another name where that belongs to another module, such as ``types``."""
-    present = sys.modules.get(path.stem)
-    if present is None or getattr(present, "__file__", None) == str(path):
-        return path.stem
-    return f"_oomprobe_target_{path.stem}"
 
 
 def _from_name(name: str) -> ModuleType:
