@@ -1,11 +1,8 @@
 import asyncio
-import copy
 import errno
 import gc
 import json
 import re
-import subprocess
-import sys
 import weakref
 from itertools import product
 from pathlib import Path
@@ -42,6 +39,7 @@ OOM_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 HOST_TEXT = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
 ENGINE_TEXT = "GET was unable to find an engine to execute this computation"
 TEGRA_TEXT = 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/c10/cuda/CUDACachingAllocator.cpp":995, please'
+ADVICE = "\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
 EXECUTION_TEXT = "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"
 
 CORROBORATED = Evidence(smaller_size_passed=True, memory_pressure=True)
@@ -88,6 +86,7 @@ def caused(outer, inner):
 class TestTable:
     @pytest.mark.parametrize("row", MESSAGES)
     def test_each_message_gets_its_verdict(self, row):
+        assert row["source"].strip()
         facts = facts_of(as_raised(row))
         assert classify(facts).name == row["verdict"]
         if row["ambiguous"] and row["verdict"] == "OOM":
@@ -99,10 +98,6 @@ class TestTable:
         wrapped = RuntimeError(f'{text}  File "train.py", line 26\nRuntimeError: {row["message"]}')
         assert classify_error(wrapped).name == row["verdict"]
 
-    @pytest.mark.parametrize("row", MESSAGES)
-    def test_each_message_has_a_source(self, row):
-        assert row["source"].strip()
-
     @pytest.mark.parametrize("row", ERROR_TEXTS, ids=lambda row: f"{row.verdict}-{row.pattern.pattern[:40]}")
     def test_rows_are_sourced_and_do_not_match_everything(self, row):
         assert len(row.source) > 5
@@ -112,17 +107,6 @@ class TestTable:
 
 
 class TestTraps:
-    def test_advice_on_device_side_assertions_is_not_an_assertion(self):
-        advice = "\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
-        assert classify_error(RuntimeError("CUDA error: out of memory" + advice)) is Verdict.OOM
-        assert classify_error(RuntimeError("CUDA error: device-side assert triggered" + advice)) is Verdict.POISONED
-
-    def test_two_gibibytes_are_not_the_32_bit_limit(self):
-        for size in (2147483647, 2147483648, 4294967296, 65536):
-            text = f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes."
-            assert classify_error(RuntimeError(text)) is Verdict.OOM
-        assert classify_error(RuntimeError("only tensors with less than 2147483647 elements")) is Verdict.SIZE_LIMIT
-
     @pytest.mark.parametrize(
         "error",
         [
@@ -145,19 +129,22 @@ class TestTraps:
         assert classify_error(error, CORROBORATED) is Verdict.BUG
 
     @pytest.mark.parametrize(
-        "text",
+        ("text", "verdict"),
         [
-            "out of resource: shared memory, Required: 131072, Hardware limit: 101376.",
-            "Unexpected bus error encountered in worker. Perhaps insufficient shared memory (shm).",
-            "unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)",
+            ("CUDA error: out of memory" + ADVICE, Verdict.OOM),
+            ("CUDA error: device-side assert triggered" + ADVICE, Verdict.POISONED),
+            (f"{HOST_TEXT} to allocate 2147483648 bytes.", Verdict.OOM),
+            (f"{HOST_TEXT} to allocate 65536 bytes.", Verdict.OOM),
+            ("only tensors with less than 2147483647 elements", Verdict.SIZE_LIMIT),
+            (TEGRA_TEXT, Verdict.OOM),
+            (TEGRA_TEXT.replace("NVML_SUCCESS == r", "block"), Verdict.POISONED),
+            ("out of resource: shared memory, Required: 131072, Hardware limit: 101376.", Verdict.BUG),
+            ("Unexpected bus error encountered in worker. Perhaps insufficient shared memory (shm).", Verdict.BUG),
+            ("unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)", Verdict.BUG),
         ],
     )
-    def test_shared_memory_is_a_bug(self, text):
-        assert classify_error(RuntimeError(text), CORROBORATED) is Verdict.BUG
-
-    def test_jetsons_assert_is_memory_and_any_other_is_poison(self):
-        assert classify_error(RuntimeError(TEGRA_TEXT)) is Verdict.OOM
-        assert classify_error(RuntimeError(TEGRA_TEXT.replace("NVML_SUCCESS == r", "block"))) is Verdict.POISONED
+    def test_a_text_that_sounds_like_another(self, text, verdict):
+        assert classify_error(RuntimeError(text)) is verdict
 
     def test_a_device_text_is_read_from_a_memory_error(self):
         rmm = MemoryError("std::bad_alloc: out_of_memory: CUDA error at: rmm.hpp cudaErrorMemoryAllocation")
@@ -171,23 +158,19 @@ class TestTraps:
 
 
 class TestCodes:
-    @pytest.mark.parametrize("code", sorted(error_texts.STICKY_CODES))
-    def test_sticky(self, code):
-        error = torch.AcceleratorError(OOM_TEXT)
-        error.error_code = code
-        assert classify_error(error) is Verdict.POISONED
-        assert classify_error(error, CORROBORATED) is Verdict.POISONED
-
-    @pytest.mark.parametrize("code", [0, 1, 9, 101, 209, 701, 801, 901, True, None, "700", 700.0])
-    def test_not_sticky(self, code):
+    @pytest.mark.parametrize(
+        ("code", "verdict"),
+        [
+            *((code, Verdict.POISONED) for code in sorted(error_texts.STICKY_CODES)),
+            (2, Verdict.OOM),
+            *((code, Verdict.BUG) for code in (0, 1, 9, 101, 209, 701, 801, 901, True, None, "700", 700.0)),
+        ],
+    )
+    def test_of_a_device(self, code, verdict):
         error = torch.AcceleratorError("a text that says nothing")
         error.error_code = code
-        assert classify_error(error) is Verdict.BUG
-
-    def test_two_is_out_of_memory(self):
-        error = torch.AcceleratorError("a text that says nothing")
-        error.error_code = 2
-        assert classify_error(error, UNCORROBORATED) is Verdict.OOM
+        assert classify_error(error) is verdict
+        assert classify_error(error, CORROBORATED) is verdict
 
     def test_other_peoples_codes_do_not_count(self):
         class RequestFailed(RuntimeError):
@@ -209,32 +192,22 @@ class TestEvidence:
             assert (verdict is Verdict.POISONED) == (not evidence.healthy)
 
     @pytest.mark.parametrize("evidence", [e for e in ALL_EVIDENCE if e.healthy])
-    def test_rows_that_are_sure_ignore_it(self, evidence):
-        assert classify_error(RuntimeError(OOM_TEXT), evidence) is Verdict.OOM
-        assert classify_error(torch.OutOfMemoryError("?"), evidence) is Verdict.OOM
-        assert classify_error(RuntimeError("quantile() input tensor is too large"), evidence) is Verdict.SIZE_LIMIT
-        assert classify_error(RuntimeError("CUDA error: misaligned address"), evidence) is Verdict.POISONED
-
-    @pytest.mark.parametrize("evidence", [e for e in ALL_EVIDENCE if e.healthy])
-    def test_an_unsure_memory_text_needs_both(self, evidence):
+    def test_rows_that_are_sure_ignore_it_and_others_need_it(self, evidence):
         both = evidence.smaller_size_passed and evidence.memory_pressure
-        expected = Verdict.OOM if both else Verdict.BUG
-        assert classify_error(RuntimeError(ENGINE_TEXT), evidence) is expected
-        assert classify_error(RuntimeError(EXECUTION_TEXT), evidence) is expected
-        tegra = Verdict.OOM if both and evidence.integrated else Verdict.BUG
-        assert classify_error(RuntimeError(TEGRA_TEXT), evidence) is tegra
-
-    @pytest.mark.parametrize("evidence", [e for e in ALL_EVIDENCE if e.healthy])
-    def test_an_unsure_size_text_needs_a_smaller_size(self, evidence):
-        expected = Verdict.SIZE_LIMIT if evidence.smaller_size_passed else Verdict.BUG
-        assert classify_error(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), evidence) is expected
-
-    @pytest.mark.parametrize("evidence", ALL_EVIDENCE)
-    def test_device_not_ready_is_redeemed_by_a_health_check(self, evidence):
-        corroborated = evidence.smaller_size_passed and evidence.memory_pressure
-        expected = Verdict.OOM if corroborated else Verdict.BUG
-        error = RuntimeError("CUDA driver error: device not ready")
-        assert classify_error(error, evidence) is (expected if evidence.healthy else Verdict.POISONED)
+        for text, expected in {
+            OOM_TEXT: Verdict.OOM,
+            "quantile() input tensor is too large": Verdict.SIZE_LIMIT,
+            "CUDA error: misaligned address": Verdict.POISONED,
+            ENGINE_TEXT: Verdict.OOM if both else Verdict.BUG,
+            EXECUTION_TEXT: Verdict.OOM if both else Verdict.BUG,
+            "CUDA driver error: device not ready": Verdict.OOM if both else Verdict.BUG,
+            TEGRA_TEXT: Verdict.OOM if both and evidence.integrated else Verdict.BUG,
+            "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.": (
+                Verdict.SIZE_LIMIT if evidence.smaller_size_passed else Verdict.BUG
+            ),
+        }.items():
+            assert classify_error(RuntimeError(text), evidence) is expected
+        assert classify_error(torch.OutOfMemoryError("?"), evidence) is Verdict.OOM
 
     @pytest.mark.parametrize(
         "error",
@@ -263,30 +236,26 @@ class TestEvidence:
 
 
 class TestChain:
-    def test_the_cause_is_read(self):
-        assert classify_error(caused(ValueError("step failed"), torch.OutOfMemoryError("?"))) is Verdict.OOM
-
-    def test_a_runtime_error_from_a_key_error_is_a_bug(self):
-        assert classify_error(caused(RuntimeError("step failed"), KeyError("labels"))) is Verdict.BUG
+    @pytest.mark.parametrize(
+        ("outer", "inner", "verdict"),
+        [
+            (ValueError("step failed"), torch.OutOfMemoryError("?"), Verdict.OOM),
+            (RuntimeError("step failed"), KeyError("labels"), Verdict.BUG),
+            (RuntimeError("CUDA error: misaligned address"), torch.OutOfMemoryError(OOM_TEXT), Verdict.POISONED),
+            (torch.OutOfMemoryError(OOM_TEXT), RuntimeError("CUDA error: misaligned address"), Verdict.POISONED),
+            (RuntimeError(EXECUTION_TEXT), RuntimeError("CUDA error: misaligned address"), Verdict.POISONED),
+            (RuntimeError(ENGINE_TEXT), RuntimeError(OOM_TEXT), Verdict.OOM),
+        ],
+        ids=lambda value: str(value)[:20],
+    )
+    def test_the_strongest_link_decides(self, outer, inner, verdict):
+        assert classify_error(caused(outer, inner), UNCORROBORATED) is verdict
+        assert classify_error(caused(outer, inner), CORROBORATED) is verdict
 
     def test_the_context_is_not_read(self):
         error = KeyError("labels")
         error.__context__ = torch.OutOfMemoryError(OOM_TEXT)
         assert classify_error(error) is Verdict.BUG
-
-    def test_the_stronger_link_decides_wherever_it_stands(self):
-        poison, memory = RuntimeError("CUDA error: misaligned address"), torch.OutOfMemoryError(OOM_TEXT)
-        assert classify_error(caused(poison, memory)) is Verdict.POISONED
-        poison.__cause__ = None
-        assert classify_error(caused(memory, poison)) is Verdict.POISONED
-
-    def test_a_sure_poison_is_not_redeemed_by_an_unsure_one(self):
-        error = caused(RuntimeError(EXECUTION_TEXT), RuntimeError("CUDA error: misaligned address"))
-        assert classify_error(error, CORROBORATED) is Verdict.POISONED
-
-    def test_a_sure_memory_text_needs_no_evidence_for_an_unsure_one(self):
-        error = caused(RuntimeError(ENGINE_TEXT), RuntimeError(OOM_TEXT))
-        assert classify_error(error, UNCORROBORATED) is Verdict.OOM
 
     def test_groups(self):
         group = ExceptionGroup("ranks", [KeyError("x"), ExceptionGroup("inner", [RuntimeError(OOM_TEXT)])])
@@ -306,14 +275,6 @@ class TestChain:
         assert len(facts_of(error).links) == MAX_LINKS
         assert classify_error(error) is Verdict.BUG
 
-    def test_a_chain_that_never_ends(self):
-        class Endless(RuntimeError):
-            @property
-            def inner_exception(self):
-                return Endless()
-
-        assert 1 <= len(facts_of(Endless()).links) <= MAX_LINKS
-
 
 class Hostile(RuntimeError):
     """Whatever is asked of it, it raises."""
@@ -329,10 +290,6 @@ class PlainFailure(RuntimeError):
     """As RuntimeError, but a weak reference to it can be made."""
 
 
-class OddText(str):
-    __slots__ = ("kept",)
-
-
 class TestTotality:
     @pytest.mark.parametrize(
         "thing",
@@ -346,14 +303,6 @@ class TestTotality:
         assert classify_error(Hostile()) is Verdict.BUG
         assert classify_error(caused(RuntimeError("x"), Hostile())) is Verdict.BUG
         assert classify_error(ExceptionGroup("g", [Hostile(), RuntimeError(OOM_TEXT)])) is Verdict.OOM
-
-    def test_exits_are_bugs_here(self):
-        assert classify_error(KeyboardInterrupt()) is Verdict.BUG
-        assert classify_error(SystemExit(1)) is Verdict.BUG
-
-    def test_a_class_with_odd_names(self):
-        odd = type("Odd", (RuntimeError,), {"__module__": 42})
-        assert classify_error(odd(OOM_TEXT)) is Verdict.OOM
 
     odd_values = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.just(object()),
@@ -383,10 +332,6 @@ class TestTotality:
         assert isinstance(classify(facts, evidence), Verdict)
         assert classify_error(error, evidence) is classify(facts, evidence)
         assert_plain(facts)
-
-    @given(st.text(max_size=300), st.none() | st.sampled_from(ALL_EVIDENCE))
-    def test_odd_texts(self, text, evidence):
-        assert isinstance(classify_error(RuntimeError(text), evidence), Verdict)
 
     @given(
         st.lists(
@@ -442,22 +387,6 @@ class TestNothingIsKept:
             classify(facts, CORROBORATED)
         assert facts is not None
         assert [ref() for ref in alive] == [None, None]
-
-    def test_a_text_that_carries_more_than_text(self):
-        class Carrier(RuntimeError):
-            def __str__(self):
-                text = OddText(OOM_TEXT)
-                text.kept = self
-                return text
-
-        error = Carrier()
-        error.error_code = type("Code", (int,), {})(700)
-        facts, ref = facts_of(error), weakref.ref(error)
-        assert_plain(facts)
-        del error
-        gc.collect()  # the exception is its own text's owner
-        assert ref() is None
-        assert copy.deepcopy(facts) == facts
 
 
 class TestRealErrors:
@@ -521,32 +450,6 @@ class TestRealErrors:
         assert classify_error(error) is Verdict.OOM
 
 
-@pytest.mark.parametrize(("module", "expected"), [("oomprobe.verdicts", "False"), ("torch", "True")])
-def test_torch_is_not_imported(module, expected):
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys, {module}; print('torch' in sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[1],
-    )
-    assert done.stdout.strip() == expected
-
-
-class LyingMeta(type):
-    @property
-    def __mro__(cls):
-        raise ValueError
-
-
-class Lying(RuntimeError, metaclass=LyingMeta):
-    pass
-
-
-def test_a_metaclass_that_hides_its_bases_is_read():
-    assert classify_error(Lying("CUDA error: out of memory")) is Verdict.OOM
-
-
 @pytest.mark.parametrize("raised", [GeneratorExit, asyncio.CancelledError, BaseException])
 def test_texts_that_raise_what_is_no_exception_are_no_text(raised):
     class Silent(Exception):
@@ -564,8 +467,3 @@ def test_signals_that_come_while_an_exception_is_read_pass(signal):
 
     with pytest.raises(signal):
         classify_error(Slow())
-
-
-@pytest.mark.parametrize("evidence", [5, "x", {}, Evidence])
-def test_evidence_that_is_none_counts_as_none(evidence):
-    assert classify_error(RuntimeError("CUDA error: out of memory"), evidence) is Verdict.OOM

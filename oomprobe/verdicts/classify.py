@@ -199,9 +199,9 @@ def _root(name: str) -> str:
 
 def _link_of(error: BaseException) -> Link:
     code = _attribute(error, "error_code")
-    text = text_of(error)[:]  # a plain str, whatever __str__ returned
+    text = text_of(error)
     return Link(
-        classes=tuple(f"{cls.__module__}.{cls.__name__}" for cls in type.mro(type(error))),
+        classes=tuple(f"{cls.__module__}.{cls.__name__}" for cls in type(error).__mro__),
         text=text if len(text) <= 2 * MAX_TEXT else f"{text[:MAX_TEXT]}\n...\n{text[-MAX_TEXT:]}",
         error_code=int(code) if isinstance(code, int) and not isinstance(code, bool) else None,
     )
