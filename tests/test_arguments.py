@@ -25,11 +25,6 @@ def test_what_require_would_ignore_is_refused(option):
         check_run(parsed("--require", "8", flag, "1"))
 
 
-@pytest.mark.parametrize("command", [["demo"], ["show", "x.json"], ["devices"], ["run", "x:y"]])
-def test_each_command_is_named(command):
-    assert parser().parse_args(command).command == command[0]
-
-
 @pytest.mark.parametrize(("arguments", "said"), [([], "required: COMMAND"), (["fly"], "invalid choice: 'fly'")])
 def test_no_command_is_a_usage_error(capsys, arguments, said):
     with pytest.raises(SystemExit) as left:
