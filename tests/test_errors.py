@@ -1,5 +1,3 @@
-import traceback
-
 import pytest
 from test_result import a_trial
 
@@ -103,20 +101,6 @@ def test_a_failed_target_keeps_its_own_text():
     assert str(failed).startswith("the target train.py:build failed with KeyError while it was imported and built: ")
     assert (failed.trials, failed.batch_size) == ((), 0)
     assert str(errors.target_failed(Speechless("x"), "t:b")).count("(no text)") == 1
-
-
-def test_the_traceback_shows_the_users_line():
-    def step():
-        raise KeyError("labels")  # the user's line
-
-    try:
-        step()
-    except KeyError as own:
-        failed = step_failed(own, batch_size=4)
-        failed.__cause__ = own
-    text = "".join(traceback.format_exception(failed))
-    assert "# the user's line" in text
-    assert "StepFailedError: the step failed at batch size 4 with KeyError: 'labels'" in text
 
 
 def test_the_users_exception_is_not_changed():

@@ -18,12 +18,68 @@ class FailsBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        raise ValueError("in backward")  # the line of FailsBackward
+        raise ValueError("in backward")  # backward: a function of the user's own
 
 
 class FailingSGD(torch.optim.SGD):
     def step(self, closure=None):
-        raise ValueError("in step")  # the line of FailingSGD
+        raise ValueError("in step")  # optimizer: one of the user's own
+
+
+class FailingModel(torch.nn.Module):
+    def forward(self, x):
+        raise ValueError("in forward")  # forward: a model of the user's own
+
+
+def in_own_function():
+    FailsBackward.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def in_own_model():
+    FailingModel()(torch.ones(1))
+
+
+def in_a_layer():
+    layer = torch.nn.Linear(3, 2)
+    layer(torch.ones(4, 5))  # forward: a wrong shape
+
+
+def in_backward():
+    x = torch.ones(2, requires_grad=True)
+    (x * 2).backward()  # backward: not a scalar
+
+
+def in_the_engine():
+    torch.autograd.backward([torch.ones(2, requires_grad=True) * 2])  # backward: the engine itself
+
+
+def in_an_optimizer():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg"] = torch.ones(7)
+    optimizer.step()  # optimizer: the state has another shape
+
+
+def in_own_optimizer():
+    FailingSGD([torch.nn.Parameter(torch.ones(3))], lr=0.1).step()
+
+
+def backward():
+    raise ValueError("mine")  # forward: a function that is only called backward
+
+
+PLACES = {
+    in_own_model: "forward: a model of the user's own",
+    in_a_layer: "forward: a wrong shape",
+    in_backward: "backward: not a scalar",
+    in_own_function: "backward: a function of the user's own",
+    in_the_engine: "backward: the engine itself",
+    in_an_optimizer: "optimizer: the state has another shape",
+    in_own_optimizer: "optimizer: one of the user's own",
+    backward: "forward: a function that is only called backward",
+}
 
 
 def line_of(mark):
@@ -44,69 +100,10 @@ def failure_in(call):
 # --- where ---
 
 
-def test_a_failure_in_the_users_own_forward():
-    class Model(torch.nn.Module):
-        def forward(self, x):
-            raise ValueError("in forward")  # the line of Model
-
-    failure = failure_in(lambda: Model()(torch.ones(1)))
-    assert failure.where == f"forward, {HERE}:{line_of('the line of Model')}"
-
-
-def test_a_failure_inside_torch_is_placed_at_the_users_line():
-    layer = torch.nn.Linear(3, 2)
-
-    def step():
-        return layer(torch.ones(4, 5))  # the wrong shape
-
-    assert failure_in(step).where == f"forward, {HERE}:{line_of('the wrong shape')}"
-
-
-def test_a_failure_in_backward_inside_torch():
-    def step():
-        x = torch.ones(2, requires_grad=True)
-        (x * 2).backward()  # not a scalar
-
-    assert failure_in(step).where == f"backward, {HERE}:{line_of('not a scalar')}"
-
-
-def test_a_failure_in_the_users_own_backward():
-    def step():
-        FailsBackward.apply(torch.ones(2, requires_grad=True)).sum().backward()
-
-    assert failure_in(step).where == f"backward, {HERE}:{line_of('the line of FailsBackward')}"
-
-
-def test_a_failure_in_the_engine_called_without_a_tensor():
-    def step():
-        torch.autograd.backward([torch.ones(2, requires_grad=True) * 2])  # the engine itself
-
-    assert failure_in(step).where == f"backward, {HERE}:{line_of('the engine itself')}"
-
-
-def test_a_failure_in_an_optimizer_of_torch():
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.Adam([weight])
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    optimizer.state[weight]["exp_avg"] = torch.ones(7)
-
-    def step():
-        optimizer.step()  # the state has another shape
-
-    assert failure_in(step).where == f"optimizer, {HERE}:{line_of('the state has another shape')}"
-
-
-def test_a_failure_in_the_users_own_optimizer():
-    optimizer = FailingSGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-    assert failure_in(optimizer.step).where == f"optimizer, {HERE}:{line_of('the line of FailingSGD')}"
-
-
-def test_a_users_function_called_backward_is_not_torchs():
-    def backward():
-        raise ValueError("mine")  # my own backward
-
-    assert failure_in(backward).where == f"forward, {HERE}:{line_of('my own backward')}"
+@pytest.mark.parametrize("call", PLACES, ids=lambda call: call.__name__)
+def test_a_failure_is_placed_at_the_users_line(call):
+    part = PLACES[call].partition(":")[0]
+    assert failure_in(call).where == f"{part}, {HERE}:{line_of(PLACES[call])}"
 
 
 def test_users_folders_may_be_called_like_torchs():

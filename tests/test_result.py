@@ -103,16 +103,9 @@ def a_result(**changes):
 
 @given(results)
 def test_a_result_survives_json(result):
-    assert ProbeResult.from_dict(json.loads(result.to_json())) == result
-
-
-@given(results)
-def test_reading_gives_the_types_back(result):
-    read = ProbeResult.from_dict(result.to_dict())
+    read = ProbeResult.from_dict(json.loads(result.to_json()))
+    assert read == result
     assert all(type(t.verdict) is Verdict and type(t.phase) is Phase for t in read.trials)
-    assert isinstance(read.trials, tuple)
-    assert isinstance(read.notes, tuple)
-    assert isinstance(read.not_covered, tuple)
 
 
 def test_a_result_of_version_1_is_read():
@@ -121,10 +114,6 @@ def test_a_result_of_version_1_is_read():
     assert read.pop("breakdown") is None  # came later
     for values, kept in [(read, written), *zip(read["trials"], written["trials"], strict=True)]:
         assert {key: value for key, value in values.items() if key != "trials"}.items() <= kept.items()
-
-
-def test_a_dict_is_json_types_only():
-    assert json.loads(json.dumps(a_result().to_dict())) == a_result().to_dict()
 
 
 def test_options_that_json_does_not_know_are_written_as_text(tmp_path):
@@ -139,23 +128,10 @@ def test_to_json_writes_what_it_returns(tmp_path):
     assert ProbeResult.from_dict(json.loads(text)).notes == ("gr\u00f6\u00dfer",)
 
 
-def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    a_result().to_json()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("version", [0, 2, "1", None])
 def test_another_schema_version_is_refused_by_number(version):
     data = {**a_result().to_dict(), "schema_version": version}
     with pytest.raises(InvalidArgumentError, match=f"schema_version {version!r}; this oomprobe reads {SCHEMA_VERSION}"):
-        ProbeResult.from_dict(data)
-
-
-def test_without_a_schema_version_it_is_refused():
-    data = a_result().to_dict()
-    del data["schema_version"]
-    with pytest.raises(InvalidArgumentError, match="schema_version None"):
         ProbeResult.from_dict(data)
 
 
@@ -165,7 +141,7 @@ def test_garbage_is_an_invalid_argument(data):
         ProbeResult.from_dict(data)
 
 
-@pytest.mark.parametrize("name", ["batch_size", "trials", "device", "notes", "limited_by"])
+@pytest.mark.parametrize("name", ["schema_version", "batch_size", "trials", "device", "notes", "limited_by"])
 def test_a_missing_key_is_named(name):
     data = a_result().to_dict()
     del data[name]
@@ -195,36 +171,21 @@ def test_data_are_frozen(thing):
     assert not hasattr(thing, "__dict__")
 
 
-@pytest.mark.parametrize("verdict", Verdict)
-def test_only_fits_has_passed(verdict):
-    assert a_trial(verdict=verdict).passed == (verdict is Verdict.FITS)
-
-
 def test_a_plan_says_ran_only_of_passing_trials():
     result = a_result(batch_size=6, trials=(a_trial(6), a_trial(5, Verdict.OOM), a_trial(4, accumulation_steps=3)))
     ran = {e.micro_batch: (e.ran, e.ran_accumulated) for n in (6, 5, 4) for e in result.plan(n)}
     assert (ran[6], ran[5], ran[4]) == ((True, False), (False, False), (True, True))
 
 
-def test_a_plan_keeps_to_the_answer_and_to_multiple_of():
+def test_a_plan_keeps_to_the_answer_and_to_the_options():
     result = a_result(batch_size=96, options={"multiple_of": 32})
-    assert (result.plan(512, world_size=2)[0].micro_batch, result.plan(512, world_size=2)[0].exact) == (
-        64,
-        True,
-    )
+    first = result.plan(512, world_size=2)[0]
+    assert (first.micro_batch, first.exact) == (64, True)
     assert all(e.micro_batch % 32 == 0 and e.micro_batch <= 96 for e in result.plan(1000))
-
-
-def test_a_plan_for_no_samples_is_an_invalid_argument():
-    with pytest.raises(InvalidArgumentError, match="global_batch"):
-        a_result().plan(0)
+    result = a_result(batch_size=50, trials=())
+    assert result.plan(51)[0].micro_batch == 25
+    assert replace(result, options={"min_batch": 48}).plan(51)[0].micro_batch == 50
 
 
 def test_as_text_a_result_is_its_report():
     assert str(a_result()).startswith("verdict: batch 4 fits in 90 B (90 % of 100 B on test device)\n")
-
-
-def test_a_plan_respects_min_batch():
-    result = a_result(batch_size=50, trials=())
-    assert result.plan(51)[0].micro_batch == 25
-    assert replace(result, options={"min_batch": 48}).plan(51)[0].micro_batch == 50
