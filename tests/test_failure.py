@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oomprobe.verdicts.failure import MAX_TEXT, Failure, failure_of
+from oomprobe.verdicts.failure import MAX_TEXT, failure_of
 
 HERE = Path(__file__).name
 
@@ -121,25 +121,24 @@ def test_an_exception_that_was_never_raised_is_nowhere():
 # --- text ---
 
 
-def test_the_text_is_class_and_message():
-    assert failure_of(KeyError("labels")).text == "KeyError: 'labels'"
-    assert failure_of(AssertionError()).text == "AssertionError:"
+class Speechless(Exception):
+    def __str__(self):
+        raise ValueError
 
 
-@pytest.mark.parametrize("length", [MAX_TEXT - 20, MAX_TEXT, MAX_TEXT + 1, 10**6])
-def test_long_texts_are_shortened_and_say_so(length):
-    whole = "ValueError: " + "x" * (length - len("ValueError: "))
-    text = failure_of(ValueError("x" * (length - len("ValueError: ")))).text
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("labels"), "KeyError: 'labels'"),
+        (AssertionError(), "AssertionError:"),
+        (Speechless(), "Speechless: (no text)"),
+        (ValueError("x" * 10**6), f"ValueError: {'x' * (MAX_TEXT - 16)} ..."),
+    ],
+    ids=["a key", "no text", "fails", "long"],
+)
+def test_the_text_is_class_and_message(error, text):
+    assert failure_of(error).text == text
     assert len(text) <= MAX_TEXT
-    assert text == whole if length <= MAX_TEXT else text == whole[: MAX_TEXT - 4] + " ..."
-
-
-def test_an_exception_whose_text_fails_has_none():
-    class Speechless(Exception):
-        def __str__(self):
-            raise ValueError
-
-    assert failure_of(Speechless()).text == "Speechless: (no text)"
 
 
 # --- nothing is kept alive ---
@@ -157,8 +156,10 @@ def no_gc():
     gc.enable()
 
 
-def dead_after(keep):
-    watched = []
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize(("keep", "dies"), [(failure_of, True), (lambda error: error, False)], ids=["failure", "error"])
+def test_a_failure_keeps_no_frames(keep, dies):
+    watched, kept = [], None
 
     def step():
         activation = Activation()
@@ -168,26 +169,12 @@ def dead_after(keep):
         except KeyError:
             raise RuntimeError(f"with {type(activation).__name__} in the frame")  # noqa: B904 - a chain, too
 
-    kept = None
     try:
         step()
     except RuntimeError as error:
         kept = keep(error)
-    return watched[0]() is None, kept
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_a_failure_keeps_no_frames():
-    dead, kept = dead_after(failure_of)
-    assert isinstance(kept, Failure)
-    assert dead
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_the_exception_itself_would_have_kept_them():
-    dead, kept = dead_after(lambda error: error)
     assert kept is not None
-    assert not dead
+    assert (watched[0]() is None) == dies
 
 
 def test_a_failure_is_made_of_plain_values():

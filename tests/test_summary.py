@@ -50,34 +50,37 @@ def result(*trials, found=None, **fields):
     return summary.result_of(bench(*trials, **fields), found or Found(batch_size=trials[-1].batch_size))
 
 
-# --- nothing fits ---
-
-
-def test_nothing_fits_in_all_the_memory():
-    text = str(summary.nothing_fits(bench(trial(1, passed=False))))
-    assert text.startswith(
-        "batch 1, the smallest allowed, does not fit on a device with all the memory there is: out of memory"
-    )
-    assert "memory_fraction" not in text
-
-
-@pytest.mark.parametrize("before", [[], [trial(4)]])
-def test_nothing_fits_names_the_budget(before):
-    failed = trial(4, passed=False, cap_bytes=90 * MIB)
-    text = str(summary.nothing_fits(bench(*before, failed, min_batch=4)))
-    assert "does not fit on a device within a budget of 90.00 MiB (memory_fraction=0.9): out of memory" in text
-    assert "min_batch below 4" in text
-    assert text.endswith("or a larger memory_fraction.")
-
-
-def test_one_size_that_fails_is_not_the_smallest_of_several():
-    failed = trial(250, passed=False, cap_bytes=90 * MIB, phase=Phase.CONFIRM)
-    text = str(summary.nothing_fits(bench(failed, min_batch=250, max_batch=250)))
-    assert text.startswith(
-        "batch 250 does not survive on a device within a budget of 90.00 MiB (memory_fraction=0.9): out of memory"
-    )
-    assert "smallest" not in text
-    assert "min_batch" not in text
+@pytest.mark.parametrize(
+    ("trials", "options", "said", "unsaid"),
+    [
+        (
+            [trial(1, passed=False)],
+            {},
+            "batch 1, the smallest allowed, does not fit on a device with all the memory there is: out of memory",
+            ["memory_fraction"],
+        ),
+        (
+            [trial(4), trial(4, passed=False, cap_bytes=90 * MIB)],
+            {"min_batch": 4},
+            "batch 4, the smallest allowed, does not fit on a device within a budget of 90.00 MiB "
+            "(memory_fraction=0.9): out of memory",
+            [],
+        ),
+        (
+            [trial(250, passed=False, cap_bytes=90 * MIB, phase=Phase.CONFIRM)],
+            {"min_batch": 250, "max_batch": 250},
+            "batch 250 does not survive on a device within a budget of 90.00 MiB (memory_fraction=0.9): out of memory",
+            ["smallest", "min_batch"],
+        ),
+    ],
+    ids=["all the memory", "a budget", "one size"],
+)
+def test_nothing_fits_names_size_budget_and_remedies(trials, options, said, unsaid):
+    text = str(summary.nothing_fits(bench(*trials, **options)))
+    assert text.startswith(said)
+    assert ("min_batch below 4" in text) == (options == {"min_batch": 4})
+    assert text.endswith("or a larger memory_fraction.") == bool(options)
+    assert not any(words in text for words in unsaid)
 
 
 # --- the bracket ---
@@ -111,40 +114,29 @@ def test_steps_too_short_to_be_timed_are_no_measure():
     assert "as at 16 " in note
 
 
-def test_a_leak_says_how_long_the_free_memory_lasts():
-    held = {"peak_reserved_bytes": 90 * MIB, "phase": Phase.CONFIRM, "step_leaked_bytes": MIB // 64}
-    [note] = result(trial(1), trial(2, **held)).notes
-    assert note == (
-        "leak: each step at batch 2 keeps 16.00 KiB, and what is left free lasts for about 640 of them; something keeps "
-        "tensors of each step"
-    )
+LEAKING = {"phase": Phase.CONFIRM, "step_leaked_bytes": MIB}
 
 
 @pytest.mark.parametrize(
-    ("peaks", "above", "steps"),
+    ("fields", "more", "steps"),
     [
         ({"peak_reserved_bytes": 36 * MIB}, [trial(3)], 64),
         ({"peak_reserved_bytes": 36 * MIB}, [trial(3, passed=False)], 64),
+        ({"peak_reserved_bytes": 90 * MIB}, [trial(2, phase=Phase.CONFIRM, accumulation_steps=4)], 10),
+        # Live tensors alone say too little: holes between them are used up too.
         ({"peak_reserved_bytes": None, "peak_allocated_bytes": 36 * MIB}, [], 10),
+        ({"leaked_bytes": 6 * MIB, "peak_reserved_bytes": 90 * MIB}, [], 10),
     ],
+    ids=["a larger size ran", "a larger size failed", "the plan's trial", "live tensors alone", "two leaks are one"],
 )
-def test_what_an_answer_leaves_free_is_what_it_did_not_take(peaks, above, steps):
-    """Live tensors alone say too little: holes between them are used up too."""
-    confirmed = trial(2, phase=Phase.CONFIRM, step_leaked_bytes=MIB, **peaks)
-    [note] = [line for line in result(trial(1), *above, confirmed).notes if line.startswith("leak")]
-    assert f"lasts for about {steps} of them" in note
-
-
-def test_one_leak_is_told_once():
-    kept = trial(2, phase=Phase.CONFIRM, leaked_bytes=6 * MIB, step_leaked_bytes=MIB)
-    [note] = result(trial(1), kept).notes
-    assert "each step at batch 2 keeps 1.00 MiB" in note
-
-
-def test_the_plans_trial_is_no_word_about_the_answers_leak():
-    confirmed = trial(2, phase=Phase.CONFIRM, step_leaked_bytes=MIB)
-    [note] = result(trial(1), confirmed, trial(2, phase=Phase.CONFIRM, accumulation_steps=4)).notes
-    assert "each step at batch 2 keeps 1.00 MiB" in note
+def test_a_leak_says_how_long_the_free_memory_lasts(fields, more, steps):
+    confirmed = trial(2, **LEAKING, **fields)
+    found = Found(batch_size=2)
+    [note] = [line for line in result(trial(1), confirmed, *more, found=found).notes if line.startswith("leak")]
+    assert note == (
+        f"leak: each step at batch 2 keeps 1.00 MiB, and what is left free lasts for about {steps} of them; something "
+        "keeps tensors of each step"
+    )
 
 
 # --- not covered ---
