@@ -155,11 +155,6 @@ def unmeasured(device_name: str, error: BaseException, *, trials: tuple[Trial, .
 
 
 def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None, caller: Caller | None) -> str:
-    if "Couldn't swap" in text_of(error):  # torch/nn/modules/module.py, _apply
-        return (
-            ": torch cannot swap tensors that are referenced elsewhere, and this probe holds references to existing "
-            "gradients. It may work without oomprobe; set .grad to None first"
-        )
     if batch_size == 1 and "Expected more than 1 value per channel when training" in text_of(error):
         return ": BatchNorm cannot train on one sample (torch/nn/functional.py). Use min_batch=2"
     if largest_passed is None or largest_passed >= batch_size:

@@ -2,22 +2,17 @@ import functools
 import itertools
 import math
 import operator
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.options import Options, Step, check_model, check_size, named_steps, refuse_ranks
 from oomprobe.search import Sizes
 
-ROOT = Path(__file__).parents[1]
 SIZES = ["min_batch", "multiple_of", "steps", "confirm_steps", "max_batch", "global_batch"]
 TIMES = ["time_limit_s", "trial_time_limit_s"]
 NOT_NUMBERS = [math.nan, -math.inf, math.inf, True, "0.9", [0.9], 1j, np.float32(0.9), torch.tensor(0.9)]
@@ -244,66 +239,25 @@ def test_what_is_not_a_model(value, kind):
 
 # --- ranks ---
 
-RANK = """
-import sys
-import torch
-from oomprobe.errors import InvalidArgumentError
-from oomprobe.options import refuse_ranks
 
-rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-refuse_ranks()  # no group yet
-torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=world_size)
-try:
-    refuse_ranks()
-    print("accepted")
-except InvalidArgumentError as error:
-    print(error)
-finally:
+@pytest.fixture
+def group(request):
+    """A process group of so many ranks, whose other ranks are nowhere."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param
     torch.distributed.destroy_process_group()
-refuse_ranks()
-"""
 
 
-def said_by_ranks(world_size, path):
-    arguments = [sys.executable, "-c", textwrap.dedent(RANK)]
-    ranks = [
-        subprocess.Popen(
-            [*arguments, str(rank), str(world_size), str(path / "rendezvous")],
-            cwd=ROOT,
-            # A rank that leaves while another still connects to it ends that one too ("Connection closed by peer").
-            env={**os.environ, "TORCH_DIST_INIT_BARRIER": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [rank.communicate(timeout=90) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world_size, said
-    return [out.strip() for out, _ in said]
-
-
-needs_gloo = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo"
-)
-
-
-@needs_gloo
-def test_two_ranks_are_refused_on_each(tmp_path):
-    said = said_by_ranks(2, tmp_path)
-    assert said[0] == said[1]
-    assert said[0].startswith(
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_two_ranks_are_refused(group):
+    assert refused(refuse_ranks).startswith(
         "torch.distributed is initialised with 2 ranks: an out-of-memory error on one would leave"
     )
 
 
-@needs_gloo
-def test_a_world_of_one_is_no_hindrance(tmp_path):
-    assert said_by_ranks(1, tmp_path) == ["accepted"]
+@pytest.mark.parametrize("group", [1], indirect=True)
+def test_a_world_of_one_is_no_hindrance(group):
+    refuse_ranks()
 
 
 def test_without_a_group_nothing_is_refused():
