@@ -37,21 +37,20 @@ def test_rates_are_compared_beyond_their_scatter(speeds, words):
     assert words in sentence(timed(**speeds), "throughput")
 
 
-def test_the_scatter_is_that_of_repeated_trials():
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ((), (a_trial(8, samples_per_s=1272.0),), "is faster, 1272 samples/s, by more than 17 %"),
+        ((a_trial(8, samples_per_s=1272.0),), (), "batch 8 comes within 17 %, the scatter"),
+        ((), (a_trial(16, Verdict.OOM, samples_per_s=9e3),), "batch 8 is faster, 1060 samples/s"),
+        ((), (a_trial(16, samples_per_s=9e3, accumulation_steps=2),), "batch 8 is faster, 1060 samples/s"),
+    ],
+    ids=["a faster repetition", "a slower one", "a failure", "accumulation"],
+)
+def test_the_scatter_is_that_of_repeated_trials(before, after, words):
     result = timed(b8=1060.0, b32=1000.0)
-    again = dataclasses.replace(result, trials=(*result.trials, a_trial(8, samples_per_s=1272.0)))
-    assert "is faster, 1272 samples/s, by more than 17 %" in sentence(again, "throughput")
-    slower = dataclasses.replace(result, trials=(a_trial(8, samples_per_s=1272.0), *result.trials))
-    assert "batch 8 comes within 17 %, the scatter" in sentence(slower, "throughput")
-
-
-def test_a_failed_or_accumulating_trial_is_no_throughput():
-    slow = timed(b8=100.0, b32=1000.0)
-    fast = (
-        a_trial(8, Verdict.OOM, samples_per_s=1000.0),
-        a_trial(16, samples_per_s=1e3, accumulation_steps=2),
-    )
-    assert "no smaller size" in page.text(dataclasses.replace(slow, trials=slow.trials + fast))
+    again = dataclasses.replace(result, trials=(*before, *result.trials, *after))
+    assert words in sentence(again, "throughput")
 
 
 @pytest.mark.parametrize("speeds", [{"b8": 5.0}, {"b8": 5.0, "b32": 0.0}, {"b32": None}])
@@ -109,27 +108,22 @@ def test_the_line_keeps_to_multiple_of_like_the_search():
 
 
 @pytest.mark.parametrize(
-    ("limited_by", "words"),
+    ("changes", "words"),
     [
-        ("memory", "memory;"),
-        ("host_memory", "host memory;"),
-        ("max_batch", "max_batch, not memory"),
-        ("size_limit", "a size limit that is not memory"),
-        ("a new word", "a new word"),
+        ({}, "memory;"),
+        ({"limited_by": "host_memory"}, "host memory;"),
+        ({"limited_by": "max_batch"}, "max_batch, not memory"),
+        ({"limited_by": "size_limit"}, "a size limit that is not memory"),
+        ({"limiting_step": "eval"}, "memory, in step 'eval'; batch"),
+        ({}, "batch 4 is the largest that ran, batch 5 failed"),
+        (
+            {"trials": (a_trial(4, replayed=True), a_trial(5, Verdict.OOM))},
+            "batch 4 is the largest that passed a replay, batch 5 failed",
+        ),
     ],
 )
-def test_what_limits_is_said_in_words(limited_by, words):
-    assert f"limited by  {words}" in page.text(a_result(limited_by=limited_by))
-
-
-@pytest.mark.parametrize(("replayed", "word"), [(False, "ran"), (True, "passed a replay")])
-def test_a_limit_that_was_only_replayed_did_not_run(replayed, word):
-    result = a_result(trials=(a_trial(4, replayed=replayed), a_trial(5, Verdict.OOM)))
-    assert f"batch 4 is the largest that {word}, batch 5 failed" in sentence(result, "limited by")
-
-
-def test_the_limiting_step_is_named():
-    assert ", in step 'eval'; batch" in sentence(a_result(limiting_step="eval"), "limited by")
+def test_what_limits_is_said_in_words(changes, words):
+    assert words in sentence(a_result(**changes), "limited by")
 
 
 def checked(**changes):
@@ -151,9 +145,9 @@ def test_a_search_that_tried_one_size_was_limited_by_max_batch():
     assert "max_batch, not memory" in page.text(result)
 
 
-def test_an_example_plan_is_a_power_of_two():
-    for batch_size, example in ((1, 4), (2, 8), (3, 16), (64, 256), (65, 512)):
-        assert f"for example global batch {example} =" in page.text(a_result(batch_size=batch_size), verbose=True)
+@pytest.mark.parametrize(("batch_size", "example"), [(1, 4), (2, 8), (3, 16), (64, 256), (65, 512)])
+def test_an_example_plan_is_a_power_of_two(batch_size, example):
+    assert f"for example global batch {example} =" in page.text(a_result(batch_size=batch_size), verbose=True)
 
 
 def test_a_plan_says_what_ran():

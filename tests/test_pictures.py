@@ -72,12 +72,6 @@ def test_every_result_can_be_drawn(name, count):
     assert len(EXAMPLES[name]().plot().axes) == count
 
 
-@pytest.mark.parametrize("count", [3, 30])
-def test_few_and_many_trials_can_be_drawn(tmp_path, count):
-    trials = tuple(a_trial(n, peak_allocated_bytes=n, peak_reserved_bytes=n) for n in range(1, count + 1))
-    a_result(trials=trials, batch_size=count).plot(tmp_path / "probe.svg")
-
-
 def test_without_matplotlib_it_says_what_to_type(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for draw in (gpu().plot, lambda: gpu().to_html(tmp_path / "page.html")):
@@ -137,13 +131,10 @@ def test_the_command_line_writes_and_shows_a_page(tmp_path, capsys):
 # --- where the memory went ---
 
 
-def test_a_breakdown_reads_as_it_did():
-    same_as_golden("\n".join(breakdown_lines(a_breakdown())) + "\n", "breakdown.txt")
-
-
-def test_a_breakdown_is_saved_and_read():
+def test_a_breakdown_reads_as_it_did_also_from_json():
     result = a_result(breakdown=a_breakdown())
     assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
+    same_as_golden("\n".join(breakdown_lines(a_breakdown())) + "\n", "breakdown.txt")
 
 
 def parts(**gib):
