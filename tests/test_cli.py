@@ -89,11 +89,21 @@ def test_without_isolation_trials_run_here(capsys, target, monkeypatch):
     assert "can be isolated on Linux only" in run(capsys, "run", f"{target}:up_to_five", *ISOLATED)[2]
 
 
-def test_quiet_leaves_the_integer_alone_on_stdout(capsys, target):
-    code, out, err = run(capsys, "run", f"{target}:up_to_five", "--quiet", *RUN)
-    assert (code, out) == (0, "5\n")
-    assert "verdict: batch 5" in err
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["{}:up_to_five", *RUN], "5\n"),
+        (["{}:up_to_five", "--require", "5", *RUN], "5\n"),
+        (["{}:fits", "--device", "sim:24GiB", "--max-batch", "8", "--progress", "off"], "8\n"),
+    ],
+    ids=["a search", "a check", "a simulated card"],
+)
+def test_quiet_leaves_the_integer_alone_on_stdout(capsys, target, arguments, answer):
+    code, out, err = run(capsys, "run", *(argument.format(target) for argument in arguments), "--quiet")
+    assert (code, out) == (0, answer)
+    assert f"verdict: batch {answer.strip()}" in err
     assert "noise of the target" in err
+    assert "isolated" not in err
 
 
 def test_json_to_stdout_and_to_a_file(capsys, target, tmp_path):
@@ -283,20 +293,13 @@ def test_a_process_without_stderr_still_answers(target):
     assert done.stdout == "4\n"
 
 
-def test_require_that_survives(capsys, target):
-    assert run(capsys, "run", f"{target}:up_to_five", "--require", "5", "--quiet", *RUN)[:2] == (0, "5\n")
-
-
 def test_a_plan_for_several_ranks(capsys, target):
     code, out, _ = run(capsys, "run", f"{target}:up_to_five", "--global-batch", "40", "--world-size", "2", *RUN)
     assert code == 0
     assert re.search(r"40 = 5 x 4 .*exact", out), out
 
 
-def test_usage_errors_are_argparse_s(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["run"])
-    assert stopped.value.code == 2
+def test_the_version_is_told(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--version"])
     assert stopped.value.code == 0
@@ -318,14 +321,6 @@ def test_devices_lists_the_host_and_simulated_cards(capsys):
     here, simulated = out.split("\n\n")
     assert here.splitlines()[-1].startswith("cpu  host memory")
     assert len(re.findall(r"^sim:\S+ +\d+\.\d\d GiB of", simulated, re.MULTILINE)) >= 20
-
-
-def test_a_simulated_card_for_a_target_of_the_host(capsys, target):
-    code, out, err = run(
-        capsys, "run", f"{target}:fits", "--device", "sim:24GiB", "--max-batch", "8", "--quiet", "--progress", "off"
-    )
-    assert (code, out) == (0, "8\n")
-    assert "isolated" not in err
 
 
 @pytest.mark.parametrize(
