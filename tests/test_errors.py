@@ -50,50 +50,52 @@ class Speechless(Exception):
         raise ValueError("no text either")
 
 
-@pytest.mark.parametrize("own", [KeyError("labels"), StopIteration(7), StepFailedError("inner")])
-def test_a_step_failure_is_one_plain_class(own):
-    failed = step_failed(own, batch_size=16)
+CALLER = errors.Caller(alone="run train({batch_size})", limit="starting_batch_size", more="It has no logger.")
+AT_EVERY_SIZE = (
+    "This is not about memory, so no batch size would answer it: the same error comes without oomprobe. "
+    "Run step_fn(model, 8) once by itself to see it."
+)
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "said"),
+    [
+        (KeyError("labels"), {}, f"KeyError: 'labels'\n{AT_EVERY_SIZE}"),
+        (StepFailedError("inner"), {}, f"StepFailedError: inner\n{AT_EVERY_SIZE}"),
+        (Speechless("x"), {}, f"Speechless: (no text)\n{AT_EVERY_SIZE}"),
+        (ValueError("x"), {"largest_passed": 8}, f"ValueError: x\n{AT_EVERY_SIZE}"),
+        (
+            ValueError("x"),
+            {"largest_passed": 4},
+            "ValueError: x\nThis is not about memory; batch 4 ran: pass max_batch=4 if sizes above it are not meant to "
+            "work (a data set that ends?). Run step_fn(model, 8) once by itself to see it.",
+        ),
+        (
+            ValueError("x"),
+            {"caller": CALLER},
+            "ValueError: x\nThis is not about memory, so no batch size would answer it. To see whether it comes without "
+            "oomprobe, run train(8). It has no logger.",
+        ),
+        (
+            ValueError("x"),
+            {"caller": CALLER, "largest_passed": 4},
+            "ValueError: x\nThis is not about memory; batch 4 ran: pass starting_batch_size=4 if sizes above it are not "
+            "meant to work (a data set that ends?). To see whether it comes without oomprobe, run train(8). It has no "
+            "logger.",
+        ),
+    ],
+    ids=["a bug", "ours", "no text", "at each size", "above one that ran", "an adapter's", "an adapter's above one"],
+)
+def test_a_failed_step_says_what_to_do(own, options, said):
+    failed = step_failed(own, batch_size=8, **options)
     assert type(failed) is StepFailedError
-    assert failed.batch_size == 16
-    assert str(failed) == (
-        f"the step failed at batch size 16 with {type(own).__name__}: {own}\n"
-        "This is not about memory, so no batch size would answer it: the same error comes without oomprobe. "
-        "Run step_fn(model, 16) once by itself to see it."
-    )
+    assert failed.batch_size == 8
+    assert str(failed) == f"the step failed at batch size 8 with {said}"
 
 
-def test_an_exception_without_text_is_still_told():
-    failed = step_failed(Speechless("x"), batch_size=4)
-    assert str(failed).startswith("the step failed at batch size 4 with Speechless: (no text)\n")
-
-
-# --- where a smaller size ran ---
-
-
-def test_a_bug_above_a_size_that_ran_names_max_batch():
-    text = str(step_failed(ValueError("sample larger than population"), batch_size=1024, largest_passed=512))
-    assert "batch 512 ran: pass max_batch=512 if sizes above it are not meant to work (a data set that ends?)" in text
-    assert "no batch size would answer it" not in text
-    assert text.endswith("Run step_fn(model, 1024) once by itself to see it.")
-
-
-@pytest.mark.parametrize("largest_passed", [None, 8, 16])
-def test_a_bug_at_every_size_says_so(largest_passed):
-    text = str(step_failed(ValueError("x"), batch_size=8, largest_passed=largest_passed))
-    assert "so no batch size would answer it: the same error comes without oomprobe" in text
-    assert "max_batch" not in text
-
-
-def test_a_user_of_an_adapter_is_told_what_he_can_type():
-    caller = errors.Caller(alone="run train({batch_size})", limit="starting_batch_size", more="It has no logger.")
-    text = str(step_failed(ValueError("x"), batch_size=8, caller=caller))
-    assert text.endswith(
-        "This is not about memory, so no batch size would answer it. To see whether it comes without oomprobe, run "
-        "train(8). It has no logger."
-    )
-    text = str(step_failed(ValueError("x"), batch_size=8, largest_passed=4, caller=caller))
-    assert "batch 4 ran: pass starting_batch_size=4 if" in text
-    assert "step_fn" not in text
+def test_batch_norm_of_one_sample_is_told_the_way_out():
+    own = ValueError("Expected more than 1 value per channel when training, got input size [1, 4]")
+    assert "Use min_batch=2" in str(step_failed(own, batch_size=1))
 
 
 def test_a_failed_target_keeps_its_own_text():

@@ -218,18 +218,6 @@ def test_a_broken_stderr_does_not_end_a_probe(monkeypatch, progress, kind):
     tell(reporter(progress), GOOD, BAD)
 
 
-def test_a_terminal_closed_on_the_way_does_not_end_a_probe(terminal):
-    told = reporter("auto")
-    terminal.close()
-    tell(told, GOOD)
-
-
-def test_an_interrupt_while_writing_goes_through(monkeypatch):
-    write_to(monkeypatch, Broken(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        reporter("plain").finished(GOOD)
-
-
 @pytest.mark.parametrize("progress", ["AUTO", "", None, 1, True, ["auto"]])
 def test_an_unknown_value_is_answered_with_the_known_ones(progress):
     words = f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}"

@@ -1,9 +1,7 @@
 import asyncio
 import errno
-import gc
 import json
 import re
-import weakref
 from itertools import product
 from pathlib import Path
 
@@ -286,10 +284,6 @@ class Hostile(RuntimeError):
         raise ValueError(f"no {name} for you")
 
 
-class PlainFailure(RuntimeError):
-    """As RuntimeError, but a weak reference to it can be made."""
-
-
 class TestTotality:
     @pytest.mark.parametrize(
         "thing",
@@ -358,35 +352,6 @@ def assert_plain(facts):
         assert type(link.text) is str
         assert all(type(name) is str for name in link.classes)
         assert link.error_code is None or type(link.error_code) is int
-
-
-class TestNothingIsKept:
-    @pytest.fixture(autouse=True)
-    def _no_collector(self):
-        gc.collect()
-        gc.disable()
-        yield
-        gc.enable()
-
-    @pytest.mark.parametrize("kind", [PlainFailure, torch.OutOfMemoryError, Hostile], ids=lambda k: k.__name__)
-    def test_the_exception_dies_with_its_frames(self, kind):
-        class Activation:
-            pass
-
-        def fail():
-            tensor = Activation()
-            alive.append(weakref.ref(tensor))
-            raise caused(kind(OOM_TEXT), RuntimeError("inner"))
-
-        alive, facts = [], None
-        try:
-            fail()
-        except RuntimeError as error:
-            alive.append(weakref.ref(error))
-            facts = facts_of(error)
-            classify(facts, CORROBORATED)
-        assert facts is not None
-        assert [ref() for ref in alive] == [None, None]
 
 
 class TestRealErrors:
