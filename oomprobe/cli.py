@@ -114,16 +114,16 @@ def _demo(arguments: argparse.Namespace) -> int:
     on_host = ("a wide MLP in host memory (Linux holds each trial to the budget)", demo.wide_mlp, DEMO_BUDGET, 8)
     on_accelerator = (f"a small GPT on {here}", demo.small_gpt, here, 1)
     for title, build, device, multiple_of in (on_card, on_host if here == "cpu" else on_accelerator):
-        print(f"--- {title} ---", flush=True)  # noqa: T201
+        print(f"--- {title} ---", flush=True)
         result = find_max_batch(*build(), device=device, multiple_of=multiple_of, progress=arguments.progress)
-        print(page.brief(result), flush=True)  # noqa: T201
-    print("Next: oomprobe run train.py:build, where build() returns (model, step_fn)")  # noqa: T201
+        print(page.brief(result), flush=True)
+    print("Next: oomprobe run train.py:build, where build() returns (model, step_fn)")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     result = _read(arguments.result)
-    print(page.text(result, verbose=arguments.verbose), end="")  # noqa: T201
+    print(page.text(result, verbose=arguments.verbose), end="")
     if arguments.html is not None:
         _save("--html", result.to_html, Path(arguments.html))
     return 0
@@ -133,7 +133,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from oomprobe.report.compare import comparison
 
     names = arguments.first, arguments.second
-    print(comparison(_read(arguments.first), _read(arguments.second), names), end="")  # noqa: T201
+    print(comparison(_read(arguments.first), _read(arguments.second), names), end="")
     return 0
 
 
@@ -141,12 +141,9 @@ def _read(path: str) -> ProbeResult:
     from oomprobe.result import ProbeResult
 
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return ProbeResult.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None
-    if not isinstance(data, dict):
-        raise InvalidArgumentError(f"{path} is JSON, but not a result that oomprobe wrote")
-    return ProbeResult.from_dict(data)
 
 
 def _devices(arguments: argparse.Namespace) -> int:
@@ -154,10 +151,10 @@ def _devices(arguments: argparse.Namespace) -> int:
     from oomprobe.simulation.cards import CARDS
 
     for device in list_devices():
-        print(describe_device(device))  # noqa: T201
-    print("\ncards to simulate, memory for torch of the total (sim:24GiB: 24 GiB for torch):")  # noqa: T201
+        print(describe_device(device))
+    print("\ncards to simulate, memory for torch of the total (sim:24GiB: 24 GiB for torch):")
     for card in CARDS:
-        print(f"sim:{card.name:18}  {format_bytes(card.available_bytes)} of {format_bytes(card.total_bytes)}")  # noqa: T201
+        print(f"sim:{card.name:18}  {format_bytes(card.available_bytes)} of {format_bytes(card.total_bytes)}")
     return 0
 
 
@@ -357,7 +354,7 @@ def stdout_kept(*, for_good: bool) -> Iterator[IO[str]]:
             answers.close()
         if not for_good:
             sys.stdout = stdout
-        if kept is not None:
-            if not for_good:
+            if kept is not None:
                 os.dup2(kept, 1)
+        if kept is not None:
             os.close(kept)
