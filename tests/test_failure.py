@@ -44,6 +44,10 @@ def in_a_layer():
     layer(torch.ones(4, 5))  # forward: a wrong shape
 
 
+def in_a_method_of_tensors():
+    torch.ones(2).split([3])  # forward: a wrong size
+
+
 def in_backward():
     x = torch.ones(2, requires_grad=True)
     (x * 2).backward()  # backward: not a scalar
@@ -73,6 +77,7 @@ def backward():
 PLACES = {
     in_own_model: "forward: a model of the user's own",
     in_a_layer: "forward: a wrong shape",
+    in_a_method_of_tensors: "forward: a wrong size",
     in_backward: "backward: not a scalar",
     in_own_function: "backward: a function of the user's own",
     in_the_engine: "backward: the engine itself",

@@ -177,6 +177,12 @@ def test_a_plan_says_ran_only_of_passing_trials():
     assert (ran[6], ran[5], ran[4]) == ((True, False), (False, False), (True, True))
 
 
+def test_a_plan_keeps_below_what_failed_with_accumulation():
+    failed = a_trial(6, Verdict.OOM, accumulation_steps=2)
+    result = a_result(batch_size=6, trials=(a_trial(6), failed, a_trial(4, accumulation_steps=3)))
+    assert max(entry.micro_batch for entry in result.plan(12)) == 4
+
+
 def test_a_plan_keeps_to_the_answer_and_to_the_options():
     result = a_result(batch_size=96, options={"multiple_of": 32})
     first = result.plan(512, world_size=2)[0]
