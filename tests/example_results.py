@@ -70,12 +70,7 @@ def gpu():
         budget_bytes=cap,
         available_bytes=24 * GIB,
         notes=("batch 98 gave its cache back once to serve a request: near the budget, steps take longer.",),
-        not_covered=(
-            "the longest sequence of your data",
-            "the evaluation step",
-            "checkpoint saving",
-            "other ranks",
-        ),
+        not_covered=("the longest sequence of your data", "the evaluation step", "checkpoint saving", "other ranks"),
         state_verified=True,
         estimates={"total / peak of batch 1": 117.0, "2 x parameters": None},
         options={"memory_fraction": 0.9, "global_batch": 1009, "world_size": 1},
@@ -130,13 +125,7 @@ def max_batch():
         budget_bytes=72 * GIB,
         available_bytes=80 * GIB,
         not_covered=("the evaluation step",),
-        options={
-            "memory_fraction": 0.9,
-            "max_batch": 64,
-            "min_batch": 8,
-            "global_batch": 2048,
-            "world_size": 8,
-        },
+        options={"memory_fraction": 0.9, "max_batch": 64, "min_batch": 8, "global_batch": 2048, "world_size": 8},
         elapsed_s=9.87,
         in_steps_s=9.1,
     )

@@ -17,8 +17,7 @@ def sentence(result, word):
 
 def timed(**speeds):
     return a_result(
-        batch_size=32,
-        trials=tuple(a_trial(int(size[1:]), samples_per_s=speed) for size, speed in speeds.items()),
+        batch_size=32, trials=tuple(a_trial(int(size[1:]), samples_per_s=speed) for size, speed in speeds.items())
     )
 
 
@@ -67,20 +66,12 @@ def test_without_a_speed_there_is_no_throughput_line(speeds):
         (3, (a_trial(3, cap_bytes=91),), "too low, ran with all the memory"),
         (3, (a_trial(3, cap_bytes=90), a_trial(3)), "too low, ran under the budget"),
         (5, (a_trial(5, Verdict.OOM, cap_bytes=90),), "too high, failed under the budget"),
-        (
-            5,
-            (a_trial(5, Verdict.OOM, cap_bytes=90), a_trial(5)),
-            "too high, failed under the budget",
-        ),
+        (5, (a_trial(5, Verdict.OOM, cap_bytes=90), a_trial(5)), "too high, failed under the budget"),
         (7, (a_trial(6, Verdict.OOM),), "too high, not run, batch 6 failed"),
         (5, (), "higher than the answer, not run"),
         (5, (a_trial(6, Verdict.OOM),), "higher than the answer, not run"),
         # A failure that its recheck struck out shows nothing.
-        (
-            6,
-            (a_trial(5, Verdict.OOM), a_trial(5, phase=Phase.RECHECK)),
-            "higher than the answer, not run",
-        ),
+        (6, (a_trial(5, Verdict.OOM), a_trial(5, phase=Phase.RECHECK)), "higher than the answer, not run"),
     ],
 )
 def test_the_line_is_judged_by_what_ran(predicted, tried, words):

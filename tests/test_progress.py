@@ -92,15 +92,9 @@ def test_the_status_line_says_trial_bracket_and_time(terminal):
     [
         ([], "last good --, first failing --"),
         ([a_trial(2), a_trial(1)], "last good 2, first failing --"),
-        (
-            [a_trial(9, Verdict.OOM), a_trial(7, Verdict.OOM), a_trial(8, Verdict.OOM)],
-            "last good --, first failing 7",
-        ),
+        ([a_trial(9, Verdict.OOM), a_trial(7, Verdict.OOM), a_trial(8, Verdict.OOM)], "last good --, first failing 7"),
         # Under the cap less fits than before.
-        (
-            [a_trial(4), a_trial(8), a_trial(16, Verdict.OOM), a_trial(8, Verdict.OOM)],
-            "last good 4, first failing 8",
-        ),
+        ([a_trial(4), a_trial(8), a_trial(16, Verdict.OOM), a_trial(8, Verdict.OOM)], "last good 4, first failing 8"),
         # A failure that its recheck strikes out.
         ([a_trial(16, Verdict.OOM), a_trial(9, Verdict.OOM), a_trial(9)], "last good 9, first failing 16"),
     ],

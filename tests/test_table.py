@@ -51,10 +51,7 @@ def test_the_table_adds_up(trials):
             assert (shown is None) == (size_bytes is None)
             if shown is not None:
                 assert float(shown) == pytest.approx(size_bytes / parse_bytes(f"1{unit}"), abs=0.0051)
-        for head, value, read in (
-            ("time/step", trial.step_s, seconds),
-            ("samples/s", trial.samples_per_s, float),
-        ):
+        for head, value, read in (("time/step", trial.step_s, seconds), ("samples/s", trial.samples_per_s, float)):
             shown = row.get(head)
             assert (shown is None) == (value is None)
             if shown is not None:
@@ -89,8 +86,7 @@ def test_a_column_is_there_where_one_trial_measured_it(head, measured):
 
 
 @pytest.mark.parametrize(
-    ("largest", "unit"),
-    [(1, "B"), (1023, "B"), (1024, "KiB"), (3 * MIB, "MiB"), (3 * GIB, "GiB"), (2**45, "TiB")],
+    ("largest", "unit"), [(1, "B"), (1023, "B"), (1024, "KiB"), (3 * MIB, "MiB"), (3 * GIB, "GiB"), (2**45, "TiB")]
 )
 def test_the_largest_number_chooses_the_unit_of_the_table(largest, unit):
     table = trials_table([a_trial(peak_allocated_bytes=1), a_trial(cap_bytes=largest)])

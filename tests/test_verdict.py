@@ -13,25 +13,11 @@ from hypothesis import strategies as st
 
 from oomprobe.signals import TimeUp
 from oomprobe.verdicts import texts as error_texts
-from oomprobe.verdicts.classify import (
-    MAX_LINKS,
-    MAX_TEXT,
-    Evidence,
-    Facts,
-    Verdict,
-    classify,
-    classify_error,
-    facts_of,
-)
+from oomprobe.verdicts.classify import MAX_LINKS, MAX_TEXT, Evidence, Facts, Verdict, classify, classify_error, facts_of
 from oomprobe.verdicts.texts import ERROR_TEXTS
 
 DATA = Path(__file__).parent / "data"
-SAID_BY_PYTHON = {
-    "ValueError": ValueError,
-    "OSError": OSError,
-    "ImportError": ImportError,
-    "MemoryError": MemoryError,
-}
+SAID_BY_PYTHON = {"ValueError": ValueError, "OSError": OSError, "ImportError": ImportError, "MemoryError": MemoryError}
 
 OOM_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 HOST_TEXT = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
@@ -209,12 +195,7 @@ class TestEvidence:
 
     @pytest.mark.parametrize(
         "error",
-        [
-            RuntimeError(HOST_TEXT),
-            MemoryError(),
-            RuntimeError("std::bad_alloc"),
-            OSError(12, "Cannot allocate memory"),
-        ],
+        [RuntimeError(HOST_TEXT), MemoryError(), RuntimeError("std::bad_alloc"), OSError(12, "Cannot allocate memory")],
         ids=repr,
     )
     def test_whose_memory_it_was(self, error):
@@ -328,11 +309,7 @@ class TestTotality:
         assert_plain(facts)
 
     @given(
-        st.lists(
-            st.sampled_from([OOM_TEXT, HOST_TEXT, ENGINE_TEXT, EXECUTION_TEXT, "a bug"]),
-            min_size=1,
-            max_size=5,
-        )
+        st.lists(st.sampled_from([OOM_TEXT, HOST_TEXT, ENGINE_TEXT, EXECUTION_TEXT, "a bug"]), min_size=1, max_size=5)
     )
     def test_the_order_of_a_chain_does_not_matter(self, texts):
         def chain(texts):
