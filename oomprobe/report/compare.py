@@ -16,7 +16,7 @@ MOST_SIZES = 8  # that ran in both, the largest ones
 
 
 def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) -> str:
-    """The answers, what they took, each size that ran in both, and what else differs; `names` are those of the files."""
+    """The answers, what they took, each size that ran in both, and what else differs; `names` are of the files."""
     both = first, second
     answers = [_last(result, result.batch_size) for result in both]
     # The ends of long names tell files apart better than their beginnings.

@@ -30,7 +30,7 @@ class LinearFit:
 
 
 def fit_line(points: Iterable[tuple[int, int]], budget_bytes: int) -> LinearFit | None:
-    """Fit the line through batch sizes and peaks in bytes; None for fewer than three sizes, as two are always on a line.
+    """Fit the line through batch sizes and peaks in bytes; None for fewer than three sizes: two are always on a line.
 
     Example:
         >>> line = fit_line([(1, 110), (2, 120), (4, 140)], budget_bytes=1105)
