@@ -283,8 +283,7 @@ class LocalRunner:
         """Start cold, run under the cap until steady, and judge how it ended."""
         record = _Record()
         # A second opinion must not start beside the captured graphs of the first.
-        has_forgotten = self.compiled.start_size(request.batch_size, anew=request.phase in SECOND_OPINIONS)
-        if has_forgotten or not self._is_cold:
+        if self.compiled.start_size(request.batch_size, anew=request.phase in SECOND_OPINIONS) or not self._is_cold:
             self._start_cold()
         self._device.start_trial()
         try:
