@@ -22,15 +22,15 @@ import functools
 import gc
 import inspect
 import sys
-import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from oomprobe import probe
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
@@ -65,8 +65,8 @@ def find_executable_batch_size(
         starting_batch_size: Largest size to try, at least 1; None: until memory runs out.
         reduce_batch_size_fn: Only None: bisection needs no rule for shrinking.
         trial_steps: Steps that each optimizer makes in one call of a trial, at least 1.
-        options: Those of `oomprobe.find_max_batch`, except max_batch and global_batch. `device` None is the current
-            accelerator, or host memory where there is none.
+        options: Those of `oomprobe.find_max_batch`, except global_batch and max_batch, which starting_batch_size is.
+            `device` None is the current accelerator, or host memory where there is none.
 
     Returns:
         The decorated function. It probes anew at each call; its attribute ``result`` is the `ProbeResult` of the last.
@@ -81,8 +81,6 @@ def find_executable_batch_size(
             "reduce_batch_size_fn says how to shrink after a failure, and this bisects: leave it out, and pass multiple_of "
             "or min_batch for the sizes that you want"
         )
-    if "max_batch" in options:
-        raise InvalidArgumentError("max_batch: pass starting_batch_size instead, the largest size that is tried")
     if "global_batch" in options:
         raise InvalidArgumentError(
             "global_batch: the function accumulates gradients itself; plan with result.plan(...)"
@@ -90,17 +88,14 @@ def find_executable_batch_size(
     if starting_batch_size is not None:
         check_size("starting_batch_size", starting_batch_size)
     check_size("trial_steps", trial_steps)
-    count_calls(options, trial_steps)
-    options["max_batch"] = starting_batch_size
     if function is None:
-        return functools.partial(_decorated, trial_steps=trial_steps, options=options)
-    return _decorated(function, trial_steps, options)
-
-
-def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str, Any]) -> Callable[..., Any]:
+        return functools.partial(
+            find_executable_batch_size, starting_batch_size=starting_batch_size, trial_steps=trial_steps, **options
+        )
+    count_calls(options, trial_steps)
     name = str(getattr(function, "__name__", function))
     signature = inspect.signature(function)
-    if next(iter(signature.parameters), None) in (None, "self", "cls") or inspect.iscoroutinefunction(function):
+    if next(iter(signature.parameters), None) in (None, "self", "cls"):
         raise InvalidArgumentError(
             f"{name}{signature} cannot be probed: as with accelerate, the batch size is passed before everything else. "
             f"Write def {name}(batch_size, ...), or def {name}(batch_size, self, ...), and call it without the batch size"
@@ -115,9 +110,7 @@ def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str
                 f"{name}{signature} was called with arguments it does not take ({error}). The decorator passes the batch "
                 f"size: call {name} without it"
             ) from None
-        if _Trials.running:  # the steps of one would count as the other's
-            raise NotRunError(f"{name} was called in a trial of another decorated function: decorate only one of them")
-        trials = _Trials(function, name, args, kwargs, trial_steps)
+        trials = _Trials(name, lambda batch_size: function(batch_size, *args, **kwargs), trial_steps)
         step = Step(
             run=trials,
             max_calls=1,  # a call without an optimizer step ran to the end: another would do the same
@@ -127,8 +120,9 @@ def _decorated(function: Callable[..., Any], trial_steps: int, options: dict[str
             ),
             has_made=trials.has_made,
         )
-        result = probe.find_max_batch(torch.nn.Module(), step, **options)
-        call.result = result = replace(result, notes=(*result.notes, trials.note()))  # type: ignore[attr-defined]
+        result = probe.find_max_batch(torch.nn.Module(), step, max_batch=starting_batch_size, **options)
+        how = f"a trial calls {name} until each optimizer has made {trial_steps} steps, or to its end"
+        call.result = result = replace(result, notes=(*result.notes, how))  # type: ignore[attr-defined]
         del trials, step
         _collect()
         try:
@@ -153,20 +147,11 @@ class _Left(BaseException):
 class _Trials:
     """The step that is probed: one call of the function, left when its optimizers have stepped."""
 
-    running = False  # any
-
-    def __init__(
-        self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], trial_steps: int
-    ) -> None:
-        self._function, self._name, self._args, self._kwargs = function, name, args, kwargs
-        self._trial_steps = trial_steps
-        self._steps: MutableMapping[torch.optim.Optimizer, int] = {}  # of the current call, by optimizers still alive
-        self._stepped = False  # in the current call
-        self._stepped_at: set[int] = set()  # sizes at which an optimizer stepped
-        self._ended_at: set[int] = set()  # sizes at which the function ran to its end
+    def __init__(self, name: str, train: Callable[[int], object], trial_steps: int) -> None:
+        self._name, self._train, self._trial_steps = name, train, trial_steps
         self._calls = 0
-        # Parameters by id, with the number of the call that made them.
-        self._made: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
+        self._largest_stepped = 0  # largest size at which an optimizer stepped
+        self._made_in: Any = WeakTensorKeyDictionary()  # parameters, with the number of the call that made them
         _collect()
         objects = gc.get_objects()
         module = sys.modules.get("accelerate.accelerator")
@@ -179,59 +164,48 @@ class _Trials:
     def __call__(self, model: torch.nn.Module, batch_size: int) -> None:
         _collect()  # models and loaders are cycles, and two of them at once are no trial of one
         self._calls += 1
-        self._steps, self._stepped = WeakIdKeyDictionary(), False
-        handle = register_optimizer_step_post_hook(self._after_step)
-        _Trials.running = True
+        steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # by optimizers still alive
+        has_stepped = False
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            nonlocal has_stepped
+            has_stepped = True
+            steps[optimizer] = steps.get(optimizer, 0) + 1
+            counts = list(steps.values())
+            if min(counts) >= self._trial_steps or max(counts) >= PATIENCE * self._trial_steps:
+                raise _Left
+
+        handle = register_optimizer_step_post_hook(after_step)
         try:
             with unchanged(*self._accelerators):
-                self._function(batch_size, *self._args, **self._kwargs)
-            self._ended_at.add(batch_size)
+                self._train(batch_size)
         except _Left:
             pass
         finally:
-            _Trials.running = False
             handle.remove()
             # A scaler left inside its step refuses the next; its only public way out, update(), changes the scale.
             for scaler in self._scalers:
                 scaler._per_optimizer_states.clear()
-        if self._stepped:
-            self._stepped_at.add(batch_size)
-        elif self._stepped_at:
+        if has_stepped:
+            self._largest_stepped = max(self._largest_stepped, batch_size)
+        elif self._largest_stepped:
             raise NotRunError(
-                f"at batch {batch_size} {self._name} ended without an optimizer step, and at batch {max(self._stepped_at)} "
+                f"at batch {batch_size} {self._name} ended without an optimizer step, and at batch {self._largest_stepped} "
                 "it made some. If it handles an out-of-memory error itself, have it raise that again; if the loader drops a "
                 "last batch that is not full, pass the number of examples as starting_batch_size"
             )
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._stepped = True
-        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        counts = list(self._steps.values())
-        if min(counts) >= self._trial_steps or max(counts) >= PATIENCE * self._trial_steps:
-            raise _Left
 
     def has_made(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the current call made all that an optimizer trains, so that nothing of it needs restoring."""
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._existed is None or any(id(one) in self._existed for one in parameters):
             return False
-        for one in parameters:
-            call, made = self._made.get(id(one), (self._calls, None))
-            if call != self._calls and made is not None and made() is one:
-                raise NotRunError(
-                    f"{self._name} trains a model that an earlier call made and kept (in a global, in a cache): the trials "
-                    "have trained it, and its initial weights are not known. Make it before the first call, or anew in each"
-                )
-            self._made[id(one)] = (self._calls, weakref.ref(one))
+        if any(self._made_in.setdefault(one, self._calls) != self._calls for one in parameters):
+            raise NotRunError(
+                f"{self._name} trains a model that an earlier call made and kept (in a global, in a cache): the trials "
+                "have trained it, and its initial weights are not known. Make it before the first call, or anew in each"
+            )
         return True
-
-    def note(self) -> str:
-        """What a call of a trial was."""
-        how = f"a trial calls {self._name}, and leaves it when each optimizer has made {self._trial_steps} steps"
-        if not self._ended_at:
-            return how
-        why = "" if self._stepped_at else " without a step of a torch optimizer"
-        return f"{how}; at sizes from {min(self._ended_at)} to {max(self._ended_at)} it ran to its end{why}"
 
 
 def _collect() -> None:
