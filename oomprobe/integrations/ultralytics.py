@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -41,17 +40,17 @@ MASKS_IN_A_BYTE = 255  # objects that an overlapping mask of 8 bits can number
 CLIPPED_NORM = 10.0  # what the trainer clips gradients to
 DEFAULT_FRACTION, DEFAULT_BATCH = 0.6, 16  # of Ultralytics' own `check_train_batch_size`
 ASSIGNED = ("detect", "segment", "pose", "obb")  # tasks whose losses match anchors with objects
-PRECISIONS: dict[object, bool | torch.dtype] = {
-    True: True, False: False, torch.float16: torch.float16, torch.bfloat16: torch.bfloat16,
-    "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": False,  # the trainer's words
+TASKS = (*ASSIGNED, "classify", "semantic", "depth")
+AUTOCAST: dict[object, torch.dtype | None] = {  # of what `amp` may be
+    True: torch.float16, "fp16": torch.float16, torch.float16: torch.float16,
+    "bf16": torch.bfloat16, torch.bfloat16: torch.bfloat16,
+    False: None, "fp32": None,
 }  # fmt: skip
 NOT_COVERED = (
     "validation during training: batches twice as large (but for obb, semantic and depth), without gradients",
     "augmentations that add objects beyond max_num_obj (mixup, cutmix, copy_paste), and multi_scale beyond imgsz",
 )
 PATCHED = ("utils.autobatch", "engine.trainer")  # modules; the trainer imported the function by name
-
-_T = torch.Tensor
 
 
 class NoBatchSizeError(NothingFitsError, RuntimeError):
@@ -83,8 +82,8 @@ def find_max_batch(
     of the averaged weights that the trainer keeps in memory.
 
     Args:
-        model: Such as ``YOLO("yolo11n.yaml").model``, in float32.
-        imgsz: Height and width of an image, pixels, rounded up to the model's stride; the largest of a list counts.
+        model: Such as ``YOLO("yolo11n.yaml").model``; it is trained in float32.
+        imgsz: Height and width of an image, pixels, rounded up to the model's stride.
         amp: Mixed precision, or its dtype (torch.float16, torch.bfloat16, "fp16", "bf16", "fp32"). As in training, it has
             no effect on the CPU and MPS.
         max_num_obj: Objects in an image, as the trainer counts them: four times those of the fullest image of the data
@@ -101,91 +100,87 @@ def find_max_batch(
         FrameworkError: Ultralytics is not installed, or older than 8.4.
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
-    asked = _checked(model, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size)
+    if isinstance(model, _part("engine.model").Model) or not hasattr(_unwrapped(model), "init_criterion"):
+        raise InvalidArgumentError(
+            f"model must be a model of Ultralytics, such as YOLO('yolo11n.yaml').model, not {type(model).__name__}: pass "
+            "the .model of a YOLO object"
+        )
+    for name, value in {"imgsz": imgsz, "max_num_obj": max_num_obj or 1, "dataset_size": dataset_size or 1}.items():
+        check_size(name, value)
+    if amp not in AUTOCAST:
+        raise InvalidArgumentError(
+            f"amp must be True, False, torch.float16, torch.bfloat16, 'fp16', 'bf16' or 'fp32', not {amp!r}"
+        )
     chosen = choose_device(device, model)
     if replay_of(chosen) is not None:
         raise InvalidArgumentError(
             "a simulated card cannot run Ultralytics' losses, which select by values that do not exist there: probe on the "
             "card itself, or in host memory with device='cpu:8GiB'"
         )
-    trained, step, notes = _training(model, chosen, **asked)
-    if asked["imgsz"] < 2 * _grid(model) and dataset_size != 1:
+    grid = _grid(model)
+    pixels = math.ceil(imgsz / grid) * grid
+    trained, step, notes = _training(model, chosen, pixels, AUTOCAST[amp], max(1, max_num_obj), dataset_size)
+    if pixels == grid and dataset_size != 1:
         options.setdefault("min_batch", 2)  # the last feature map is a point, and batch norm cannot train on one image
     options["preserve"] = [model, *preserved(options.get("preserve", ()))]
     if dataset_size > 0:
-        if options.get("max_batch") is not None:
-            check_size("max_batch", options["max_batch"])
         options["max_batch"] = min(options.get("max_batch") or dataset_size, dataset_size)
         notes.append(f"no batch larger than the data set of {dataset_size} images was tried")
     result = oomprobe.find_max_batch(trained, step, device=None if device is None else chosen, **options)
     return replace(result, notes=(*result.notes, *notes), not_covered=(*result.not_covered, *NOT_COVERED))
 
 
-def _checked(model: Any, *, imgsz: Any, amp: Any, max_num_obj: Any, dataset_size: Any) -> dict[str, Any]:
-    """Refuse wrong arguments before anything runs; the size of an image as the trainer would take it."""
-    is_wrapper = isinstance(model, _part("engine.model").Model)  # a YOLO object, whose train() trains
-    unwrapped = _part("utils.torch_utils").unwrap_model(model) if isinstance(model, torch.nn.Module) else model
-    if is_wrapper or not hasattr(unwrapped, "init_criterion"):
-        raise InvalidArgumentError(
-            f"model must be a model of Ultralytics, such as YOLO('yolo11n.yaml').model, not {type(model).__name__}: pass "
-            "the .model of a YOLO object"
-        )
-    if any(value.is_floating_point() and value.dtype is not torch.float32 for value in model.parameters()):
-        raise InvalidArgumentError(
-            "the model has weights in half precision, and the trainer trains in float32: model.float()"
-        )
-    for name, value in (("max_num_obj", max_num_obj), ("dataset_size", dataset_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise InvalidArgumentError(f"{name} must be an integer of at least 0, not {value!r}")
-    sizes = imgsz if isinstance(imgsz, list | tuple) and imgsz else [imgsz]
-    for size in sizes:
-        check_size("imgsz", size)
-    words = [amp.lower() if isinstance(amp, str) else amp]
-    if not isinstance(amp, bool | str | torch.dtype) or words[0] not in PRECISIONS:
-        raise InvalidArgumentError(
-            f"amp must be True, False, torch.float16, torch.bfloat16, 'fp16', 'bf16' or 'fp32', not {amp!r}"
-        )
-    grid = _grid(model)
-    pixels = int(_part("utils.checks").check_imgsz(list(sizes), stride=grid, floor=grid, max_dim=1))
-    return {"imgsz": pixels, "amp": PRECISIONS[words[0]], "max_num_obj": max_num_obj, "dataset_size": dataset_size}
+def _unwrapped(model: Any) -> Any:
+    """The model itself, where it was compiled or wrapped."""
+    return _part("utils.torch_utils").unwrap_model(model)
 
 
 def _grid(model: Any) -> int:
     """Pixels that images are a multiple of: those for one of the coarsest feature map, at least 32."""
-    stride = getattr(_part("utils.torch_utils").unwrap_model(model), "stride", None)
+    stride = getattr(_unwrapped(model), "stride", None)
     return GRID if stride is None else max(GRID, int(stride.max()))
 
 
 def _training(
-    model: torch.nn.Module, device: Device, *, imgsz: int, amp: bool | torch.dtype, max_num_obj: int, dataset_size: int
+    model: torch.nn.Module, device: Device, imgsz: int, dtype: torch.dtype | None, objects: int, dataset_size: int
 ) -> tuple[torch.nn.Module, Step, list[str]]:
     """A copy of the model, the step that trains it as the trainer would, and what to say of it."""
     kind = device.torch_device.type
     with quiet_loggers("ultralytics"):  # it logs the optimizer that it builds, which is not the one of your training
-        trained = copy.deepcopy(model).train()
+        trained = copy.deepcopy(model).float().train()
         if not any(parameter.requires_grad for parameter in trained.parameters()):  # as in a checkpoint
             for name, parameter in trained.named_parameters():
                 parameter.requires_grad_(parameter.is_floating_point() and ".dfl" not in name)
-        plain = _part("utils.torch_utils").unwrap_model(trained)
-        if isinstance(getattr(plain, "args", {}), dict):  # a model that no trainer has had yet
+        net = _unwrapped(trained)
+        if isinstance(getattr(net, "args", {}), dict):  # a model that no trainer has had yet
             utils = _part("utils")
-            plain.args = utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **getattr(plain, "args", {})})
-        task = str(_part("nn.tasks").guess_model_task(plain))
-        batches = _batches_for(plain, task, imgsz, max_num_obj, device.torch_device)
-        plain.criterion = plain.init_criterion()
-        for criterion in (plain.criterion, *vars(plain.criterion).values()):  # an end-to-end loss has two
+            net.args = utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **getattr(net, "args", {})})
+        task = str(_part("nn.tasks").guess_model_task(net))
+        if task not in TASKS:
+            raise InvalidArgumentError(
+                f"a model for the task {task!r}: this makes batches for {', '.join(TASKS)}. Write a step of your own, and "
+                "call oomprobe.find_max_batch(model, step_fn)"
+            )
+        net.criterion = net.init_criterion()
+        for criterion in (net.criterion, *vars(net.criterion).values()):  # an end-to-end loss has two
             if hasattr(criterion, "assigner"):
-                _match_as_many_as_can_be(criterion.assigner, batches.objects)
-        optimizer = _optimizer(trained, plain, dataset_size)
-        # On the CPU and MPS the trainer switches autocast off.
-        dtype = None if not amp or kind in ("cpu", "mps") else amp if isinstance(amp, torch.dtype) else torch.float16
-        scaler: Any = torch.amp.GradScaler(kind, enabled=dtype is torch.float16)
+                _match_as_many_as_can_be(criterion.assigner)
+        optimizer = _optimizer(trained, net, dataset_size)
+    if kind in ("cpu", "mps"):  # where the trainer switches autocast off
+        dtype = None
+    scaler: Any = torch.amp.GradScaler(kind, enabled=dtype is torch.float16)
 
     def step(model: torch.nn.Module, batch_size: int) -> None:
-        batch = batches.make(batch_size)
-        autocast = nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype)
-        with autocast:
-            loss = _call(model, batch)
+        with device.torch_device:
+            batch = _worst_batch(net, task, batch_size, imgsz=imgsz, objects=objects)
+        refused: BaseException | None = None
+        with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
+            try:
+                loss = model(batch)
+            except _EscapedError as escaped:
+                refused = escaped.args[0]
+        if refused is not None:
+            raise refused
         scaler.scale(loss[0].sum()).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=CLIPPED_NORM)
@@ -205,16 +200,16 @@ def _training(
     ]
     if task in ASSIGNED:
         notes.append(
-            f"every image had {batches.objects} objects (max_num_obj; the trainer counts four times the fullest image's), "
+            f"every image had {objects} objects (max_num_obj; the trainer counts four times the fullest image's), "
             "each a quarter of the image, with as many anchors matched as the assigner may match"
         )
     return trained, Step(run=step, caller=caller), notes
 
 
-def _optimizer(model: torch.nn.Module, plain: Any, dataset_size: int) -> torch.optim.Optimizer:
+def _optimizer(model: torch.nn.Module, net: Any, dataset_size: int) -> torch.optim.Optimizer:
     """The one that the trainer would build. It learns nothing, so that every size meets the same weights."""
-    args = plain.args
-    trainer = SimpleNamespace(args=copy.copy(args), data={"nc": int(getattr(plain.model[-1], "nc", 0)) or 10})
+    args = net.args
+    trainer = SimpleNamespace(args=copy.copy(args), data={"nc": int(getattr(net.model[-1], "nc", 0)) or 10})
     optimizer: torch.optim.Optimizer = _part("engine.trainer").BaseTrainer.build_optimizer(
         trainer,
         model,
@@ -232,138 +227,67 @@ def _optimizer(model: torch.nn.Module, plain: Any, dataset_size: int) -> torch.o
 # --- worst-case batches ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batches:
-    """Batches as the trainer hands them to the loss, with as many objects in every image as there can be."""
+def _worst_batch(net: Any, task: str, batch_size: int, *, imgsz: int, objects: int) -> dict[str, torch.Tensor]:
+    """A batch as the trainer hands it to the loss, with as many objects in every image as there can be.
 
-    task: str
-    imgsz: int  # height and width of an image, pixels
-    channels: int
-    classes: int
-    objects: int  # in every image, at least 1
-    mask_ratio: int  # an image is so many times as wide as its mask
-    overlap_mask: bool  # whether the objects of an image share one mask
-    keypoints: int  # of an object
-    texts: tuple[int, ...]  # how many there are with each image, and numbers to each
-    device: torch.device | str
-
-    def make(self, batch_size: int) -> dict[str, _T]:
-        """One batch, its images as the loss takes them: of floating point, between 0 and 1."""
-        shape = (batch_size, self.channels, self.imgsz, self.imgsz)
-        if self.task == "classify":  # its data set hands out floating point
-            images = torch.rand(shape, device=self.device)
-        else:
-            images = torch.randint(256, shape, dtype=torch.uint8, device=self.device).float() / 255
-        texts = {"txt_feats": torch.ones(batch_size, *self.texts, device=self.device)} if self.texts else {}
-        return {"img": images, **texts, **_TARGETS[self.task](self, batch_size)}
-
-
-def _boxes(batches: _Batches, batch_size: int, numbers: int = 4) -> dict[str, _T]:
-    """Middle, width and height of each object, as shares of the image's; an angle of 0 where there are five numbers.
-
-    `max_num_obj` is four times the objects of the fullest image, and no point of a mosaic lies in more objects than one
-    image has. So each object covers a quarter of the image, and the assigner meets as many pairs of object and anchor as a
-    batch can have.
+    `objects`, the trainer's max_num_obj, is four times those of the fullest image, and no point of a mosaic lies in more
+    objects than one image has. So each object covers a quarter of the image, and the assigner meets as many pairs of object
+    and anchor as a batch can have.
     """
-    count = batches.objects
-    rows = math.ceil(math.sqrt(count))
-    place = torch.arange(count)
-    spread = SIDE / rows
-    middles = (torch.stack((place % rows, place // rows), 1) + 0.5) * spread + SIDE / 2
-    boxes = torch.cat((middles, torch.full((count, 2), SIDE), torch.zeros(count, numbers - 4)), 1)
-    return {
-        "batch_idx": torch.arange(batch_size).repeat_interleave(count).float().to(batches.device),
-        "cls": (place % batches.classes).float().repeat(batch_size)[:, None].to(batches.device),
-        "bboxes": boxes.repeat(batch_size, 1).to(batches.device),
+    head = net.model[-1]
+    classes = max(1, int(getattr(head, "nc", 0) or len(getattr(net, "names", None) or ())))
+    shape = (batch_size, int(net.yaml.get("channels", 3)), imgsz, imgsz)
+    if task == "classify":  # its data set hands out floating point
+        return {"img": torch.rand(shape), "cls": torch.arange(batch_size) % classes}
+    batch = {"img": torch.randint(256, shape, dtype=torch.uint8).float() / 255}
+    if task == "semantic":
+        return {**batch, "semantic_mask": torch.zeros(batch_size, imgsz, imgsz, dtype=torch.int32)}
+    if task == "depth":
+        return {**batch, "depth": torch.ones(batch_size, imgsz, imgsz)}
+    rows = math.ceil(math.sqrt(objects))
+    place = torch.arange(objects)
+    middles = (torch.stack((place % rows, place // rows), 1) + 0.5) * SIDE / rows + SIDE / 2
+    angles = torch.zeros(objects, 1 if task == "obb" else 0)
+    boxes = torch.cat((middles, torch.full((objects, 2), SIDE), angles), 1)
+    batch |= {
+        "batch_idx": torch.arange(batch_size).repeat_interleave(objects).float(),
+        "cls": (place % classes).float().repeat(batch_size)[:, None],
+        "bboxes": boxes.repeat(batch_size, 1),
     }
-
-
-def _masks(batches: _Batches, batch_size: int) -> dict[str, _T]:
-    side = batches.imgsz // batches.mask_ratio
-    count = batch_size if batches.overlap_mask else batch_size * batches.objects
-    dtype = torch.int32 if batches.overlap_mask and batches.objects > MASKS_IN_A_BYTE else torch.uint8
-    return {
-        **_boxes(batches, batch_size),
-        "masks": torch.ones(count, side, side, dtype=dtype, device=batches.device),
-        "sem_masks": torch.zeros(batch_size, side, side, device=batches.device),
-    }
-
-
-def _keypoints(batches: _Batches, batch_size: int) -> dict[str, _T]:
-    """All of them visible, in the middle of the image."""
-    shape = (batch_size * batches.objects, batches.keypoints, 3)
-    return {**_boxes(batches, batch_size), "keypoints": torch.full(shape, 0.5, device=batches.device)}
-
-
-_TARGETS: dict[str, Callable[[_Batches, int], dict[str, _T]]] = {
-    "detect": _boxes,
-    "segment": _masks,
-    "pose": _keypoints,
-    "obb": lambda made, size: _boxes(made, size, numbers=5),
-    "classify": lambda made, size: {"cls": (torch.arange(size) % made.classes).to(made.device)},
-    "semantic": lambda made, size: {
-        "semantic_mask": torch.zeros((size, made.imgsz, made.imgsz), dtype=torch.int32, device=made.device)
-    },
-    "depth": lambda made, size: {"depth": torch.ones(size, made.imgsz, made.imgsz, device=made.device)},
-}
-
-
-def _batches_for(plain: Any, task: str, imgsz: int, max_num_obj: int, device: torch.device | str) -> _Batches:
-    if task not in _TARGETS:
-        raise InvalidArgumentError(
-            f"a model for the task {task!r}: this makes batches for {', '.join(_TARGETS)}. Write a step of your own, and "
-            "call oomprobe.find_max_batch(model, step_fn)"
-        )
-    head = plain.model[-1]
-    return _Batches(
-        task=task,
-        imgsz=imgsz,
-        channels=int(plain.yaml.get("channels", 3)),
-        classes=max(1, int(getattr(head, "nc", 0) or len(getattr(plain, "names", None) or ()))),
-        objects=max(1, max_num_obj),  # the trainer says 0 for classification
-        mask_ratio=int(plain.args.mask_ratio),
-        overlap_mask=bool(plain.args.overlap_mask),
-        keypoints=int(getattr(head, "kpt_shape", (0,))[0]),
-        texts=tuple(getattr(plain, "txt_feats", torch.empty(1)).shape[1:]),
-        device=device,
-    )
+    if hasattr(net, "txt_feats"):  # it reads texts beside each image
+        batch["txt_feats"] = torch.ones(batch_size, *net.txt_feats.shape[1:])
+    if task == "segment":
+        overlap, side = net.args.overlap_mask, imgsz // int(net.args.mask_ratio)
+        dtype = torch.int32 if overlap and objects > MASKS_IN_A_BYTE else torch.uint8
+        batch["masks"] = torch.ones(batch_size if overlap else batch_size * objects, side, side, dtype=dtype)
+        batch["sem_masks"] = torch.zeros(batch_size, side, side)
+    if task == "pose":
+        batch["keypoints"] = torch.full((batch_size * objects, int(head.kpt_shape[0]), 3), 0.5)
+    return batch
 
 
 class _EscapedError(Exception):
     """Takes an out-of-memory error, its argument, past a handler that would go on image by image."""
 
 
-def _match_as_many_as_can_be(assigner: Any, objects: int) -> None:
+def _match_as_many_as_can_be(assigner: Any) -> None:
     """Have a `TaskAlignedAssigner` match as many anchors as it can, and let its out-of-memory errors out.
 
     It chooses anchors by what the net predicts, and a trained net chooses more of them than random weights do. Its `forward`
     catches what `_forward` raises and goes on image by image; a size at which that happens in every step does not fit.
     """
-    most, inner = objects * int(getattr(assigner, "topk2", None) or assigner.topk), assigner._forward
+    inner = assigner._forward
 
-    def match(_: Any, __: Any, outputs: tuple[_T, ...]) -> tuple[_T, ...]:
-        *targets, found, indices = outputs
-        found = torch.zeros_like(found)
-        found[:, :most] = True
-        return (*targets, found, indices)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def match(*args: Any, **kwargs: Any) -> Any:
         try:
-            return inner(*args, **kwargs)
+            *targets, found, indices = inner(*args, **kwargs)
         except RuntimeError as error:
             raise _EscapedError(error) from None
+        found = torch.zeros_like(found)
+        found[:, : assigner.n_max_boxes * int(getattr(assigner, "topk2", None) or assigner.topk)] = True
+        return (*targets, found, indices)
 
-    assigner.register_forward_hook(match)
-    assigner._forward = forward
-
-
-def _call(model: torch.nn.Module, *args: Any) -> Any:
-    """Run the loss; an out-of-memory error of the assigner comes out as it was raised."""
-    try:
-        return model(*args)
-    except _EscapedError as escaped:
-        error: BaseException = escaped.args[0]
-    raise error
+    assigner._forward = match
 
 
 # --- drop-ins ---
@@ -404,12 +328,8 @@ def check_train_batch_size(
         NoDeviceError: the device is not here.
         DeviceLostError: a sticky error of the device; no training in this process would run.
     """
-    if isinstance(batch, bool) or not isinstance(batch, int | float) or not math.isfinite(batch):
-        raise InvalidArgumentError(
-            f"batch must be a share of the memory, between 0 and 1, or -1 for 0.6, not {batch!r}"
-        )
     options = {"memory_fraction": batch if 0.0 < batch < 1.0 else DEFAULT_FRACTION, **options}
-    asked = _checked(model, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size)
+    asked: dict[str, Any] = {"imgsz": imgsz, "amp": amp, "max_num_obj": max_num_obj, "dataset_size": dataset_size}
     utils = _part("utils")
     prefix, home = utils.colorstr("AutoBatch: "), next(model.parameters()).device.type
     if device is None and home in ("cpu", "mps"):
@@ -443,20 +363,15 @@ def install(*, device: Any = None, **options: Any) -> ExitStack:
 
     Args:
         device: None: where the trainer has put the model. A trainer on the CPU probes with ``"cpu:8GiB"``.
-        **options: Others of `oomprobe.find_max_batch`, but for ``memory_fraction``, which is the trainer's ``batch``
+        **options: Others of `oomprobe.find_max_batch`. Without ``memory_fraction``, it is the trainer's ``batch``
             (``batch=0.8``; -1 means 0.6).
 
     Returns:
         What puts the trainer's own function back at the end of a ``with`` statement, or by its ``close()``.
 
     Raises:
-        InvalidArgumentError: ``memory_fraction`` was given.
         FrameworkError: Ultralytics is not installed, or older than 8.4.
     """
-    if "memory_fraction" in options:
-        raise InvalidArgumentError(
-            "install(memory_fraction=...): the trainer says that itself, by its batch, such as batch=0.8"
-        )
     undo = ExitStack()
     for module in [_part(name) for name in PATCHED]:
         undo.callback(setattr, module, "check_train_batch_size", module.check_train_batch_size)
