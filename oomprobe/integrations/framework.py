@@ -1,20 +1,31 @@
-"""What the adapters have in common: a framework that must be new enough, ranks that would hang, loops as steps."""
+"""What the adapters share: a framework that must be new enough, loops as steps, objects that come back as they were."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
+from types import MethodType
 from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from oomprobe.errors import InvalidArgumentError, OomProbeError
 from oomprobe.options import check_size
 from oomprobe.result import ProbeResult
+from oomprobe.state.surroundings import generators
 
 LOOP_STEPS = 2  # optimizer steps of one call of a framework's loop: the second finds what the first left
+GENERATORS: Any = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+PARTS = (Dataset, DataLoader, Sampler, *GENERATORS)  # followed under any name; anything else under these names
+NAMES = ("dataset", "datasets", "transform", "transforms", "sampler", "batch_sampler", "collate_fn")
 
 
 class FrameworkError(OomProbeError, ImportError):
@@ -22,26 +33,17 @@ class FrameworkError(OomProbeError, ImportError):
 
 
 def framework(name: str, *, minimum: str, extra: str) -> Any:
-    """Import a framework.
-
-    Args:
-        name: Of the module, such as ``"lightning.pytorch"``.
-        minimum: Oldest version that this adapter was made for.
-        extra: The optional dependency of oomprobe that installs it.
-
-    Raises:
-        FrameworkError: it is not there, older, or fails as it is imported.
-    """
+    """Import a module of a framework, at least of the version `minimum`, which the optional dependency `extra` installs."""
     package = name.partition(".")[0]
     install = f"pip install 'oomprobe[{extra}]'"
     try:
         module = importlib.import_module(name)
         version = str(importlib.import_module(package).__version__)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise FrameworkError(f"{name} lacks {error.name}: {install}") from error
-        raise FrameworkError(f"this needs {package} {minimum} or newer, and it is not installed: {install}") from None
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise FrameworkError(
+                f"this needs {package} {minimum} or newer, and it is not installed: {install}"
+            ) from None
         raise FrameworkError(
             f"{name} is installed and cannot be imported ({type(error).__name__}: {error}). Often a part of it was built "
             "for another torch: try the import by itself"
@@ -63,12 +65,6 @@ def refuse_several(what: str, ranks: int) -> None:
             "Ranks are not supported yet: probe with one device, and keep room for what the strategy adds (DDP: buckets as "
             "large as the gradients), by a smaller memory_fraction"
         )
-
-
-def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False: the text ``"no"`` would mean yes."""
-    if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{name} must be True or False, not {value!r}")
 
 
 def count_calls(options: dict[str, Any], steps_of_a_call: int = LOOP_STEPS) -> None:
@@ -93,3 +89,49 @@ def quiet_loggers(*names: str) -> Iterator[None]:
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
         yield
+
+
+@contextmanager
+def attributes_kept(owners: Iterable[object]) -> Iterator[None]:
+    """Restore the attributes of objects, the random number generators in them, and the host's default ones.
+
+    Data sets, loaders, samplers, transforms and collate functions in the owners are followed. What an attribute holds is
+    not looked into: a list that changed in place stays changed.
+    """
+    restores: list[Callable[[], object]] = [partial(put, get()) for get, put in generators("cpu").values()]
+    seen: dict[int, Any] = {}
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    waiting: list[Any] = list(owners)
+    while waiting:
+        one = waiting.pop()
+        one = one.__self__ if isinstance(one, MethodType) else one
+        if id(one) in seen or isinstance(one, type):
+            continue
+        seen[id(one)] = one
+        if isinstance(one, random.Random):
+            restores.append(partial(one.setstate, one.getstate()))
+        elif isinstance(one, np.random.Generator):
+            restores.append(partial(setattr, one.bit_generator, "state", one.bit_generator.state))
+        elif isinstance(one, GENERATORS):
+            restores.append(partial(one.set_state, one.get_state()))
+        elif hasattr(one, "__dict__"):
+            attributes.append((vars(one), dict(vars(one))))
+            waiting += _parts(one)
+    try:
+        yield
+    finally:
+        for now, before in attributes:
+            now.clear()
+            now.update(before)
+        for restore in restores:
+            restore()
+
+
+def _parts(one: object) -> Iterator[object]:
+    if isinstance(one, partial):
+        yield from (one.func, *one.args, *one.keywords.values())
+    for name, value in vars(one).items():
+        if name in NAMES:
+            yield from value if isinstance(value, list | tuple) else [value]
+        elif isinstance(value, PARTS):
+            yield value

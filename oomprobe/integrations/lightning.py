@@ -11,7 +11,6 @@ import signal
 import tempfile
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 import oomprobe
@@ -28,14 +27,13 @@ from oomprobe.devices.choose import model_device
 from oomprobe.errors import Caller, DeviceLostError, InvalidArgumentError, NotRunError
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
-    check_flag,
+    attributes_kept,
     count_calls,
     framework,
     quiet_loggers,
     refuse_several,
     untimed,
 )
-from oomprobe.integrations.generators import generators_kept
 from oomprobe.integrations.worst_case import Order, largest_first, refuse_once
 from oomprobe.options import Options, Step, check_seconds
 from oomprobe.result import ProbeResult
@@ -98,7 +96,6 @@ def find_max_batch(
     """
     inspect.signature(oomprobe.find_max_batch).bind(None, None, **options)  # the TypeError names an unknown option
     check_seconds("scan_s", scan_s)
-    check_flag("write_back", write_back)
     # The two packages have the same classes under different names.
     roots = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
     package = "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
@@ -113,14 +110,15 @@ def find_max_batch(
     if not isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy):
         raise InvalidArgumentError(f"{strategy} adds buffers that trials would lack: probe with strategy='auto'")
     makers, holders = _data_of(pl, trainer, own, datamodule, train_dataloaders, val_dataloaders)
+    owners = [own] if datamodule is None else [own, datamodule]
     device = _device_of(trainer, options.pop("device", None))
     accumulates = options.get("global_batch") is not None or trainer.accumulate_grad_batches > 1
     micro = MICRO_BATCHES if accumulates and own.automatic_optimization else 1
     with (
         _quiet(),
-        _undone(own, [] if datamodule is None else [datamodule], options.get("preserve", ()), device.torch_device.type),
+        attributes_kept([*own.modules(), *owners]),
+        _undone(own, owners[1:], options.get("preserve", ()), device.torch_device.type),
         tempfile.TemporaryDirectory(prefix="oomprobe-", ignore_cleanup_errors=True) as folder,
-        generators_kept([*own.modules(), datamodule]),
     ):
         training = Training(
             pl=pl,
@@ -132,9 +130,10 @@ def find_max_batch(
             arguments=_trial_arguments(pl, trainer, micro, folder),
             micro=micro,
             name=batch_size_name,
-            places=_places_of(batch_size_name, own, datamodule, needed=TRAIN in holders),
+            places=_places_of(batch_size_name, owners, needed=TRAIN in holders),
+            callbacks=_uncalled(pl, trainer),
         )
-        result = _probe(training, trainer, device, options, scan_s)
+        result = _probe(training, device, options, scan_s)
     if write_back and TRAIN in holders:
         for place in training.places:
             setattr(place, batch_size_name, result.batch_size)
@@ -155,29 +154,25 @@ class Training:
     micro: int  # batches for one optimizer step
     name: str  # of the batch size attribute
     places: Sequence[Any]  # objects that have it
+    callbacks: str  # names of the Trainer's, but for those that only show or save
     # Found by a look before the first trial. None: batches come as the loader makes them.
     orders: dict[str, list[Order | None]] = field(default_factory=dict)
-    callbacks: set[str] = field(default_factory=set)  # the user's, but for those that only show or save; found likewise
 
 
-def _probe(training: Training, trainer: Any, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
+def _probe(training: Training, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
     """Set up, look at the data, search, tear down."""
     limits = {name: options[name] for name in ("min_batch", "multiple_of", "max_batch") if name in options}
     first = Options(**limits).sizes.first
     count_calls(options)
     loaders: dict[str, list[Any]] = {}
-    configure_callbacks = training.own.configure_callbacks
-    harmless = tuple(getattr(training.pl.callbacks, name) for name in HARMLESS)
 
     def look(*_: object) -> None:
         loaders.update({name: _loaders_at(training, name, first)[0] for name in training.makers})
-        called = (*trainer.callbacks, *tree_leaves(configure_callbacks()))
-        training.callbacks.update(type(one).__name__ for one in called if not isinstance(one, harmless))
 
     # on_fit_start comes after setup() and before training, of which there is none.
     _fit(training, first, live=("prepare_data", "setup"), on_fit_start=look)
     try:
-        with generators_kept([loader for found in loaders.values() for loader in found]):
+        with attributes_kept([loader for found in loaders.values() for loader in found]):
             training.orders.update({name: [_order_of(one, scan_s) for one in found] for name, found in loaders.items()})
             count = min((len(order.indices) for order in training.orders[TRAIN] if order is not None), default=None)
             if count is not None and count < first:
@@ -193,7 +188,7 @@ def _probe(training: Training, trainer: Any, device: Device, options: dict[str, 
 
             size_is = f"{training.name} = " if TRAIN in training.holders else "loaders of batch_size="
             more = "Trials run a plain Trainer whose loggers are Lightning's DummyLogger, as with fast_dev_run"
-            more += f", without callbacks ({', '.join(sorted(training.callbacks))})." if training.callbacks else "."
+            more += f", without callbacks ({training.callbacks})." if training.callbacks else "."
             caller = Caller(alone=f"run trainer.fit with {size_is}{{batch_size}}", more=more)
             step = Step(run=run, caller=caller)
             result = oomprobe.find_max_batch(training.module, step, device=device, **options)
@@ -208,15 +203,15 @@ def _probe(training: Training, trainer: Any, device: Device, options: dict[str, 
 
 def _run_trial(training: Training, batch_size: int) -> None:
     """Fit for two optimizer steps of that batch size, then validate where the module does."""
-    ran: Counter[str] = Counter()
+    batches = 0
     wanted = LOOP_STEPS * training.micro
     # With manual optimization, only the module knows how many batches make a step.
     most = wanted if training.own.automatic_optimization else max(wanted, MANUAL_BATCHES)
 
     def trained(trainer: Any, *_: object) -> None:
-        ran[TRAIN] += 1
-        ran["mock"] += type(trainer.optimizers[0]).__name__ == "_MockOptimizer"  # what Lightning makes of None
-        if ran[TRAIN] >= wanted and (trainer.global_step >= LOOP_STEPS or ran[TRAIN] >= most):
+        nonlocal batches
+        batches += 1
+        if batches >= wanted and (trainer.global_step >= LOOP_STEPS or batches >= most):
             trainer.should_stop = True
 
     def make(name: str) -> Any:
@@ -229,18 +224,13 @@ def _run_trial(training: Training, batch_size: int) -> None:
                 made.append(loader if order is None else _trial_loader(loader, order, _size_of(loader), EVAL_BATCHES))
         return tree_unflatten(made, shape)
 
-    counted: dict[str, Any] = {"on_train_batch_end": trained, "on_validation_batch_end": lambda *_: ran.update([EVAL])}
-    _fit(training, batch_size, make=make, **counted)
-    if ran[TRAIN] < wanted:
+    _fit(training, batch_size, make=make, on_train_batch_end=trained)
+    if batches < wanted:
         raise NotRunError(
-            f"at batch {batch_size} Lightning ran {ran[TRAIN]} training batches of the {wanted} that make a trial. If the "
+            f"at batch {batch_size} Lightning ran {batches} training batches of the {wanted} that make a trial. If the "
             "data are a stream, it may end before: pass a smaller max_batch. Otherwise look whether the module stops the "
             "Trainer, raises StopIteration, or skips batches in on_train_batch_start"
         )
-    if ran["mock"] and training.own.automatic_optimization:
-        raise NotRunError("configure_optimizers() returned None, so this module does not train: return an optimizer")
-    if EVAL in training.makers and not ran[EVAL]:
-        raise NotRunError(f"at batch {batch_size} Lightning ran no validation batch: does val_dataloader() give any?")
 
 
 def _fit(
@@ -254,12 +244,13 @@ def _fit(
     def nothing(*_: object, **__: object) -> None:
         return None
 
-    own, datamodule, holders = training.own, training.datamodule, training.holders
+    own, holders = training.own, training.holders
+    owners = [own] if training.datamodule is None else [own, training.datamodule]
     makers: dict[str, Hook] = {TRAIN: list} if make is None else {name: partial(make, name) for name in training.makers}
     once = dict.fromkeys({"prepare_data", "setup", "teardown"} - set(live), nothing)
     optimizers = {"configure_optimizers": nothing} if make is None else {}  # no scheduler can be made for no steps
-    changes: list[tuple[Any, dict[str, Any]]] = [(own, {**once, **optimizers, "configure_callbacks": list})]
-    changes += [(datamodule, once)] if datamodule is not None else []
+    changes: list[tuple[Any, dict[str, Any]]] = [(owner, once) for owner in owners]
+    changes.append((own, {**optimizers, "configure_callbacks": list}))
     # Lightning looks for the code of a hook to tell it from its own: only a function has some.
     changes += [(holders[name], {name: lambda name=name: makers[name]()}) for name in makers if name in holders]
     on_ctrl_c = signal.getsignal(signal.SIGINT)
@@ -273,7 +264,7 @@ def _fit(
         trainer.save_checkpoint = nothing
         try:
             handed_in: dict[str, Any] = {f"{name}s": makers[name]() for name in makers if name not in holders}
-            trainer.fit(training.module, **(handed_in if datamodule is None else {"datamodule": datamodule}))
+            trainer.fit(training.module, datamodule=training.datamodule, **handed_in)
         except SystemExit as ended:
             # Lightning answers Ctrl-C by leaving the process; here the caller handles it.
             if isinstance(ended.__context__, KeyboardInterrupt):
@@ -285,9 +276,8 @@ def _fit(
                 signal.signal(signal.SIGINT, on_ctrl_c)
             # A Trainer is part of reference cycles: it would hold its optimizers until garbage is collected.
             trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs, trainer.callbacks = [], [], []
-            own.trainer = None
-            if datamodule is not None:
-                datamodule.trainer = None
+            for owner in owners:
+                owner.trainer = None
 
 
 def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str) -> dict[str, Any]:
@@ -318,6 +308,12 @@ def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str) -> dict[str
     }
 
 
+def _uncalled(pl: Any, trainer: Any) -> str:
+    """Names of the Trainer's callbacks that do more than show and save: trials call none."""
+    harmless = tuple(getattr(pl.callbacks, name) for name in HARMLESS)
+    return ", ".join(sorted({type(one).__name__ for one in trainer.callbacks if not isinstance(one, harmless)}))
+
+
 def _loaders_at(training: Training, name: str, batch_size: int) -> tuple[list[Any], Any]:
     """The loaders that the user makes at that size, checked, and the shape of their collection."""
     found, shape = tree_flatten(training.makers[name]())
@@ -339,10 +335,8 @@ def _loaders_at(training: Training, name: str, batch_size: int) -> tuple[list[An
 
 def _size_of(loader: Any) -> Any:
     """The batch size of a loader that can be made again at any other; None for one that cannot."""
-    # _get_iterator is what DataLoader.__iter__ calls; it has no public name, and subclasses override either.
-    for name in ("__iter__", "_get_iterator"):
-        if getattr(type(loader), name, None) is not getattr(DataLoader, name):
-            return None
+    if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
+        return None
     return loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else None
 
 
@@ -394,8 +388,8 @@ def _told(training: Training, result: ProbeResult, count: int | None, scan_s: fl
     covered = ("longest sequence",) * are_largest + ("evaluation between epochs",) * (EVAL in training.makers)
     not_covered = [item for item in result.not_covered if not item.startswith(covered)]
     if training.callbacks:
-        names = ", ".join(sorted(training.callbacks))
-        not_covered.append(f"callbacks, which trials do not call: {names} (weight averaging keeps a copy)")
+        why = "which trials do not call"
+        not_covered.append(f"callbacks, {why}: {training.callbacks} (weight averaging keeps a copy)")
     return replace(result, notes=(*result.notes, *notes), not_covered=tuple(not_covered))
 
 
@@ -415,8 +409,6 @@ def _data_of(
     makers: dict[str, Hook] = {}
     holders: dict[str, Any] = {}
     for name, loaders in ((TRAIN, train), (EVAL, validation)):
-        if loaders is not None and datamodule is not None:
-            raise InvalidArgumentError(f"pass either datamodule or {name}s: Trainer.fit takes no more than one of them")
         if loaders is not None:
             makers[name] = partial({name: loaders}.get, name)
         elif datamodule is not None and overrides(datamodule, name, pl.LightningDataModule):
@@ -434,9 +426,8 @@ def _data_of(
     return makers, holders
 
 
-def _places_of(name: str, own: Any, datamodule: Any, *, needed: bool) -> list[Any]:
+def _places_of(name: str, owners: list[Any], *, needed: bool) -> list[Any]:
     """The objects where Lightning's own finder sets the batch size: module, data module and the hyperparameters of each."""
-    owners = [owner for owner in (own, datamodule) if owner is not None]
     places = [owner for owner in owners if hasattr(owner, name)]
     places += [owner.hparams for owner in owners if name in getattr(owner, "hparams", ())]
     if needed and not places:
@@ -464,14 +455,13 @@ def _device_of(trainer: Any, device: object) -> Device:
 def _undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, device_type: str) -> Iterator[None]:
     """Undo what is done inside: ``setup()`` and other hooks run before the probe itself keeps anything.
 
-    Besides what a `Snapshot` keeps, each attribute of a module is again the object that it was. The module stays in host
-    memory, where Lightning puts it after each fit: a snapshot on the device would need room that training has.
+    The module stays in host memory, where Lightning puts it after each fit: a snapshot on the device would need room that
+    training has.
     """
     home, lost = model_device(module) or torch.device("cpu"), False
     module.cpu()
     try:
         snapshot = Snapshot(module, others, preserve, device_type)
-        attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
         try:
             yield
         except DeviceLostError:
@@ -479,9 +469,6 @@ def _undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, de
             raise
         finally:
             snapshot.restore(device_lost=lost)
-            for now, before in attributes:
-                now.clear()
-                now.update(before)
     finally:
         module.to(home)
 

@@ -6,7 +6,6 @@ import copy
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,16 +17,15 @@ from oomprobe.errors import Caller, InvalidArgumentError, NothingFitsError, NotR
 from oomprobe.integrations.accelerate import unchanged
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
-    check_flag,
+    attributes_kept,
     count_calls,
     framework,
     refuse_several,
     untimed,
 )
-from oomprobe.integrations.generators import generators_kept
 from oomprobe.integrations.worst_case import Longest, longest_of
 from oomprobe.options import Step, check_seconds, check_size
-from oomprobe.report.plan import plan
+from oomprobe.report.plan import PlanEntry, plan
 from oomprobe.result import ProbeResult
 
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs beside the gradients of the first
@@ -47,7 +45,6 @@ QUIET: dict[str, Any] = {
     "dataloader_num_workers": 0,
     "dataloader_persistent_workers": False,
     "dataloader_prefetch_factor": None,
-    "skip_memory_metrics": True,
 }
 
 
@@ -95,7 +92,6 @@ def find_max_batch(
         if value is not None:
             check_size(name, value)
     check_seconds("scan_s", scan_s)
-    check_flag("write_back", write_back)
     count_calls(options)
     whole = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
     accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
@@ -103,7 +99,8 @@ def find_max_batch(
     evaluated_on = _values(trainer.eval_dataset) if evaluates else []
     device = options.get("device")
     simulated = replay_of(device) is not None or (isinstance(device, str) and device.startswith("sim:"))
-    with generators_kept(_sources(trainer)), _copied(trainer, simulated) as copied:
+    with attributes_kept(_shared(trainer)):
+        copied = _copied(trainer, simulated=simulated)
         longest = longest_of(trainer.train_dataset, max_length=max_length, scan_s=scan_s)
         evaluated = [longest_of(one, max_length=max_length, scan_s=scan_s) for one in evaluated_on]
         if longest.total is not None:
@@ -120,7 +117,11 @@ def find_max_batch(
         if result.limited_by == "max_batch" and result.batch_size == longest.total:
             notes.append(f"the data set ends the search: it has {longest.total} examples")
         if write_back:
-            notes.append(_write_back(trainer, loop, whole, result, options))
+            split, note = _split_that_runs(trainer, loop, whole, result, options)
+            notes.append(note)
+    if write_back and split is not None:
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
+        trainer._train_batch_size = args.train_batch_size  # its own copy, made at the start
     covered = [item for item in result.not_covered if not item.startswith("longest sequence")]
     own = [note for note in result.notes if not (note.startswith("no optimizer stepped") and "'eval'" in note)]
     missing = _not_covered(trainer, evaluates=bool(evaluated))
@@ -155,20 +156,19 @@ def _values(datasets: Any) -> list[Any]:
     return list(datasets.values()) if isinstance(datasets, dict) else [datasets]
 
 
-def _sources(trainer: Any) -> list[Any]:
-    """What trains or makes batches, and may draw random numbers as it does."""
+def _shared(trainer: Any) -> list[Any]:
+    """What a copy of the Trainer shares with it, and may change or draw random numbers from as it trains."""
     modules = trainer.model.modules() if isinstance(trainer.model, torch.nn.Module) else ()
-    return [trainer, *modules, trainer.data_collator, trainer.train_dataset, *_values(trainer.eval_dataset)]
-
-
-@contextmanager
-def _copied(trainer: Any, simulated: bool) -> Iterator[Any]:
-    """A copy of the Trainer with logging, saving and callbacks disabled; what it shares with the original is restored."""
-    shared = [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
+    configs = [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
     # Those that it was given, or has trained with, without accelerate's wrappers.
-    shared.append(getattr(trainer.optimizer, "optimizer", trainer.optimizer))
-    shared.append(getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler))
-    before = [(vars(one), dict(vars(one))) for one in shared if one is not None]
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    data = [trainer.data_collator, trainer.train_dataset, *_values(trainer.eval_dataset)]
+    return [trainer, *modules, *configs, optimizer, scheduler, *data]
+
+
+def _copied(trainer: Any, *, simulated: bool) -> Any:
+    """A copy of the Trainer with logging, saving and callbacks disabled."""
     copied = copy.copy(trainer)
     copied.args = copy.copy(trainer.args)
     for name, value in QUIET.items():
@@ -183,20 +183,13 @@ def _copied(trainer: Any, simulated: bool) -> Iterator[Any]:
     copied.create_accelerator_and_postprocess()
     # A sampler of the Trainer's own knows another data set; here the order is ours.
     copied._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(copied.train_dataset)
-    if hasattr(copied, "_memory_tracker"):  # made for an argument that QUIET overrules; it starts threads
-        copied._memory_tracker = type(copied._memory_tracker)(True)
     copied.model_init, copied.model_wrapped = None, trainer.model
     copied.control = type(trainer.control)()
     copied.callback_handler = copy.copy(trainer.callback_handler)
     copied.callback_handler.callbacks = [importlib.import_module("transformers").DefaultFlowCallback()]
     if trainer.compute_metrics is not None:  # predictions are gathered for it as in training, and it is not called
         copied.compute_metrics = lambda *_, **__: {}
-    try:
-        yield copied
-    finally:
-        for attributes, values in before:
-            attributes.clear()
-            attributes.update(values)
+    return copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,8 +272,10 @@ class _Loop:
         return self.collate(examples)
 
 
-def _write_back(trainer: Any, loop: _Loop, whole: int, result: ProbeResult, options: dict[str, Any]) -> str:
-    """Run the split of the global batch with the fewest accumulation steps, and set it in the arguments if it ran."""
+def _split_that_runs(
+    trainer: Any, loop: _Loop, whole: int, result: ProbeResult, options: dict[str, Any]
+) -> tuple[PlanEntry | None, str]:
+    """The split of the global batch with the fewest accumulation steps, if it runs, and what to say of it."""
     args = trainer.args
     before = (
         f"per_device_train_batch_size={args.per_device_train_batch_size}, "
@@ -290,7 +285,7 @@ def _write_back(trainer: Any, loop: _Loop, whole: int, result: ProbeResult, opti
     splits = plan(whole, world_size=1, max_micro_batch=result.batch_size, **sizes)
     split = next((one for one in splits if one.exact), None)
     if split is None:
-        return f"nothing was written back: no size up to {result.batch_size} divides the global batch of {whole}"
+        return None, f"nothing was written back: no size up to {result.batch_size} divides the global batch of {whole}"
     names = ("device", "memory_fraction", "confirm_steps", "preserve", "time_limit_s", "progress")
     options = {name: options[name] for name in names if name in options}
     if options.get("time_limit_s") is not None:
@@ -299,10 +294,8 @@ def _write_back(trainer: Any, loop: _Loop, whole: int, result: ProbeResult, opti
         probe.check(trainer.model, loop.steps(trainer, split.accumulation_steps), split.micro_batch, **options)
     except (NothingFitsError, TimeLimitError) as error:
         tried = f"{split.micro_batch} x {split.accumulation_steps}"
-        return f"nothing was written back, {before} stay: {tried} did not run ({error})"
-    args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
-    trainer._train_batch_size = args.train_batch_size  # its own copy, made at the start
-    return (
+        return None, f"nothing was written back, {before} stay: {tried} did not run ({error})"
+    return split, (
         f"written back: per_device_train_batch_size={split.micro_batch}, gradient_accumulation_steps="
         f"{split.accumulation_steps} (before: {before}); the global batch is {whole}, and this split was run"
     )

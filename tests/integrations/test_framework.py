@@ -1,10 +1,15 @@
+import random
+import subprocess
 import sys
 import types
+from functools import partial
 
+import numpy as np
 import pytest
+import torch
 
 import oomprobe
-from oomprobe.integrations.framework import FrameworkError, framework, refuse_several
+from oomprobe.integrations.framework import FrameworkError, attributes_kept, framework, refuse_several
 
 
 @pytest.fixture
@@ -36,14 +41,18 @@ def test_a_newer_one_is_imported(installed, version):
     assert framework("someframe", minimum="8.4", extra="x").__version__ == version
 
 
-def test_one_that_breaks_as_it_is_imported_is_told(tmp_path, monkeypatch):
-    (tmp_path / "brokenframe.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    (tmp_path / "hungryframe.py").write_text("import what_it_lacks")
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise RuntimeError('operator torchvision::nms does not exist')", "torchvision::nms"),
+        ("import what_it_lacks", "No module named 'what_it_lacks'"),
+    ],
+)
+def test_one_that_breaks_as_it_is_imported_is_told(tmp_path, monkeypatch, code, said):
+    (tmp_path / "brokenframe.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(FrameworkError, match=r"brokenframe is installed and cannot be imported.*torchvision::nms"):
+    with pytest.raises(FrameworkError, match=rf"brokenframe is installed and cannot be imported.*{said}"):
         framework("brokenframe", minimum="1", extra="x")
-    with pytest.raises(FrameworkError, match="hungryframe lacks what_it_lacks"):
-        framework("hungryframe", minimum="1", extra="x")
 
 
 def test_it_is_an_import_error_and_ours():
@@ -57,11 +66,92 @@ def test_ranks_are_refused():
         refuse_several("devices=4", 4)
 
 
-def test_importing_oomprobe_imports_no_framework():
-    import subprocess
-
+def test_importing_the_adapters_imports_no_framework():
     code = (
-        "import oomprobe, oomprobe.integrations, oomprobe.integrations.framework, sys;"
-        "print([n for n in ('transformers', 'lightning', 'ultralytics', 'accelerate') if n in sys.modules])"
+        "import sys\n"
+        "from oomprobe.integrations import accelerate, lightning, transformers, ultralytics\n"
+        "names = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(names & {'accelerate', 'lightning', 'pytorch_lightning', 'transformers', 'ultralytics'})"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+# --- attributes and generators ---
+
+
+KINDS = {
+    "torch": (lambda: torch.Generator().manual_seed(7), lambda one: torch.rand(1, generator=one).item()),
+    "python": (lambda: random.Random(7), lambda one: one.random()),
+    "numpy": (lambda: np.random.default_rng(7), lambda one: one.random()),
+    "old numpy": (lambda: np.random.RandomState(7), lambda one: one.random_sample()),
+}
+
+
+class Owner:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def collate(self, examples):
+        return self.own.random()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_generator_goes_on_where_it_was(kind, error):
+    make, draw = KINDS[kind]
+    owner = Owner(own=make())
+    try:
+        with attributes_kept([owner, "no attributes"]):
+            first = draw(owner.own)
+            if error:
+                raise error
+    except KeyboardInterrupt:
+        pass
+    assert draw(owner.own) == first
+
+
+def test_the_default_ones_go_on_where_they_were():
+    def draw():
+        return torch.rand(1).item(), np.random.random(), random.random()
+
+    with attributes_kept([]):
+        first = draw()
+    assert draw() == first
+
+
+def under(names, inner):
+    for name in names:
+        inner = Owner(**{name: [inner, inner] if name.endswith("s") else inner})
+    return inner
+
+
+WAYS = {
+    "a data set": lambda inner: under(["dataset"], inner),
+    "several": lambda inner: under(["datasets"], inner),
+    "a transform": lambda inner: under(["dataset", "transforms", "transform", "collate_fn"], inner),
+    "another name": lambda inner: Owner(
+        images=types.new_class("Images", (Owner, torch.utils.data.Dataset))(own=inner.own)
+    ),
+    "a method": lambda inner: torch.utils.data.DataLoader([1], collate_fn=inner.collate),
+    "a keyword": lambda inner: torch.utils.data.DataLoader([1], collate_fn=partial(print, own=inner.own)),
+    "an argument": lambda inner: torch.utils.data.DataLoader([1], collate_fn=partial(print, inner.own)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_is_found_wherever_data_draw_from_it(way):
+    inner = Owner(own=random.Random(7))
+    outer = inner.dataset = WAYS[way](inner)  # a circle ends
+    with attributes_kept([outer]):
+        first = inner.own.random()
+    assert inner.own.random() == first
+
+
+@pytest.mark.parametrize(
+    "before", [{}, {"own": None}, {"own": 7}, {"own": random.Random(7)}], ids=["", "None", "7", "one"]
+)
+def test_each_attribute_is_what_it_was(before):
+    owner = Owner(**before)
+    with attributes_kept([owner]):
+        owner.own, owner.other = torch.Generator(), 1
+    assert vars(owner) == before

@@ -5,8 +5,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import warnings
 import weakref
@@ -265,18 +263,11 @@ def test_without_validation_it_is_no_part_of_the_trials(how):
     assert any("evaluation between epochs" in item for item in result.not_covered)
 
 
-@pytest.mark.parametrize("handed_in", [False, True])
-def test_validation_loaders_may_keep_a_size_of_their_own(handed_in):
-    module = OwnLoaders(ledger(30), examples=100, eval_mib=1)
-    given = {"val_dataloaders": DataLoader(data(50), batch_size=16)} if handed_in else {}
-    result = probed(module, None if handed_in else Data(val_batch_size=16), **given)
-    assert (result.batch_size, module.batch_size, set(module.told.validated)) == (30, 30, {16})
-
-
-def test_validation_that_gives_no_batch_is_no_silent_pass():
-    datamodule = type("Empty", (Data,), {"val_dataloader": lambda self: []})()
-    with pytest.raises(oomprobe.UnreliableError, match="ran no validation batch"):
-        probed(Module(ledger(9)), datamodule)
+def test_validation_loaders_may_keep_a_size_of_their_own():
+    for given in ({"datamodule": Data(val_batch_size=16)}, {"val_dataloaders": DataLoader(data(50), batch_size=16)}):
+        module = OwnLoaders(ledger(30), examples=100, eval_mib=1)
+        result = probed(module, **given)
+        assert (result.batch_size, module.batch_size, set(module.told.validated)) == (30, 30, {16})
 
 
 # --- the worst case first ---
@@ -396,28 +387,18 @@ def test_the_other_package_of_lightning_is_known_by_its_trainer():
     assert probed(Theirs(), trainer=trainer).batch_size == 10
 
 
-def test_the_framework_is_not_imported_with_the_adapter():
-    code = (
-        "import sys, oomprobe.integrations.lightning; print([m for m in sys.modules if 'lightning' in m.split('.')[0]])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 # --- refusals ---
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"write_back": "no"}, "write_back must be True or False, not 'no'"),
         ({"scan_s": -1}, "scan_s must be a number of seconds"),
         ({"trainer": 3}, "trainer must be a lightning.pytorch.Trainer, not int"),
         ({"module": torch.nn.Linear(1, 1)}, "module must be a LightningModule of lightning.pytorch, not Linear"),
         ({"datamodule": "x"}, "datamodule must be a LightningDataModule of lightning.pytorch, not 'x'"),
         ({"datamodule": DataLoader(data(9))}, "pass loaders as train_dataloaders="),
         ({"datamodule": None}, r"no training data: neither Module nor a data module has train_dataloader\(\)"),
-        ({"val_dataloaders": DataLoader(data(9))}, "pass either datamodule or val_dataloaders"),
         (
             {"batch_size_name": "bs"},
             "neither Module nor Data nor their hyper.* have 'bs': write self.bs = 1 in __init__",
@@ -454,22 +435,21 @@ class Chunks(DataLoader):
         return iter(data(2).tensors[0].split(1))
 
 
-@pytest.mark.parametrize("handed_in", [True, False])
-@pytest.mark.parametrize("kind", ["batch sampler", "own iter", "data set", "combined"])
-def test_training_loaders_that_cannot_be_made_again(kind, handed_in):
-    loader = {
-        "batch sampler": DataLoader(data(9), batch_sampler=[[0, 1], [2]]),
-        "own iter": Chunks(data(9)),
-        "data set": data(9),
-        "combined": pl.utilities.CombinedLoader({"a": DataLoader(data(9))}),
-    }[kind]
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(data(9), batch_sampler=[[0, 1], [2]]),
+        Chunks(data(9)),
+        data(9),
+    ],
+    ids=["batch sampler", "own iter", "data set"],
+)
+def test_training_loaders_that_cannot_be_made_again(loader):
     said = r"cannot be made again .* DataLoader\(dataset, batch_size=\.\.\.\) without a batch_sampler"
-    if handed_in:
-        refused(said, train_dataloaders=loader)
-    else:
-        module = Module(ledger(9))
-        module.train_dataloader = lambda: loader
-        refused(said, module=module)
+    refused(said, train_dataloaders=loader)
+    module = Module(ledger(9))
+    module.train_dataloader = lambda: loader
+    refused(said, module=module)
 
 
 def test_validation_loaders_that_cannot_be_made_again_are_used():
@@ -493,12 +473,6 @@ def test_a_device_where_the_trainer_does_not_train():
     elsewhere = ledger(9)
     elsewhere.torch_device = torch.device("cuda", 1)
     refused("but the Trainer trains on cpu.*accelerator='cuda'", datamodule=Data(), device=elsewhere)
-
-
-def test_a_module_without_an_optimizer():
-    module = type("NoOptimizer", (Module,), {"configure_optimizers": lambda self: None})(ledger(9))
-    with pytest.raises(oomprobe.UnreliableError, match=r"configure_optimizers\(\) returned None"):
-        probed(module, Data())
 
 
 def test_data_that_can_be_read_only_once_is_not_used_up():
