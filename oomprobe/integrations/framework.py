@@ -67,6 +67,11 @@ def refuse_several(what: str, ranks: int) -> None:
         )
 
 
+def uncalled(callbacks: Iterable[object], harmless: tuple[type, ...]) -> str:
+    """Names of callbacks that do more than show and save: trials call none."""
+    return ", ".join(sorted({type(one).__name__ for one in callbacks if not isinstance(one, harmless)}))
+
+
 def count_calls(options: dict[str, Any], steps_of_a_call: int = LOOP_STEPS) -> None:
     """Turn the optimizer steps that a user asks for in `options` into calls that make so many each, rounded up."""
     for name, default in (("steps", 2), ("confirm_steps", 5)):

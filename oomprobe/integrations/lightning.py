@@ -32,6 +32,7 @@ from oomprobe.integrations.framework import (
     framework,
     quiet_loggers,
     refuse_several,
+    uncalled,
     untimed,
 )
 from oomprobe.integrations.worst_case import Order, largest_first, refuse_once
@@ -131,7 +132,7 @@ def find_max_batch(
             micro=micro,
             name=batch_size_name,
             places=_places_of(batch_size_name, owners, needed=TRAIN in holders),
-            callbacks=_uncalled(pl, trainer),
+            callbacks=uncalled(trainer.callbacks, tuple(getattr(pl.callbacks, name) for name in HARMLESS)),
         )
         result = _probe(training, device, options, scan_s)
     if write_back and TRAIN in holders:
@@ -306,12 +307,6 @@ def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str) -> dict[str
         "num_sanity_val_steps": 0,
         "default_root_dir": folder,
     }
-
-
-def _uncalled(pl: Any, trainer: Any) -> str:
-    """Names of the Trainer's callbacks that do more than show and save: trials call none."""
-    harmless = tuple(getattr(pl.callbacks, name) for name in HARMLESS)
-    return ", ".join(sorted({type(one).__name__ for one in trainer.callbacks if not isinstance(one, harmless)}))
 
 
 def _loaders_at(training: Training, name: str, batch_size: int) -> tuple[list[Any], Any]:

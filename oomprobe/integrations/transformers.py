@@ -21,6 +21,7 @@ from oomprobe.integrations.framework import (
     count_calls,
     framework,
     refuse_several,
+    uncalled,
     untimed,
 )
 from oomprobe.integrations.worst_case import Longest, longest_of
@@ -206,7 +207,7 @@ class _Loop:
         """The training step, and the evaluation where there is one, by name."""
         missed = _uncalled(original)
         more = "A trial begins with the longest examples, which a Trainer may meet late."
-        more += f" Its callbacks ({', '.join(missed)}) are not called." if missed else ""
+        more += f" Its callbacks ({missed}) are not called." if missed else ""
 
         def train(model: torch.nn.Module, batch_size: int) -> None:
             self._train(batch_size, accumulation)
@@ -301,18 +302,17 @@ def _split_that_runs(
     )
 
 
-def _uncalled(trainer: Any) -> list[str]:
-    """Names of its callbacks that do more than steer or show: trials call none."""
-    own = importlib.import_module("transformers.trainer_callback")
-    known = (own.DefaultFlowCallback, own.ProgressCallback, own.PrinterCallback)
-    return [type(one).__name__ for one in trainer.callback_handler.callbacks if not isinstance(one, known)]
+def _uncalled(trainer: Any) -> str:
+    kinds = importlib.import_module("transformers.trainer_callback")
+    harmless = (kinds.DefaultFlowCallback, kinds.ProgressCallback, kinds.PrinterCallback)
+    return uncalled(trainer.callback_handler.callbacks, harmless)
 
 
 def _not_covered(trainer: Any, *, evaluates: bool) -> Iterator[str]:
     """What training does, and no trial did."""
     args = trainer.args
     if missed := _uncalled(trainer):
-        yield f"callbacks of the Trainer, which were not called: {', '.join(missed)}"
+        yield f"callbacks of the Trainer, which were not called: {missed}"
     drops = args.prediction_loss_only or args.batch_eval_metrics or args.eval_accumulation_steps is not None
     if evaluates and trainer.compute_metrics is not None and not drops:
         yield (

@@ -72,14 +72,9 @@ class Longest:
 
 
 def largest_first(dataset: Any, indices: Sequence[int], limit_s: float) -> Order:
-    """Look at the examples, in random order, and sort them by their number of elements.
+    """Look at the examples, in random order and for `limit_s` seconds, and sort them by their number of elements.
 
     The largest of each field comes before all others: a batch is padded to it, whichever example has it.
-
-    Args:
-        dataset: Has ``__getitem__``.
-        indices: Those that training draws from.
-        limit_s: Seconds after which the rest is left unseen; the first is always seen.
     """
     until = time.monotonic() + limit_s
     shuffled = list(indices)
@@ -117,15 +112,9 @@ def largest_first(dataset: Any, indices: Sequence[int], limit_s: float) -> Order
 
 
 def longest_of(dataset: Any, *, max_length: int | None = None, scan_s: float = 30.0) -> Longest:
-    """Find the longest examples.
+    """Find the longest examples, of those that `scan_s` seconds suffice to look at.
 
-    Args:
-        dataset: With ``len()`` and indices, or an iterable without.
-        max_length: Length of a sequence to which the longest example is stretched. None: as it is.
-        scan_s: Seconds for looking at examples.
-
-    Raises:
-        InvalidArgumentError: there is no example, or those of a stream differ in length and `max_length` is None.
+    With `max_length`, the longest is stretched to sequences of that length and stands for all.
 
     Example:
         >>> data = [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [1]}]
@@ -140,9 +129,9 @@ def longest_of(dataset: Any, *, max_length: int | None = None, scan_s: float = 3
         raise InvalidArgumentError("the data set is empty: there is no example to make a batch of")
     order = largest_first(dataset, range(len(dataset)), scan_s if total is not None else math.inf)
     if max_length is not None:
-        longest = stretched(dataset[order.indices[0]], max_length)
+        longest = [stretched(dataset[order.indices[0]], max_length)]
         note = f"every example was stretched to max_length={max_length}"
-        return Longest(examples=[longest], order=largest_first([longest], range(1), 0.0), total=total, notes=(note,))
+        return Longest(examples=longest, order=largest_first(longest, range(1), 0.0), total=total, notes=(note,))
     if total is None and order.variable:
         raise InvalidArgumentError(
             f"the data set has no length, and its first {len(dataset)} examples differ in theirs: the longest one, which "
@@ -169,7 +158,7 @@ def stretched(example: Any, max_length: int) -> Any:
 
 
 def refuse_once(dataset: Any) -> None:
-    """Refuse a stream that is used up by being read."""
+    """Refuse a stream that a look would use up."""
     if iter(dataset) is iter(dataset):
         raise InvalidArgumentError(
             "the data set can be read only once, and a probe would use it up: pass one whose __iter__ begins anew each time"
@@ -214,13 +203,9 @@ def _is_numbers(values: Any) -> bool:
 
 
 def _is_sequence(value: Any) -> bool:
-    if hasattr(value, "ndim"):
-        return bool(value.ndim == 1)
-    return isinstance(value, list | tuple) and _is_numbers(value)
+    return value.ndim == 1 if hasattr(value, "ndim") else isinstance(value, list | tuple) and _is_numbers(value)
 
 
 def _to_length(value: Any, length: int) -> Any:
-    if isinstance(value, np.ndarray):
-        return np.resize(value, length)
-    times = -(-length // max(1, len(value)))
-    return value.repeat(times)[:length] if isinstance(value, torch.Tensor) else (value * times)[:length]
+    places = np.arange(length) % len(value)
+    return type(value)(value[place] for place in places) if isinstance(value, list | tuple) else value[places]
