@@ -398,17 +398,15 @@ def _data_of(
             "train_dataloaders=..., val_dataloaders=..."
         )
 
-    def overrides(holder: Any, name: str, base: type) -> bool:
-        return name in vars(holder) or getattr(type(holder), name, None) is not getattr(base, name)
-
+    overrides = pl.utilities.model_helpers.is_overridden
     makers: dict[str, Hook] = {}
     holders: dict[str, Any] = {}
     for name, loaders in ((TRAIN, train), (EVAL, validation)):
         if loaders is not None:
             makers[name] = partial({name: loaders}.get, name)
-        elif datamodule is not None and overrides(datamodule, name, pl.LightningDataModule):
+        elif datamodule is not None and overrides(name, datamodule):
             holders[name] = datamodule
-        elif overrides(own, name, pl.LightningModule):
+        elif overrides(name, own):
             holders[name] = own
     makers |= {name: getattr(holder, name) for name, holder in holders.items()}
     if TRAIN not in makers:
@@ -416,7 +414,7 @@ def _data_of(
             f"there is no training data: neither {type(own).__name__} nor a data module has train_dataloader(); pass "
             "datamodule=... or train_dataloaders=..."
         )
-    if trainer.limit_val_batches == 0 or not overrides(own, "validation_step", pl.LightningModule):
+    if trainer.limit_val_batches == 0 or not overrides("validation_step", own):
         makers.pop(EVAL, None)
     return makers, holders
 

@@ -124,11 +124,8 @@ def test_loaders_handed_in_are_made_again_at_each_size():
     result = probed(module, train_dataloaders=loader)
     assert (result.batch_size, module.batch_size, loader.batch_size) == (11, 4, 3)
     assert "nothing was set: make your DataLoader with batch_size=11" in result.notes
-
-
-def test_a_subset_sampler_says_which_examples_there_are():
-    loader = DataLoader(data(100), sampler=torch.utils.data.SubsetRandomSampler(range(30)), batch_size=2)
-    assert probed(Module(ledger(1000)), train_dataloaders=loader).batch_size == 30
+    subset = DataLoader(data(100), sampler=torch.utils.data.SubsetRandomSampler(range(30)), batch_size=2)
+    assert probed(Module(ledger(1000)), train_dataloaders=subset).batch_size == 30
 
 
 def test_several_loaders_at_once():
@@ -409,25 +406,19 @@ def test_the_other_package_of_lightning_is_known_by_its_trainer():
 )
 def test_arguments_are_refused_with_what_to_type(options, said):
     HOOKS.clear()
+    refused("unexpected keyword argument 'batchsize'", datamodule=Data(), batchsize=3, error=TypeError)
     refused(said, **{"datamodule": Data(), **options})
     if "multiple_of" not in options:
         assert HOOKS == []
 
 
-def test_an_option_that_the_contract_does_not_have():
-    refused("unexpected keyword argument 'batchsize'", datamodule=Data(), batchsize=3, error=TypeError)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"devices": 2, "strategy": "ddp_spawn"}, "trains on 2 ranks"),
-        ({"devices": 1, "strategy": "ddp"}, "adds buffers that trials would lack: probe with strategy='auto'"),
-    ],
-    ids=str,
-)
-def test_strategies_of_several_ranks(settings, said):
-    refused(said, trainer=quiet_trainer(**settings), datamodule=Data())
+def test_strategies_and_devices_of_others():
+    refused("trains on 2 ranks", trainer=quiet_trainer(devices=2, strategy="ddp_spawn"), datamodule=Data())
+    said = "adds buffers that trials would lack: probe with strategy='auto'"
+    refused(said, trainer=quiet_trainer(devices=1, strategy="ddp"), datamodule=Data())
+    elsewhere = ledger(9)
+    elsewhere.torch_device = torch.device("cuda", 1)
+    refused("but the Trainer trains on cpu.*accelerator='cuda'", datamodule=Data(), device=elsewhere)
 
 
 class Chunks(DataLoader):
@@ -467,12 +458,6 @@ def test_a_loader_that_stops_following_is_no_silent_answer():
 
     with pytest.raises(oomprobe.UnreliableError, match="made batches of 6 where batch_size=8 was set"):
         probed(Module(ledger(50)), Clamped())
-
-
-def test_a_device_where_the_trainer_does_not_train():
-    elsewhere = ledger(9)
-    elsewhere.torch_device = torch.device("cuda", 1)
-    refused("but the Trainer trains on cpu.*accelerator='cuda'", datamodule=Data(), device=elsewhere)
 
 
 def test_data_that_can_be_read_only_once_is_not_used_up():
