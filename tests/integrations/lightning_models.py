@@ -6,13 +6,10 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from calibration import torchvision_names
 from ledger import MIB, LedgerDevice
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-torchvision_names.declare()
-
-pl = pytest.importorskip("lightning.pytorch")  # it imports torchvision, where that is installed
+pl = pytest.importorskip("lightning.pytorch")
 torchmetrics = pytest.importorskip("torchmetrics")
 
 WIDTH = 8

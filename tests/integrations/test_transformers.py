@@ -95,24 +95,79 @@ def same(one, other):
     return one[0] == other[0] and len(one[0]) > 3 and torch.equal(one[1], other[1])
 
 
+def with_an_optimizer_of_its_own(make):
+    model = language_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return make(model=model, given={"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))})
+
+
+def with_model_init(make):
+    return make(kind=lambda model, **rest: transformers.Trainer(model_init=lambda: language_model(), **rest))
+
+
+class DrawingCollator:
+    def __init__(self):
+        self.generator, self.made = torch.Generator().manual_seed(7), None
+
+    def __call__(self, examples):
+        self.made = self.made or torch.Generator().manual_seed(8)
+        batch = collate(examples)
+        drawn = torch.rand(batch["labels"].shape, generator=self.generator)
+        drawn *= torch.rand(batch["labels"].shape, generator=self.made)
+        batch["labels"][drawn < 0.1] = -100
+        return batch
+
+
+class DrawingTrainer(transformers.Trainer):
+    def __init__(self, *, model, **rest):
+        super().__init__(model=model, **rest)
+        model.generator, self.generator = torch.Generator().manual_seed(7), torch.Generator().manual_seed(8)
+
+    def compute_loss(self, model, inputs, *args, **rest):
+        drawn = torch.rand(1, generator=self.generator) * torch.rand(1, generator=self.model.generator)
+        return super().compute_loss(model, inputs, *args, **rest) * drawn.item()
+
+
+class DrawingSentences(Sentences):
+    """Draws as it gives an example, as data sets of images do."""
+
+    def __init__(self, **rest):
+        super().__init__(**rest)
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __getitem__(self, index):
+        ids = super().__getitem__(index)["input_ids"].clone()
+        ids[torch.rand(len(ids), generator=self.generator) * random.random() * torch.rand(1) < 0.1] = 3
+        return {"input_ids": ids, "labels": ids}
+
+
+def with_data_that_draw(make):
+    random.seed(5)  # which a Trainer does only once, and before its model is made
+    dataset = torch.utils.data.Subset(DrawingSentences(), range(40))
+    given = {"eval_dataset": {"a": DrawingSentences(count=6)}}
+    return make(dataset=dataset, given=given, eval_strategy="steps", eval_steps=4)
+
+
 SET_UPS = {
-    "plain": {},
-    "accumulation": {"gradient_accumulation_steps": 3},
-    "bf16": {"bf16": True},
-    "checkpointing": {"gradient_checkpointing": True},
-    "evaluated": {"eval_strategy": "steps", "eval_steps": 3},
-    "by length": {"train_sampling_strategy": "group_by_length"},
-    "noise": {"neftune_noise_alpha": 5.0},
-    "sgd with a schedule": {"optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 2},
+    "plain": lambda make: make(),
+    "accumulation": lambda make: make(gradient_accumulation_steps=3),
+    "bf16": lambda make: make(bf16=True),
+    "checkpointing": lambda make: make(gradient_checkpointing=True),
+    "evaluated": lambda make: make(given={"eval_dataset": Sentences(12)}, eval_strategy="steps", eval_steps=3),
+    "by length": lambda make: make(train_sampling_strategy="group_by_length"),
+    "noise": lambda make: make(neftune_noise_alpha=5.0),
+    "sgd with a schedule": lambda make: make(optim="sgd", lr_scheduler_type="cosine", warmup_steps=2),
+    "an optimizer of its own": with_an_optimizer_of_its_own,
+    "model_init": with_model_init,
+    "a collator that draws": lambda make: make(given={"data_collator": DrawingCollator()}),
+    "a Trainer that draws": lambda make: make(kind=DrawingTrainer),
+    "data that draw": with_data_that_draw,
 }
 
 
 @pytest.mark.parametrize("name", SET_UPS)
 def test_a_trainer_that_was_probed_trains_to_the_same_bits(trainer, name):
-    args = SET_UPS[name]
-    given = {"eval_dataset": Sentences(12)} if name == "evaluated" else {}
-    expected = trained(trainer(given=given, **args))
-    probed = trainer(given=given, **args)
+    expected, probed = trained(SET_UPS[name](trainer)), SET_UPS[name](trainer)
     before = dict(vars(probed)), dict(vars(probed.args)), [dict(vars(module)) for module in probed.model.modules()]
     config = probed.model.config.to_dict()
     result = find(probed, write_back=False)
@@ -173,19 +228,6 @@ def test_a_bug_is_told_with_what_to_type_and_what_a_trial_lacks(trainer):
     assert "run trainer.evaluate(), which is at per_device_eval_batch_size=5. A trial begins with the longest" in text
 
 
-def test_optimizers_that_were_given_are_given_back(trainer):
-    def made():
-        model = language_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return trainer(model=model, given={"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))})
-
-    expected, probed = trained(made()), made()
-    find(probed)
-    assert probed.optimizer.state_dict()["state"] == {}
-    probed.args.per_device_train_batch_size = probed._train_batch_size = 4
-    assert same(trained(probed), expected)
-
-
 def test_a_trainer_that_has_trained_goes_on_as_it_would_have(trainer):
     results = []
     for is_probed in (False, True):
@@ -196,24 +238,6 @@ def test_a_trainer_that_has_trained_goes_on_as_it_would_have(trainer):
         torch.manual_seed(7)
         results.append(trained(one))
     assert same(*results)
-
-
-def test_with_model_init_the_model_that_is_there_is_probed(trainer):
-    models = []
-
-    def model_init():
-        models.append(language_model())
-        return models[-1]
-
-    def made():
-        return trainer(kind=lambda model, **rest: transformers.Trainer(model_init=model_init, **rest))
-
-    expected, probed = trained(made()), made()
-    before = list(models)
-    find(probed, write_back=False)
-    assert models == before
-    assert probed.model is models[-1]
-    assert same(trained(probed), expected)
 
 
 def test_the_longest_examples_make_the_batch(trainer):
@@ -475,68 +499,6 @@ def test_evaluation_in_half_precision_is_as_in_training(trainer):
     probed.model.forward = watched_forward
     find(probed, max_batch=2)
     assert set(kinds) == {(True, torch.float32), (False, torch.float32)}
-
-
-def test_a_collators_own_generator_is_given_back(trainer):
-    class Masked:
-        def __init__(self):
-            self.generator, self.made = torch.Generator().manual_seed(7), None
-
-        def __call__(self, examples):
-            self.made = self.made or torch.Generator().manual_seed(8)
-            batch = collate(examples)
-            drawn = torch.rand(batch["labels"].shape, generator=self.generator)
-            drawn *= torch.rand(batch["labels"].shape, generator=self.made)
-            batch["labels"][drawn < 0.1] = -100
-            return batch
-
-    expected, probed = trained(trainer(given={"data_collator": Masked()})), trainer(given={"data_collator": Masked()})
-    find(probed, write_back=False)
-    assert same(trained(probed), expected)
-
-
-def test_those_of_the_trainer_and_of_its_model_are_given_back(trainer):
-    class Drawing(transformers.Trainer):
-        def __init__(self, *, model, **rest):
-            super().__init__(model=model, **rest)
-            model.generator, self.generator = torch.Generator().manual_seed(7), torch.Generator().manual_seed(8)
-
-        def compute_loss(self, model, inputs, *args, **rest):
-            drawn = torch.rand(1, generator=self.generator) * torch.rand(1, generator=self.model.generator)
-            return super().compute_loss(model, inputs, *args, **rest) * drawn.item()
-
-    expected, probed = trained(trainer(kind=Drawing)), trainer(kind=Drawing)
-    find(probed, write_back=False)
-    assert same(trained(probed), expected)
-
-
-class Masked(Sentences):
-    """Draws as it gives an example, as data sets of images do."""
-
-    def __init__(self, **rest):
-        super().__init__(**rest)
-        self.generator = torch.Generator().manual_seed(7)
-
-    def __getitem__(self, index):
-        ids = super().__getitem__(index)["input_ids"].clone()
-        ids[torch.rand(len(ids), generator=self.generator) * random.random() * torch.rand(1) < 0.1] = 3
-        return {"input_ids": ids, "labels": ids}
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_data_set_that_draws_trains_to_the_same_bits(trainer, wrapped):
-    def made():
-        random.seed(5)  # which a Trainer does only once, and before its model is made
-        dataset = Masked()
-        dataset = torch.utils.data.Subset(dataset, range(40)) if wrapped else dataset
-        given = {"eval_dataset": {"a": Masked(count=6)}}
-        return trainer(dataset=dataset, given=given, eval_strategy="steps", eval_steps=4)
-
-    expected, probed = trained(made()), made()
-    evaluated = probed.eval_dataset["a"].generator.get_state()
-    find(probed, write_back=False)
-    assert torch.equal(probed.eval_dataset["a"].generator.get_state(), evaluated)
-    assert same(trained(probed), expected)
 
 
 # --- bad input ---

@@ -25,7 +25,7 @@ HOST = {**SMALL, **ONCE, "device": HERE, "max_batch": 4}
 
 
 @pytest.fixture(scope="module")
-def ultralytics(torchvision_imports):
+def ultralytics():
     return framework("ultralytics", minimum="8.4", extra="ultralytics")
 
 
