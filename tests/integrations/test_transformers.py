@@ -300,15 +300,17 @@ def test_a_loop_that_failed_leaves_no_noise_for_the_next(trainer):
 
 
 @pytest.mark.parametrize(
-    ("args", "limit", "written"),
+    ("split", "options", "written"),
     [
-        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6}, 8, (8, 3)),
-        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}, 8, (2, 1)),
-        ({"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}, 6, (4, 4)),
+        ((4, 6), {}, (8, 3)),
+        ((2, 1), {}, (2, 1)),
+        ((16, 1), {"max_batch": 6}, (4, 4)),
+        ((4, 1), {"global_batch": 40}, (8, 5)),
+        ((4, 1), {"global_batch": 7, "multiple_of": 4}, None),
     ],
 )
-def test_the_global_batch_stays(trainer, args, limit, written):
-    probed, ran = trainer(**args), []
+def test_the_global_batch_stays(trainer, split, options, written):
+    probed, ran = trainer(per_device_train_batch_size=split[0], gradient_accumulation_steps=split[1]), []
     steps = probed.training_step
 
     def seen(model, inputs, *rest):
@@ -316,19 +318,19 @@ def test_the_global_batch_stays(trainer, args, limit, written):
         return steps(model, inputs, *rest)
 
     probed.training_step = seen
-    result = find(probed, max_batch=limit)
-    assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == written
-    assert next(iter(probed.get_train_dataloader()))["input_ids"].shape[0] == written[0]
-    assert written[0] in ran
-    assert any(
-        f"per_device_train_batch_size={written[0]}, gradient_accumulation_steps={written[1]}" in n for n in result.notes
+    result = find(probed, **options)
+    batch_size, accumulated = written or split
+    assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == (
+        batch_size,
+        accumulated,
     )
-
-
-def test_a_global_batch_may_be_asked_for(trainer):
-    probed = trainer()
-    find(probed, global_batch=40)
-    assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == (8, 5)
+    assert next(iter(probed.get_train_dataloader()))["input_ids"].shape[0] == batch_size
+    assert batch_size in ran
+    if written:
+        said = f"per_device_train_batch_size={batch_size}, gradient_accumulation_steps={accumulated} (before"
+    else:
+        said = "nothing was written back: no size up to 8 divides the global batch of 7"
+    assert any(said in note for note in result.notes)
 
 
 def test_a_time_limit_is_for_all_of_it(trainer):
@@ -338,14 +340,6 @@ def test_a_time_limit_is_for_all_of_it(trainer):
     assert time.monotonic() - started < 12
     assert result.batch_size == 4
     assert result.trials[0].samples_per_s is None  # of a loop with its preparations it would be too low
-
-
-def test_where_no_split_is_exact_nothing_is_written(trainer):
-    probed = trainer()
-    result = find(probed, global_batch=7, multiple_of=4)
-    assert result.batch_size == 8
-    assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == (4, 1)
-    assert any("nothing was written back" in note and "global batch of 7" in note for note in result.notes)
 
 
 def test_a_split_that_does_not_run_is_not_written(trainer):
@@ -465,11 +459,11 @@ def watched():
 
 
 def test_evaluation_runs_on_the_longest_of_each_data_set(trainer, watched):
-    given = {"eval_dataset": {"a": Sentences(9), "b": Sentences(9, longest=60)}}
+    given = {"eval_dataset": {"a": Sentences(9), "b": Sentences(3, longest=60)}}
     probed = trainer(given=given, eval_strategy="epoch", per_device_eval_batch_size=5)
     seen = watched(probed)
     result = find(probed)
-    assert {shape for trains, shape in seen if not trains} == {(5, 24), (5, 60)}
+    assert {shape for trains, shape in seen if not trains} == {(5, 24), (3, 60)}  # no larger than the data set
     assert not any("no optimizer" in note for note in result.notes)
 
 
@@ -479,13 +473,6 @@ def test_what_evaluation_does_beyond_a_trial_is_said(trainer):
     assert "eval_accumulation_steps" in listed
     told = find(trainer(given=given, eval_strategy="epoch", eval_accumulation_steps=1)).not_covered
     assert not any("eval_accumulation_steps" in one for one in told)
-
-
-def test_evaluation_is_no_larger_than_its_data_set(trainer, watched):
-    probed = trainer(given={"eval_dataset": Sentences(3)}, eval_strategy="epoch", per_device_eval_batch_size=64)
-    seen = watched(probed)
-    find(probed, max_batch=2)
-    assert {shape for trains, shape in seen if not trains} == {(3, 24)}
 
 
 def test_evaluation_in_half_precision_is_as_in_training(trainer):
@@ -551,20 +538,18 @@ def test_wrong_arguments_are_refused(trainer, options, told):
         find(trainer(), **options)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-def test_what_spreads_the_model_is_refused(trainer, name):
-    probed = trainer()
-    setattr(probed.args, name, "a config")
-    with pytest.raises(oomprobe.InvalidArgumentError, match=f"{name}='a config' spreads the model over ranks"):
-        find(probed)
-
-
 @pytest.mark.parametrize(
-    ("attribute", "told"), [("n_gpu", r"DataParallel .*CUDA_VISIBLE_DEVICES=0.* 3 ranks"), ("world_size", "3 ranks")]
+    ("attribute", "value", "told"),
+    [
+        ("deepspeed", "a config", "deepspeed='a config' spreads the model over ranks"),
+        ("fsdp", "a config", "fsdp='a config' spreads the model over ranks"),
+        ("n_gpu", 3, r"DataParallel .*CUDA_VISIBLE_DEVICES=0.* 3 ranks"),
+        ("world_size", 3, "3 ranks"),
+    ],
 )
-def test_several_ranks_are_refused(trainer, monkeypatch, attribute, told):
+def test_several_ranks_are_refused(trainer, monkeypatch, attribute, value, told):
     probed = trainer()
-    monkeypatch.setattr(type(probed.args), attribute, property(lambda _: 3))
+    monkeypatch.setattr(type(probed.args), attribute, property(lambda _: value))
     with pytest.raises(oomprobe.InvalidArgumentError, match=told):
         find(probed)
 
