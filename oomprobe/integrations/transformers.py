@@ -72,8 +72,7 @@ def find_max_batch(
         trainer: Set up as for ``trainer.train()``.
         write_back: Set ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` in ``trainer.args``: the split
             with the fewest accumulation steps that keeps the global batch, after one confirmed trial of it.
-        max_length: Length to which the longest example is stretched; None: as it is. A streaming data set needs it, unless
-            all of its examples have one size.
+        max_length: Length to which the longest example is stretched; None: as it is. A streaming data set needs it.
         scan_s: Seconds for looking for the longest examples.
         global_batch: Samples for one optimizer step; None: the product of the two arguments as they are.
         max_batch: Largest size to try; never more than the data set has.

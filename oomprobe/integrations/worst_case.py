@@ -31,7 +31,6 @@ class Order:
     indices: Sequence[int]  # largest first; those that were not looked at come last
     seen: int  # how many were looked at
     complete: bool  # no other can be larger: all were seen, or they are images of one size
-    variable: bool  # they differ
     known: bool  # something about their size could be told
     leaders: int = 1  # how many stand first because a field of theirs is the largest of its kind
 
@@ -106,7 +105,6 @@ def largest_first(dataset: Any, indices: Sequence[int], limit_s: float) -> Order
         leaders=max(1, len(leaders)),
         seen=len(sizes),
         complete=are_images or len(sizes) == len(shuffled),
-        variable=len(kinds) > 1,
         known=any(size for fields in sizes.values() for size in fields.values()),
     )
 
@@ -123,24 +121,21 @@ def longest_of(dataset: Any, *, max_length: int | None = None, scan_s: float = 3
     """
     total = len(dataset) if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") else None
     if total is None:
+        if max_length is None:
+            raise InvalidArgumentError(
+                "the data set has no length, so its longest example, which decides, cannot be known. Say max_length= (the "
+                "most elements a sequence can have)"
+            )
         refuse_once(dataset)
         dataset = list(islice(dataset, STREAM_EXAMPLES))
     if not len(dataset):
         raise InvalidArgumentError("the data set is empty: there is no example to make a batch of")
-    order = largest_first(dataset, range(len(dataset)), scan_s if total is not None else math.inf)
-    if max_length is not None:
-        longest = [stretched(dataset[order.indices[0]], max_length)]
-        note = f"every example was stretched to max_length={max_length}"
-        return Longest(examples=longest, order=largest_first(longest, range(1), 0.0), total=total, notes=(note,))
-    if total is None and order.variable:
-        raise InvalidArgumentError(
-            f"the data set has no length, and its first {len(dataset)} examples differ in theirs: the longest one, which "
-            "decides, cannot be known. Say max_length= (the most elements a sequence can have)"
-        )
-    notes = list(order.notes(scan_s))
-    if total is None:
-        notes.append(f"the data set has no length: its first {order.seen} examples, all of one size, stand for all")
-    return Longest(examples=dataset, order=order, total=total, notes=tuple(notes))
+    order = largest_first(dataset, range(len(dataset)), scan_s)
+    if max_length is None:
+        return Longest(examples=dataset, order=order, total=total, notes=tuple(order.notes(scan_s)))
+    longest = [stretched(dataset[order.indices[0]], max_length)]
+    note = f"every example was stretched to max_length={max_length}"
+    return Longest(examples=longest, order=largest_first(longest, range(1), 0.0), total=total, notes=(note,))
 
 
 def stretched(example: Any, max_length: int) -> Any:
