@@ -11,38 +11,148 @@ Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch; constants from c10/core/Al
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import chain
 
-from oomprobe.simulation.blocks import (
-    MIB,
-    SMALL,
-    SMALL_SEGMENT,
-    SMALLEST_BLOCK,
-    UNLIMITED,
-    Block,
-    Pool,
-    absorb,
-    bytes_to_map,
-    cut_after,
-    expandable_size,
-    is_whole_segment,
-    lowest_room,
-    twin_of,
-    whole_pages,
-)  # fmt: skip
-from oomprobe.simulation.refusal import AllocatorOutOfMemory, refusal
 from oomprobe.simulation.settings import AllocatorSettings
 
+MIB = 2**20
+SMALLEST_BLOCK = 512  # kMinBlockSize
+SMALL = MIB  # kSmallSize: the largest request of the small pool
+SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
+UNLIMITED = 2**63
 _OWN_SEGMENT = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own size
 _SEGMENT_STEP = 2 * MIB  # kRoundLarge
 _EXABYTE = 2**60
 _FIRST_ADDRESS = 0x7F00_0000_0000  # looks like one of CUDA's; any multiple of 20 MiB's pages would do
-
-__all__ = ["AllocatorOutOfMemory", "CachingAllocator"]
-
 _DEFAULTS = AllocatorSettings()
+
+
+class AllocatorOutOfMemory(MemoryError):
+    """The memory could not be had; the text is that of ``torch.OutOfMemoryError``."""
+
+
+class Block:
+    """A piece of a segment. ``free``: mapped and in its pool; neither free nor mapped: address space only."""
+
+    __slots__ = ("address", "born", "free", "mapped", "next", "origin", "pool", "prev", "requested", "size")
+
+    def __init__(self, pool: Pool, address: int, size: int) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.free = False
+        self.mapped = True
+        self.origin = -1  # where its expandable segment starts; -1: not in one
+        self.requested = 0
+        self.born = 0  # the clock when it was last freed, for the garbage collection
+
+    @property
+    def is_whole_segment(self) -> bool:
+        """Whether the driver can have it back as it is."""
+        return self.prev is None and self.next is None and self.origin < 0
+
+    @property
+    def expandable_size(self) -> int:
+        """What a free block could grow to: the unmapped space behind it is its own."""
+        following = self.next
+        return self.size + (following.size if following is not None and not following.mapped else 0)
+
+    def absorb(self, other: Block) -> None:
+        """Join a neighbour, which ends, to this one."""
+        if self.prev is other:
+            self.address = other.address
+            self.prev = other.prev
+            if self.prev is not None:
+                self.prev.next = self
+        else:
+            self.next = other.next
+            if self.next is not None:
+                self.next.prev = self
+        self.size += other.size
+
+    def cut_after(self, nbytes: int) -> Block:
+        """Shorten it; what is cut off is returned, linked behind it and in no pool."""
+        rest = Block(self.pool, self.address + nbytes, self.size - nbytes)
+        rest.origin = self.origin
+        rest.prev, rest.next = self, self.next
+        if rest.next is not None:
+            rest.next.prev = rest
+        self.next = rest
+        self.size = nbytes
+        return rest
+
+    def twin(self, pool: Pool) -> Block:
+        """A copy for the pool of another allocator, without its links."""
+        twin = Block(pool, self.address, self.size)
+        twin.free = self.free
+        twin.mapped = self.mapped
+        twin.origin = self.origin
+        twin.requested = self.requested
+        twin.born = self.born
+        return twin
+
+
+class Pool:
+    """The free blocks of one stream, small or large: best fit is the first entry not below a size."""
+
+    __slots__ = ("free", "is_small", "page", "smallest_rest", "split_below", "stream", "unmapped")
+
+    def __init__(self, settings: AllocatorSettings, stream: int, *, is_small: bool) -> None:
+        expandable = settings.expandable_segments
+        self.stream = stream
+        self.is_small = is_small
+        self.page = SMALL_SEGMENT if is_small else settings.large_segment_size_bytes
+        # should_split: sizes are multiples of 512, so "more than 1 MiB" is "at least 1 MiB + 512"
+        self.smallest_rest = SMALLEST_BLOCK if is_small or expandable else SMALL + SMALLEST_BLOCK
+        self.split_below = UNLIMITED if is_small or expandable else settings.max_split_size_bytes or UNLIMITED
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
+
+    def add(self, block: Block) -> None:
+        block.free = True
+        insort(self.free, (block.size, block.address, block))
+
+    def discard(self, block: Block) -> None:
+        block.free = False
+        free = self.free
+        del free[bisect_left(free, (block.size, block.address))]
+
+    def add_unmapped(self, block: Block) -> None:
+        block.mapped = False
+        insort(self.unmapped, (block.address, block))
+
+    def discard_unmapped(self, block: Block) -> None:
+        block.mapped = True
+        del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    def lowest_room(self, size: int) -> Block | None:
+        """find_expandable_block: the first of a run of free and unmapped blocks that is long enough."""
+        for _, block in self.unmapped:
+            first = block.prev if block.prev is not None and block.prev.free else block
+            room = 0
+            following: Block | None = first
+            while room < size and following is not None and (following.free or not following.mapped):
+                room += following.size
+                following = following.next
+            if room >= size:
+                return first
+        return None
+
+    def bytes_to_map(self, size: int) -> int:
+        """What `lowest_room` lacks until the block can lie there."""
+        block, mapped = self.lowest_room(size), 0
+        if block is None:
+            return _rounded_up(size, self.page)
+        while size > 0 and block is not None:
+            if not block.mapped:
+                mapped += _rounded_up(min(size, block.size), self.page)
+            size -= block.size
+            block = block.next
+        return mapped
 
 
 class CachingAllocator:
@@ -51,9 +161,8 @@ class CachingAllocator:
     Args:
         capacity_bytes: What the driver may hand out to this process's allocator, 0 or more: the card's memory less the
             context, the libraries and other processes.
-        settings: What ``PYTORCH_ALLOC_CONF`` says.
+        settings: What ``PYTORCH_ALLOC_CONF`` says, but for the process's fraction, which is for `limit_bytes` to state.
         total_bytes: The card's whole memory, for the text of the error; default: the capacity.
-        device_index: For the text of the error.
 
     Segments get increasing addresses and none is used twice, so among free blocks of one size the one whose segment
     was had first is taken. The real driver reuses addresses: only the choice among equals may differ.
@@ -67,34 +176,23 @@ class CachingAllocator:
         >>> allocator.empty_cache()
         >>> allocator.reserved_bytes, allocator.peak_reserved_bytes
         (0, 20971520)
-
-    Source: c10/cuda/CUDACachingAllocator.cpp.
     """
 
     __slots__ = (
-        "_clock", "_divided", "_handles", "_large", "_live", "_max_split", "_next_address", "_segments", "_settings",
-        "_small", "_threshold", "alloc_retries", "allocated_bytes", "capacity_bytes", "device_index", "limit_bytes", "log", "ooms",
+        "_clock", "_handles", "_large", "_live", "_max_split", "_next_address", "_segments", "_settings", "_small",
+        "_threshold", "alloc_retries", "allocated_bytes", "capacity_bytes", "limit_bytes", "log", "ooms",
         "peak_allocated_bytes", "peak_requested_bytes", "peak_reserved_bytes", "requested_bytes", "reserved_bytes",
         "total_bytes",
     )  # fmt: skip
 
     def __init__(
-        self,
-        capacity_bytes: int,
-        settings: AllocatorSettings = _DEFAULTS,
-        *,
-        total_bytes: int | None = None,
-        device_index: int = 0,
+        self, capacity_bytes: int, settings: AllocatorSettings = _DEFAULTS, *, total_bytes: int | None = None
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.total_bytes = capacity_bytes if total_bytes is None else total_bytes
-        self.device_index = device_index
         self.limit_bytes: int | None = None
-        if settings.per_process_memory_fraction < 1.0:
-            self.limit_bytes = int(settings.per_process_memory_fraction * self.total_bytes)
         self._settings = settings
         self._threshold = settings.garbage_collection_threshold
-        self._divided = any(settings.roundup_power2_divisions)
         self._max_split = settings.max_split_size_bytes or UNLIMITED
         self._small: dict[int, Pool] = {}
         self._large: dict[int, Pool] = {}
@@ -109,32 +207,24 @@ class CachingAllocator:
         self.log: list[tuple[int, int]] | None = None
 
     def malloc(self, nbytes: int, stream: int = 0) -> int:
-        """Hand out memory.
-
-        Args:
-            nbytes: What is asked for, 0 or more; 0 is no memory.
-            stream: Whose free blocks may be used.
+        """Hand out memory, from the free blocks of a stream; for no bytes none.
 
         Returns:
-            A handle for `free`; never 0 but for 0 bytes, and never the same twice.
+            A handle for `free`; 0 for no memory, and otherwise never the same twice.
 
         Raises:
             AllocatorOutOfMemory: no block and, with every cache given back, no segment could be had.
         """
         if nbytes <= 0:
-            return self._no_memory(nbytes)
+            return 0
         size = self._rounded(nbytes)
-        pools = self._small if size <= SMALL else self._large
-        pool = pools.get(stream) or self._new_pool(stream, size)
+        pool = (self._small if size <= SMALL else self._large).get(stream) or self._new_pool(stream, size)
         if self._threshold and self.limit_bytes is not None and not pool.is_small:
             self._clock += 1
         index = self._best_fit(pool, size)
         block = pool.free.pop(index)[2] if index >= 0 else self._block_from_driver(pool, size, nbytes)
-        rest = block.size - size
-        if rest >= pool.smallest_rest and size < pool.split_below:
-            block = self._front(block, size)
-        else:
-            size = block.size
+        if block.size - size >= pool.smallest_rest and size < pool.split_below:
+            pool.add(block.cut_after(size))
         block.free = False
         block.requested = nbytes
         self._handles = handle = self._handles + 1
@@ -142,7 +232,7 @@ class CachingAllocator:
         self.requested_bytes += nbytes
         if self.requested_bytes > self.peak_requested_bytes:
             self.peak_requested_bytes = self.requested_bytes
-        self.allocated_bytes += size
+        self.allocated_bytes += block.size
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
         if self.log is not None:
@@ -150,16 +240,10 @@ class CachingAllocator:
         return handle
 
     def free(self, handle: int) -> None:
-        """Give a block back to its pool, merged with its free neighbours; the driver gets nothing. 0 is no memory.
-
-        Raises:
-            ValueError: the handle is unknown or was freed before.
-        """
-        block = self._live.pop(handle, None)
-        if block is None:
-            if handle == 0:
-                return
-            raise ValueError(f"handle {handle} is not allocated")
+        """Give a block back to its pool, merged with its free neighbours; the driver gets nothing. 0 is no memory."""
+        if handle == 0:
+            return
+        block = self._live.pop(handle)
         self.allocated_bytes -= block.size
         self.requested_bytes -= block.requested
         if self.log is not None:
@@ -169,20 +253,23 @@ class CachingAllocator:
     def fits(self, nbytes: int, stream: int = 0) -> bool:
         """Whether `malloc` would succeed now without giving any cached memory back. Changes nothing."""
         if nbytes <= 0:
-            return nbytes == 0
+            return True
         size = self._rounded(nbytes)
-        pool = (self._small if size <= SMALL else self._large).get(stream)
-        if pool is None:
-            pool = Pool(self._settings, stream, is_small=size <= SMALL)
+        pool = (self._small if size <= SMALL else self._large).get(stream) or self._new_pool(stream, size)
         if self._best_fit(pool, size) >= 0:
             return True
         segment = self._segment_size(size)
-        from_driver = bytes_to_map(pool, size) if self._settings.expandable_segments else segment
+        from_driver = pool.bytes_to_map(size) if self._settings.expandable_segments else segment
         return self._allowed(segment) and self.reserved_bytes + from_driver <= self.capacity_bytes
 
     def empty_cache(self) -> None:
-        """Give every cached segment of which no part is in use back to the driver."""
-        self._release_cached()
+        """release_cached_blocks: every cached segment, or page of one, that is not in use goes back to the driver."""
+        for pool in self._pools():
+            for _, _, block in list(pool.free):
+                if block.origin >= 0:
+                    self._unmap(block)
+                elif block.is_whole_segment:
+                    self._release(block)
 
     def reset_peaks(self) -> None:
         """Start the peaks anew from what is held now."""
@@ -201,12 +288,8 @@ class CachingAllocator:
 
     def stats(self) -> dict[str, int]:
         """Give the figures under the names of ``torch.cuda.memory_stats``; pools are not told apart."""
-        split = [
-            size
-            for pool in self._pools()
-            for size, _, block in pool.free
-            if block.origin < 0 and (block.prev is not None or block.next is not None)
-        ]
+        free = [block for pool in self._pools() for _, _, block in pool.free]
+        split = [block.size for block in free if block.origin < 0 and not block.is_whole_segment]
         return {
             "allocation.all.current": len(self._live),
             "allocation.all.allocated": self._handles,
@@ -232,9 +315,7 @@ class CachingAllocator:
 
     def emptied(self) -> CachingAllocator:
         """One like it with nothing in it, whose counts go on from here."""
-        fresh = CachingAllocator(
-            self.capacity_bytes, self._settings, total_bytes=self.total_bytes, device_index=self.device_index
-        )
+        fresh = CachingAllocator(self.capacity_bytes, self._settings, total_bytes=self.total_bytes)
         fresh.alloc_retries, fresh.ooms = self.alloc_retries, self.ooms
         return fresh
 
@@ -245,7 +326,7 @@ class CachingAllocator:
             setattr(twin, name, getattr(self, name))
         twin.log = None
         pools = {pool: Pool(self._settings, pool.stream, is_small=pool.is_small) for pool in self._pools()}
-        blocks = {block: twin_of(block, pools[block.pool]) for block in self._blocks()}
+        blocks = {block: block.twin(pools[block.pool]) for block in self._blocks()}
         for block, other in blocks.items():
             other.prev = None if block.prev is None else blocks[block.prev]
             other.next = None if block.next is None else blocks[block.next]
@@ -266,11 +347,6 @@ class CachingAllocator:
             yield from (entry[2] for entry in pool.free)
             yield from (entry[1] for entry in pool.unmapped)
 
-    def _no_memory(self, nbytes: int) -> int:
-        if nbytes < 0:
-            raise ValueError(f"cannot allocate {nbytes} bytes")
-        return 0
-
     def _new_pool(self, stream: int, size: int) -> Pool:
         pool = Pool(self._settings, stream, is_small=size <= SMALL)
         (self._small if pool.is_small else self._large)[stream] = pool
@@ -278,10 +354,11 @@ class CachingAllocator:
 
     def _rounded(self, nbytes: int) -> int:
         """round_size: what a request costs at least."""
-        if self._divided:
+        if self._settings.roundup_power2_divisions:
             divisions = self._settings.divisions(nbytes)
             if divisions > 1 and nbytes > SMALLEST_BLOCK * divisions:
-                return _next_division(nbytes, divisions)
+                power_of_two = 1 << nbytes.bit_length() - 1
+                return _rounded_up(nbytes, power_of_two // divisions)
         return (nbytes + 511) & -512
 
     def _segment_size(self, size: int) -> int:
@@ -290,40 +367,24 @@ class CachingAllocator:
             return SMALL_SEGMENT
         if size < _OWN_SEGMENT:
             return self._settings.large_segment_size_bytes
-        return -(-size // _SEGMENT_STEP) * _SEGMENT_STEP
+        return _rounded_up(size, _SEGMENT_STEP)
 
     def _best_fit(self, pool: Pool, size: int) -> int:
-        """get_free_block: where the block to take is in the pool; -1: none will do."""
+        """get_free_block: where the block to take is in the pool; -1: none will do.
+
+        With a max_split_size, large blocks are kept whole for requests of about their own size.
+        """
         free = pool.free
         index = bisect_left(free, (size,))
         if index == len(free):
             return -1
         if free[index][2].origin >= 0:
-            while index + 1 < len(free) and expandable_size(free[index + 1][2]) < expandable_size(free[index][2]):
+            while index + 1 < len(free) and free[index + 1][2].expandable_size < free[index][2].expandable_size:
                 index += 1
         if self._max_split < UNLIMITED:
-            return index if self._may_serve(free[index][0], size) else -1
+            below = self._max_split if size < self._max_split else size + self._settings.max_non_split_rounding_bytes
+            return index if free[index][0] < below else -1
         return index
-
-    def _may_serve(self, block_size: int, size: int) -> bool:
-        """With a max_split_size large blocks are kept whole, for requests of about their own size."""
-        if size < self._max_split:
-            return block_size < self._max_split
-        return block_size < size + self._settings.max_non_split_rounding_bytes
-
-    def _front(self, block: Block, size: int) -> Block:
-        """Split: the front is handed out, the rest goes back to the pool."""
-        front = Block(block.pool, block.address, size)
-        front.origin = block.origin
-        front.prev = block.prev
-        if front.prev is not None:
-            front.prev.next = front
-        front.next = block
-        block.prev = front
-        block.address += size
-        block.size -= size
-        block.pool.add(block)
-        return front
 
     def _cache(self, block: Block) -> None:
         """Merge a block with its free neighbours and put it into its pool."""
@@ -331,15 +392,14 @@ class CachingAllocator:
         for other in (block.prev, block.next):
             if other is not None and other.free:
                 pool.discard(other)
-                absorb(block, other)
+                block.absorb(other)
         block.born = self._clock
         pool.add(block)
 
     def _block_from_driver(self, pool: Pool, size: int, nbytes: int) -> Block:
         """Get a segment, giving back more and more of the cache until there is room for it."""
         if nbytes >= _EXABYTE:
-            message = "CUDA out of memory. Tried to allocate more than 1EB memory."
-            raise AllocatorOutOfMemory(message, requested_bytes=nbytes)
+            raise AllocatorOutOfMemory("CUDA out of memory. Tried to allocate more than 1EB memory.")
         if self._threshold and self.limit_bytes is not None:
             self._collect_garbage(self.limit_bytes)
         segment = self._segment_size(size)
@@ -347,12 +407,12 @@ class CachingAllocator:
         if block is None and self._release_oversize(pool, size):
             block = self._new_segment(pool, size, segment)
         if block is None:
-            self._release_cached()
+            self.empty_cache()
             self.alloc_retries += 1
             block = self._new_segment(pool, size, segment)
         if block is None:
             self.ooms += 1
-            raise AllocatorOutOfMemory(refusal(self, segment), requested_bytes=nbytes)
+            raise AllocatorOutOfMemory(refusal(self, segment))
         return block
 
     def _allowed(self, segment: int) -> bool:
@@ -384,7 +444,7 @@ class CachingAllocator:
 
         Pages mapped before one is refused stay mapped, in the pool.
         """
-        block = lowest_room(pool, size) or self._new_address_space(pool)
+        block = pool.lowest_room(size) or self._new_address_space(pool)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
@@ -396,7 +456,7 @@ class CachingAllocator:
         return block
 
     def _new_address_space(self, pool: Pool) -> Block:
-        nbytes = whole_pages(self.total_bytes + self.total_bytes // 8, pool.page)
+        nbytes = _rounded_up(self.total_bytes + self.total_bytes // 8, pool.page)
         block = Block(pool, self._addresses(nbytes), nbytes)
         block.origin = block.address
         pool.add_unmapped(block)
@@ -405,12 +465,12 @@ class CachingAllocator:
     def _map(self, block: Block, nbytes: int) -> bool:
         """Put whole pages under the front of an unmapped block, which then is a free one."""
         pool = block.pool
-        mapped = whole_pages(nbytes, pool.page)
+        mapped = _rounded_up(nbytes, pool.page)
         if self.reserved_bytes + mapped > self.capacity_bytes:
             return False
         pool.discard_unmapped(block)
         if mapped < block.size:
-            pool.add_unmapped(cut_after(block, mapped))
+            pool.add_unmapped(block.cut_after(mapped))
         self._cache(block)
         self._reserve(mapped)
         return True
@@ -418,33 +478,24 @@ class CachingAllocator:
     def _unmap(self, block: Block) -> None:
         """Take the whole pages inside a free block away from it."""
         pool, page, origin = block.pool, block.pool.page, block.origin
-        begin = origin + whole_pages(block.address - origin, page)
+        begin = origin + _rounded_up(block.address - origin, page)
         end = block.address + block.size - (block.address + block.size - origin) % page
         if begin >= end:
             return
         pool.discard(block)
         if block.address + block.size > end:
-            pool.add(cut_after(block, end - block.address))
+            pool.add(block.cut_after(end - block.address))
         if block.address < begin:
-            rest = cut_after(block, begin - block.address)
+            rest = block.cut_after(begin - block.address)
             pool.add(block)
             block = rest
         self.reserved_bytes -= block.size
         for other in (block.prev, block.next):
             if other is not None and not other.mapped:
                 pool.discard_unmapped(other)
-                absorb(block, other)
+                block.absorb(other)
         if block.prev is not None or block.next is not None:
             pool.add_unmapped(block)
-
-    def _release_cached(self) -> None:
-        """release_cached_blocks: everything that is not in use goes back to the driver."""
-        for pool in self._pools():
-            for _, _, block in list(pool.free):
-                if block.origin >= 0:
-                    self._unmap(block)
-                elif block.prev is None and block.next is None:
-                    self._release(block)
 
     def _release(self, block: Block) -> None:
         block.pool.discard(block)
@@ -469,7 +520,7 @@ class CachingAllocator:
     def _collect_garbage(self, allowed: int) -> None:
         """garbage_collect_cached_blocks: the large segments that have waited longest, until under the threshold."""
         target = self.reserved_bytes - int(self._threshold * allowed)
-        blocks = [entry[2] for pool in self._large.values() for entry in pool.free if is_whole_segment(entry[2])]
+        blocks = [entry[2] for pool in self._large.values() for entry in pool.free if entry[2].is_whole_segment]
         while target > 0 and blocks:
             mean_age = sum(self._clock - block.born for block in blocks) / len(blocks)
             for block in [block for block in blocks if self._clock - block.born >= mean_age]:
@@ -478,7 +529,32 @@ class CachingAllocator:
                 self._release(block)
 
 
-def _next_division(nbytes: int, divisions: int) -> int:
-    """roundup_power2_next_division: up to the next of the equal steps between two powers of two."""
-    step = (1 << nbytes.bit_length() - 1) >> divisions.bit_length() - 1
+def refusal(allocator: CachingAllocator, segment: int) -> str:
+    """Write the text of ``torch.OutOfMemoryError``; everything outside the allocator counts as this process's.
+
+    Source: strings of libc10_cuda.so of torch 2.13.0; their order is in CUDACachingAllocator.cpp.
+    """
+    reserved, allocated, total = allocator.reserved_bytes, allocator.allocated_bytes, allocator.total_bytes
+    free = allocator.capacity_bytes - reserved
+    allowed = "" if allocator.limit_bytes is None else f"{_size_text(allocator.limit_bytes)} allowed; "
+    return (
+        f"CUDA out of memory. Tried to allocate {_size_text(segment)}. GPU 0 has a total capacity of "
+        f"{_size_text(total)} of which {_size_text(free)} is free. Including non-PyTorch memory, this process has "
+        f"{_size_text(total - free)} memory in use. {allowed}Of the allocated memory {_size_text(allocated)} is "
+        f"allocated by PyTorch, and {_size_text(reserved - allocated)} is reserved by PyTorch but unallocated. If "
+        "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
+        "fragmentation.  See documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/"
+        "cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+    )
+
+
+def _size_text(nbytes: int) -> str:
+    """format_size of c10."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes > factor:
+            return f"{nbytes / factor:.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def _rounded_up(nbytes: int, step: int) -> int:
     return -(-nbytes // step) * step

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.blocks import SMALL_SEGMENT
-from oomprobe.simulation.refusal import refusal
+from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, refusal
 from oomprobe.simulation.replay import Alive, replay_call
 from oomprobe.simulation.scratch import Launch
 from oomprobe.simulation.tape import Call, Tape
