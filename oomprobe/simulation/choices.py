@@ -1,22 +1,27 @@
 """Where torch takes another path on CUDA than on a CPU, and the path matters for memory.
 
 The simulated world runs on CPU tensors, so these branches are put in below autograd, by the dispatcher, while it runs.
-Sources: aten/src/ATen/native/Dropout.cpp (a fused dropout keeps a mask of one byte), aten/src/ATen/autocast_mode.h
-(CUDA's lists), aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (which attention kernel is chosen).
+``torch.autocast("cuda")`` is turned into the CPU's, which casts weights once, keeps them until the context ends, and
+catches operators that C++ calls itself; what its lists have otherwise than CUDA's is registered here.
+
+Sources: of torch 2.13, aten/src/ATen/native/Dropout.cpp (a fused dropout keeps a mask of one byte),
+aten/src/ATen/autocast_mode.h (CUDA's lists), aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (which attention
+kernel is chosen, here simplified).
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from oomprobe.simulation import attention, casting
-
 _aten = torch.ops.aten
+_FLASH_CAPABILITY = (8, 0)
+_FLASH_MAX_HEAD = 256
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Choices:
@@ -32,24 +37,21 @@ class Choices:
 
     def __init__(self, active: Callable[[], bool], capability: tuple[int, int]) -> None:
         self._active, self._capability = active, capability
-        self._library: Any = None
 
     def __enter__(self) -> Choices:
-        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says once that a kernel was registered over another one
-            self._register()
+            for key in ("AutogradCPU", "CPU"):
+                library.impl("dropout", self._dropout, key)
+                library.impl("scaled_dot_product_attention", self._attention, key)
+                library.impl("linear", self._linear, key)
+                for name in ("softmax", "log_softmax"):
+                    library.impl(f"{name}.int", functools.partial(self._softmax, name), key)
+            for name, kernel in _autocast_kernels():
+                library.impl(name, kernel, "AutocastCPU")
+        self._library = library
         return self
-
-    def _register(self) -> None:
-        for key in ("AutogradCPU", "CPU"):
-            self._library.impl("dropout", self._dropout, key)
-            self._library.impl("scaled_dot_product_attention", self._attention, key)
-            self._library.impl("linear", self._linear, key)
-            for name in ("softmax", "log_softmax"):
-                self._library.impl(f"{name}.int", functools.partial(self._softmax, name), key)
-        for name, kernel in casting.kernels():
-            self._library.impl(name, kernel, "AutocastCPU")
 
     def __exit__(self, *_: object) -> None:
         self._library._destroy()
@@ -76,9 +78,186 @@ class Choices:
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self._active():
             return _composite(_aten.scaled_dot_product_attention.default, query, key, value, *args, **kwargs)
-        return attention.attend(self._capability, query, key, value, *args, **kwargs)
+        return _attend(self._capability, query, key, value, *args, **kwargs)
 
 
 def _composite(op: Any, *args: Any, **kwargs: Any) -> Any:
     """What the operator does of itself, in C++, under the kernels that were put in its place here."""
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+# --- attention ---
+
+
+def _attend(
+    capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Run attention as the card would choose to; heads stand in dimension -3, and may be fewer of key and value."""
+    flash = _takes_flash(capability, query, key, attn_mask)
+    if enable_gqa:
+        key, value = _repeated(query, key), _repeated(query, value)
+    if flash:
+        head = query.shape[-1]
+        query, key, value = (_padded(tensor, 8) for tensor in (query, key, value))
+        scale = head**-0.5 if scale is None else scale
+        out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return out[..., :head]
+    if _takes_efficient(capability, query, key, value):
+        bias = _bias(attn_mask, query, key)
+        keeps = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, keeps, dropout_p, is_causal, scale=scale
+        )[0]
+    return _aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
+    )[0]
+
+
+def _takes_flash(
+    capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None
+) -> bool:
+    return (
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and capability >= _FLASH_CAPABILITY
+        and attn_mask is None
+        and query.dim() == 4
+        and query.dtype in _HALF
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[-1] <= _FLASH_MAX_HEAD
+    )
+
+
+def _takes_efficient(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    multiple = 8 if query.dtype in _HALF else 4
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+        and query.dim() == 4
+        and query.dtype in (*_HALF, torch.float32)
+        and (query.dtype is not torch.bfloat16 or capability >= _FLASH_CAPABILITY)
+        and query.shape[1] == key.shape[1]
+        and query.shape[-1] % multiple == 0
+        and value.shape[-1] % multiple == 0
+    )
+
+
+def _repeated(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    times = query.shape[-3] // tensor.shape[-3]
+    return tensor.repeat_interleave(times, -3) if times > 1 else tensor
+
+
+def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    missing = -tensor.shape[-1] % multiple
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """A mask as the kernel wants it: additive, expanded, its rows aligned to 16 elements."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    length = mask.shape[-1]
+    mask = _padded(mask, 16)
+    return mask[..., :length].expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+# --- autocast ---
+
+_IN_FLOAT32 = [
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity",
+    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div",
+    "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss",
+    "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist",
+    "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d",
+    "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d",
+    "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d",
+    "_upsample_bicubic2d_aa",
+]  # fmt: skip
+_FLOAT32_RESULT = [
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+]  # fmt: skip
+_PROMOTED = [
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add",
+]  # fmt: skip
+_IN_LOW_PRECISION = ["addmv", "addr", "mv", "convolution"]  # beside those that the CPU's own list has
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def _autocast_kernels() -> Iterator[tuple[str, Any]]:
+    """Names of operators, each with the kernel that does what CUDA's autocast does."""
+    for names, kernel in (
+        (_IN_FLOAT32, _in_float32),
+        (_FLOAT32_RESULT, _with_float32_result),
+        (_PROMOTED, _promoted),
+        (_IN_LOW_PRECISION, _in_low_precision),
+    ):
+        for name in names:
+            base, _, overload = name.partition(".")
+            yield name, functools.partial(kernel, getattr(getattr(_aten, base), overload or "default"))
+    for name in _cpu_extras():
+        yield name, torch.library.fallthrough_kernel
+
+
+@functools.cache
+def _cpu_extras() -> tuple[str, ...]:
+    """Operators that the CPU's autocast treats and CUDA's does not."""
+    ours = {*_IN_FLOAT32, *_FLOAT32_RESULT, *_PROMOTED}
+    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return tuple(
+        name
+        for name in names
+        if name not in ours
+        and not name.startswith("conv")  # with padding="same": CUDA casts in what they call
+        and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
+        and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+    )
+
+
+def _without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return op(*args, **kwargs)
+
+
+def _in_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        raised = _cast(args, _HALF, torch.float32)
+        return op(*raised, **{name: _cast(value, _HALF, torch.float32) for name, value in kwargs.items()})
+
+
+def _in_low_precision(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return _without_autocast(op, *_cast(args, (torch.float32,), torch.get_autocast_dtype("cpu")), **kwargs)
+
+
+def _with_float32_result(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """These raise their input inside the kernel, where no copy of it is made."""
+    index = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
+    stated = kwargs.get("dtype", args[index] if index < len(args) else None)
+    if args[0].dtype in _HALF and stated is None:
+        args, kwargs = args[:index], {**kwargs, "dtype": torch.float32}
+    return _without_autocast(op, *args, **kwargs)
+
+
+def _promoted(op: Any, *args: Any, **kwargs: Any) -> Any:
+    one_is_wide = any(value.dtype is torch.float32 for value in _tensors(args))
+    return (_in_float32 if one_is_wide else _without_autocast)(op, *args, **kwargs)
+
+
+def _cast(value: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
+    """A value in which tensors of these dtypes have another one."""
+    if type(value) in (list, tuple):
+        return type(value)(_cast(one, dtypes, to) for one in value)
+    return value.to(to) if isinstance(value, torch.Tensor) and value.dtype in dtypes else value
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if type(value) in (list, tuple):
+            yield from _tensors(value)
+        elif isinstance(value, torch.Tensor):
+            yield value
