@@ -10,8 +10,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
+from oomprobe.simulation.fakes import CARD, HOST, STATED_HOST, place_of_any
 from oomprobe.simulation.identity import Identity
-from oomprobe.simulation.places import CARD, HOST, STATED_HOST, place_of_any
 from oomprobe.simulation.session import patches, replaced
 from oomprobe.simulation.world import World
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oomprobe.simulation.allocator import CachingAllocator
-from oomprobe.simulation.places import SEEN_CARD
+from oomprobe.simulation.fakes import SEEN_CARD
 
 
 class Stream:

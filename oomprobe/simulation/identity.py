@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from oomprobe.errors import SimulationError
-from oomprobe.simulation.places import CARD, HOST, SEEN_CARD, STATED_HOST, place_of
+from oomprobe.simulation.fakes import CARD, HOST, SEEN_CARD, STATED_HOST, place_of
 from oomprobe.simulation.unknown import refuse_address, user_line
 from oomprobe.simulation.world import World
 

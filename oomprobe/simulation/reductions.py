@@ -10,7 +10,7 @@ Sources: aten/src/ATen/native/cuda/Reduce.cuh (`setReduceConfig`, `gpu_reduce_ke
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -203,8 +203,3 @@ def _block(width_limit: int, height_limit: int, most: int) -> tuple[int, int]:
     )
     height = min(highest, most // min(widest, _WARP))
     return min(widest, most // height), height
-
-
-def flat(kind: Reduction) -> Reduction:
-    """The same over all of a contiguous tensor."""
-    return replace(kind, reduced=(True,))

@@ -17,8 +17,8 @@ from torch.utils import checkpoint
 
 from oomprobe.errors import SimulationError
 from oomprobe.simulation.choices import Choices
+from oomprobe.simulation.fakes import CARD, HOST, SEEN_CARD
 from oomprobe.simulation.identity import Identity
-from oomprobe.simulation.places import CARD, HOST, SEEN_CARD
 from oomprobe.simulation.unknown import user_line
 from oomprobe.simulation.world import World
 

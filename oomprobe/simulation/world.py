@@ -25,14 +25,16 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oomprobe.simulation import scalars, scratch, truths, workspaces
+from oomprobe.simulation import scratch
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.cards import Card
-from oomprobe.simulation.fakes import Fakes
+from oomprobe.simulation.fakes import CARD, HOST, STATED_HOST, Fakes
 from oomprobe.simulation.memory import Memory
-from oomprobe.simulation.places import CARD, HOST, STATED_HOST
 from oomprobe.simulation.unknown import (
+    Truths,
+    follow_truth,
     is_of_the_host,
+    read_value,
     refuse_layout,
     refuse_missing_kernel,
     refuse_operator,
@@ -54,6 +56,10 @@ _IN_PLACE_ON_CUDA = {
 # To a gradient that only the engine holds, counted in `_is_engines_own`: in Python, in C++, and to its storage.
 _ENGINES_REFERENCES, _ENGINES_USES, _ENGINES_STORAGE_USES = 5, 4, 2
 _LAST_RESULT_FIRST = {_aten.native_dropout.default}
+_LINEAR_ALGEBRA = {
+    getattr(_aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_scaled_mm", "_int_mm")
+}
 _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 
 
@@ -73,10 +79,12 @@ class World(TorchDispatchMode):
         self.depth = 0  # inside torch's own code, where a fake's device is what FakeTensorMode says
         self.poll: Callable[[], None] = lambda: None
         self.notes: dict[str, None] = {}
-        self._workspaces = workspaces.PerThread(memory, card.cublas_workspace_bytes)
+        self._workspace_bytes = card.cublas_workspace_bytes
+        self._has_workspace: set[bool] = set()  # the main thread (False), and that of backward (True)
         self._processors = card.processors
         self._fakes = Fakes(self.fake_mode, memory)
-        self._truths: truths.Truths = weakref.WeakKeyDictionary()
+        self.settle, self.block_of, self.forget = self._fakes.settle, self._fakes.block_of, self._fakes.forget
+        self._truths: Truths = weakref.WeakKeyDictionary()
         self._fresh: Callable[[], FakeTensor | None] = lambda: None
         self._finite: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
@@ -87,21 +95,10 @@ class World(TorchDispatchMode):
         self.depth = 0
         self.fake_mode.in_kernel_invocation = False
 
-    def settle(self, tensor: torch.Tensor) -> None:
-        """Put a real tensor of the user's, such as a parameter, on the card."""
-        self._fakes.settle(tensor)
-
-    def block_of(self, tensor: torch.Tensor) -> int | None:
-        """The allocator's handle of the block that a tensor is in; None where it is not on the card."""
-        return self._fakes.block_of(tensor)
-
-    def forget(self, storage: torch.UntypedStorage) -> None:
-        """A real tensor has let go of its storage for another one."""
-        self._fakes.forget(storage)
-
     def clear_workspaces(self) -> None:
         """Give back what the linear algebra library has taken for its threads."""
-        self._workspaces.clear()
+        self.memory.clear_workspaces()
+        self._has_workspace.clear()
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, real or fake, is on the card."""
@@ -165,14 +162,21 @@ class World(TorchDispatchMode):
         with nullcontext() if launch is None else self.memory.running(launch):
             with self.fake_mode:
                 result = func(*args, **kwargs)
-            truths.follow(self._truths, func, args, result)
+            follow_truth(self._truths, func, args, result)
             if accumulates and self.memory.holds(args[0].untyped_storage()):
                 result.fake_device = CARD
                 self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
             self._track(func, result, args, launch.result_bytes if launch else {}, to_card=to_card)
-        if workspaces.needs(func):
-            self._workspaces.ensure()
+        if func in _LINEAR_ALGEBRA:
+            self._ensure_workspace()
         return result
+
+    def _ensure_workspace(self) -> None:
+        """Each thread has a cuBLAS handle, and so a workspace."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._workspace_bytes and in_backward not in self._has_workspace:
+            self.memory.workspace(self._workspace_bytes)
+            self._has_workspace.add(in_backward)
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], found: _Found) -> Any:
         """Real tensors of the host and small new ones keep their values; large new ones have none."""
@@ -194,7 +198,7 @@ class World(TorchDispatchMode):
             return self._truths[tensor.untyped_storage()]
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             return _aten._local_scalar_dense.default(tensor.constant)
-        return scalars.read(tensor, self.notes)
+        return read_value(tensor, self.notes)
 
     def _track(self, func: Any, result: Any, args: Any, result_bytes: Mapping[int, int], *, to_card: bool) -> None:
         if func in _RESIZING:
@@ -203,7 +207,7 @@ class World(TorchDispatchMode):
             return
         if func in _CHECKS_FINITE:
             self._finite.add(args[1].untyped_storage())
-        workspace_bytes = workspaces.of_convolution(func, args)
+        workspace_bytes = scratch.convolution_workspace(func, args)
         if workspace_bytes:
             self.memory.transient(workspace_bytes)
         if func in _IN_PLACE_ON_CUDA and self._is_fresh(args[0]):
@@ -298,7 +302,7 @@ class _Found:
 
 
 def _settled(stated: torch.device, found: _Found) -> torch.device:
-    if stated in (CARD,) or stated.type == "cuda":
+    if stated == CARD or stated.type == "cuda":
         return CARD
     if stated == STATED_HOST:
         return HOST
