@@ -34,7 +34,8 @@ class Card:
         context_bytes: What the CUDA context and lazily loaded kernels take of it.
         compute_capability: Major and minor.
         multi_processor_count: Streaming multiprocessors.
-        max_threads_per_multi_processor: Resident threads of each; None: as its compute capability has them.
+        max_threads_per_multi_processor: Resident threads of each; None: as its compute capability has them,
+            and one that is not known as the newest known below it.
         source: Where ``total_bytes`` comes from, and how exact it is.
         context_source: The same for ``context_bytes``.
 
@@ -57,7 +58,8 @@ class Card:
     @property
     def processors(self) -> Processors:
         """What the sizes of temporary buffers are computed from."""
-        threads = self.max_threads_per_multi_processor or max_threads(self.compute_capability)
+        known = [capability for capability in MAX_THREADS if capability <= self.compute_capability]
+        threads = self.max_threads_per_multi_processor or MAX_THREADS[max(known, default=(6, 0))]
         return Processors(self.compute_capability, self.multi_processor_count, threads)
 
     @property
@@ -71,54 +73,24 @@ class Card:
         return cublas_workspace_bytes(self.compute_capability, version("torch"), os.environ)
 
 
-def cublas_workspace_bytes(
-    compute_capability: tuple[int, int], torch_version: str, environ: Mapping[str, str] = os.environ
-) -> int:
-    """Say how much torch sets aside for cuBLAS, for each thread and stream, through its caching allocator.
+def cublas_workspace_bytes(compute_capability: tuple[int, int], torch_version: str, environ: Mapping[str, str]) -> int:
+    """Bytes that torch sets aside for cuBLAS, for each thread and stream, through its caching allocator.
 
-    Args:
-        compute_capability: Major and minor.
-        torch_version: As ``torch.__version__`` has it; only its first two numbers count.
-        environ: Where ``CUBLAS_WORKSPACE_CONFIG`` is looked up: pairs ``:SIZE:COUNT`` in KiB, which are summed; a text
-            without a pair is not understood, as in torch, and the default stays.
-
-    Returns:
-        Bytes; 0 where the configuration says ``":0:0"``.
-
-    Raises:
-        InvalidArgumentError: The version does not start with two numbers.
+    ``CUBLAS_WORKSPACE_CONFIG`` states them as pairs ``:SIZE:COUNT`` in KiB, which are summed; a text without a pair is not
+    understood, as in torch, and the default stays.
 
     Source: ``parseChosenWorkspaceSize`` in torch's aten/src/ATen/cuda/CublasHandlePool.cpp. 32 MiB on Hopper since
     pytorch/pytorch#91564; on majors 10 and 12 since #175344, which was opened on 2026-02-19, two days after the first
     candidate of 2.11 (#175426), so from 2.12; on 11 since #189312 of July 2026, so from 2.14 (cut in August, #193034).
     That neither was picked into the release before it is an inference from these dates.
-
-    Example:
-        >>> cublas_workspace_bytes((8, 9), "2.13.0"), cublas_workspace_bytes((9, 0), "2.13.0")
-        (8519680, 33554432)
-        >>> cublas_workspace_bytes((8, 9), "2.13.0", {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
-        33554432
     """
-    numbers = re.match(r"(\d+)\.(\d+)", torch_version)
-    if numbers is None:
-        raise InvalidArgumentError(f"{torch_version!r} is not a version of torch: write it like '2.13.0'")
     pairs = _WORKSPACE.findall(environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         return sum(int(size) * 1024 * int(count) for size, count in pairs)
+    major, minor = torch_version.split(".")[:2]
     since = _LARGE_SINCE.get(compute_capability[0])
-    large = since is not None and (int(numbers[1]), int(numbers[2])) >= since
+    large = since is not None and (int(major), int(minor)) >= since
     return _LARGE_WORKSPACE_BYTES if large else _SMALL_WORKSPACE_BYTES
-
-
-def max_threads(compute_capability: tuple[int, int]) -> int:
-    """Threads that can be resident on one multiprocessor; of a capability not listed, as the newest below it has.
-
-    Example:
-        >>> max_threads((8, 0)), max_threads((8, 9)), max_threads((12, 1))
-        (2048, 1536, 1536)
-    """
-    known = [capability for capability in MAX_THREADS if capability <= compute_capability]
-    return MAX_THREADS[max(known, default=(6, 0))]
 
 
 def find_card(name: str) -> Card:
@@ -127,21 +99,15 @@ def find_card(name: str) -> Card:
     Case, spaces, dashes, ``sim:``, NVIDIA, GeForce, Tesla, SXM and RTX or GTX do not count. The memory may be left out
     where one card has the name, and must be right where it is given.
 
-    Args:
-        name: Such as ``"sim:H100-80GB"``, ``"NVIDIA GeForce RTX 4090"`` or ``"4090"``.
-
     Raises:
         NoDeviceError: No card has this name, or several have; the text lists those that are near.
 
     Example:
         >>> find_card("sim:RTX 4090").full_name, find_card("h100").name
         ('NVIDIA GeForce RTX 4090', 'H100-80GB')
-        >>> find_card("A100")
-        Traceback (most recent call last):
-        oomprobe.errors.NoDeviceError: 'A100' may be A100-40GB or A100-80GB; 'sim:24GiB' states the memory itself
     """
-    key, stated_gb = _key(name), _stated_gb(name)
-    found = [card for card in CARDS if key in _keys(card) and _fits(card, stated_gb)]
+    key, stated = _key(name), _STATED_SIZE.search(_words(name))
+    found = [card for card in CARDS if key in (_key(card.name), _key(card.full_name)) and _fits(card, stated)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -154,16 +120,8 @@ def find_card(name: str) -> Card:
 def generic_card(total: int) -> Card:
     """Make a card of which nothing is known but its memory, all of which the allocator may use.
 
-    Args:
-        total: Bytes, at least 1.
-
     Raises:
         InvalidArgumentError: The size is not positive.
-
-    Example:
-        >>> card = generic_card(24 * 2**30)
-        >>> card.name, card.available_bytes == card.total_bytes
-        ('24.0 GiB', True)
     """
     if total < 1:
         raise InvalidArgumentError(f"a card of {total} bytes is not possible: state a size such as 'sim:24GiB'")
@@ -197,42 +155,30 @@ def _card(row: Row) -> Card:
     )
 
 
-def _keys(card: Card) -> set[str]:
-    return {_key(card.name), _key(card.full_name)}
-
-
 def _key(name: str) -> str:
     """What of a name tells a card: ``"NVIDIA GeForce RTX 3080 10GB"`` -> ``"3080"``."""
-    key = _NOISE.sub("", _STATED_SIZE.sub("", _words(name)))
-    return key.removeprefix("rtx").removeprefix("gtx")
+    return _NOISE.sub("", _STATED_SIZE.sub("", _words(name))).removeprefix("rtx").removeprefix("gtx")
 
 
 def _words(name: str) -> str:
     return name.lower().replace("_", " ")
 
 
-def _stated_gb(name: str) -> int | None:
-    match = _STATED_SIZE.search(_words(name))
-    return None if match is None else int(match[1])
-
-
-def _fits(card: Card, stated_gb: int | None) -> bool:
+def _fits(card: Card, stated: re.Match[str] | None) -> bool:
     """Whether a size on a box may be this card's: what is reported is 0 to 9 % less (an A10 of 24 GB: 21.99 GiB)."""
-    return stated_gb is None or 0.9 * stated_gb <= card.total_bytes / 2**30 <= stated_gb
+    return stated is None or 0.9 * int(stated[1]) <= card.total_bytes / 2**30 <= int(stated[1])
 
 
 def _near(key: str) -> str:
-    close = difflib.get_close_matches(key, [_key(card.name) for card in CARDS], n=5, cutoff=0.65)
-    near = [card.name for card in CARDS if _key(card.name) in close or _part(key, _key(card.name))]
-    if near:
-        return f"near it: {', '.join(near)}"
-    return f"it has {', '.join(card.name for card in CARDS)}"
+    """The cards of a similar name, or of one that holds the shorter of both, as the 4090 in a laptop's; else all."""
+    keys = {card.name: _key(card.name) for card in CARDS}
+    close = difflib.get_close_matches(key, keys.values(), n=5, cutoff=0.65)
+    near = [name for name, other in keys.items() if other in close or _within(*sorted((key, other), key=len))]
+    return f"near it: {', '.join(near)}" if near else f"it has {', '.join(keys)}"
 
 
-def _part(one: str, other: str) -> bool:
-    """Whether the shorter is in the longer, as the 4090 in a laptop's; too short a name is in everything."""
-    shorter, longer = sorted((one, other), key=len)
-    return len(shorter) > 3 and shorter in longer
+def _within(shorter: str, longer: str) -> bool:
+    return len(shorter) > 3 and shorter in longer  # too short a name is in everything
 
 
 CARDS: tuple[Card, ...] = tuple(_card(row) for row in ROWS)

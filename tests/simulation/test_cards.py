@@ -1,5 +1,5 @@
 import re
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -53,6 +53,11 @@ def test_an_unmeasured_card_assumes_the_worst_of_its_kind():
     assert by_rule
     for card in by_rule:
         assert card.context_bytes >= max(with_own[card.compute_capability], default=0)
+
+
+@pytest.mark.parametrize(("capability", "threads"), [((8, 0), 2048), ((8, 9), 1536), ((12, 1), 1536), ((5, 0), 2048)])
+def test_threads_follow_the_compute_capability(capability, threads):
+    assert replace(generic_card(1), compute_capability=capability).processors.threads == threads
 
 
 def test_a_card_has_its_own_measurement_where_there_is_one():
@@ -169,11 +174,6 @@ def test_the_workspace_follows_the_card_and_the_version(capability, torch_versio
 )
 def test_the_environment_overrides_the_workspace(config, workspace_bytes):
     assert cublas_workspace_bytes((9, 0), "2.13.0", {"CUBLAS_WORKSPACE_CONFIG": config}) == workspace_bytes
-
-
-def test_a_version_that_is_none_is_refused():
-    with pytest.raises(InvalidArgumentError, match="'nightly' is not a version of torch"):
-        cublas_workspace_bytes((9, 0), "nightly", {})
 
 
 def test_a_card_asks_the_installed_torch_and_the_environment(monkeypatch):
