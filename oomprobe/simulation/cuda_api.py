@@ -13,6 +13,12 @@ from oomprobe.simulation.allocator import CachingAllocator
 from oomprobe.simulation.fakes import SEEN_CARD
 
 
+_WITHOUT_EFFECT = (
+    "set_device", "init", "_lazy_init", "synchronize", "ipc_collect", "set_stream", "manual_seed", "manual_seed_all", "seed",
+    "seed_all", "set_rng_state", "set_rng_state_all", "reset_accumulated_memory_stats",
+)  # fmt: skip
+
+
 class Stream:
     """There is one stream, and it is always done."""
 
@@ -85,52 +91,32 @@ def replacements(
         return allocator().capacity_bytes - allocator().reserved_bytes, total_bytes
 
     stream = Stream()
-    nothing = constant(None)
     return {
-        "is_available": constant(True),
-        "is_initialized": constant(True),
-        "is_bf16_supported": constant(properties.major >= 8),
-        "is_tf32_supported": constant(properties.major >= 8),
+        **dict.fromkeys(_WITHOUT_EFFECT, constant(None)),
+        **dict.fromkeys(("is_available", "is_initialized"), constant(True)),
+        **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), constant(properties.major >= 8)),
+        **dict.fromkeys(("current_device", "initial_seed", "utilization"), constant(0)),
+        **dict.fromkeys(("current_stream", "default_stream"), constant(stream)),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), lambda *_: reset_peaks()),
+        **dict.fromkeys(("device", "device_of"), _DeviceContext),
         "is_current_stream_capturing": constant(False),
         "device_count": constant(1),
-        "current_device": constant(0),
-        "set_device": nothing,
-        "init": nothing,
-        "_lazy_init": nothing,
         "get_device_name": constant(properties.name),
         "get_device_capability": constant((properties.major, properties.minor)),
         "get_device_properties": constant(properties),
-        "synchronize": nothing,
-        "ipc_collect": nothing,
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
-        "seed": nothing,
-        "seed_all": nothing,
-        "initial_seed": constant(0),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
-        "set_rng_state": nothing,
-        "set_rng_state_all": nothing,
         "empty_cache": empty_cache,
         "memory_allocated": lambda *_: allocator().allocated_bytes,
         "memory_reserved": lambda *_: allocator().reserved_bytes,
         "max_memory_allocated": lambda *_: peaks()[0],
         "max_memory_reserved": lambda *_: peaks()[1],
-        "reset_peak_memory_stats": lambda *_: reset_peaks(),
-        "reset_accumulated_memory_stats": nothing,
-        "reset_max_memory_allocated": lambda *_: reset_peaks(),
         "memory_stats": stats,
         "memory_summary": lambda *_, **__: "\n".join(f"{name}: {value}" for name, value in stats().items()),
         "mem_get_info": mem_get_info,
         "get_per_process_memory_fraction": lambda *_: fraction(),
         "set_per_process_memory_fraction": lambda share, *_: set_fraction(share),
-        "utilization": constant(0),
         "stream": contextlib.nullcontext,
-        "device": _DeviceContext,
-        "device_of": _DeviceContext,
-        "current_stream": constant(stream),
-        "default_stream": constant(stream),
-        "set_stream": nothing,
         "Stream": Stream,
         "Event": Event,
     }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 from oomprobe.errors import InvalidArgumentError
 
@@ -57,44 +58,43 @@ class AllocatorSettings:
 
     @classmethod
     def from_text(cls, text: str) -> AllocatorSettings:
-        """Read a text such as ``"expandable_segments:True,max_split_size_mb:128"``.
-
-        Args:
-            text: Keys and values; spaces do not count, the last of two equal keys does.
+        """Read a text such as ``"expandable_segments:True,max_split_size_mb:128"``; the last of two equal keys counts.
 
         Raises:
             InvalidArgumentError: torch would refuse the value of a key, which is named, or the text has no such form.
                 An unknown key is not an error: it is kept in ``ignored``.
-
-        Example:
-            >>> AllocatorSettings.from_text("max_split_size_mb:128, backend:cudaMallocAsync").ignored
-            ('backend:cudaMallocAsync',)
         """
         values = dict(_items(text))
-        segment_bytes = _large_segment(values)
+
+        def given(key: str, read: Callable[[str, str], Any], default: Any) -> Any:
+            return read(key, values[key]) if key in values else default
+
+        segment_bytes = given("large_segment_size_mb", _segment_size, 20 * _MIB)
+        size = partial(_size_or_none, least_bytes=segment_bytes)
         return cls(
-            expandable_segments=_flag("expandable_segments", values.get("expandable_segments", "False")),
-            max_split_size_bytes=_split_size(values, "max_split_size_mb", segment_bytes),
-            max_non_split_rounding_bytes=_rounding(values, segment_bytes),
-            roundup_power2_divisions=_divisions(values["roundup_power2_divisions"])
-            if "roundup_power2_divisions" in values
-            else (),
-            garbage_collection_threshold=_threshold(values),
+            expandable_segments=given("expandable_segments", _flag, False),
+            max_split_size_bytes=given("max_split_size_mb", size, None),
+            # for -1 torch's sum overflows, and no block is reused
+            max_non_split_rounding_bytes=given("max_non_split_rounding_mb", size, segment_bytes) or 0,
+            roundup_power2_divisions=given("roundup_power2_divisions", _divisions, ()),
+            garbage_collection_threshold=given("garbage_collection_threshold", _threshold, 0.0),
             large_segment_size_bytes=segment_bytes,
-            per_process_memory_fraction=_share(
-                "per_process_memory_fraction", values.get("per_process_memory_fraction", "1")
+            per_process_memory_fraction=given("per_process_memory_fraction", _share, 1.0),
+            ignored=tuple(
+                f"{key}:{value}"
+                for key, value in values.items()
+                if key not in _MODELLED and (key, value) != ("backend", "native")
             ),
-            ignored=tuple(f"{key}:{value}" for key, value in values.items() if _not_modelled(key, value)),
         )
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> AllocatorSettings:
+    def from_environment(cls) -> AllocatorSettings:
         """Read what torch would: the first that is set of ``PYTORCH_CUDA_ALLOC_CONF``, ``_HIP_`` and without either.
 
         Raises:
             InvalidArgumentError: see `from_text`.
         """
-        return cls.from_text(next((environ[name] for name in _VARIABLES if name in environ), ""))
+        return cls.from_text(next((os.environ[name] for name in _VARIABLES if name in os.environ), ""))
 
     def divisions(self, nbytes: int) -> int:
         """Into how many steps the power of two below a size is divided; 0 or 1: it is not."""
@@ -115,10 +115,6 @@ def _items(text: str) -> Iterator[tuple[str, str]]:
             )
         yield match[1], match[2]
         rest = rest[match.end() :]
-
-
-def _not_modelled(key: str, value: str) -> bool:
-    return key not in _MODELLED and (key, value) != ("backend", "native")
 
 
 def _refuse(key: str, value: str, wanted: str) -> NoReturn:
@@ -145,46 +141,33 @@ def _share(key: str, value: str) -> float:
     return share
 
 
-def _split_size(values: Mapping[str, str], key: str, segment_bytes: int) -> int | None:
-    """A size in MiB that is no smaller than a segment; None: not given or, as -1, without a bound."""
-    if key not in values or (size_mib := _whole(key, values[key])) < 0:
-        return None
-    if size_mib * _MIB < segment_bytes:
-        _refuse(key, values[key], f"{segment_bytes // _MIB} or more: the size of a large segment")
-    return size_mib * _MIB
-
-
-def _rounding(values: Mapping[str, str], segment_bytes: int) -> int:
-    """The size of a large segment if nothing else is said; for -1 torch's sum overflows and no block is reused."""
-    if "max_non_split_rounding_mb" not in values:
-        return segment_bytes
-    return _split_size(values, "max_non_split_rounding_mb", segment_bytes) or 0
-
-
-def _large_segment(values: Mapping[str, str]) -> int:
-    key = "large_segment_size_mb"
-    size_mib = _whole(key, values.get(key, "20"))
-    if size_mib <= 10:
-        _refuse(key, values[key], "more than 10")
-    return size_mib * _MIB
-
-
-def _threshold(values: Mapping[str, str]) -> float:
-    key = "garbage_collection_threshold"
-    if key not in values:
-        return 0.0
-    threshold = _share(key, values[key])
+def _threshold(key: str, value: str) -> float:
+    threshold = _share(key, value)
     if threshold in (0.0, 1.0):
-        _refuse(key, values[key], "a number between 0 and 1")
+        _refuse(key, value, "a number between 0 and 1")
     return threshold
 
 
-def _divisions(text: str) -> tuple[int, ...]:
+def _segment_size(key: str, value: str) -> int:
+    size_mib = _whole(key, value)
+    if size_mib <= 10:
+        _refuse(key, value, "more than 10")
+    return size_mib * _MIB
+
+
+def _size_or_none(key: str, value: str, *, least_bytes: int) -> int | None:
+    """A size in MiB that is no smaller than a segment; None: -1, without a bound."""
+    size_bytes = _whole(key, value) * _MIB
+    if 0 <= size_bytes < least_bytes:
+        _refuse(key, value, f"{least_bytes // _MIB} or more: the size of a large segment")
+    return None if size_bytes < 0 else size_bytes
+
+
+def _divisions(key: str, text: str) -> tuple[int, ...]:
     """One number for all sizes, or ``[256:1,512:2,>:4]``: for sizes of so many MiB, and above the last.
 
     As in torch the first number serves all smaller sizes too, and powers of two that are left out are not divided.
     """
-    key = "roundup_power2_divisions"
     if not text.startswith("["):
         return (_power_of_two(key, text),) * _INTERVALS
     divisions, last = [0] * _INTERVALS, -1

@@ -12,26 +12,16 @@ from oomprobe.simulation.settings import AllocatorSettings
 MIB = 2**20
 
 
-def test_the_defaults_are_those_of_cuda():
-    settings = AllocatorSettings()
-    assert AllocatorSettings.from_text("") == AllocatorSettings.from_text(" \n") == settings
-    assert (settings.expandable_segments, settings.max_split_size_bytes) == (False, None)
-    assert settings.max_non_split_rounding_bytes == settings.large_segment_size_bytes == 20 * MIB
-    assert (settings.garbage_collection_threshold, settings.per_process_memory_fraction) == (0.0, 1.0)
-    assert (settings.roundup_power2_divisions, settings.ignored) == ((), ())
-
-
 @pytest.mark.parametrize(
     ("text", "fields"),
     [
-        ("expandable_segments:True", {"expandable_segments": True}),
+        (" \n", {}),
         ("expandable_segments:True,", {"expandable_segments": True}),
         ("expandable_segments:True,expandable_segments:False", {}),
         (
             " expandable_segments : True ,max_split_size_mb:128",
             {"expandable_segments": True, "max_split_size_bytes": 128 * MIB},
         ),
-        ("max_split_size_mb:20", {"max_split_size_bytes": 20 * MIB}),
         ("max_split_size_mb:128MB", {"max_split_size_bytes": 128 * MIB}),
         ("max_split_size_mb:-1", {}),
         ("max_non_split_rounding_mb:64", {"max_non_split_rounding_bytes": 64 * MIB}),
@@ -65,23 +55,18 @@ def test_reads(text, fields):
     [
         ("expandable_segments:true", "expandable_segments:true is not .* it wants True or False"),
         ("expandable_segments", "'expandable_segments' is not followed by a value"),
-        ("expandable_segments:", "'expandable_segments' is not followed by a value"),
         ("expandable_segments:True:False", "'expandable_segments' is not followed"),
-        ("expandable_segments:True,max_split_size_mb", "'max_split_size_mb' is not followed"),
         ("expandable_segments:True max_split_size_mb:128", "'expandable_segments' is not followed"),
         (",", "'' is not followed"),
         ("max_split_size_mb:19", "max_split_size_mb:19 .* 20 or more"),
         ("max_split_size_mb:x", "max_split_size_mb:x .* a whole number"),
         ("large_segment_size_mb:64,max_split_size_mb:32", "max_split_size_mb:32 .* 64 or more"),
-        ("max_non_split_rounding_mb:19", "max_non_split_rounding_mb:19 .* 20 or more"),
         ("large_segment_size_mb:10", "large_segment_size_mb:10 .* more than 10"),
         ("garbage_collection_threshold:0", "garbage_collection_threshold:0 .* between 0 and 1"),
         ("garbage_collection_threshold:1.0", "garbage_collection_threshold:1.0 .* between 0 and 1"),
         ("garbage_collection_threshold:x", "garbage_collection_threshold:x .* from 0 to 1"),
         ("per_process_memory_fraction:1.1", "per_process_memory_fraction:1.1 .* from 0 to 1"),
         ("roundup_power2_divisions:3", "roundup_power2_divisions:3 .* powers of two"),
-        ("roundup_power2_divisions:0", "roundup_power2_divisions:0 .* powers of two"),
-        ("roundup_power2_divisions:[3:4]", "roundup_power2_divisions:3 .* powers of two"),
         ("roundup_power2_divisions:[64:3]", "roundup_power2_divisions:3 .* powers of two"),
         ("roundup_power2_divisions:[64]", "roundup_power2_divisions:64 .* pairs such as"),
         ("roundup_power2_divisions:[]", "roundup_power2_divisions: .* pairs such as"),
@@ -93,20 +78,14 @@ def test_refuses_what_torch_refuses(text, message):
         AllocatorSettings.from_text(text)
 
 
-def test_the_environment_is_read_in_torchs_order():
-    environ = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:30"}
-    assert AllocatorSettings.from_environment({}) == AllocatorSettings()
-    assert AllocatorSettings.from_environment(environ).max_split_size_bytes == 30 * MIB
-    environ["PYTORCH_HIP_ALLOC_CONF"] = "max_split_size_mb:31"
-    assert AllocatorSettings.from_environment(environ).max_split_size_bytes == 31 * MIB
-    environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:32"
-    assert AllocatorSettings.from_environment(environ).max_split_size_bytes == 32 * MIB
-
-
-def test_the_environment_is_read_when_asked(monkeypatch):
-    monkeypatch.delenv("PYTORCH_HIP_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert AllocatorSettings.from_environment().expandable_segments
+def test_the_environment_is_read_in_torchs_order(monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert AllocatorSettings.from_environment() == AllocatorSettings()
+    for size_mib, name in enumerate(names, 30):
+        monkeypatch.setenv(name, f"max_split_size_mb:{size_mib}")
+        assert AllocatorSettings.from_environment().max_split_size_bytes == size_mib * MIB
 
 
 def test_power_of_two_divisions_by_size():
