@@ -12,7 +12,6 @@ import torch
 from oomprobe.simulation.allocator import CachingAllocator
 from oomprobe.simulation.fakes import SEEN_CARD
 
-
 _WITHOUT_EFFECT = (
     "set_device", "init", "_lazy_init", "synchronize", "ipc_collect", "set_stream", "manual_seed", "manual_seed_all", "seed",
     "seed_all", "set_rng_state", "set_rng_state_all", "reset_accumulated_memory_stats",

@@ -8,8 +8,7 @@ both as CPU tensors (backward through a fake ``cuda`` tensor ends the process on
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -21,6 +20,8 @@ CARD = torch.device("cpu", 0)
 HOST = torch.device("cpu")
 STATED_HOST = torch.device("cpu", 1)  # the code said "cpu" itself; a plain one may be torch's own default
 SEEN_CARD = torch.device("cuda", 0)
+_V = TypeVar("_V")
+_ByStorage = weakref.WeakKeyDictionary[torch.UntypedStorage, _V]
 
 
 def place_of(device: Any) -> torch.device | None:
@@ -58,15 +59,14 @@ class Fakes:
 
     def __init__(self, mode: FakeTensorMode, memory: Memory) -> None:
         self._mode, self._memory = mode, memory
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        self._watches: dict[int, weakref.ref[Any]] = {}
-        self._views: dict[int, dict[tuple[Any, ...], FakeTensor]] = {}
+        self._storages: _ByStorage[torch.UntypedStorage] = weakref.WeakKeyDictionary()
+        self._views: _ByStorage[dict[tuple[Any, ...], FakeTensor]] = weakref.WeakKeyDictionary()
         self._copies: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}  # of views that were moved to the card
 
     def on_card(self, tensor: torch.Tensor) -> bool:
         """Whether a real tensor is on the card."""
-        storage = self._storages.get(tensor.untyped_storage()._cdata, tensor.untyped_storage())
-        if self._memory.holds(storage):
+        storage = tensor.untyped_storage()
+        if self._memory.holds(self._storages.get(storage, storage)):
             return True
         if isinstance(tensor, torch.nn.Parameter):  # nobody trains one on the host beside a card
             self.settle(tensor)
@@ -76,25 +76,24 @@ class Fakes:
     def block_of(self, tensor: torch.Tensor) -> int | None:
         """The allocator's handle of the block that a tensor, real or fake, is in; None where it is not on the card."""
         storage = tensor.untyped_storage()
-        return self._memory.block_of(self._storages.get(storage._cdata, storage))
+        return self._memory.block_of(self._storages.get(storage, storage))
 
     def settle(self, tensor: torch.Tensor) -> None:
-        """Put a real tensor, with all of its storage, on the card.
-
-        Raises:
-            AllocatorOutOfMemory: there is no room.
-        """
+        """Put a real tensor, with all of its storage, on the card."""
         refuse_layout(tensor)
         self._memory.take(self._storage_of(tensor))
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         """Take a real storage off the card, which a tensor has left: what still looks at it goes back when it is used."""
-        fake = self._storages.get(storage._cdata)
-        if fake is not None:
-            self._memory.drop(fake)
+        if storage in self._storages:
+            self._memory.drop(self._storages[storage])
 
     def move(self, tensor: torch.Tensor) -> None:
-        """A real host tensor meets the card: it, or a copy where it is only a part of a data set, belongs there."""
+        """A host tensor meets the card: it, or a copy where it is only a part of a real data set, belongs there."""
+        if isinstance(tensor, FakeTensor):
+            tensor.fake_device = CARD
+            self._memory.take(tensor.untyped_storage())
+            return
         if tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes():
             self.settle(tensor)
             return
@@ -114,7 +113,7 @@ class Fakes:
         refuse_layout(tensor)
         if _without_data(tensor):
             return self._made(tensor)
-        views = self._views.setdefault(tensor.untyped_storage()._cdata, {})
+        views = self._views.setdefault(tensor.untyped_storage(), {})
         key = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in views:
             views[key] = self._made(tensor)
@@ -136,22 +135,9 @@ class Fakes:
         real = tensor.untyped_storage()
         if _without_data(tensor):
             return real
-        key = real._cdata
-        if key not in self._storages:
-            self._storages[key] = torch.UntypedStorage(real.nbytes(), device="meta")  # type: ignore[no-untyped-call]
-            self._watches[key] = weakref.ref(real, self._forgetter(key))
-        return self._storages[key]
-
-    def _forgetter(self, key: int) -> Callable[[object], None]:
-        watched = weakref.ref(self)
-
-        def forget(_: object) -> None:
-            fakes = watched()
-            if fakes is not None:
-                for register in (fakes._watches, fakes._views, fakes._storages):
-                    register.pop(key, None)
-
-        return forget
+        if real not in self._storages:
+            self._storages[real] = torch.UntypedStorage(real.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+        return self._storages[real]
 
 
 def _without_data(tensor: torch.Tensor) -> bool:

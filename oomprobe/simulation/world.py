@@ -153,7 +153,7 @@ class World(TorchDispatchMode):
             return self._on_host(func, args, kwargs, found)
         if found.on_card and found.on_host:
             for tensor in found.on_host:
-                self._move(tensor)
+                self._fakes.move(tensor)
         args = self._lowered(args)
         kwargs = {name: self._lowered(value) for name, value in kwargs.items()}
         accumulates = func is _aten.add.Tensor and _is_engines_own(args)
@@ -232,13 +232,6 @@ class World(TorchDispatchMode):
         if made.fake_device == CARD:
             refuse_layout(made)
             self.memory.take(made.untyped_storage(), nbytes)
-
-    def _move(self, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, FakeTensor):
-            tensor.fake_device = CARD
-            self.memory.take(tensor.untyped_storage())
-        else:
-            self._fakes.move(tensor)
 
     def _lowered(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
