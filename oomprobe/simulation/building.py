@@ -55,18 +55,12 @@ class _Building(Identity):
         return made
 
     def _moved(
-        self,
-        tensor: torch.Tensor,
-        place: torch.device | None,
-        dtype: torch.dtype | None = None,
-        *,
-        copy: bool = False,
+        self, tensor: torch.Tensor, place: torch.device | None, dtype: torch.dtype | None = None, *, copy: bool = False,
         memory_format: Any = None,
-    ) -> torch.Tensor:
-        options = {} if memory_format is None else {"memory_format": memory_format}
+    ) -> torch.Tensor:  # fmt: skip
         on_card = self._world.is_on_card(tensor)
         leaves = on_card and place == STATED_HOST
-        moved = tensor.to(tensor.dtype if dtype is None else dtype, copy=copy or leaves, **options)
+        moved = tensor.to(tensor.dtype if dtype is None else dtype, copy=copy or leaves, memory_format=memory_format)
         if place == CARD or (on_card and not leaves):
             self._put(moved)
         return moved

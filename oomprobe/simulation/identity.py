@@ -35,8 +35,10 @@ class Identity(TorchFunctionMode):
         self._world = world
         self._handlers: dict[Any, Any] = {
             _T.to: self._to,
-            _T.cuda: self._cuda,
-            _T.cpu: self._cpu,
+            _T.cuda: lambda tensor, *_, memory_format=None, **__: self._moved(
+                tensor, CARD, memory_format=memory_format
+            ),
+            _T.cpu: lambda tensor, memory_format=None: self._moved(tensor, STATED_HOST, memory_format=memory_format),
             _T.numpy: self._numpy,
             _T.tolist: self.values_of,
             _T.pin_memory: lambda tensor, *_, **__: tensor,
@@ -102,29 +104,16 @@ class Identity(TorchFunctionMode):
         return self._moved(tensor, place_of(device), dtype, copy=copy, memory_format=memory_format)
 
     def _moved(
-        self,
-        tensor: torch.Tensor,
-        place: torch.device | None,
-        dtype: torch.dtype | None = None,
-        *,
-        copy: bool = False,
+        self, tensor: torch.Tensor, place: torch.device | None, dtype: torch.dtype | None = None, *, copy: bool = False,
         memory_format: Any = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         here = CARD if self._world.is_on_card(tensor) else STATED_HOST
-        stays = place is None or place == here
-        if stays and not copy:
-            options = {} if memory_format is None else {"memory_format": memory_format}
-            return tensor.to(tensor.dtype if dtype is None else dtype, **options)
+        if place in (None, here) and not copy:
+            return tensor.to(tensor.dtype if dtype is None else dtype, memory_format=memory_format)
         made: torch.Tensor = torch.ops.aten._to_copy(
             tensor, dtype=dtype, device=here if place is None else place, memory_format=memory_format
         )
         return made
-
-    def _cuda(self, tensor: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
-        return self._moved(tensor, CARD, memory_format=kwargs.get("memory_format"))
-
-    def _cpu(self, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self._moved(tensor, STATED_HOST, memory_format=kwargs.get("memory_format"))
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, torch.dtype):
@@ -148,9 +137,9 @@ class Identity(TorchFunctionMode):
         return tensor.data_ptr()
 
     def _format(self, tensor: torch.Tensor, spec: str) -> str:
-        if tensor.dim() == 0 and spec:
-            return format(tensor.item(), spec)
-        return object.__format__(tensor, spec) if not spec else format(str(tensor), spec)
+        if not spec:
+            return str(tensor)
+        return format(tensor.item() if tensor.dim() == 0 else str(tensor), spec)
 
     def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         if self._world.is_on_card(tensor):

@@ -23,7 +23,7 @@ from oomprobe.verdicts.failure import is_library
 
 # --- answers ---
 
-Truths = weakref.WeakKeyDictionary[torch.UntypedStorage, bool]
+Truths = weakref.WeakKeyDictionary[torch.UntypedStorage, float]  # by storage; booleans are 0 and 1
 
 _CONSTANT = {"isfinite": True, "isclose": True, "isnan": False, "isinf": False, "isposinf": False, "isneginf": False}
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {

@@ -84,9 +84,8 @@ class World(TorchDispatchMode):
         self._processors = card.processors
         self._fakes = Fakes(self.fake_mode, memory)
         self.settle, self.block_of, self.forget = self._fakes.settle, self._fakes.block_of, self._fakes.forget
-        self._truths: Truths = weakref.WeakKeyDictionary()
+        self._truths: Truths = weakref.WeakKeyDictionary()  # what is known of values, by storage
         self._fresh: Callable[[], FakeTensor | None] = lambda: None
-        self._finite: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     # --- what the device asks ---
 
@@ -120,10 +119,8 @@ class World(TorchDispatchMode):
             raise torch.OutOfMemoryError(str(refusal)) from None
         except (DynamicOutputShapeException, DataDependentOutputException):
             refuse_operator(func)
-        except UnsupportedOperatorException as missing:
-            refuse_missing_kernel(func, missing)
         except RuntimeError as error:
-            if wants_data(error) or is_of_the_host(error):
+            if isinstance(error, UnsupportedOperatorException) or wants_data(error) or is_of_the_host(error):
                 refuse_missing_kernel(func, error)
             raise
         finally:
@@ -192,8 +189,6 @@ class World(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor) and not self.is_on_card(tensor):
             with torch._C._DisableTorchDispatch():
                 return _aten._local_scalar_dense.default(tensor)
-        if tensor.untyped_storage() in self._finite:
-            return 0.0  # the answer of a check for infinities
         if tensor.untyped_storage() in self._truths:
             return self._truths[tensor.untyped_storage()]
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
@@ -206,7 +201,7 @@ class World(TorchDispatchMode):
                 self.memory.resized(args[0].untyped_storage())
             return
         if func in _CHECKS_FINITE:
-            self._finite.add(args[1].untyped_storage())
+            self._truths[args[1].untyped_storage()] = 0.0  # none is found
         workspace_bytes = scratch.convolution_workspace(func, args)
         if workspace_bytes:
             self.memory.transient(workspace_bytes)
@@ -216,8 +211,13 @@ class World(TorchDispatchMode):
             return
         results = list(enumerate(result if isinstance(result, list | tuple) else (result,)))
         for place, value in reversed(results) if func in _LAST_RESULT_FIRST else results:
-            if isinstance(value, FakeTensor):
-                self._take(value, result_bytes.get(place), to_card=to_card and not (args and value is args[0]))
+            if not isinstance(value, FakeTensor):
+                continue
+            if to_card and not (args and value is args[0]):  # a number on the host that meets the card goes there
+                value.fake_device = CARD
+            if value.fake_device == CARD:
+                refuse_layout(value)
+                self.memory.take(value.untyped_storage(), result_bytes.get(place))
         if func in _MAKES_ZEROS and isinstance(result, FakeTensor):
             self._fresh = weakref.ref(result)
 
@@ -225,13 +225,6 @@ class World(TorchDispatchMode):
         """Whether autograd has just made a tensor of zeros to scatter gradients into."""
         in_backward = torch._C._current_graph_task_id() != -1
         return in_backward and self._fresh() is tensor and self.memory.holds(tensor.untyped_storage())
-
-    def _take(self, made: FakeTensor, nbytes: int | None, *, to_card: bool) -> None:
-        if to_card:  # a number on the host that meets the card goes there
-            made.fake_device = CARD
-        if made.fake_device == CARD:
-            refuse_layout(made)
-            self.memory.take(made.untyped_storage(), nbytes)
 
     def _lowered(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
