@@ -1,10 +1,10 @@
 import re
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
-from oomprobe.simulation.cards import CARDS, Card, cublas_workspace_bytes, find_card, generic_card
+from oomprobe.simulation.cards import CARDS, cublas_workspace_bytes, find_card, generic_card
 from oomprobe.units import parse_bytes
 
 REFERENCE = re.compile(r"https://|[\w.-]+/[\w.-]+#\d+|a public log")
@@ -23,10 +23,6 @@ def test_every_card_is_sane_and_sourced(card):
     assert REFERENCE.search(card.source)
     assert card.source.startswith(("measured", "derived"))
     assert REFERENCE.search(card.context_source)
-
-
-@every_card
-def test_a_card_reports_no_more_than_its_name_says(card):
     if stated := re.search(r"(\d+)GB", card.name):
         assert 0.9 * int(stated[1]) * 2**30 < card.total_bytes <= int(stated[1]) * 2**30
 
@@ -49,6 +45,7 @@ def test_an_unmeasured_card_assumes_the_worst_of_its_kind():
         if not card.context_source.startswith("by rule"):
             with_own[card.compute_capability].append(card.context_bytes)
     assert sum(map(len, with_own.values())) >= 12
+    assert find_card("T4").context_bytes == 144 * 2**20 < find_card("2080 Ti").context_bytes  # of one kind
     by_rule = [card for card in CARDS if card.context_source.startswith("by rule")]
     assert by_rule
     for card in by_rule:
@@ -58,10 +55,6 @@ def test_an_unmeasured_card_assumes_the_worst_of_its_kind():
 @pytest.mark.parametrize(("capability", "threads"), [((8, 0), 2048), ((8, 9), 1536), ((12, 1), 1536), ((5, 0), 2048)])
 def test_threads_follow_the_compute_capability(capability, threads):
     assert replace(generic_card(1), compute_capability=capability).processors.threads == threads
-
-
-def test_a_card_has_its_own_measurement_where_there_is_one():
-    assert find_card("T4").context_bytes == 144 * 2**20 < find_card("2080 Ti").context_bytes
 
 
 @pytest.mark.parametrize(
@@ -188,7 +181,7 @@ def test_a_card_asks_the_installed_torch_and_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("size", "name"), [("24GiB", "24.0 GiB"), ("64MiB", "64.0 MiB"), ("1.5GiB", "1.5 GiB"), ("512B", "512.0 B")]
 )
-def test_a_generic_card_gives_all_its_memory_to_the_allocator(size, name):
+def test_a_generic_card_gives_all_its_memory_to_torch(size, name):
     card = generic_card(parse_bytes(size))
     assert (card.name, card.available_bytes, card.context_bytes) == (name, parse_bytes(size), 0)
     assert card.compute_capability == (8, 6)
@@ -198,11 +191,3 @@ def test_a_generic_card_gives_all_its_memory_to_the_allocator(size, name):
 def test_a_generic_card_needs_memory(total):
     with pytest.raises(InvalidArgumentError, match=f"a card of {total} bytes is not possible"):
         generic_card(total)
-
-
-def test_cards_are_values():
-    card = generic_card(2**30)
-    assert isinstance(card, Card)
-    assert card == generic_card(2**30)
-    with pytest.raises(FrozenInstanceError):
-        card.name = "other"

@@ -1,6 +1,7 @@
 import copy
 import functools
 import os
+import re
 import signal
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import oomprobe
 from oomprobe.errors import UnreliableError
 from oomprobe.simulation.unknown import is_of_the_host
-from simulation.worlds import Bench, bytes_of, rounded
+from simulation.worlds import Bench, bytes_of
 
 MIB = 2**20
 
@@ -36,7 +37,7 @@ def train(model, optimizer, batch_size, device=None, **options):
 # --- nothing real is touched ---
 
 
-@pytest.mark.parametrize("device", [None, "cpu", "cuda", "cuda:0"])
+@pytest.mark.parametrize("device", [None, "cuda"])
 @pytest.mark.parametrize("foreach", [True, False])
 def test_a_step_changes_no_real_tensor(device, foreach):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10))
@@ -175,51 +176,43 @@ def test_a_slice_of_a_real_data_set_counts_as_what_it_is():
     assert bench.run(step) == weights + 128 * 64 * 4 + 8_519_680
 
 
-@pytest.mark.parametrize("pull", [lambda t: t.cpu(), lambda t: t.to("cpu"), lambda t: t.detach().cpu().clone()])
-def test_what_is_pulled_to_the_host_does_not_count(pull):
+@pytest.mark.parametrize(
+    "on_host",
+    [
+        lambda: torch.zeros(MIB, device="cuda").cpu(),
+        lambda: torch.zeros(MIB, device="cuda").to("cpu"),
+        lambda: torch.zeros(MIB, device="cuda").detach().cpu().clone(),
+        lambda: torch.zeros(MIB).pin_memory(),
+        lambda: torch.empty(MIB, pin_memory=True),
+    ],
+)
+def test_what_is_on_the_host_does_not_count(on_host):
     def step():
-        kept = pull(torch.zeros(MIB, device="cuda"))
-        return kept.device.type, torch.cuda.memory_allocated()
+        kept = on_host()
+        taken = torch.cuda.memory_allocated()
+        return kept.device.type, taken, kept.to("cuda", non_blocking=True).device.type
 
-    assert Bench().run(step) == ("cpu", 0)
-
-
-def test_pinned_memory_does_not_count():
-    def step():
-        x = torch.zeros(MIB).pin_memory()
-        before = torch.cuda.memory_allocated()
-        return before, x.to("cuda", non_blocking=True).device.type
-
-    assert Bench().run(step) == (0, "cuda")
+    assert Bench().run(step) == ("cpu", 0, "cuda")
 
 
-def test_checkpointing_saves_memory_and_runs_its_forward_again():
+def test_checkpointing_saves_memory():
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6))
 
-    def step(save):
-        x = torch.randn(4096, 256, device="cuda")
-        for block in blocks:
-            x = checkpoint(block, x, use_reentrant=False) if save else block(x)
-        x.sum().backward()
+    def peak(run):
+        def step():
+            x = torch.randn(4096, 256, device="cuda", requires_grad=True)
+            for block in blocks:
+                x = run(block, x)
+            x.sum().backward()
 
-    plain, saving = Bench(blocks), Bench(blocks)
-    plain.run(lambda: step(False))
-    for parameter in blocks.parameters():
-        parameter.grad = None
-    saving.run(lambda: step(True))
-    assert saving.peak_bytes < 0.5 * plain.peak_bytes
-    for parameter in blocks.parameters():
-        parameter.grad = None
-    old = Bench(blocks)
+        bench = Bench(blocks)
+        bench.run(step)
+        blocks.zero_grad()
+        return bench.peak_bytes
 
-    def reentrant():
-        x = torch.randn(4096, 256, device="cuda", requires_grad=True)
-        for block in blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        x.sum().backward()
-
-    old.run(reentrant)
-    assert old.peak_bytes < 0.5 * plain.peak_bytes
+    plain = peak(lambda block, x: block(x))
+    for reentrant in (False, True):
+        assert peak(functools.partial(checkpoint, use_reentrant=reentrant)) < 0.5 * plain
 
 
 def test_shared_storage_counts_once():
@@ -347,11 +340,21 @@ def test_metrics_come_to_the_host():
     assert np.isfinite(many).all()
 
 
-def test_reading_a_count_is_noted_with_the_line():
+@pytest.mark.parametrize(
+    ("ask", "answer", "note"),
+    [
+        (lambda: (torch.zeros(5, device="cuda") == 0).sum().item(), 1, r"test_world\.py:\d+ reads a whole number"),
+        (
+            lambda: bool(torch.zeros(4, dtype=torch.bool, device="cuda")[1]),
+            False,
+            r"test_world\.py:\d+ asks .* yes or no",
+        ),
+    ],
+)
+def test_what_is_made_up_is_noted_with_the_line(ask, answer, note):
     bench = Bench()
-    assert bench.run(lambda: (torch.zeros(5, device="cuda") == 0).sum().item()) == 1
-    assert "test_world.py:" in bench.notes
-    assert "whole number" in bench.notes
+    assert bench.run(ask) == answer
+    assert re.search(note, bench.notes)
 
 
 def test_a_card_tensor_is_no_array():
@@ -359,27 +362,29 @@ def test_a_card_tensor_is_no_array():
         Bench().run(lambda: torch.zeros(5, device="cuda").numpy())
 
 
+@torch.library.custom_op("oomprobe_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
 @pytest.mark.parametrize(
-    ("name", "act"),
+    ("message", "act"),
     [
-        ("nonzero", lambda x: x.nonzero()),
-        ("index", lambda x: x[x > 0]),
-        ("masked_select", lambda x: x.masked_select(x > 0)),
-        ("unique", lambda x: x.unique()),
+        ("aten::nonzero at LINE depends on the values .* real device", lambda x: x.nonzero()),
+        ("aten::index at LINE depends .* multiply by the mask", lambda x: x[x > 0]),
+        ("aten::masked_select at LINE", lambda x: x.masked_select(x > 0)),
+        ("aten::_unique2 at LINE", lambda x: x.unique()),
+        ("LINE asks for the address", lambda x: x.data_ptr()),
+        ("LINE asks for the address", lambda x: x.untyped_storage().data_ptr()),  # nothing that torch dispatches
+        ("sparse_coo tensor .* at LINE", lambda x: x.to_sparse()),
+        ("oomprobe_tests.twice.* at LINE cannot run without data .*register_fake", lambda x: twice(x)),
+        ("LINE saves a checkpoint", lambda x: torch.save(x, "never.pt")),
     ],
 )
-def test_shapes_that_depend_on_values_are_refused_with_the_line(name, act):
-    with pytest.raises(UnreliableError, match=rf"aten::_?{name}.*test_world\.py:\d+.*real device"):
+def test_what_is_refused_with_the_line(message, act):
+    line = act.__code__.co_firstlineno
+    with pytest.raises(UnreliableError, match=message.replace("LINE", rf"test_world\.py:{line}\b")):
         Bench().run(lambda: act(torch.zeros(5, device="cuda")))
-
-
-def test_small_host_tensors_keep_their_values():
-    def step():
-        lengths = torch.tensor([3, 5, 4])
-        mask = torch.arange(5)[None] < lengths[:, None]
-        return int(lengths.max()), mask.sum().item(), mask.nonzero().shape[0]
-
-    assert Bench().run(step) == (5, 12, 12)
 
 
 def test_large_host_tensors_cost_nothing():
@@ -387,16 +392,6 @@ def test_large_host_tensors_cost_nothing():
         return torch.randn(2**20, 2**20).shape  # 4 TiB
 
     assert Bench().run(step) == (2**20, 2**20)
-
-
-def test_a_kernel_that_wants_addresses_is_refused():
-    with pytest.raises(UnreliableError, match=r"test_world\.py:\d+"):
-        Bench().run(lambda: torch.zeros(5, device="cuda").data_ptr())
-
-
-def test_sparse_tensors_are_named():
-    with pytest.raises(UnreliableError, match="sparse"):
-        Bench().run(lambda: torch.eye(3, device="cuda").to_sparse())
 
 
 def test_a_bug_of_the_step_stays_its_own():
@@ -516,7 +511,6 @@ def test_the_same_call_twice_makes_the_same_tape():
     assert third == fourth
     assert third.closed
     assert not second.closed  # it freed gradients that the first call had made among its optimizer state
-    assert rounded(1) == 512
 
 
 def test_a_check_for_infinities_finds_none():
@@ -531,15 +525,13 @@ def test_a_check_for_infinities_finds_none():
     assert Bench().run(step) == (0.0, 1.0)
 
 
-def test_a_custom_operator_needs_a_fake():
-    @torch.library.custom_op("oomprobe_tests::twice", mutates_args=())
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
+def test_a_custom_operator_with_a_fake_runs():
+    @torch.library.custom_op("oomprobe_tests::thrice", mutates_args=())
+    def thrice(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
 
-    with pytest.raises(UnreliableError, match=r"oomprobe_tests.twice.*test_world\.py:\d+.*register_fake"):
-        Bench().run(lambda: twice(torch.zeros(8, device="cuda")))
-    twice.register_fake(torch.empty_like)
-    assert Bench().run(lambda: twice(torch.zeros(8, device="cuda")).device.type) == "cuda"
+    thrice.register_fake(torch.empty_like)
+    assert Bench().run(lambda: thrice(torch.zeros(8, device="cuda")).device.type) == "cuda"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -601,14 +593,6 @@ def test_in_place_on_a_host_number():
     assert np.isfinite(Bench().run(step))
 
 
-def test_a_kernel_that_torch_does_not_dispatch_is_refused():
-    def kernel(x):
-        return x.untyped_storage().data_ptr()
-
-    with pytest.raises(UnreliableError, match=r"test_world\.py:\d+ asks for the address"):
-        Bench().run(lambda: kernel(torch.zeros(5, device="cuda")))
-
-
 # --- questions ---
 
 
@@ -632,28 +616,6 @@ def test_questions_are_answered_as_the_loss_reads(ask, answer):
     bench = Bench()
     assert bench.run(lambda: bool(ask(torch.zeros((), device="cuda") + 3))) is answer
     assert bench.notes == ""
-
-
-def test_a_question_nobody_can_answer_is_noted():
-    bench = Bench()
-    assert bench.run(lambda: bool(torch.zeros(4, dtype=torch.bool, device="cuda")[1])) is False
-    assert "yes or no" in bench.notes
-
-
-def test_a_step_that_looks_at_its_loss_trains():
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step():
-        loss = model(torch.zeros(4, 64, device="cuda")).square().mean()
-        assert torch.isfinite(loss)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if torch.isfinite(norm) and loss > 0:
-            optimizer.step()
-
-    Bench(model).run(step)
-    assert len(optimizer.state) == 4
 
 
 def test_a_loss_is_printed():
@@ -690,13 +652,18 @@ def test_data_that_is_replaced_counts_once():
 
 def test_host_tensors_keep_their_values():
     def step():
+        lengths = torch.tensor([3, 5, 4])
+        mask = torch.arange(5)[None] < lengths[:, None]
         h = torch.zeros(5000)
         h[3] = 7
         order = torch.randperm(100_000).tolist()
         loader = torch.utils.data.DataLoader(range(10_000), batch_size=10_000, shuffle=True)
-        return float(h[3]), float(h.sum()), bool((h > 5).any()), len(set(order)), len(set(next(iter(loader)).tolist()))
+        return (
+            int(lengths.max()), mask.sum().item(), mask.nonzero().shape[0], float(h[3]), float(h.sum()),
+            bool((h > 5).any()), len(set(order)), len(set(next(iter(loader)).tolist())),
+        )  # fmt: skip
 
-    assert Bench().run(step) == (7.0, 7.0, True, 100_000, 10_000)
+    assert Bench().run(step) == (5, 12, 12, 7.0, 7.0, True, 100_000, 10_000)
 
 
 # --- what CUDA code calls ---
@@ -720,14 +687,13 @@ def test_calls_that_change_nothing_here():
         x.record_stream(torch.cuda.current_stream())
         generator = torch.Generator("cuda").manual_seed(0)
         y = torch.randn(4, device="cuda", generator=generator)
-        pinned = torch.empty(4, pin_memory=True)
         torch.cuda.nvtx.range_push("step")
         torch.cuda.nvtx.range_pop()
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
             (x.requires_grad_() * x).sum().backward()
-        return y.device.type, pinned.device.type, isinstance(generator, torch.Generator)
+        return y.device.type, isinstance(generator, torch.Generator)
 
-    assert Bench().run(step) == ("cuda", "cpu", True)
+    assert Bench().run(step) == ("cuda", True)
 
 
 def test_a_kernel_that_the_cpu_lacks_is_told_from_a_bug():

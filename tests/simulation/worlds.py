@@ -2,8 +2,6 @@
 
 import contextlib
 
-import torch
-
 from oomprobe.devices.simulated import SimulatedDevice
 
 
@@ -44,11 +42,3 @@ def rounded(nbytes):
 
 def bytes_of(*tensors):
     return sum(rounded(t.numel() * t.element_size()) for t in tensors)
-
-
-def snapshot(model):
-    return [(t, t.detach().clone(), t.grad) for t in [*model.parameters(), *model.buffers()]]
-
-
-def unchanged(kept):
-    return all(torch.equal(t, copy) and t.grad is grad for t, copy, grad in kept)
