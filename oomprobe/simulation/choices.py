@@ -28,11 +28,8 @@ class Choices:
     """Registers CUDA's branches with the dispatcher.
 
     Those of dropout, attention and softmax concern this thread only; another thread's calls go the way they always went.
-    The autocast lists hold for every thread while they are registered.
-
-    Args:
-        active: Whether the simulated world is running in the calling thread.
-        capability: Of the card, which decides on attention kernels.
+    The autocast lists hold for every thread while they are registered. `active` says whether the simulated world is
+    running in the calling thread, the card's compute capability decides on attention kernels.
     """
 
     def __init__(self, active: Callable[[], bool], capability: tuple[int, int]) -> None:

@@ -25,12 +25,7 @@ _ByStorage = weakref.WeakKeyDictionary[torch.UntypedStorage, _V]
 
 
 def place_of(device: Any) -> torch.device | None:
-    """The place that code means with a device argument; None where it said nothing or names another device.
-
-    Example:
-        >>> place_of("cuda:0") == CARD, place_of(torch.device("cpu")) == STATED_HOST, place_of(None)
-        (True, True, None)
-    """
+    """The place that code means with a device argument; None where it said nothing or names another device."""
     if device is None:
         return None
     if isinstance(device, int):
@@ -50,12 +45,7 @@ def place_of_any(location: Any) -> torch.device | None:
 
 
 class Fakes:
-    """Fakes of real tensors, for as long as the real ones live.
-
-    Args:
-        mode: Torch's, whose fakes they are.
-        memory: Of the card.
-    """
+    """Fakes of real tensors, for as long as the real ones live."""
 
     def __init__(self, mode: FakeTensorMode, memory: Memory) -> None:
         self._mode, self._memory = mode, memory

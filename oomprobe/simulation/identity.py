@@ -24,11 +24,7 @@ LARGEST_ARRAY = 2**24  # elements of a host array handed out in place of values 
 
 
 class Identity(TorchFunctionMode):
-    """Answers questions about devices, and takes a "cuda" device for the simulated card.
-
-    Args:
-        world: Knows which tensors are on the card.
-    """
+    """Answers questions about devices, and takes a "cuda" device for the simulated card."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

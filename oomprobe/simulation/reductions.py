@@ -31,23 +31,14 @@ class Processors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A reduction but for its shape.
-
-    Args:
-        processors: Of the card.
-        item_bytes: Of an element of the input.
-        out_bytes: Of an element of the output.
-        partial_bytes: Of a partial result.
-        reduced: For each dimension, whether it is reduced.
-        values_per_load: How many elements a thread reads at once where all of them go into one output.
-    """
+    """A reduction but for its shape."""
 
     processors: Processors
-    item_bytes: int
-    out_bytes: int
-    partial_bytes: int
-    reduced: tuple[bool, ...]
-    values_per_load: int = 4
+    item_bytes: int  # of an element of the input
+    out_bytes: int  # of an element of the output
+    partial_bytes: int  # of a partial result
+    reduced: tuple[bool, ...]  # for each dimension, whether it is
+    values_per_load: int = 4  # elements that a thread reads at once where all of them go into one output
 
 
 class _Dim(NamedTuple):
@@ -64,13 +55,8 @@ def buffers(
 ) -> tuple[tuple[int, ...], ...]:
     """What the reduction takes, in bytes: for each of its kernels the partial results and the semaphores.
 
-    A tensor beyond 2 GiB takes several kernels, and where the output is too coarse to add up in, sums beside it.
-
-    Args:
-        kind: What is reduced, and where.
-        shape: Of the input.
-        strides: Of the input, in elements.
-        offset: Where the input begins in its storage, in elements.
+    A tensor beyond 2 GiB takes several kernels, and where the output is too coarse to add up in, sums beside it. Strides
+    and offset are the input's, in elements.
 
     Example:
         >>> a100 = Processors((8, 0), 108, 2048)

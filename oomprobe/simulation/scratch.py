@@ -23,17 +23,11 @@ _NO_BYTES: Mapping[int, int] = MappingProxyType({})
 
 
 class Needs(NamedTuple):
-    """Bytes that a kernel takes.
+    """Bytes that a kernel takes. What is in a group is taken together and freed together, one group after the other."""
 
-    Attributes:
-        held: From before its results are made until it ends.
-        groups: After they are made: taken together and freed together, one group after the other.
-        before: The same, before they are made.
-    """
-
-    held: tuple[int, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
-    before: tuple[tuple[int, ...], ...] = ()
+    held: tuple[int, ...] = ()  # from before its results are made until it ends
+    groups: tuple[tuple[int, ...], ...] = ()  # after they are made
+    before: tuple[tuple[int, ...], ...] = ()  # before they are made
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +145,8 @@ def _together(first: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> tu
 def _loss(copies: int, *, before: bool = False, inner_result: bool = False) -> Callable[[_Operator], Launch | None]:
     """A loss of elements that ends in a mean or sum of its own, which no dispatcher sees.
 
-    Args:
-        copies: Buffers of all elements beside the result.
-        before: They are made before the result; otherwise the result itself is made for all elements, and keeps its
-            storage when it becomes one number.
-        inner_result: The mean has a result of its own.
+    Beside the result it makes so many copies of all elements; where they are not made before it, the result too is made
+    for all elements, and keeps its storage when it becomes one number. The mean may have a result of its own.
     """
 
     def launch(op: _Operator) -> Launch | None:

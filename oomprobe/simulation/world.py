@@ -64,12 +64,7 @@ _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _a
 
 
 class World(TorchDispatchMode):
-    """Runs operators on fakes, and tells the memory which storages they make.
-
-    Args:
-        memory: Of the card.
-        card: Says what kernels take for themselves, and the linear algebra library for each thread that uses it.
-    """
+    """Runs operators on fakes, and tells the memory which storages they make."""
 
     def __init__(self, memory: Memory, card: Card) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
