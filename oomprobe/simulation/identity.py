@@ -104,11 +104,9 @@ class Identity(TorchFunctionMode):
         memory_format: Any = None,
     ) -> torch.Tensor:  # fmt: skip
         here = CARD if self._world.is_on_card(tensor) else STATED_HOST
-        if place in (None, here) and not copy:
-            return tensor.to(tensor.dtype if dtype is None else dtype, memory_format=memory_format)
-        made: torch.Tensor = torch.ops.aten._to_copy(
-            tensor, dtype=dtype, device=here if place is None else place, memory_format=memory_format
-        )
+        if place in (None, here):
+            return tensor.to(tensor.dtype if dtype is None else dtype, copy=copy, memory_format=memory_format)
+        made: torch.Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, device=place, memory_format=memory_format)
         return made
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:

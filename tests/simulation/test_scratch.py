@@ -41,6 +41,23 @@ def test_the_card_decides():
     assert mib == [108, 132, 96, 20]
 
 
+@pytest.mark.parametrize(
+    ("reduce", "partial_bytes"),
+    [
+        (lambda x: x.sum(0), 113246208),
+        (lambda x: torch.sum(x, dim=0), 113246208),
+        (lambda x: x.var(0), 452984832),
+        (lambda x: x.sum(1), 0),
+        (lambda x: x.sum(), 1728),
+    ],
+)
+def test_a_step_that_reduces_takes_them(reduce, partial_bytes):
+    bench = Bench(None, "A100-80GB")
+    bench.run(lambda: reduce(torch.zeros(20000, 1024, device="cuda")))
+    of_step = bench.peak_bytes - 20000 * 1024 * 4
+    assert partial_bytes <= of_step <= partial_bytes + 128 * 1024  # with the result and semaphores
+
+
 def test_a_radix_sort_of_pairs():
     assert [sort_bytes(Processors(*card), 1_000_000, 8, 8, 11) for card in (A100, H100, T4)] == [
         16271871, 16227839, 16369151

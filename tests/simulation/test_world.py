@@ -218,10 +218,12 @@ def test_checkpointing_saves_memory():
 def test_shared_storage_counts_once():
     def step():
         x = torch.zeros(MIB, device="cuda")
-        views = [x[:10], x.view(2, -1), x.detach(), x.t()]
-        return len(views), torch.cuda.memory_allocated()
+        kept = [x[:10], x.view(2, -1), x.detach(), x.t(), x.to("cuda")]
+        shared = torch.cuda.memory_allocated()
+        kept.append(x.to("cuda", copy=True))
+        return shared, torch.cuda.memory_allocated()
 
-    assert Bench().run(step) == (4, 4 * MIB)
+    assert Bench().run(step) == (4 * MIB, 8 * MIB)
 
 
 def test_a_storage_that_is_resized_is_served_anew():
