@@ -70,10 +70,6 @@ class NotTrainedError(UnreliableError):
     """An optimizer that stepped at smaller sizes does not at this one, so this size was not trained."""
 
 
-class ForkError(UnreliableError):
-    """A child forked for a trial hangs: it waits for a thread or a lock that was not forked with it."""
-
-
 class SimulationError(UnreliableError):
     """The step needs data, or a kind of tensor, that a simulated card does not have."""
 

@@ -58,13 +58,7 @@ class ExitStatus:
         return f"{self._what()}{_quoted(self.stderr)}"
 
     def where(self) -> str | None:
-        r"""The line of the user's code that it was at, where Python's faulthandler could still tell; None: not known.
-
-        Example:
-            >>> trace = 'Current thread 0x7f (most recent call first):\n  File "/home/me/train.py", line 12 in step\n'
-            >>> ExitStatus(signal=None, code=None, why="timed out", stderr=trace, peak_resident_bytes=0, oom_kills=0).where()
-            'train.py:12'
-        """
+        """The line of the user's code that it was at, where Python's faulthandler could still tell; None: not known."""
         trace = self.stderr.partition(_CURRENT)[2].partition("\n\n")[0].partition("\nThread ")[0]  # of one thread
         frames = _FRAME.findall(trace)
         lines = ((Path(file), number) for file, number in frames)
@@ -84,25 +78,14 @@ class ExitStatus:
         return f"the process of the trial was ended by {_name(self.signal)}{killer}"
 
 
-def classify_exit(
-    status: ExitStatus,
-    evidence: Evidence,
-    *,
-    used_bytes: int,
-    cap_bytes: int | None,
-    usual: frozenset[str] = frozenset(),
-) -> Verdict:
-    """What a status says of the size.
+def classify_exit(status: ExitStatus, evidence: Evidence, *, used_bytes: int, cap_bytes: int | None) -> Verdict:
+    """What a status says of the size: CRASHED where there is no evidence for more.
 
     Args:
         status: How the child ended.
         evidence: What was seen around it, but for the pressure on memory, which is judged here.
         used_bytes: Memory that the child had come to use beyond what it had with the model in it.
         cap_bytes: What it was held to; None where that is not known.
-        usual: Lines that children wrote who did not die.
-
-    Returns:
-        OOM, HOST_OOM, SIZE_LIMIT or POISONED where there is evidence for it; TIMED_OUT; and otherwise CRASHED.
     """
     if status.is_hang:
         return Verdict.TIMED_OUT
@@ -113,7 +96,7 @@ def classify_exit(
     if status.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # somebody's will
         return Verdict.CRASHED
     full = evidence.on_host and cap_bytes is not None and used_bytes >= PRESSURE_SHARE * cap_bytes
-    spoken = _classify_words(_last_lines(status.stderr, usual), replace(evidence, memory_pressure=full))
+    spoken = _classify_words(_last_lines(status.stderr), replace(evidence, memory_pressure=full))
     if spoken is not None:
         return spoken
     return Verdict.OOM if full and evidence.smaller_size_passed else Verdict.CRASHED
@@ -129,10 +112,10 @@ def _classify_words(words: str, evidence: Evidence) -> Verdict | None:
     return Verdict.OOM if _ANY_LIBRARY.search(words) and evidence.smaller_size_passed else None
 
 
-def _last_lines(stderr: str, usual: frozenset[str]) -> str:
-    """The last lines of stderr before faulthandler's traceback, without those that passing trials print too."""
+def _last_lines(stderr: str) -> str:
+    """The last lines of stderr before faulthandler's traceback."""
     said = stderr.partition("Fatal Python error")[0].splitlines()
-    return "\n".join([line for line in said if line.strip() and line not in usual][-LAST_LINES:])
+    return "\n".join([line for line in said if line.strip()][-LAST_LINES:])
 
 
 def _name(number: int) -> str:

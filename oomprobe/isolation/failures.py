@@ -1,24 +1,46 @@
-"""From what failed in a child to the error that is raised for it here."""
+"""What failed in a child: told to its parent as a message, and raised there as the error that it was."""
 
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Any, NoReturn
 
 from oomprobe import errors
+from oomprobe.isolation.wire import Message
+from oomprobe.verdicts.failure import failure_of
+
+LONGEST_TEXT = 16_000
+
+
+def told(error: BaseException, *, building: str | None) -> Message:
+    """An exception as a message; `building` is the target, while that was being built."""
+    cause = error.__cause__ if isinstance(error, errors.StepFailedError) and error.__cause__ is not None else error
+    text = failure_of(cause).text
+    is_plain = all(isinstance(one, str | int | float | None) for one in cause.args)
+    return {
+        "failed": {
+            "kind": type(error).__name__ if isinstance(error, errors.OomProbeError) else None,
+            "left": isinstance(error, SystemExit),
+            "text": errors.text_of(error)[:LONGEST_TEXT],
+            "building": building,
+            "cause": {
+                "module": type(cause).__module__,
+                "name": type(cause).__qualname__,
+                "text": text,
+                "arguments": [_shortened(one) for one in cause.args] if is_plain else [text],
+                "traceback": "".join(traceback.format_exception(cause))[-LONGEST_TEXT:],
+            },
+        }
+    }
+
+
+def _shortened(argument: Any) -> Any:
+    return argument[:LONGEST_TEXT] if isinstance(argument, str) else argument
 
 
 def raise_failure(failed: dict[str, Any], batch_size: int) -> NoReturn:
-    """Raise what a child told.
-
-    Args:
-        failed: Its message.
-        batch_size: The size that was being tried.
-
-    Raises:
-        OomProbeError: what the child told.
-        Exception: an error of oomprobe's own, as it was raised there.
-    """
+    """Raise what a child told of the size that was being tried: an error of oomprobe's own as it was raised there."""
     cause = _rebuilt(failed["cause"])
     if failed["kind"] == "StepFailedError":
         raise errors.StepFailedError(failed["text"], batch_size=batch_size) from cause
@@ -44,19 +66,12 @@ class _InChild(Exception):
 
 def _rebuilt(cause: dict[str, Any]) -> BaseException:
     """An exception like the one in the child: of the same class where that is known here without importing anything."""
-    kind = _known_class(cause["module"], cause["name"])
-    shown = _InChild(cause["traceback"])
+    kind = getattr(sys.modules.get(cause["module"]), cause["name"], None)
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        kind = type(cause["name"].rpartition(".")[2], (Exception,), {"__module__": cause["module"]})
     try:
         error: BaseException = kind(*cause["arguments"])
-        error.__cause__ = shown
-    except Exception:  # it takes other arguments, or no attributes
+    except Exception:  # it takes other arguments
         error = RuntimeError(cause["text"])
-        error.__cause__ = shown
+    error.__cause__ = _InChild(cause["traceback"])
     return error
-
-
-def _known_class(module: str, name: str) -> type[BaseException]:
-    kind = getattr(sys.modules.get(module), name, None)
-    if isinstance(kind, type) and issubclass(kind, BaseException):
-        return kind
-    return type(name.rpartition(".")[2], (Exception,), {"__module__": module})

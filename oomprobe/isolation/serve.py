@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -16,15 +15,14 @@ from oomprobe import errors
 from oomprobe.devices import Device, is_host, linux, raised_by
 from oomprobe.hooks import OptimizerWatch
 from oomprobe.isolation import system
-from oomprobe.isolation.wire import Message, Wire
+from oomprobe.isolation.failures import told
+from oomprobe.isolation.wire import Message, receive, send
 from oomprobe.options import Options, Step
 from oomprobe.result import Phase
 from oomprobe.signals import Interrupts
 from oomprobe.state import Tracker
 from oomprobe.trial import LocalRunner, Request, Runner
-from oomprobe.verdicts.failure import failure_of
 
-LONGEST_TEXT = 16_000
 NO_BACKWARD = (
     "host memory is probed in children forked from this process, and they cannot run a backward here, because this process "
     "has run one where an accelerator is visible. Probe in processes that start afresh: "
@@ -32,7 +30,7 @@ NO_BACKWARD = (
 )
 
 
-def serve(wire: Wire, make: Callable[[], tuple[Runner, Device | None]], building: str | None = None) -> None:
+def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], building: str | None = None) -> None:
     """Answer for a runner until the other end is closed.
 
     Args:
@@ -40,41 +38,38 @@ def serve(wire: Wire, make: Callable[[], tuple[Runner, Device | None]], building
         make: Makes the runner, and tells the device where its trials run in this process.
         building: The target that `make` builds, if it does.
     """
-    own = os.getpid()
     try:
         runner, device = make()
-        answer = {"hello": _hello(runner)}
     except BaseException as error:
-        answer = told(error, building=building)
-    _send(wire, answer, own)
-    while "failed" not in answer and not wire.ended:
-        for message in wire.read():
-            try:
-                _send(wire, _answer(runner, message), own)
-            except BaseException as error:
-                _send(wire, told(_blamed_on_device(error, device), building=None), own)
+        _answer(wire, told(error, building=building))
+        return
+    resident_bytes = linux.process_bytes("VmRSS") or 0
+    _answer(
+        wire,
+        {
+            "hello": {
+                "device": asdict(runner.device),
+                "step_names": runner.step_names,
+                "threads": runner.threads,
+                "forks": runner.replaceable,
+                "resident_bytes": resident_bytes,
+            }
+        },
+    )
+    while (message := receive(wire)) is not None:
+        try:
+            answer = _done(runner, message)
+        except BaseException as error:
+            answer = told(_blamed_on_device(error, device), building=None)
+        _answer(wire, answer)
+
+
+def _answer(wire: Connection, answer: Message) -> None:
     system.flush()
-    os._exit(0)
+    send(wire, answer)
 
 
-def _send(wire: Wire, answer: Message, own: int) -> None:
-    if os.getpid() != own:  # a copy, made by a target or step that forked and returned in both
-        os._exit(0)
-    system.flush()
-    wire.send(answer)
-
-
-def _hello(runner: Runner) -> Message:
-    return {
-        "device": asdict(runner.device),
-        "step_names": runner.step_names,
-        "threads": runner.threads,
-        "forks": runner.replaceable,
-        "resident_bytes": linux.process_bytes("VmRSS") or 0,
-    }
-
-
-def _answer(runner: Runner, message: Message) -> Message:
+def _done(runner: Runner, message: Message) -> Message:
     answer: Message
     if message["do"] == "run":
         runner.learn(runner.learned or message["learned"])
@@ -99,45 +94,6 @@ def _blamed_on_device(error: BaseException, device: Device | None) -> BaseExcept
     if not device.healthy():
         return errors.DeviceLostError(f"a sticky error ({type(error).__name__}: {error})")
     return errors.unmeasured(device.name, error) if raised_by(device, error) else error
-
-
-def told(error: BaseException, *, building: str | None) -> Message:
-    """An exception as a message.
-
-    Args:
-        error: What was raised.
-        building: The target, while that was being built; None in a trial.
-    """
-    cause = error.__cause__ if isinstance(error, errors.StepFailedError) and error.__cause__ is not None else error
-    return {
-        "failed": {
-            "kind": type(error).__name__ if isinstance(error, errors.OomProbeError) else None,
-            "left": isinstance(error, SystemExit),
-            "text": errors.text_of(error)[:LONGEST_TEXT],
-            "building": building,
-            "cause": {
-                "module": type(cause).__module__,
-                "name": type(cause).__qualname__,
-                "text": failure_of(cause).text,
-                "arguments": _arguments(cause),
-                "traceback": _trace(cause),
-            },
-        }
-    }
-
-
-def _trace(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))[-LONGEST_TEXT:]
-    except Exception:
-        return "(no traceback)"
-
-
-def _arguments(error: BaseException) -> list[Any]:
-    """What an exception of its class can be made from again, as far as JSON can say it."""
-    if all(isinstance(one, str | int | float | None) for one in error.args):
-        return [one[:LONGEST_TEXT] if isinstance(one, str) else one for one in error.args]
-    return [failure_of(error).text]
 
 
 def local_runner(

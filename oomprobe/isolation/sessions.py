@@ -12,7 +12,7 @@ import torch
 from oomprobe.devices import Device
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.hooks import preload_dynamo
-from oomprobe.isolation.runner import Forks, ProcessRunner, Spec, Workers
+from oomprobe.isolation.runner import Forks, ProcessRunner, Workers
 from oomprobe.options import Options, Step
 from oomprobe.report.progress import Progress, reporter
 from oomprobe.result import Trial
@@ -38,8 +38,7 @@ ON_HOST_MEMORY = (
 @contextmanager
 def open_isolated(target: str, device: Any, options: Options, progress: Progress) -> Iterator[Session]:
     """A session whose trials run in workers; on every way out no process of it is left."""
-    source = Workers(Spec.of(target, device, options))
-    with _opened(source, options, progress, "" if device else ON_HOST_MEMORY) as session:
+    with _opened(Workers(target, device, options), options, progress, "" if device else ON_HOST_MEMORY) as session:
         session.state_verified = True  # nothing of the caller's was there to be changed
         yield session
 

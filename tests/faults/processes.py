@@ -29,6 +29,14 @@ def marked(mark):
     return found
 
 
+def is_gone(pid):
+    """Whether it has ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def children():
     """Of this process, zombies too."""
     found = {}

@@ -62,9 +62,6 @@ def test_other_last_words():
     loader = death(code=1, stderr="loader: 0 of 12 shards failed to allocate")
     assert judged(loader) is Verdict.OOM
     assert judged(loader, smaller=False) is Verdict.CRASHED
-    evidence = Evidence(smaller_size_passed=True, memory_pressure=True, on_host=True)
-    usual = frozenset(loader.stderr.splitlines())  # it says that at every size
-    assert classify_exit(loader, evidence, used_bytes=0, cap_bytes=1, usual=usual) is Verdict.CRASHED
     old = "CUDA error: out of memory" + "\nand on" * 6
     assert judged(death(code=1, stderr=old)) is Verdict.CRASHED  # long before the end: handled
 

@@ -1,30 +1,7 @@
-import builtins
-
 import pytest
 
 from oomprobe import errors
-from oomprobe.isolation.failures import raise_failure
-from oomprobe.isolation.serve import told
-from oomprobe.isolation.wire import Message
-
-
-def raised(error, *, building=None) -> tuple[BaseException, Message]:
-    try:
-        raise error
-    except BaseException as one:
-        message = told(one, building=building)
-    with pytest.raises(errors.OomProbeError) as caught:
-        raise_failure(message["failed"], 16)
-    return caught.value, message
-
-
-def raised_in_step(error) -> BaseException:
-    try:
-        raise error
-    except Exception as own:
-        of_step = errors.step_failed(own, batch_size=16)
-        of_step.__cause__ = own
-    return raised(of_step)[0]
+from oomprobe.isolation.failures import raise_failure, told
 
 
 class StrangeError(Exception):
@@ -37,57 +14,74 @@ class MuteError(Exception):
         raise RuntimeError("mute")
 
 
+def told_again(error, *, building=None, **changes):
+    """An error of a child as its parent raises it; `changes` are to what is told of its cause."""
+    try:
+        raise error
+    except BaseException as one:
+        failed = told(one, building=building)["failed"]
+    failed["cause"] |= changes
+    with pytest.raises((errors.OomProbeError, KeyError)) as caught:
+        raise_failure(failed, 16)
+    return caught.value
+
+
+def of_step(error, **given):
+    try:
+        raise error
+    except Exception as own:
+        failed = errors.step_failed(own, batch_size=16, **given)
+        failed.__cause__ = own
+    return told_again(failed)
+
+
 def test_a_bug_of_the_step_has_its_own_exception_as_cause():
-    told_of = errors.step_failed(KeyError("labels"), batch_size=16, largest_passed=8)
-    told_of.__cause__ = KeyError("labels")
-    failed, _ = raised(told_of)
+    failed = of_step(KeyError("labels"), largest_passed=8)
     assert type(failed) is errors.StepFailedError
     assert isinstance(failed.__cause__, KeyError)
     assert failed.__cause__.args == ("labels",)
     assert failed.batch_size == 16
     assert "batch 8 ran" in str(failed)
-    failed = raised_in_step(KeyError("labels"))
     assert "test_failures.py" in str(failed.__cause__.__cause__)
 
 
 @pytest.mark.parametrize(
-    "error", [StrangeError(1, "x"), StrangeError(object(), 2), MuteError(), ExceptionGroup("two", [ValueError("a")])]
+    "error",
+    [StrangeError(1, "x"), StrangeError(object(), 2), MuteError(), ExceptionGroup("two", [ValueError("a")])],
+    ids=["two arguments", "an object", "mute", "group"],
 )
 def test_odd_exceptions_have_their_name(error):
-    failed = raised_in_step(error)
-    assert type(error).__name__ in str(failed)
+    assert type(error).__name__ in str(of_step(error))
 
 
 def test_a_class_that_is_not_known_here_has_its_name():
-    _, message = raised(ValueError("x"), building="t.py:b")
-    message["failed"]["cause"] |= {"module": "their_train", "name": "Theirs"}
-    with pytest.raises(errors.OomProbeError) as caught:
-        raise_failure(message["failed"], 4)
-    assert type(caught.value.__cause__).__module__ == "their_train"
-    assert "Theirs" in str(caught.value)
-    assert "their_train" not in vars(builtins)
+    failed = told_again(ValueError("x"), building="t.py:b", module="their_train", name="Theirs")
+    assert type(failed.__cause__).__module__ == "their_train"
+    assert "Theirs" in str(failed)
 
 
-def test_our_own_errors_stay_what_they_are():
-    failed, _ = raised(errors.InvalidArgumentError("the model is on two devices"))
-    assert type(failed) is errors.InvalidArgumentError
-    assert str(failed) == "the model is on two devices"
+@pytest.mark.parametrize(
+    "error", [errors.InvalidArgumentError("the model is on two devices"), KeyError("no such thing in the child")]
+)
+def test_an_error_that_is_not_the_steps_stays_what_it_is(error):
+    failed = told_again(error)
+    assert type(failed) is type(error)
+    assert str(failed) == str(error)
 
 
-def test_an_error_of_ours_is_not_told_as_the_steps():
-    message = told(KeyError("no such thing in the child"), building=None)
-    with pytest.raises(KeyError, match="no such thing") as caught:
-        raise_failure(message["failed"], 16)
-    assert not isinstance(caught.value, errors.OomProbeError)
-
-
-def test_leaving_and_building():
-    assert "the step at batch size 16 left the process, sys.exit(3)" in str(raised(SystemExit(3))[0])
-    assert "the target t.py:b left the process" in str(raised(SystemExit(3), building="t.py:b")[0])
-    failed, _ = raised(OSError("no data"), building="t.py:b")
-    assert "the target t.py:b failed with OSError" in str(failed)
+@pytest.mark.parametrize(
+    ("error", "building", "said"),
+    [
+        (SystemExit(3), None, "the step at batch size 16 left the process, sys.exit(3)"),
+        (SystemExit(3), "t.py:b", "the target t.py:b left the process"),
+        (OSError("no data"), "t.py:b", "the target t.py:b failed with OSError"),
+    ],
+)
+def test_leaving_and_building(error, building, said):
+    failed = told_again(error, building=building)
+    assert type(failed) is errors.StepFailedError
+    assert said in str(failed)
 
 
 def test_texts_are_shortened():
-    _, message = raised(ValueError("x" * 10**6), building="t.py:b")
-    assert len(str(message)) < 10**5
+    assert len(str(told(ValueError("x" * 10**6), building="t.py:b"))) < 10**5

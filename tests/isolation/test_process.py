@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from faults.processes import is_gone, open_files
 
 from isolation.stage import Stage
 from oomprobe.isolation import process
 from oomprobe.isolation.exit_status import ExitStatus
 from oomprobe.isolation.process import TAIL_BYTES, Process
+from oomprobe.isolation.wire import receive, send
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
 AT_ONCE_S = 5  # long before anything here would end by itself, and the time of a busy machine
@@ -33,9 +34,8 @@ def stage(tmp_path_factory):
 
 
 def answers(wire):
-    while not wire.ended:
-        for message in wire.read():
-            wire.send({"heard": message})
+    while (message := receive(wire)) is not None:
+        send(wire, {"heard": message})
 
 
 def is_killed(wire):
@@ -56,7 +56,7 @@ def raises(wire):
 
 
 def answers_and_dies(wire):
-    wire.send({"heard": wire.read()[0], "more": "x" * 100_000})  # is not read at once, and waits in the socket
+    send(wire, {"heard": receive(wire), "more": "x" * 100_000})  # is not read at once, and waits in the socket
     os._exit(3)
 
 
@@ -73,7 +73,7 @@ def computes(wire):
     until = time.process_time() + 1.2
     while time.process_time() < until:
         pass
-    wire.send({"heard": "nothing"})
+    send(wire, {"heard": "nothing"})
 
 
 def waits_for_a_worker(wire):
@@ -82,18 +82,6 @@ def waits_for_a_worker(wire):
         os._exit(0)
     os.waitpid(worker, 0)
     time.sleep(LONG_S)
-
-
-def stammers(wire, pause_s=0.3):
-    text = b'{"heard": "both halves"}\n'
-    wire._socket.sendall(text[:20])
-    time.sleep(pause_s)
-    wire._socket.sendall(text[20:])
-    time.sleep(LONG_S)
-
-
-def dies_in_the_middle(wire):
-    wire._socket.sendall(b'{"heard": "half of')
 
 
 def hangs_up(wire):
@@ -117,9 +105,8 @@ def has_offspring(wire):
     orphan = subprocess.run(
         ["sh", "-c", f"sleep {LONG_S} >&- & echo $!"], stdout=subprocess.PIPE, text=True, check=True
     ).stdout
-    wire.send({"heard": [sleeper(), sleeper(process_group=0), int(orphan)]})
-    with contextlib.suppress(OSError):
-        wire.read()
+    send(wire, {"heard": [sleeper(), sleeper(process_group=0), int(orphan)]})
+    receive(wire)
     os._exit(3)
 
 
@@ -129,31 +116,11 @@ def leaves_its_pipes_to_another(wire):
 
 
 def looks_around(wire):
-    wire.send(
-        {
-            "session": os.getsid(0) == os.getpid(),
-            "ignores": [name for name in ("SIGINT", "SIGTERM") if signal.getsignal(getattr(signal, name)) == 1],
-            "sockets": sum("socket" in name for name in open_files().values()),
-        }
-    )
+    ignored = [name for name in ("SIGINT", "SIGTERM") if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN]
+    send(wire, {"heard": [os.getsid(0) == os.getpid(), ignored]})
 
 
 # --- what is played ---
-
-
-def open_files():
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found[name] = os.readlink(f"/proc/self/fd/{name}")
-    return found
-
-
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def all_gone(pids):
@@ -241,9 +208,8 @@ def test_it_answers_twice_and_leaves_no_file_open(stage):
     assert closed
 
 
-def test_it_has_a_session_and_wires_of_its_own(stage):
-    seen = stage.play(listened, act="looks_around")
-    assert (seen["session"], seen["ignores"], seen["sockets"]) == (True, ["SIGINT"], 1)
+def test_it_has_a_session_of_its_own_and_ignores_ctrl_c(stage):
+    assert stage.play(listened, act="looks_around")["heard"] == [True, ["SIGINT"]]
 
 
 @pytest.mark.parametrize(
@@ -298,14 +264,6 @@ def test_a_busy_process_is_not_stuck(stage, act):
     assert shown["heard"] == "nothing"
 
 
-def test_half_a_message_is_waited_for(stage):
-    assert stage.play(listened, act="stammers")["heard"] == "both halves"
-
-
-def test_half_a_message_and_nothing_more_is_none(stage):
-    assert death(stage, dies_in_the_middle)["code"] == 0
-
-
 def test_one_that_closes_its_end_is_ended(stage):
     assert death(stage, hangs_up, GRACE_S=0.3)["signal"] == signal.SIGKILL
 
@@ -332,7 +290,7 @@ def test_it_dies_with_its_parent(stage):
     assert stage.play(parent_is_killed) == [True, True]
 
 
-@pytest.mark.parametrize(("act", "code"), [("leaves", 3), ("raises", 70), ("dies_in_the_middle", 0)])
+@pytest.mark.parametrize(("act", "code"), [("leaves", 3), ("raises", 70)])
 def test_nothing_of_the_parents_is_run_or_written_twice(stage, tmp_path, act, code):
     assert stage.play(ends_without_cleaning_up, act=act, file=str(tmp_path / "log")) == code
     assert (tmp_path / "log").read_text() == "said before finally "
