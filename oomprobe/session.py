@@ -15,8 +15,8 @@ import torch
 
 from oomprobe import search
 from oomprobe.devices import Device, raised_by, replay_of
-from oomprobe.devices.leaks import refuse_growing
-from oomprobe.devices.tenants import processes_on
+from oomprobe.devices.leaks import leak_of_step
+from oomprobe.devices.sharing import processes_on
 from oomprobe.errors import (
     DeviceLostError,
     OomProbeError,
@@ -203,13 +203,10 @@ class Session:
 
     def refuse_leaking(self, answer: int) -> None:
         """Raise where the answer would not last."""
-        refuse_growing(
-            self.trials,
-            answer,
-            available_bytes=self.available_bytes,
-            budget_bytes=self.budget_bytes,
-            isolated=self.runner.replaceable,
-        )
+        leak = leak_of_step(self.trials, answer, available_bytes=self.available_bytes, budget_bytes=self.budget_bytes)
+        refusal = None if leak is None else leak.refusal(isolated=self.runner.replaceable)
+        if refusal is not None:
+            raise UnreliableError(refusal, trials=tuple(self.trials))
 
     # --- one trial, with retries ---
 

@@ -16,7 +16,6 @@ from oomprobe.devices import (
     Device,
     DeviceInfo,
     Usage,
-    asked_bytes,
     describe,
     history_of,
     notes_of,
@@ -212,7 +211,6 @@ class LocalRunner:
         smallest: The smallest size that may be tried.
         after_call: Called after each call of a step.
         ends_with_trial: Whether this process ends with the trial, so that nothing in it needs to come back.
-        sleep: Waits for memory to come back.
     """
 
     replaceable = False
@@ -229,7 +227,6 @@ class LocalRunner:
         smallest: int,
         after_call: Callable[[], None] = lambda: None,
         ends_with_trial: bool = False,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.device, self._device, self._replay = describe(device), device, replay_of(device)
         if self._replay is not None:
@@ -241,7 +238,7 @@ class LocalRunner:
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # in the last call that was run
         self._is_cold = False  # whether nothing has run since the last clean-up
-        self._baseline = Baseline(device, clean=self._start_cold, flush=self._flush, sleep=sleep)
+        self._baseline = Baseline(device, clean=self._start_cold, flush=self._flush)
         self.compiled = Compiled()
         self.in_steps_s = 0.0
         self.notes: dict[str, None] = {}
@@ -456,9 +453,9 @@ class LocalRunner:
         kept_bytes = sum(max(0, min(growth)) for growth in growths if len(growth) > 1)
         if kept_bytes < SMALLEST_BYTES:
             return 0
-        before_bytes = asked_bytes(self._device, "live_bytes")
+        before_bytes = self._device.live_bytes()
         gc.collect()
-        garbage_bytes = before_bytes - asked_bytes(self._device, "live_bytes")
+        garbage_bytes = before_bytes - self._device.live_bytes()
         kept_bytes -= garbage_bytes // max(map(len, growths))
         return kept_bytes if kept_bytes >= SMALLEST_BYTES else 0
 
@@ -479,7 +476,7 @@ class LocalRunner:
     # --- what a session asks ---
 
     def measure(self) -> Measured:
-        available_bytes = asked_bytes(self._device, "available_bytes")
+        available_bytes = self._device.available_bytes()
         return Measured(available_bytes=available_bytes, outside_bytes=self._device.outside_bytes())
 
     def outside_bytes(self) -> int | None:

@@ -11,6 +11,7 @@ memory (CUDACachingAllocator.cpp, malloc). The fraction is kept as whole bytes, 
 
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -149,8 +150,9 @@ class Block:
 class LedgerDevice(AcceleratorDevice):
     """A real `AcceleratorDevice` over the fake, so that a whole probe runs: tensors on the CPU, memory in the books."""
 
-    def __init__(self, fake, **options):
-        super().__init__(CARD, module=fake, **options)
+    def __init__(self, fake, stated_bytes=None, device=CARD):
+        with mock.patch.object(torch, "get_device_module", return_value=fake):
+            super().__init__(device, stated_bytes)
         self.fake = fake
 
     def healthy(self):
@@ -158,9 +160,7 @@ class LedgerDevice(AcceleratorDevice):
         return kernel_answers(torch.device("cpu"), self.release)
 
 
-def ledger(
-    fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, after_alloc=None, device_options=None, **card
-):
+def ledger(fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, after_alloc=None, stated_bytes=None, **card):
     """A card, a model and a step whose memory is known: `fixed_bytes` for good, and so much for each sample.
 
     Args:
@@ -168,14 +168,14 @@ def ledger(
         per_sample_bytes: Held during a step.
         before_alloc: Called with (fake, batch_size, call number) at the start of each call of the step.
         after_alloc: The same, while the memory of the step is held.
-        device_options: For `AcceleratorDevice`, such as a stated budget.
+        stated_bytes: The budget stated with the device.
         card: For `FakeModule`.
 
     Returns:
         The device, the model, the step, and the list of sizes the step was called with.
     """
     fake = FakeModule(**card)
-    device = LedgerDevice(fake, **(device_options or {}))
+    device = LedgerDevice(fake, stated_bytes)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     device.held = fake.alloc(fixed_bytes)

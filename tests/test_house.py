@@ -16,7 +16,7 @@ MODULES = {
     ".".join(("oomprobe", *path.relative_to(HOUSE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in HOUSE.rglob("*.py")
 }
-DEVICE_CLASSES = {"Simulated", "SimulatedDevice", "HostDevice", "AcceleratorDevice", "MpsDevice"}
+DEVICE_CLASSES = {"SimulatedDevice", "HostDevice", "AcceleratorDevice", "MpsDevice"}
 
 
 def walked(**options):

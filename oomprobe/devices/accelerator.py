@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from oomprobe.devices import linux, spills
+from oomprobe.devices import linux, sharing
 from oomprobe.devices.base import History, Usage
 from oomprobe.devices.stated import check_stated, name_with
 from oomprobe.errors import UnreliableError
@@ -33,6 +33,10 @@ UNCAPPED = (
     "limits what it hands out, so nothing can be measured. Use torch's own: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and do not "
     "call change_current_allocator"
 )
+UNIFIED = (
+    "no trial ran without a cap: this device shares the host's memory, and without one the whole machine would swap or "
+    "freeze before an allocation fails"
+)
 GRAPHS = (
     "not fully cold: a CUDA graph captured before the probe may use the cuBLAS workspaces, so they stayed allocated; a "
     "fresh process may run a slightly different size"
@@ -45,35 +49,23 @@ class AcceleratorDevice:
     If memory can spill to the host, is shared with it, or a budget was given, every trial is capped at what is available,
     because larger allocations would not fail.
 
+    Args:
+        device: With or without an index; without, the current one is meant.
+        stated_bytes: The most that may be used; None: all that is available.
+
+    Raises:
+        InvalidArgumentError: more was stated than the device has.
+
     Attributes:
         edge_bytes: What a trial in the user's own process leaves free, unless the budget is more.
+        integrated: Whether it shares the host's memory.
         notes: Why no trial ran without a cap, and what could not be started cold, for the report.
     """
 
     on_host = False
 
-    def __init__(
-        self,
-        device: torch.device,
-        module: Any = None,
-        *,
-        stated_bytes: int | None = None,
-        reasons: tuple[str, ...] | None = None,
-        host_free_bytes: Callable[[], int | None] | None = None,
-    ) -> None:
-        """Open a device.
-
-        Args:
-            device: With or without an index; without, the current one is meant.
-            module: Stand-in for ``torch.get_device_module(device)``, for tests.
-            stated_bytes: The most that may be used; None: all that is available.
-            reasons: Why no trial may run without a cap; None: what `spills.reasons` finds here.
-            host_free_bytes: Stand-in for `linux.free_bytes`, which a device that shares the host's memory asks.
-
-        Raises:
-            InvalidArgumentError: more was stated than the device has.
-        """
-        self._torch = torch.get_device_module(device) if module is None else module
+    def __init__(self, device: torch.device, stated_bytes: int | None = None) -> None:
+        self._torch: Any = torch.get_device_module(device)
         index = self._torch.current_device() if device.index is None else device.index
         self.torch_device = torch.device(device.type, index)
         properties = self._torch.get_device_properties(self.torch_device)
@@ -82,14 +74,13 @@ class AcceleratorDevice:
         check_stated(stated_bytes, self.total_bytes, str(properties.name))
         self.name = name_with(str(properties.name), stated_bytes)
         self.integrated = any(bool(getattr(properties, name, False)) for name in INTEGRATED_NAMES)
+        self.notes = (*sharing.cap_reasons(device.type), *(UNIFIED,) * self.integrated)
+        self._stated_bytes = stated_bytes
+        self._must_cap = stated_bytes is not None or bool(self.notes)
+        # Where the driver spills, "free" is more than what stays on the card: using all of it makes kernels fail or crawl.
+        self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if sharing.why_spills() else 0
         self._has_released = False
         self._counters = (0, 0)
-        self._stated_bytes, self._host_free_bytes = stated_bytes, host_free_bytes or linux.free_bytes
-        self._available_bytes: int | None = None  # when it was last measured
-        self._cap_reasons = (*(spills.reasons(device.type) if reasons is None else reasons), *self._unified())
-        self.notes = self._cap_reasons
-        # Where the driver spills, "free" is more than what stays on the card: using all of it makes kernels fail or crawl.
-        self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if spills.why_spills() else 0
 
     def _refuse_uncapped(self) -> None:
         """Raise where no cap can be enforced: one byte allocated is not counted."""
@@ -104,14 +95,6 @@ class AcceleratorDevice:
         if not counts:
             raise UnreliableError(UNCAPPED.format(name=self.name, backend=backend))
 
-    def _unified(self) -> tuple[str, ...]:
-        if not self.integrated:
-            return ()
-        return (
-            "no trial ran without a cap: this device shares the host's memory, and without one the whole machine "
-            "would swap or freeze before an allocation fails",
-        )
-
     def lacks_budget(self) -> bool:
         """Whether the whole machine is at risk: the memory is the host's own, and nobody said how much of it to use."""
         return self.integrated and self._stated_bytes is None and self._fraction() >= 1
@@ -122,30 +105,22 @@ class AcceleratorDevice:
     def available_bytes(self) -> int:
         self._refuse_uncapped()
         self.release()
-        self._available_bytes = self._within_reach()
-        return self._available_bytes
+        return self._within_reach()
 
     def _within_reach(self) -> int:
         free, _ = self._torch.mem_get_info(self.torch_device)
         own = int(self._torch.memory_reserved(self.torch_device))
-        host_free = self._host_free_bytes() if self.integrated else None
+        host_free = linux.free_bytes() if self.integrated else None
         bounds = [max(0, free + own - self._not_resident_bytes), int(self._fraction() * self.total_bytes)]
         bounds += [] if self._stated_bytes is None else [self._stated_bytes]
         bounds += [] if host_free is None else [host_free + own]
         return int(min(bounds))
 
-    def _effective_cap_bytes(self, limit_bytes: int | None) -> int | None:
-        """The cap to set, even for None where the device needs one."""
-        if self._stated_bytes is None and not self._cap_reasons:
-            return limit_bytes
-        if self._available_bytes is None:
-            self.available_bytes()
-        known = (self._available_bytes, self._within_reach(), limit_bytes)
-        return min(bound for bound in known if bound is not None)
-
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
-        limit_bytes = self._effective_cap_bytes(limit_bytes)
+        if self._must_cap:
+            reach = self._within_reach()
+            limit_bytes = reach if limit_bytes is None else min(limit_bytes, reach)
         if limit_bytes is None:
             yield
             return

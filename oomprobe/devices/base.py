@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 
-from oomprobe.errors import UnreliableError
+if TYPE_CHECKING:
+    from oomprobe.devices.simulated import SimulatedDevice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +156,11 @@ def describe(device: Device) -> DeviceInfo:
     )
 
 
-def replay_of(device: object) -> Simulated | None:
-    """The device if it is simulated, otherwise None."""
-    return device if isinstance(device, Simulated) else None
+def replay_of(device: object) -> SimulatedDevice | None:
+    """The device if it is simulated, otherwise None. Importing its module takes a second that others need not spend."""
+    simulated = sys.modules.get("oomprobe.devices.simulated")
+    is_simulated = simulated is not None and isinstance(device, simulated.SimulatedDevice)
+    return cast("SimulatedDevice", device) if is_simulated else None
 
 
 def notes_of(device: object) -> tuple[str, ...]:
@@ -176,81 +180,6 @@ def history_of(device: Device) -> AbstractContextManager[History] | None:
     return None if record is None else record()
 
 
-def asked_bytes(device: Device, name: str) -> int:
-    """What a device, which may be anybody's, says of its memory.
-
-    Raises:
-        UnreliableError: that is no number of bytes.
-    """
-    value = getattr(device, name)()
-    if not isinstance(value, int):
-        raise UnreliableError(
-            f"{device.name} could not be asked about its memory: {name}() returned {value!r}, which is no number of bytes, "
-            "so there is no answer. The step has no part in this: look at the device"
-        )
-    return value
-
-
 def raised_by(device: Device, error: BaseException) -> bool:
     """Whether a method of the device raised it, or what that called."""
     return any(frame.f_locals.get("self") is device for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-class Rehearsal(Protocol):
-    """How a size did on the allocator alone: `error` is the allocator's refusal, None where the size fits."""
-
-    @property
-    def error(self) -> str | None: ...
-    @property
-    def peak_allocated_bytes(self) -> int: ...
-    @property
-    def peak_reserved_bytes(self) -> int: ...
-    @property
-    def alloc_retries(self) -> int: ...
-
-
-@runtime_checkable
-class Simulated(Protocol):
-    """What a simulated device answers for beside `Device`: it can do without running a step whose requests it knows.
-
-    Attributes:
-        notes: What it assumed while steps ran.
-        not_covered: What it cannot know.
-    """
-
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-    @property
-    def not_covered(self) -> tuple[str, ...]: ...
-
-    def building(self) -> AbstractContextManager[None]:
-        """The world in which a model is built for the device."""
-        ...
-
-    def begin_probe(self, poll: Callable[[], None]) -> None:
-        """Forget what was learned of another step; call `poll`, which may raise, often while one runs."""
-        ...
-
-    def place(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Put on the device what is there before the first step."""
-        ...
-
-    def repeat(self) -> bool:
-        """Do what the last call did once more, without running it; False where that is not known to be the same."""
-        ...
-
-    def end_trial(self) -> None:
-        """What is called from here on does not belong to the trial."""
-        ...
-
-    def learn(self, batch_size: int) -> bool:
-        """A trial of this size has passed, and was cleaned up after; False where it shows that rehearsals were wrong."""
-        ...
-
-    def rehearse(self, batch_size: int, *, calls: int, limit_bytes: int | None) -> Rehearsal | None:
-        """Try a size on the allocator alone; None where that cannot be."""
-        ...
-
-    def stop_rehearsing(self) -> None:
-        """A rehearsal was wrong: there are to be no others."""
-        ...

@@ -8,23 +8,18 @@ import itertools
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from oomprobe.devices import linux
 from oomprobe.devices.accelerator import AcceleratorDevice
-from oomprobe.devices.base import Device, Simulated
+from oomprobe.devices.base import Device, replay_of
 from oomprobe.devices.host import HostDevice
 from oomprobe.devices.mps import MpsDevice
-from oomprobe.devices.stated import advised_size, split_budget, unstated
+from oomprobe.devices.stated import split_budget, typed_size
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.units import format_bytes, parse_bytes
 
 
 def choose_device(device: object, model: torch.nn.Module) -> Device:
-    """Resolve the `device` argument.
-
-    Args:
-        device: None (where the model's parameters are), a string such as ``"cuda:1"``, ``"cuda:1:8GiB"`` (at most so
-            much of it), ``"cpu:4GiB"`` or ``"sim:H100-80GB"``, a `torch.device`, or an object that is a `Device`
-            already.
-        model: The model to be probed.
+    """Resolve the `device` argument: None (where the model's parameters are), a string, a `torch.device` or a `Device`.
 
     Raises:
         InvalidArgumentError: the model is not on that device, is on several, or has meta parameters; the budget is no
@@ -35,7 +30,7 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
         return device
     home = model_device(model)
     chosen = _open(home or _default_device()) if device is None else _open(device)
-    if isinstance(chosen, Simulated):
+    if replay_of(chosen) is not None:
         return chosen  # says itself what it can take
     if home is not None and not _same(home, chosen.torch_device):
         raise InvalidArgumentError(
@@ -114,8 +109,21 @@ def _open(device: object) -> Device:
 def _budgeted(device: Device) -> Device:
     """The device itself, where probing it cannot take the whole machine down."""
     if isinstance(device, AcceleratorDevice) and device.lacks_budget():
-        raise unstated(str(device.torch_device), device.name, device.total_bytes)
+        free_bytes = linux.free_bytes()
+        found = "" if free_bytes is None else f" ({format_bytes(free_bytes)} are available now)"
+        raise InvalidArgumentError(
+            f"{device.name} shares the host's memory{found}: without a budget no allocation fails, the whole machine swaps or "
+            f"freezes (pytorch#174358). State one: device='{_advised(device)}', or set "
+            "set_per_process_memory_fraction(...) below 1 before you probe"
+        )
     return device
+
+
+def _advised(device: Device) -> str:
+    """What to type for a device that shares the host's memory: of what is free now, and half where nothing says."""
+    free_bytes = linux.free_bytes()
+    largest = device.total_bytes // 2 if free_bytes is None else min(free_bytes, device.total_bytes)
+    return f"{device.torch_device}:{typed_size(largest)}"
 
 
 def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> Device:
@@ -129,7 +137,7 @@ def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> 
         )
     if device.type == "mps":
         return MpsDevice(stated_bytes)
-    return AcceleratorDevice(device, stated_bytes=stated_bytes)
+    return AcceleratorDevice(device, stated_bytes)
 
 
 def _default_device() -> torch.device:
@@ -142,15 +150,8 @@ def _same(one: torch.device, other: torch.device) -> bool:
 
 
 def describe_device(device: Device) -> str:
-    """One line for `oomprobe devices`.
-
-    Example:
-        >>> from oomprobe.devices.host import HostDevice
-        >>> describe_device(HostDevice(2**30)).split("  ")[0]
-        'cpu'
-    """
+    """One line for `oomprobe devices`."""
     line = f"{device.torch_device!s}  {device.name}  {format_bytes(device.total_bytes)}"
     if isinstance(device, AcceleratorDevice) and device.lacks_budget():
-        typed = f"{device.torch_device}:{advised_size(device.total_bytes)}"
-        return f"{line}  shares the host's memory: state a budget, such as '{typed}'"
+        return f"{line}  shares the host's memory: state a budget, such as '{_advised(device)}'"
     return line

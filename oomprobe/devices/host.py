@@ -15,8 +15,9 @@ import torch
 
 from oomprobe.devices import linux
 from oomprobe.devices.base import Usage
+from oomprobe.devices.stated import name_with, typed_size
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
-from oomprobe.units import byte_unit, format_bytes
+from oomprobe.units import format_bytes
 
 # A text such as "could not create a primitive" is about memory only if the trial had used this share of its cap.
 PRESSURE_SHARE = 0.5
@@ -52,10 +53,10 @@ class HostDevice:
             raise InvalidArgumentError(
                 f"{format_bytes(stated_bytes)} of host memory were asked for, and {format_bytes(free_bytes)} are free now: "
                 "above that, allocations succeed and the system's OOM killer ends the process. Use device='cpu' for what "
-                f"is free, or state less, such as 'cpu:{_round_size(free_bytes)}'"
+                f"is free, or state less, such as 'cpu:{typed_size(free_bytes)}'"
             )
         self.torch_device = torch.device("cpu")
-        self.name = "host memory" if stated_bytes is None else f"host memory, {format_bytes(stated_bytes)} of it"
+        self.name = name_with("host memory", stated_bytes)
         self.total_bytes = linux.machine_bytes("MemTotal") or free_bytes
         self.notes = (APPROXIMATE, *_other_malloc())
         self._stated_bytes = stated_bytes
@@ -91,7 +92,8 @@ class HostDevice:
 
     def start_trial(self) -> None:
         self.release()
-        self._start_bytes, self._start_anonymous_bytes = _address_space_bytes(), linux.process_bytes("RssAnon") or 0
+        self._start_bytes = linux.process_bytes("VmSize") or 0
+        self._start_anonymous_bytes = linux.process_bytes("RssAnon") or 0
 
     def usage(self) -> Usage:
         """Peaks since this process was forked, for one trial: the kernel resets them then.
@@ -130,17 +132,6 @@ def _free_beside_copies(free_bytes: int) -> int:
     return max(0, free_bytes - (linux.process_bytes("RssAnon") or 0))
 
 
-def _address_space_bytes() -> int:
-    return linux.process_bytes("VmSize") or 0
-
-
 def _other_malloc() -> tuple[str, ...]:
     found = next((name for name in ("jemalloc", "tcmalloc", "mimalloc") if linux.has_loaded(name)), None)
     return () if found is None else (f"malloc is {found}'s here: train with it too, for its fragmentation is another",)
-
-
-def _round_size(free_bytes: int) -> str:
-    """Three quarters of what is free, as one would type it: what is free now is less in a moment."""
-    share = free_bytes * 3 // 4
-    unit, factor = byte_unit(share)
-    return f"{share // factor}{unit}"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import tenacity
-
-from oomprobe.devices import Device, asked_bytes
-from oomprobe.errors import UnreliableError
+from oomprobe.devices import Device
 from oomprobe.result import SECOND_OPINIONS, Trial
 from oomprobe.units import format_bytes
 
@@ -28,18 +24,10 @@ class Baseline:
         device: Whose memory.
         clean: Lets go of what a trial left.
         flush: Runs the step once at the smallest size, which replaces what a step keeps of its last batch.
-        sleep: Waits; tests do not.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        *,
-        clean: Callable[[], None],
-        flush: Callable[[], None],
-        sleep: Callable[[float], None],
-    ) -> None:
-        self._device, self._clean, self._flush, self._sleep = device, clean, flush, sleep
+    def __init__(self, device: Device, *, clean: Callable[[], None], flush: Callable[[], None]) -> None:
+        self._device, self._clean, self._flush = device, clean, flush
         self._live_bytes: int | None = None
         self._residue_bytes = 0  # above the baseline, and known not to come back
         self._available_bytes: int | None = None
@@ -51,7 +39,7 @@ class Baseline:
 
     def take(self, available_bytes: int) -> None:
         """After the first trial that passed: library workspaces are there, and belong there."""
-        self._live_bytes = asked_bytes(self._device, "live_bytes")
+        self._live_bytes = self._device.live_bytes()
         self._available_bytes = available_bytes
 
     def settle(self) -> int:
@@ -59,8 +47,13 @@ class Baseline:
         self._clean()
         leaked_bytes = self._leaked_bytes()
         if leaked_bytes > self._residue_bytes + TOLERATED_BYTES:
-            leaked_bytes = self._residue_bytes = self._reclaim()
+            self._flush()
+            self._clean()
+            leaked_bytes = self._residue_bytes = self._leaked_bytes()
         return leaked_bytes if leaked_bytes > TOLERATED_BYTES else 0
+
+    def _leaked_bytes(self) -> int:
+        return 0 if self._live_bytes is None else max(0, self._device.live_bytes() - self._live_bytes)
 
     def refusal(self, trial: Trial) -> str | None:
         """Why what a trial left would make the answer a wrong one; None where it would not."""
@@ -73,85 +66,43 @@ class Baseline:
             "their graph (append loss.item()), a cache keyed by shape, an output kept in an attribute"
         )
 
-    def _leaked_bytes(self) -> int:
-        return 0 if self._live_bytes is None else max(0, asked_bytes(self._device, "live_bytes") - self._live_bytes)
-
-    def _reclaim(self) -> int:
-        """Collect, flush, and wait a little. What is still there then is no cache of the last batch but a leak."""
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(3),
-            wait=tenacity.wait_exponential(multiplier=0.05, max=0.4),
-            retry=tenacity.retry_if_result(lambda leaked_bytes: leaked_bytes > TOLERATED_BYTES),
-            retry_error_callback=lambda state: state.outcome.result() if state.outcome else 0,
-            sleep=self._sleep,
-        )
-        attempts = iter((lambda: None, self._flush, lambda: None))
-        return int(retrying(lambda: self._collected(next(attempts))))
-
-    def _collected(self, first: Callable[[], None]) -> int:
-        first()
-        gc.collect()
-        self._clean()
-        return self._leaked_bytes()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLeak:
-    """What each step of an answer keeps, and what the answer leaves free.
+    """What each step of an answer keeps, what the answer leaves free, and after how many steps that is used up."""
 
-    Example:
-        >>> StepLeak(kept_bytes=1 << 20, free_bytes=1 << 25).steps_to_last
-        32
-    """
-
+    batch_size: int
     kept_bytes: int
     free_bytes: int
+    steps_to_last: int
 
-    @property
-    def steps_to_last(self) -> int:
-        """After how many steps that is used up."""
-        return self.free_bytes // self.kept_bytes
+    def refusal(self, *, isolated: bool) -> str | None:
+        """Why the answer does not last; None where it does. `isolated`: trials began in processes of their own."""
+        if self.steps_to_last >= STEPS_TO_LAST["isolated" if isolated else "in one process"]:
+            return None
+        return (
+            f"each step at batch {self.batch_size} keeps {format_bytes(self.kept_bytes)}, even after collecting garbage: the "
+            f"{format_bytes(self.free_bytes)} that it leaves free are used up after about {self.steps_to_last} more, so it "
+            "does not last. Something keeps tensors of each step: a list of losses that still have their graph (append "
+            "loss.item()), a cache keyed by shape, or a buffer that was not full yet: then let the step run until it is "
+            "before the probe"
+        )
 
 
 def leak_of_step(
     trials: Sequence[Trial], batch_size: int, *, available_bytes: int, budget_bytes: int
 ) -> StepLeak | None:
     """What each step of the answer keeps; None where none keeps any."""
-    asked = (
+    confirmed = (
         t
         for t in reversed(trials)
         if t.passed and t.batch_size == batch_size and t.phase in SECOND_OPINIONS and t.accumulation_steps == 1
     )
-    last = next(asked, None)
+    last = next(confirmed, None)
     if last is None or not last.step_leaked_bytes:
         return None
-    used_bytes = min(budget_bytes, last.peak_reserved_bytes or budget_bytes)
-    return StepLeak(kept_bytes=last.step_leaked_bytes, free_bytes=available_bytes - used_bytes)
-
-
-def refuse_growing(
-    trials: Sequence[Trial], batch_size: int, *, available_bytes: int, budget_bytes: int, isolated: bool
-) -> None:
-    """Raise where each step of the answer leaks, so that what it leaves free lasts for a moment only.
-
-    Args:
-        trials: Of the probe.
-        batch_size: The answer.
-        available_bytes: On the device.
-        budget_bytes: What of it the answer was held to.
-        isolated: Whether each trial began in a process of its own, so that what grew is the step's.
-
-    Raises:
-        UnreliableError: it would be used up within `STEPS_TO_LAST` steps.
-    """
-    leak = leak_of_step(trials, batch_size, available_bytes=available_bytes, budget_bytes=budget_bytes)
-    if leak is None or leak.steps_to_last >= STEPS_TO_LAST["isolated" if isolated else "in one process"]:
-        return
-    raise UnreliableError(
-        f"each step at batch {batch_size} keeps {format_bytes(leak.kept_bytes)}, even after collecting garbage: the "
-        f"{format_bytes(leak.free_bytes)} that it leaves free are used up after about {leak.steps_to_last} more, so it does "
-        "not last. Something keeps tensors of each step: a list of losses that still have their graph (append "
-        "loss.item()), a cache keyed by shape, or a buffer that was not full yet: then let the step run until it is before "
-        "the probe",
-        trials=tuple(trials),
+    free_bytes = available_bytes - min(budget_bytes, last.peak_reserved_bytes or budget_bytes)
+    kept_bytes = last.step_leaked_bytes
+    return StepLeak(
+        batch_size=batch_size, kept_bytes=kept_bytes, free_bytes=free_bytes, steps_to_last=free_bytes // kept_bytes
     )

@@ -121,6 +121,7 @@ class SimulatedDevice:
         return building(self._world, self._functions())
 
     def begin_probe(self, poll: Callable[[], None]) -> None:
+        """Forget what was learned of another step; call `poll`, which may raise, often while one runs."""
         self._world.poll, self._world.notes = poll, {}
         if self._probed:
             self._replayer = Replayer()
@@ -267,6 +268,7 @@ class SimulatedDevice:
         return True
 
     def end_trial(self) -> None:
+        """What is called from here on does not belong to the trial."""
         self._trial_calls, self._calls = tuple(self._calls), []
 
     def learn(self, batch_size: int) -> bool:

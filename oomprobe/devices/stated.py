@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from oomprobe.devices import linux
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.units import byte_unit, format_bytes, parse_bytes
 
@@ -37,23 +36,6 @@ def check_stated(stated_bytes: int | None, total_bytes: int, name: str) -> None:
 def name_with(name: str, stated_bytes: int | None) -> str:
     """The name of a device of which only a part may be used."""
     return name if stated_bytes is None else f"{name}, {format_bytes(stated_bytes)} of it"
-
-
-def advised_size(total_bytes: int) -> str:
-    """A budget to type for a device that shares the host's memory: of what is free now, and half where nothing says."""
-    free = linux.free_bytes()
-    return typed_size(total_bytes // 2 if free is None else min(free, total_bytes))
-
-
-def unstated(device: str, name: str, total_bytes: int) -> InvalidArgumentError:
-    """The error for a device that shares the host's memory and was given no budget."""
-    free = linux.free_bytes()
-    found = "" if free is None else f" ({format_bytes(free)} are available now)"
-    return InvalidArgumentError(
-        f"{name} shares the host's memory{found}: without a budget no allocation fails, the whole machine swaps or "
-        f"freezes (pytorch#174358). State one: device='{device}:{advised_size(total_bytes)}', or set "
-        "set_per_process_memory_fraction(...) below 1 before you probe"
-    )
 
 
 def typed_size(free_bytes: int) -> str:

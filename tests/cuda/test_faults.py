@@ -11,7 +11,7 @@ import torch
 
 import oomprobe
 from oomprobe import session
-from oomprobe.devices.tenants import processes_on
+from oomprobe.devices.sharing import processes_on
 
 from .bed import forked, start
 from .models import MODELS, mlp

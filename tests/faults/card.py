@@ -16,7 +16,7 @@ class Card(LedgerDevice):
         return "CARD"  # pickled as its name
 
 
-CARD = Card(FakeModule(total_bytes=ROOM * SAMPLE_BYTES), reasons=())
+CARD = Card(FakeModule(total_bytes=ROOM * SAMPLE_BYTES))
 
 
 def trained(fault=None):

@@ -131,7 +131,7 @@ def test_row_09_optimizer_state_counts(every):
 
 
 def test_row_12_memory_that_spills_is_no_memory_of_the_card(monkeypatch):
-    monkeypatch.setattr("oomprobe.devices.spills.platform.release", lambda: "5.15.167.4-microsoft-standard-WSL2")
+    monkeypatch.setattr("platform.release", lambda: "5.15.167.4-microsoft-standard-WSL2")
     total, context, resident = 4096 * MIB, 124 * MIB, 512 * MIB
     device, model, step, called = ledger(
         total_bytes=total, outside_bytes=context, spilled_bytes=64 * total, per_sample_bytes=32 * MIB

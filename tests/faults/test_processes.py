@@ -258,7 +258,7 @@ def healthy():
 
 
 def test_row_22_an_unpicklable_device_is_refused():
-    device = Unpicklable(CARD.fake, reasons=())
+    device = Unpicklable(CARD.fake)
     with pytest.raises(InvalidArgumentError, match=r"a socket in it.*isolate=False"):
         probe_target(healthy, **{**isolated, "device": device})
 

@@ -8,24 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_accelerator import CARD, MIB, FakeModule, LedgerDevice, ledger
+from fake_accelerator import MIB, FakeModule, LedgerDevice, ledger
 
 from oomprobe import InvalidArgumentError, NothingFitsError, find_max_batch
-from oomprobe.devices import choose_device, linux, list_devices, mps, spills
-from oomprobe.devices.accelerator import AcceleratorDevice
+from oomprobe.devices import choose_device, linux, list_devices, mps, sharing
 from oomprobe.devices.choose import describe_device
 from oomprobe.devices.mps import MpsDevice
-from oomprobe.devices.spills import why_neighbours, why_spills
 
 GIB = 2**30
-SPILLING = {"reasons": ("memory spills here",)}
 WITHOUT_PARAMETERS = torch.nn.ReLU()
 
 
-def opened(*, device=None, **card):
+def opened(*, stated_bytes=None, **card):
     fake = FakeModule(**card)
-    options = {"reasons": (), **(device or {})}
-    return fake, AcceleratorDevice(CARD, module=fake, **options)
+    return fake, LedgerDevice(fake, stated_bytes)
 
 
 def probe(ledger_parts, **options):
@@ -56,27 +52,21 @@ def holds(fake, size_bytes):
         ("darwin", "23.6.0", None),
     ],
 )
-def test_where_memory_spills(system, release, where):
-    why = why_spills(system=system, release=release)
+def test_where_memory_spills(monkeypatch, system, release, where):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr("platform.release", lambda: release)
+    why = sharing.why_spills()
     assert why is None if where is None else f"on {where} the driver lends system memory" in why
 
 
-def test_here_is_what_python_says(monkeypatch):
-    monkeypatch.setattr(spills.platform, "release", lambda: "5.15-microsoft-standard")
-    monkeypatch.setattr(spills, "why_neighbours", lambda: "neighbours")
-    assert len(spills.reasons("cuda")) == 2
-    assert len(spills.reasons("xpu")) == 1  # NVIDIA's daemon is no concern of Intel's cards
-    monkeypatch.setattr(spills.platform, "release", lambda: "6.8.0-45-generic")
-    assert spills.reasons("xpu") == (() if sys.platform != "win32" else spills.reasons("xpu"))
-
-
-@pytest.mark.parametrize("named", [None, "", "/dev/null", "/run/mps"])
+@pytest.mark.parametrize("named", ["", "/dev/null", "/run/mps"])
 @pytest.mark.parametrize("daemon", [True, False])
-def test_a_daemon_is_known_by_the_environment_or_by_its_pipe(tmp_path, named, daemon):
+def test_a_daemon_is_known_by_the_environment_or_by_its_pipe(monkeypatch, tmp_path, named, daemon):
     if daemon:
         (tmp_path / "control").touch()
-    environ = {} if named is None else {"CUDA_MPS_PIPE_DIRECTORY": named}
-    why = why_neighbours(environ=environ, default_pipes=tmp_path)
+    monkeypatch.setattr(sharing, "MPS_PIPES", tmp_path)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", named)
+    why = sharing.why_neighbours()
     expected = named == "/run/mps" or (daemon and named != "/dev/null")
     assert (why is not None) is expected
     if why is not None:
@@ -84,89 +74,55 @@ def test_a_daemon_is_known_by_the_environment_or_by_its_pipe(tmp_path, named, da
         assert (named or str(tmp_path)) in why
 
 
-def test_the_device_asks_for_its_own_reasons(monkeypatch):
-    asked = []
-    monkeypatch.setattr(spills, "reasons", lambda kind: asked.append(kind) or ("because",))
-    assert AcceleratorDevice(CARD, module=FakeModule()).notes == ("because",)
-    assert asked == ["cuda"]
+def test_intels_cards_have_no_daemon_of_nvidias(monkeypatch):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/run/mps")
+    assert sharing.cap_reasons("xpu") == ()
+    assert opened()[1].notes == sharing.cap_reasons("cuda") != ()
 
 
 def test_an_ordinary_card_has_no_notes_and_no_cap():
     fake, device = opened()
     assert device.notes == ()
+    fake.calls.clear()
     with device.cap(None):
-        assert fake.get_per_process_memory_fraction() == 1.0
+        assert fake.calls == []
 
 
-# --- a card whose driver spills ---
+# --- a card that must be capped ---
 
 
-def test_the_fake_spills_like_windows():
-    fake = FakeModule(outside_bytes=24 * MIB, spilled_bytes=500 * MIB)
-    block = fake.alloc(1400 * MIB)
-    assert fake.mem_get_info()[0] == 0
-    with pytest.raises(torch.OutOfMemoryError):
-        fake.alloc(200 * MIB)
-    del block
+@pytest.fixture
+def must_be_capped(monkeypatch):
+    monkeypatch.setattr(sharing, "cap_reasons", lambda kind: ("memory spills here",))
 
 
-def test_no_limit_is_what_was_available_last():
-    fake, device = opened(device=SPILLING, outside_bytes=24 * MIB, spilled_bytes=10 * GIB)
-    assert device.available_bytes() == 1000 * MIB
-    with device.cap(None):
-        assert holds(fake, 1000 * MIB)
-    assert fake.get_per_process_memory_fraction() == 1.0
-    fake.outside_bytes = 4 * MIB  # a neighbour went: that was not measured yet
-    with device.cap(None):
-        assert holds(fake, 1000 * MIB)
-
-
-def test_no_limit_before_anything_was_measured_is_measured_then():
-    fake, device = opened(device=SPILLING, outside_bytes=24 * MIB, spilled_bytes=10 * GIB)
+@pytest.mark.usefixtures("must_be_capped")
+def test_no_limit_is_what_is_available():
+    fake, device = opened(outside_bytes=24 * MIB, spilled_bytes=10 * GIB)
     fake.alloc(300 * MIB)  # in the cache, and to be given back
     with device.cap(None):
         assert holds(fake, 1000 * MIB)
+    assert fake.get_per_process_memory_fraction() == 1.0
+    fake.outside_bytes = 224 * MIB  # a neighbour came
+    for limit_bytes, held_bytes in ((None, 800 * MIB), (900 * MIB, 800 * MIB), (700 * MIB, 700 * MIB)):
+        with device.cap(limit_bytes):
+            assert holds(fake, held_bytes)
 
 
-def test_a_neighbour_that_came_since_leaves_less():
-    fake, device = opened(device=SPILLING, spilled_bytes=10 * GIB)
-    device.available_bytes()
-    fake.outside_bytes = 224 * MIB
-    with device.cap(None):
-        assert holds(fake, 800 * MIB)
-    with device.cap(900 * MIB):
-        assert holds(fake, 800 * MIB)
-    with device.cap(700 * MIB):
-        assert holds(fake, 700 * MIB)
-
-
+@pytest.mark.usefixtures("must_be_capped")
 def test_what_spilled_already_is_no_memory_of_the_card():
-    fake, device = opened(device=SPILLING, spilled_bytes=10 * GIB)
+    fake, device = opened(spilled_bytes=10 * GIB)
     block = fake.alloc(1500 * MIB)
     assert device.available_bytes() == 1024 * MIB
     del block
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("x"), KeyboardInterrupt()])
-def test_the_users_own_fraction_comes_back(error):
-    fake, device = opened(device=SPILLING, total_bytes=150_109_880_320, outside_bytes=130_000_000_001)
-    fake.set_per_process_memory_fraction(1 / 3)
-    before = fake._allowed_bytes
-    if error is None:
-        with device.cap(None):
-            pass
-    else:
-        with pytest.raises(type(error)), device.cap(None):
-            raise error
-    assert fake._allowed_bytes == before
-
-
+@pytest.mark.usefixtures("must_be_capped")
 @pytest.mark.parametrize("memory_fraction", [0.9, 1.0])
 def test_a_probe_on_a_card_that_spills_stops_at_the_card(memory_fraction):
-    spilling = {"outside_bytes": 24 * MIB, "spilled_bytes": 20 * GIB, "device_options": SPILLING}
-    result = probe(ledger(fixed_bytes=100 * MIB, **spilling), memory_fraction=memory_fraction)
-    assert result.limit_batch_size >= result.batch_size == int(memory_fraction * 1000) - 100
-    assert result.limit_batch_size <= 900
+    card = ledger(fixed_bytes=100 * MIB, outside_bytes=24 * MIB, spilled_bytes=20 * GIB)
+    result = probe(card, memory_fraction=memory_fraction)
+    assert 900 >= result.limit_batch_size >= result.batch_size == int(memory_fraction * 1000) - 100
     assert "memory spills here" in result.notes
 
 
@@ -174,7 +130,7 @@ def test_a_probe_on_a_card_that_spills_stops_at_the_card(memory_fraction):
 
 
 def test_a_stated_budget_bounds_and_is_named():
-    fake, device = opened(device={"stated_bytes": 256 * MIB})
+    fake, device = opened(stated_bytes=256 * MIB)
     assert device.name == "Fake Card, 256.00 MiB of it"
     assert device.total_bytes == 1024 * MIB
     assert device.notes == ()
@@ -190,14 +146,14 @@ def test_a_stated_budget_bounds_and_is_named():
 
 
 def test_a_probe_within_a_stated_budget():
-    result = probe(ledger(device_options={"stated_bytes": 256 * MIB, "reasons": ()}), memory_fraction=1.0)
+    result = probe(ledger(stated_bytes=256 * MIB), memory_fraction=1.0)
     assert result.batch_size == result.limit_batch_size == 256 - 64
     assert result.device == "Fake Card, 256.00 MiB of it"
 
 
 def test_a_budget_too_small_for_anything():
     with pytest.raises(NothingFitsError, match=re.escape("Fake Card, 64.00 MiB of it")):
-        probe(ledger(device_options={"stated_bytes": 64 * MIB, "reasons": ()}))
+        probe(ledger(stated_bytes=64 * MIB))
 
 
 @pytest.fixture
@@ -298,27 +254,23 @@ def test_a_fraction_of_the_users_own_is_a_budget(cards):
     assert choose_device("cuda", WITHOUT_PARAMETERS).available_bytes() == 100 * MIB
 
 
-def test_shared_memory_is_bounded_by_what_the_host_has():
-    free = [100 * MIB]
-    shared = {"stated_bytes": 512 * MIB, "host_free_bytes": lambda: free[0]}
-    fake, device = opened(device=shared, is_integrated=1)
+def test_shared_memory_is_bounded_by_what_the_host_has(monkeypatch):
+    monkeypatch.setattr(linux, "free_bytes", lambda: 100 * MIB)
+    fake, device = opened(stated_bytes=512 * MIB, is_integrated=1)
     own = fake.alloc(50 * MIB)  # the host counts this as used
     assert device.available_bytes() == 150 * MIB
     with device.cap(None), pytest.raises(torch.OutOfMemoryError):
         fake.alloc(101 * MIB)
-    free[0] = None  # nobody says
+    monkeypatch.setattr(linux, "free_bytes", lambda: None)  # nobody says
     assert device.available_bytes() == 512 * MIB
-    free[0] = 20 * MIB
-    with device.cap(None), pytest.raises(torch.OutOfMemoryError):
-        fake.alloc(21 * MIB)
-    assert len(device.notes) == 1
-    assert "shares the host's memory" in device.notes[0]
+    [note] = device.notes
+    assert "shares the host's memory" in note
     del own
 
 
-def test_the_hosts_memory_is_no_concern_of_a_card_with_its_own():
-    _, device = opened(device={"host_free_bytes": lambda: MIB})
-    assert device.available_bytes() == 1024 * MIB
+def test_the_hosts_memory_is_no_concern_of_a_card_with_its_own(monkeypatch):
+    monkeypatch.setattr(linux, "free_bytes", lambda: MIB)
+    assert opened()[1].available_bytes() == 1024 * MIB
 
 
 def test_devices_that_lack_a_budget_are_listed(cards):
@@ -329,13 +281,11 @@ def test_devices_that_lack_a_budget_are_listed(cards):
     assert describe_device(list_devices()[0]) == "cuda:0  Fake Card  1.00 GiB"
 
 
-def test_a_probe_on_shared_memory():
-    options = {"stated_bytes": 512 * MIB, "host_free_bytes": lambda: 4 * GIB, "reasons": ()}
-    parts = ledger(is_integrated=1, device_options=options)
-    result = probe(parts, memory_fraction=1.0)
+def test_a_probe_on_shared_memory(monkeypatch):
+    monkeypatch.setattr(linux, "free_bytes", lambda: 4 * GIB)
+    result = probe(ledger(is_integrated=1, stated_bytes=512 * MIB), memory_fraction=1.0)
     assert result.batch_size == 512 - 64
     assert any(note.startswith("no trial ran without a cap") for note in result.notes)
-    assert isinstance(parts[0], LedgerDevice)
 
 
 # --- Apple ---
