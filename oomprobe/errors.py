@@ -86,14 +86,7 @@ class StepFailedError(OomProbeError, RuntimeError):
 
 
 class TimeUp(BaseException):
-    """Raised inside a step when its time has passed. Not an Exception, so that no step swallows it.
-
-    ``of`` is whose time: a step may run a probe of its own, through which this passes.
-    """
-
-    def __init__(self, of: object = None) -> None:
-        super().__init__()
-        self.of = of
+    """Raised inside a step when its time has passed. Not an Exception, so that no step swallows it."""
 
 
 SIGNALS = (KeyboardInterrupt, SystemExit, TimeUp)  # of this process, whatever was running when they came

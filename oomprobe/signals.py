@@ -21,6 +21,7 @@ from oomprobe.verdicts.failure import is_library
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
 LONGEST_TIMER_S = 10**8  # three years; the kernel's timer refuses about 300
+CONFIRM_SLACK = 1.5  # a confirmation step may take this much longer than a step of the search
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports for a process that SIGTERM ended
 
 
@@ -42,7 +43,7 @@ class Interrupts:
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._receive)
-            if ALARM is not None and _timer_is_free(ALARM):
+            if ALARM is not None and _is_free(ALARM):
                 self._before[ALARM] = signal.signal(ALARM, self._receive)
         return self
 
@@ -52,14 +53,10 @@ class Interrupts:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in reversed(self._before.items()):  # SIGINT last: from then on it may raise anywhere
             signal.signal(number, handler)
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
-            self._drop_repeated_ctrl_c()
-        self._deliver_pending()
-
-    def _drop_repeated_ctrl_c(self) -> None:
-        """A second Ctrl-C is answered by the first, whose exception carries the trials so far."""
-        if self._before.get(signal.SIGINT) is signal.default_int_handler:
+        if kind is KeyboardInterrupt and self._before.get(signal.SIGINT) is signal.default_int_handler:
+            # A second Ctrl-C is answered by the first, whose exception carries the trials so far.
             self._pending = [number for number in self._pending if number != signal.SIGINT]
+        self._deliver_pending()
 
     def allowed(self, deadline_s: float | None, *, polled: bool = False) -> AbstractContextManager[None]:
         """Let signals through, and raise `TimeUp` at `deadline_s` on the monotonic clock.
@@ -80,37 +77,13 @@ class Interrupts:
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """For work of our own in the midst of a step, which must not stop half-way: what comes meanwhile follows it."""
-        was_open, self._busy = (
-            self._open,
-            True,
-        )  # set first: an alarm that arrives while it is shut and not busy is dropped
-        self._open = False
+        self._busy = True  # first: an alarm that arrives while it is shut and not busy is dropped
+        was_open, self._open = self._open, False
         try:
             yield
         finally:
             self._open, self._busy = was_open, False
         self.poll()
-
-    def check_own(self, up: TimeUp) -> None:
-        """Raise what is about the time of another probe, around this one."""
-        if up.of is not self:
-            raise up
-
-    def _let_through(self, deadline_s: float | None, polled: bool) -> None:
-        self._deliver_pending()
-        try:
-            self._open, self._polled = True, polled
-            if deadline_s is not None and ALARM in self._before:
-                signal.setitimer(signal.ITIMER_REAL, _timer_s(deadline_s))
-        except BaseException:
-            self._hold_back(deadline_s)
-            raise
-
-    def _hold_back(self, deadline_s: float | None) -> None:
-        self._open = False
-        self._pending = [number for number in self._pending if number != ALARM]  # the deadline is looked at besides
-        if deadline_s is not None and ALARM in self._before:
-            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._open and self._polled and _in_library(frame):
@@ -129,7 +102,7 @@ class Interrupts:
 
     def _deliver(self, number: int, frame: FrameType | None) -> None:
         if number == ALARM:
-            raise TimeUp(self)
+            raise TimeUp
         before = self._before[number]
         if callable(before):
             before(number, frame)
@@ -144,14 +117,29 @@ class _Allowed:
 
     def __init__(self, interrupts: Interrupts, deadline_s: float | None, polled: bool) -> None:
         self._interrupts, self._deadline_s, self._polled = interrupts, deadline_s, polled
+        self._alarm_s = deadline_s if ALARM in interrupts._before else None
 
     def __enter__(self) -> None:
-        self._interrupts._let_through(self._deadline_s, self._polled)
+        self._interrupts._deliver_pending()
+        try:
+            self._interrupts._open, self._interrupts._polled = True, self._polled
+            if self._alarm_s is not None:
+                signal.setitimer(signal.ITIMER_REAL, min(LONGEST_TIMER_S, max(1e-3, self._alarm_s - time.monotonic())))
+        except BaseException:
+            self._hold_back()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._interrupts._hold_back(self._deadline_s)
+        self._hold_back()
         if kind is None and self._deadline_s is not None and time.monotonic() > self._deadline_s:
-            raise TimeUp(self._interrupts)
+            raise TimeUp
+
+    def _hold_back(self) -> None:
+        self._interrupts._open = False
+        # The deadline is looked at besides.
+        self._interrupts._pending = [number for number in self._interrupts._pending if number != ALARM]
+        if self._alarm_s is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _in_library(frame: FrameType | None) -> bool:
@@ -170,23 +158,17 @@ def _in_library(frame: FrameType | None) -> bool:
     return False
 
 
-def _timer_is_free(alarm: int) -> bool:
+def _is_free(alarm: int) -> bool:
     return signal.getsignal(alarm) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def _timer_s(deadline_s: float) -> float:
-    return min(LONGEST_TIMER_S, max(1e-3, deadline_s - time.monotonic()))
-
-
-CONFIRM_SLACK = 1.5  # a confirmation step may take this much longer than a step of the search
-
-
 class Clock:
-    """Starts when it is made."""
+    """Starts when it is made; times are on the monotonic clock."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self._started_s = time.monotonic()
+        self.end_s = None if options.time_limit_s is None else self._started_s + options.time_limit_s
 
     @property
     def elapsed_s(self) -> float:
@@ -194,30 +176,21 @@ class Clock:
         return time.monotonic() - self._started_s
 
     def deadline_s(self) -> float | None:
-        """Until when a trial that begins now may run, on the monotonic clock; None: no limit."""
-        left_s = min(self._left_s(), self.options.trial_time_limit_s or float("inf"))
-        return None if left_s == float("inf") else time.monotonic() + max(0.0, left_s)
-
-    def _left_s(self) -> float:
-        limit = self.options.time_limit_s
-        return float("inf") if limit is None else limit - self.elapsed_s
-
-    @property
-    def end_s(self) -> float | None:
-        """When the time of the whole probe has passed, on the monotonic clock; None: no limit."""
-        limit = self.options.time_limit_s
-        return None if limit is None else self._started_s + limit
+        """Until when a trial that begins now may run; None: no limit."""
+        limit_s = self.options.trial_time_limit_s
+        ends_s = [self.end_s, None if limit_s is None else time.monotonic() + limit_s]
+        return min((end_s for end_s in ends_s if end_s is not None), default=None)
 
     @property
     def is_over(self) -> bool:
         """Whether the time of the whole probe has passed."""
-        return self._left_s() <= 0
+        return self.end_s is not None and time.monotonic() >= self.end_s
 
     def suffices_to_confirm(self, size: int, trials: Iterable[Trial]) -> bool:
         """Whether what is left is more than the confirmation of a size takes."""
         rates = [t.step_s / t.batch_size for t in trials if t.step_s]
-        calls = 1 + self.options.confirm_steps
-        return self._left_s() >= CONFIRM_SLACK * calls * size * (rates[-1] if rates else 0.0)
+        needed_s = CONFIRM_SLACK * (1 + self.options.confirm_steps) * size * (rates[-1] if rates else 0.0)
+        return self.end_s is None or self.end_s - time.monotonic() >= needed_s
 
     def time_is_up(self, batch_size: int, trials: Sequence[Trial]) -> TimeLimitError:
         """The error for a size during which the time passed."""

@@ -308,8 +308,7 @@ class LocalRunner:
                         record.peaks[name] = self._usage().peak_allocated_bytes or 0
             if self._replay is not None:
                 self._replay.end_trial()
-        except TimeUp as up:
-            self._interrupts.check_own(up)
+        except TimeUp:
             record.verdict = Verdict.TIMED_OUT
         except (SimulationError, NotRunError, NotTrainedError):
             raise
