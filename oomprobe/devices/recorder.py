@@ -201,13 +201,6 @@ def held_at_peak(
 
     Returns:
         Bytes, kind and module of each block in use at the peak; and the kind that was being allocated there.
-
-    Example:
-        >>> from oomprobe.devices import History
-        >>> history = History(base={1: 100}, events=[(2, 50), (3, 30), (2, -50), (4, 10)])
-        >>> marks = [(0, ("activations", "fc")), (1, ("backward temporaries", ""))]
-        >>> held_at_peak(history, marks, [(2, 3)], {1: "parameters"})[0]
-        [(100, ('parameters', '')), (50, ('activations', 'fc')), (30, ('gradients', ''))]
     """
     blocks = [(nbytes, (known.get(address, WORKSPACES), "")) for address, nbytes in history.base.items()]
     last = {address: place for place, address in enumerate(history.base)}  # the block that an address was given to last

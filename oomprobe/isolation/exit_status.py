@@ -51,31 +51,28 @@ class ExitStatus:
     @property
     def is_hang(self) -> bool:
         """Whether it did not end by itself."""
-        return self.why in ("timed out", "stuck")
+        return self.why is not None
 
     def text(self) -> str:
-        """For the error of a trial."""
-        return f"{self._what()}{_quoted(self.stderr)}"
+        """For the error of a trial: with the end of stderr, and of faulthandler's traces the innermost calls, which come first."""
+        if self.is_hang:
+            what = f"the process of the trial {self.why} and was ended"
+        elif self.signal is None:
+            what = f"the process of the trial left with exit code {self.code} before it answered"
+        else:
+            what = f"the process of the trial was ended by {_name(self.signal)}"
+        if self.signal == signal.SIGKILL and not self.is_hang:
+            killed = "the OOM killer of the system was at work" if self.oom_kills else "not by the system's OOM killer"
+            what += f" ({killed})"
+        said, mark, trace = self.stderr.partition(_TRACE)
+        words = said[-LAST_WORDS:] + mark + "\n".join(trace.splitlines()[:TRACE_LINES])
+        return f"{what}\nthe end of its stderr:\n{words}" if words else what
 
     def where(self) -> str | None:
         """The line of the user's code that it was at, where Python's faulthandler could still tell; None: not known."""
         trace = self.stderr.partition(_CURRENT)[2].partition("\n\n")[0].partition("\nThread ")[0]  # of one thread
-        frames = _FRAME.findall(trace)
-        lines = ((Path(file), number) for file, number in frames)
+        lines = ((Path(file), number) for file, number in _FRAME.findall(trace))
         return next((f"{file.name}:{number}" for file, number in lines if not is_library(file)), None)
-
-    def _what(self) -> str:
-        if self.is_hang:
-            return f"the process of the trial {self.why} and was ended"
-        if self.why is not None:
-            return self.why
-        if self.signal is None:
-            return f"the process of the trial left with exit code {self.code} before it answered"
-        killer = ""
-        if self.signal == signal.SIGKILL:
-            said = "the OOM killer of the system was at work" if self.oom_kills else "not by the system's OOM killer"
-            killer = f" ({said})"
-        return f"the process of the trial was ended by {_name(self.signal)}{killer}"
 
 
 def classify_exit(status: ExitStatus, evidence: Evidence, *, used_bytes: int, cap_bytes: int | None) -> Verdict:
@@ -89,8 +86,6 @@ def classify_exit(status: ExitStatus, evidence: Evidence, *, used_bytes: int, ca
     """
     if status.is_hang:
         return Verdict.TIMED_OUT
-    if status.why is not None:
-        return Verdict.CRASHED
     if status.signal == signal.SIGKILL:
         return Verdict.HOST_OOM if status.oom_kills else Verdict.CRASHED
     if status.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # somebody's will
@@ -123,10 +118,3 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _quoted(stderr: str) -> str:
-    """The end of what it wrote; of faulthandler's traces the beginning, where the innermost calls are."""
-    said, mark, trace = stderr.partition(_TRACE)
-    words = said[-LAST_WORDS:] + mark + "\n".join(trace.splitlines()[:TRACE_LINES])
-    return f"\nthe end of its stderr:\n{words}" if words else ""

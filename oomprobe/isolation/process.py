@@ -118,15 +118,14 @@ class Process:
         """
         idle = _Idle(self.pid)
         while True:
+            has_ended = system.has_ended(self.pid)  # first: what it said before that still counts
             ready = wait([self._wire, self._stderr], TICK_S)
             if self._stderr in ready:
                 self._read_stderr(pass_on=True)
             if self._wire in ready:
                 return receive(self._wire) or self.end(hung_up=True)
-            if system.has_ended(self.pid):
-                last_words = receive(self._wire) if self._wire.poll() else None
-                how = self.end()
-                return last_words or how
+            if has_ended:
+                return self.end()
             if deadline_s is not None and time.monotonic() > deadline_s:
                 return self.end("timed out")
             if stuck_s is not None and idle.for_s > stuck_s:

@@ -79,7 +79,6 @@ def test_somebodys_will_is_no_word_about_memory(number):
         (death(signal=signal.SIGKILL, oom_kills=2), "ended by SIGKILL (the OOM killer of the system was at work)"),
         (death(code=3), "left with exit code 3 before it answered"),
         (death(signal=15, why="timed out"), "the process of the trial timed out and was ended"),
-        (death(why="the process that supervises trials ended"), "the process that supervises trials ended"),
         (death(signal=63), "ended by signal 63"),
     ],
 )
