@@ -8,7 +8,7 @@ from test_linux import run_python
 from torch import nn
 
 import oomprobe
-from oomprobe.devices import choose, choose_device, list_devices
+from oomprobe.devices import choose_device, list_devices
 from oomprobe.devices.choose import describe_device, model_device
 from oomprobe.devices.host import HostDevice
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
@@ -100,7 +100,7 @@ def test_a_card_nobody_makes():
     refused(NoDeviceError, "it has P100-16GB, V100-16GB", "sim")
 
 
-@pytest.mark.parametrize("device", [0, 1.5, True, b"cuda", ["cuda"], object(), HostDevice])
+@pytest.mark.parametrize("device", [0, True, ["cuda"], HostDevice])
 def test_what_is_no_device_at_all(device):
     refused(InvalidArgumentError, "device must be None, a string, a torch.device or a Device, not", device)
 
@@ -115,16 +115,6 @@ def test_a_device_that_is_not_here(device):
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:99", "xpu", torch.device("cuda", 2)])
 def test_a_card_that_is_not_among_those_here(two_cards, device):
     refused(NoDeviceError, f"no device {str(device)!r} here: torch {torch.__version__} sees 2 of type cuda", device)
-
-
-def test_an_error_while_a_card_is_opened_is_told_as_it_is(two_cards, monkeypatch):
-    def broken(device):
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(torch, "get_device_module", broken)
-    with pytest.raises(RuntimeError, match="CUDA error: out of memory") as raised:
-        choose_device("cuda", WITHOUT_PARAMETERS)
-    assert not isinstance(raised.value, oomprobe.OomProbeError)
 
 
 def test_a_device_object_is_taken_as_it_is():
@@ -165,11 +155,6 @@ def test_a_model_elsewhere_than_the_device(two_cards):
 
 
 @linux_only
-def test_advice_that_torch_understands(two_cards):
-    text = "device='cpu:4GiB', but the model's parameters are on cuda:0: call model.to('cpu') first"
-    refused(InvalidArgumentError, text, "cpu:4GiB", Elsewhere("cuda:0"))
-
-
 def test_meta_parameters_have_no_memory():
     model = nn.Linear(2, 2, device="meta")
     refused(InvalidArgumentError, "weight is on the meta device and has no memory: materialise the model", None, model)
@@ -190,10 +175,6 @@ def test_lazy_modules_have_no_shape(lazy):
     refused(InvalidArgumentError, text, None, lazy)
 
 
-def test_buffers_count_too():
-    assert model_device(nn.BatchNorm1d(2, affine=False)) == torch.device("cpu")
-
-
 # --- what is here ---
 
 
@@ -207,11 +188,6 @@ def test_the_devices_here_without_an_accelerator():
 def test_the_devices_here_with_two_cards(two_cards):
     assert [str(device.torch_device) for device in list_devices()] == ["cuda:0", "cuda:1", "cpu"]
     assert describe_device(list_devices()[1]) == "cuda:1  Fake Card  1.00 GiB"
-
-
-def test_where_the_host_cannot_be_probed_it_is_not_listed(monkeypatch, two_cards):
-    monkeypatch.setattr(choose, "HostDevice", lambda: (_ for _ in ()).throw(NoDeviceError("no")))
-    assert len(list_devices()) == 2
 
 
 @linux_only

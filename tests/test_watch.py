@@ -120,15 +120,6 @@ def test_an_unfinished_optimizer_is_not_kept_alive(model):
         assert gone() is None
 
 
-def test_an_unusual_optimizer_state_is_left_alone(model):
-    optimizer = PlainSteps(model.parameters())
-    optimizer.state = None
-    with OptimizerWatch(lambda one: None) as watch:
-        with pytest.raises(TypeError):  # no gradients
-            optimizer.step()
-        watch.drop_half_made()
-
-
 # --- seeing steps ---
 
 
@@ -159,28 +150,6 @@ def test_optimizers_are_told_apart_and_one_made_inside_is_seen(model):
     assert watch.stepped == {id(first), id(made_inside)}
     assert [id(one) for one in before] == [id(first), id(made_inside)]
     assert id(asleep) not in watch.stepped
-
-
-class ComparedByValue(torch.optim.SGD):
-    """What a dataclass with eq makes of an optimizer: all are equal, none has a hash."""
-
-    def __eq__(self, other):
-        return isinstance(other, ComparedByValue)
-
-
-def test_half_made_state_is_known_by_its_optimizer(model):
-    class Fails(ComparedByValue):
-        def step(self, closure=None):
-            self.state[model.weight]["half"] = torch.ones(1)
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    both = [Fails(model.parameters()), Fails(model.parameters())]
-    with OptimizerWatch(lambda one: None) as watch:
-        for one in both:
-            with pytest.raises(torch.OutOfMemoryError):
-                one.step()
-        watch.drop_half_made()
-    assert [dict(one.state) for one in both] == [{}, {}]
 
 
 def test_a_step_that_fails_half_way_has_not_stepped(model):
@@ -223,19 +192,6 @@ def test_the_hooks_are_gone_afterwards(model, error):
     assert (calls, watch.stepped) == ([], set())
 
 
-def test_the_users_own_global_hooks_stay(model):
-    called = []
-    handle = torch_optimizer.register_optimizer_step_post_hook(lambda *_: called.append(1))
-    try:
-        with OptimizerWatch(lambda one: None):
-            pass
-        backward(model)
-        sgd(model).step()
-    finally:
-        handle.remove()
-    assert called == [1]
-
-
 # --- holding steps back ---
 
 
@@ -258,8 +214,8 @@ def test_afterwards_steps_step_and_gradients_are_cleared(model):
     optimizer, weight = sgd(model), model.weight.detach().clone()
     backward(model)
     attributes = dict(vars(optimizer)), dict(vars(model))
-    with accumulating([optimizer, optimizer], model):
-        assert dict(vars(optimizer)) != attributes[0]
+    with pytest.raises(KeyError, match="labels"), accumulating([optimizer, optimizer], model):
+        raise KeyError("labels")
     assert (dict(vars(optimizer)), dict(vars(model))) == attributes
     optimizer.step()
     assert not torch.equal(model.weight, weight)
@@ -282,28 +238,6 @@ def test_a_step_that_a_scheduler_replaced_is_put_back_itself(model):
     optimizer.step()
     scheduler.step()  # would warn, and warnings are errors here, if the optimizer's step had not been counted
     assert scheduler.get_last_lr() == [pytest.approx(0.01)]
-
-
-def test_an_exception_inside_restores_everything(model):
-    optimizer = sgd(model)
-    attributes = dict(vars(optimizer)), dict(vars(model))
-    with pytest.raises(KeyError, match="labels"), accumulating([optimizer], model):
-        raise KeyError("labels")
-    assert (dict(vars(optimizer)), dict(vars(model))) == attributes
-
-
-def test_any_number_of_optimizers_is_accumulating(model):
-    optimizers = [sgd(model), torch.optim.Adam(model.parameters()), PlainSteps(model.parameters())]
-    weight = model.weight.detach().clone()
-    backward(model)
-    with accumulating(iter(optimizers), model):
-        for optimizer in optimizers:
-            optimizer.step()
-    assert torch.equal(model.weight, weight)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert all(optimizer.step.__name__ == "step" for optimizer in optimizers)
-    assert not torch.equal(model.weight, weight)
 
 
 def test_a_models_own_step_and_buffers_go_on_working():
