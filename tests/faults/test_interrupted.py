@@ -7,14 +7,10 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 
 import pytest
-import torch
 
-from faults.card import CARD, trained
 from faults.processes import PATIENCE_S, environment, marked, until
-from oomprobe import Verdict, find_max_batch
 
 TARGET = """
 import sys
@@ -140,22 +136,3 @@ def test_row_18_sigkill_takes_the_workers_too(command, mark):
     process.kill()
     process.wait()
     until(lambda: not marked(mark), within_s=10)
-
-
-def test_row_18_ctrl_c_comes_after_everything_is_back():
-    model, step = trained()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def interrupted(model, batch_size):
-        step(model, batch_size)
-        with torch.no_grad():
-            model.weight.add_(1)
-        if batch_size == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(PATIENCE_S)
-
-    with pytest.raises(KeyboardInterrupt) as interruption:
-        find_max_batch(model, interrupted, device=CARD, progress="off")
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    assert "the trials so far" in "".join(interruption.value.__notes__)
-    assert Verdict.FITS in "".join(interruption.value.__notes__)
