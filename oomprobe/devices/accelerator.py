@@ -87,7 +87,7 @@ class AcceleratorDevice:
         if self._torch is not torch.cuda:
             return
         backend = torch.cuda.memory.get_allocator_backend()
-        counts = backend in ("native", "cudaMallocAsync")
+        counts = backend != "pluggable"
         if counts:
             with suppress(torch.OutOfMemoryError):  # on a full card the trial says so
                 one_byte = torch.empty(1, dtype=torch.uint8, device=self.torch_device)
@@ -178,23 +178,18 @@ class AcceleratorDevice:
         self._torch.synchronize(self.torch_device)
 
     def release(self) -> None:
+        """Give the cache back, and what cuBLAS keeps for each thread and stream: but not under a captured graph's feet."""
         self.synchronize()
         self._torch.empty_cache()
-        if self._clear_workspaces():
-            self._torch.empty_cache()
-
-    def _clear_workspaces(self) -> bool:
-        """Give back what cuBLAS keeps for each thread and stream; not under a captured graph, which replays into it."""
         clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear is None or self._torch is not torch.cuda:
-            return False
-        has_graphs, is_first = self._has_graphs(), not self._has_released
-        self._has_released = True
-        if has_graphs and is_first:  # graphs captured in a trial go when its compiled code does
-            self.notes = (*self.notes, GRAPHS)
-        if not has_graphs:
+            return
+        if not self._has_graphs():
             clear()
-        return not has_graphs
+            self._torch.empty_cache()
+        elif not self._has_released:  # graphs captured in a trial go when its compiled code does
+            self.notes = (*self.notes, GRAPHS)
+        self._has_released = True
 
     def _has_graphs(self) -> bool:
         if torch.cuda.memory.get_allocator_backend() != "native":  # the others show no segments

@@ -54,22 +54,6 @@ def test_row_01_whatever_fails_the_answer_ran(failing, last):
     assert [t.verdict for t in result.trials if t.batch_size == result.batch_size][-1] is Verdict.FITS
 
 
-def test_row_01_a_jagged_limit_gives_a_size_that_ran():
-    device, model, step, ran = oracle(lambda size: size != 6)
-    result = find_max_batch(model, step, device=device, max_batch=12, **QUIET)
-    assert result.batch_size in ran
-    assert result.batch_size != 6
-    failing = oracle(lambda size: size not in (6, 7, 8))
-    result = find_max_batch(failing[1], failing[2], device=failing[0], max_batch=12, memory_fraction=1.0, **QUIET)
-    assert (result.batch_size, result.first_failing_batch_size) == (5, 6)
-
-
-def test_row_01_nothing_fits_is_an_error():
-    device, model, step, _ = oracle(lambda size: False)
-    with pytest.raises(NothingFitsError):
-        find_max_batch(model, step, device=device, **QUIET)
-
-
 # --- 2: a trial that did no work ---
 
 
@@ -142,22 +126,6 @@ def test_row_12_memory_that_spills_is_no_memory_of_the_card(monkeypatch):
     )
     assert max(called) <= 2 * result.batch_size + 8
     assert any("WSL" in note for note in result.notes)
-
-
-# --- 13: limits that are not memory ---
-
-
-def test_row_13_a_size_limit_is_not_called_memory():
-    device, model, _, _ = oracle(lambda size: True)
-
-    def step(model, batch_size):
-        torch.ones(batch_size)
-        device.take(batch_size)
-        if batch_size > 65535:
-            raise RuntimeError("CUDA error: invalid configuration argument")
-
-    result = find_max_batch(model, step, device=device, **QUIET)
-    assert (result.batch_size, result.first_failing_batch_size, result.limited_by) == (65535, 65536, "size_limit")
 
 
 # --- 14: sizes that fail below one that passes ---

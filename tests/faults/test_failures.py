@@ -142,16 +142,15 @@ def test_row_21_a_compiler_that_runs_out_of_memory_is_a_limit():
 CAPTURE = next(m["message"] for m in MESSAGES if "during capture" in m["message"])
 
 
-def test_row_24_a_capture_out_of_memory_is_a_limit():
-    failing = failing_with(lambda: torch.AcceleratorError(CAPTURE), pressed=True)
+@pytest.mark.parametrize("pressed", [True, False])
+def test_row_24_a_capture_is_a_limit_where_memory_ran_out(pressed):
+    failing = failing_with(lambda: torch.AcceleratorError(CAPTURE), pressed=pressed)
+    if not pressed:
+        with pytest.raises(StepFailedError, match="during capture"):
+            find_max_batch(*failing, device=CARD, memory_fraction=1.0, **QUIET)
+        return
     result = find_max_batch(*failing, device=CARD, memory_fraction=1.0, **QUIET)
     assert (result.batch_size, result.limited_by) == (FAILS_FROM - 1, "memory")
-
-
-def test_row_24_a_capture_that_ended_for_another_reason_is_none():
-    failing = failing_with(lambda: torch.AcceleratorError(CAPTURE), pressed=False)
-    with pytest.raises(StepFailedError, match="during capture"):
-        find_max_batch(*failing, device=CARD, memory_fraction=1.0, **QUIET)
 
 
 # --- 30: exceptions that break whoever reads them ---

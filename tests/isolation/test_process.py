@@ -248,10 +248,6 @@ def test_what_uses_no_processor_is_stuck(stage):
     assert death(stage, sleeps, stuck_s=0.4, LOOK_S=0.1)["why"] == "stuck"
 
 
-def test_where_it_may_wait_for_anything_it_is_not_stuck(stage):
-    assert death(stage, sleeps, within_s=0.6, LOOK_S=0.1)["why"] == "timed out"
-
-
 def test_the_trace_of_what_was_ended_is_not_shown(stage):
     before = len(stage.said)
     death(stage, sleeps, within_s=0.3)
