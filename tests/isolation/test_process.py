@@ -232,36 +232,32 @@ def test_an_answer_that_came_whole_before_a_death_is_an_answer(stage):
     assert stage.play(listened, act="answers_and_dies", after_s=0.3)["heard"] == {"do": "something"}
 
 
-def test_a_hang_says_where_and_is_ended_in_time(stage):
+def test_a_hang_says_where_to_the_probe_alone_and_is_ended_in_time(stage):
+    before = len(stage.said)
     seen = death(stage, sleeps, within_s=0.3)
     assert (seen["why"], seen["signal"]) == ("timed out", signal.SIGTERM)
     assert "most recent call first" in seen["stderr"]
     assert "in sleeps" in seen["stderr"]
-
-
-def test_what_refuses_to_end_is_killed(stage):
-    seen = death(stage, refuses_to_end, within_s=0.3, GRACE_S=0.3)
-    assert (seen["why"], seen["signal"]) == ("timed out", signal.SIGKILL)
-
-
-def test_what_uses_no_processor_is_stuck(stage):
-    assert death(stage, sleeps, stuck_s=0.4, LOOK_S=0.1)["why"] == "stuck"
-
-
-def test_the_trace_of_what_was_ended_is_not_shown(stage):
-    before = len(stage.said)
-    death(stage, sleeps, within_s=0.3)
     assert "most recent call first" not in stage.said[before:]
+
+
+@pytest.mark.parametrize(
+    ("act", "options", "why", "number"),
+    [
+        (refuses_to_end, {"within_s": 0.3, "GRACE_S": 0.3}, "timed out", signal.SIGKILL),
+        (sleeps, {"stuck_s": 0.4, "LOOK_S": 0.1}, "stuck", signal.SIGTERM),
+        (hangs_up, {"GRACE_S": 0.3}, None, signal.SIGKILL),
+    ],
+)
+def test_what_does_not_end_is_ended(stage, act, options, why, number):
+    seen = death(stage, act, **options)
+    assert (seen["why"], seen["signal"]) == (why, number)
 
 
 @pytest.mark.parametrize("act", ["computes", "waits_for_a_worker"])
 def test_a_busy_process_is_not_stuck(stage, act):
     shown = stage.play(listened, act=act, stuck_s=0.7, LOOK_S=0.1)
     assert shown["heard"] == "nothing"
-
-
-def test_one_that_closes_its_end_is_ended(stage):
-    assert death(stage, hangs_up, GRACE_S=0.3)["signal"] == signal.SIGKILL
 
 
 def test_the_end_of_its_stderr_is_kept_and_all_of_it_passed_on(stage):
