@@ -61,9 +61,7 @@ class Interrupts:
     def allowed(self, deadline_s: float | None, *, polled: bool = False) -> AbstractContextManager[None]:
         """Let signals through, and raise `TimeUp` at `deadline_s` on the monotonic clock.
 
-        Args:
-            deadline_s: None: no limit.
-            polled: Whether `poll` is called often: a signal that comes in the midst of a library then waits for that.
+        Where `poll` is called often (`polled`), a signal that comes in the midst of a library waits for that.
         """
         return _Allowed(self, deadline_s, polled)
 

@@ -48,18 +48,6 @@ class AcceleratorDevice:
 
     If memory can spill to the host, is shared with it, or a budget was given, every trial is capped at what is available,
     because larger allocations would not fail.
-
-    Args:
-        device: With or without an index; without, the current one is meant.
-        stated_bytes: The most that may be used; None: all that is available.
-
-    Raises:
-        InvalidArgumentError: more was stated than the device has.
-
-    Attributes:
-        edge_bytes: What a trial in the user's own process leaves free, unless the budget is more.
-        integrated: Whether it shares the host's memory.
-        notes: Why no trial ran without a cap, and what could not be started cold, for the report.
     """
 
     on_host = False

@@ -19,13 +19,7 @@ from oomprobe.units import format_bytes, parse_bytes
 
 
 def choose_device(device: object, model: torch.nn.Module) -> Device:
-    """Resolve the `device` argument: None (where the model's parameters are), a string, a `torch.device` or a `Device`.
-
-    Raises:
-        InvalidArgumentError: the model is not on that device, is on several, or has meta parameters; the budget is no
-            size or more than the device has; the device shares the host's memory and no budget was stated.
-        NoDeviceError: the device is not here.
-    """
+    """Resolve the `device` argument: None (where the model's parameters are), a string, a `torch.device` or a `Device`."""
     if isinstance(device, Device):
         return device
     home = model_device(model)

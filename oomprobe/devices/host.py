@@ -25,19 +25,7 @@ APPROXIMATE = "host memory is approximate: near the limit, fragmentation of mall
 
 
 class HostDevice:
-    """The memory of this machine, or a stated part of it.
-
-    Args:
-        stated_bytes: Address space that a trial may take beyond the process with the model in it; None: what the
-            machine and its cgroup have free.
-
-    Raises:
-        NoDeviceError: this is not Linux.
-        InvalidArgumentError: more was stated than is free now.
-
-    Attributes:
-        notes: How exact the answer is, for the report.
-    """
+    """The memory of this machine, or a stated part: address space that a trial may take beside the model's process."""
 
     on_host = True
 

@@ -20,10 +20,8 @@ STEPS_TO_LAST = {"isolated": 1000, "in one process": 100}
 class Baseline:
     """What is in use when no trial runs, and what a trial left above it.
 
-    Args:
-        device: Whose memory.
-        clean: Lets go of what a trial left.
-        flush: Runs the step once at the smallest size, which replaces what a step keeps of its last batch.
+    `clean` lets go of what a trial left; `flush` runs the step at the smallest size, which replaces what it keeps of its
+    last batch.
     """
 
     def __init__(self, device: Device, *, clean: Callable[[], None], flush: Callable[[], None]) -> None:

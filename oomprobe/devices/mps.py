@@ -18,17 +18,7 @@ DEFAULT_HIGH_WATERMARK = 1.7
 
 
 class MpsDevice:
-    """The one Metal device of a Mac.
-
-    Args:
-        stated_bytes: The most that may be used; None: the working set that Metal recommends.
-
-    Raises:
-        InvalidArgumentError: more was stated than that.
-
-    Attributes:
-        notes: Why no trial ran without a cap, for the report.
-    """
+    """The one Metal device of a Mac, held to what was stated, or to the working set that Metal recommends."""
 
     on_host = False
 

@@ -36,12 +36,7 @@ MOST_MODULES = 10
 
 
 class Recorder:
-    """Sees what allocates while one step runs: which module, autograd, or an optimizer.
-
-    Args:
-        model: Whose modules are told apart.
-        optimizers: Whose state is told apart from other tensors.
-    """
+    """Sees what allocates while one step runs: which module, autograd, or an optimizer."""
 
     def __init__(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers = model, list(optimizers)

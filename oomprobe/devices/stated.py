@@ -11,9 +11,6 @@ TYPED_SHARE = 3 / 4  # of what is free now, to be typed into a command: in a mom
 def split_budget(text: str) -> tuple[str, int | None]:
     """Part a device from the budget stated with it; a number without a unit is an index.
 
-    Raises:
-        InvalidArgumentError: what has a unit is no size.
-
     Example:
         >>> split_budget("cuda:1:8GiB"), split_budget("xpu:2GiB"), split_budget("cuda:1")
         (('cuda:1', 8589934592), ('xpu', 2147483648), ('cuda:1', None))

@@ -30,23 +30,14 @@ _ANY_LIBRARY = re.compile(r"out of memory|failed to allocate|memory allocation f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitStatus:
-    """How a process of trials ended without an answer.
+    """How a process of trials ended without an answer."""
 
-    Attributes:
-        signal: That ended it; None where it left by itself.
-        code: That it left with; None where a signal ended it.
-        why: What it was ended for ("timed out", "stuck"); None: it ended by itself.
-        stderr: The end of what it wrote there.
-        peak_resident_bytes: Its peak of resident memory.
-        oom_kills: How many processes the system's OOM killer ended while it ran.
-    """
-
-    signal: int | None
-    code: int | None
-    why: str | None
-    stderr: str
+    signal: int | None  # that ended it
+    code: int | None  # that it left with
+    why: str | None  # what it was ended for: "timed out", "stuck"; None: it ended by itself
+    stderr: str  # the end of what it wrote there
     peak_resident_bytes: int
-    oom_kills: int
+    oom_kills: int  # of the whole system, while it ran
 
     @property
     def is_hang(self) -> bool:
@@ -78,11 +69,8 @@ class ExitStatus:
 def classify_exit(status: ExitStatus, evidence: Evidence, *, used_bytes: int, cap_bytes: int | None) -> Verdict:
     """What a status says of the size: CRASHED where there is no evidence for more.
 
-    Args:
-        status: How the child ended.
-        evidence: What was seen around it, but for the pressure on memory, which is judged here.
-        used_bytes: Memory that the child had come to use beyond what it had with the model in it.
-        cap_bytes: What it was held to; None where that is not known.
+    The pressure on memory is judged here: `used_bytes` is what the process had come to use beyond what it had with the
+    model in it, `cap_bytes` what it was held to.
     """
     if status.is_hang:
         return Verdict.TIMED_OUT

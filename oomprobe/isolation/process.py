@@ -39,15 +39,7 @@ class Process:
     """One process that runs trials, leader of a session of its own."""
 
     def __init__(self, start: Callable[[Connection, int], int], mark: str = "") -> None:
-        """Start one; see `forked` and `spawned`.
-
-        Args:
-            start: Starts it with its end of the wire and the descriptor of its stderr, and returns its number.
-            mark: In the environment of whatever it starts.
-
-        Raises:
-            UnreliableError: there is no memory for another process.
-        """
+        """`start` is given its end of the wire and the descriptor of its stderr, and returns its number."""
         self._oom_kills, self._mark, self._said = linux.oom_kills(), mark, b""
         self._wire, theirs = Pipe()
         self._stderr, writing = os.pipe()
@@ -107,14 +99,9 @@ class Process:
             send(self._wire, message)
 
     def listen(self, *, deadline_s: float | None, stuck_s: float | None = None) -> Message | ExitStatus:
-        """Wait for a message.
+        """Wait for a message, until `deadline_s` on the monotonic clock; or how the process ended, or was ended.
 
-        Args:
-            deadline_s: Until when, on the monotonic clock; None: for as long as it takes.
-            stuck_s: After how long without any processor time it is taken to hang; None: never.
-
-        Returns:
-            The message, or how the process ended, or was ended.
+        After `stuck_s` without any processor time it is taken to hang.
         """
         idle = _Idle(self.pid)
         while True:
@@ -140,12 +127,7 @@ class Process:
                         os.write(2, said)
 
     def end(self, why: str | None = None, *, hung_up: bool = False) -> ExitStatus:
-        """End it, and whatever it started.
-
-        Args:
-            why: What was wrong with it; None: nothing, or it ended by itself.
-            hung_up: Whether it closed its end of the wire, and may still be dumping where it was.
-        """
+        """End it, and whatever it started. Where it has `hung_up`, it may still be dumping where it was."""
         if why is not None:  # SIGTERM first: it makes Python say where it hangs
             with suppress(OSError):
                 os.kill(self.pid, signal.SIGTERM)

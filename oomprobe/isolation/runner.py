@@ -61,11 +61,7 @@ class Forks:
 
 
 class Workers:
-    """Programs that build a target. The next one is started ahead, so that its imports cost nothing.
-
-    Raises:
-        InvalidArgumentError: the device cannot be sent to another process.
-    """
+    """Programs that build a target. The next one is started ahead, so that its imports cost nothing."""
 
     def __init__(self, target: str, device: Any, options: Options) -> None:
         self.target = target
@@ -97,13 +93,7 @@ class Workers:
 
 
 class ProcessRunner:
-    """Runs trials in other processes.
-
-    Args:
-        source: Starts them.
-        clock: Of the probe.
-        interrupts: Lets signals reach a wait for a process.
-    """
+    """Runs trials in other processes, which a source starts."""
 
     replaceable = True
 
@@ -119,12 +109,7 @@ class ProcessRunner:
         self.learned: dict[str, list[int]] = {}
 
     def open(self) -> None:
-        """Start the first process, and learn what is probed.
-
-        Raises:
-            StepFailedError: the target has a bug, or its process died.
-            OomProbeError: what else is wrong with it.
-        """
+        """Start the first process, and learn what is probed."""
         ended = self._ready()
         if ended is not None:
             raise self._refusal(ended)
@@ -152,11 +137,7 @@ class ProcessRunner:
         return None
 
     def _ask(self, message: Message, deadline_s: float | None) -> Message | ExitStatus:
-        """Ask a process, after starting one where there is none.
-
-        Raises:
-            OomProbeError: what it raised.
-        """
+        """Ask a process, after starting one where there is none; what it raised is raised here."""
         ended = self._ready()
         if ended is not None:
             return ended
@@ -176,11 +157,7 @@ class ProcessRunner:
         return answer
 
     def _wait(self, deadline_s: float | None, stuck_s: float) -> Message | ExitStatus:
-        """Listen to the process.
-
-        Raises:
-            UnreliableError: it is a child of this process and hangs: it waits for what was not forked with it.
-        """
+        """Listen to the process; a child of this one that hangs waits for what was not forked with it."""
         assert self._process is not None
         can_be_stuck = isinstance(self._source, Forks)
         try:

@@ -33,10 +33,7 @@ NO_BACKWARD = (
 def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], building: str | None = None) -> None:
     """Answer for a runner until the other end is closed.
 
-    Args:
-        wire: To the parent.
-        make: Makes the runner, and tells the device where its trials run in this process.
-        building: The target that `make` builds, if it does.
+    `make` makes it, and tells the device where its trials run in this process; `building` is the target that it builds.
     """
     try:
         runner, device = make()
@@ -99,11 +96,7 @@ def _blamed_on_device(error: BaseException, device: Device | None) -> BaseExcept
 def local_runner(
     model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, options: Options
 ) -> LocalRunner:
-    """Make what runs trials here, without a snapshot: the process ends with what they changed.
-
-    Raises:
-        InvalidArgumentError: this is a forked child, and no backward can run in it.
-    """
+    """Make what runs trials here, without a snapshot: the process ends with what they changed."""
     if is_host(device):
         torch.set_num_threads(1)  # the threads of the process it was forked from are not there any more
         _compile_here()

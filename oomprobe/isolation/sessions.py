@@ -57,9 +57,6 @@ def open_forked(
     """A session on host memory: each trial is a child forked from this process, which has the model.
 
     What a child changes is its own, but for tensors in shared memory: those are put back.
-
-    Raises:
-        InvalidArgumentError: this process has children of its own.
     """
     if living := multiprocessing.active_children():
         raise InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
