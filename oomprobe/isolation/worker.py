@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import threading
 from multiprocessing.connection import Connection
 
 from oomprobe.devices import Device, choose_device, is_host
@@ -23,8 +24,8 @@ from oomprobe.targets import build
 from oomprobe.trial import Runner
 
 REBUILDS = (
-    "building the target started processes, such as the workers of a data loader, which forked children cannot ask: each "
-    "trial rebuilds the target"
+    "building the target started threads or processes, such as the workers of a data loader, which forked children cannot "
+    "ask: each trial rebuilds the target"
 )
 is_worker = False  # whether this process is a worker, or was forked from one
 
@@ -53,7 +54,7 @@ def _runner_of(task: Message) -> tuple[Runner, Device | None]:
     device = choose_device(pickle.loads(bytes.fromhex(task["device"])), model)
     preload_dynamo()
     tracker = Tracker(model, [step.run for step in steps.values()])
-    if not is_host(device) or multiprocessing.active_children():
+    if not is_host(device) or multiprocessing.active_children() or threading.active_count() > 1:
         runner = local_runner(model, steps, tracker, device, options)
         if is_host(device):
             runner.notes[REBUILDS] = None
