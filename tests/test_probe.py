@@ -489,18 +489,6 @@ def test_a_plan_that_runs_out_of_time_does_not_lose_the_answer():
     assert result.batch_size == 8
 
 
-@pytest.mark.parametrize("asked", ["available_bytes", "live_bytes"])
-@pytest.mark.parametrize("value", [None, "12 GiB"])
-def test_a_device_that_says_no_number_gives_no_answer(asked, value):
-    class SilentDevice(LedgerDevice):
-        pass
-
-    setattr(SilentDevice, asked, lambda self: value)
-    device = SilentDevice(100 * MIB)
-    with pytest.raises(oomprobe.UnreliableError, match=f"{asked}.. returned {value!r}"):
-        probe(device, linear_step(device))
-
-
 def test_a_half_stepped_scaler_fails_no_later_trial():
     """The usual order with clipping: between unscale_ and update a scaler refuses another unscale_."""
     model = nn.Linear(4, 1)
