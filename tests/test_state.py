@@ -8,20 +8,16 @@ import copy
 import gc
 import itertools
 import random
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import types
-import warnings
 import weakref
 
 import numpy as np
 import pytest
 import torch
 from ledger import LedgerDevice
-from test_watch import ComparedByValue
+from test_linux import run_python
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -163,10 +159,13 @@ def test_everything_comes_back_on_every_way_out(way, warm_steps):
     assert training.picture() == before
 
 
-@pytest.mark.parametrize("skipped", [snapshot.Snapshot, snapshot.Surroundings])
-def test_a_restore_that_is_skipped_is_noticed(monkeypatch, skipped):
+SKIPPED = [(snapshot.Snapshot, "restore"), (snapshot.Surroundings, "restore"), (StorageCopy, "write")]
+
+
+@pytest.mark.parametrize(("owner", "name"), SKIPPED)
+def test_a_skipped_restore_is_noticed(monkeypatch, owner, name):
     training = Training(warm_steps=1)
-    monkeypatch.setattr(skipped, "restore", lambda self, **_: [])
+    monkeypatch.setattr(owner, name, lambda self, **_: [])
     with pytest.raises(UnreliableError, match="not everything came back"):
         probe(training.model, training.step, min_batch=2)
 
@@ -215,12 +214,6 @@ def a_frozen_parameter():
     return model, lambda: model.bias.requires_grad_(True), lambda: model.bias.requires_grad
 
 
-def a_resized_storage():
-    model = linear()
-    storage = model.weight.untyped_storage()
-    return model, lambda: storage.resize_(0), lambda: (storage.nbytes(), storage.tolist())
-
-
 def shared_and_expanded_buffers():
     model, base = nn.Module(), torch.arange(4.0)
     for name, view in {"base": base, "view": base[1:3], "wide": base[:1].expand(3, 1)}.items():
@@ -239,16 +232,6 @@ def added_and_removed_parameters():
     return model, change, lambda: [(name, id(p)) for name, p in model.named_parameters()]
 
 
-def a_parameter_hidden_by_an_attribute():
-    model = linear()
-
-    def change():
-        model._parameters.pop("weight", None)
-        model.weight = torch.zeros(2, 2)
-
-    return model, change, lambda: (id(model.weight), bits(model.weight))
-
-
 def another_child():
     model = nn.Sequential(nn.Linear(2, 2))
 
@@ -257,12 +240,6 @@ def another_child():
         model.append(nn.Linear(1, 1))
 
     return model, change, lambda: [id(child) for child in model]
-
-
-def buffers_that_become_persistent():
-    model = linear()
-    model.register_buffer("table", torch.ones(2), persistent=False)
-    return model, lambda: model.register_buffer("table", torch.ones(3)), lambda: [*model.state_dict(), id(model.table)]
 
 
 def gradients():
@@ -274,12 +251,6 @@ def gradients():
         model.bias.grad = torch.ones(2)
 
     return model, change, lambda: [p.grad is None or (id(p.grad), bits(p.grad)) for p in model.parameters()]
-
-
-def gradients_that_are_dropped():
-    model = linear()
-    model(torch.ones(1, 2)).sum().backward()
-    return model, model.zero_grad, lambda: [p.grad is None or bits(p.grad) for p in model.parameters()]
 
 
 def gradients_that_share_memory():
@@ -301,25 +272,6 @@ def sparse_gradients():
     return model, model.zero_grad, lambda: model.weight.grad is not None and bits(model.weight.grad)
 
 
-def a_sparse_parameter():
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.eye(3).to_sparse())
-
-    def change():
-        model.weight.data = (2 * torch.eye(3)).to_sparse()
-
-    return model, change, lambda: (id(model.weight), bits(model.weight))
-
-
-def a_quantised_buffer():
-    model = linear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        one, other = (torch.quantize_per_tensor(torch.full((4,), v), 0.1, 0, torch.qint8) for v in (1.0, 2.0))
-    model.register_buffer("table", one)
-    return model, lambda: setattr(model, "table", other), lambda: (id(model.table), bits(model.table.int_repr()))
-
-
 def a_wrapped_parameter():
     model = nn.Module()
     model.weight = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
@@ -329,11 +281,6 @@ def a_wrapped_parameter():
         model.weight.a.data = torch.zeros(2)
 
     return model, change, lambda: [(part.data_ptr(), bits(part)) for part in (model.weight.a, model.weight.b)]
-
-
-def a_tensor_attribute():
-    model = linear(table=torch.ones(3))
-    return model, model.table.zero_, lambda: (id(model.table), bits(model.table))
 
 
 def hooks_of_a_module():
@@ -347,7 +294,7 @@ def hooks_of_a_module():
     return model, change, lambda: [repr(part) for name, part in vars(model).items() if "hook" in name]
 
 
-def a_late_tensor_of_the_closure():
+def a_tensor_of_the_closure():
     scale = torch.ones(2, requires_grad=True)
     return linear(), lambda: scale.data.zero_(), lambda: bits(scale)
 
@@ -414,24 +361,16 @@ def an_average():
     return linear(), average.shadow["weight"].zero_, lambda: (id(average.shadow), bits(average.shadow))
 
 
-Pair = collections.namedtuple("Pair", "mean var")
-
-
 class Hidden:
-    """State behind an object that only its own state_dict knows, of types that its load_state_dict wants."""
+    """State behind an object that only its own state_dict knows."""
 
     def __init__(self):
-        self.inner = types.SimpleNamespace(
-            pair=Pair(torch.zeros(1), 1.0), lists=collections.defaultdict(list), seen=collections.deque([1], 3)
-        )
+        self.inner = types.SimpleNamespace(mean=torch.zeros(1), seen=[1])
 
     def state_dict(self):
         return dict(vars(self.inner))
 
     def load_state_dict(self, state):
-        assert state["lists"]["new"] == []
-        assert state["pair"].var == 1.0
-        del state["lists"]["new"]
         self.inner = types.SimpleNamespace(**state)
 
 
@@ -439,42 +378,51 @@ def an_object_known_by_its_state_dict():
     hidden = Hidden()
 
     def change():
-        hidden.inner.pair.mean.add_(1)
-        hidden.inner.lists["a"].append(1)
+        hidden.inner.mean.add_(1)
         hidden.inner.seen.append(2)
 
     return linear(), change, lambda: repr(hidden.state_dict())
+
+
+class Rotary(nn.Module):
+    """Makes its buffer anew for longer inputs, and notes how long it is: the note must match what comes back."""
+
+    def __init__(self):
+        super().__init__()
+        self.grow(2)
+
+    def grow(self, length):
+        self.length = length
+        self.register_buffer("table", torch.arange(length * 2.0).view(length, 2), persistent=False)
+
+
+def a_buffer_and_a_note_of_its_size():
+    model = Rotary()
+    return model, lambda: model.grow(4), lambda: (model.length, id(model.table), bits(model.table))
 
 
 PLACES = [
     nan_bits_and_negative_zero,
     swapped_data,
     a_frozen_parameter,
-    a_resized_storage,
     shared_and_expanded_buffers,
     added_and_removed_parameters,
-    a_parameter_hidden_by_an_attribute,
     another_child,
-    buffers_that_become_persistent,
     gradients,
-    gradients_that_are_dropped,
     gradients_that_share_memory,
     sparse_gradients,
-    a_sparse_parameter,
-    a_quantised_buffer,
     a_wrapped_parameter,
-    a_tensor_attribute,
     hooks_of_a_module,
-    a_late_tensor_of_the_closure,
+    a_tensor_of_the_closure,
     extra_state,
     settings_of_an_optimizer,
     state_of_an_optimizer_replaced,
     an_average,
     an_object_known_by_its_state_dict,
+    a_buffer_and_a_note_of_its_size,
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_what_a_step_changes_comes_back(place):
     model, change, look = place()
@@ -496,19 +444,16 @@ ATTRIBUTES = {
     "list": ([1], lambda m: m.it.append(2)),
     "list, replaced": ([1], lambda m: setattr(m, "it", [1, 2])),
     "nested": ({"a": [1, (torch.ones(1), 2)]}, lambda m: (m.it["a"][1][0].zero_(), m.it["a"].append(1))),
-    "order": (collections.OrderedDict(a=1, b=2), lambda m: m.it.move_to_end("a")),
-    "counts": (collections.Counter("aab"), lambda m: m.it.update("b")),
+    "tensor": (torch.ones(3), lambda m: m.it.zero_()),
     "set": ({1}, lambda m: m.it.add(2)),
     "deque": (collections.deque([1]), lambda m: m.it.append(2)),
     "array": (np.zeros(2), lambda m: m.it.fill(1)),
-    "pair": (Pair(torch.ones(1), 2), lambda m: setattr(m, "it", None)),
-    "size": (torch.Size([2]), lambda m: setattr(m, "it", torch.Size([3]))),
     "function": (len, lambda m: setattr(m, "it", abs)),
 }
 
 
 @pytest.mark.parametrize("kind", ATTRIBUTES)
-def test_plain_attributes_of_modules(kind):
+def test_plain_attributes_of_modules_come_back(kind):
     value, change = ATTRIBUTES[kind]
     value = copy.deepcopy(value)
     model = nn.Sequential(linear(it=value))
@@ -521,47 +466,8 @@ def test_plain_attributes_of_modules(kind):
 
     assert probe(model, step).state_verified
     assert repr(model[0].it) == before
-    assert model[0].it is value or isinstance(value, tuple)  # which is made anew
+    assert model[0].it is value
     assert sorted(vars(model[0])) == sorted(names)
-
-
-class Rotary(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self._grow(2)
-
-    def _grow(self, length):
-        self.length = length
-        self.register_buffer("table", torch.arange(length * 2.0).view(length, 2), persistent=False)
-
-    def forward(self, x):
-        if x.shape[0] > self.length:
-            self._grow(x.shape[0])
-        return x * self.table[: x.shape[0]]
-
-
-class BuildsLater(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.built = nn.Linear(2, 2), False
-
-    def forward(self, x):
-        if not self.built:
-            self.second, self.built = nn.Linear(2, 1), True
-        return self.second(self.first(x))
-
-
-@pytest.mark.parametrize("make", [Rotary, BuildsLater])
-def test_a_module_does_not_believe_in_what_is_gone(make):
-    model = make()
-    before = {name: value for name, value in vars(model).items() if isinstance(value, int)}
-
-    def step(model, batch_size):
-        model(torch.ones(batch_size, 2)).sum()
-
-    assert probe(model, step, max_batch=16).state_verified
-    assert {name: value for name, value in vars(model).items() if isinstance(value, int)} == before
-    step(model, 16)
 
 
 @pytest.mark.filterwarnings("ignore:.*norm.*is deprecated")
@@ -574,7 +480,7 @@ def test_the_older_norms_leave_no_graph_behind(normed):
     copy.deepcopy(model)
 
 
-def test_what_goes_with_cpp_objects_is_left_alone():
+def test_python_flags_of_ddp_stay_with_its_cpp_objects():
     model = type("Parallel", (nn.Module,), {"__module__": "torch.nn.parallel.distributed"})()
     model.rebuilt = False
     assert probe(model, lambda model, n: setattr(model, "rebuilt", True)).state_verified
@@ -598,31 +504,10 @@ def test_what_a_step_replaces_is_not_kept_alive():
     assert bits(model.table) == bits(torch.ones(3))
 
 
-@pytest.fixture
-def swapping():
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    yield
-    torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@pytest.mark.usefixtures("swapping")
-def test_tensors_that_are_kept_can_be_swapped():
-    def step(model, batch_size):
-        model.double()
-        torch.optim.SGD(model.parameters()).step()
-        model(torch.ones(batch_size, 3).double()).sum().backward()
-        model.zero_grad()
-
-    model = nn.Linear(3, 3)
-    before = [(id(p), p.data_ptr(), bits(p)) for p in model.parameters()]
-    assert probe(model, step).state_verified
-    assert [(id(p), p.data_ptr(), bits(p)) for p in model.parameters()] == before
-
-
 # --- preserve ---
 
 
-def test_what_preserve_may_be():
+def test_preserve_takes_one_object_or_several():
     scaler, network, tensor = torch.amp.GradScaler("cpu"), nn.Sequential(nn.Linear(1, 1)), torch.ones(2)
     assert preserved(None) == preserved(()) == []
     for one in (scaler, network, tensor):
@@ -638,18 +523,16 @@ def test_what_has_no_state_is_refused(given, said):
         probe(linear(), lambda model, batch_size: None, preserve=given)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_preserved_tensors_and_objects_come_back(alone):
+def test_preserved_tensors_and_objects_come_back():
     tensor, average = torch.ones(3), Average()
     hidden = itertools.repeat((tensor, average))  # an iterator is not looked into
 
     def step(model, batch_size):
         tensor, average = next(hidden)
         tensor.zero_()
-        if not alone:
-            average.shadow["weight"].zero_()
+        average.shadow["weight"].zero_()
 
-    assert probe(linear(), step, preserve=tensor if alone else [average, tensor]).state_verified
+    assert probe(linear(), step, preserve=[average, tensor]).state_verified
     assert bits([tensor, average.shadow]) == bits([torch.ones(3), {"weight": torch.ones(3)}])
 
 
@@ -663,7 +546,7 @@ def stepped(model, kind=torch.optim.Adam):
     return optimizer
 
 
-def test_an_optimizer_made_in_the_first_step():
+def test_an_optimizer_made_in_the_first_step_is_restored():
     model, made = nn.Linear(3, 3), []
     hidden = itertools.repeat(made)
 
@@ -680,9 +563,9 @@ def test_an_optimizer_made_in_the_first_step():
     assert model.weight.grad is None
 
 
-def test_a_late_optimizer_in_the_middle_of_training():
+def test_optimizers_first_seen_mid_training_are_restored():
     model = nn.Linear(3, 3)
-    optimizers = [stepped(model), stepped(model, lambda ps, lr: ComparedByValue(ps, lr=0.5)), stepped(nn.Linear(3, 3))]
+    optimizers = [stepped(model), stepped(model, torch.optim.SGD), stepped(nn.Linear(3, 3))]
     hidden = itertools.repeat(optimizers)
     before = bits([optimizer.state_dict() for optimizer in optimizers])
     averages = id(optimizers[0].state[model.weight]["exp_avg"])
@@ -698,21 +581,6 @@ def test_a_late_optimizer_in_the_middle_of_training():
     assert bits([optimizer.state_dict() for optimizer in optimizers]) == before
     assert id(optimizers[0].state[model.weight]["exp_avg"]) == averages
     assert "Adam was first seen when it stepped, so what the gradients of 2 of its" in " ".join(result.notes)
-
-
-def test_late_optimizers_that_are_equal_and_have_no_hash():
-    model = nn.Linear(3, 3)
-    both = [ComparedByValue(model.parameters(), lr=0.5) for _ in range(2)]
-    hidden = itertools.repeat(both)
-
-    def step(model, batch_size):
-        for one in next(hidden):
-            model(torch.ones(1, 3)).sum().backward()
-            one.step()
-            one.param_groups[0]["lr"] = 7.0
-
-    assert probe(model, step).state_verified
-    assert [one.param_groups[0]["lr"] for one in both] == [0.5, 0.5]
 
 
 def test_what_each_call_makes_anew_is_not_kept_alive():
@@ -731,7 +599,7 @@ def test_what_each_call_makes_anew_is_not_kept_alive():
     assert not any("first seen" in note for note in result.notes)  # nothing of them is left to have back
 
 
-def test_copies_of_what_died_are_let_go_of():
+def test_copies_of_what_died_are_dropped():
     kept = Snapshot(nn.Linear(3, 3), [], [], "cpu")
     before = len(kept._copies.storages), len(kept._kept), len(kept._tensors)
     for _ in range(5):
@@ -747,7 +615,7 @@ def test_copies_of_what_died_are_let_go_of():
     assert kept.differences() == []
 
 
-def test_what_outlives_its_optimizer_comes_back():
+def test_weights_that_outlive_their_optimizer_come_back():
     """A step makes an optimizer on each call, for a network that is not the model."""
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     hidden = itertools.repeat(other)
@@ -771,11 +639,11 @@ class Stubborn(Hidden):
         raise ValueError("another version")
 
 
-def test_what_cannot_be_restored_does_not_keep_the_rest_from_it():
+def test_one_failed_restore_does_not_stop_the_others():
     training, stuck = Training(warm_steps=1), Stubborn()
 
     def step(model, batch_size):
-        stuck.inner.pair.mean.add_(1)
+        stuck.inner.mean.add_(1)
         stuck.inner.seen.append(2)
         training.step(model, max(2, batch_size))
 
@@ -796,7 +664,7 @@ class WantsArgument:
         raise NotImplementedError
 
 
-def test_state_that_cannot_be_read_is_said():
+def test_unreadable_state_is_noted():
     wants = WantsArgument()
 
     def step(model, batch_size):
@@ -813,7 +681,7 @@ def test_a_snapshot_larger_than_host_memory_is_refused(monkeypatch):
         probe(nn.Linear(200, 100), fails)
 
 
-def test_memory_that_is_seen_twice_is_copied_once(monkeypatch):
+def test_shared_memory_is_copied_once(monkeypatch):
     taken, flat = [], torch.ones(100)
     model = nn.Module()
     for i in range(100):
@@ -823,7 +691,7 @@ def test_memory_that_is_seen_twice_is_copied_once(monkeypatch):
     assert len(taken) == 2
 
 
-def test_an_accelerator_is_written_without_reading(monkeypatch):
+def test_accelerator_memory_is_written_without_reading(monkeypatch):
     tensor = torch.arange(4.0)
     kept = StorageCopy(tensor.untyped_storage())
     kept.take(tensor.untyped_storage())
@@ -834,24 +702,21 @@ def test_an_accelerator_is_written_without_reading(monkeypatch):
     assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_host_memory_that_did_not_change_is_not_written(tmp_path):
+def test_unchanged_host_memory_is_not_written(tmp_path):
     """A mapped file may be read-only: writing to it ends the process."""
-    done = run_script(f"""
-        import numpy as np, torch, warnings
+    np.save(tmp_path / "a.npy", np.ones((4, 4), "f4"))
+    run_python(
+        f"""
+        import numpy as np, torch
         from oomprobe.state import Snapshot
-        warnings.simplefilter("ignore")
-        np.save({str(tmp_path / "a.npy")!r}, np.ones((4, 4), "f4"))
         model = torch.nn.Linear(2, 2)
         model.register_buffer("table", torch.from_numpy(np.load({str(tmp_path / "a.npy")!r}, mmap_mode="r")))
         kept = Snapshot(model, [], [], "cpu")
         kept.restore()
-        print(kept.differences())
-    """)
-    assert done.stdout == "[]\n", done.stderr
-
-
-def run_script(text):
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, check=False)
+        assert kept.differences() == []
+        """,
+        warnings="ignore",
+    )
 
 
 # --- what survives a lost device ---
@@ -882,7 +747,7 @@ def test_host_copy_is_a_state_dict_of_before():
     fresh.load_state_dict(copied["optimizers"][0])
 
 
-def test_with_a_lost_device_the_host_comes_back():
+def test_state_on_the_host_survives_a_lost_device():
     training = Training(warm_steps=1)
     kept = Snapshot(training.model, [training.step], [], "cpu")
     before, generator = bits(training.model.state_dict()), bits(torch.get_rng_state())
@@ -901,12 +766,6 @@ class Plain:
         self.value = value
 
 
-def quantised(scale):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.quantize_per_tensor(torch.ones(4), scale, 0, torch.qint8)
-
-
 COMPARED = {  # one, and another that is not the same
     "object": (lambda: Plain(3), lambda: Plain(4)),
     "object in an object": (lambda: Plain(Plain(np.float32("nan"))), lambda: Plain(Plain(np.float32(0)))),
@@ -915,30 +774,23 @@ COMPARED = {  # one, and another that is not the same
     "zero": (lambda: 0.0, lambda: -0.0),
     "zero in a tensor": (lambda: torch.tensor([0.0]), lambda: torch.tensor([-0.0])),
     "nan in a tensor": (lambda: torch.tensor([float("nan")]), lambda: torch.tensor([0.0])),
-    "key without comparison": (lambda: {"a": {Plain(): 1}}, lambda: {"a": {Plain(): 2}}),
     "sparse": (lambda: torch.eye(3).to_sparse(), lambda: (2 * torch.eye(3)).to_sparse()),
-    "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), lambda: (2 * torch.eye(3)).to_sparse_csr()),
-    "quantised": (lambda: quantised(0.1), lambda: quantised(0.2)),
-    "array of objects": (lambda: np.array([Plain()], dtype=object), lambda: np.array([Plain(1)], dtype=object)),
-    "order of keys": (lambda: {"a": 1, "b": 2}, lambda: {"b": 1, "a": 2}),
     "kind": (lambda: [1], lambda: (1,)),
     "dtype": (lambda: torch.float32, lambda: torch.float64),
     "function": (lambda: len, lambda: abs),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse.*beta")
 @pytest.mark.parametrize("kind", COMPARED)
-def test_what_is_the_same(kind):
+def test_equal_state_is_told_from_changed_state(kind):
     one, other = COMPARED[kind]
     assert same(one(), one())
     assert not same(one(), other())
 
 
 def test_what_cannot_be_compared_is_not_called_different():
-    inside = []
+    inside, again = [], []
     inside.append(inside)
-    again = []
     again.append(again)
     assert same(threading.Lock(), threading.Lock())
     assert same(inside, again)
