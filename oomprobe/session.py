@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import tenacity
 import torch
@@ -242,24 +242,22 @@ class Session:
             accumulation_steps=accumulation_steps,
             exact=phase is Phase.CONFIRM or not self._replays,
         )
-        died: list[Trial] = []
+        died: Trial | None = None
         try:
-            while True:
-                self._reporter.started(size, request.phase)
-                outcome = self.runner.run(self._with_evidence(request))
+            for attempt in (request, replace(request, phase=Phase.RECHECK, exact=True)):
+                self._reporter.started(size, attempt.phase)
+                outcome = self.runner.run(self._with_evidence(attempt))
                 while self.neighbours.should_rerun(outcome, self.runner.outside_bytes):
-                    outcome = self.runner.run(self._with_evidence(request))
-                trial = outcome.trial
+                    outcome = self.runner.run(self._with_evidence(attempt))
                 self._record(outcome)
-                if died:
-                    self._note_death(died[-1], trial)
-                if not self._may_run_again(trial, died):
+                if died is not None:
+                    self._note_death(died, outcome.trial)
+                died = outcome.trial
+                if died.verdict not in ENDED or not self.runner.replaceable or self._is_size_limit(died):
                     break
                 if self.clock.is_over:
                     raise self.clock.time_is_up(size, self.trials)
-                died.append(trial)
                 self.runner.renew()
-                request = replace(request, phase=Phase.RECHECK, exact=True)
             self._stop_if_final(outcome)
         except (StepFailedError, UnreliableError) as error:
             error.trials = tuple(self.trials)
@@ -268,7 +266,7 @@ class Session:
             if any(trial.replayed for trial in self.trials):
                 raise ContradictedError
             self._stop_replaying()
-        return trial
+        return outcome.trial
 
     def _steps(self, phase: Phase) -> int:
         """Full steps of a trial; a simulated device repeats them without running them, so none need fewer."""
@@ -292,10 +290,6 @@ class Session:
         self._reporter.finished(outcome.trial)
         if outcome.measured is not None and not self._is_measured:
             self._take(outcome.measured)
-
-    def _may_run_again(self, trial: Trial, died: Iterable[Trial]) -> bool:
-        is_new = trial.verdict in ENDED and trial.verdict not in {one.verdict for one in died}
-        return is_new and self.runner.replaceable and not self._is_size_limit(trial)
 
     # --- replays ---
 
@@ -393,17 +387,14 @@ class Session:
         if trial.verdict in LOST and not self._is_size_limit(trial):
             if trial.verdict is Verdict.POISONED:
                 raise self.device_lost(f"batch {trial.batch_size}, {trial.error}")
-            self._stop_at_crash(trial)
+            raise StepFailedError(
+                f"the process of the trial died twice at batch size {trial.batch_size}, and nothing says that it was for "
+                f"want of memory, so there is no answer: {trial.error}\n"
+                f"Run step_fn(model, {trial.batch_size}) once by itself to see it",
+                batch_size=trial.batch_size,
+            )
         if outcome.refusal is not None:
             raise UnreliableError(outcome.refusal, trials=tuple(self.trials))
-
-    def _stop_at_crash(self, trial: Trial) -> NoReturn:
-        raise StepFailedError(
-            f"the process of the trial died twice at batch size {trial.batch_size}, and nothing says that it was for want "
-            f"of memory, so there is no answer: {trial.error}\n"
-            f"Run step_fn(model, {trial.batch_size}) once by itself to see it",
-            batch_size=trial.batch_size,
-        )
 
 
 class Neighbours:
