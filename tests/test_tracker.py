@@ -70,6 +70,23 @@ def test_a_cold_start_drops_only_what_came_since():
         assert not hasattr(model, "table")
 
 
+def test_a_scheduler_does_not_run_off_its_end():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=4)
+
+    def step(model, n):
+        optimizer.step()
+        scheduler.step()
+
+    tracker = Tracker(model, [step])
+    for _ in range(5):
+        for _ in range(3):
+            step(model, 1)
+        tracker.start_cold()
+    assert scheduler.last_epoch == 0
+
+
 def test_a_scaler_forgets_a_step_that_failed_half_way():
     scaler = torch.amp.GradScaler("cpu")
     tracker = Tracker(nn.Linear(1, 1), [lambda model, n: scaler])
