@@ -1,11 +1,10 @@
 """find_max_batch and check as a caller sees them."""
 
-import math
 import os
 import signal
-import subprocess
-import sys
-import textwrap
+import threading
+import time
+import types
 
 import pytest
 import torch
@@ -16,19 +15,20 @@ from torch import nn
 
 import oomprobe
 from oomprobe import Phase, Verdict
-from oomprobe.report import fit
 
 
 def linear_step(device, *, fixed=0, per_sample=MIB):
     def step(model, batch_size):
-        torch.ones(batch_size)
         device.take(fixed + batch_size * per_sample)
 
     return step
 
 
 def probe(device, step, **options):
-    return oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, progress="off", **options)
+    return oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, **{"progress": "off", **options})
+
+
+# --- the answer ---
 
 
 @pytest.mark.parametrize("measures_reserved", [True, False])
@@ -59,62 +59,33 @@ def test_the_answer_is_the_exact_limit_under_the_cap(measures_reserved, total, f
     assert above, "the next size was run and failed"
 
 
-def test_the_margin_is_memory_not_samples():
+@pytest.mark.parametrize(("memory_fraction", "bracket"), [(0.9, (10, 16, 32)), (1.0, (20, 20, 21))])
+def test_answer_and_bracket_with_and_without_a_margin(memory_fraction, bracket):
     """With a fixed cost of 80 of 100 MiB, 10 % of the memory is half of the samples."""
     device = LedgerDevice(100 * MIB)
-    result = probe(device, linear_step(device, fixed=80 * MIB), memory_fraction=0.9)
-    assert (result.batch_size, result.limit_batch_size) == (10, 16)
-    full = probe(device, linear_step(device, fixed=80 * MIB), memory_fraction=1.0)
-    assert (full.batch_size, full.first_failing_batch_size) == (20, 21)
-
-
-def test_bracket_and_trial_bound():
-    device = LedgerDevice(1000 * MIB, measures_reserved=False)
-    result = probe(device, linear_step(device))
-    searched = [t for t in result.trials if t.phase in (Phase.GROW, Phase.BISECT)]
-    assert len(searched) <= 2 * math.ceil(math.log2(result.limit_batch_size)) + 3
-    assert len({(t.batch_size, t.cap_bytes) for t in searched}) == len(searched)
-    assert result.limit_batch_size == 900 == result.batch_size
-    assert result.first_failing_batch_size == 1024
+    result = probe(device, linear_step(device, fixed=80 * MIB), memory_fraction=memory_fraction)
+    assert (result.batch_size, result.limit_batch_size, result.first_failing_batch_size) == bracket
     assert result.limited_by == "memory"
 
 
-@pytest.mark.parametrize("lie", [0.0, 1e9, float("nan"), float("inf")])
-def test_the_answer_does_not_depend_on_the_fit(monkeypatch, lie):
-    device = LedgerDevice(777 * MIB)
-    honest = probe(device, linear_step(device, fixed=50 * MIB))
-    from oomprobe.report import summary
-
-    false = fit.LinearFit(
-        fixed_bytes=lie, bytes_per_sample=lie, r_squared=lie, max_relative_error=lie, predicted_max_batch=12345
-    )
-    monkeypatch.setattr(summary, "fit_line", lambda points, budget: false)
-    lied_to = probe(device, linear_step(device, fixed=50 * MIB))
-    assert lied_to.fit is false
-    assert (lied_to.batch_size, lied_to.limit_batch_size) == (honest.batch_size, honest.limit_batch_size)
-
-
 def test_a_transient_failure_is_struck_out_and_noted():
-    device, failed = LedgerDevice(100 * MIB), []
+    device, failures = LedgerDevice(100 * MIB), [torch.OutOfMemoryError("CUDA out of memory (a neighbour)")]
 
     def step(model, batch_size):
-        torch.ones(batch_size)
         device.take(batch_size * MIB)
-        if batch_size == 65 and not failed:
-            failed.append(True)
-            raise torch.OutOfMemoryError("CUDA out of memory (a neighbour)")
+        if batch_size == 96 and failures:
+            raise failures.pop()
 
     result = probe(device, step, memory_fraction=1.0)
-    if failed:
-        assert any("transient failure" in note for note in result.notes)
+    assert not failures
     assert result.batch_size == 100
+    assert any("transient failure" in note for note in result.notes)
 
 
 def test_a_size_that_fails_only_in_confirmation_is_left():
     device, calls = LedgerDevice(100 * MIB), {}
 
     def step(model, batch_size):
-        torch.ones(batch_size)
         calls[batch_size] = calls.get(batch_size, 0) + 1
         fragmentation = 20 * MIB if batch_size > 70 and calls[batch_size] > 40 else 0
         device.take(batch_size * MIB + fragmentation)
@@ -124,7 +95,7 @@ def test_a_size_that_fails_only_in_confirmation_is_left():
     assert any("failed in confirmation" in note for note in result.notes)
 
 
-def test_max_batch_min_batch_multiple_of_resolution():
+def test_min_batch_max_batch_multiple_of_and_resolution():
     device = LedgerDevice(1000 * MIB)
     limited = probe(device, linear_step(device), max_batch=100, multiple_of=8, min_batch=5)
     assert (limited.batch_size, limited.limited_by) == (96, "max_batch")
@@ -142,103 +113,15 @@ def test_max_batch_min_batch_multiple_of_resolution():
         (MemoryError(), "host_memory"),
         (torch.OutOfMemoryError("CUDA out of memory."), "memory"),
     ],
+    ids=["size_limit", "host_memory", "memory"],
 )
-def test_what_limits(error, limited_by):
-    device = LedgerDevice()
-
+def test_the_result_names_what_limits(error, limited_by):
     def step(model, batch_size):
-        torch.ones(batch_size)
-        device.take(batch_size * MIB)
         if batch_size > 20:
             raise error
 
-    result = probe(device, step)
+    result = probe(LedgerDevice(), step)
     assert (result.batch_size, result.limited_by) == (20, limited_by)
-
-
-def test_an_ambiguous_text_is_memory_only_with_corroboration():
-    device = LedgerDevice()
-
-    def step(pressure):
-        def run(model, batch_size):
-            torch.ones(batch_size)
-            device.take(batch_size * MIB)
-            if batch_size > 20:
-                device.pressure = pressure
-                raise RuntimeError("GET was unable to find an engine to execute this computation")
-
-        return run
-
-    assert probe(device, step(True)).batch_size == 20
-    with pytest.raises(oomprobe.StepFailedError, match="batch size 32"):
-        probe(device, step(False))
-
-
-def test_a_bug_is_the_users_own_exception_with_the_batch_size():
-    device = LedgerDevice()
-
-    def step(model, batch_size):
-        torch.ones(batch_size)
-        if batch_size >= 8:
-            raise KeyError("labels")
-
-    with pytest.raises(oomprobe.StepFailedError) as caught:
-        probe(device, step)
-    assert caught.value.batch_size == 8
-    assert "at batch size 8 with KeyError: 'labels'" in str(caught.value)
-    assert type(caught.value.__cause__) is KeyError
-    assert [t.batch_size for t in caught.value.trials] == [1, 2, 4]
-
-
-def test_batch_norm_at_one_says_min_batch():
-    model = nn.BatchNorm1d(4)
-    step = lambda model, batch_size: model(torch.randn(batch_size, 4)).sum().backward()  # noqa: E731
-    with pytest.raises(oomprobe.StepFailedError, match="min_batch=2"):
-        oomprobe.find_max_batch(model, step, device=LedgerDevice(), progress="off")
-    assert (
-        oomprobe.find_max_batch(model, step, device=LedgerDevice(), min_batch=2, max_batch=4, progress="off").batch_size
-        == 4
-    )
-
-
-def test_a_poisoned_process_gives_no_further_verdict():
-    device, calls = LedgerDevice(), []
-
-    def step(model, batch_size):
-        calls.append(batch_size)
-        torch.ones(batch_size)
-        if batch_size == 16:
-            device.is_healthy = False
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    with pytest.raises(oomprobe.DeviceLostError, match="illegal memory access") as caught:
-        probe(device, step)
-    assert calls[-1] == 16
-    assert caught.value.trials[-1].verdict is Verdict.POISONED
-    assert set(caught.value.snapshot["model"]) == {"weight", "bias"}
-
-
-def test_an_out_of_memory_that_leaves_the_device_sick_is_poison():
-    device = LedgerDevice(10 * MIB)
-
-    def step(model, batch_size):
-        torch.ones(batch_size)
-        device.is_healthy = batch_size < 16
-        device.take(batch_size * MIB)
-
-    with pytest.raises(oomprobe.DeviceLostError):
-        probe(device, step)
-
-
-def test_nothing_fits_says_how_much_there_was():
-    device = LedgerDevice(10 * MIB)
-    with pytest.raises(
-        oomprobe.NothingFitsError, match=r"batch 1, the smallest allowed, does not fit on ledger"
-    ) as caught:
-        probe(device, linear_step(device, fixed=20 * MIB))
-    assert [t.phase for t in caught.value.trials] == [Phase.GROW, Phase.RECHECK]
-    with pytest.raises(oomprobe.NothingFitsError, match=r"a budget of 9\.00 MiB \(memory_fraction=0\.9\)"):
-        probe(device, linear_step(device, fixed=9 * MIB))
 
 
 def test_global_batch_runs_the_planned_split():
@@ -246,8 +129,6 @@ def test_global_batch_runs_the_planned_split():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     device = LedgerDevice(100 * MIB)
-    stepped = []
-    optimizer.register_step_post_hook(lambda *_: stepped.append(1))
 
     def step(model, batch_size):
         optimizer.zero_grad()
@@ -267,240 +148,128 @@ def test_global_batch_runs_the_planned_split():
     assert vars(optimizer).get("step") is None, "held back, and given back"
 
 
-def test_plan_of_a_prime():
-    device = LedgerDevice(64 * MIB)
-    result = probe(device, linear_step(device), memory_fraction=1.0)
-    first = result.plan(1009)[0]
-    assert (first.micro_batch, first.accumulation_steps, first.global_batch) == (63, 16, 1008)
-
-
-def test_time_limit_with_a_size_known_gives_that_size():
-    """Bisecting stops in time for the confirmation."""
-    import time
-
-    device = LedgerDevice(1000 * MIB)
-
-    def step(model, batch_size):
-        torch.ones(batch_size)
-        time.sleep(0.0004 * batch_size)
-        device.take(batch_size * MIB)
-
-    result = probe(device, step, time_limit_s=2.5)
-    assert 256 <= result.batch_size < 900
-    assert any("time limit" in note for note in result.notes)
-
-
-def test_trial_time_limit():
-    import time
-
-    device = LedgerDevice()
-
-    def step(model, batch_size):
-        torch.ones(batch_size)
-        time.sleep(0.01 * batch_size)
-
-    with pytest.raises(oomprobe.TimeLimitError, match=r"trial_time_limit_s=0\.2") as caught:
-        probe(device, step, trial_time_limit_s=0.2)
-    assert caught.value.trials[-1].verdict is Verdict.TIMED_OUT
-
-
-def test_progress_callable_gets_each_trial():
-    device, seen = LedgerDevice(10 * MIB), []
-    result = oomprobe.find_max_batch(nn.Linear(1, 1), linear_step(device), device=device, progress=seen.append)
-    assert tuple(seen) == result.trials
-
-
-def test_probe_target_in_process():
-    result = oomprobe.probe_target(
-        "oomprobe.demo:small_gpt", isolate=False, device="cpu:1GiB", max_batch=2, progress="off"
-    )
-    assert result.batch_size == 2
-
-
-# --- check ---
-
-
-def test_check():
+def test_check_runs_one_confirmed_trial():
     device = LedgerDevice(100 * MIB)
-    result = oomprobe.check(nn.Linear(1, 1), linear_step(device), 90, device=device, progress="off")
+    model, step = nn.Linear(1, 1), linear_step(device)
+    result = oomprobe.check(model, step, 90, device=device, progress="off")
     assert result.batch_size == 90
     assert [(t.phase, t.cap_bytes) for t in result.trials] == [(Phase.CONFIRM, 90 * MIB)]
     with pytest.raises(oomprobe.NothingFitsError):
-        oomprobe.check(nn.Linear(1, 1), linear_step(device), 91, device=device, progress="off")
-    full = oomprobe.check(nn.Linear(1, 1), linear_step(device), 100, device=device, memory_fraction=1.0, progress="off")
-    assert full.batch_size == 100
+        oomprobe.check(model, step, 91, device=device, progress="off")
+    assert oomprobe.check(model, step, 100, device=device, memory_fraction=1.0, progress="off").batch_size == 100
 
 
-# --- real memory, real processes ---
-
-
-def run_script(tmp_path, body, **options):
-    script = tmp_path / "train.py"
-    script.write_text("import torch, oomprobe\nfrom torch import nn\n" + textwrap.dedent(body))
-    return subprocess.Popen(
-        [sys.executable, "-u", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
-
-
-def test_real_host_memory_fails_for_real(tmp_path):
-    process = run_script(
-        tmp_path,
-        """
-        model = nn.Linear(64, 64)
-        optimizer = torch.optim.AdamW(model.parameters())
-        def step(model, batch_size):
-            optimizer.zero_grad()
-            x = torch.randn(batch_size, 64, 512).transpose(1, 2)
-            model(x).square().mean().backward()
-            optimizer.step()
-        result = oomprobe.find_max_batch(model, step, device="cpu:256MiB", progress="off", resolution=0.05)
-        texts = {t.error.split(":")[0] for t in result.trials if t.error}
-        assert result.limited_by == "memory" and result.state_verified, result
-        assert texts == {"RuntimeError"}, texts
-        print(result.batch_size)
-        """,
-    )
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    truth = 230 * 2**20 / (3 * 512 * 64 * 4)  # the batch, what it is turned into, and the output; gradients come later
-    assert 0.1 * truth < int(out) < 1.03 * truth
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
-def test_a_real_signal_restores_everything(tmp_path, number, code):
-    process = run_script(
-        tmp_path,
-        """
-        import signal, sys, time
-        model = nn.Linear(3, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        before = model.weight.clone()
-        def step(model, batch_size):
-            model(torch.randn(batch_size, 3)).sum().backward()
-            optimizer.step()
-            if batch_size == 8:
-                print("ready", flush=True)
-                time.sleep(60)
-        try:
-            oomprobe.find_max_batch(model, step, device="cpu:1GiB", progress="off")
-        finally:
-            print("same", torch.equal(before, model.weight), model.weight.grad is None, optimizer.state == {})
-            print(*getattr(sys.exc_info()[1], "__notes__", []))
-            sys.stdout.flush()
-        """,
-    )
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert "same True True True" in out, err
-    assert "oomprobe was interrupted; the trials so far" in out
-    assert process.returncode in (code, -number), err
-
-
-@pytest.mark.parametrize("place", ["between steps", "restoring"])
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_an_interruption_carries_the_trials(place, number, error):
-    sent = []
-
-    def send(*_):
-        if not sent:
-            sent.append(number)
-            os.kill(os.getpid(), number)
-
-    class Elsewhere:  # so that only load_state_dict can put it back
-        count = 0
-
-    class Average:
-        def __init__(self):
-            self.inner = Elsewhere()
-
-        def state_dict(self):
-            return {"count": self.inner.count}
-
-        def load_state_dict(self, state):
-            self.inner.count = state["count"]
-            if place == "restoring" and tried:
-                send()
-
-    device, average, tried = LedgerDevice(4 * MIB), Average(), []
-    fill = linear_step(device)
-
-    def step(model, batch_size):
-        average.inner.count += 1
-        fill(model, batch_size)
-
-    def tell(trial):
-        tried.append(trial)
-        if place == "between steps":
-            send()
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(error) as raised:
-            oomprobe.find_max_batch(
-                nn.Linear(1, 1),
-                step,
-                device=device,
-                preserve=[average],
-                progress=tell,
-            )
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert sent
-    assert [note.splitlines()[0] for note in raised.value.__notes__] == ["oomprobe was interrupted; the trials so far:"]
-    assert "grow" in raised.value.__notes__[0]
-
-
-def test_a_second_thread_may_probe():
-    import threading
-
-    answers = []
-    device = LedgerDevice(10 * MIB)
-    thread = threading.Thread(
-        target=lambda: answers.append(probe(device, linear_step(device), memory_fraction=1.0).batch_size)
-    )
-    thread.start()
-    thread.join()
-    assert answers == [10]
+def test_a_progress_callable_gets_each_trial():
+    device, seen = LedgerDevice(10 * MIB), []
+    assert probe(device, linear_step(device), progress=seen.append).trials == tuple(seen)
 
 
 def test_a_cpu_model_beside_an_accelerator_is_noted_loudly(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    model = nn.Linear(2, 2)
-    step = lambda model, batch_size: model(torch.randn(batch_size, 2)).sum().backward()  # noqa: E731
-    result = oomprobe.find_max_batch(model, step, max_batch=1, progress="off")
+    result = oomprobe.find_max_batch(
+        nn.Linear(2, 2), lambda model, n: model(torch.randn(n, 2)).sum().backward(), max_batch=1, progress="off"
+    )
     assert result.notes[0].startswith("THE MODEL IS ON THE CPU")
 
 
-assert os.name == "posix"
+# --- no answer ---
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("CUDA error: an illegal memory access was encountered")])
+def test_a_poisoned_process_gives_no_further_verdict(error):
+    """By what the error says, or by an out-of-memory error that leaves the device sick."""
+    device, calls = LedgerDevice(10 * MIB), []
+
+    def step(model, batch_size):
+        calls.append(batch_size)
+        if batch_size == 16:
+            device.is_healthy = False
+            if error:
+                raise error
+        device.take(batch_size * MIB)
+
+    with pytest.raises(oomprobe.DeviceLostError, match="illegal memory access" if error else "out of memory") as caught:
+        probe(device, step)
+    assert calls[-1] == 16
+    assert caught.value.trials[-1].verdict is Verdict.POISONED
+    assert set(caught.value.snapshot["model"]) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("asked", ["available_bytes", "live_bytes"])
+@pytest.mark.parametrize("value", [None, "12 GiB"])
+def test_a_device_that_says_no_number_gives_no_answer(asked, value):
+    device = LedgerDevice(100 * MIB)
+    setattr(device, asked, lambda: value)
+    with pytest.raises(oomprobe.UnreliableError, match=f"{asked}.. returned {value!r}"):
+        probe(device, linear_step(device))
+
+
+# --- time and signals ---
+
+
+def slow_step(device, seconds):
+    def step(model, batch_size):
+        device.take(batch_size * MIB)
+        time.sleep(seconds(batch_size))
+
+    return step
+
+
+def test_a_time_limit_with_a_size_known_gives_that_size():
+    """Bisecting stops in time for the confirmation."""
+    device = LedgerDevice(1000 * MIB)
+    result = probe(device, slow_step(device, lambda size: 0.0004 * size), time_limit_s=2.5)
+    assert 256 <= result.batch_size < 900
+    assert any("time limit" in note for note in result.notes)
 
 
 def test_a_plan_that_runs_out_of_time_does_not_lose_the_answer():
-    import time
-
     device = LedgerDevice(8 * MIB)
+    options = {"memory_fraction": 1.0, "global_batch": 256, "time_limit_s": 3.0, "steps": 1}
+    assert probe(device, slow_step(device, lambda size: 0.03), **options).batch_size == 8
+
+
+class Average:
+    """Counts elsewhere, so that only its load_state_dict can put the count back."""
+
+    def __init__(self, loading):
+        self.inner, self.loading = types.SimpleNamespace(count=0), loading
+
+    def state_dict(self):
+        return {"count": self.inner.count}
+
+    def load_state_dict(self, state):
+        self.inner.count = state["count"]
+        self.loading()
+
+
+@pytest.mark.parametrize("place", ["between steps", "restoring"])
+def test_an_interruption_carries_the_trials(place):
+    def interrupt(*_):
+        if not sent:
+            sent.append(place)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sent, device = [], LedgerDevice(4 * MIB)
+    average = Average(interrupt if place == "restoring" else lambda: None)
 
     def step(model, batch_size):
-        torch.ones(batch_size)
+        average.inner.count += 1
         device.take(batch_size * MIB)
-        time.sleep(0.03)
 
-    result = probe(device, step, memory_fraction=1.0, global_batch=256, time_limit_s=3.0, steps=1)
-    assert result.batch_size == 8
+    progress = interrupt if place == "between steps" else "off"
+    with pytest.raises(KeyboardInterrupt) as raised:
+        probe(device, step, preserve=[average], progress=progress)
+    assert sent
+    assert average.inner.count == 0
+    [note] = raised.value.__notes__
+    assert note.startswith("oomprobe was interrupted; the trials so far:\n")
+    assert "grow" in note
 
 
-def test_a_half_stepped_scaler_fails_no_later_trial():
-    """The usual order with clipping: between unscale_ and update a scaler refuses another unscale_."""
-    model = nn.Linear(4, 1)
-    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.randn(batch_size, 4)).square().mean()).backward()
-        scaler.unscale_(optimizer)
-        if batch_size > 9:
-            torch.empty(2**50)
-        scaler.step(optimizer)
-        scaler.update()
-
-    assert oomprobe.find_max_batch(model, step, device="cpu:1GiB", progress="off").batch_size == 9
+def test_a_second_thread_may_probe():
+    answers, device = [], LedgerDevice(10 * MIB)
+    thread = threading.Thread(target=lambda: answers.append(probe(device, linear_step(device)).batch_size))
+    thread.start()
+    thread.join()
+    assert answers == [9]
