@@ -207,26 +207,31 @@ def test_a_device_that_says_no_number_gives_no_answer(asked, value):
 # --- time and signals ---
 
 
-def slow_step(device, seconds):
-    def step(model, batch_size):
-        device.take(batch_size * MIB)
-        time.sleep(seconds(batch_size))
-
-    return step
-
-
 def test_a_time_limit_with_a_size_known_gives_that_size():
     """Bisecting stops in time for the confirmation."""
     device = LedgerDevice(1000 * MIB)
-    result = probe(device, slow_step(device, lambda size: 0.0004 * size), time_limit_s=2.5)
+
+    def step(model, batch_size):
+        device.take(batch_size * MIB)
+        time.sleep(0.0004 * batch_size)
+
+    result = probe(device, step, time_limit_s=2.5)
     assert 256 <= result.batch_size < 900
     assert any("time limit" in note for note in result.notes)
 
 
 def test_a_plan_that_runs_out_of_time_does_not_lose_the_answer():
-    device = LedgerDevice(8 * MIB)
-    options = {"memory_fraction": 1.0, "global_batch": 256, "time_limit_s": 3.0, "steps": 1}
-    assert probe(device, slow_step(device, lambda size: 0.03), **options).batch_size == 8
+    device, phases = LedgerDevice(8 * MIB), []
+
+    def step(model, batch_size):
+        device.take(batch_size * MIB)
+        if Phase.CONFIRM in phases:  # the answer is known
+            time.sleep(60)
+
+    options = {"memory_fraction": 1.0, "global_batch": 256, "time_limit_s": 1.0}
+    result = probe(device, step, progress=lambda trial: phases.append(trial.phase), **options)
+    assert result.batch_size == 8
+    assert any("the plan for global_batch was not run to its end" in note for note in result.notes)
 
 
 class Average:
