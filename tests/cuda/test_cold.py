@@ -10,6 +10,7 @@ import oomprobe
 
 from .bed import forked
 from .models import MODELS, classifier, mlp
+from .test_answers import runs
 
 MIB = 2**20
 QUIET = {"progress": "off"}
@@ -97,14 +98,6 @@ WAYS = {
 }
 
 
-def survives(build, answer, steps=10):
-    model, step = build()
-    for _ in range(steps):
-        step(model, answer)
-    torch.cuda.synchronize()
-    return True
-
-
 def first_calls(trials):
     """The place of each trial's first call among all calls; one that failed is not among a trial's steps."""
     calls = [trial.steps + (not trial.passed) for trial in trials]
@@ -137,19 +130,17 @@ def test_every_trial_starts_cold(way):
     assert peak == peak_again
     assert not [n for n in result["notes"] if "leak" in n or "no optimizer" in n or "cold" in n]
     assert max(trial["steps"] for trial in result["trials"]) == 6
-    assert forked(survives, build, result["batch_size"])
+    assert forked(lambda: runs(build, result["batch_size"], steps=10))
 
 
-def bug(model, batch_size):
-    kept = torch.empty(batch_size * MIB, device="cuda", dtype=torch.uint8)
-    if batch_size == 64:
-        raise KeyError("labels", len(kept))
+def raising(error):
+    def step(model, batch_size):
+        kept = torch.empty(batch_size * MIB, device="cuda", dtype=torch.uint8)
+        if batch_size == 64:
+            raise error
+        return kept
 
-
-def interrupted(model, batch_size):
-    kept = torch.empty(batch_size * MIB, device="cuda", dtype=torch.uint8)
-    if batch_size == 64:
-        raise KeyboardInterrupt(len(kept))
+    return step
 
 
 def too_large(model, batch_size):
@@ -160,10 +151,11 @@ def too_large(model, batch_size):
     ("step", "error"),
     [
         (None, None),
-        (bug, oomprobe.StepFailedError),
-        (interrupted, KeyboardInterrupt),
+        (raising(KeyError("labels")), oomprobe.StepFailedError),
+        (raising(KeyboardInterrupt()), KeyboardInterrupt),
         (too_large, oomprobe.NothingFitsError),
     ],
+    ids=["answer", "bug", "Ctrl-C", "nothing fits"],
 )
 def test_nothing_stays_reserved(step, error):
     def probe():

@@ -1,6 +1,7 @@
 """Faults of the device, neighbours on it, and processes that die, on torch's own CUDA code."""
 
 import ctypes
+import itertools
 import os
 import textwrap
 import time
@@ -26,13 +27,13 @@ def fail(what, *, in_calls=1, code=ILLEGAL_ADDRESS):
     ctypes.CDLL("libcudart.so.13").cudastub_fail(what.encode(), ctypes.c_long(in_calls), code)
 
 
-def failing_at(size, fault):
-    """The MLP's step, with a fault in the driver at one size."""
+def acting(act):
+    """The MLP's step, which first acts: `act(call, batch_size)`, calls being counted from 1."""
     model, inner = mlp()
+    calls = itertools.count(1)
 
     def step(model, batch_size):
-        if batch_size == size:
-            fault()
+        act(next(calls), batch_size)
         torch.zeros(1).cuda()
         inner(model, batch_size)
 
@@ -43,7 +44,7 @@ def failing_at(size, fault):
 @pytest.mark.parametrize("code", [ILLEGAL_ADDRESS, ASSERT])
 def test_a_sticky_error_ends_the_probe_with_a_snapshot(what, code):
     def probe():
-        model, step = failing_at(64, lambda: fail(what, code=code))
+        model, step = acting(lambda call, size: size == 64 and fail(what, code=code))
         weight = model[0].weight.detach().cpu().clone()
         try:
             oomprobe.find_max_batch(model, step, **QUIET)
@@ -82,12 +83,10 @@ def test_a_device_lost_while_the_state_is_put_back(in_calls):
 
 def test_a_passing_out_of_memory_is_struck_out():
     def probe():
-        faults = iter([lambda: fail("malloc", in_calls=2, code=OUT_OF_MEMORY)])
-        model, step = failing_at(1, lambda: next(faults, int)())
-        return oomprobe.find_max_batch(model, step, max_batch=64, **QUIET).to_dict()
+        passing = acting(lambda call, size: call == 1 and fail("malloc", in_calls=2, code=OUT_OF_MEMORY))
+        return oomprobe.find_max_batch(*passing, max_batch=64, **QUIET).batch_size
 
-    result = forked(probe)
-    assert result["batch_size"] == 64
+    assert forked(probe) == 64
 
 
 @pytest.mark.parametrize(("size", "trials"), [(4096, 1), (2**21, 2)])
@@ -108,38 +107,37 @@ def test_own_kernels_are_no_neighbour(size, trials):
     assert elapsed_s < 10
 
 
-def held(path, size_bytes):
-    path.write_text(f"{size_bytes}")
+@pytest.fixture
+def neighbour(tmp_path):
+    """Where the bed reads how many bytes somebody else holds."""
+    path = tmp_path / "held"
+    path.write_text("0")
+    return path
+
+
+def waiting(then=lambda: None):
+    """Let a probe wait for neighbours in no time; its waits so far."""
+    slept = []
+    session.WAIT = lambda state: slept.append(then()) or 0
+    return slept
 
 
 @pytest.mark.parametrize("memory_fraction", [0.5, 0.9])
-def test_a_neighbour_that_takes_and_gives_back(tmp_path, memory_fraction):
-    path = tmp_path / "held"
-    held(path, 0)
-
+def test_a_neighbour_that_takes_and_gives_back(neighbour, memory_fraction):
     def probe(moves):
-        model, inner = mlp()
-        calls = 0
-
-        def step(model, batch_size):
-            nonlocal calls
-            calls += 1
+        def move(call, size):
             if moves:
-                held(path, 3 * GIB if calls % 20 in (15, 16) else 0)
-            inner(model, batch_size)
+                neighbour.write_text(f"{3 * GIB if call % 20 in (15, 16) else 0}")
 
-        session.WAIT = lambda state: held(path, 0) or 0.01
-        result = oomprobe.find_max_batch(model, step, memory_fraction=memory_fraction, resolution=0.02, **QUIET)
+        waiting(then=lambda: neighbour.write_text("0"))
+        result = oomprobe.find_max_batch(*acting(move), memory_fraction=memory_fraction, resolution=0.02, **QUIET)
         return result.batch_size, result.contaminated
 
-    alone = forked(probe, False, memory="8GiB", neighbour=path)
-    assert forked(probe, True, memory="8GiB", neighbour=path) == alone == (alone[0], False)
+    alone = forked(probe, False, memory="8GiB", neighbour=neighbour)
+    assert forked(probe, True, memory="8GiB", neighbour=neighbour) == alone == (alone[0], False)
 
 
-def test_a_neighbour_that_leaves_room_is_not_waited_for(tmp_path):
-    path = tmp_path / "held"
-    held(path, 0)
-
+def test_a_neighbour_that_leaves_room_is_not_waited_for(neighbour):
     def probe():
         model, inner = mlp()
 
@@ -148,40 +146,25 @@ def test_a_neighbour_that_leaves_room_is_not_waited_for(tmp_path):
                 inner(model, batch_size)
             except torch.OutOfMemoryError:
                 if torch.cuda.get_per_process_memory_fraction() < 0.6:
-                    held(path, 3 * GIB)
+                    neighbour.write_text(f"{3 * GIB}")
                 raise
 
-        slept = []
-        session.WAIT = lambda state: slept.append(state) or 0
+        slept = waiting()
         result = oomprobe.find_max_batch(model, step, memory_fraction=0.5, resolution=0.02, **QUIET)
         return result.contaminated, len(slept), sum(not trial.passed for trial in result.trials)
 
-    contaminated, waits, failed = forked(probe, memory="8GiB", neighbour=path)
+    contaminated, waits, failed = forked(probe, memory="8GiB", neighbour=neighbour)
     assert (contaminated, waits) == (False, 0)
     assert failed >= 5
 
 
-def test_a_neighbour_that_never_rests_costs_one_wait(tmp_path):
-    path = tmp_path / "held"
-    held(path, 0)
-
+def test_a_neighbour_that_never_rests_costs_one_wait(neighbour):
     def probe():
-        model, inner = mlp()
-        calls = 0
+        slept = waiting()
+        moving = acting(lambda call, size: call > 20 and neighbour.write_text(f"{(1, 3, 5, 2)[call % 4] * GIB}"))
+        return oomprobe.find_max_batch(*moving, resolution=0.02, **QUIET).contaminated, len(slept)
 
-        def step(model, batch_size):
-            nonlocal calls
-            calls += 1
-            if calls > 20:
-                held(path, (1, 3, 5, 2)[calls % 4] * GIB)
-            inner(model, batch_size)
-
-        slept = []
-        session.WAIT = lambda state: slept.append(state) or 0
-        result = oomprobe.find_max_batch(model, step, resolution=0.02, **QUIET)
-        return result.contaminated, len(slept)
-
-    contaminated, waits = forked(probe, memory="8GiB", neighbour=path)
+    contaminated, waits = forked(probe, memory="8GiB", neighbour=neighbour)
     assert contaminated
     assert waits <= 4 * 3  # of five attempts of one trial
 
@@ -260,19 +243,14 @@ def test_isolated_trials_say_what_one_process_says(tmp_path):
     assert not result["contaminated"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "limited_by"),
-    [
-        ("batch_size >= 1000 and fail('launch')", "size_limit"),
-        ("batch_size >= 1000 and os.kill(os.getpid(), signal.SIGKILL)", None),
-    ],
-)
-def test_children_that_die(tmp_path, fault, limited_by):
-    probe = isolated(target(tmp_path, fault), resolution=0.1, max_batch=4096)
-    if limited_by is None:
-        with pytest.raises(oomprobe.StepFailedError, match="died twice at batch size 1024"):
-            forked(probe, limit_s=120)
-        return
+def test_children_that_meet_a_sticky_error_are_replaced(tmp_path):
+    probe = isolated(target(tmp_path, "batch_size >= 1000 and fail('launch')"), resolution=0.1, max_batch=4096)
     result, _ = forked(probe, limit_s=240)
-    assert result["limited_by"] == limited_by
+    assert result["limited_by"] == "size_limit"
     assert 900 <= result["batch_size"] < 1000
+
+
+def test_children_that_are_killed_give_no_answer(tmp_path):
+    fault = "batch_size >= 1000 and os.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(oomprobe.StepFailedError, match="died twice at batch size 1024"):
+        forked(isolated(target(tmp_path, fault), resolution=0.1, max_batch=4096), limit_s=120)
