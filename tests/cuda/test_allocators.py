@@ -6,32 +6,10 @@ import torch
 import oomprobe
 
 from .bed import forked, run_on_bed
-from .models import MODELS, mlp
-from .test_answers import cold_frontier, runs
+from .models import mlp
 
 MIB, GIB = 2**20, 2**30
 QUIET = {"progress": "off"}
-EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-
-
-def test_expandable_segments():
-    def probe():
-        model, step = MODELS["gpt"]()
-        before = torch.cuda.memory_reserved()
-        result = oomprobe.find_max_batch(model, step, **QUIET)
-        left_bytes = torch.cuda.memory_reserved() - before
-        for _ in range(10):
-            step(model, result.batch_size)
-        return result.batch_size, result.budget_bytes, left_bytes
-
-    answer, cap_bytes, left_bytes = forked(probe, **EXPANDABLE)
-
-    assert left_bytes <= 0
-    assert forked(lambda: runs(MODELS["gpt"], answer, steps=50), **EXPANDABLE)
-    frontier = cold_frontier(
-        lambda size: forked(lambda: runs(MODELS["gpt"], size, steps=10, cap_bytes=cap_bytes), **EXPANDABLE), answer
-    )
-    assert answer >= 0.99 * frontier
 
 
 ASYNC = """
