@@ -106,24 +106,6 @@ def test_min_batch_max_batch_multiple_of_and_resolution():
     assert any("not exact" in note for note in coarse.notes)
 
 
-@pytest.mark.parametrize(
-    ("error", "limited_by"),
-    [
-        (RuntimeError("CUDA error: invalid configuration argument"), "size_limit"),
-        (MemoryError(), "host_memory"),
-        (torch.OutOfMemoryError("CUDA out of memory."), "memory"),
-    ],
-    ids=["size_limit", "host_memory", "memory"],
-)
-def test_the_result_names_what_limits(error, limited_by):
-    def step(model, batch_size):
-        if batch_size > 20:
-            raise error
-
-    result = probe(LedgerDevice(), step)
-    assert (result.batch_size, result.limited_by) == (20, limited_by)
-
-
 def test_global_batch_runs_the_planned_split():
     """Gradients that stay resident between micro-batches make the planned size smaller."""
     model = nn.Linear(4, 4)

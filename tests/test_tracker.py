@@ -6,26 +6,6 @@ from oomprobe.state.resident import state_tensors
 from oomprobe.state.tracker import Tracker
 
 
-def test_modes_come_back_and_gradients_and_state_go():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
-    model[1].eval()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(model, n):
-        optimizer.step()
-
-    tracker = Tracker(model, [step])
-    assert tracker.optimizers == [optimizer]
-    model.eval()
-    tracker.restore_modes()
-    assert (model.training, model[1].training) == (True, False)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    tracker.start_cold()
-    assert model[0].weight.grad is None
-    assert not optimizer.state
-
-
 @pytest.mark.parametrize(
     ("state", "count"), [(None, 0), ({"w": torch.ones(2)}, 1), ({"w": 3, "v": [torch.ones(2)]}, 0), ([], 0)]
 )
@@ -68,28 +48,3 @@ def test_a_cold_start_drops_only_what_came_since():
         assert sorted(known.state[model.weight]) == ["exp_avg", "exp_avg_sq", "step"]
         assert not late.state
         assert not hasattr(model, "table")
-
-
-def test_a_scheduler_does_not_run_off_its_end():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=4)
-
-    def step(model, n):
-        optimizer.step()
-        scheduler.step()
-
-    tracker = Tracker(model, [step])
-    for _ in range(5):
-        for _ in range(3):
-            step(model, 1)
-        tracker.start_cold()
-    assert scheduler.last_epoch == 0
-
-
-def test_a_scaler_forgets_a_step_that_failed_half_way():
-    scaler = torch.amp.GradScaler("cpu")
-    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: scaler])
-    scaler._per_optimizer_states[7] = "half-way"
-    tracker.start_cold()
-    assert not scaler._per_optimizer_states

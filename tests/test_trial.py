@@ -148,15 +148,6 @@ def test_memory_that_only_the_second_step_needs_counts():
     assert result.batch_size == 60
 
 
-def test_several_steps_name_the_limiting_one():
-    device = LedgerDevice(64 * MIB)
-    steps = {"train": lambda m, b: device.take(b * MIB), "eval": lambda m, b: device.take(2 * b * MIB)}
-    result = probe(nn.Linear(1, 1), steps, device=device, memory_fraction=1.0)
-    assert (result.batch_size, result.limiting_step) == (32, "eval")
-    assert not any("evaluation" in line for line in result.not_covered)
-    assert "eval" in str(result)
-
-
 # --- leak freedom ---
 
 
@@ -178,17 +169,6 @@ def test_cycles_of_a_failed_trial_are_collected():
         gc.enable()
     assert any(alive)
     assert not any(map(any, alive))
-
-
-def test_a_leak_is_an_error_with_its_bytes():
-    device = LedgerDevice(1000 * MIB)
-
-    def step(model, batch_size):
-        device.leak(batch_size * MIB)
-
-    with pytest.raises(oomprobe.UnreliableError, match=r"MiB did not come back after batch \d+") as caught:
-        probe(nn.Linear(1, 1), step, device=device)
-    assert caught.value.trials[-1].leaked_bytes > 50 * MIB
 
 
 def with_a_rare_expert(device, expert_bytes, *, used_from):

@@ -62,20 +62,6 @@ def test_no_trial_of_this_process_reaches_the_drivers_edge(memory_fraction, ceil
     assert max(caps) == int(ceiling)
 
 
-@pytest.mark.parametrize("fraction", [0.4, 1.0])
-def test_the_users_own_fraction_comes_back(fraction):
-    def probe():
-        torch.cuda.set_per_process_memory_fraction(fraction)
-        before = torch.cuda.get_per_process_memory_fraction()
-        model, step = mlp()
-        result = oomprobe.find_max_batch(model, step, resolution=0.1, **QUIET)
-        return before, torch.cuda.get_per_process_memory_fraction(), result.available_bytes
-
-    before, after, available_bytes = forked(probe)
-    assert after == before
-    assert available_bytes == pytest.approx(fraction * GIB, abs=2 * MIB)
-
-
 def test_the_second_of_two_devices():
     def probe():
         with torch.cuda.device(1):

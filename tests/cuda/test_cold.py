@@ -192,7 +192,7 @@ def test_workspaces_stay_under_a_captured_graph():
     assert any(note.startswith("not fully cold") for note in notes)
 
 
-def test_a_collector_that_looks_at_little_is_given_back():
+def test_the_garbage_collector_is_unfrozen():
     def probe():
         gc.unfreeze()  # what the tests have frozen
         model, step = mlp()
