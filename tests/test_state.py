@@ -190,25 +190,16 @@ def shared_and_expanded_buffers():
     return model, base.zero_, lambda: [(b.data_ptr(), b.stride(), bits(b)) for b in model.buffers()]
 
 
-def added_and_removed_parameters():
-    model = linear()
+def other_parameters_and_children():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     def change():
-        if "bias" in model._parameters:
-            model.register_parameter("extra", nn.Parameter(torch.ones(1)))
-            del model.bias
-
-    return model, change, lambda: [(name, id(p)) for name, p in model.named_parameters()]
-
-
-def another_child():
-    model = nn.Sequential(nn.Linear(2, 2))
-
-    def change():
-        model[0] = nn.Linear(2, 2)
         model.append(nn.Linear(1, 1))
+        model[1] = nn.Linear(2, 2)
+        model[0].register_parameter("extra", nn.Parameter(torch.ones(1)))
+        model[0].bias = None
 
-    return model, change, lambda: [id(child) for child in model]
+    return model, change, lambda: [(name, id(one)) for name, one in (*model.named_parameters(), *model.named_modules())]
 
 
 def gradients():
@@ -375,8 +366,7 @@ PLACES = [
     swapped_data,
     a_frozen_parameter,
     shared_and_expanded_buffers,
-    added_and_removed_parameters,
-    another_child,
+    other_parameters_and_children,
     gradients,
     gradients_that_share_memory,
     sparse_gradients,
