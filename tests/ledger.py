@@ -20,7 +20,7 @@ class LedgerDevice:
 
     def __init__(self, total_bytes=1000 * MIB, *, measures_reserved=True):
         self.total_bytes = total_bytes
-        self.live = self.peak = self.retries = 0
+        self.live = self.peak = 0
         self.limit = total_bytes
         self.measures_reserved = measures_reserved
         self.is_healthy = True
@@ -50,7 +50,6 @@ class LedgerDevice:
         return Usage(
             peak_allocated_bytes=self.peak,
             peak_reserved_bytes=reserved,
-            alloc_retries=self.retries,
             under_pressure=self.pressure,
         )
 

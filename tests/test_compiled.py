@@ -134,7 +134,7 @@ def test_training_compiles_as_if_there_had_been_no_probe(way, sizes):
         assert recorder.take() != never_probed
 
 
-def test_a_size_asked_for_again_at_once_is_not_compiled_again():
+def test_a_size_repeated_at_once_is_not_compiled_again():
     recorder = Recorder()
     probed(*compiled_model(backend=recorder), [8, 8, 8])
     assert len(recorder.seen) == 1
@@ -169,7 +169,7 @@ def test_a_size_that_is_not_compiled_leaves_no_trace(error):
 # --- what it says ---
 
 
-def test_nothing_compiled_nothing_said_and_nothing_reset(monkeypatch):
+def test_a_step_that_is_not_compiled_resets_nothing(monkeypatch):
     model, step = compiled_model(backend="eager")
     step(model, 8)
     monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("what the user compiled is forgotten for nothing"))
@@ -177,7 +177,7 @@ def test_nothing_compiled_nothing_said_and_nothing_reset(monkeypatch):
     assert (torch_compile.graphs, torch_compile.notes) == (0, ())
 
 
-def test_what_was_compiled_is_told():
+def test_graphs_of_this_probe_are_reported():
     torch_compile = Compiled()
     torch_compile._graphs_before = 0
     model, step = compiled_model(backend="eager")
@@ -194,7 +194,7 @@ def test_what_was_compiled_is_told():
     assert probed(*compiled_model(backend="eager"), [2]).graphs == 1  # those of this probe alone
 
 
-def test_what_was_compiled_before_is_told():
+def test_graphs_from_before_the_probe_are_reported():
     model, step = compiled_model(backend="eager")
     step(model, 8)
     torch_compile = probed(model, step, [16])
@@ -203,7 +203,7 @@ def test_what_was_compiled_before_is_told():
     assert torch_compile.notes[1].endswith("batch 16 may have been compiled for changing shapes because of them")
 
 
-def test_a_reset_that_fails_is_told_and_stops_nothing(monkeypatch):
+def test_a_failed_reset_is_reported_and_stops_nothing(monkeypatch):
     def fail():
         raise AssertionError("Cannot clear callbacks while 1 are pending")
 

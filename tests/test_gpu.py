@@ -264,17 +264,12 @@ def leaking(size_bytes):
     return model, leak
 
 
-def test_a_small_leak_is_reported(card):
-    model, step = leaking(2 * MIB)
-    result = find_max_batch(model, step, max_batch=4, progress="off")
+def test_a_small_leak_is_reported_and_a_large_one_an_error(card):
+    result = find_max_batch(*leaking(2 * MIB), max_batch=4, progress="off")
     assert any(note.startswith("leak:") for note in result.notes)
     assert any(trial.leaked_bytes >= 2 * MIB for trial in result.trials)
-
-
-def test_a_large_leak_ends_the_probe(card):
-    model, step = leaking(64 * MIB)
     with pytest.raises(UnreliableError, match="did not come back"):
-        find_max_batch(model, step, progress="off")
+        find_max_batch(*leaking(64 * MIB), progress="off")
 
 
 NEIGHBOUR = """

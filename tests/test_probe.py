@@ -82,7 +82,7 @@ def test_a_transient_failure_is_struck_out_and_noted():
     assert any("transient failure" in note for note in result.notes)
 
 
-def test_a_size_that_fails_only_in_confirmation_is_left():
+def test_a_size_that_fails_confirmation_is_abandoned():
     device, calls = LedgerDevice(100 * MIB), {}
 
     def step(model, batch_size):
@@ -179,7 +179,7 @@ def test_a_poisoned_process_gives_no_further_verdict(error):
 
 @pytest.mark.parametrize("asked", ["available_bytes", "live_bytes"])
 @pytest.mark.parametrize("value", [None, "12 GiB"])
-def test_a_device_that_says_no_number_gives_no_answer(asked, value):
+def test_a_device_must_report_its_memory_as_a_number(asked, value):
     device = LedgerDevice(100 * MIB)
     setattr(device, asked, lambda: value)
     with pytest.raises(oomprobe.UnreliableError, match=f"{asked}.. returned {value!r}"):

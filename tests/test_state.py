@@ -383,7 +383,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-def test_what_a_step_changes_comes_back(place):
+def test_everything_a_step_changes_comes_back(place):
     model, change, look = place()
     before, changed = look(), []
 
@@ -446,7 +446,7 @@ def test_python_flags_of_ddp_stay_with_its_cpp_objects():
     assert model.rebuilt
 
 
-def test_what_a_step_replaces_is_not_kept_alive():
+def test_tensors_that_a_step_replaces_are_not_kept_alive():
     model = linear(table=torch.ones(3), helper=Plain())
     model(torch.ones(1, 2)).sum().backward()
     died = [weakref.ref(one) for one in (model.table, model.weight.grad, model.weight.grad.untyped_storage())]
@@ -542,7 +542,7 @@ def test_optimizers_first_seen_mid_training_are_restored():
     assert "Adam was first seen when it stepped, so what the gradients of 2 of its" in " ".join(result.notes)
 
 
-def test_what_each_call_makes_anew_is_not_kept_alive():
+def test_objects_made_on_each_call_are_not_kept_alive():
     made, alive = [], []
 
     def step(model, batch_size):
@@ -747,7 +747,7 @@ def test_equal_state_is_told_from_changed_state(kind):
     assert not same(one(), other())
 
 
-def test_what_cannot_be_compared_is_not_called_different():
+def test_incomparable_state_is_not_called_different():
     inside, again = [], []
     inside.append(inside)
     again.append(again)

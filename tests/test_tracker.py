@@ -9,7 +9,7 @@ from oomprobe.state.tracker import Tracker
 @pytest.mark.parametrize(
     ("state", "count"), [(None, 0), ({"w": torch.ones(2)}, 1), ({"w": 3, "v": [torch.ones(2)]}, 0), ([], 0)]
 )
-def test_optimizers_may_keep_unusual_state(state, count):
+def test_unusual_optimizer_state_is_read(state, count):
     optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1.0)
     optimizer.state = state
     assert len(list(state_tensors(optimizer))) == count

@@ -126,7 +126,7 @@ def test_trials_run_until_every_optimizer_has_stepped(build, calls):
     assert result.state_verified
 
 
-def test_no_optimizer_is_noted_after_32_calls():
+def test_a_missing_optimizer_is_noted_after_32_calls():
     result = probe(nn.Linear(4, 4), lambda model, n: model(torch.randn(n, 4)), max_batch=2)
     assert [t.steps for t in result.trials] == [32 + 2, 2, 5], "later trials know it"
     assert any("no optimizer stepped in 32 calls" in note for note in result.notes)
@@ -201,7 +201,7 @@ def test_parameters_first_used_later_are_no_leak():
     assert not any(note.startswith("leak") for note in result.notes)
 
 
-def test_what_stays_beside_such_state_is_one():
+def test_a_leak_beside_new_optimizer_state_is_an_error():
     device = LedgerDevice(1000 * MIB)
     model, inner = with_a_rare_expert(device, 30 * MIB, used_from=4)
 
@@ -340,7 +340,7 @@ def test_a_step_in_the_same_memory_at_every_size(step, smaller):
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_work_that_shows_in_what_is_handed_out(counts):
+def test_work_shows_in_the_bytes_handed_out(counts):
     """A small batch beside a large optimizer: the peak is flat, and only what each step is handed out tells sizes apart."""
     device = LedgerDevice()
     served = [0]
@@ -449,7 +449,7 @@ class Lenient(LedgerDevice):
 
 
 @pytest.mark.parametrize("trial_time_limit_s", [None, 0.2])
-def test_what_ran_with_more_than_its_cap_did_not_pass_under_it(trial_time_limit_s):
+def test_a_peak_over_the_cap_is_not_a_pass(trial_time_limit_s):
     device = Lenient()
     model, optimizer = linear()
 
@@ -474,7 +474,7 @@ def test_what_ran_with_more_than_its_cap_did_not_pass_under_it(trial_time_limit_
     assert any("its peak was over the cap" in (t.error or "") for t in result.trials)
 
 
-def test_weights_that_trials_have_worn_out_are_put_back():
+def test_weights_worn_out_by_trials_are_put_back():
     """Each step makes them a hundred times as large, until a loss scaler sees infinities only and skips every step."""
     device, calls = LedgerDevice(), []
     weight = nn.Parameter(torch.ones(4))
