@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomprobe.state.resident import state_of
+from oomprobe.state.tracker import state_of
 
 
 class OptimizerWatch:

@@ -35,7 +35,7 @@ from oomprobe.result import Phase, Trial
 from oomprobe.search import STRIDE, Found, Reply
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.simulation.rehearsal import ContradictedError
-from oomprobe.state import Snapshot, resident_tensors, state_tensors
+from oomprobe.state import Snapshot, state_tensors
 from oomprobe.trial import LocalRunner, Measured, Outcome, Request, Runner
 from oomprobe.units import format_bytes
 from oomprobe.verdicts import Verdict
@@ -504,7 +504,7 @@ def open_here(
     with told_of_trials(recorded), Interrupts() as interrupts, garbage_frozen():
         snapshot = Snapshot(model, functions, preserve, device.torch_device.type)
         if replay is not None:
-            replay.place(resident_tensors([model, *functions, *preserve]))
+            replay.place(snapshot.tracker.resident_tensors())
 
         def keep_new_optimizer(optimizer: torch.optim.Optimizer) -> None:
             # What a step makes and ends with its call needs no copy, which would be made in the midst of the call.

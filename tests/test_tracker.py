@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from oomprobe.state.resident import state_tensors
+from oomprobe.state import state_tensors
 from oomprobe.state.tracker import Tracker
 
 

@@ -18,7 +18,7 @@ from oomprobe.report.progress import Progress, reporter
 from oomprobe.result import Trial
 from oomprobe.session import Session, garbage_frozen, told_of_trials
 from oomprobe.signals import Clock, Interrupts
-from oomprobe.state import Tracker, resident_tensors
+from oomprobe.state import Tracker
 
 LIVE_CHILDREN = (
     "host memory is probed in children forked from this process, and it has live child processes ({names}), such as the "
@@ -61,10 +61,10 @@ def open_forked(
     if living := multiprocessing.active_children():
         raise InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
     preload_dynamo()
-    functions = [step.run for step in steps.values()]
-    resident = resident_tensors([model, *functions, *preserve])
+    tracker = Tracker(model, [step.run for step in steps.values()], preserve)
+    resident = tracker.resident_tensors()
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
-    source = Forks(model, steps, Tracker(model, functions, preserve), device, options)
+    source = Forks(model, steps, tracker, device, options)
     try:
         with garbage_frozen(), _opened(source, options, progress, "" if was_chosen else ON_HOST_MEMORY) as session:
             if not was_chosen and torch.accelerator.is_available():

@@ -1,7 +1,6 @@
 """State: found, kept, put back and compared."""
 
-from oomprobe.state.resident import resident_tensors, state_tensors
 from oomprobe.state.snapshot import Snapshot, preserved
-from oomprobe.state.tracker import Tracker
+from oomprobe.state.tracker import Tracker, state_tensors
 
-__all__ = ["Snapshot", "Tracker", "preserved", "resident_tensors", "state_tensors"]
+__all__ = ["Snapshot", "Tracker", "preserved", "state_tensors"]

@@ -24,11 +24,7 @@ _MODULE_NAMES = frozenset(vars(torch.nn.Module()))  # its registers and hooks
 def reachable(roots: Iterable[object]) -> list[object]:
     """Walk from steps and objects to everything that holds training state.
 
-    Args:
-        roots: Steps (functions, bound methods, partials, callable objects), models, optimizers.
-
-    Returns:
-        Objects with ``state_dict`` and leaf tensors that require gradients, each once, nearest first.
+    That is objects with ``state_dict`` and leaf tensors that require gradients: each once, nearest first.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)

@@ -29,17 +29,7 @@ _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # registers, hooks, the m
 
 
 class Snapshot:
-    """Keeps the model, every object with state that the steps reach, and the surroundings.
-
-    Args:
-        model: The module that is probed.
-        steps: The steps that will run.
-        preserve: Further objects with ``state_dict()`` and ``load_state_dict()``, or tensors, or one, or None.
-        device_type: Kind of device the steps run on.
-
-    Raises:
-        InvalidArgumentError: an object in `preserve` has no state to keep.
-        UnreliableError: the copy does not fit in host memory.
+    """Keeps the model, every object with state that the steps reach or that is in `preserve`, and the surroundings.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -93,11 +83,7 @@ class Snapshot:
         self._tensors = {key: one for key, one in self._tensors.items() if not one.is_gone}
 
     def restore(self, *, device_lost: bool = False) -> None:
-        """Restore everything in place. With a lost device, only what lives on the host.
-
-        Raises:
-            UnreliableError: something could not be restored; everything else was.
-        """
+        """Restore everything in place, or raise UnreliableError. With a lost device, only what lives on the host."""
         failed: list[str] = []
         for name, restore in self._restorations(device_lost=device_lost):
             try:
@@ -115,7 +101,7 @@ class Snapshot:
     def _restorations(self, *, device_lost: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         """Bytes first, then what looks at them; of all that is to come back, gradients want the most room."""
         if not device_lost:
-            yield "gradients", self._drop_replaced_gradients
+            yield from ((one.name, one.drop_replaced_gradient) for one in self._tensors.values())
         for storage in list(self._copies.storages):
             if not device_lost or storage.device.type == "cpu":
                 yield f"a tensor on {storage.device}", storage.write
@@ -124,10 +110,6 @@ class Snapshot:
         yield "modes", self.tracker.restore_modes
         for one in (*self._kept, *self._tensors.values()):
             yield one.name, one.restore
-
-    def _drop_replaced_gradients(self) -> None:
-        for one in self._tensors.values():
-            one.drop_replaced_gradient()
 
     def differences(self) -> list[str]:
         """What is not, bit for bit, as it was kept; empty when everything is."""
@@ -204,12 +186,8 @@ class Snapshot:
 class TensorAndGradient:
     """A parameter, or another tensor, with its gradient.
 
-    A late optimizer's gradients are the step's own already: what there was before it is not known.
-
-    Args:
-        tensor: Which.
-        copies: Where copies of tensors go.
-        late: The kind of the optimizer that it became known by, where a trial had begun; it may die with that.
+    One that became known when an optimizer stepped in a trial, of the kind `late`, may die with that optimizer. Its
+    gradient is the step's own already: what there was before is not known.
     """
 
     def __init__(self, tensor: torch.Tensor, copies: HostCopies, *, late: str) -> None:
@@ -253,12 +231,7 @@ class TensorAndGradient:
 
 
 class StateDict:
-    """What an object tells of its state.
-
-    Args:
-        tell: Its ``state_dict``.
-        copies: Where copies of tensors go; what the object shows of its own memory is copied once.
-    """
+    """What an object's ``state_dict`` tells; what it shows of its own memory is copied once."""
 
     def __init__(self, tell: Callable[[], Any], copies: HostCopies) -> None:
         self._tell, told = tell, tell()
@@ -308,9 +281,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def preserved(preserve: object) -> list[object]:
     """The objects in `preserve`; a single one is taken as a list of one, None as an empty list.
-
-    Raises:
-        InvalidArgumentError: something in it is no tensor and has no state to keep.
 
     Example:
         >>> preserved(None), [type(o).__name__ for o in preserved(torch.nn.Sequential())]

@@ -97,14 +97,12 @@ def generators(device_type: str) -> dict[str, Flag]:
     module = torch.get_device_module(device_type)
     count = 1 if device_type == "mps" else module.device_count()
     for index in range(count):
-        args = () if device_type == "mps" else (index,)
-        put = partial(_set_rng_state, module, args)
-        found[f"torch ({device_type}:{index})"] = (partial(module.get_rng_state, *args), put)
+        which = {} if device_type == "mps" else {"device": index}
+        found[f"torch ({device_type}:{index})"] = (
+            partial(module.get_rng_state, **which),
+            partial(module.set_rng_state, **which),
+        )
     return found
-
-
-def _set_rng_state(module: Any, args: tuple[int, ...], state: torch.Tensor) -> None:
-    module.set_rng_state(state, *args)
 
 
 class Surroundings:

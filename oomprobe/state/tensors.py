@@ -227,11 +227,7 @@ class HostCopies:
         return known
 
     def take(self) -> None:
-        """Copy what was remembered since the last time.
-
-        Raises:
-            UnreliableError: the copy does not fit in host memory.
-        """
+        """Copy what was remembered since the last time; raise where that does not fit in host memory."""
         needed_bytes = sum(copy.nbytes for copy, _ in self._to_take)
         free_bytes = linux.free_bytes()
         if free_bytes is not None and needed_bytes > HOST_SHARE * free_bytes:

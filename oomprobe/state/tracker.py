@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe.state.reach import reachable
-from oomprobe.state.resident import state_of
 
 _SCHEDULER = torch.optim.lr_scheduler.LRScheduler
 _COUNTS = (bool, int, float, str, type(None), list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Met:
-    """An optimizer at first sight: the names of what it kept for each parameter then, by the parameter's id."""
-
-    find: Callable[[], torch.optim.Optimizer | None]
-    names: dict[int, set[Any]]
 
 
 class Tracker:
     """The modules, optimizers, loss scales and schedules that steps reach, and how they were at first sight.
 
     Every trial starts cold: what came since first sight goes. What existed then keeps existing, with whatever values it
-    has now, for values need no memory.
-
-    Args:
-        model: The module that is probed.
-        steps: The steps that will run.
-        preserve: Further objects with state, or tensors.
+    has now, for values need no memory. `preserve` holds further objects with state, or tensors.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -61,31 +45,31 @@ class Tracker:
         self._leaves = [one for one in self.found if isinstance(one, torch.Tensor) and one.is_leaf]
         self._schedulers = [(one, _counts(one)) for one in self.found if isinstance(one, _SCHEDULER)]
         self._scalers: list[tuple[Any, Any]] = [(one, _scale_of(one)) for one in self.found if _is_scaler(one)]
-        self._met: dict[int, _Met] = {}
+        # Each optimizer that is alive, with the names of what it kept for each parameter at first sight, by the parameter's id.
+        self._met: MutableMapping[torch.optim.Optimizer, dict[int, set[Any]]] = WeakIdKeyDictionary()
         for one in self.found:
             if isinstance(one, torch.optim.Optimizer):
-                self._meet(one, partial(_itself, one))
+                self.add(one)
         self._with_gradient = {id(parameter) for parameter in self.parameters() if parameter.grad is not None}
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that are alive: first those known from the start, in the same order in each process that builds the same."""
-        return [one for met in self._met.values() if (one := met.find()) is not None]
+        return list(self._met)
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer was met."""
-        met = self._met.get(id(optimizer))  # some have no hash
-        return met is not None and met.find() is optimizer
+        """Whether it was found, or added, and is alive."""
+        return optimizer in self._met
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Meet an optimizer that shows itself by stepping, just before it does; it lives no longer for it."""
-        if not self.knows(optimizer):
-            self._met = {key: met for key, met in self._met.items() if met.find() is not None}
-            self._meet(optimizer, weakref.ref(optimizer))
+        """Note an optimizer that shows itself by stepping, just before it does; it may end with its step."""
+        if optimizer not in self._met:
+            state = state_of(optimizer).items()
+            self._met[optimizer] = {id(p): set(kept) if isinstance(kept, dict) else set() for p, kept in state}
 
-    def _meet(self, optimizer: torch.optim.Optimizer, find: Callable[[], torch.optim.Optimizer | None]) -> None:
-        names = {id(p): set(state) if isinstance(state, dict) else set() for p, state in state_of(optimizer).items()}
-        self._met[id(optimizer)] = _Met(find, names)
+    def resident_tensors(self) -> list[torch.Tensor]:
+        """What stays on a device between steps: parameters, buffers, gradients and optimizer state, each once."""
+        return list({id(tensor): tensor for value in self.found for tensor in _tensors_of(value)}.values())
 
     def restore_modes(self) -> None:
         """Put every module's train or eval mode back, as training does between its phases."""
@@ -97,12 +81,10 @@ class Tracker:
         for parameter in self.parameters():
             if id(parameter) not in self._with_gradient:
                 parameter.grad = None
-        for met in self._met.values():
-            optimizer = met.find()
-            if optimizer is not None:
-                _put_state_back(state_of(optimizer), met.names)
-        for module, names in self._buffers:
-            for name in module._buffers.keys() - names:
+        for optimizer, names in self._met.items():
+            _put_state_back(state_of(optimizer), names)
+        for module, buffers in self._buffers:
+            for name in module._buffers.keys() - buffers:
                 delattr(module, name)
         # A scheduler does not run off its end; a loss scale starts over, and forgets a step that failed half-way.
         for scheduler, counts in self._schedulers:
@@ -130,6 +112,30 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def state_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """What an optimizer keeps, by parameter; some keep theirs in another way."""
+    state = getattr(optimizer, "state", None)
+    return state if isinstance(state, dict) else {}
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """What an optimizer keeps for its parameters; counts of steps, single numbers, stay on the host."""
+    for state in state_of(optimizer).values():
+        kept = state.values() if isinstance(state, dict) else [state]  # some keep one tensor, or what is no tensor
+        yield from (tensor for tensor in kept if isinstance(tensor, torch.Tensor) and tensor.dim() > 0)
+
+
+def _tensors_of(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+        yield from (p.grad for p in value.parameters() if p.grad is not None)
+    elif isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from state_tensors(value)
+
+
 def _counts(scheduler: object) -> dict[str, Any]:
     """What a scheduler counts with: numbers, and lists of them."""
     return {name: copy.copy(value) for name, value in vars(scheduler).items() if isinstance(value, _COUNTS)}
@@ -151,7 +157,3 @@ def _put_state_back(state: dict[Any, Any], before: dict[int, set[Any]]) -> None:
         elif isinstance(state[parameter], dict):
             for name in state[parameter].keys() - before[id(parameter)]:
                 del state[parameter][name]
-
-
-def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer

@@ -9,13 +9,13 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from oomprobe.state.compare import same
-from oomprobe.state.tensors import HostCopies
+from oomprobe.state.tensors import AnyCopy, HostCopies
 
 MAX_DEPTH = 10  # of containers in containers; deeper ones are linked lists, not training state
 MAX_ENTRIES = 10_000  # of a container that is looked through; a longer one is data
@@ -23,15 +23,6 @@ MAX_ENTRIES = 10_000  # of a container that is looked through; a longer one is d
 _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (int, float, complex, str, bytes, type(None), type, np.generic, enum.Enum, *_TORCHS)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-
-
-class Kept(Protocol):
-    """Something remembered."""
-
-    def restore(self, now: Any) -> Any:
-        """What was there before, given what is there now."""
-
-    def differs(self, now: Any) -> bool: ...
 
 
 def is_plain(value: Any, depth: int = MAX_DEPTH) -> bool:
@@ -53,11 +44,7 @@ def is_plain(value: Any, depth: int = MAX_DEPTH) -> bool:
 def keep_value(value: Any, copies: HostCopies, *, hold: bool, depth: int = MAX_DEPTH) -> Kept:
     """Remember a value: tensors by a copy, containers by what is in them, anything else as itself.
 
-    Args:
-        value: What to remember.
-        copies: Where copies of tensors go.
-        hold: Whether containers and objects are kept alive, so that the same ones come back. Tensors are not.
-        depth: How many containers in containers are looked into.
+    With `hold`, containers and objects are kept alive, so that the same ones come back. Tensors are not.
     """
     if isinstance(value, torch.Tensor) and value.device.type != "meta":
         return copies.keep(value)
@@ -139,6 +126,11 @@ class Container:
         return any(part.differs(one) for part, one in zip(self._parts.values(), there.values(), strict=True))
 
 
+Kept = (
+    Reference | Contents | Container | AnyCopy
+)  # each has ``restore(now)``, what was there before, and ``differs(now)``
+
+
 def entries(value: Any) -> dict[Any, Any]:
     """What a dict, list or tuple holds, by key or index."""
     return dict(value.items() if isinstance(value, dict) else enumerate(value))
@@ -154,11 +146,7 @@ def _same_keys(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
 class Attributes:
     """Attributes of one object as they were; those that came later go.
 
-    Args:
-        owner: Whose they are.
-        copies: Where copies of tensors go.
-        hold: Whether the owner, and what its attributes refer to, are kept alive.
-        others: Names that are neither kept nor taken away.
+    With `hold`, the owner and what its attributes refer to are kept alive. `others` are neither kept nor taken away.
     """
 
     def __init__(self, owner: Any, copies: HostCopies, *, hold: bool, others: Iterable[str] = ()) -> None:
