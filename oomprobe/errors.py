@@ -94,17 +94,11 @@ SIGNALS = (KeyboardInterrupt, SystemExit, TimeUp)  # of this process, whatever w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What the user of an adapter types, who has written no ``step_fn``.
+    """What the user of an adapter types, who has written no ``step_fn``."""
 
-    Attributes:
-        alone: How to run the same without a probe; ``{batch_size}`` stands for the size.
-        limit: The argument that keeps a search below a size.
-        more: A further sentence, of what a trial lacks.
-    """
-
-    alone: str
-    limit: str = "max_batch"
-    more: str = ""
+    alone: str  # how to run the same without a probe; "{batch_size}" stands for the size
+    limit: str = "max_batch"  # the argument that keeps a search below a size
+    more: str = ""  # a further sentence, of what a trial lacks
 
 
 def step_failed(

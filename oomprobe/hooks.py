@@ -14,16 +14,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomprobe.state.tracker import state_of
+from oomprobe.report.words import count
+from oomprobe.state.tracker import parameters_of, state_of
 
 
 class OptimizerWatch:
     """Sees every `torch.optim.Optimizer` that steps, even where a GradScaler or an accumulation skips some steps.
 
-    Args:
-        before_step: Called with each optimizer just before it steps.
-        model: What is trained: on a GPU, autograd calls its hooks in a thread of its own, and an optimizer that steps in
-            such a thread counts only if it trains this model.
+    `before_step` is called with each just before it steps. On a GPU, autograd calls its hooks in a thread of its own: an
+    optimizer that steps in another thread counts only if it trains `model`.
     """
 
     def __init__(
@@ -46,15 +45,13 @@ class OptimizerWatch:
 
     def _here(self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
         """The hooks are of the whole process: what trains another model in another thread is no part of this probe."""
-        if threading.get_ident() == self._thread or self._trains_the_model(optimizer):
+        if threading.get_ident() == self._thread or any(id(one) in self._trained for one in parameters_of(optimizer)):
             act(optimizer)
-
-    def _trains_the_model(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(parameter) in self._trained for group in optimizer.param_groups for parameter in group["params"])
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._before_step(optimizer)
-        self._begun[optimizer] = {id(one) for one, state in state_of(optimizer).items() if not _is_empty(state)}
+        # A look at ``optimizer.state[parameter]`` leaves an empty dict before there is any.
+        self._begun[optimizer] = {id(one) for one, state in state_of(optimizer).items() if state != {}}
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._begun.pop(optimizer, None)
@@ -75,11 +72,6 @@ class OptimizerWatch:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _is_empty(state: object) -> bool:
-    """Whether it is what a look at ``optimizer.state[parameter]`` leaves, before there is any."""
-    return isinstance(state, dict) and not state
 
 
 @contextmanager
@@ -135,9 +127,7 @@ class Compiled:
     def start_size(self, size: int, *, anew: bool = False) -> bool:
         """Before the steps of a trial: compile this size as if it were the only one; whether compiled code was dropped.
 
-        Args:
-            size: The batch size.
-            anew: Whether to forget also what was compiled for this very size.
+        `anew` drops also what was compiled for this very size.
         """
         forgets = (anew or size != self._size) and self._forget()
         self._size = size
@@ -158,19 +148,16 @@ class Compiled:
         """What the report says of a compiled step; nothing where none was compiled."""
         if not self.graphs:
             return ()
-        sizes = len(self._sizes)
         notes = [
-            f"the step is compiled by torch.compile: {self.graphs} {_plural('graph', self.graphs)} for {sizes} "
-            f"{_plural('size', sizes)}; each size was compiled anew, as training at that size alone would, and training "
-            "compiles once more"
+            f"the step is compiled by torch.compile: {count(self.graphs, 'graph', 'graphs')} for "
+            f"{count(len(self._sizes), 'size', 'sizes')}; each size was compiled anew, as training at that size alone "
+            "would, and training compiles once more"
         ]
         if self._graphs_before and self._forgot:
-            one = (
-                f"; batch {self._size} may have been compiled for changing shapes because of them" if sizes == 1 else ""
-            )
+            only = f"; batch {self._size} may have been compiled for changing shapes because of them"
             notes.append(
                 f"graphs that were compiled before the probe ({self._graphs_before}) are compiled again at their next "
-                f"call{one}"
+                f"call{only if len(self._sizes) == 1 else ''}"
             )
         if self._failed is not None:
             notes.append(
@@ -205,10 +192,6 @@ def _count(kind: str, name: str) -> int:
     """A counter of dynamo, which its own reset leaves alone; 0 where dynamo is not loaded."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return 0 if counters is None else int(counters[kind][name])
-
-
-def _plural(noun: str, count: int) -> str:
-    return noun if count == 1 else noun + "s"
 
 
 def preload_dynamo() -> None:

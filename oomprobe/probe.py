@@ -252,11 +252,7 @@ def _options_of_one(
 
 
 def _check_and_plan(session: Session, found: Found) -> None:
-    """Raise if nothing fits or if each step leaks; otherwise run the accumulation plan and the breakdown.
-
-    Raises:
-        OomProbeError: as for `find_max_batch`.
-    """
+    """Raise if nothing fits or if each step leaks; otherwise run the accumulation plan and the breakdown."""
     if found.batch_size is None:
         raise nothing_fits(session)
     session.refuse_leaking(found.batch_size)

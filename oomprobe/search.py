@@ -43,7 +43,7 @@ Asking = Generator[Question, Reply, Any]
 
 
 class Ask(Protocol):
-    """Runs one size; `capped` asks for the cap, otherwise all the memory is there."""
+    """Runs the size of a question."""
 
     def __call__(self, size: int, phase: Phase, *, capped: bool) -> Reply: ...
 
@@ -81,42 +81,21 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """How a search ended.
+    """How a search ended."""
 
-    Attributes:
-        batch_size: The confirmed answer; None when nothing fits.
-        limit: Largest size that passed at all; None when nothing did.
-        first_failing: Smallest size that failed without the margin and did not pass later.
-        deciding: Smallest failure above the answer, under the cap or in confirmation; None at the last size.
-        transient: Failures that passed when tried again.
-        unconfirmed: Sizes that passed as a trial and failed in confirmation.
-    """
-
-    batch_size: int | None
-    limit: int | None = None
-    first_failing: int | None = None
-    deciding: int | None = None
-    transient: tuple[int, ...] = ()
-    unconfirmed: tuple[int, ...] = ()
+    batch_size: int | None  # the confirmed answer; None when nothing fits
+    limit: int | None = None  # largest size that passed at all
+    first_failing: int | None = None  # smallest size that failed without the margin and did not pass later
+    deciding: int | None = None  # smallest failure above the answer, under the cap or in confirmation
+    transient: tuple[int, ...] = ()  # failures that passed when tried again
+    unconfirmed: tuple[int, ...] = ()  # passed as a trial and failed in confirmation
 
 
-def find(
-    ask: Ask,
-    sizes: Sizes,
-    *,
-    capped: bool,
-    enough: Callable[[int, int], bool],
-) -> Found:
-    """Find the largest size that runs under the cap.
+def find(ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], bool]) -> Found:
+    """Find the largest size that runs under the cap. On a monotone limit the answer is exact.
 
-    Args:
-        ask: Runs a size and replies.
-        sizes: What may be asked for.
-        capped: Whether there is a cap at all; without one, grow's replies hold for bisect too.
-        enough: Called with (largest good, smallest bad); True stops bisecting early.
-
-    Returns:
-        The answer and the bracket around it. On a monotone limit the answer is exact.
+    Not `capped`: there is no cap at all, and grow's replies hold for bisect too. `enough` is called with the largest good
+    and the smallest bad size; True stops bisecting early.
 
     Example:
         >>> def ask(size, phase, *, capped):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oomprobe.devices.host import PRESSURE_SHARE
-from oomprobe.verdicts import Evidence, Facts, Link, Verdict, classify
+from oomprobe.verdicts import Evidence, Link, Verdict, classify
 from oomprobe.verdicts.failure import is_library
 
 LAST_WORDS = 2000  # characters of stderr that are shown
@@ -86,8 +86,7 @@ def classify_exit(status: ExitStatus, evidence: Evidence, *, used_bytes: int, ca
 
 
 def _classify_words(words: str, evidence: Evidence) -> Verdict | None:
-    facts = Facts(links=(Link(classes=("builtins.RuntimeError",), text=words),))
-    verdict = classify(facts, evidence)
+    verdict = classify((Link(classes=("builtins.RuntimeError",), text=words),), evidence)
     if verdict is not Verdict.POISONED and _HOST_LIBRARIES.search(words):
         return Verdict.OOM if evidence.on_host else Verdict.HOST_OOM
     if verdict is not Verdict.BUG:

@@ -46,11 +46,7 @@ class Link:
     error_code: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What is known of an exception, and of those it was made from, once the exception itself is gone."""
-
-    links: tuple[Link, ...] = ()
+Facts = tuple[Link, ...]  # of an exception and of those it was made from; they outlive it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,20 +108,19 @@ def facts_of(exc: object) -> Facts:
                 waiting += [_attribute(error, "inner_exception"), _attribute(error, "__cause__")]
                 if issubclass(type(error), BaseExceptionGroup):  # the class does not run the exception's own code
                     waiting += (_attribute(error, "exceptions") or ())[:MAX_LINKS]
-    return Facts(links=tuple(links))
+    return tuple(links)
 
 
 def classify(facts: Facts, evidence: Evidence | None = None) -> Verdict:
     """Weigh facts against evidence; a process that failed its health check is POISONED whatever they say."""
-    row = _deciding_row(facts)
-    if evidence is None:
-        return Verdict[row.verdict] if row else Verdict.BUG
-    if not evidence.healthy:
+    rows = (row for link in facts if not _is_judged(link) for row in _rows_met(link))
+    row = min(rows, key=_weakness, default=None)  # the strongest that any link of the chain meets
+    if evidence is not None and not evidence.healthy:
         return Verdict.POISONED
-    return _weighed(row, evidence) if row else Verdict.BUG
-
-
-def _weighed(row: ErrorText, evidence: Evidence) -> Verdict:
+    if row is None:
+        return Verdict.BUG
+    if evidence is None:
+        return Verdict[row.verdict]
     out_of_memory = Verdict.HOST_OOM if row.where == "host" and not evidence.on_host else Verdict.OOM
     corroborated = evidence.smaller_size_passed and evidence.memory_pressure
     if row.only_integrated:
@@ -141,12 +136,6 @@ _STRONGEST_FIRST = (
     *(("POISONED", False), ("POISONED", True), ("SIZE_LIMIT", False)),
     *(("OOM", False), ("SIZE_LIMIT", True), ("OOM", True)),
 )
-
-
-def _deciding_row(facts: Facts) -> ErrorText | None:
-    """The strongest row that any link of the chain meets."""
-    rows = (row for link in facts.links if not _is_judged(link) for row in _rows_met(link))
-    return min(rows, key=_weakness, default=None)
 
 
 def _weakness(row: ErrorText) -> int:

@@ -20,21 +20,15 @@ _BACKWARD_FILES = {_TORCH / "_tensor.py", _TORCH / "autograd" / "__init__.py"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What is kept of an exception.
-
-    Attributes:
-        facts: What the verdict is judged from.
-        text: Class and message, shortened.
-        where: Part of the step and the user's line, such as ``"backward, model.py:142"``.
-    """
+    """What is kept of an exception."""
 
     facts: Facts
-    text: str
-    where: str | None
+    text: str  # class and message, shortened
+    where: str | None  # the part of the step and the user's line, such as "backward, model.py:142"
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Read an exception; nothing of it is kept."""
+    """Read an exception."""
     text = f"{type(error).__name__}: {text_of(error)}".strip()
     shortened = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."
     return Failure(facts=facts_of(error), text=shortened, where=_where(error))
