@@ -66,22 +66,7 @@ NO_HISTORY = (
 
 
 class Session:
-    """Runs what the search asks for.
-
-    Args:
-        runner: Runs the trials.
-        options: Of the probe.
-        reporter: Told of each trial.
-        clock: Started with the probe.
-        trials: Filled with those that ran.
-        sleep: Waits for neighbours.
-
-    Attributes:
-        available_bytes: What this process may use of the device.
-        budget_bytes: The share of it that the answer may use.
-        state_verified: Whether the restored state was compared, bit for bit, and equal.
-        breakdown: What held the memory at the answer, where that was asked for and could be told.
-    """
+    """Runs what the search asks for. `clock` started with the probe, and `trials` is filled with those that ran."""
 
     def __init__(
         self,
@@ -90,15 +75,13 @@ class Session:
         reporter: Reporter,
         clock: Clock,
         trials: list[Trial],
-        *,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.runner, self.options, self.trials, self.clock = runner, options, trials, clock
         self.device, self.notes = runner.device, runner.notes
-        self.available_bytes = self.budget_bytes = 0
-        self.state_verified = False
-        self.breakdown: Breakdown | None = None
-        self.neighbours = Neighbours(self.device.total_bytes, self.tenants, sleep=sleep)
+        self.available_bytes = self.budget_bytes = 0  # what this process may use of the device, and the answer's share
+        self.state_verified = False  # whether the restored state was compared, bit for bit, and equal
+        self.breakdown: Breakdown | None = None  # what held the memory at the answer, where that was asked for
+        self.neighbours = Neighbours(self.device.total_bytes, self.tenants)
         self._reporter = reporter
         self._is_measured = False  # with the kernels of a step loaded
         self._replays = True  # whether trials may be replayed where the device can
@@ -221,18 +204,7 @@ class Session:
     ) -> Trial:
         """Run one trial; again where neighbours spoiled it, and in a new process where it ended its own.
 
-        Args:
-            size: The batch size.
-            phase: Why it is tried.
-            cap_bytes: What the allocator is held to; None: all there is.
-            steps: Full steps; None: as many as the phase asks for.
-            accumulation_steps: Micro-batches for one optimizer step.
-
-        Raises:
-            TimeLimitError: its time passed.
-            DeviceLostError: the process can give no further verdict.
-            StepFailedError: a bug in the step, or its process died and not of memory.
-            UnreliableError: memory did not come back.
+        Without `steps`, as many as the phase asks for.
         """
         request = Request(
             batch_size=size,
@@ -400,27 +372,20 @@ class Session:
 class Neighbours:
     """Watches memory of the device that is not ours: a trial that failed while others held more than before runs again.
 
-    A pass always counts. A failure counts as the step's own if the others left the whole cap free.
-
-    Args:
-        total_bytes: Of the device.
-        names: Says who is on the device; empty where nobody knows.
-        sleep: Waits between attempts.
-
-    Attributes:
-        contaminated: Whether others held more in every attempt of some trial that failed, so that the answer may be theirs.
-        notes: What was seen; in order, without doubles.
-        held_bytes: Samples, each after a trial.
+    A pass always counts. A failure counts as the step's own if the others left the whole cap free. After `ATTEMPTS` the
+    failure counts too, and the answer is contaminated: it may be about the others. `names` says who they are.
     """
 
-    def __init__(self, total_bytes: int, names: Callable[[], str], *, sleep: Callable[[float], None]) -> None:
+    def __init__(
+        self, total_bytes: int, names: Callable[[], str], *, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         self._total_bytes, self._names, self._sleep = total_bytes, names, sleep
         self._tolerated_bytes = max(MOVED_SHARE * total_bytes, MOVED_BYTES)
         self._expected_bytes: int | None = None
         self._spoiled = 0  # attempts at the present trial
         self.contaminated = False
         self.notes: dict[str, None] = {}
-        self.held_bytes: list[int] = []
+        self.held_bytes: list[int] = []  # samples, each after a trial
 
     def expect(self, outside_bytes: int | None) -> None:
         """What is held while nothing moves: known once kernels and libraries are loaded."""
@@ -429,37 +394,31 @@ class Neighbours:
             self.held_bytes.append(outside_bytes)
 
     def should_rerun(self, outcome: Outcome, look: Callable[[], int | None]) -> bool:
-        """Whether to rerun the trial, after waiting for other processes to settle.
-
-        After `ATTEMPTS` tries the verdict is kept, and flagged as contaminated.
-
-        Args:
-            outcome: Of the trial.
-            look: Tells what is held outside this process's allocator now.
-        """
-        disturbed, size = self._is_disturbed(outcome), outcome.trial.batch_size
-        if disturbed and not self.contaminated:  # once is enough to wait for them in vain
-            self._spoiled += 1
-            if self._spoiled < ATTEMPTS:
-                grown_bytes = self._grown_bytes(outcome.outside_before_bytes, outcome.outside_after_bytes)
-                self.notes[
-                    f"others on the device held {format_bytes(grown_bytes)} more around batch {size}, which failed: "
-                    "that trial was discarded and tried again"
-                ] = None
-                self._wait_for_quiet(look)
-                return True
-        self._spoiled = 0
+        """Whether to rerun the trial, after waiting for others to settle; `look` tells what they hold now."""
+        trial, after_bytes = outcome.trial, outcome.outside_after_bytes
+        outside_bytes = max(outcome.outside_before_bytes or 0, after_bytes or 0)
+        grown_bytes = self._grown_bytes(outside_bytes)
+        has_room = trial.cap_bytes is not None and self._total_bytes - outside_bytes >= trial.cap_bytes
+        may_be_theirs = not trial.passed and trial.verdict not in ENDED and not has_room
+        disturbed = may_be_theirs and grown_bytes > self._tolerated_bytes
+        self._spoiled = self._spoiled + 1 if disturbed else 0
+        if disturbed and self._spoiled < ATTEMPTS and not self.contaminated:  # once is enough to wait for them in vain
+            self.notes[
+                f"others on the device held {format_bytes(grown_bytes)} more around batch {trial.batch_size}, which "
+                "failed: that trial was discarded and tried again"
+            ] = None
+            self._wait_for_quiet(look)
+            return True
         if disturbed:
-            self.contaminated = True
-            self._expected_bytes = outcome.outside_after_bytes
+            self._spoiled, self.contaminated, self._expected_bytes = 0, True, after_bytes
             names = self._names()
             self.notes[
                 "CONTAMINATED: others on the device kept more memory than before, around batch "
-                f"{size}, so the answer may be about them{f' ({names})' if names else ''}. Probe again when the device is "
-                "yours alone"
+                f"{trial.batch_size}, so the answer may be about them{f' ({names})' if names else ''}. Probe again when "
+                "the device is yours alone"
             ] = None
-        if self._expected_bytes is not None and outcome.outside_after_bytes is not None:
-            self.held_bytes.append(outcome.outside_after_bytes)
+        if self._expected_bytes is not None and after_bytes is not None:
+            self.held_bytes.append(after_bytes)
         return False
 
     def _wait_for_quiet(self, look: Callable[[], int | None]) -> None:
@@ -471,20 +430,10 @@ class Neighbours:
             retry_error_callback=lambda state: None,
             sleep=self._sleep,
         )
-        retrying(lambda: self._grown_bytes(look()))
+        retrying(lambda: self._grown_bytes(look() or 0))
 
-    def _is_disturbed(self, outcome: Outcome) -> bool:
-        trial = outcome.trial
-        if trial.passed or trial.verdict in ENDED:
-            return False
-        outside_bytes = max(outcome.outside_before_bytes or 0, outcome.outside_after_bytes or 0)
-        has_room = trial.cap_bytes is not None and self._total_bytes - outside_bytes >= trial.cap_bytes
-        return self._grown_bytes(outside_bytes) > self._tolerated_bytes and not has_room
-
-    def _grown_bytes(self, *samples: int | None) -> int:
-        if self._expected_bytes is None:
-            return 0
-        return max((sample for sample in samples if sample is not None), default=0) - self._expected_bytes
+    def _grown_bytes(self, outside_bytes: int) -> int:
+        return 0 if self._expected_bytes is None else outside_bytes - self._expected_bytes
 
 
 @contextmanager
@@ -557,22 +506,20 @@ def garbage_frozen() -> Iterator[None]:
 
 @contextmanager
 def _given_back(session: Session, snapshot: Snapshot, device: Device) -> Iterator[None]:
-    """Restore and compare the state on every way out, and leave no memory of ours reserved.
-
-    Raises:
-        DeviceLostError: the device died before it had everything back.
-        UnreliableError: something did not come back.
-    """
+    """Restore and compare the state on every way out, and leave no memory of ours reserved."""
     try:
-        yield
+        try:
+            yield
+        except DeviceLostError:
+            raise
+        except BaseException:
+            _give_back(session, snapshot, device)
+            raise
+        _give_back(session, snapshot, device)
     except DeviceLostError as error:
         error.snapshot = snapshot.host_copy()
         snapshot.restore(device_lost=True)
         raise
-    except BaseException:
-        _give_back(session, snapshot, device)
-        raise
-    _give_back(session, snapshot, device)
 
 
 def _give_back(session: Session, snapshot: Snapshot, device: Device) -> None:
@@ -591,10 +538,7 @@ def _give_back(session: Session, snapshot: Snapshot, device: Device) -> None:
     except Exception as error:
         if device.healthy():
             raise
-        lost = session.device_lost(f"{type(error).__name__}: {error}")
-        lost.snapshot = snapshot.host_copy()
-        snapshot.restore(device_lost=True)
-        raise lost from error
+        raise session.device_lost(f"{type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -58,95 +58,58 @@ VARYING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a trial is asked.
-
-    Attributes:
-        batch_size: The size handed to the step.
-        phase: Why it is tried.
-        steps: Full steps to run after every optimizer has stepped once.
-        cap_bytes: What the allocator is held to; None: all there is.
-        accumulation_steps: Micro-batches for one optimizer step.
-        exact: Whether a simulated device must run the step, and not only replay it.
-        breakdown: Whether one more full step is recorded, to tell what held the memory.
-        deadline_s: Until when the trial may run, on the monotonic clock of this machine; None: no limit.
-        smaller_passed: Whether a smaller size has passed in this probe (it corroborates an ambiguous text).
-        largest_passed: The largest size that has passed so far.
-    """
+    """What a trial is asked."""
 
     batch_size: int
     phase: Phase
-    steps: int
-    cap_bytes: int | None = None
-    accumulation_steps: int = 1
-    exact: bool = True
-    breakdown: bool = False
-    deadline_s: float | None = None
-    smaller_passed: bool = False
+    steps: int  # full ones, after every optimizer has stepped once
+    cap_bytes: int | None = None  # what the allocator is held to; None: all there is
+    accumulation_steps: int = 1  # micro-batches for one optimizer step
+    exact: bool = True  # whether a simulated device must run the step, and not only replay it
+    breakdown: bool = False  # whether one more full step is recorded, to tell what held the memory
+    deadline_s: float | None = None  # on the monotonic clock of this machine; None: no limit
+    smaller_passed: bool = False  # in this probe: it corroborates an ambiguous text
     largest_passed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A sample of the device's memory between trials.
+    """A sample of the device's memory between trials."""
 
-    Attributes:
-        available_bytes: What this process may use.
-        outside_bytes: What this process's allocator does not hold; None where that is not known.
-    """
-
-    available_bytes: int
-    outside_bytes: int | None
+    available_bytes: int  # to this process
+    outside_bytes: int | None  # held, but not by this process's allocator; None where that is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a trial answers: how it went, and what was seen around it.
-
-    Attributes:
-        trial: How it went.
-        measured: After it, where it was the first to pass in its process.
-        outside_before_bytes: Held outside this process's allocator when the trial began; None where it is not known.
-        outside_after_bytes: The same when it had ended.
-        served_bytes: What each full step was handed out by the allocator; 0 where that is not known.
-        refusal: Why the probe must stop, such as a large leak; None otherwise.
-        contradicts_replay: Whether it shows that trials which were only replayed were wrong.
-        breakdown: What held the memory, where the request wanted to know and the device could tell.
-    """
+    """What a trial answers: how it went, and what was seen around it."""
 
     trial: Trial
-    measured: Measured | None = None
-    outside_before_bytes: int | None = None
+    measured: Measured | None = None  # after it, where it was the first to pass in its process
+    outside_before_bytes: int | None = None  # as in `Measured`, when the trial began
     outside_after_bytes: int | None = None
-    served_bytes: int = 0
-    refusal: str | None = None
-    contradicts_replay: bool = False
+    served_bytes: int = 0  # what each full step was handed out by the allocator; 0 where that is not known
+    refusal: str | None = None  # why the probe must stop, such as a large leak
+    contradicts_replay: bool = False  # whether it shows that trials which were only replayed were wrong
     breakdown: Breakdown | None = None
 
 
 class Runner(Protocol):
-    """Runs what a session asks for: in this process, or in processes that may die (`oomprobe.isolation`).
+    """Runs what a session asks for: in this process, or in processes that may die (`oomprobe.isolation`)."""
 
-    Attributes:
-        replaceable: Whether a trial may be tried again in a new process, so that a process may die or be poisoned.
-        notes: What is to be said of the trials; in order, without doubles.
-    """
+    replaceable: bool  # whether a trial may be tried again in a new process, so that a process may die or be poisoned
+    device: DeviceInfo
+    step_names: list[str]
+    threads: int
+    in_steps_s: float
+    notes: dict[str, None]  # what is to be said of the trials; in order, without doubles
 
-    replaceable: bool
-    notes: dict[str, None]
-
-    @property
-    def device(self) -> DeviceInfo: ...
     @property
     def device_notes(self) -> tuple[str, ...]: ...
-    @property
-    def step_names(self) -> list[str]: ...
-    @property
-    def in_steps_s(self) -> float: ...
-    @property
-    def threads(self) -> int: ...
+
     @property
     def graphs(self) -> int:
-        """Graphs that torch.compile has compiled."""
+        """How many torch.compile has compiled."""
         ...
 
     @property
@@ -163,15 +126,11 @@ class Runner(Protocol):
         ...
 
     def outside_bytes(self) -> int | None:
-        """What is held outside this process's allocator now; None where that is not known."""
+        """As in `Measured`, now."""
         ...
 
     def run(self, request: Request) -> Outcome:
-        """Run one trial, and put the memory back to its baseline.
-
-        Raises:
-            StepFailedError: a bug in the step.
-        """
+        """Run one trial, and put the memory back to its baseline; StepFailedError is a bug in the step."""
         ...
 
     def renew(self) -> None:
@@ -201,16 +160,8 @@ class _Record:
 class LocalRunner:
     """Runs trials of one model and its steps in this process, one after another.
 
-    Args:
-        device: Where they run.
-        model: Handed to the steps.
-        steps: By name.
-        state: Puts modes and weights back, and lets go of what earlier trials made.
-        watch: Sees optimizers step.
-        interrupts: Lets signals reach the step.
-        smallest: The smallest size that may be tried.
-        after_call: Called after each call of a step.
-        ends_with_trial: Whether this process ends with the trial, so that nothing in it needs to come back.
+    `smallest` is the smallest size that may be tried. Where the process ends with the trial, nothing in it needs to come
+    back.
     """
 
     replaceable = False
@@ -235,6 +186,7 @@ class LocalRunner:
         self._watch, self._interrupts, self._after_call = watch, interrupts, after_call
         self._smallest, self._ends_with_trial = smallest, ends_with_trial
         self._rehearsals = Rehearsals(device, single=len(steps) == 1)
+        self.step_names, self.threads = list(steps), torch.get_num_threads()
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # in the last call that was run
         self._is_cold = False  # whether nothing has run since the last clean-up
@@ -346,8 +298,7 @@ class LocalRunner:
     def _full_step(self, name: str, step: Step, request: Request, record: _Record) -> None:
         """Call the step until all its optimizers have stepped, once when it has none; the first time, see which do.
 
-        Raises:
-            NotTrainedError: one that stepped before does not any more, so that the size was not really run.
+        Where one that stepped before does not any more, the size was not really run.
         """
         is_known, stepped = name in self._expected, self._watch.stepped
         known = {id(optimizer) for optimizer in self._state.optimizers if not _wraps_another(optimizer)}
@@ -417,7 +368,9 @@ class LocalRunner:
     def _goes_on(self, name: str, request: Request, record: _Record) -> bool:
         """Whether to confirm with more steps, because memory use varies from step to step."""
         by_step = _differences(record.served_bytes[name])
-        if request.phase is not Phase.CONFIRM or len(by_step) >= LONG_STEPS or not varies(by_step):
+        steady = by_step[1:] or [0]  # the first may create caches and buffers
+        varies = max(steady) - min(steady) > VARIES * max(steady)
+        if request.phase is not Phase.CONFIRM or len(by_step) >= LONG_STEPS or not varies:
             return False
         self.notes[VARYING] = None
         until_s = request.deadline_s
@@ -489,16 +442,8 @@ class LocalRunner:
         return notes_of(self._device)
 
     @property
-    def threads(self) -> int:
-        return torch.get_num_threads()
-
-    @property
     def graphs(self) -> int:
         return self.compiled.graphs
-
-    @property
-    def step_names(self) -> list[str]:
-        return list(self._steps)
 
     @property
     def learned(self) -> dict[str, list[int]]:
@@ -518,17 +463,6 @@ class LocalRunner:
 
 def _differences(totals: Sequence[int]) -> list[int]:
     return [after - before for before, after in pairwise(totals)]
-
-
-def varies(served: Sequence[int]) -> bool:
-    """Whether some steps allocated more bytes than others, not counting the first, which may create caches and buffers.
-
-    Example:
-        >>> varies([120, 100, 100]), varies([120, 100, 150])
-        (False, True)
-    """
-    steady = served[1:]
-    return bool(steady) and max(steady) - min(steady) > VARIES * max(steady)
 
 
 def _wraps_another(optimizer: torch.optim.Optimizer) -> bool:
