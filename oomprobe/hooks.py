@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe.report.words import count
-from oomprobe.state.tracker import parameters_of, state_of
+from oomprobe.state.tracker import drop_later_state, parameters_of, state_names
 
 
 class OptimizerWatch:
@@ -32,8 +32,8 @@ class OptimizerWatch:
         self._trained = set() if model is None else {id(parameter) for parameter in model.parameters()}
         self._handles: list[Any] = []
         self.stepped: set[int] = set()
-        # Those in the midst of a step, and the parameters they had state of before it, by id.
-        self._begun: MutableMapping[torch.optim.Optimizer, set[int]] = WeakIdKeyDictionary()
+        # Those in the midst of a step, and what they kept before it.
+        self._begun: MutableMapping[torch.optim.Optimizer, dict[int, set[Any]]] = WeakIdKeyDictionary()
         self._thread = threading.get_ident()
 
     def __enter__(self) -> OptimizerWatch:
@@ -50,8 +50,7 @@ class OptimizerWatch:
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._before_step(optimizer)
-        # A look at ``optimizer.state[parameter]`` leaves an empty dict before there is any.
-        self._begun[optimizer] = {id(one) for one, state in state_of(optimizer).items() if state != {}}
+        self._begun[optimizer] = state_names(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._begun.pop(optimizer, None)
@@ -63,10 +62,8 @@ class OptimizerWatch:
         An AdamW that ran out of memory on the way has a step count for a parameter and no averages: its next step at any
         size would end in a ``KeyError``, and what it has made already is missing from the memory of that.
         """
-        for optimizer, had in self._begun.items():
-            state = state_of(optimizer)
-            for parameter in [one for one in state if id(one) not in had]:
-                del state[parameter]
+        for optimizer, before in self._begun.items():
+            drop_later_state(optimizer, before)
         self._begun.clear()
 
     def __exit__(self, *_: object) -> None:
@@ -92,7 +89,7 @@ def accumulating(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Mo
     before = [(holder, name, vars(holder).get(name)) for holder, name in replaced]
     try:
         for holder, name in replaced:
-            vars(holder)[name] = _do_nothing
+            vars(holder)[name] = lambda *args, **kwargs: None
         yield
     finally:
         for holder, name, own in before:
@@ -100,10 +97,6 @@ def accumulating(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Mo
                 vars(holder).pop(name, None)
             else:
                 vars(holder)[name] = own
-
-
-def _do_nothing(*args: object, **kwargs: object) -> None:
-    return None
 
 
 class Compiled:

@@ -559,8 +559,8 @@ def _told_as_lost(session: Session, device: Device) -> Iterator[None]:
     except OomProbeError:
         raise
     except Exception as error:
-        if device.healthy() and not raised_by(device, error):
-            raise
-        if device.healthy():  # the step's own errors have another class by now
+        if not device.healthy():
+            raise session.device_lost(f"{type(error).__name__}: {error}") from error
+        if raised_by(device, error):  # the step's own errors have another class by now
             raise unmeasured(device.name, error, trials=tuple(session.trials)) from error
-        raise session.device_lost(f"{type(error).__name__}: {error}") from error
+        raise

@@ -288,23 +288,13 @@ def preserved(preserve: object) -> list[object]:
     """
     if preserve is None:
         return []
-    if _can_be_preserved(preserve):  # a Sequential and a tensor are iterable too
-        return [preserve]
-    if not isinstance(preserve, Iterable):
-        raise InvalidArgumentError(_refusal("is", preserve))
-    items = list(preserve)
+    is_one = isinstance(preserve, torch.Tensor) or has_state(preserve)  # a Sequential and a tensor are iterable too
+    items = list(preserve) if isinstance(preserve, Iterable) and not is_one else [preserve]
     for item in items:
-        if not _can_be_preserved(item):
-            raise InvalidArgumentError(_refusal("holds", item))
+        if not isinstance(item, torch.Tensor) and not has_state(item):
+            raise InvalidArgumentError(
+                f"preserve {'is' if item is preserve else 'holds'} a {type(item).__name__}, which has no state_dict() and "
+                "load_state_dict(): pass a list of tensors, schedulers, EMA or scalers; what is only Python attributes "
+                "cannot be kept"
+            )
     return items
-
-
-def _can_be_preserved(value: object) -> bool:
-    return isinstance(value, torch.Tensor) or has_state(value)
-
-
-def _refusal(verb: str, item: object) -> str:
-    return (
-        f"preserve {verb} a {type(item).__name__}, which has no state_dict() and load_state_dict(): pass a list of "
-        "tensors, schedulers, EMA or scalers; what is only Python attributes cannot be kept"
-    )

@@ -64,8 +64,7 @@ class Tracker:
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that shows itself by stepping, just before it does; it may end with its step."""
         if optimizer not in self._met:
-            state = state_of(optimizer).items()
-            self._met[optimizer] = {id(p): set(kept) if isinstance(kept, dict) else set() for p, kept in state}
+            self._met[optimizer] = state_names(optimizer)
 
     def resident_tensors(self) -> list[torch.Tensor]:
         """What stays on a device between steps: parameters, buffers, gradients and optimizer state, each once."""
@@ -82,7 +81,7 @@ class Tracker:
             if id(parameter) not in self._with_gradient:
                 parameter.grad = None
         for optimizer, names in self._met.items():
-            _put_state_back(state_of(optimizer), names)
+            drop_later_state(optimizer, names)
         for module, buffers in self._buffers:
             for name in module._buffers.keys() - buffers:
                 delattr(module, name)
@@ -150,7 +149,18 @@ def _scale_of(scaler: Any) -> dict[str, Any] | None:
     return None if scaler._scale is None else scaler.state_dict()
 
 
-def _put_state_back(state: dict[Any, Any], before: dict[int, set[Any]]) -> None:
+def state_names(optimizer: torch.optim.Optimizer) -> dict[int, set[Any]]:
+    """What an optimizer keeps something for: the names of it, by the parameter's id."""
+    names = {}
+    for parameter, kept in state_of(optimizer).items():
+        if not isinstance(kept, dict) or kept:  # which a mere look at ``optimizer.state[parameter]`` leaves
+            names[id(parameter)] = set(kept) if isinstance(kept, dict) else set()
+    return names
+
+
+def drop_later_state(optimizer: torch.optim.Optimizer, before: dict[int, set[Any]]) -> None:
+    """Let go of what an optimizer keeps beyond what `state_names` told before."""
+    state = state_of(optimizer)
     for parameter in list(state):
         if id(parameter) not in before:
             del state[parameter]

@@ -21,27 +21,16 @@ Name = Literal["OOM", "SIZE_LIMIT", "POISONED", "BUG"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorText:
-    """One kind of error text.
-
-    Attributes:
-        pattern: Searched for in the text, upper and lower case alike.
-        verdict: Name of the `Verdict` it stands for.
-        source: URL, issue, header or file it was seen in, or "measured" when it was provoked for this table.
-        ambiguous: Whether the text has other causes too, so that the verdict needs evidence.
-        where: Whose memory is meant; of use for an OOM row only.
-        redeemable: Whether a passed health check outweighs a POISONED row.
-        only_integrated: Whether the reading holds only on devices that share the host's memory.
-        also_raised_as: Classes that say this, besides RuntimeError, MemoryError and those of `LIBRARIES`.
-    """
+    """One kind of error text."""
 
     pattern: re.Pattern[str]
     verdict: Name
-    source: str
-    ambiguous: bool = False
-    where: Literal["device", "host"] = "device"
-    redeemable: bool = False
-    only_integrated: bool = False
-    also_raised_as: frozenset[str] = frozenset()
+    source: str  # URL, issue, header or file it was seen in, or "measured" when it was provoked for this table
+    ambiguous: bool = False  # whether the text has other causes too, so that the verdict needs evidence
+    where: Literal["device", "host"] = "device"  # whose memory is meant, in an OOM row
+    redeemable: bool = False  # whether a passed health check outweighs a POISONED row
+    only_integrated: bool = False  # whether the reading holds only on devices that share the host's memory
+    also_raised_as: frozenset[str] = frozenset()  # besides RuntimeError, MemoryError and classes of `LIBRARIES`
 
 
 def _row(verdict: Name, source: str, *alternatives: str, also: tuple[str, ...] = (), **marks: Any) -> ErrorText:
