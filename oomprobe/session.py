@@ -470,10 +470,11 @@ def open_here(
                 device,
                 model,
                 steps,
-                snapshot,
+                snapshot.tracker,
                 watch,
                 interrupts,
                 smallest=options.sizes.first,
+                restore_weights=snapshot.restore_weights,
                 after_call=snapshot.release_dead,
             )
             session = Session(runner, options, status, Clock(options), recorded)

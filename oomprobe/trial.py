@@ -31,7 +31,7 @@ from oomprobe.report.breakdown import Breakdown
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial
 from oomprobe.signals import Interrupts
 from oomprobe.simulation.rehearsal import Rehearsals
-from oomprobe.state import Snapshot, Tracker
+from oomprobe.state import Tracker
 from oomprobe.verdicts import Evidence, Verdict, classify
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
@@ -171,19 +171,21 @@ class LocalRunner:
         device: Device,
         model: torch.nn.Module,
         steps: Mapping[str, Step],
-        state: Snapshot | Tracker,
+        tracker: Tracker,
         watch: OptimizerWatch,
         interrupts: Interrupts,
         *,
         smallest: int,
+        restore_weights: Callable[[], None] | None = None,
         after_call: Callable[[], None] = lambda: None,
         ends_with_trial: bool = False,
     ) -> None:
         self.device, self._device, self._replay = describe(device), device, replay_of(device)
         if self._replay is not None:
             self._replay.begin_probe(interrupts.poll)
-        self._model, self._steps, self._state = model, steps, state
-        self._watch, self._interrupts, self._after_call = watch, interrupts, after_call
+        self._model, self._steps, self._tracker = model, steps, tracker
+        self._watch, self._interrupts = watch, interrupts
+        self._restore_weights, self._after_call = restore_weights, after_call
         self._smallest, self._ends_with_trial = smallest, ends_with_trial
         self._rehearsals = Rehearsals(device, single=len(steps) == 1)
         self.step_names, self.threads = list(steps), torch.get_num_threads()
@@ -206,8 +208,9 @@ class LocalRunner:
         try:
             record = self._run_cold(request)
         except NotTrainedError:  # earlier trials trained the weights until the loss scaler saw only infinities
-            if not self._state.restore_weights():
-                raise
+            if self._restore_weights is None:
+                raise  # a new process has them
+            self._restore_weights()
             record = self._run_cold(request)
         trial = _trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
@@ -240,9 +243,9 @@ class LocalRunner:
                 for name, step in self._steps.items():
                     record.step_name = name
                     if len(self._steps) > 1:
-                        self._state.restore_modes()
+                        self._tracker.restore_modes()
                     if request.accumulation_steps > 1:
-                        with accumulating(self._state.optimizers, self._model):
+                        with accumulating(self._tracker.optimizers, self._model):
                             for _ in range(request.accumulation_steps - 1):
                                 self._call(step, request, record)
                         self._call(step, request, record)
@@ -290,7 +293,7 @@ class LocalRunner:
 
     def _start_cold(self) -> None:
         """Drop what earlier calls left, so that the next starts as training does, with only the model in memory."""
-        self._state.start_cold()
+        self._tracker.start_cold()
         gc.collect()
         self._device.release()
         self._is_cold = True
@@ -301,12 +304,12 @@ class LocalRunner:
         Where one that stepped before does not any more, the size was not really run.
         """
         is_known, stepped = name in self._expected, self._watch.stepped
-        known = {id(optimizer) for optimizer in self._state.optimizers if not _wraps_another(optimizer)}
+        known = {id(optimizer) for optimizer in self._tracker.optimizers if not _wraps_another(optimizer)}
         wanted = self._expected[name] if is_known else known or {0}  # none known: wait for any, up to max_calls
         stepped.clear()
         for _ in range(step.max_calls if wanted else 1):
             self._call(step, request, record, may_repeat=len(self._steps) == 1)
-            there = wanted & {id(optimizer) for optimizer in self._state.optimizers}
+            there = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
             # As many as were wanted, or all of them that still exist: a step may build its optimizer on each call.
             if stepped and (stepped >= there or (bool(stepped - wanted) and len(stepped) >= len(wanted))):
                 break
@@ -323,7 +326,7 @@ class LocalRunner:
         history = history_of(self._device)
         if history is None:
             return
-        recorder = Recorder(self._model, self._state.optimizers)
+        recorder = Recorder(self._model, self._tracker.optimizers)
         with history as recorded, recorder.recording(recorded):
             self._full_step(name, step, request, _Record(step_name=name))
         usage = self._usage()
@@ -419,7 +422,7 @@ class LocalRunner:
         try:
             for step in self._steps.values():
                 if len(self._steps) > 1:
-                    self._state.restore_modes()
+                    self._tracker.restore_modes()
                 self._call(step, request, _Record())
         except Exception as error:  # what it did not replace is measured next
             self._watch.drop_half_made()
@@ -447,14 +450,14 @@ class LocalRunner:
 
     @property
     def learned(self) -> dict[str, list[int]]:
-        places = {id(optimizer): place for place, optimizer in enumerate(self._state.optimizers)}
+        places = {id(optimizer): place for place, optimizer in enumerate(self._tracker.optimizers)}
         return {
             name: [places.get(one, -1 - nth) for nth, one in enumerate(stepped)]
             for name, stepped in self._expected.items()
         }
 
     def learn(self, learned: Mapping[str, Iterable[int]]) -> None:
-        known = [id(optimizer) for optimizer in self._state.optimizers]
+        known = [id(optimizer) for optimizer in self._tracker.optimizers]
         self._expected = {
             name: {known[place] if 0 <= place < len(known) else place for place in places}
             for name, places in learned.items()

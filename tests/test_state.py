@@ -564,12 +564,12 @@ def test_copies_of_what_died_are_dropped():
     for _ in range(5):
         optimizer = stepped(nn.Linear(3, 3))
         kept.add(optimizer)
-        assert kept.optimizers == [optimizer]
+        assert kept.tracker.optimizers == [optimizer]
         del optimizer
         gc.collect()
         kept.release_dead()
     assert (len(kept._copies.storages), len(kept._kept), len(kept._tensors)) == before
-    assert kept.optimizers == []
+    assert kept.tracker.optimizers == []
     kept.restore()
     assert kept.differences() == []
 

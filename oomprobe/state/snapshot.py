@@ -57,11 +57,6 @@ class Snapshot:
         self._copies.take()
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that are known and alive."""
-        return self.tracker.optimizers
-
-    @property
     def notes(self) -> list[str]:
         """What is not kept as well as it should be; nothing of what has died, for nothing is left of it."""
         unknown = Counter(one.unknown_to for one in self._tensors.values() if one.unknown_to and not one.is_gone)
@@ -118,18 +113,9 @@ class Snapshot:
         kept = (*self._kept, *self._tensors.values())
         return [*(name for one in kept for name in one.differences()), *self._surroundings.differences()]
 
-    def start_cold(self) -> None:
-        """Let go of the gradients, optimizer state and buffers that trials have made."""
-        self.tracker.start_cold()
-
-    def restore_weights(self) -> bool:
-        """Restore parameters and buffers, which trials have trained; whether they could be."""
+    def restore_weights(self) -> None:
+        """Restore parameters and buffers, which trials have trained."""
         self._copies.restore_held()
-        return True
-
-    def restore_modes(self) -> None:
-        """Put every module's train or eval mode back, as training does between its phases."""
-        self.tracker.restore_modes()
 
     def host_copy(self) -> dict[str, Any]:
         """The model and the optimizers as they were, in host memory: what survives a lost device."""
@@ -196,11 +182,8 @@ class TensorAndGradient:
         self._copy = copies.keep(tensor, hold=not late)
         self._gradient = None if late or gradient is None else copies.keep(gradient)
         self._shape = tuple(tensor.shape)
+        self.name = f"a tensor of shape {self._shape}"
         self.find = self._copy.find if late else lambda: tensor
-
-    @property
-    def name(self) -> str:
-        return f"a tensor of shape {self._shape}"
 
     @property
     def is_gone(self) -> bool:

@@ -95,10 +95,6 @@ class Tracker:
             else:
                 scaler.load_state_dict(scale)
 
-    def restore_weights(self) -> bool:
-        """Nothing was kept: a new process has them."""
-        return False
-
     def parameters(self) -> Iterator[torch.Tensor]:
         """Those of the modules and the optimizers, each once."""
         of_modules = (p for module in self.modules for p in module.parameters(recurse=False))

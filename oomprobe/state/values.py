@@ -151,13 +151,10 @@ class Attributes:
 
     def __init__(self, owner: Any, copies: HostCopies, *, hold: bool, others: Iterable[str] = ()) -> None:
         self._kind, self._others = type(owner).__name__, set(others)
+        self.name = f"state of {self._kind}"
         self._find = (lambda: owner) if hold else weakref.ref(owner)
         kept = {name: value for name, value in vars(owner).items() if name not in self._others}
         self._parts = {name: keep_value(value, copies, hold=hold) for name, value in kept.items()}
-
-    @property
-    def name(self) -> str:
-        return f"state of {self._kind}"
 
     @property
     def is_gone(self) -> bool:
