@@ -19,20 +19,13 @@ MAX_CALLS = 32  # of a step in which no optimizer steps, before it is taken to h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step function and what its author knows about it; adapters to frameworks pass one in place of a function.
-
-    Attributes:
-        run: ``run(model, batch_size)`` runs one full optimisation step.
-        max_calls: Calls to make while waiting for an optimizer to step, at least 1. A step that is a whole training
-            run says 1: calling it again would only repeat it.
-        caller: What the user typed, for error messages; None: the user wrote `run`.
-        has_made: Tells whether the current call made an optimizer and all its parameters, which then end with the
-            call and need no snapshot; None: it never does.
-    """
+    """A step function and what its author knows about it; adapters to frameworks pass one in place of a function."""
 
     run: StepFn
+    # While waiting for an optimizer to step. A step that is a whole training run says 1: another call only repeats it.
     max_calls: int = MAX_CALLS
-    caller: Caller | None = None
+    caller: Caller | None = None  # what the user typed, for error messages; None: the user wrote `run`
+    # Whether the current call made an optimizer and all its parameters, which then end with it and need no snapshot.
     has_made: Callable[[torch.optim.Optimizer], bool] | None = None
 
 

@@ -371,9 +371,7 @@ class LocalRunner:
     def _goes_on(self, name: str, request: Request, record: _Record) -> bool:
         """Whether to confirm with more steps, because memory use varies from step to step."""
         by_step = _differences(record.served_bytes[name])
-        steady = by_step[1:] or [0]  # the first may create caches and buffers
-        varies = max(steady) - min(steady) > VARIES * max(steady)
-        if request.phase is not Phase.CONFIRM or len(by_step) >= LONG_STEPS or not varies:
+        if request.phase is not Phase.CONFIRM or len(by_step) >= LONG_STEPS or not varies(by_step):
             return False
         self.notes[VARYING] = None
         until_s = request.deadline_s
@@ -466,6 +464,17 @@ class LocalRunner:
 
 def _differences(totals: Sequence[int]) -> list[int]:
     return [after - before for before, after in pairwise(totals)]
+
+
+def varies(served: Sequence[int]) -> bool:
+    """Whether some steps allocated more bytes than others, not counting the first, which may create caches and buffers.
+
+    Example:
+        >>> varies([120, 100, 100]), varies([120, 100, 150])
+        (False, True)
+    """
+    steady = served[1:]
+    return bool(steady) and max(steady) - min(steady) > VARIES * max(steady)
 
 
 def _wraps_another(optimizer: torch.optim.Optimizer) -> bool:
