@@ -4,13 +4,13 @@ import math
 from pathlib import Path
 
 import pytest
+import tenacity
 import torch
 from fake_accelerator import CARD, ILLEGAL_ADDRESS, MIB, FakeModule, LedgerDevice, ledger
 
 from oomprobe import DeviceLostError, Phase, Verdict, find_max_batch
 from oomprobe.devices import Device, accelerator
 from oomprobe.devices.accelerator import kernel_answers
-from oomprobe.session import Session
 
 H200_BYTES = 150_109_880_320  # no power of two: fractions of it are no whole bytes
 AWKWARD_BYTES = 31_160_284_221  # divided by those and multiplied again, rounded down, it is one byte less
@@ -340,7 +340,7 @@ def neighbour(grows_to_mib):
 
 @pytest.mark.parametrize(("grows_to_mib", "contaminated"), [(10, False), (500, False), (600, True)])
 def test_a_neighbour_that_grows_while_probing_is_told(grows_to_mib, contaminated, monkeypatch):
-    monkeypatch.setitem(Session.__init__.__kwdefaults__, "sleep", lambda waited_s: None)
+    monkeypatch.setattr("oomprobe.session.WAIT", tenacity.wait_none())
     result = probe(ledger(before_alloc=neighbour(grows_to_mib)))
     assert result.contaminated is contaminated
     assert any("came while probing" in note for note in result.notes)
