@@ -95,13 +95,9 @@ def generators(device_type: str) -> dict[str, Flag]:
     if device_type == "cpu":
         return found
     module = torch.get_device_module(device_type)
-    count = 1 if device_type == "mps" else module.device_count()
-    for index in range(count):
-        which = {} if device_type == "mps" else {"device": index}
-        found[f"torch ({device_type}:{index})"] = (
-            partial(module.get_rng_state, **which),
-            partial(module.set_rng_state, **which),
-        )
+    for index in range(module.device_count()):
+        put = partial(module.set_rng_state, device=index)
+        found[f"torch ({device_type}:{index})"] = (partial(module.get_rng_state, device=index), put)
     return found
 
 
