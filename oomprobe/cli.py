@@ -263,21 +263,19 @@ def _flag(option: str) -> str:
 
 
 STEP_FAILED, UNTRUSTED, UNFORESEEN, INTERRUPTED = 3, 6, 70, 130
-_EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (InvalidArgumentError, 2),
-    (errors.StepFailedError, STEP_FAILED),
-    (errors.NoDeviceError, 4),
-    (errors.NothingFitsError, 1),
-    (errors.OomProbeError, UNTRUSTED),
-)
+_EXIT_CODES = {
+    errors.NothingFitsError: 1,
+    errors.InvalidArgumentError: 2,
+    errors.StepFailedError: STEP_FAILED,
+    errors.NoDeviceError: 4,
+}
 
 
 @contextlib.contextmanager
 def explained(*, required: bool = False) -> Iterator[None]:
     """Where a script's call of oomprobe finds no answer: tell why, and leave with the exit code of ``oomprobe run``.
 
-    Args:
-        required: Whether one size was required, so that nothing else would do.
+    With `required`, one size was asked for, and nothing else would do.
     """
     try:
         yield
@@ -317,7 +315,7 @@ def explain(error: BaseException, *, required: bool) -> int:
     tell(f"oomprobe: {error}")
     if required and isinstance(error, errors.NothingFitsError):
         return 5
-    return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
+    return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), UNTRUSTED)
 
 
 def tell(*lines: str) -> None:
@@ -326,8 +324,8 @@ def tell(*lines: str) -> None:
 
 
 def write(stream: IO[str] | None, text: str) -> None:
-    """Write at once."""
-    if stream is not None:  # Python's own where a shell closed it
+    """Write at once, but to a stream that a shell closed."""
+    if stream is not None:
         stream.write(text)
         stream.flush()
 
@@ -336,8 +334,7 @@ def write(stream: IO[str] | None, text: str) -> None:
 def stdout_kept(*, for_good: bool) -> Iterator[IO[str]]:
     """Give stdout to the answer alone: what anybody else writes to it, or to its descriptor, goes to stderr.
 
-    Args:
-        for_good: For the rest of the process too, where C libraries flush and ``atexit`` functions print.
+    `for_good`: for the rest of the process too, where C libraries flush and ``atexit`` functions print.
     """
     stdout, kept = sys.stdout, None
     with contextlib.suppress(AttributeError, OSError):  # there is no stdout or no stderr

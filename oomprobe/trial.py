@@ -12,16 +12,7 @@ from typing import Protocol
 
 import torch
 
-from oomprobe.devices import (
-    Device,
-    DeviceInfo,
-    Usage,
-    describe,
-    history_of,
-    notes_of,
-    replay_of,
-    served_bytes,
-)
+from oomprobe.devices import Device, DeviceInfo, Usage, describe, replay_of
 from oomprobe.devices.leaks import SMALLEST_BYTES, Baseline
 from oomprobe.devices.recorder import Recorder
 from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, TimeUp, step_failed
@@ -323,7 +314,7 @@ class LocalRunner:
 
     def _break_down(self, name: str, step: Step, request: Request, record: _Record) -> None:
         """Run one more full step with each allocation recorded; of several steps, the one that needs the most counts."""
-        history = history_of(self._device)
+        history = getattr(self._device, "history", lambda: None)()
         if history is None:
             return
         recorder = Recorder(self._model, self._tracker.optimizers)
@@ -364,7 +355,8 @@ class LocalRunner:
         record.durations_s.setdefault(record.step_name, []).append(duration_s)
 
     def _sample(self, name: str, request: Request, record: _Record) -> None:
-        record.served_bytes.setdefault(name, []).append(served_bytes(self._device))
+        served_bytes = getattr(self._device, "served_bytes", lambda: 0)()
+        record.served_bytes.setdefault(name, []).append(served_bytes)
         if request.phase in SECOND_OPINIONS and not self._ends_with_trial:
             record.live_bytes.setdefault(name, []).append(self._device.live_bytes())
 
@@ -440,7 +432,7 @@ class LocalRunner:
 
     @property
     def device_notes(self) -> tuple[str, ...]:
-        return notes_of(self._device)
+        return tuple(getattr(self._device, "notes", ()))
 
     @property
     def graphs(self) -> int:

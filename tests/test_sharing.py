@@ -164,7 +164,7 @@ def cards(monkeypatch):
         return fake
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device(here.kind))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(here.kind))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", module)
     monkeypatch.setattr(linux, "free_bytes", lambda *args: here.free)

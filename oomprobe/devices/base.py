@@ -48,8 +48,8 @@ class Device(Protocol):
 
     Optional members: ``edge_bytes``, memory that growing trials in the user's own process leave free, so that the
     driver is never at its edge (without it they run without a cap); ``integrated``, whether it shares the host's memory;
-    ``notes``, sentences for the report; ``served_bytes()``, all that the allocator has ever handed out; ``history()``,
-    a context in which that is recorded (`History`).
+    ``notes``, sentences for the report; ``served_bytes()``, all that the allocator has ever handed out, so that steps
+    that do the same add the same; ``history()``, a context in which that is recorded (`History`), or None.
     """
 
     name: str
@@ -118,18 +118,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """What a session knows about a device, which may be in another process.
-
-    Attributes:
-        name: What people call it.
-        torch_device: Where the model's parameters are expected, such as ``"cuda:0"``.
-        total_bytes: All of its memory.
-        on_host: Whether its memory is the host's own.
-        integrated: Whether it is an accelerator that shares the host's memory.
-        edge_bytes: Memory that growing trials in the user's own process leave free, unless the budget is larger.
-        is_simulated: Whether steps are replayed on a card that need not be there.
-        not_covered: What it cannot know about training.
-    """
+    """What a session knows about a device, which may be in another process; the names are those of `Device`."""
 
     name: str
     torch_device: str
@@ -137,8 +126,8 @@ class DeviceInfo:
     on_host: bool
     integrated: bool = False
     edge_bytes: int = 0
-    is_simulated: bool = False
-    not_covered: tuple[str, ...] = ()
+    is_simulated: bool = False  # steps are replayed on a card that need not be there
+    not_covered: tuple[str, ...] = ()  # what it cannot know about training
 
 
 def describe(device: Device) -> DeviceInfo:
@@ -161,23 +150,6 @@ def replay_of(device: object) -> SimulatedDevice | None:
     simulated = sys.modules.get("oomprobe.devices.simulated")
     is_simulated = simulated is not None and isinstance(device, simulated.SimulatedDevice)
     return cast("SimulatedDevice", device) if is_simulated else None
-
-
-def notes_of(device: object) -> tuple[str, ...]:
-    """What a device says of itself for the report."""
-    return tuple(getattr(device, "notes", ()))
-
-
-def served_bytes(device: Device) -> int:
-    """All that the allocator has ever handed out, so that steps that do the same add the same; 0 where that is not known."""
-    count = getattr(device, "served_bytes", None)
-    return 0 if count is None else int(count())
-
-
-def history_of(device: Device) -> AbstractContextManager[History] | None:
-    """Record what the device's allocator does, until the end of the context; None where it keeps no history."""
-    record = getattr(device, "history", None)
-    return None if record is None else record()
 
 
 def raised_by(device: Device, error: BaseException) -> bool:

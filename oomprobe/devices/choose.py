@@ -23,7 +23,7 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     if isinstance(device, Device):
         return device
     home = model_device(model)
-    chosen = _open(home or _default_device()) if device is None else _open(device)
+    chosen = _open(device if device is not None else home or _accelerator() or torch.device("cpu"))
     if replay_of(chosen) is not None:
         return chosen  # says itself what it can take
     if home is not None and not _same(home, chosen.torch_device):
@@ -67,10 +67,8 @@ def model_device(model: torch.nn.Module) -> torch.device | None:
 def list_devices() -> list[Device]:
     """Every device of this machine that can be probed."""
     found: list[Device] = []
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
-        found += [_open_accelerator(torch.device(kind.type, i)) for i in range(torch.accelerator.device_count())]
+    if here := _accelerator():
+        found += [_open_accelerator(torch.device(here.type, i)) for i in range(torch.accelerator.device_count())]
     with contextlib.suppress(NoDeviceError):
         found.append(HostDevice())
     return found
@@ -121,8 +119,8 @@ def _advised(device: Device) -> str:
 
 
 def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> Device:
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if here is not None else 0
+    here = _accelerator()
+    count = 0 if here is None else torch.accelerator.device_count()
     if here is None or here.type != device.type or (device.index or 0) >= count:
         there = "no accelerator" if here is None else f"{count} of type {here.type}"
         raise NoDeviceError(
@@ -134,9 +132,8 @@ def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> 
     return AcceleratorDevice(device, stated_bytes)
 
 
-def _default_device() -> torch.device:
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return here or torch.device("cpu")
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def _same(one: torch.device, other: torch.device) -> bool:

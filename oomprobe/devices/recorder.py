@@ -186,16 +186,10 @@ def held_at_peak(
     gradients: Iterable[tuple[int, int]],
     known: Mapping[int, str],
 ) -> tuple[list[tuple[int, tuple[str, str]]], str]:
-    """Replay what the allocator did, and look at the instant at which the most was in use.
+    """Replay the recording: bytes, kind and module of each block in use at the peak, and the kind being allocated then.
 
-    Args:
-        history: Blocks that were there, and those handed out and given back.
-        marks: (allocations until then, what allocates from then on), in order.
-        gradients: (allocations until then, address of a block that has become a gradient).
-        known: Kinds of the blocks that were there, by address.
-
-    Returns:
-        Bytes, kind and module of each block in use at the peak; and the kind that was being allocated there.
+    `marks` are (allocations until then, what allocates from then on), in order; `gradients` are (allocations until then,
+    address of a block that has become one); `known` are kinds of the blocks that were there, by address.
     """
     blocks = [(nbytes, (known.get(address, WORKSPACES), "")) for address, nbytes in history.base.items()]
     last = {address: place for place, address in enumerate(history.base)}  # the block that an address was given to last

@@ -35,32 +35,20 @@ def _nothing(*told: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporter:
-    """What is called as the probe goes on.
+    """What is called as the probe goes on."""
 
-    Attributes:
-        opened: With the name of the device and the options, before the first trial.
-        started: With size and phase, before each trial.
-        finished: With each trial that ended, in whatever way.
-        close: After the last one: nothing temporary stays on the screen.
-    """
-
-    opened: Callable[[str, Options], object] = _nothing
-    started: Callable[[int, Phase], object] = _nothing
-    finished: Callable[[Trial], object] = _nothing
-    close: Callable[[], object] = _nothing
+    opened: Callable[[str, Options], object] = _nothing  # with the name of the device, before the first trial
+    started: Callable[[int, Phase], object] = _nothing  # before each trial
+    finished: Callable[[Trial], object] = _nothing  # with each trial that ended, in whatever way
+    close: Callable[[], object] = _nothing  # after the last one: nothing temporary stays on the screen
 
 
 def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> Reporter:
     """Choose how a probe reports.
 
-    Args:
-        progress: ``"auto"`` (on a terminal a status line, and with rich installed a table above it; otherwise as plain),
-            ``"plain"`` (a line before each trial, which tells what ran when a machine froze, and one after it), ``"off"``,
-            or a callable that takes each `Trial`; what it raises is not caught.
-        clock: Seconds; an argument so that tests need not wait.
-
-    Raises:
-        InvalidArgumentError: `progress` is none of these.
+    ``"auto"``: on a terminal a status line, and with rich installed a table above it; otherwise as plain. ``"plain"``: a line
+    before each trial, which tells what ran when a machine froze, and one after it. ``"off"``. Or a callable that takes each
+    `Trial`; what it raises is not caught.
     """
     if callable(progress):
         return Reporter(finished=progress)
