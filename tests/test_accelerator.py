@@ -2,6 +2,7 @@ import ast
 import inspect
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tenacity
@@ -230,14 +231,10 @@ def test_an_allocator_without_counters_is_not_under_pressure(monkeypatch):
 # --- health ---
 
 
-def test_healthy_while_nothing_is_wrong():
-    assert kernel_answers(torch.device("cpu"), lambda: None) is True
-    assert LedgerDevice(FakeModule()).healthy() is True
-
-
-def test_not_healthy_after_a_sticky_error():
-    device = LedgerDevice(FakeModule())
-    device.fake.poison()
+def test_healthy_until_a_sticky_error():
+    fake, device = opened()
+    assert device.healthy() is True
+    fake.poison()
     assert device.healthy() is False
 
 
@@ -255,10 +252,7 @@ def test_not_healthy_after_a_sticky_error():
     ],
 )
 def test_only_out_of_memory_in_the_check_is_a_sign_of_life(monkeypatch, error, healthy):
-    def ones(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(accelerator.torch, "ones", ones)
+    monkeypatch.setattr(accelerator.torch, "ones", Mock(side_effect=error))
     assert kernel_answers(torch.device("cpu"), lambda: None) is healthy
 
 
@@ -405,16 +399,3 @@ def test_poison_found_while_measuring_is_reported():
     with pytest.raises(DeviceLostError) as raised:
         find_max_batch(model, step, device=device, progress="off")
     assert raised.value.snapshot["model"].keys() == model.state_dict().keys()
-
-
-CUDNN = "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"
-
-
-def test_an_ambiguous_text_on_a_full_card_is_memory():
-    def cudnn(fake, batch_size, call):
-        if fake.mem_get_info()[0] < 8 * MIB:
-            raise RuntimeError(CUDNN)
-
-    result = probe(ledger(after_alloc=cudnn), memory_fraction=1.0)
-    assert result.batch_size == 1024 - 64 - 8
-    assert {t.verdict for t in result.trials} == {Verdict.FITS, Verdict.OOM}

@@ -206,21 +206,3 @@ def test_a_function_of_a_script_is_named_by_its_file(monkeypatch):
     del main.__file__
     with pytest.raises(InvalidArgumentError, match="typed in here"):
         name_of(at_the_top)
-
-
-class Builder:
-    def build(self): ...
-
-
-def closure():
-    def build(): ...
-
-    return build
-
-
-@pytest.mark.parametrize("target", [lambda: None, closure(), Builder().build, Builder.build, Builder(), 7, None])
-def test_what_no_process_can_import_is_refused(target):
-    with pytest.raises(InvalidArgumentError) as caught:
-        name_of(target)
-    assert RECIPE in str(caught.value)
-    assert "top level of a file" in str(caught.value)

@@ -15,7 +15,6 @@ from oomprobe import (
     StepFailedError,
     Verdict,
     classify_error,
-    cli,
     find_max_batch,
     probe_target,
 )
@@ -177,23 +176,3 @@ def test_row_30_no_exception_breaks_the_verdict(error):
     with pytest.raises(StepFailedError) as failed:
         find_max_batch(*trained(fault), device=CARD, **QUIET)
     assert failed.value.__cause__ is error
-
-
-# --- exit codes of a command that met a fault ---
-
-
-def test_row_04_the_command_line_shows_the_users_line(tmp_path, capsys):
-    target = tmp_path / "mistaken_target.py"
-    target.write_text(
-        "import torch\n"
-        "def build():\n"
-        "    def step(model, batch_size):\n"
-        "        model(torch.ones(batch_size, 2)).sum().backward()\n"
-        "        return {}['labels']\n"
-        "    return torch.nn.Linear(2, 2), step\n"
-    )
-    assert cli.main(["run", f"{target}:build", "--device", "cpu:1GiB", "--progress", "off", "--quiet"]) == 3
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "return {}['labels']" in err
-    assert "KeyError: 'labels'" in err

@@ -126,6 +126,7 @@ def test_row_18_sigterm(command, mark):
     assert (process.returncode, out) == (143, b"")
     assert b"terminated" in err
     assert b"trials so far" in err
+    assert b"left the process" not in err
     until(lambda: not marked(mark), within_s=5)
 
 
