@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from oomprobe.devices import Device, choose_device, is_host, replay_of
+from oomprobe.devices import Device, choose_device, is_host, replay_of, simulated_or
 from oomprobe.errors import InvalidArgumentError, OomProbeError, target_failed
 from oomprobe.options import Options, Step, StepFn, check_model, check_size, named_steps, refuse_ranks
 from oomprobe.report.progress import Progress
@@ -23,7 +23,7 @@ from oomprobe.result import ProbeResult
 from oomprobe.search import Found
 from oomprobe.session import Session, open_here
 from oomprobe.state import preserved
-from oomprobe.targets import build, name_of, simulated_or
+from oomprobe.targets import build, name_of
 
 _OPTION_NAMES = frozenset(field.name for field in fields(Options))
 

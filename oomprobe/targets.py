@@ -40,15 +40,6 @@ def name_of(target: object) -> str:
     return f"{file}:{name}"
 
 
-def simulated_or(device: Any) -> Any:
-    """The card that ``"sim:..."`` names, which a target is built on; any other device as it is."""
-    if not isinstance(device, str) or device.partition(":")[0] != "sim":
-        return device
-    from oomprobe.devices.simulated import SimulatedDevice  # costs a second that others need not spend
-
-    return SimulatedDevice(device.partition(":")[2])
-
-
 def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
     """Import a target and call it; on a simulated device it may move what it builds to ``"cuda"``."""
     replay = replay_of(device)

@@ -1,7 +1,7 @@
 """The one door to memory: what a probe may ask of a device, and how a device is chosen."""
 
 from oomprobe.devices.base import Device, DeviceInfo, Usage, describe, raised_by, replay_of
-from oomprobe.devices.choose import choose_device, is_host, list_devices
+from oomprobe.devices.choose import choose_device, is_host, list_devices, simulated_or
 
 __all__ = [
     "Device",
@@ -13,4 +13,5 @@ __all__ = [
     "list_devices",
     "raised_by",
     "replay_of",
+    "simulated_or",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -32,6 +33,15 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
             f"model.to({str(chosen.torch_device)!r}) first, or leave device out to probe where the model is"
         )
     return chosen
+
+
+def simulated_or(device: Any) -> Any:
+    """The card that ``"sim:..."`` names; any other device as it is."""
+    if not isinstance(device, str) or device.partition(":")[0] != "sim":
+        return device
+    from oomprobe.devices.simulated import SimulatedDevice  # costs a second that others need not spend
+
+    return SimulatedDevice(device.partition(":")[2])
 
 
 def is_host(device: Device) -> bool:
@@ -75,12 +85,11 @@ def list_devices() -> list[Device]:
 
 
 def _open(device: object) -> Device:
+    device = simulated_or(device)
+    if isinstance(device, Device):
+        return device
     if isinstance(device, str):
         kind, colon, rest = device.partition(":")
-        if kind == "sim":
-            from oomprobe.devices.simulated import SimulatedDevice  # costs a second that others need not spend
-
-            return SimulatedDevice(rest)
         if kind == "cpu":
             return HostDevice(parse_bytes(rest) if colon else None)
         plain, stated_bytes = split_budget(device)

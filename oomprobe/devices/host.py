@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 
@@ -18,6 +18,9 @@ from oomprobe.devices.base import Usage
 from oomprobe.devices.stated import name_with, typed_size
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.units import format_bytes
+
+with suppress(ImportError):  # not on Windows
+    import resource
 
 # A text such as "could not create a primitive" is about memory only if the trial had used this share of its cap.
 PRESSURE_SHARE = 0.5
@@ -57,20 +60,18 @@ class HostDevice:
         free_bytes = self._stated_bytes
         if free_bytes is None:  # now: the snapshot of the model has been taken since the device was opened
             free_bytes = _free_beside_copies(linux.free_bytes() or 0)
-        return min([free_bytes, *linux.left_by_ulimits()])
+        limits = [(resource.getrlimit(kind)[0], used) for kind, used in linux.limited_bytes().items()]
+        return min([free_bytes, *(max(0, soft - used) for soft, used in limits if soft != resource.RLIM_INFINITY)])
 
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
-        import resource  # not on Windows
-
         self.release()
         self._cap_bytes = self.available_bytes() if limit_bytes is None else limit_bytes
         # The arenas that malloc has for other threads, 64 MiB of address space each, are counted as they become writable.
-        used = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
-        before = {kind: resource.getrlimit(kind) for kind in used}
-        for kind, name in used.items():
-            soft, hard = before[kind]
-            limit = (linux.process_bytes(name) or 0) + self._cap_bytes
+        used_bytes = linux.limited_bytes()
+        before = {kind: resource.getrlimit(kind) for kind in used_bytes}
+        for kind, (soft, hard) in before.items():
+            limit = used_bytes[kind] + self._cap_bytes
             resource.setrlimit(kind, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
         try:
             yield

@@ -24,15 +24,12 @@ def _kib_field(path: Path, name: str) -> int | None:
     return None if kib is None else kib * 1024
 
 
-def left_by_ulimits() -> list[int]:
-    """What ``ulimit -v`` and ``ulimit -d`` leave to this process, where they are set."""
+def limited_bytes() -> dict[int, int]:
+    """What this process uses of what ``ulimit -v`` and ``ulimit -d`` limit, by the number of the limit."""
     import resource  # not on Windows
 
     used = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
-    limits = {name: resource.getrlimit(kind)[0] for kind, name in used.items()}
-    return [
-        max(0, limit - (process_bytes(name) or 0)) for name, limit in limits.items() if limit != resource.RLIM_INFINITY
-    ]
+    return {kind: process_bytes(name) or 0 for kind, name in used.items()}
 
 
 def has_loaded(library: str) -> bool:

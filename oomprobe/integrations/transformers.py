@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from oomprobe import probe
-from oomprobe.devices import replay_of
+from oomprobe.devices import replay_of, simulated_or
 from oomprobe.errors import Caller, InvalidArgumentError, NothingFitsError, NotRunError, TimeLimitError
 from oomprobe.integrations.accelerate import unchanged
 from oomprobe.integrations.framework import (
@@ -97,8 +97,7 @@ def find_max_batch(
     accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     evaluated_on = _values(trainer.eval_dataset) if evaluates else []
-    device = options.get("device")
-    simulated = replay_of(device) is not None or (isinstance(device, str) and device.startswith("sim:"))
+    simulated = replay_of(simulated_or(options.get("device"))) is not None
     with attributes_kept(_shared(trainer)):
         copied = _copied(trainer, simulated=simulated)
         longest = longest_of(trainer.train_dataset, max_length=max_length, scan_s=scan_s)

@@ -117,7 +117,8 @@ def find_max_batch(
             "a simulated card cannot run Ultralytics' losses, which select by values that do not exist there: probe on the "
             "card itself, or in host memory with device='cpu:8GiB'"
         )
-    grid = _grid(model)
+    stride = getattr(_unwrapped(model), "stride", None)
+    grid = GRID if stride is None else max(GRID, int(stride.max()))  # the pixels of a point of the coarsest feature map
     pixels = math.ceil(imgsz / grid) * grid
     trained, step, notes = _training(model, chosen, pixels, AUTOCAST[amp], max(1, max_num_obj), dataset_size)
     if pixels == grid and dataset_size != 1:
@@ -133,12 +134,6 @@ def find_max_batch(
 def _unwrapped(model: Any) -> Any:
     """The model itself, where it was compiled or wrapped."""
     return _part("utils.torch_utils").unwrap_model(model)
-
-
-def _grid(model: Any) -> int:
-    """Pixels that images are a multiple of: those for one of the coarsest feature map, at least 32."""
-    stride = getattr(_unwrapped(model), "stride", None)
-    return GRID if stride is None else max(GRID, int(stride.max()))
 
 
 def _training(

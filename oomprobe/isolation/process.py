@@ -19,7 +19,7 @@ from oomprobe.devices import linux
 from oomprobe.errors import UnreliableError
 from oomprobe.isolation import system
 from oomprobe.isolation.exit_status import ExitStatus
-from oomprobe.isolation.wire import Message, receive, send
+from oomprobe.isolation.messages import Message, receive, send
 
 TAIL_BYTES = 2**14  # of what a process wrote to stderr, kept for the trial's record
 GRACE_S = 2.0  # between SIGTERM and SIGKILL

@@ -12,10 +12,9 @@ import torch
 from oomprobe import errors
 from oomprobe.devices import Device, DeviceInfo
 from oomprobe.isolation.exit_status import ExitStatus, classify_exit
-from oomprobe.isolation.failures import raise_failure
+from oomprobe.isolation.messages import Message, raise_failure
 from oomprobe.isolation.process import GRACE_S, Process
 from oomprobe.isolation.serve import local_runner, serve
-from oomprobe.isolation.wire import Message
 from oomprobe.options import Options, Step
 from oomprobe.report.breakdown import Breakdown
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial, trial_from_dict

@@ -15,8 +15,7 @@ from oomprobe import errors
 from oomprobe.devices import Device, is_host, linux, raised_by
 from oomprobe.hooks import OptimizerWatch
 from oomprobe.isolation import system
-from oomprobe.isolation.failures import told
-from oomprobe.isolation.wire import Message, receive, send
+from oomprobe.isolation.messages import Message, receive, send, told
 from oomprobe.options import Options, Step
 from oomprobe.result import Phase
 from oomprobe.signals import Interrupts

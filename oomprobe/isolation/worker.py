@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from oomprobe.devices import Device, choose_device, is_host
 from oomprobe.hooks import preload_dynamo
 from oomprobe.isolation import system
+from oomprobe.isolation.messages import Message, receive
 from oomprobe.isolation.process import begin
 from oomprobe.isolation.runner import Forks, ProcessRunner
 from oomprobe.isolation.serve import local_runner, serve
-from oomprobe.isolation.wire import Message, receive
 from oomprobe.options import Options, check_model, named_steps, refuse_ranks
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Tracker

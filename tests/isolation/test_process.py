@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from faults.processes import is_gone, open_files
@@ -15,8 +16,8 @@ from faults.processes import is_gone, open_files
 from isolation.stage import Stage
 from oomprobe.isolation import process
 from oomprobe.isolation.exit_status import ExitStatus
+from oomprobe.isolation.messages import receive, send
 from oomprobe.isolation.process import TAIL_BYTES, Process
-from oomprobe.isolation.wire import receive, send
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
 AT_ONCE_S = 5  # long before anything here would end by itself, and the time of a busy machine
@@ -117,7 +118,8 @@ def leaves_its_pipes_to_another(wire):
 
 def looks_around(wire):
     ignored = [name for name in ("SIGINT", "SIGTERM") if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN]
-    send(wire, {"heard": [os.getsid(0) == os.getpid(), ignored]})
+    killed_first = Path("/proc/self/oom_score_adj").read_text()
+    send(wire, {"heard": [os.getsid(0) == os.getpid(), ignored, killed_first]})
 
 
 # --- what is played ---
@@ -208,8 +210,8 @@ def test_it_answers_twice_and_leaves_no_file_open(stage):
     assert closed
 
 
-def test_it_has_a_session_of_its_own_and_ignores_ctrl_c(stage):
-    assert stage.play(listened, act="looks_around")["heard"] == [True, ["SIGINT"]]
+def test_it_leads_a_session_ignores_ctrl_c_and_is_killed_first(stage):
+    assert stage.play(listened, act="looks_around")["heard"] == [True, ["SIGINT"], "1000\n"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 
 from oomprobe import errors
-from oomprobe.isolation.failures import raise_failure, told
+from oomprobe.isolation.messages import raise_failure, told
 
 
 class StrangeError(Exception):
@@ -42,7 +42,7 @@ def test_a_bug_of_the_step_has_its_own_exception_as_cause():
     assert failed.__cause__.args == ("labels",)
     assert failed.batch_size == 16
     assert "batch 8 ran" in str(failed)
-    assert "test_failures.py" in str(failed.__cause__.__cause__)
+    assert "test_messages.py" in str(failed.__cause__.__cause__)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,35 @@
-"""What failed in a child: told to its parent as a message, and raised there as the error that it was."""
+"""Messages between the processes of a probe: JSON, which nothing of the target is imported to read.
+
+What failed in a child is told to its parent as a message, and raised there as the error that it was.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from oomprobe import errors
-from oomprobe.isolation.wire import Message
 from oomprobe.verdicts.failure import failure_of
 
 LONGEST_TEXT = 16_000
+Message = dict[str, Any]
+
+
+def send(wire: Connection, message: Message) -> None:
+    """Send a message; an OSError where the other end is closed."""
+    wire.send_bytes(json.dumps(message, default=str).encode())
+
+
+def receive(wire: Connection) -> Message | None:
+    """Wait for a message; None where the other end is closed."""
+    try:
+        message: Message = json.loads(wire.recv_bytes())
+    except (EOFError, ConnectionError):
+        return None
+    return message
 
 
 def told(error: BaseException, *, building: str | None) -> Message:
