@@ -298,31 +298,21 @@ def metal(monkeypatch):
     return fractions
 
 
-def test_metals_own_recommendation_is_the_budget(metal):
-    device = MpsDevice()
-    assert (device.name, device.available_bytes()) == ("Apple MPS", 16 * GIB)
-    assert "the working set that Metal recommends, 16.00 GiB" in device.notes[0]
-    with device.cap(None):
-        assert metal == [1.0]
-    with device.cap(4 * GIB):
-        assert metal[-1] == 0.25
-    assert metal[-1] == 1.7
-
-
-def test_a_budget_on_a_mac(metal):
-    device = MpsDevice(8 * GIB)
-    assert (device.name, device.available_bytes(), device.total_bytes) == (
-        "Apple MPS, 8.00 GiB of it",
-        8 * GIB,
-        16 * GIB,
-    )
-    assert "the budget that was stated, 8.00 GiB" in device.notes[0]
-    with device.cap(None):
-        assert metal == [0.5]
-    with device.cap(12 * GIB):
-        assert metal[-1] == 0.5
-    with device.cap(0):
-        assert metal[-1] == 0.0
+@pytest.mark.parametrize(
+    ("stated", "name", "note"),
+    [
+        (None, "Apple MPS", "the working set that Metal recommends, 16.00 GiB"),
+        (8 * GIB, "Apple MPS, 8.00 GiB of it", "the budget that was stated, 8.00 GiB"),
+    ],
+)
+def test_a_mac_is_held_to_what_was_stated_or_metal_recommends(metal, stated, name, note):
+    device, available = MpsDevice(stated), stated or 16 * GIB
+    assert (device.name, device.available_bytes(), device.total_bytes) == (name, available, 16 * GIB)
+    assert note in device.notes[0]
+    for limit_bytes in (None, 0, 4 * GIB, 12 * GIB):
+        with device.cap(limit_bytes):
+            assert metal[-1] == min(available if limit_bytes is None else limit_bytes, available) / (16 * GIB)
+        assert metal[-1] == 1.7
     with pytest.raises(InvalidArgumentError, match="Metal recommends"):
         MpsDevice(17 * GIB)
 

@@ -95,11 +95,9 @@ class OwnLoaders(Module):
 class Data(pl.LightningDataModule):
     """Reads `batch_size`; notes its hooks."""
 
-    def __init__(self, examples=64, *, batch_size=4, val_batch_size=None, validates=True):
+    def __init__(self, examples=64, *, batch_size=4, val_batch_size=None):
         super().__init__()
         self.examples, self.batch_size, self.val_batch_size = examples, batch_size, val_batch_size
-        if not validates:
-            self.val_dataloader = super().val_dataloader
 
     def prepare_data(self):
         HOOKS.append("prepare_data")
@@ -213,6 +211,3 @@ for hook in ("setup", "teardown", *(name for name in dir(pl.Callback) if name.st
 
 def ledger(mib):
     return LedgerDevice(mib * MIB)
-
-
-__all__ = ["HOOKS", "MIB", "WIDTH", "Data", "DataLoader", "Module", "OwnLoaders", "pl", "torchmetrics"]
