@@ -186,7 +186,7 @@ class Session:
 
     def refuse_leaking(self, answer: int) -> None:
         """Raise where the answer would not last."""
-        leak = leak_of_step(self.trials, answer, available_bytes=self.available_bytes, budget_bytes=self.budget_bytes)
+        leak = leak_of_step(self, answer)
         refusal = None if leak is None else leak.refusal(isolated=self.runner.replaceable)
         if refusal is not None:
             raise UnreliableError(refusal, trials=tuple(self.trials))

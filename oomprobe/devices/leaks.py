@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from oomprobe.devices import Device
 from oomprobe.result import SECOND_OPINIONS, Trial
 from oomprobe.units import format_bytes
+
+if TYPE_CHECKING:
+    from oomprobe.session import Session
 
 TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay below it
 REFUSED_SHARE = 0.05  # of the available memory
@@ -87,19 +91,17 @@ class StepLeak:
         )
 
 
-def leak_of_step(
-    trials: Sequence[Trial], batch_size: int, *, available_bytes: int, budget_bytes: int
-) -> StepLeak | None:
+def leak_of_step(session: Session, batch_size: int) -> StepLeak | None:
     """What each step of the answer keeps; None where none keeps any."""
     confirmed = (
         t
-        for t in reversed(trials)
+        for t in reversed(session.trials)
         if t.passed and t.batch_size == batch_size and t.phase in SECOND_OPINIONS and t.accumulation_steps == 1
     )
     last = next(confirmed, None)
     if last is None or not last.step_leaked_bytes:
         return None
-    free_bytes = available_bytes - min(budget_bytes, last.peak_reserved_bytes or budget_bytes)
+    free_bytes = session.available_bytes - min(session.budget_bytes, last.peak_reserved_bytes or session.budget_bytes)
     kept_bytes = last.step_leaked_bytes
     return StepLeak(
         batch_size=batch_size, kept_bytes=kept_bytes, free_bytes=free_bytes, steps_to_last=free_bytes // kept_bytes

@@ -37,6 +37,7 @@ def told(error: BaseException, *, building: str | None) -> Message:
     cause = error.__cause__ if isinstance(error, errors.StepFailedError) and error.__cause__ is not None else error
     text = failure_of(cause).text
     is_plain = all(isinstance(one, str | int | float | None) for one in cause.args)
+    arguments = [one[:LONGEST_TEXT] if isinstance(one, str) else one for one in (cause.args if is_plain else [text])]
     return {
         "failed": {
             "kind": type(error).__name__ if isinstance(error, errors.OomProbeError) else None,
@@ -47,15 +48,11 @@ def told(error: BaseException, *, building: str | None) -> Message:
                 "module": type(cause).__module__,
                 "name": type(cause).__qualname__,
                 "text": text,
-                "arguments": [_shortened(one) for one in cause.args] if is_plain else [text],
+                "arguments": arguments,
                 "traceback": "".join(traceback.format_exception(cause))[-LONGEST_TEXT:],
             },
         }
     }
-
-
-def _shortened(argument: Any) -> Any:
-    return argument[:LONGEST_TEXT] if isinstance(argument, str) else argument
 
 
 def raise_failure(failed: dict[str, Any], batch_size: int) -> NoReturn:

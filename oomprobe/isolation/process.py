@@ -136,7 +136,7 @@ class Process:
             self._read_stderr(pass_on=why is None)
             time.sleep(TICK_S / 5)
         system.kill_started(self.pid, self._mark)
-        status, peak_bytes = system.reap(self.pid)
+        _, status, used = os.wait4(self.pid, 0)
         self._read_stderr(pass_on=why is None)
         kills = linux.oom_kills()
         self._close()
@@ -145,7 +145,7 @@ class Process:
             code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
             why=why,
             stderr=self._said.decode(errors="replace").strip(),
-            peak_resident_bytes=peak_bytes,
+            peak_resident_bytes=used.ru_maxrss * 1024,
             oom_kills=0 if kills is None or self._oom_kills is None else kills - self._oom_kills,
         )
 

@@ -74,12 +74,6 @@ def _processes() -> Iterator[tuple[int, list[str]]]:
                 yield int(name), Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
 
 
-def reap(pid: int) -> tuple[int, int]:
-    """Wait for a child to end: its wait status, and its peak of resident memory in bytes."""
-    _, status, used = os.wait4(pid, 0)
-    return status, used.ru_maxrss * 1024
-
-
 def has_ended(pid: int) -> bool:
     """Whether a child has ended; it stays a zombie, so that its number cannot be anybody else's."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

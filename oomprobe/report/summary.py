@@ -166,9 +166,7 @@ def _leaks(session: Session, answer: Trial) -> Iterator[str]:
             f"leak: {format_bytes(worst.leaked_bytes)} had not come back after batch {worst.batch_size}, even after "
             "collecting garbage; something keeps tensors of past steps, and the answer is smaller by as much"
         )
-    of_step = leak_of_step(
-        session.trials, answer.batch_size, available_bytes=session.available_bytes, budget_bytes=session.budget_bytes
-    )
+    of_step = leak_of_step(session, answer.batch_size)
     if of_step is not None:
         yield (
             f"leak: each step at batch {answer.batch_size} keeps {format_bytes(of_step.kept_bytes)}, and what is left free "
