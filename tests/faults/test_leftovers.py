@@ -41,20 +41,6 @@ def sleeps(batch_size):
         time.sleep(60)
 
 
-WAYS_OUT = pytest.mark.parametrize(
-    ("fault", "options", "ends"),
-    [
-        (lambda batch_size: None, {}, None),
-        (lambda batch_size: CARD.fake.alloc(2 * CARD.total_bytes), {}, NothingFitsError),
-        (raises(KeyError("labels")), {}, StepFailedError),
-        (raises(KeyboardInterrupt()), {}, KeyboardInterrupt),
-        (raises(SystemExit(3)), {}, SystemExit),
-        (sleeps, {"trial_time_limit_s": 0.3}, TimeLimitError),
-    ],
-    ids=["answer", "nothing fits", "bug", "ctrl-c", "exit", "time limit"],
-)
-
-
 def ended(model, step, ends, **options):
     if ends is None:
         return find_max_batch(model, step, device=CARD, **QUIET, **options)
@@ -111,10 +97,22 @@ def trainable():
     return model, step, optimizer, schedule
 
 
-@WAYS_OUT
+@pytest.mark.parametrize(
+    ("fault", "options", "ends"),
+    [
+        (lambda batch_size: None, {}, None),
+        (lambda batch_size: CARD.fake.alloc(2 * CARD.total_bytes), {}, NothingFitsError),
+        (raises(KeyError("labels")), {}, StepFailedError),
+        (raises(KeyboardInterrupt()), {}, KeyboardInterrupt),
+        (raises(SystemExit(3)), {}, SystemExit),
+        (sleeps, {"trial_time_limit_s": 0.3}, TimeLimitError),
+    ],
+    ids=["answer", "nothing fits", "bug", "ctrl-c", "exit", "time limit"],
+)
 def test_row_03_everything_is_as_it_was(fault, options, ends):
     model, step, optimizer, schedule = trainable()
     before = checksum(model, optimizer, schedule)
+    CARD.fake.set_per_process_memory_fraction(0.75)
 
     def faulty(model, batch_size):
         held = step(model, batch_size)
@@ -123,6 +121,7 @@ def test_row_03_everything_is_as_it_was(fault, options, ends):
 
     ended(model, faulty, ends, min_batch=2, **options)
     assert checksum(model, optimizer, schedule) == before
+    assert CARD.fake.get_per_process_memory_fraction() == 0.75  # row 28 too
     step(model, 2)
     assert checksum(model, optimizer, schedule) != before  # the sum sees a step
 
@@ -194,13 +193,6 @@ def test_row_19_training_is_compiled_as_without_a_probe():
 
 
 # --- 28: settings of the process and of the card (those of the process are in the fixture of all tests here) ---
-
-
-@WAYS_OUT
-def test_row_28_the_cards_cap_is_lifted(fault, options, ends):
-    CARD.fake.set_per_process_memory_fraction(0.75)
-    ended(*trained(fault), ends, **options)
-    assert CARD.fake.get_per_process_memory_fraction() == 0.75
 
 
 def sets_everything():

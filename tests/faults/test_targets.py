@@ -113,16 +113,12 @@ def confirmed_by(tmp_path, monkeypatch):
     return probed
 
 
-def test_each_trial_on_the_host_is_a_child_of_its_own(confirmed_by):
-    children, templates, confirming, others = confirmed_by(recorded, on_host)
-    assert len(children) > 1
+@pytest.mark.parametrize(
+    ("target", "where", "each_trial_alone"), [(recorded, on_host, True), (recorded_on_card, on_card, False)]
+)
+def test_an_answer_is_confirmed_in_another_child(confirmed_by, target, where, each_trial_alone):
+    children, templates, confirming, others = confirmed_by(target, where)
+    assert (len(children) > 1) is each_trial_alone
     assert not confirming & children
     assert len(templates) == 1
-    assert others == templates
-
-
-def test_on_a_card_an_answer_is_confirmed_in_another_child(confirmed_by):
-    children, templates, confirming, others = confirmed_by(recorded_on_card, on_card)
-    assert len(children) == 1
-    assert not confirming & children
     assert others == templates
