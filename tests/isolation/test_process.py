@@ -171,18 +171,6 @@ def left_behind(end):
     return [were_there, all_gone([child.pid, *pids]), spared]
 
 
-def parent_is_killed():
-    reading, writing = os.pipe()
-    if not (killed := os.fork()):
-        child = Process.forked(refuses_to_end)
-        os.write(writing, str(child.pid).encode())
-        time.sleep(LONG_S)
-    pid = int(os.read(reading, 20))
-    was_there = not is_gone(pid)
-    os.kill(killed, signal.SIGKILL)
-    return [was_there, all_gone([pid])]
-
-
 def ends_without_cleaning_up(act, file):
     with open(file, "w") as log, contextlib.redirect_stdout(log):
         atexit.register(log.write, "at exit ")
@@ -278,10 +266,6 @@ def test_nobody_it_started_outlives_it_and_nobody_else_ends(stage, end):
 
 def test_who_holds_its_pipes_open_does_not_hide_its_death(stage):
     assert death(stage, leaves_its_pipes_to_another)["code"] == 3
-
-
-def test_it_dies_with_its_parent(stage):
-    assert stage.play(parent_is_killed) == [True, True]
 
 
 @pytest.mark.parametrize(("act", "code"), [("leaves", 3), ("raises", 70)])
