@@ -168,10 +168,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 # Options of a search, by their names in `find_max_batch`: what --require runs is no search and would ignore them.
-SEARCH_OPTIONS = (
-    *("min_batch", "max_batch", "multiple_of", "steps"),
-    *("resolution", "trial_time_limit_s", "global_batch"),
-)
+SEARCH_OPTIONS = ("min_batch", "max_batch", "multiple_of", "steps", "resolution", "trial_time_limit_s", "global_batch")
 
 
 def parser() -> argparse.ArgumentParser:

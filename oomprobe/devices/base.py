@@ -100,20 +100,12 @@ class Device(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """What an allocator did while it was recorded.
+    """What an allocator did while it was recorded, by the addresses of blocks and the bytes that were requested."""
 
-    Attributes:
-        base: Requested bytes of each block that was in use when the recording began, by address.
-        events: (address, requested bytes) of each block handed out, in order, and the same with negative bytes of each
-            that was given back; complete once the recording has ended.
-        count: Tells how many blocks the allocator has ever handed out.
-        address: Tells the block of a tensor; None where it has none on the device.
-    """
-
-    base: dict[int, int]
-    events: list[tuple[int, int]] = field(default_factory=list)
-    count: Callable[[], int] = lambda: 0
-    address: Callable[[torch.Tensor], int | None] = lambda tensor: None
+    base: dict[int, int]  # blocks that were in use when the recording began
+    events: list[tuple[int, int]] = field(default_factory=list)  # in order; negative bytes: a block was given back
+    count: Callable[[], int]  # how many blocks the allocator has ever handed out
+    address: Callable[[torch.Tensor], int | None]  # None: it has no block on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
