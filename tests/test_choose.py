@@ -48,15 +48,6 @@ class FakeTensorOn(torch.Tensor):
         raise AssertionError(f"{function} was run on a tensor that is not there")
 
 
-@pytest.fixture
-def two_cards(monkeypatch):
-    """A machine with two cards, one of them current."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: FakeModule())
-
-
 # --- strings and other things ---
 
 
@@ -113,7 +104,7 @@ def test_a_device_that_is_not_here(device):
 
 
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:99", "xpu", torch.device("cuda", 2)])
-def test_a_card_that_is_not_among_those_here(two_cards, device):
+def test_a_card_that_is_not_among_those_here(cards, device):
     refused(NoDeviceError, f"no device {str(device)!r} here: torch {torch.__version__} sees 2 of type cuda", device)
 
 
@@ -132,22 +123,22 @@ def test_a_model_without_parameters_runs_where_it_is_told(monkeypatch, device):
     assert choose_device(device, WITHOUT_PARAMETERS).torch_device == torch.device("cpu")
 
 
-def test_a_model_without_parameters_uses_the_accelerator(two_cards):
+def test_a_model_without_parameters_uses_the_accelerator(cards):
     assert choose_device(None, WITHOUT_PARAMETERS).torch_device == torch.device("cuda", 0)
     assert model_device(WITHOUT_PARAMETERS) is None
 
 
-def test_none_means_where_the_parameters_are(two_cards):
+def test_none_means_where_the_parameters_are(cards):
     assert choose_device(None, Elsewhere("cuda:0")).torch_device == torch.device("cuda", 0)
     assert choose_device(None, ON_CPU).torch_device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
-def test_the_device_of_the_model_may_be_said(two_cards, device):
+def test_the_device_of_the_model_may_be_said(cards, device):
     assert choose_device(device, Elsewhere("cuda:0")).torch_device == torch.device("cuda", 0)
 
 
-def test_a_model_elsewhere_than_the_device(two_cards):
+def test_a_model_elsewhere_than_the_device(cards):
     text = "device='cuda:1', but the model's parameters are on cuda:0: call model.to('cuda:1') first, or leave device"
     refused(InvalidArgumentError, text, "cuda:1", Elsewhere("cuda:0"))
     text = "device='cuda', but the model's parameters are on cpu: call model.to('cuda:0') first"
@@ -185,7 +176,7 @@ def test_the_devices_here_without_an_accelerator():
 
 
 @linux_only
-def test_the_devices_here_with_two_cards(two_cards):
+def test_the_devices_here_with_cards(cards):
     assert [str(device.torch_device) for device in list_devices()] == ["cuda:0", "cuda:1", "cpu"]
     assert describe_device(list_devices()[1]) == "cuda:1  Fake Card  1.00 GiB"
 

@@ -4,7 +4,6 @@ import ast
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,26 +148,6 @@ def test_a_probe_within_a_stated_budget():
     result = probe(ledger(stated_bytes=256 * MIB), memory_fraction=1.0)
     assert result.batch_size == result.limit_batch_size == 256 - 64
     assert result.device == "Fake Card, 256.00 MiB of it"
-
-
-@pytest.fixture
-def cards(monkeypatch):
-    """A machine with two cards of a kind; their properties can be added to."""
-    properties = {}
-    here = SimpleNamespace(kind="cuda", properties=properties, fraction=1.0, free=4 * GIB)
-
-    def module(device):
-        fake = FakeModule(**properties)
-        fake.set_per_process_memory_fraction(here.fraction)
-        monkeypatch.setattr(fake, "_enter", lambda name, device: fake.calls.append(name))  # also as torch.xpu
-        return fake
-
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(here.kind))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_device_module", module)
-    monkeypatch.setattr(linux, "free_bytes", lambda *args: here.free)
-    return here
 
 
 @pytest.mark.parametrize(
