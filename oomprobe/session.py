@@ -34,7 +34,6 @@ from oomprobe.report.table import trials_table
 from oomprobe.result import Phase, Trial
 from oomprobe.search import STRIDE, Found, Reply
 from oomprobe.signals import Clock, Interrupts
-from oomprobe.simulation.rehearsal import ContradictedError
 from oomprobe.state import Snapshot, state_tensors
 from oomprobe.trial import LocalRunner, Measured, Outcome, Request, Runner
 from oomprobe.units import format_bytes
@@ -63,6 +62,10 @@ NO_HISTORY = (
     "no breakdown: {device} keeps no record of what it hands out; torch's own CUDA allocator and simulated cards do "
     "(--device sim:24GiB)"
 )
+
+
+class ContradictedError(Exception):
+    """A size that passed when replayed did not run: the search has to begin again without replaying."""
 
 
 class Session:

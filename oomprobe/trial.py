@@ -21,7 +21,6 @@ from oomprobe.options import Step
 from oomprobe.report.breakdown import Breakdown
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial
 from oomprobe.signals import Interrupts
-from oomprobe.simulation.rehearsal import Rehearsals
 from oomprobe.state import Tracker
 from oomprobe.verdicts import Evidence, Verdict, classify
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
@@ -173,12 +172,11 @@ class LocalRunner:
     ) -> None:
         self.device, self._device, self._replay = describe(device), device, replay_of(device)
         if self._replay is not None:
-            self._replay.begin_probe(interrupts.poll)
+            self._replay.begin_probe(interrupts.poll, replays=len(steps) == 1)
         self._model, self._steps, self._tracker = model, steps, tracker
         self._watch, self._interrupts = watch, interrupts
         self._restore_weights, self._after_call = restore_weights, after_call
         self._smallest, self._ends_with_trial = smallest, ends_with_trial
-        self._rehearsals = Rehearsals(device, single=len(steps) == 1)
         self.step_names, self.threads = list(steps), torch.get_num_threads()
         self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # in the last call that was run
@@ -192,7 +190,7 @@ class LocalRunner:
 
     def run(self, request: Request) -> Outcome:
         """Run one trial, or replay it, and put the memory back to its baseline."""
-        replayed = self._rehearsals.trial(request)
+        replayed = None if self._replay is None else self._replay.replay(request)
         if replayed is not None:
             return Outcome(trial=replayed)
         before_bytes = self._device.outside_bytes()
@@ -218,7 +216,7 @@ class LocalRunner:
             outside_after_bytes=self._device.outside_bytes() if measured is None else measured.outside_bytes,
             served_bytes=sum(_differences(served)[-1] for served in record.served_bytes.values() if len(served) > 1),
             refusal=self._baseline.refusal(trial),
-            contradicts_replay=self._rehearsals.learn(trial),
+            contradicts_replay=self._replay is not None and self._replay.learn(trial),
             breakdown=record.breakdown,
         )
 

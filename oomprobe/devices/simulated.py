@@ -9,25 +9,29 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from oomprobe.devices.base import History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
-from oomprobe.simulation import cuda_api
+from oomprobe.result import Phase, Trial
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.building import building
 from oomprobe.simulation.cards import Card, find_card, generic_card
+from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.memory import Memory
-from oomprobe.simulation.replay import Alive, Replayed, Replayer
 from oomprobe.simulation.session import session
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import Call
+from oomprobe.simulation.tape import Alive, Call, Replayer, replay_call
 from oomprobe.simulation.unknown import refuse_address, wants_data
 from oomprobe.simulation.world import World
 from oomprobe.units import format_bytes, parse_bytes
+from oomprobe.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from oomprobe.trial import Request
 
 NOT_COVERED = (
     "workspaces of cuDNN, its attention among them: only the card knows them (the upper end of the peak allows for those "
@@ -70,21 +74,13 @@ class SimulatedDevice:
         self.torch_device = torch.device("cpu")  # where the model is expected: it stays there
         self.name = f"simulated {self.card.full_name}"
         self.total_bytes = self.card.total_bytes
-        self._settings = AllocatorSettings.from_environment() if settings is None else settings
-        self._memory = Memory(
-            CachingAllocator(self.card.available_bytes, self._settings, total_bytes=self.card.total_bytes)
-        )
+        self._memory = Memory(self.card, AllocatorSettings.from_environment() if settings is None else settings)
         self._full = False  # held to less than what is on it before a step begins
-        self._fraction = self._settings.per_process_memory_fraction
-        self._hold_to(None)
-        self._world = World(self._memory, self.card)
+        self._world = World(self._memory)
         self._replayer = Replayer()
-        self._probed = False
         self._cold: tuple[CachingAllocator, Alive] | None = None  # what the last trial began with
         self._calls: list[Call] = []
-        self._trial_calls: tuple[Call, ...] = ()
-        self._peaks_before = (0, 0)  # of this trial, before the step itself reset them
-        self._counts = (0, 0)
+        self._trial_calls: list[Call] = []
 
     # --- the world ---
 
@@ -96,8 +92,7 @@ class SimulatedDevice:
             self._cold = self._memory.allocator.copy(), self._memory.leftovers
         self._memory.tape.start()
         self._world.begin()
-        major, minor = self.card.compute_capability
-        with session(self._world, self._functions(), (major, minor)):
+        with session(self._world, replacements(self._memory), self.card.compute_capability):
             try:
                 yield
             except RuntimeError as error:
@@ -118,14 +113,12 @@ class SimulatedDevice:
             >>> card.live_bytes()
             4198400
         """
-        return building(self._world, self._functions())
+        return building(self._world, replacements(self._memory))
 
-    def begin_probe(self, poll: Callable[[], None]) -> None:
+    def begin_probe(self, poll: Callable[[], None], *, replays: bool = True) -> None:
         """Forget what was learned of another step; call `poll`, which may raise, often while one runs."""
         self._world.poll, self._world.notes = poll, {}
-        if self._probed:
-            self._replayer = Replayer()
-        self._probed = True
+        self._replayer = Replayer(gives_up=not replays)
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put on the card what training would have there: parameters, buffers, gradients, optimizer state.
@@ -160,57 +153,36 @@ class SimulatedDevice:
     # --- what a Device answers for ---
 
     def available_bytes(self) -> int:
-        return self._allowed(None)
+        return self._memory.allowed(None)
 
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
-        if self._memory.allocator.reserved_bytes > self._allowed(limit_bytes):
-            self._memory.lay_out_anew()  # as a process that is held to this from its start would have it
-        self._hold_to(limit_bytes)
-        self._full = self._memory.allocator.reserved_bytes > self._allowed(limit_bytes)
+        memory, allowed_bytes = self._memory, self._memory.allowed(limit_bytes)
+        if memory.allocator.reserved_bytes > allowed_bytes:
+            memory.lay_out_anew()  # as a process that is held to this from its start would have it
+        memory.hold_to(limit_bytes)
+        self._full = memory.allocator.reserved_bytes > allowed_bytes
         try:
             yield
         finally:
             self._full = False
-            self._hold_to(None)
-
-    def _hold_to(self, limit_bytes: int | None) -> None:
-        self._limit_bytes = limit_bytes
-        self._memory.allocator.limit_bytes = self._allocators_limit(limit_bytes)
-
-    def _allocators_limit(self, limit_bytes: int | None) -> int | None:
-        """What the allocator is told: nothing where the card itself is the limit."""
-        allowed = self._allowed(limit_bytes)
-        return None if allowed == self.card.available_bytes else allowed
-
-    def _allowed(self, limit_bytes: int | None) -> int:
-        """The least of what the card has, the process's own fraction of it, and a limit."""
-        own = int(self._fraction * self.total_bytes)  # of the total, as torch has it
-        return min(own, self.card.available_bytes if limit_bytes is None else limit_bytes)
-
-    def _set_fraction(self, fraction: float) -> None:
-        """The step's, or the target's, own ``torch.cuda.set_per_process_memory_fraction``."""
-        self._fraction = fraction
-        self._hold_to(self._limit_bytes)
+            memory.hold_to(None)
 
     def start_trial(self) -> None:
         self._memory.begin()
         self._cold = None
-        self._calls, self._trial_calls = [], ()
-        self._peaks_before = (0, 0)
-        self._counts = self._read_counts()
+        self._calls, self._trial_calls = [], []
 
     def usage(self) -> Usage:
-        allocated, reserved = self._peaks()
-        retries, ooms = (now - then for now, then in zip(self._read_counts(), self._counts, strict=True))
+        memory, allocator = self._memory, self._memory.allocator
+        allocated, reserved = memory.peaks
+        upper = min(reserved + memory.largest_workspace_bytes, memory.allowed(memory.limit_bytes))
         return Usage(
-            peak_allocated_bytes=max(allocated, self._peaks_before[0]),
-            peak_reserved_bytes=max(reserved, self._peaks_before[1]),
-            peak_upper_bytes=max(
-                reserved, min(reserved + self._memory.largest_workspace_bytes, self._allowed(self._limit_bytes))
-            ),
-            alloc_retries=retries,
-            under_pressure=ooms > 0 or retries > 0,
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=reserved,
+            peak_upper_bytes=max(reserved, upper),
+            alloc_retries=allocator.alloc_retries,
+            under_pressure=allocator.ooms > 0 or allocator.alloc_retries > 0,
         )
 
     def live_bytes(self) -> int:
@@ -269,57 +241,43 @@ class SimulatedDevice:
 
     def end_trial(self) -> None:
         """What is called from here on does not belong to the trial."""
-        self._trial_calls, self._calls = tuple(self._calls), []
+        self._trial_calls, self._calls = self._calls, []
 
-    def learn(self, batch_size: int) -> bool:
-        """A trial of this size has passed: its calls show what the step asks of the allocator."""
-        return self._replayer.learn(batch_size, self._trial_calls)
+    def learn(self, trial: Trial) -> bool:
+        """Learn from a trial that was run what the step asks of the allocator; whether that contradicts what was replayed."""
+        if trial.accumulation_steps > 1:
+            return False
+        if not trial.passed:
+            return trial.phase is Phase.CONFIRM
+        return not self._replayer.learn(trial.batch_size, self._trial_calls)
 
-    def rehearse(self, batch_size: int, *, calls: int, limit_bytes: int | None) -> Replayed | None:
-        """Do to a copy of the allocator what a cold trial would do; None where that is not known."""
-        if self._cold is None:
+    def replay(self, request: Request) -> Trial | None:
+        """Do to a copy of the allocator what a cold trial would do; None where that is not known, or must be run."""
+        if request.exact or self._cold is None:
             return None
-        allocator, alive = self._cold
-        allocator.limit_bytes = self._allocators_limit(limit_bytes)
-        if allocator.reserved_bytes > self._allowed(limit_bytes):
+        cold, alive = self._cold
+        calls = self._replayer.calls(request.batch_size, 1 + request.steps)
+        if calls is None or cold.reserved_bytes > self._memory.allowed(request.cap_bytes):
             return None
-        return self._replayer.try_size(batch_size, allocator, alive, calls=calls)
-
-    def stop_rehearsing(self) -> None:
-        """A rehearsal was wrong: run every size from here on."""
-        self._replayer.give_up()
-
-    # --- torch.cuda ---
-
-    def _functions(self) -> dict[str, object]:
-        major, minor = self.card.compute_capability
-        properties = SimpleNamespace(
-            name=self.card.full_name, major=major, minor=minor, total_memory=self.total_bytes,
-            multi_processor_count=self.card.multi_processor_count, warp_size=32, is_integrated=0, is_multi_gpu_board=0,
-        )  # fmt: skip
-        return cuda_api.replacements(
-            properties,
-            lambda: self._memory.allocator,
-            empty_cache=lambda: self._memory.empty_cache(by_step=True),
-            reset_peaks=self._reset_peaks,
-            peaks=self._peaks,
-            fraction=lambda: self._fraction,
-            set_fraction=self._set_fraction,
-            total_bytes=self.total_bytes,
+        allocator = cold.copy()
+        allocator.limit_bytes = self._memory.allocators_limit(request.cap_bytes)
+        error = None
+        try:
+            for call in calls:
+                alive = replay_call(allocator, call, alive)
+        except AllocatorOutOfMemory as refusal:
+            error = f"OutOfMemoryError: {refusal}"
+        return Trial(
+            batch_size=request.batch_size,
+            verdict=Verdict.FITS if error is None else Verdict.OOM,
+            phase=request.phase,
+            cap_bytes=request.cap_bytes,
+            peak_allocated_bytes=allocator.peak_allocated_bytes,
+            peak_reserved_bytes=allocator.peak_reserved_bytes,
+            alloc_retries=allocator.alloc_retries,
+            error=error,
+            replayed=True,
         )
-
-    def _peaks(self) -> tuple[int, int]:
-        allocator = self._memory.allocator
-        return allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
-
-    def _reset_peaks(self) -> None:
-        """The step's own reset: the trial keeps what it saw before."""
-        before, now = self._peaks_before, self._peaks()
-        self._peaks_before = max(before[0], now[0]), max(before[1], now[1])
-        self._memory.allocator.reset_peaks()
-
-    def _read_counts(self) -> tuple[int, int]:
-        return self._memory.allocator.alloc_retries, self._memory.allocator.ooms
 
 
 def _card(card: str | int | Card) -> Card:

@@ -12,7 +12,8 @@ Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch; constants from c10/core/Al
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 
 from oomprobe.simulation.settings import AllocatorSettings
@@ -142,18 +143,6 @@ class Pool:
                 return first
         return None
 
-    def bytes_to_map(self, size: int) -> int:
-        """What `lowest_room` lacks until the block can lie there."""
-        block, mapped = self.lowest_room(size), 0
-        if block is None:
-            return _rounded_up(size, self.page)
-        while size > 0 and block is not None:
-            if not block.mapped:
-                mapped += _rounded_up(min(size, block.size), self.page)
-            size -= block.size
-            block = block.next
-        return mapped
-
 
 class CachingAllocator:
     """One device's allocator, for one process.
@@ -250,17 +239,32 @@ class CachingAllocator:
             self.log.append((handle, -block.requested))
         self._cache(block)
 
-    def fits(self, nbytes: int, stream: int = 0) -> bool:
-        """Whether `malloc` would succeed now without giving any cached memory back. Changes nothing."""
-        if nbytes <= 0:
-            return True
-        size = self._rounded(nbytes)
-        pool = (self._small if size <= SMALL else self._large).get(stream) or self._new_pool(stream, size)
-        if self._best_fit(pool, size) >= 0:
-            return True
-        segment = self._segment_size(size)
-        from_driver = pool.bytes_to_map(size) if self._settings.expandable_segments else segment
-        return self._allowed(segment) and self.reserved_bytes + from_driver <= self.capacity_bytes
+    def malloc_all(self, sizes: Iterable[int]) -> list[int]:
+        """Hand out several blocks, or raise and hand out none."""
+        handles: list[int] = []
+        try:
+            for nbytes in sizes:
+                handles.append(self.malloc(nbytes))
+        except AllocatorOutOfMemory:
+            for handle in handles:
+                self.free(handle)
+            raise
+        return handles
+
+    def borrow(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Take blocks together and give them back, one group after the other."""
+        for sizes in groups:
+            for handle in self.malloc_all(sizes):
+                self.free(handle)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether `malloc` would succeed now without giving the cache back. Changes nothing."""
+        if self.allocated_bytes + nbytes > self.capacity_bytes:
+            return False  # a copy takes a millisecond
+        twin = self.copy()
+        with suppress(AllocatorOutOfMemory):
+            twin.malloc(nbytes)
+        return twin.alloc_retries == self.alloc_retries
 
     def empty_cache(self) -> None:
         """release_cached_blocks: every cached segment, or page of one, that is not in use goes back to the driver."""
@@ -308,16 +312,9 @@ class CachingAllocator:
             "num_ooms": self.ooms,
         }
 
-    def take_counts(self, other: CachingAllocator) -> None:
-        """The peaks, retries and refusals of a copy, whose blocks are given up."""
-        for name in ("peak_allocated_bytes", "peak_reserved_bytes", "alloc_retries", "ooms"):
-            setattr(self, name, getattr(other, name))
-
     def emptied(self) -> CachingAllocator:
-        """One like it with nothing in it, whose counts go on from here."""
-        fresh = CachingAllocator(self.capacity_bytes, self._settings, total_bytes=self.total_bytes)
-        fresh.alloc_retries, fresh.ooms = self.alloc_retries, self.ooms
-        return fresh
+        """One like it with nothing in it."""
+        return CachingAllocator(self.capacity_bytes, self._settings, total_bytes=self.total_bytes)
 
     def copy(self) -> CachingAllocator:
         """Make an independent allocator in the same state; the handles are valid in both."""

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
-from oomprobe.simulation.fakes import CARD, HOST, STATED_HOST, place_of_any
+from oomprobe.simulation.fakes import CARD, HOST, STATED_HOST, place_of
 from oomprobe.simulation.identity import Identity
 from oomprobe.simulation.session import patches, replaced
 from oomprobe.simulation.world import World
@@ -19,13 +19,11 @@ from oomprobe.simulation.world import World
 @contextmanager
 def building(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[None]:
     """Run code that makes a model and moves it to ``"cuda"``; the tensors stay real, in host memory."""
-    save, load = torch.save, torch.load
     with ExitStack() as stack:
         for owner, name, value in patches(world, cuda_functions):
             stack.enter_context(replaced(owner, name, value))
         mode = _Building(world)
-        stack.enter_context(replaced(torch, "save", save))
-        stack.enter_context(replaced(torch, "load", mode.loader(load)))
+        stack.enter_context(replaced(torch, "load", mode.loader(torch.load)))
         stack.enter_context(mode)
         yield
 
@@ -38,7 +36,9 @@ class _Building(Identity):
 
         def loaded(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
             result = load(f, map_location="cpu", **kwargs)
-            if map_location is not None and place_of_any(map_location) == CARD:
+            # A function, or a mapping to devices, is taken to mean one place for all.
+            to = next(iter(map_location.values()), None) if isinstance(map_location, dict) else map_location
+            if callable(to) or place_of(to) == CARD:
                 tree_map_only(torch.Tensor, self._put, result)
             return result
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from oomprobe.simulation.allocator import CachingAllocator
 from oomprobe.simulation.fakes import SEEN_CARD
+from oomprobe.simulation.memory import Memory
 
 _WITHOUT_EFFECT = (
     "set_device", "init", "_lazy_init", "synchronize", "ipc_collect", "set_stream", "manual_seed", "manual_seed_all", "seed",
@@ -72,49 +73,47 @@ class _DeviceContext(contextlib.nullcontext[None]):
         self.idx = 0
 
 
-def replacements(
-    properties: Any, allocator: Callable[[], CachingAllocator], *, empty_cache: Callable[[], None],
-    reset_peaks: Callable[[], None], peaks: Callable[[], tuple[int, int]], fraction: Callable[[], float],
-    set_fraction: Callable[[float], None], total_bytes: int,
-) -> dict[str, Any]:  # fmt: skip
+def replacements(memory: Memory) -> dict[str, Any]:
     """Functions by the name they have in ``torch.cuda``."""
+    card = memory.card
+    major, minor = card.compute_capability
+    properties = SimpleNamespace(
+        name=card.full_name, major=major, minor=minor, total_memory=card.total_bytes,
+        multi_processor_count=card.multi_processor_count, warp_size=32, is_integrated=0, is_multi_gpu_board=0,
+    )  # fmt: skip
 
     def constant(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value
 
-    def stats(*_: Any, **__: Any) -> dict[str, int]:
-        allocated, reserved = peaks()
-        return allocator().stats() | {"allocated_bytes.all.peak": allocated, "reserved_bytes.all.peak": reserved}
-
-    def mem_get_info(*_: Any) -> tuple[int, int]:
-        return allocator().capacity_bytes - allocator().reserved_bytes, total_bytes
+    def summary(*_: Any, **__: Any) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in memory.allocator.stats().items())
 
     stream = Stream()
     return {
         **dict.fromkeys(_WITHOUT_EFFECT, constant(None)),
         **dict.fromkeys(("is_available", "is_initialized"), constant(True)),
-        **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), constant(properties.major >= 8)),
+        **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), constant(major >= 8)),
         **dict.fromkeys(("current_device", "initial_seed", "utilization"), constant(0)),
         **dict.fromkeys(("current_stream", "default_stream"), constant(stream)),
-        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), lambda *_: reset_peaks()),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), lambda *_: memory.reset_peaks()),
         **dict.fromkeys(("device", "device_of"), _DeviceContext),
         "is_current_stream_capturing": constant(False),
         "device_count": constant(1),
-        "get_device_name": constant(properties.name),
-        "get_device_capability": constant((properties.major, properties.minor)),
+        "get_device_name": constant(card.full_name),
+        "get_device_capability": constant((major, minor)),
         "get_device_properties": constant(properties),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
-        "empty_cache": empty_cache,
-        "memory_allocated": lambda *_: allocator().allocated_bytes,
-        "memory_reserved": lambda *_: allocator().reserved_bytes,
-        "max_memory_allocated": lambda *_: peaks()[0],
-        "max_memory_reserved": lambda *_: peaks()[1],
-        "memory_stats": stats,
-        "memory_summary": lambda *_, **__: "\n".join(f"{name}: {value}" for name, value in stats().items()),
-        "mem_get_info": mem_get_info,
-        "get_per_process_memory_fraction": lambda *_: fraction(),
-        "set_per_process_memory_fraction": lambda share, *_: set_fraction(share),
+        "empty_cache": lambda: memory.empty_cache(by_step=True),
+        "memory_allocated": lambda *_: memory.allocator.allocated_bytes,
+        "memory_reserved": lambda *_: memory.allocator.reserved_bytes,
+        "max_memory_allocated": lambda *_: memory.allocator.peak_allocated_bytes,
+        "max_memory_reserved": lambda *_: memory.allocator.peak_reserved_bytes,
+        "memory_stats": lambda *_, **__: memory.allocator.stats(),
+        "memory_summary": summary,
+        "mem_get_info": lambda *_: (card.available_bytes - memory.allocator.reserved_bytes, card.total_bytes),
+        "get_per_process_memory_fraction": lambda *_: memory.fraction,
+        "set_per_process_memory_fraction": lambda share, *_: memory.set_fraction(share),
         "stream": contextlib.nullcontext,
         "Stream": Stream,
         "Event": Event,

@@ -37,13 +37,6 @@ def place_of(device: Any) -> torch.device | None:
     return STATED_HOST if device.type == "cpu" and device.index != 0 else None
 
 
-def place_of_any(location: Any) -> torch.device | None:
-    """The place of a ``map_location``: a device, a mapping to devices, or a function, which is taken to mean the card."""
-    if isinstance(location, dict):
-        location = next(iter(location.values()), None)
-    return CARD if callable(location) else place_of(location)
-
-
 class Fakes:
     """Fakes of real tensors, for as long as the real ones live."""
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, refusal
-from oomprobe.simulation.replay import Alive, replay_call
-from oomprobe.simulation.scratch import Launch
-from oomprobe.simulation.tape import Call, Tape
+from oomprobe.simulation.cards import Card
+from oomprobe.simulation.scratch import Launch, needs_of
+from oomprobe.simulation.settings import AllocatorSettings
+from oomprobe.simulation.tape import Alive, Call, Tape, replay_call
 
 _Storage = Any  # torch.UntypedStorage, or a stand-in of one on the meta device
 
@@ -29,17 +30,20 @@ class _Held:
 class Memory:
     """The memory of a simulated card: which storages are on it, and the allocator that serves them.
 
-    Args:
-        allocator: Serves the requests; beyond its capacity it refuses them.
-
     Attributes:
+        fraction: Of the card's total, what the process allows itself.
+        limit_bytes: What the process is held to besides; None: all there is.
         largest_workspace_bytes: The most that a convolution of this trial would have liked, and had room for.
     """
 
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self.allocator = allocator
+    def __init__(self, card: Card, settings: AllocatorSettings) -> None:
+        self.card = card
+        self.allocator = CachingAllocator(card.available_bytes, settings, total_bytes=card.total_bytes)
+        self.fraction = settings.per_process_memory_fraction
+        self.hold_to(None)
         self.largest_workspace_bytes = 0
         self.tape = Tape()
+        self._peaks_before = (0, 0)  # of this trial, before the step itself reset them
         self._held: dict[int, _Held] = {}
         self._workspaces: list[int] = []
         self._workspace_bytes = 0
@@ -47,9 +51,46 @@ class Memory:
     def begin(self) -> None:
         """A trial begins: peaks start anew, and so do the names of what is there."""
         self.allocator.reset_peaks()
+        self.allocator.alloc_retries = self.allocator.ooms = 0
+        self._peaks_before = (0, 0)
         self.largest_workspace_bytes = 0
         for held, name in zip(self._held.values(), self.tape.begin(len(self._held)), strict=True):
             held.name = name
+
+    # --- limits and peaks ---
+
+    def hold_to(self, limit_bytes: int | None) -> None:
+        """Let the allocator reserve no more than this; None: all there is."""
+        self.limit_bytes = limit_bytes
+        self.allocator.limit_bytes = self.allocators_limit(limit_bytes)
+
+    def set_fraction(self, fraction: float) -> None:
+        """The step's, or the target's, own ``torch.cuda.set_per_process_memory_fraction``."""
+        self.fraction = fraction
+        self.hold_to(self.limit_bytes)
+
+    def allowed(self, limit_bytes: int | None) -> int:
+        """The least of what the card has, the process's own fraction of its total, as torch has it, and a limit."""
+        own = int(self.fraction * self.card.total_bytes)
+        return min(own, self.card.available_bytes if limit_bytes is None else limit_bytes)
+
+    def allocators_limit(self, limit_bytes: int | None) -> int | None:
+        """What the allocator is told: nothing where the card itself is the limit."""
+        allowed = self.allowed(limit_bytes)
+        return None if allowed == self.card.available_bytes else allowed
+
+    @property
+    def peaks(self) -> tuple[int, int]:
+        """The most bytes of this trial that were allocated, and reserved."""
+        allocated, reserved = self._peaks_before
+        return max(allocated, self.allocator.peak_allocated_bytes), max(reserved, self.allocator.peak_reserved_bytes)
+
+    def reset_peaks(self) -> None:
+        """The step's own reset: the trial keeps what it saw before."""
+        self._peaks_before = self.peaks
+        self.allocator.reset_peaks()
+
+    # --- what is on the card ---
 
     def holds(self, storage: _Storage) -> bool:
         """Whether a storage is on the card."""
@@ -113,28 +154,16 @@ class Memory:
             AllocatorOutOfMemory: there is no room.
         """
         index = self.tape.started(launch.kernel, launch.numbers)
-        needs = launch.kernel.needs(launch.numbers)
-        with self._lent(needs.held):
-            self._pass(needs.before)
-            yield
-            self._pass(needs.groups)
-        self.tape.ended(launch.kernel, index)
-
-    def _pass(self, groups: tuple[tuple[int, ...], ...]) -> None:
-        for group in groups:
-            with self._lent(group):
-                pass
-
-    @contextmanager
-    def _lent(self, sizes: tuple[int, ...]) -> Iterator[None]:
-        blocks: list[int] = []
+        needs = needs_of(launch.kernel, launch.numbers)
+        held = self.allocator.malloc_all(needs.held)
         try:
-            for nbytes in sizes:
-                blocks.append(self.allocator.malloc(nbytes))
+            self.allocator.borrow(needs.before)
             yield
+            self.allocator.borrow(needs.groups)
         finally:
-            for block in blocks:
+            for block in held:
                 self.allocator.free(block)
+        self.tape.ended(launch.kernel, index)
 
     def transient(self, nbytes: int) -> None:
         """A workspace that a convolution may take where there is room, for the time of one kernel."""
@@ -149,11 +178,10 @@ class Memory:
 
     def lay_out_anew(self) -> None:
         """Put what is on the card into fresh segments, so that none is held for the sake of a small rest."""
-        fresh = self.allocator.emptied()
-        self._workspaces = [fresh.malloc(self._workspace_bytes) for _ in self._workspaces]
+        self.allocator = self.allocator.emptied()
+        self._workspaces = [self.allocator.malloc(self._workspace_bytes) for _ in self._workspaces]
         for held in self._held.values():
-            held.block = fresh.malloc(held.nbytes)
-        self.allocator = fresh
+            held.block = self.allocator.malloc(held.nbytes)
 
     def refusal(self) -> str:
         """What torch says of the smallest request now."""
@@ -171,13 +199,14 @@ class Memory:
         """Do to the allocator what this call would do once more; the storages alive get the blocks of that call.
 
         Raises:
-            AllocatorOutOfMemory: there was no room; nothing was changed but peaks.
+            AllocatorOutOfMemory: there was no room; nothing was changed but peaks and counts.
         """
         allocator = self.allocator.copy()
         try:
             after = replay_call(allocator, call, self.leftovers)
         except AllocatorOutOfMemory:
-            self.allocator.take_counts(allocator)
+            for count in ("peak_allocated_bytes", "peak_reserved_bytes", "alloc_retries", "ooms"):
+                setattr(self.allocator, count, getattr(allocator, count))
             raise
         self.allocator = allocator
         for held in self._held.values():

@@ -38,13 +38,10 @@ class Kernel:
     fixed: tuple[Any, ...]
     count: int
 
-    def needs(self, numbers: tuple[int, ...]) -> Needs:
-        """What it takes, for these numbers."""
-        return _needs(self, numbers)
-
 
 @lru_cache(maxsize=4096)
-def _needs(kernel: Kernel, numbers: tuple[int, ...]) -> Needs:
+def needs_of(kernel: Kernel, numbers: tuple[int, ...]) -> Needs:
+    """What a kernel takes, for these numbers."""
     return kernel.rule(*kernel.fixed, *numbers)
 
 

@@ -37,13 +37,22 @@ def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[i
     """
     thread = threading.get_ident()
     with ExitStack() as stack:
-        stack.enter_context(_collected_by_hand())
+        if (
+            gc.isenabled()
+        ):  # cycles die before a call, not at a random moment inside it: the same call makes the same tape
+            gc.disable()
+            stack.callback(gc.enable)
         stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(Choices(lambda: threading.get_ident() == thread, capability))
         for owner, name, value in patches(world, cuda_functions):
             stack.enter_context(replaced(owner, name, value))
-        stack.enter_context(_without_onednn())
-        stack.enter_context(_casts_of_its_own())
+        stack.enter_context(replaced(torch, "save", _refuse_save))
+        # oneDNN's recurrent nets are one operator, which does not say what it keeps for backward.
+        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
+        # Weights that autocast cast before are real, and none of the card's; those that it casts inside are fakes.
+        stack.callback(torch.clear_autocast_cache)
+        torch.clear_autocast_cache()
         identity = Identity(world)
         stack.enter_context(replaced(FakeTensor, "tolist", lambda tensor: identity.values_of(tensor)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler would want real devices
@@ -51,39 +60,6 @@ def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[i
         stack.enter_context(world)
         stack.enter_context(identity)
         yield
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Its recurrent nets are one operator, which does not say what it keeps for backward."""
-    was_on = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(was_on)
-
-
-@contextmanager
-def _casts_of_its_own() -> Iterator[None]:
-    """Weights that autocast has cast, around the whole probe: real ones are none of the card's, and its fakes go."""
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-
-
-@contextmanager
-def _collected_by_hand() -> Iterator[None]:
-    """Cycles die before a call, not at a random moment inside it: the same call is to make the same tape."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager
@@ -114,7 +90,6 @@ def patches(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[tuple[A
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
         yield torch, name, _asked_of_cpu(getattr(torch, name))
     yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")
-    yield torch, "save", _refuse_save
     yield torch.nn.DataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)  # one card
     yield torch.Tensor, "record_stream", lambda *_: None
     yield torch, "Generator", _Generator

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from oomprobe.simulation.scratch import Kernel
+from oomprobe.simulation.allocator import CachingAllocator
+from oomprobe.simulation.scratch import Kernel, needs_of
 
 # An event is (kind, a, b): born (BORN, index, 0); died (DIED, calls ago, index); the cache given back (RELEASED, 0, 0); a
 # kernel that takes memory for itself begins (STARTED, index, kernel), and ends once its results were made (ENDED, index,
 # kernel). Sizes are kept apart, by index: of a kernel the numbers from which it computes what it takes.
 BORN, DIED, RELEASED, STARTED, ENDED = range(5)
 Event = tuple[int, int, Any]
+Alive = dict[tuple[int, int], int]  # blocks by (calls ago, index in that call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,11 @@ class Call:
         return tuple(event for event in self.events if event[0] != DIED or event[1] == 0)
 
     @property
-    def freed(self) -> frozenset[tuple[int, int]]:
-        """Blocks of earlier calls that it frees, by (calls ago, index)."""
-        return frozenset((ago, index) for kind, ago, index in self.events if kind == DIED and ago > 0)
-
-    @property
     def closed(self) -> bool:
         """Whether a call like this one frees just what the one before it left, so that it can follow itself."""
         dead = {event[1:] for event in self.events if event[0] == DIED}
         left = {event[1] for event in self.events if event[0] == BORN and (0, event[1]) not in dead}
-        return self.freed == {(1, index) for index in left}
+        return {(ago, index) for ago, index in dead if ago > 0} == {(1, index) for index in left}
 
 
 class Tape:
@@ -98,18 +94,45 @@ class Tape:
         return Call(tuple(self._events), tuple(self._sizes))
 
 
+def replay_call(allocator: CachingAllocator, call: Call, alive: Alive) -> Alive:
+    """Do to an allocator what a call did to it; it raises what the allocator raises.
+
+    Args:
+        allocator: Changed in place.
+        call: Its events.
+        alive: Blocks that earlier calls left, by (calls ago as the call that comes counts, index).
+
+    Returns:
+        The blocks left now, named for the next call.
+    """
+    alive, held = dict(alive), dict[int, list[int]]()
+    sizes, malloc, free = call.sizes, allocator.malloc, allocator.free
+    for kind, one, two in call.events:
+        if kind == BORN:
+            alive[0, one] = malloc(sizes[one])
+        elif kind == DIED:
+            block = alive.pop((one, two), None)
+            if block is not None:
+                free(block)
+        elif kind == STARTED:
+            needs = needs_of(two, sizes[one : one + two.count])
+            held[one] = allocator.malloc_all(needs.held)
+            allocator.borrow(needs.before)
+        elif kind == ENDED:
+            allocator.borrow(needs_of(two, sizes[one : one + two.count]).groups)
+            for block in held.pop(one):
+                free(block)
+        elif kind == RELEASED:
+            allocator.empty_cache()
+    return {(ago + 1, index): block for (ago, index), block in alive.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Sizes of a call's blocks as straight lines of the batch size.
-
-    Attributes:
-        events: The sequence all sizes share.
-        fixed: Bytes of each block at batch 0.
-        per_sample: Bytes of each block for one more sample.
-    """
+    """Calls that differ only in sizes, which are straight lines of the batch size."""
 
     events: tuple[Event, ...]
-    fixed: tuple[int, ...]
+    fixed: tuple[int, ...]  # at batch 0
     per_sample: tuple[int, ...]
 
     def at(self, batch_size: int) -> Call:
@@ -117,27 +140,74 @@ class Line:
         return Call(self.events, tuple(a + b * batch_size for a, b in zip(self.fixed, self.per_sample, strict=True)))
 
 
-def line_through(calls: Sequence[tuple[int, Call]]) -> Line | None:
-    """The line through calls of at least two sizes; None where they differ in more than sizes along lines.
+def lines_through(size: int, calls: Sequence[Call], other_size: int, other_calls: Sequence[Call]) -> list[Line] | None:
+    """The lines through calls of two sizes; None where they differ in more than sizes, or a sample takes parts of a byte.
 
     Example:
         >>> events = ((BORN, 0, 0), (DIED, 0, 0))
-        >>> calls = [(n, Call(events, (8 + 4 * n,))) for n in (1, 2, 4)]
-        >>> line_through(calls).at(100).sizes
+        >>> lines_through(1, [Call(events, (12,))], 2, [Call(events, (16,))])[0].at(100).sizes
         (408,)
-        >>> line_through([*calls, (8, Call(events, (1000,)))]) is None
-        True
     """
-    by_size = dict(calls)
-    if len(by_size) < 2:
+    if len(calls) != len(other_calls):
         return None
-    (low, first), (high, last) = min(by_size.items()), max(by_size.items())
-    if any(call.events != first.events for call in by_size.values()):
-        return None
-    slopes = [(b - a) / (high - low) for a, b in zip(first.sizes, last.sizes, strict=True)]
-    if not all(slope.is_integer() for slope in slopes):
-        return None
-    per_sample = tuple(int(slope) for slope in slopes)
-    fixed = tuple(a - slope * low for a, slope in zip(first.sizes, per_sample, strict=True))
-    line = Line(first.events, fixed, per_sample)
-    return line if all(line.at(size) == call for size, call in by_size.items()) else None
+    lines = []
+    for call, other in zip(calls, other_calls, strict=True):
+        if call.events != other.events:
+            return None
+        slopes = [divmod(b - a, other_size - size) for a, b in zip(call.sizes, other.sizes, strict=True)]
+        if any(rest for _, rest in slopes):
+            return None
+        per_sample = tuple(slope for slope, _ in slopes)
+        fixed = tuple(a - slope * size for a, slope in zip(call.sizes, per_sample, strict=True))
+        lines.append(Line(call.events, fixed, per_sample))
+    return lines
+
+
+class Replayer:
+    """Learns the lines that the calls of a cold trial follow.
+
+    A trial is its first call, which makes gradients, optimizer state and workspaces, those that follow until one is like
+    the one before, and that steady one as often as it likes.
+
+    Attributes:
+        lines: What was learned, one for each of these calls; None while they are not known, or were contradicted.
+    """
+
+    def __init__(self, *, gives_up: bool = False) -> None:
+        self.lines: list[Line] | None = None
+        self._trials: dict[int, list[Call]] = {}
+        self._given_up = gives_up
+
+    def learn(self, batch_size: int, calls: Sequence[Call]) -> bool:
+        """Learn from a trial that was run; whether its calls are what the lines say, as far as there are any."""
+        steady = self.steady(calls)
+        if steady is None or self._given_up:
+            return True
+        trial = [*calls, steady]
+        while len(trial) > 1 and trial[-2] == steady:
+            trial.pop()
+        if self.lines is not None and [line.at(batch_size) for line in self.lines] != trial:
+            self.lines, self._given_up = None, True
+            return False
+        self._trials[batch_size] = trial
+        if self.lines is None and len(self._trials) > 1:
+            (size, first), (other_size, second) = list(self._trials.items())[-2:]
+            self.lines = lines_through(size, first, other_size, second)
+        return True
+
+    def steady(self, calls: Sequence[Call]) -> Call | None:
+        """The call that the next one would be again: the last one, if it is like the one before or like a known one."""
+        if not calls:
+            return None
+        last = calls[-1]
+        if len(calls) > 1 and (calls[-2].core, calls[-2].sizes) == (last.core, last.sizes) and last.closed:
+            return last
+        known = next((trial[-1] for trial in self._trials.values() if trial[-1].core == last.core), None)
+        return None if known is None else Call(known.events, last.sizes)
+
+    def calls(self, batch_size: int, count: int) -> list[Call] | None:
+        """So many calls of a cold trial of this size; None where they are not known."""
+        if self.lines is None:
+            return None
+        trial = [line.at(batch_size) for line in self.lines]
+        return [*trial, *trial[-1:] * count][:count]

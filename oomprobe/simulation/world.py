@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomprobe.simulation import scratch
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
-from oomprobe.simulation.cards import Card
 from oomprobe.simulation.fakes import CARD, HOST, STATED_HOST, Fakes
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.unknown import (
@@ -66,7 +65,7 @@ _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _a
 class World(TorchDispatchMode):
     """Runs operators on fakes, and tells the memory which storages they make."""
 
-    def __init__(self, memory: Memory, card: Card) -> None:
+    def __init__(self, memory: Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.fake_mode = FakeTensorMode()
@@ -74,9 +73,9 @@ class World(TorchDispatchMode):
         self.depth = 0  # inside torch's own code, where a fake's device is what FakeTensorMode says
         self.poll: Callable[[], None] = lambda: None
         self.notes: dict[str, None] = {}
-        self._workspace_bytes = card.cublas_workspace_bytes
+        self._workspace_bytes = memory.card.cublas_workspace_bytes
         self._has_workspace: set[bool] = set()  # the main thread (False), and that of backward (True)
-        self._processors = card.processors
+        self._processors = memory.card.processors
         self._fakes = Fakes(self.fake_mode, memory)
         self.settle, self.block_of, self.forget = self._fakes.settle, self._fakes.block_of, self._fakes.forget
         self._truths: Truths = weakref.WeakKeyDictionary()  # what is known of values, by storage

@@ -19,8 +19,7 @@ from calibration import running, torchvision_names
 from calibration.rows import MIB, Bracket
 from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.replay import replay_call
-from oomprobe.simulation.tape import Call
+from oomprobe.simulation.tape import Call, replay_call
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "timm_rtx3090_train_amp_nchw.json"
 CAPACITY_MIB = 22_000  # stated in simulation.md, where it was chosen on rows of this file

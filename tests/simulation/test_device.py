@@ -71,13 +71,12 @@ def test_the_answer_was_run(device, memory_fraction):
     assert all(t.step_s is None for t in result.trials)  # the time of fakes is nobody's
 
 
-def test_replaying_answers_what_running_answers():
+def test_replaying_answers_what_running_answers(monkeypatch):
     model = conv_net()
     quick, slow = trained(model), trained(model)
     replayed = probe(model, quick, "sim:600MiB")
-    card = SimulatedDevice("600MiB")
-    card.stop_rehearsing()
-    ran = probe(model, slow, card)
+    monkeypatch.setattr(SimulatedDevice, "replay", lambda *_: None)
+    ran = probe(model, slow, "sim:600MiB")
     assert replayed.batch_size == ran.batch_size
     assert not any(t.replayed for t in ran.trials)
     assert quick.calls <= 14 < slow.calls
@@ -114,7 +113,7 @@ def test_a_step_that_chunks_its_batch_is_run_at_every_size():
     assert not any(t.replayed for t in result.trials)  # those that were replayed before it showed are gone
 
 
-def test_a_step_that_changes_course_is_searched_again():
+def test_a_step_that_changes_course_is_searched_again(monkeypatch):
     """Replays that three small sizes promise, and a larger one does not keep."""
     model = nn.Linear(256, 256)
     optimizer = torch.optim.SGD(model.parameters())
@@ -127,10 +126,9 @@ def test_a_step_that_changes_course_is_searched_again():
         model(x).square().mean().backward()
         optimizer.step()
 
-    card = SimulatedDevice("64MiB")
-    honest = SimulatedDevice("64MiB")
-    honest.stop_rehearsing()
-    result, truth = probe(model, step, card), probe(model, step, honest)
+    result = probe(model, step, "sim:64MiB")
+    monkeypatch.setattr(SimulatedDevice, "replay", lambda *_: None)
+    truth = probe(model, step, "sim:64MiB")
     assert result.batch_size == truth.batch_size
     assert any(t.batch_size == result.batch_size and t.phase == "confirm" and t.passed for t in executed(result))
 
