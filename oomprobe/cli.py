@@ -148,7 +148,7 @@ def _read(path: str) -> ProbeResult:
 
 def _devices(arguments: argparse.Namespace) -> int:
     from oomprobe.devices.choose import describe_device, list_devices
-    from oomprobe.simulation.cards import CARDS
+    from oomprobe.simulation.catalogue import CARDS
 
     for device in list_devices():
         print(describe_device(device))

@@ -19,7 +19,8 @@ from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.result import Phase, Trial
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.building import building
-from oomprobe.simulation.cards import Card, find_card, generic_card
+from oomprobe.simulation.cards import Card, generic_card
+from oomprobe.simulation.catalogue import find_card
 from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.session import session
@@ -195,7 +196,7 @@ class SimulatedDevice:
         """Steps are done when they return."""
 
     def release(self) -> None:
-        self._world.clear_workspaces()
+        self._memory.clear_workspaces()
         self._memory.empty_cache()
 
     def healthy(self) -> bool:

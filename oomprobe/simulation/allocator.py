@@ -14,7 +14,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import chain
 
 from oomprobe.simulation.settings import AllocatorSettings
 
@@ -100,12 +99,10 @@ class Block:
 class Pool:
     """The free blocks of one stream, small or large: best fit is the first entry not below a size."""
 
-    __slots__ = ("free", "is_small", "page", "smallest_rest", "split_below", "stream", "unmapped")
+    __slots__ = ("free", "page", "smallest_rest", "split_below", "unmapped")
 
-    def __init__(self, settings: AllocatorSettings, stream: int, *, is_small: bool) -> None:
+    def __init__(self, settings: AllocatorSettings, *, is_small: bool) -> None:
         expandable = settings.expandable_segments
-        self.stream = stream
-        self.is_small = is_small
         self.page = SMALL_SEGMENT if is_small else settings.large_segment_size_bytes
         # should_split: sizes are multiples of 512, so "more than 1 MiB" is "at least 1 MiB + 512"
         self.smallest_rest = SMALLEST_BLOCK if is_small or expandable else SMALL + SMALLEST_BLOCK
@@ -168,10 +165,9 @@ class CachingAllocator:
     """
 
     __slots__ = (  # without them a replay takes a fifth longer
-        "_clock", "_handles", "_large", "_live", "_max_split", "_next_address", "_segments", "_settings", "_small",
-        "_threshold", "alloc_retries", "allocated_bytes", "capacity_bytes", "limit_bytes", "log", "ooms",
-        "peak_allocated_bytes", "peak_requested_bytes", "peak_reserved_bytes", "requested_bytes", "reserved_bytes",
-        "total_bytes",
+        "_clock", "_handles", "_live", "_max_split", "_next_address", "_pools", "_segments", "_settings", "_threshold",
+        "alloc_retries", "allocated_bytes", "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes",
+        "peak_reserved_bytes", "requested_bytes", "reserved_bytes", "total_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -183,15 +179,14 @@ class CachingAllocator:
         self._settings = settings
         self._threshold = settings.garbage_collection_threshold
         self._max_split = settings.max_split_size_bytes or UNLIMITED
-        self._small: dict[int, Pool] = {}
-        self._large: dict[int, Pool] = {}
+        self._pools: dict[tuple[int, bool], Pool] = {}  # by stream, and whether it is for small blocks
         self._live: dict[int, Block] = {}
         self._handles = 0
         self._segments = 0
         self._next_address = _FIRST_ADDRESS
         self._clock = 0  # counts the searches in the large pools: the age of a cached block is measured in them
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
-        self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.alloc_retries = self.ooms = 0
         self.log: list[tuple[int, int]] | None = None
 
@@ -207,8 +202,11 @@ class CachingAllocator:
         if nbytes <= 0:
             return 0
         size = self._rounded(nbytes)
-        pool = (self._small if size <= SMALL else self._large).get(stream) or self._new_pool(stream, size)
-        if self._threshold and self.limit_bytes is not None and not pool.is_small:
+        is_small = size <= SMALL
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = self._pools[stream, is_small] = Pool(self._settings, is_small=is_small)
+        if self._threshold and self.limit_bytes is not None and not is_small:
             self._clock += 1
         index = self._best_fit(pool, size)
         block = pool.free.pop(index)[2] if index >= 0 else self._block_from_driver(pool, size, nbytes)
@@ -219,8 +217,6 @@ class CachingAllocator:
         self._handles = handle = self._handles + 1
         self._live[handle] = block
         self.requested_bytes += nbytes
-        if self.requested_bytes > self.peak_requested_bytes:
-            self.peak_requested_bytes = self.requested_bytes
         self.allocated_bytes += block.size
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
@@ -268,7 +264,7 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """release_cached_blocks: every cached segment, or page of one, that is not in use goes back to the driver."""
-        for pool in self._pools():
+        for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if block.origin >= 0:
                     self._unmap(block)
@@ -278,7 +274,6 @@ class CachingAllocator:
     def reset_peaks(self) -> None:
         """Start the peaks anew from what is held now."""
         self.peak_allocated_bytes = self.allocated_bytes
-        self.peak_requested_bytes = self.requested_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
     @property
@@ -292,7 +287,7 @@ class CachingAllocator:
 
     def stats(self) -> dict[str, int]:
         """Give the figures under the names of ``torch.cuda.memory_stats``; pools are not told apart."""
-        free = [block for pool in self._pools() for _, _, block in pool.free]
+        free = [block for pool in self._pools.values() for _, _, block in pool.free]
         split = [block.size for block in free if block.origin < 0 and not block.is_whole_segment]
         return {
             "allocation.all.current": len(self._live),
@@ -302,7 +297,6 @@ class CachingAllocator:
             "active_bytes.all.current": self.allocated_bytes,  # nothing waits for another stream
             "active_bytes.all.peak": self.peak_allocated_bytes,
             "requested_bytes.all.current": self.requested_bytes,
-            "requested_bytes.all.peak": self.peak_requested_bytes,
             "reserved_bytes.all.current": self.reserved_bytes,
             "reserved_bytes.all.peak": self.peak_reserved_bytes,
             "segment.all.current": self._segments,
@@ -322,7 +316,7 @@ class CachingAllocator:
         for name in CachingAllocator.__slots__:
             setattr(twin, name, getattr(self, name))
         twin.log = None
-        pools = {pool: Pool(self._settings, pool.stream, is_small=pool.is_small) for pool in self._pools()}
+        pools = {pool: Pool(self._settings, is_small=is_small) for (_, is_small), pool in self._pools.items()}
         blocks = {block: block.twin(pools[block.pool]) for block in self._blocks()}
         for block, other in blocks.items():
             other.prev = None if block.prev is None else blocks[block.prev]
@@ -330,24 +324,15 @@ class CachingAllocator:
         for pool, twin_pool in pools.items():
             twin_pool.free = [(size, address, blocks[block]) for size, address, block in pool.free]
             twin_pool.unmapped = [(address, blocks[block]) for address, block in pool.unmapped]
-        twin._small = {stream: pools[pool] for stream, pool in self._small.items()}
-        twin._large = {stream: pools[pool] for stream, pool in self._large.items()}
+        twin._pools = {key: pools[pool] for key, pool in self._pools.items()}
         twin._live = {handle: blocks[block] for handle, block in self._live.items()}
         return twin
 
-    def _pools(self) -> Iterator[Pool]:
-        return chain(self._large.values(), self._small.values())
-
     def _blocks(self) -> Iterator[Block]:
         yield from self._live.values()
-        for pool in self._pools():
+        for pool in self._pools.values():
             yield from (entry[2] for entry in pool.free)
             yield from (entry[1] for entry in pool.unmapped)
-
-    def _new_pool(self, stream: int, size: int) -> Pool:
-        pool = Pool(self._settings, stream, is_small=size <= SMALL)
-        (self._small if pool.is_small else self._large)[stream] = pool
-        return pool
 
     def _rounded(self, nbytes: int) -> int:
         """round_size: what a request costs at least."""
@@ -517,7 +502,8 @@ class CachingAllocator:
     def _collect_garbage(self, allowed: int) -> None:
         """garbage_collect_cached_blocks: the large segments that have waited longest, until under the threshold."""
         target = self.reserved_bytes - int(self._threshold * allowed)
-        blocks = [entry[2] for pool in self._large.values() for entry in pool.free if entry[2].is_whole_segment]
+        large = [pool for (_, is_small), pool in self._pools.items() if not is_small]
+        blocks = [entry[2] for pool in large for entry in pool.free if entry[2].is_whole_segment]
         while target > 0 and blocks:
             mean_age = sum(self._clock - block.born for block in blocks) / len(blocks)
             for block in [block for block in blocks if self._clock - block.born >= mean_age]:

@@ -1,16 +1,14 @@
-"""GPU cards by name: what a card that is not here would leave to PyTorch's allocator."""
+"""A GPU as a simulation knows it: what a card that is not here would leave to PyTorch's allocator."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from oomprobe.errors import InvalidArgumentError, NoDeviceError
-from oomprobe.simulation.catalogue import CONTEXTS, MAX_THREADS, ROWS, Row
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.simulation.reductions import Processors
 from oomprobe.units import byte_unit
 
@@ -19,8 +17,11 @@ _LARGE_WORKSPACE_BYTES = 4096 * 8 * 1024
 _LARGE_SINCE = {9: (0, 0), 10: (2, 12), 11: (2, 14), 12: (2, 12)}  # compute capability's major: torch
 _WORKSPACE = re.compile(r":(\d+):(\d+)")
 
-_STATED_SIZE = re.compile(r"(?<![a-z0-9])(\d{1,4}) *g(?:i?b)?\b")
-_NOISE = re.compile(r"^ *sim *:|\b(?:nvidia|geforce|tesla|graphics|card|gpu)\b|\bhbm\d\w?|sxm\d?\b|[^a-z0-9]")
+# Resident threads of a multiprocessor: "Technical Specifications per Compute Capability" in NVIDIA's CUDA programming guide.
+_MAX_THREADS: dict[tuple[int, int], int] = {
+    (6, 0): 2048, (7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048,
+    (11, 0): 1536, (12, 0): 1536,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +41,8 @@ class Card:
         context_source: The same for ``context_bytes``.
 
     Example:
-        >>> card = find_card("L4")
-        >>> card.total_bytes - card.available_bytes == card.context_bytes
-        True
+        >>> generic_card(2**30).available_bytes
+        1073741824
     """
 
     name: str
@@ -58,8 +58,8 @@ class Card:
     @property
     def processors(self) -> Processors:
         """What the sizes of temporary buffers are computed from."""
-        known = [capability for capability in MAX_THREADS if capability <= self.compute_capability]
-        threads = self.max_threads_per_multi_processor or MAX_THREADS[max(known, default=(6, 0))]
+        known = [capability for capability in _MAX_THREADS if capability <= self.compute_capability]
+        threads = self.max_threads_per_multi_processor or _MAX_THREADS[max(known, default=(6, 0))]
         return Processors(self.compute_capability, self.multi_processor_count, threads)
 
     @property
@@ -93,30 +93,6 @@ def cublas_workspace_bytes(compute_capability: tuple[int, int], torch_version: s
     return _LARGE_WORKSPACE_BYTES if large else _SMALL_WORKSPACE_BYTES
 
 
-def find_card(name: str) -> Card:
-    """Look a card up by its name as people write it.
-
-    Case, spaces, dashes, ``sim:``, NVIDIA, GeForce, Tesla, SXM and RTX or GTX do not count. The memory may be left out
-    where one card has the name, and must be right where it is given.
-
-    Raises:
-        NoDeviceError: No card has this name, or several have; the text lists those that are near.
-
-    Example:
-        >>> find_card("sim:RTX 4090").full_name, find_card("h100").name
-        ('NVIDIA GeForce RTX 4090', 'H100-80GB')
-    """
-    key, stated = _key(name), _STATED_SIZE.search(_words(name))
-    found = [card for card in CARDS if key in (_key(card.name), _key(card.full_name)) and _fits(card, stated)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        problem = f"may be {' or '.join(card.name for card in found)}"
-    else:
-        problem = f"is not a card of the catalogue; {_near(key)}"
-    raise NoDeviceError(f"{name!r} {problem}; 'sim:24GiB' states the memory itself")
-
-
 def generic_card(total: int) -> Card:
     """Make a card of which nothing is known but its memory, all of which the allocator may use.
 
@@ -137,48 +113,3 @@ def generic_card(total: int) -> Card:
         source="stated by the caller",
         context_source="none: the memory stated is what the allocator may use",
     )
-
-
-def _card(row: Row) -> Card:
-    """A card of the catalogue; without a measurement of its own it has its compute capability's context."""
-    context = row.context or CONTEXTS[row.compute_capability]
-    rule = "" if row.context else "by rule, the most known of its compute capability: "
-    return Card(
-        name=row.name,
-        full_name=row.full_name,
-        total_bytes=row.total_bytes,
-        context_bytes=context.nbytes,
-        compute_capability=row.compute_capability,
-        multi_processor_count=row.multi_processor_count,
-        source=row.source,
-        context_source=rule + context.source,
-    )
-
-
-def _key(name: str) -> str:
-    """What of a name tells a card: ``"NVIDIA GeForce RTX 3080 10GB"`` -> ``"3080"``."""
-    return _NOISE.sub("", _STATED_SIZE.sub("", _words(name))).removeprefix("rtx").removeprefix("gtx")
-
-
-def _words(name: str) -> str:
-    return name.lower().replace("_", " ")
-
-
-def _fits(card: Card, stated: re.Match[str] | None) -> bool:
-    """Whether a size on a box may be this card's: what is reported is 0 to 9 % less (an A10 of 24 GB: 21.99 GiB)."""
-    return stated is None or 0.9 * int(stated[1]) <= card.total_bytes / 2**30 <= int(stated[1])
-
-
-def _near(key: str) -> str:
-    """The cards of a similar name, or of one that holds the shorter of both, as the 4090 in a laptop's; else all."""
-    keys = {card.name: _key(card.name) for card in CARDS}
-    close = difflib.get_close_matches(key, keys.values(), n=5, cutoff=0.65)
-    near = [name for name, other in keys.items() if other in close or _within(*sorted((key, other), key=len))]
-    return f"near it: {', '.join(near)}" if near else f"it has {', '.join(keys)}"
-
-
-def _within(shorter: str, longer: str) -> bool:
-    return len(shorter) > 3 and shorter in longer  # too short a name is in everything
-
-
-CARDS: tuple[Card, ...] = tuple(_card(row) for row in ROWS)

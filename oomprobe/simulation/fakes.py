@@ -8,7 +8,8 @@ both as CPU tensors (backward through a fake ``cuda`` tensor ends the process on
 from __future__ import annotations
 
 import weakref
-from typing import Any, TypeVar
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -20,8 +21,6 @@ CARD = torch.device("cpu", 0)
 HOST = torch.device("cpu")
 STATED_HOST = torch.device("cpu", 1)  # the code said "cpu" itself; a plain one may be torch's own default
 SEEN_CARD = torch.device("cuda", 0)
-_V = TypeVar("_V")
-_ByStorage = weakref.WeakKeyDictionary[torch.UntypedStorage, _V]
 
 
 def place_of(device: Any) -> torch.device | None:
@@ -42,8 +41,8 @@ class Fakes:
 
     def __init__(self, mode: FakeTensorMode, memory: Memory) -> None:
         self._mode, self._memory = mode, memory
-        self._storages: _ByStorage[torch.UntypedStorage] = weakref.WeakKeyDictionary()
-        self._views: _ByStorage[dict[tuple[Any, ...], FakeTensor]] = weakref.WeakKeyDictionary()
+        self._storages: WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = WeakKeyDictionary()
+        self._views: WeakKeyDictionary[torch.UntypedStorage, dict[tuple[Any, ...], FakeTensor]] = WeakKeyDictionary()
         self._copies: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}  # of views that were moved to the card
 
     def on_card(self, tensor: torch.Tensor) -> bool:

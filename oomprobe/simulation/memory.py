@@ -45,8 +45,8 @@ class Memory:
         self.tape = Tape()
         self._peaks_before = (0, 0)  # of this trial, before the step itself reset them
         self._held: dict[int, _Held] = {}
-        self._workspaces: list[int] = []
-        self._workspace_bytes = 0
+        self._workspace_bytes = card.cublas_workspace_bytes
+        self._workspaces: dict[bool, int] = {}  # of the main thread (False), and that of backward (True)
 
     def begin(self) -> None:
         """A trial begins: peaks start anew, and so do the names of what is there."""
@@ -134,15 +134,15 @@ class Memory:
         self._release(storage._cdata)
         self.take(storage)
 
-    def workspace(self, nbytes: int) -> None:
-        """Memory that a library takes and keeps, until it is told to clear its workspaces."""
-        self._workspaces.append(self.allocator.malloc(nbytes))
-        self._workspace_bytes = nbytes
-        self.tape.born(nbytes)
+    def ensure_workspace(self, *, in_backward: bool) -> None:
+        """Each thread has a cuBLAS handle, and so a workspace, until these are cleared."""
+        if self._workspace_bytes and in_backward not in self._workspaces:
+            self._workspaces[in_backward] = self.allocator.malloc(self._workspace_bytes)
+            self.tape.born(self._workspace_bytes)
 
     def clear_workspaces(self) -> None:
-        """Give the libraries' memory back."""
-        for block in self._workspaces:
+        """Give the library's memory back."""
+        for block in self._workspaces.values():
             self.allocator.free(block)
         self._workspaces.clear()
 
@@ -179,7 +179,7 @@ class Memory:
     def lay_out_anew(self) -> None:
         """Put what is on the card into fresh segments, so that none is held for the sake of a small rest."""
         self.allocator = self.allocator.emptied()
-        self._workspaces = [self.allocator.malloc(self._workspace_bytes) for _ in self._workspaces]
+        self._workspaces = {thread: self.allocator.malloc(self._workspace_bytes) for thread in self._workspaces}
         for held in self._held.values():
             held.block = self.allocator.malloc(held.nbytes)
 

@@ -14,15 +14,6 @@ from oomprobe.errors import InvalidArgumentError
 _MIB = 2**20
 _INTERVALS = 16  # kRoundUpPowerOfTwoIntervals: one for each power of two from 1 MiB
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's order: the first set
-_MODELLED = {
-    "expandable_segments",
-    "garbage_collection_threshold",
-    "large_segment_size_mb",
-    "max_non_split_rounding_mb",
-    "max_split_size_mb",
-    "per_process_memory_fraction",
-    "roundup_power2_divisions",
-}
 _ITEM = re.compile(r"([^\[\],:]+):([^\[\],:]+|\[[^\[\]]*\])(?:,|$)")
 
 
@@ -41,8 +32,6 @@ class AllocatorSettings:
             before a new one is had; 0: never. Without a limit it does nothing.
         large_segment_size_bytes: The segment for requests from 1 to 10 MiB; the page of expandable segments.
         per_process_memory_fraction: Share of the card's total, 0 to 1, this process may reserve; 1: no limit.
-        ignored: What was given and is not modelled, as ``"key:value"``; ``"backend:cudaMallocAsync"`` among them means
-            that another allocator was asked for altogether.
 
     Source: c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h of torch 2.13.
     """
@@ -54,7 +43,6 @@ class AllocatorSettings:
     garbage_collection_threshold: float = 0.0
     large_segment_size_bytes: int = 20 * _MIB
     per_process_memory_fraction: float = 1.0
-    ignored: tuple[str, ...] = ()
 
     @classmethod
     def from_text(cls, text: str) -> AllocatorSettings:
@@ -62,7 +50,7 @@ class AllocatorSettings:
 
         Raises:
             InvalidArgumentError: torch would refuse the value of a key, which is named, or the text has no such form.
-                An unknown key is not an error: it is kept in ``ignored``.
+                An unknown key is not an error.
         """
         values = dict(_items(text))
 
@@ -80,11 +68,6 @@ class AllocatorSettings:
             garbage_collection_threshold=given("garbage_collection_threshold", _threshold, 0.0),
             large_segment_size_bytes=segment_bytes,
             per_process_memory_fraction=given("per_process_memory_fraction", _share, 1.0),
-            ignored=tuple(
-                f"{key}:{value}"
-                for key, value in values.items()
-                if key not in _MODELLED and (key, value) != ("backend", "native")
-            ),
         )
 
     @classmethod

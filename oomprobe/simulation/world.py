@@ -44,7 +44,6 @@ from oomprobe.simulation.unknown import (
 SMALL_NUMEL = {True: 2**16, False: 2**22}  # by whether they are of floating point
 _aten = torch.ops.aten
 _WRITERS = ("aten::_foreach_", "aten::_fused_")
-_CHECKS_FINITE = {_aten._amp_foreach_non_finite_check_and_unscale_.default}
 _COMPARES_ALL = {_aten.equal.default, _aten.allclose.default}
 _MAKES_ZEROS = {_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default}
 # Formulas of autograd that write into zeros of their own do it out of place where they see a tensor's subclass.
@@ -54,7 +53,6 @@ _IN_PLACE_ON_CUDA = {
 }  # fmt: skip
 # To a gradient that only the engine holds, counted in `_is_engines_own`: in Python, in C++, and to its storage.
 _ENGINES_REFERENCES, _ENGINES_USES, _ENGINES_STORAGE_USES = 5, 4, 2
-_LAST_RESULT_FIRST = {_aten.native_dropout.default}
 _LINEAR_ALGEBRA = {
     getattr(_aten, name).default
     for name in ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_scaled_mm", "_int_mm")
@@ -73,8 +71,6 @@ class World(TorchDispatchMode):
         self.depth = 0  # inside torch's own code, where a fake's device is what FakeTensorMode says
         self.poll: Callable[[], None] = lambda: None
         self.notes: dict[str, None] = {}
-        self._workspace_bytes = memory.card.cublas_workspace_bytes
-        self._has_workspace: set[bool] = set()  # the main thread (False), and that of backward (True)
         self._processors = memory.card.processors
         self._fakes = Fakes(self.fake_mode, memory)
         self.settle, self.block_of, self.forget = self._fakes.settle, self._fakes.block_of, self._fakes.forget
@@ -87,11 +83,6 @@ class World(TorchDispatchMode):
         """A call begins, whatever became of the last one."""
         self.depth = 0
         self.fake_mode.in_kernel_invocation = False
-
-    def clear_workspaces(self) -> None:
-        """Give back what the linear algebra library has taken for its threads."""
-        self.memory.clear_workspaces()
-        self._has_workspace.clear()
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, real or fake, is on the card."""
@@ -159,15 +150,8 @@ class World(TorchDispatchMode):
                 self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
             self._track(func, result, args, launch.result_bytes if launch else {}, to_card=to_card)
         if func in _LINEAR_ALGEBRA:
-            self._ensure_workspace()
+            self.memory.ensure_workspace(in_backward=_in_backward())
         return result
-
-    def _ensure_workspace(self) -> None:
-        """Each thread has a cuBLAS handle, and so a workspace."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self._workspace_bytes and in_backward not in self._has_workspace:
-            self.memory.workspace(self._workspace_bytes)
-            self._has_workspace.add(in_backward)
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], found: _Found) -> Any:
         """Real tensors of the host and small new ones keep their values; large new ones have none."""
@@ -194,7 +178,7 @@ class World(TorchDispatchMode):
             if self.is_on_card(args[0]):
                 self.memory.resized(args[0].untyped_storage())
             return
-        if func in _CHECKS_FINITE:
+        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._truths[args[1].untyped_storage()] = 0.0  # none is found
         workspace_bytes = scratch.convolution_workspace(func, args)
         if workspace_bytes:
@@ -204,7 +188,7 @@ class World(TorchDispatchMode):
             self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
             return
         results = list(enumerate(result if isinstance(result, list | tuple) else (result,)))
-        for place, value in reversed(results) if func in _LAST_RESULT_FIRST else results:
+        for place, value in reversed(results) if func is _aten.native_dropout.default else results:
             if not isinstance(value, FakeTensor):
                 continue
             if to_card and not (args and value is args[0]):  # a number on the host that meets the card goes there
@@ -217,8 +201,7 @@ class World(TorchDispatchMode):
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether autograd has just made a tensor of zeros to scatter gradients into."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        return in_backward and self._fresh() is tensor and self.memory.holds(tensor.untyped_storage())
+        return _in_backward() and self._fresh() is tensor and self.memory.holds(tensor.untyped_storage())
 
     def _lowered(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -226,6 +209,10 @@ class World(TorchDispatchMode):
         if type(value) in (list, tuple):
             return type(value)(self._lowered(one) for one in value)
         return value
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_engines_own(args: Sequence[Any]) -> bool:
@@ -237,7 +224,7 @@ def _is_engines_own(args: Sequence[Any]) -> bool:
     """
     one, other = args[0], args[1]
     return (
-        torch._C._current_graph_task_id() != -1
+        _in_backward()
         and isinstance(one, FakeTensor)
         and isinstance(other, torch.Tensor)
         and one.shape == other.shape
@@ -265,20 +252,17 @@ class _Found:
 
     def look(self, values: Any) -> None:
         for value in values:
-            if isinstance(value, torch.Tensor):
-                self._meet(value)
-            elif type(value) in (list, tuple):
+            if type(value) in (list, tuple):
                 self.look(value)
-
-    def _meet(self, tensor: torch.Tensor) -> None:
-        self.any = True
-        self.fake = self.fake or isinstance(tensor, FakeTensor)
-        if self._world.is_on_card(tensor):
-            if isinstance(tensor, FakeTensor):
-                tensor.fake_device = CARD
-            self.on_card = True
-        elif tensor.dim() > 0:
-            self.on_host.append(tensor)
+            elif isinstance(value, torch.Tensor):
+                self.any = True
+                self.fake = self.fake or isinstance(value, FakeTensor)
+                if self._world.is_on_card(value):
+                    self.on_card = True
+                    if isinstance(value, FakeTensor):
+                        value.fake_device = CARD
+                elif value.dim() > 0:
+                    self.on_host.append(value)
 
 
 def _settled(stated: torch.device, found: _Found) -> torch.device:

@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
-from oomprobe.simulation.cards import CARDS, cublas_workspace_bytes, find_card, generic_card
+from oomprobe.simulation.cards import cublas_workspace_bytes, generic_card
+from oomprobe.simulation.catalogue import CARDS, find_card
 from oomprobe.units import parse_bytes
 
 REFERENCE = re.compile(r"https://|[\w.-]+/[\w.-]+#\d+|a public log")

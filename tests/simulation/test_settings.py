@@ -42,8 +42,7 @@ MIB = 2**20
         ("per_process_memory_fraction:.5", {"per_process_memory_fraction": 0.5}),
         ("roundup_power2_divisions:8", {"roundup_power2_divisions": (8,) * 16}),
         ("backend:native", {}),
-        ("backend:cudaMallocAsync", {"ignored": ("backend:cudaMallocAsync",)}),
-        ("pinned_num_register_threads:8,new:[1,2]", {"ignored": ("pinned_num_register_threads:8", "new:[1,2]")}),
+        ("backend:cudaMallocAsync,pinned_num_register_threads:8,new:[1,2]", {}),
     ],
 )
 def test_reads(text, fields):
