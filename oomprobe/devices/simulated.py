@@ -21,7 +21,6 @@ from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.building import building
 from oomprobe.simulation.cards import Card, generic_card
 from oomprobe.simulation.catalogue import find_card
-from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.session import session
 from oomprobe.simulation.settings import AllocatorSettings
@@ -93,7 +92,7 @@ class SimulatedDevice:
             self._cold = self._memory.allocator.copy(), self._memory.leftovers
         self._memory.tape.start()
         self._world.begin()
-        with session(self._world, replacements(self._memory), self.card.compute_capability):
+        with session(self._world):
             try:
                 yield
             except RuntimeError as error:
@@ -114,7 +113,7 @@ class SimulatedDevice:
             >>> card.live_bytes()
             4198400
         """
-        return building(self._world, replacements(self._memory))
+        return building(self._world)
 
     def begin_probe(self, poll: Callable[[], None], *, replays: bool = True) -> None:
         """Forget what was learned of another step; call `poll`, which may raise, often while one runs."""

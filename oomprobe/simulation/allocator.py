@@ -191,14 +191,7 @@ class CachingAllocator:
         self.log: list[tuple[int, int]] | None = None
 
     def malloc(self, nbytes: int, stream: int = 0) -> int:
-        """Hand out memory, from the free blocks of a stream; for no bytes none.
-
-        Returns:
-            A handle for `free`; 0 for no memory, and otherwise never the same twice.
-
-        Raises:
-            AllocatorOutOfMemory: no block and, with every cache given back, no segment could be had.
-        """
+        """Hand out memory of a stream: a handle for `free`, never the same twice; 0 for no bytes."""
         if nbytes <= 0:
             return 0
         size = self._rounded(nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -17,10 +17,10 @@ from oomprobe.simulation.world import World
 
 
 @contextmanager
-def building(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[None]:
+def building(world: World) -> Iterator[None]:
     """Run code that makes a model and moves it to ``"cuda"``; the tensors stay real, in host memory."""
     with ExitStack() as stack:
-        for owner, name, value in patches(world, cuda_functions):
+        for owner, name, value in patches(world):
             stack.enter_context(replaced(owner, name, value))
         mode = _Building(world)
         stack.enter_context(replaced(torch, "load", mode.loader(torch.load)))

@@ -102,15 +102,7 @@ class Memory:
         return None if held is None else held.block
 
     def take(self, storage: _Storage, nbytes: int | None = None) -> None:
-        """Put a storage on the card, until it dies.
-
-        Args:
-            storage: What to put there.
-            nbytes: What it really takes; None: its size.
-
-        Raises:
-            AllocatorOutOfMemory: there is no room.
-        """
+        """Put a storage on the card, until it dies, where it takes so many bytes; None: its size."""
         key = storage._cdata
         if key in self._held:
             return
@@ -148,11 +140,7 @@ class Memory:
 
     @contextmanager
     def running(self, launch: Launch) -> Iterator[None]:
-        """A kernel that takes memory for itself; inside, its results are made.
-
-        Raises:
-            AllocatorOutOfMemory: there is no room.
-        """
+        """A kernel that takes memory for itself; inside, its results are made."""
         index = self.tape.started(launch.kernel, launch.numbers)
         needs = needs_of(launch.kernel, launch.numbers)
         held = self.allocator.malloc_all(needs.held)
@@ -198,8 +186,7 @@ class Memory:
     def repeat(self, call: Call) -> None:
         """Do to the allocator what this call would do once more; the storages alive get the blocks of that call.
 
-        Raises:
-            AllocatorOutOfMemory: there was no room; nothing was changed but peaks and counts.
+        Where there is no room for it, nothing is changed but peaks and counts.
         """
         allocator = self.allocator.copy()
         try:

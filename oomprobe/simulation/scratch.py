@@ -305,15 +305,9 @@ def _efficient_backward(op: _Operator) -> Launch | None:
 
 
 def _of_efficient_backward(
-    capability: tuple[int, int],
-    item_bytes: int,
-    width: int,
-    copied: bool,
-    batch: int,
-    heads: int,
-    length: int,
+    capability: tuple[int, int], item_bytes: int, width: int, copied: bool, batch: int, heads: int, length: int,
     keys: int,
-) -> Needs:
+) -> Needs:  # fmt: skip
     """The gradient of the query in float32, in tiles with a lock each; in 16 bit, wide heads accumulate all three.
 
     Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h; the tiles

@@ -17,6 +17,7 @@ from torch.utils import checkpoint
 
 from oomprobe.errors import SimulationError
 from oomprobe.simulation.choices import Choices
+from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.fakes import CARD, HOST, SEEN_CARD
 from oomprobe.simulation.identity import Identity
 from oomprobe.simulation.unknown import user_line
@@ -27,24 +28,17 @@ _DEVICE: Any = FakeTensor.device  # the property as torch made it
 
 
 @contextmanager
-def session(world: World, cuda_functions: Mapping[str, Any], capability: tuple[int, int]) -> Iterator[None]:
-    """Run what is inside in the simulated world, in this thread.
-
-    Args:
-        world: Takes the operators.
-        cuda_functions: Replacements in ``torch.cuda``, by name.
-        capability: Compute capability of the card.
-    """
+def session(world: World) -> Iterator[None]:
+    """Run what is inside in the simulated world, in this thread."""
     thread = threading.get_ident()
     with ExitStack() as stack:
-        if (
-            gc.isenabled()
-        ):  # cycles die before a call, not at a random moment inside it: the same call makes the same tape
-            gc.disable()
+        if gc.isenabled():
+            # Cycles die before a call, not at a random moment inside it: the same call is to make the same tape.
             stack.callback(gc.enable)
+            gc.disable()
         stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
-        stack.enter_context(Choices(lambda: threading.get_ident() == thread, capability))
-        for owner, name, value in patches(world, cuda_functions):
+        stack.enter_context(Choices(lambda: threading.get_ident() == thread, world.memory.card.compute_capability))
+        for owner, name, value in patches(world):
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(replaced(torch, "save", _refuse_save))
         # oneDNN's recurrent nets are one operator, which does not say what it keeps for backward.
@@ -77,8 +71,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-def patches(world: World, cuda_functions: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+def patches(world: World) -> Iterator[tuple[Any, str, Any]]:
     """What is put in place of functions of torch, each with its owner and name."""
+    cuda_functions = replacements(world.memory)
     for name, function in cuda_functions.items():
         for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
             if hasattr(owner, name):
