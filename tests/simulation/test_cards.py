@@ -58,43 +58,21 @@ def test_threads_follow_the_compute_capability(capability, threads):
     assert replace(generic_card(1), compute_capability=capability).processors.threads == threads
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        ("sim:RTX 4090", "RTX-4090"),
-        ("rtx4090", "RTX-4090"),
-        ("4090", "RTX-4090"),
-        ("RTX 4090 24GB", "RTX-4090"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-        ("nvidia_geforce_rtx_4090", "RTX-4090"),
-        ("H100", "H100-80GB"),
-        ("SIM: h100 sxm5", "H100-80GB"),
-        ("H100 80 GB", "H100-80GB"),
-        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
-        ("h100pcie", "H100-PCIe"),
-        ("H100 NVL", "H100-NVL-94GB"),
-        ("H200", "H200-141GB"),
-        ("b200 180GB", "B200"),
-        ("B200-192GB", "B200"),
-        ("a100-80gb", "A100-80GB"),
-        ("A100 40GiB", "A100-40GB"),
-        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
-        ("Tesla V100-SXM2-32GB", "V100-32GB"),
-        ("tesla t4", "T4"),
-        ("A10", "A10"),
-        ("A10G", "A10G"),
-        ("L40", "L40"),
-        ("L40s", "L40S"),
-        ("A6000", "RTX-A6000"),
-        ("RTX 6000 Ada", "RTX-6000-Ada"),
-        ("RTX PRO 6000", "RTX-PRO-6000-96GB"),
-        ("4060 Ti", "RTX-4060Ti-16GB"),
-        ("1080ti", "GTX-1080Ti"),
-        ("3080", "RTX-3080-10GB"),
-    ],
-)
-def test_finds_cards_as_people_write_them(written, name):
-    assert find_card(written).name == name
+WRITTEN = {
+    "RTX-4090": ["sim:RTX 4090", "rtx4090", "4090", "RTX 4090 24GB", "NVIDIA GeForce RTX 4090", "nvidia_geforce_rtx_4090"],
+    "H100-80GB": ["H100", "SIM: h100 sxm5", "H100 80 GB", "NVIDIA H100 80GB HBM3"],
+    "H100-PCIe": ["h100pcie"], "H100-NVL-94GB": ["H100 NVL"], "H200-141GB": ["H200"],
+    "B200": ["b200 180GB", "B200-192GB"], "A100-80GB": ["a100-80gb", "NVIDIA A100-SXM4-80GB"],
+    "A100-40GB": ["A100 40GiB"], "V100-32GB": ["Tesla V100-SXM2-32GB"], "T4": ["tesla t4"], "A10": ["A10"],
+    "A10G": ["A10G"], "L40": ["L40"], "L40S": ["L40s"], "RTX-A6000": ["A6000"], "RTX-6000-Ada": ["RTX 6000 Ada"],
+    "RTX-PRO-6000-96GB": ["RTX PRO 6000"], "RTX-4060Ti-16GB": ["4060 Ti"], "GTX-1080Ti": ["1080ti"],
+    "RTX-3080-10GB": ["3080"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_finds_cards_as_people_write_them(name):
+    assert [find_card(written).name for written in WRITTEN[name]] == [name] * len(WRITTEN[name])
 
 
 @pytest.mark.parametrize(
@@ -186,9 +164,5 @@ def test_a_generic_card_gives_all_its_memory_to_torch(size, name):
     card = generic_card(parse_bytes(size))
     assert (card.name, card.available_bytes, card.context_bytes) == (name, parse_bytes(size), 0)
     assert card.compute_capability == (8, 6)
-
-
-@pytest.mark.parametrize("total", [0, -1])
-def test_a_generic_card_needs_memory(total):
-    with pytest.raises(InvalidArgumentError, match=f"a card of {total} bytes is not possible"):
-        generic_card(total)
+    with pytest.raises(InvalidArgumentError, match="a card of 0 bytes is not possible"):
+        generic_card(0)

@@ -20,17 +20,9 @@ A100, H100, ADA, T4 = ((8, 0), 108, 2048), ((9, 0), 132, 2048), ((8, 9), 128, 15
         (A100, 4, 16, (20000, 1024), (1024, 1), (True, False), ((452984832, 32),)),  # a variance
         (A100, 4, 4, (20000, 1024), (1024, 1), (False, True), ()),
         (A100, 4, 4, (20480000,), (1,), (True,), ((1728, 4),)),
-        (
-            A100,
-            2,
-            4,
-            (4, 136616, 9, 255),
-            (313533720, 2295, 255, 1),
-            (False, True, False, True),
-            ((144, 19152, 72),) * 2,
-        ),
+        (A100, 2, 4, (4, 136616, 9, 255), (313533720, 2295, 255, 1), (False, True, False, True), ((144, 19152, 72),) * 2),
     ],
-)
+)  # fmt: skip
 def test_partial_results_of_reductions(card, item, partial, shape, strides, reduced, expected):
     assert buffers(Reduction(Processors(*card), item, item, partial, reduced), shape, strides, 0) == expected
 

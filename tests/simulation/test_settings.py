@@ -10,18 +10,16 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.simulation.settings import AllocatorSettings
 
 MIB = 2**20
+EXPANDABLE = {"expandable_segments": True}
 
 
 @pytest.mark.parametrize(
     ("text", "fields"),
     [
         (" \n", {}),
-        ("expandable_segments:True,", {"expandable_segments": True}),
+        ("expandable_segments:True,", EXPANDABLE),
         ("expandable_segments:True,expandable_segments:False", {}),
-        (
-            " expandable_segments : True ,max_split_size_mb:128",
-            {"expandable_segments": True, "max_split_size_bytes": 128 * MIB},
-        ),
+        (" expandable_segments : True ,max_split_size_mb:128", {**EXPANDABLE, "max_split_size_bytes": 128 * MIB}),
         ("max_split_size_mb:128MB", {"max_split_size_bytes": 128 * MIB}),
         ("max_split_size_mb:-1", {}),
         ("max_non_split_rounding_mb:64", {"max_non_split_rounding_bytes": 64 * MIB}),
