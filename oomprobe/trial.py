@@ -205,6 +205,7 @@ class LocalRunner:
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
             return Outcome(trial=trial)
         trial = replace(trial, leaked_bytes=self._baseline.settle())
+        self._is_cold &= trial.passed  # what failed in another thread may have been let go of since
         measured = None
         if trial.passed and not self._baseline.known:
             measured = self.measure()

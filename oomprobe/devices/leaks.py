@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import tenacity
+
 from oomprobe.devices import Device
 from oomprobe.result import SECOND_OPINIONS, Trial
 from oomprobe.units import format_bytes
@@ -46,15 +48,22 @@ class Baseline:
 
     def settle(self) -> int:
         """Clean up after a trial, and return the bytes that did not come back (0 when tolerably few)."""
-        self._clean()
-        leaked_bytes = self._leaked_bytes()
-        if leaked_bytes > self._residue_bytes + TOLERATED_BYTES:
+        most_bytes = self._residue_bytes + TOLERATED_BYTES
+        # The thread in which backward failed may hold its tensors a moment longer.
+        leaked_bytes: int = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(3),
+            wait=tenacity.wait_exponential(multiplier=0.05),
+            retry=tenacity.retry_if_result(lambda leaked_bytes: leaked_bytes > most_bytes),
+            retry_error_callback=lambda state: state.outcome.result() if state.outcome else 0,
+        )(self._cleaned)
+        if leaked_bytes > most_bytes:
             self._flush()
-            self._clean()
-            leaked_bytes = self._residue_bytes = self._leaked_bytes()
+            leaked_bytes = self._residue_bytes = self._cleaned()
         return leaked_bytes if leaked_bytes > TOLERATED_BYTES else 0
 
-    def _leaked_bytes(self) -> int:
+    def _cleaned(self) -> int:
+        """The bytes above the baseline after a clean-up."""
+        self._clean()
         return 0 if self._live_bytes is None else max(0, self._device.live_bytes() - self._live_bytes)
 
     def refusal(self, trial: Trial) -> str | None:
