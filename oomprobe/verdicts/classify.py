@@ -151,12 +151,15 @@ def _rows_met(link: Link) -> Iterator[ErrorText]:
     code = _device_code(link)
     if code in table.STICKY_CODES:
         yield table.STICKY_CODE
+    weakest = len(_STRONGEST_FIRST)
     named = any(_root(name) in table.LIBRARIES and name.endswith(".OutOfMemoryError") for name in link.classes)
     if named or code == table.OUT_OF_MEMORY_CODE:
         yield table.OUT_OF_MEMORY_CLASS
+        weakest = _weakness(table.OUT_OF_MEMORY_CLASS)  # searching a long text for each row takes milliseconds
     if "builtins.MemoryError" in link.classes:
         yield table.MEMORY_ERROR_CLASS
-    said = [row for row in ERROR_TEXTS if _may_say(link, row) and row.pattern.search(link.text)]
+    rows = (row for row in ERROR_TEXTS if row.verdict == "BUG" or _weakness(row) < weakest)
+    said = [row for row in rows if _may_say(link, row) and row.pattern.search(link.text)]
     is_bug = any(row.verdict == "BUG" for row in said)
     yield from (row for row in said if not is_bug or row.verdict in ("BUG", "POISONED"))
 
