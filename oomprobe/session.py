@@ -495,7 +495,8 @@ def open_here(
 def garbage_frozen() -> Iterator[None]:
     """Freeze existing objects, so that later collections scan only new ones: 98 ms become 0.01 with frameworks imported.
 
-    Forked children inherit that, and copy fewer pages. Where the caller froze objects of its own, nothing is frozen: they could not be told from ours afterwards.
+    Forked children inherit that, and copy fewer pages. If the caller has frozen objects, nothing is frozen here: unfreezing
+    ours would unfreeze theirs.
     """
     if gc.get_freeze_count():
         yield

@@ -135,10 +135,10 @@ class _Record:
     calls: int = 0
     step_name: str = ""
     durations_s: dict[str, list[float]] = field(default_factory=dict)
-    served_bytes: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # in all: before each full step, and after the last
-    live_bytes: dict[str, list[int]] = field(default_factory=dict)  # likewise, of a second opinion
+    # Sampled before each full step and after the last: what the allocator has handed out in all, and, in a second opinion,
+    # what is in live tensors.
+    served_bytes: dict[str, list[int]] = field(default_factory=dict)
+    live_bytes: dict[str, list[int]] = field(default_factory=dict)
     kept_bytes: int = 0  # by each further step, beyond the garbage that awaits collection
     peaks: dict[str, int] = field(default_factory=dict)
     failure: Failure | None = None

@@ -166,7 +166,7 @@ class AcceleratorDevice:
         self._torch.synchronize(self.torch_device)
 
     def release(self) -> None:
-        """Give the cache back, and what cuBLAS keeps for each thread and stream: but not under a captured graph's feet."""
+        """Give back the cache, and the cuBLAS workspaces unless a captured graph may use them."""
         self.synchronize()
         self._torch.empty_cache()
         clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
