@@ -1,4 +1,4 @@
-"""Messages between the processes of a probe: JSON, which nothing of the target is imported to read.
+"""Messages between the processes of a probe: JSON, so that reading one imports nothing of the target.
 
 What failed in a child is told to its parent as a message, and raised there as the error that it was.
 """
@@ -56,7 +56,7 @@ def told(error: BaseException, *, building: str | None) -> Message:
 
 
 def raise_failure(failed: dict[str, Any], batch_size: int) -> NoReturn:
-    """Raise what a child told of the size that was being tried: an error of oomprobe's own as it was raised there."""
+    """Raise the error that a child reported at this size; errors of oomprobe's own keep their class."""
     cause = _rebuilt(failed["cause"])
     if failed["kind"] == "StepFailedError":
         raise errors.StepFailedError(failed["text"], batch_size=batch_size) from cause

@@ -99,7 +99,7 @@ class Process:
             send(self._wire, message)
 
     def listen(self, *, deadline_s: float | None, stuck_s: float | None = None) -> Message | ExitStatus:
-        """Wait for a message, until `deadline_s` on the monotonic clock; or how the process ended, or was ended.
+        """Wait for a message until `deadline_s` on the monotonic clock; the exit status if the process ends before.
 
         After `stuck_s` without any processor time it is taken to hang.
         """

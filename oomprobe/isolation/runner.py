@@ -156,7 +156,7 @@ class ProcessRunner:
         return answer
 
     def _wait(self, deadline_s: float | None, stuck_s: float) -> Message | ExitStatus:
-        """Listen to the process; a child of this one that hangs waits for what was not forked with it."""
+        """Listen to the process; a forked child hangs if it waits for a thread or lock that was not forked with it."""
         assert self._process is not None
         can_be_stuck = isinstance(self._source, Forks)
         try:

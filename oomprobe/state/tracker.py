@@ -146,16 +146,16 @@ def _scale_of(scaler: Any) -> dict[str, Any] | None:
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> dict[int, set[Any]]:
-    """What an optimizer keeps something for: the names of it, by the parameter's id."""
+    """Names of the state that an optimizer keeps, by the parameter's id."""
     names = {}
     for parameter, kept in state_of(optimizer).items():
-        if not isinstance(kept, dict) or kept:  # which a mere look at ``optimizer.state[parameter]`` leaves
+        if not isinstance(kept, dict) or kept:  # reading ``optimizer.state[parameter]`` leaves an empty dict
             names[id(parameter)] = set(kept) if isinstance(kept, dict) else set()
     return names
 
 
 def drop_later_state(optimizer: torch.optim.Optimizer, before: dict[int, set[Any]]) -> None:
-    """Let go of what an optimizer keeps beyond what `state_names` told before."""
+    """Drop the state that an optimizer made since `state_names` was called."""
     state = state_of(optimizer)
     for parameter in list(state):
         if id(parameter) not in before:

@@ -139,7 +139,7 @@ _STRONGEST_FIRST = (
 
 
 def _weakness(row: ErrorText) -> int:
-    """Whose memory a MemoryError was about is told by any text, and a bug is what nothing else explains."""
+    """Rank a row, 0 the strongest. A text outranks a bare MemoryError, since it says whose memory ran out; bugs rank last."""
     if row.verdict == "BUG":
         return len(_STRONGEST_FIRST) + 1
     if row is table.MEMORY_ERROR_CLASS:
