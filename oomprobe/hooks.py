@@ -1,4 +1,4 @@
-"""What a probe sees of the steps it calls: optimizers that step, graphs that torch.compile compiles, operators dispatched."""
+"""What a probe sees of the steps it calls: optimizers that step, and what torch.compile compiles."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomprobe.report.words import count
 from oomprobe.state.tracker import drop_later_state, parameters_of, state_names
+
+COMPILED = (
+    "the step is compiled by torch.compile: each size was compiled anew, as training at that size alone would, and training "
+    "compiles once more"
+)
 
 
 class OptimizerWatch:
@@ -100,22 +104,18 @@ def accumulating(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Mo
 
 
 class Compiled:
-    """What torch.compile did in one probe, and that it forgets each size before the next.
+    """Whether torch.compile compiles the step, and that it forgets each size before the next.
 
     Example:
         >>> compiled = Compiled()
-        >>> compiled.start_size(1), compiled.graphs, compiled.notes  # where nothing is compiled
-        (False, 0, ())
+        >>> compiled.start_size(1), compiled.is_used  # where nothing is compiled
+        (False, False)
     """
 
     def __init__(self) -> None:
         self._frames = _count("frames", "total")  # tried since dynamo last forgot; also those that did not compile
-        self._graphs_before = self._graphs_seen = _count("stats", "unique_graphs")
-        self._graphs = 0
+        self._graphs = _count("stats", "unique_graphs")  # compiled before this probe
         self._size: int | None = None
-        self._sizes: set[int] = set()  # at which graphs were compiled
-        self._forgot = False
-        self._failed: str | None = None
 
     def start_size(self, size: int, *, anew: bool = False) -> bool:
         """Before the steps of a trial: compile this size as if it were the only one; whether compiled code was dropped.
@@ -131,52 +131,15 @@ class Compiled:
         self._forget()
 
     @property
-    def graphs(self) -> int:
-        """Graphs compiled in this probe."""
-        self._tally()
-        return self._graphs
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the report says of a compiled step; nothing where none was compiled."""
-        if not self.graphs:
-            return ()
-        notes = [
-            f"the step is compiled by torch.compile: {count(self.graphs, 'graph', 'graphs')} for "
-            f"{count(len(self._sizes), 'size', 'sizes')}; each size was compiled anew, as training at that size alone "
-            "would, and training compiles once more"
-        ]
-        if self._graphs_before and self._forgot:
-            only = f"; batch {self._size} may have been compiled for changing shapes because of them"
-            notes.append(
-                f"graphs that were compiled before the probe ({self._graphs_before}) are compiled again at their next "
-                f"call{only if len(self._sizes) == 1 else ''}"
-            )
-        if self._failed is not None:
-            notes.append(
-                f"torch.compile could not be made to forget a size ({self._failed}): later ones may have been compiled "
-                "for changing shapes; check the answer in a fresh process with oomprobe.check"
-            )
-        return tuple(notes)
-
-    def _tally(self) -> None:
-        now = _count("stats", "unique_graphs")
-        made = now - self._graphs_seen
-        self._graphs_seen = now
-        self._graphs += made
-        if made and self._size is not None:
-            self._sizes.add(self._size)
+    def is_used(self) -> bool:
+        """Whether a graph was compiled in this probe."""
+        return _count("stats", "unique_graphs") > self._graphs
 
     def _forget(self) -> bool:
-        self._tally()
         frames = _count("frames", "total")
         if frames == self._frames:
             return False
-        try:
-            torch._dynamo.reset()
-            self._forgot = True
-        except Exception as error:  # such as another thread in the midst of compiling
-            self._failed = type(error).__name__
+        torch._dynamo.reset()
         self._frames = frames
         return True
 

@@ -15,7 +15,6 @@ import torch
 
 from oomprobe import search
 from oomprobe.devices import Device, raised_by, replay_of
-from oomprobe.devices.leaks import leak_of_step
 from oomprobe.devices.sharing import processes_on
 from oomprobe.errors import (
     DeviceLostError,
@@ -31,7 +30,7 @@ from oomprobe.report.breakdown import Breakdown
 from oomprobe.report.plan import plan
 from oomprobe.report.progress import Progress, Reporter, reporter
 from oomprobe.report.table import trials_table
-from oomprobe.result import Phase, Trial
+from oomprobe.result import SECOND_OPINIONS, Phase, Trial
 from oomprobe.search import STRIDE, Found, Reply
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Snapshot, state_tensors
@@ -53,11 +52,9 @@ MOVED_SHARE, MOVED_BYTES = 0.02, 512 * 2**20
 ATTEMPTS = 5  # at a trial, while neighbours move
 LOOKS = 3  # for quiet, between two attempts; all the waits add up to 24 seconds
 WAIT = tenacity.wait_exponential(multiplier=2, max=16)
-LBFGS = (
-    "LBFGS stops early on a simulated card, where the loss does not change: its history (history_size pairs as large as the "
-    "parameters) is not in the peak"
-)
-
+# If a leak of each step would use up the free memory in fewer steps than this, the answer is refused. In the user's own
+# process something beside the step may have grown.
+STEPS_TO_LAST, STEPS_TO_LAST_HERE = 1000, 100
 NO_HISTORY = (
     "no breakdown: {device} keeps no record of what it hands out; torch's own CUDA allocator and simulated cards do "
     "(--device sim:24GiB)"
@@ -189,10 +186,26 @@ class Session:
 
     def refuse_leaking(self, answer: int) -> None:
         """Raise where the answer would not last."""
-        leak = leak_of_step(self, answer)
-        refusal = None if leak is None else leak.refusal(isolated=self.runner.replaceable)
-        if refusal is not None:
-            raise UnreliableError(refusal, trials=tuple(self.trials))
+        kept_bytes, free_bytes = self.leak_of_step(answer)
+        least_steps = STEPS_TO_LAST if self.runner.replaceable else STEPS_TO_LAST_HERE
+        if kept_bytes and free_bytes // kept_bytes < least_steps:
+            raise UnreliableError(
+                f"each step at batch {answer} keeps {format_bytes(kept_bytes)}, even after collecting garbage: the "
+                f"{format_bytes(free_bytes)} that it leaves free are used up after about {free_bytes // kept_bytes} more, so it "
+                "does not last. Something keeps tensors of each step: a list of losses that still have their graph (append "
+                "loss.item()), a cache keyed by shape, or a buffer that was not full yet: then let the step run until it is "
+                "before the probe",
+                trials=tuple(self.trials),
+            )
+
+    def leak_of_step(self, answer: int) -> tuple[int, int]:
+        """What each step of the answer keeps, and what the answer leaves free, in bytes."""
+        confirmed = [t for t in self.trials if t.phase in SECOND_OPINIONS and t.passed and t.accumulation_steps == 1]
+        last = next((t for t in reversed(confirmed) if t.batch_size == answer), None)
+        if last is None:
+            return 0, 0
+        reserved_bytes = last.peak_reserved_bytes or self.budget_bytes
+        return last.step_leaked_bytes, self.available_bytes - min(self.budget_bytes, reserved_bytes)
 
     # --- one trial, with retries ---
 
@@ -465,8 +478,6 @@ def open_here(
                     snapshot.add(optimizer)
                     if replay is not None:
                         replay.place(state_tensors(optimizer))
-            if replay is not None and isinstance(optimizer, torch.optim.LBFGS):
-                runner.notes[LBFGS] = None
 
         with OptimizerWatch(keep_new_optimizer, model) as watch:
             runner = LocalRunner(
@@ -488,7 +499,7 @@ def open_here(
                 finally:
                     status.close()
                     runner.compiled.finish()
-                    session.notes |= dict.fromkeys((*snapshot.notes, *runner.compiled.notes))
+                    session.notes |= dict.fromkeys(snapshot.notes)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from oomprobe.devices import Device, DeviceInfo, Usage, describe, replay_of
 from oomprobe.devices.leaks import SMALLEST_BYTES, Baseline
 from oomprobe.devices.recorder import Recorder
 from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, TimeUp, step_failed
-from oomprobe.hooks import Compiled, OptimizerWatch, accumulating
+from oomprobe.hooks import COMPILED, Compiled, OptimizerWatch, accumulating
 from oomprobe.options import Step
 from oomprobe.report.breakdown import Breakdown
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial
@@ -96,11 +96,6 @@ class Runner(Protocol):
 
     @property
     def device_notes(self) -> tuple[str, ...]: ...
-
-    @property
-    def graphs(self) -> int:
-        """How many torch.compile has compiled."""
-        ...
 
     @property
     def learned(self) -> dict[str, list[int]]:
@@ -201,6 +196,8 @@ class LocalRunner:
                 raise  # a new process has them
             self._restore_weights()
             record = self._run_cold(request)
+        if self.compiled.is_used:
+            self.notes[COMPILED] = None
         trial = _trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
             return Outcome(trial=trial)
@@ -432,10 +429,6 @@ class LocalRunner:
     @property
     def device_notes(self) -> tuple[str, ...]:
         return tuple(getattr(self._device, "notes", ()))
-
-    @property
-    def graphs(self) -> int:
-        return self.compiled.graphs
 
     @property
     def learned(self) -> dict[str, list[int]]:

@@ -9,8 +9,10 @@ from test_result import a_trial
 from oomprobe.devices import DeviceInfo
 from oomprobe.options import Options
 from oomprobe.report import summary
+from oomprobe.report.progress import Reporter
 from oomprobe.result import Phase
 from oomprobe.search import Found
+from oomprobe.session import Session
 from oomprobe.verdicts import Verdict
 
 MIB = 2**20
@@ -28,22 +30,19 @@ def timed(batch_size, step_s):
 
 def bench(*trials, on_host=True, step_names=("step",), **options):
     device = DeviceInfo(on_host=on_host, name="a device", total_bytes=2**30, torch_device="cpu")
-    return types.SimpleNamespace(
-        trials=list(trials),
+    runner = types.SimpleNamespace(
         device=device,
-        options=Options(**options),
-        budget_bytes=90 * MIB,
-        available_bytes=100 * MIB,
+        replaceable=False,
+        threads=1,
         notes={},
-        tenants=lambda: "",
-        runner=types.SimpleNamespace(
-            replaceable=False, threads=1, device_notes=(), step_names=list(step_names), in_steps_s=0.5
-        ),
-        clock=types.SimpleNamespace(elapsed_s=1.0),
-        neighbours=types.SimpleNamespace(contaminated=False, held_bytes=[], notes=()),
-        state_verified=True,
-        breakdown=None,
+        device_notes=(),
+        step_names=list(step_names),
+        in_steps_s=0.5,
     )
+    clock = types.SimpleNamespace(elapsed_s=1.0)
+    session = Session(runner, Options(**options), Reporter(), clock, list(trials))
+    session.budget_bytes, session.available_bytes, session.state_verified = 90 * MIB, 100 * MIB, True
+    return session
 
 
 def result(*trials, found=None, **fields):

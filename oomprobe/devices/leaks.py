@@ -1,26 +1,18 @@
-"""Memory between trials: back at its baseline, or a leak with its bytes; and how long an answer lasts whose steps leak."""
+"""Memory between trials: back at its baseline, or a leak with its bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import tenacity
 
 from oomprobe.devices import Device
-from oomprobe.result import SECOND_OPINIONS, Trial
+from oomprobe.result import Trial
 from oomprobe.units import format_bytes
-
-if TYPE_CHECKING:
-    from oomprobe.session import Session
 
 TOLERATED_BYTES = 2**20  # small caches that libraries make for a new shape stay below it
 REFUSED_SHARE = 0.05  # of the available memory
 SMALLEST_BYTES = 2**14  # in each step: a list of losses as numbers, and what malloc needs to keep it, stay below
-# If a leak would use up the free memory in fewer steps than this, the answer is refused. In the user's own process something
-# beside the step may have grown.
-STEPS_TO_LAST = {"isolated": 1000, "in one process": 100}
 
 
 class Baseline:
@@ -76,42 +68,3 @@ class Baseline:
             "the answer would be too small. Something keeps tensors of each step: a list of losses that still have "
             "their graph (append loss.item()), a cache keyed by shape, an output kept in an attribute"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLeak:
-    """What each step of an answer keeps, what the answer leaves free, and after how many steps that is used up."""
-
-    batch_size: int
-    kept_bytes: int
-    free_bytes: int
-    steps_to_last: int
-
-    def refusal(self, *, isolated: bool) -> str | None:
-        """Why the answer does not last; None where it does. `isolated`: trials began in processes of their own."""
-        if self.steps_to_last >= STEPS_TO_LAST["isolated" if isolated else "in one process"]:
-            return None
-        return (
-            f"each step at batch {self.batch_size} keeps {format_bytes(self.kept_bytes)}, even after collecting garbage: the "
-            f"{format_bytes(self.free_bytes)} that it leaves free are used up after about {self.steps_to_last} more, so it "
-            "does not last. Something keeps tensors of each step: a list of losses that still have their graph (append "
-            "loss.item()), a cache keyed by shape, or a buffer that was not full yet: then let the step run until it is "
-            "before the probe"
-        )
-
-
-def leak_of_step(session: Session, batch_size: int) -> StepLeak | None:
-    """What each step of the answer keeps; None where none keeps any."""
-    confirmed = (
-        t
-        for t in reversed(session.trials)
-        if t.passed and t.batch_size == batch_size and t.phase in SECOND_OPINIONS and t.accumulation_steps == 1
-    )
-    last = next(confirmed, None)
-    if last is None or not last.step_leaked_bytes:
-        return None
-    free_bytes = session.available_bytes - min(session.budget_bytes, last.peak_reserved_bytes or session.budget_bytes)
-    kept_bytes = last.step_leaked_bytes
-    return StepLeak(
-        batch_size=batch_size, kept_bytes=kept_bytes, free_bytes=free_bytes, steps_to_last=free_bytes // kept_bytes
-    )

@@ -32,10 +32,6 @@ STUCK = (
     "torch.set_num_threads(1) before the first operation of the process, or end what else has threads). Or probe in "
     "processes that start afresh: oomprobe run path/to/train.py:build"
 )
-COMPILED = (
-    "the step is compiled by torch.compile: each size was compiled anew, as training at that size alone would, and in "
-    "processes that training has nothing to do with"
-)
 
 
 class Forks:
@@ -102,7 +98,7 @@ class ProcessRunner:
         self._before_s = 0.0  # in steps, in the processes before this one
         self._available_bytes: int | None = None  # asked once, where each trial is a process of its own
         self._phase: Phase | None = None  # of the last trial
-        self.in_steps_s, self.graphs = 0.0, 0
+        self.in_steps_s = 0.0
         self.notes: dict[str, None] = {}
         self.device_notes: tuple[str, ...] = ()
         self.learned: dict[str, list[int]] = {}
@@ -176,9 +172,6 @@ class ProcessRunner:
         self.device_notes = tuple(answer["device_notes"])
         self.in_steps_s = self._before_s + answer["in_steps_s"]
         self.learned = answer["learned"] or self.learned
-        if answer["graphs"]:
-            self.graphs = answer["graphs"]
-            self.notes[COMPILED] = None
 
     def end(self) -> None:
         """End every process, and all that they started."""

@@ -79,7 +79,6 @@ def _done(runner: Runner, message: Message) -> Message:
         "device_notes": runner.device_notes,
         "in_steps_s": runner.in_steps_s,
         "learned": runner.learned,
-        "graphs": runner.graphs,
     }
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import oomprobe
-from oomprobe.devices.leaks import leak_of_step
 from oomprobe.errors import NothingFitsError
 from oomprobe.report.fit import estimates, fit_line
 from oomprobe.report.words import count, shortened
@@ -166,11 +165,11 @@ def _leaks(session: Session, answer: Trial) -> Iterator[str]:
             f"leak: {format_bytes(worst.leaked_bytes)} had not come back after batch {worst.batch_size}, even after "
             "collecting garbage; something keeps tensors of past steps, and the answer is smaller by as much"
         )
-    of_step = leak_of_step(session, answer.batch_size)
-    if of_step is not None:
+    kept_bytes, free_bytes = session.leak_of_step(answer.batch_size)
+    if kept_bytes:
         yield (
-            f"leak: each step at batch {answer.batch_size} keeps {format_bytes(of_step.kept_bytes)}, and what is left free "
-            f"lasts for about {of_step.steps_to_last} of them; something keeps tensors of each step"
+            f"leak: each step at batch {answer.batch_size} keeps {format_bytes(kept_bytes)}, and what is left free "
+            f"lasts for about {free_bytes // kept_bytes} of them; something keeps tensors of each step"
         )
 
 
