@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ledger import MIB, LedgerDevice
 
+import oomprobe
 from oomprobe.signals import TimeUp
-from oomprobe.verdicts import texts as error_texts
-from oomprobe.verdicts.classify import MAX_LINKS, MAX_TEXT, Evidence, Verdict, classify, classify_error, facts_of
+from oomprobe.verdicts import Evidence, Verdict, classify, classify_error, facts_of
+from oomprobe.verdicts.classify import MAX_LINKS, MAX_TEXT
 from oomprobe.verdicts.texts import ERROR_TEXTS
 
 DATA = Path(__file__).parent / "data"
@@ -70,41 +72,33 @@ def caused(outer, inner):
 class TestTable:
     @pytest.mark.parametrize("row", MESSAGES)
     def test_each_message_gets_its_verdict(self, row):
-        assert row["source"].strip()
-        facts = facts_of(as_raised(row))
-        assert classify(facts).name == row["verdict"]
+        error = as_raised(row)
+        assert classify_error(error).name == row["verdict"]
         if row["ambiguous"] and row["verdict"] == "OOM":
-            assert classify(facts, UNCORROBORATED) is Verdict.BUG
+            assert classify_error(error, UNCORROBORATED) is Verdict.BUG
+        if may_be_quoted(row):
+            text = "Caught RuntimeError in replica 0 on device 0.\nOriginal Traceback (most recent call last):\n"
+            wrapped = RuntimeError(f'{text}  File "train.py", line 26\nRuntimeError: {row["message"]}')
+            assert classify_error(wrapped).name == row["verdict"]
 
-    @pytest.mark.parametrize("row", [p for p in MESSAGES if may_be_quoted(*p.values)])
-    def test_each_message_is_recognised_inside_a_worker_traceback(self, row):
-        text = "Caught RuntimeError in replica 0 on device 0.\nOriginal Traceback (most recent call last):\n"
-        wrapped = RuntimeError(f'{text}  File "train.py", line 26\nRuntimeError: {row["message"]}')
-        assert classify_error(wrapped).name == row["verdict"]
-
-    @pytest.mark.parametrize("row", ERROR_TEXTS, ids=lambda row: f"{row.verdict}-{row.pattern.pattern[:40]}")
-    def test_rows_are_sourced_and_do_not_match_everything(self, row):
-        assert len(row.source) > 5
-        assert not row.pattern.search("mat1 and mat2 shapes cannot be multiplied (3x4 and 3x4)")
-        assert not row.pattern.search("")
-        assert not row.redeemable or (row.verdict == "POISONED" and row.ambiguous)
+    def test_rows_are_sourced_and_do_not_match_everything(self):
+        for row in ERROR_TEXTS:
+            assert len(row.source) > 5
+            assert not row.pattern.search("mat1 and mat2 shapes cannot be multiplied (3x4 and 3x4)")
+            assert not row.pattern.search("")
 
 
 class TestTraps:
     @pytest.mark.parametrize(
         "error",
         [
-            ValueError("the buffer ran out of memory"),
-            ValueError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-            ValueError("batch too large"),
+            ValueError(OOM_TEXT),
             RuntimeError("batch too large"),
             RuntimeError("the replay memory is full; out of memory slots"),
             RuntimeError("image too large to fit into the canvas"),
             RuntimeError("audio device not ready"),
             KeyError("CUDA error: an illegal memory access was encountered"),
             OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x"),
-            AssertionError(OOM_TEXT),
-            TypeError("unsupported operand"),
         ],
         ids=repr,
     )
@@ -116,13 +110,11 @@ class TestTraps:
         ("text", "verdict"),
         [
             ("CUDA error: out of memory" + ADVICE, Verdict.OOM),
-            ("CUDA error: device-side assert triggered" + ADVICE, Verdict.POISONED),
             (f"{HOST_TEXT} to allocate 2147483648 bytes.", Verdict.OOM),
             (f"{HOST_TEXT} to allocate 65536 bytes.", Verdict.OOM),
             ("only tensors with less than 2147483647 elements", Verdict.SIZE_LIMIT),
             (TEGRA_TEXT, Verdict.OOM),
             (TEGRA_TEXT.replace("NVML_SUCCESS == r", "block"), Verdict.POISONED),
-            ("out of resource: shared memory, Required: 131072, Hardware limit: 101376.", Verdict.BUG),
             ("Unexpected bus error encountered in worker. Perhaps insufficient shared memory (shm).", Verdict.BUG),
             ("unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)", Verdict.BUG),
         ],
@@ -145,9 +137,9 @@ class TestCodes:
     @pytest.mark.parametrize(
         ("code", "verdict"),
         [
-            *((code, Verdict.POISONED) for code in sorted(error_texts.STICKY_CODES)),
+            *((code, Verdict.POISONED) for code in (4, 214, 700, 710, 719, 911)),
             (2, Verdict.OOM),
-            *((code, Verdict.BUG) for code in (0, 1, 9, 101, 209, 701, 801, 901, True, None, "700", 700.0)),
+            *((code, Verdict.BUG) for code in (0, 209, 701, True, None, "700", 700.0)),
         ],
     )
     def test_of_a_device(self, code, verdict):
@@ -209,10 +201,6 @@ class TestEvidence:
         assert classify_error(error, CORROBORATED) is Verdict.HOST_OOM
         assert classify_error(error, UNCORROBORATED) is Verdict.BUG
 
-    def test_no_facts_is_a_bug(self):
-        assert classify(()) is Verdict.BUG
-        assert classify((), SICK) is Verdict.POISONED
-
 
 class TestChain:
     @pytest.mark.parametrize(
@@ -222,7 +210,6 @@ class TestChain:
             (RuntimeError("step failed"), KeyError("labels"), Verdict.BUG),
             (RuntimeError("CUDA error: misaligned address"), torch.OutOfMemoryError(OOM_TEXT), Verdict.POISONED),
             (torch.OutOfMemoryError(OOM_TEXT), RuntimeError("CUDA error: misaligned address"), Verdict.POISONED),
-            (RuntimeError(EXECUTION_TEXT), RuntimeError("CUDA error: misaligned address"), Verdict.POISONED),
             (RuntimeError(ENGINE_TEXT), RuntimeError(OOM_TEXT), Verdict.OOM),
         ],
         ids=lambda value: str(value)[:20],
@@ -266,62 +253,43 @@ class Hostile(RuntimeError):
 
 
 class TestTotality:
-    @pytest.mark.parametrize(
-        "thing",
-        [None, 42, "CUDA out of memory", RuntimeError, object(), [], Hostile],
-        ids=lambda thing: type(thing).__name__,
-    )
+    @pytest.mark.parametrize("thing", [None, OOM_TEXT, torch.OutOfMemoryError, []], ids=str)
     def test_what_is_no_exception_is_a_bug(self, thing):
         assert classify_error(thing) is Verdict.BUG
+        assert classify_error(thing, SICK) is Verdict.POISONED
 
     def test_an_exception_that_raises(self):
         assert classify_error(Hostile()) is Verdict.BUG
         assert classify_error(caused(RuntimeError("x"), Hostile())) is Verdict.BUG
         assert classify_error(ExceptionGroup("g", [Hostile(), RuntimeError(OOM_TEXT)])) is Verdict.OOM
 
-    odd_values = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.just(object()),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-        max_leaves=5,
-    )
-    kinds = st.sampled_from([RuntimeError, MemoryError, ValueError, KeyError, OSError, RecursionError, Hostile])
-    torch_kinds = st.sampled_from([torch.OutOfMemoryError, torch.AcceleratorError])
-    base_kinds = st.sampled_from([BaseException, SystemExit, KeyboardInterrupt, StopIteration])
+    odd_values = st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.text() | st.integers(), max_size=3)
+    kinds = st.sampled_from([RuntimeError, MemoryError, KeyError, OSError, Hostile, torch.AcceleratorError, SystemExit])
 
     @given(
-        kind=kinds | torch_kinds | base_kinds,
+        kind=kinds,
         args=st.lists(odd_values, max_size=3),
-        attributes=st.dictionaries(
-            st.sampled_from(["error_code", "inner_exception", "exceptions", "args"]), odd_values, max_size=4
-        ),
+        attributes=st.dictionaries(st.sampled_from(["error_code", "inner_exception", "exceptions"]), odd_values),
         evidence=st.none() | st.sampled_from(ALL_EVIDENCE),
     )
     def test_odd_exceptions(self, kind, args, attributes, evidence):
         error = kind(*args)
         for name, value in attributes.items():
-            try:
-                setattr(error, name, value)
-            except TypeError:  # args that are no sequence
-                continue
+            setattr(error, name, value)
         facts = facts_of(error)
-        assert isinstance(classify(facts, evidence), Verdict)
         assert classify_error(error, evidence) is classify(facts, evidence)
         assert_plain(facts)
 
-    @given(
-        st.lists(st.sampled_from([OOM_TEXT, HOST_TEXT, ENGINE_TEXT, EXECUTION_TEXT, "a bug"]), min_size=1, max_size=5)
-    )
+    @given(st.lists(st.sampled_from([OOM_TEXT, HOST_TEXT, ENGINE_TEXT, EXECUTION_TEXT, "a bug"]), max_size=5))
     def test_the_order_of_a_chain_does_not_matter(self, texts):
         def chain(texts):
-            error = None
+            error = RuntimeError("the first")
             for text in texts:
                 error = caused(RuntimeError(text), error)
             return error
 
         for evidence in (None, CORROBORATED, UNCORROBORATED):
-            forward, backward = (classify_error(chain(t), evidence) for t in (texts, texts[::-1]))
-            memory = {Verdict.OOM, Verdict.HOST_OOM}
-            assert forward is backward or {forward, backward} <= memory
+            assert classify_error(chain(texts), evidence) is classify_error(chain(texts[::-1]), evidence)
 
 
 def assert_plain(facts):
@@ -344,27 +312,16 @@ class TestRealErrors:
             pytest.param(lambda: np.zeros(2**45), Verdict.OOM, id="numpy"),
             pytest.param(lambda: bytearray(2**62), Verdict.OOM, id="python"),
             pytest.param(lambda: np.zeros(2**62), Verdict.SIZE_LIMIT, id="numpy-too-big"),
-            pytest.param(lambda: np.zeros(2**63), Verdict.SIZE_LIMIT, id="numpy-dimension"),
             pytest.param(lambda: torch.empty(2**40, 2**40), Verdict.SIZE_LIMIT, id="storage"),
             pytest.param(lambda: torch.empty(2**63), Verdict.SIZE_LIMIT, id="unpack"),
             pytest.param(lambda: torch.ones(1).expand(2**62, 4).sum(), Verdict.SIZE_LIMIT, id="numel"),
             pytest.param(lambda: torch.quantile(torch.zeros(2**24 + 1), 0.5), Verdict.SIZE_LIMIT, id="quantile"),
-            pytest.param(lambda: torch.multinomial(torch.ones(2**24 + 1), 1), Verdict.SIZE_LIMIT, id="multinomial"),
             pytest.param(lambda: torch.zeros(3, 4) @ torch.zeros(3, 4), Verdict.BUG, id="mat1-mat2"),
             pytest.param(lambda: torch.empty(-5), Verdict.BUG, id="negative"),
-            pytest.param(lambda: torch.zeros(3)[5], Verdict.BUG, id="index"),
-            pytest.param(lambda: torch.nn.BatchNorm1d(4)(torch.zeros(1, 4)), Verdict.BUG, id="batch-norm-of-one"),
-            pytest.param(lambda: torch.zeros(1, device="cuda"), Verdict.BUG, id="no-cuda"),
         ],
     )
     def test_provoked(self, act, verdict):
-        if torch.cuda.is_available() and verdict is Verdict.BUG:
-            pytest.skip("one of these is about a machine without CUDA")
         assert classify_error(self.provoke(act)) is verdict
-
-    def test_host_memory_beside_a_device(self):
-        error = self.provoke(lambda: torch.empty(2**50, dtype=torch.uint8))
-        assert classify_error(error, UNCORROBORATED) is Verdict.HOST_OOM
 
     def test_a_compiler_that_ran_out_of_memory(self):
         from torch._dynamo.exc import BackendCompilerFailed
@@ -392,20 +349,58 @@ class TestRealErrors:
         assert classify_error(error) is Verdict.OOM
 
 
-@pytest.mark.parametrize("raised", [GeneratorExit, asyncio.CancelledError, BaseException])
-def test_texts_that_raise_what_is_no_exception_are_no_text(raised):
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, KeyboardInterrupt, SystemExit, TimeUp])
+def test_an_exception_whose_text_cannot_be_read(raised):
+    """It is a bug; but a signal that comes meanwhile passes."""
+
     class Silent(Exception):
         def __str__(self):
             raise raised
 
-    assert classify_error(Silent()) is Verdict.BUG
+    if raised is asyncio.CancelledError:
+        assert classify_error(Silent()) is Verdict.BUG
+    else:
+        with pytest.raises(raised):
+            classify_error(Silent())
 
 
-@pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit, TimeUp])
-def test_signals_that_come_while_an_exception_is_read_pass(signal):
-    class Slow(Exception):
-        def __str__(self):
-            raise signal
+# --- a probe inside a step: what it raises is the step's own exception, never an answer of the probe around it ---
 
-    with pytest.raises(signal):
-        classify_error(Slow())
+OURS = [
+    oomprobe.NothingFitsError(f"batch 1: out of memory\n  OutOfMemoryError: {OOM_TEXT}"),
+    oomprobe.UnreliableError("RuntimeError: CUDA error: out of memory"),
+    oomprobe.StepFailedError("the step failed"),
+]
+
+
+@pytest.mark.parametrize("error", OURS, ids=lambda error: type(error).__name__)
+def test_what_a_probe_raised_is_no_out_of_memory(error):
+    from_memory = caused(type(error)("failed"), torch.OutOfMemoryError(OOM_TEXT))  # which it has judged already
+    for raised in (error, caused(KeyError("cache"), error), from_memory):
+        assert classify_error(raised, CORROBORATED) is Verdict.BUG
+    assert classify_error(error, SICK) is Verdict.POISONED
+    # Beside it stands another error: that one counts.
+    both = ExceptionGroup("both", [from_memory, torch.OutOfMemoryError(OOM_TEXT)])
+    assert classify_error(both, CORROBORATED) is Verdict.OOM
+
+
+def test_a_lost_device_is_lost_to_the_outer_probe_too():
+    lost = oomprobe.DeviceLostError("a sticky error (CUDA error: an illegal memory access was encountered)")
+    assert classify_error(lost) is Verdict.POISONED
+
+
+def test_a_real_probe_inside_a_step():
+    inner, outer = LedgerDevice(8 * MIB), LedgerDevice()
+
+    def inner_step(model, batch_size):
+        inner.take(batch_size * 16 * MIB)
+
+    def step(model, batch_size):
+        if batch_size >= 4:
+            oomprobe.find_max_batch(torch.nn.Linear(1, 1), inner_step, device=inner, progress="off")
+
+    with pytest.raises(oomprobe.StepFailedError) as caught:
+        oomprobe.find_max_batch(torch.nn.Linear(1, 1), step, device=outer, progress="off")
+    assert isinstance(caught.value.__cause__, oomprobe.NothingFitsError)
+    assert caught.value.batch_size == 4
+    assert [t.passed for t in caught.value.trials] == [True, True]

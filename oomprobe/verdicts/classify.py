@@ -7,14 +7,11 @@ known by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from oomprobe.errors import SIGNALS, text_of
-from oomprobe.verdicts import texts as table
-from oomprobe.verdicts.texts import ERROR_TEXTS, ErrorText
+from oomprobe.verdicts.texts import ERROR_TEXTS, LIBRARIES, ErrorText, Verdict
 
 # What another probe, run inside the step, has judged already: its text quotes an out of memory that it has handled, and
 # one class is a MemoryError. A lost device is lost to this probe too.
@@ -22,19 +19,6 @@ _OURS, _LOST = "oomprobe.errors.OomProbeError", "oomprobe.errors.DeviceLostError
 _SPEAKERS = frozenset({"builtins.RuntimeError", "builtins.MemoryError"})
 MAX_LINKS = 64  # a chain deeper than this was not made by torch
 MAX_TEXT = 16_000  # characters kept of each end of a text: the cause stands first, or last below a traceback
-
-
-class Verdict(StrEnum):
-    """How a trial ended."""
-
-    FITS = "fits"
-    OOM = "out of memory"
-    HOST_OOM = "out of host memory"
-    SIZE_LIMIT = "size limit"
-    POISONED = "poisoned"
-    CRASHED = "crashed"
-    TIMED_OUT = "timed out"
-    BUG = "bug"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,66 +97,39 @@ def facts_of(exc: object) -> Facts:
 
 def classify(facts: Facts, evidence: Evidence | None = None) -> Verdict:
     """Weigh facts against evidence; a process that failed its health check is POISONED whatever they say."""
-    rows = (row for link in facts if not _is_judged(link) for row in _rows_met(link))
-    row = min(rows, key=_weakness, default=None)  # the strongest that any link of the chain meets
     if evidence is not None and not evidence.healthy:
         return Verdict.POISONED
+    met = (_row_met(link) for link in facts if not _is_judged(link))
+    row = min((row for row in met if row is not None), key=ERROR_TEXTS.index, default=None)
     if row is None:
         return Verdict.BUG
     if evidence is None:
-        return Verdict[row.verdict]
-    out_of_memory = Verdict.HOST_OOM if row.where == "host" and not evidence.on_host else Verdict.OOM
+        return row.verdict
+    out_of_memory = Verdict.HOST_OOM if row.of_host and not evidence.on_host else Verdict.OOM
+    if not row.ambiguous:
+        return out_of_memory if row.verdict is Verdict.OOM else row.verdict
+    if row.verdict is Verdict.SIZE_LIMIT:
+        return Verdict.SIZE_LIMIT if evidence.smaller_size_passed else Verdict.BUG
+    # Also where such a text would mean a lost device, since the health check has passed.
     corroborated = evidence.smaller_size_passed and evidence.memory_pressure
-    if row.only_integrated:
-        corroborated = corroborated and evidence.integrated
-    if row.redeemable or (row.verdict == "OOM" and row.ambiguous):
-        return out_of_memory if corroborated else Verdict.BUG
-    if row.verdict == "SIZE_LIMIT" and row.ambiguous and not evidence.smaller_size_passed:
-        return Verdict.BUG
-    return out_of_memory if row.verdict == "OOM" else Verdict[row.verdict]
+    return out_of_memory if corroborated and (evidence.integrated or not row.only_integrated) else Verdict.BUG
 
 
-_STRONGEST_FIRST = (
-    *(("POISONED", False), ("POISONED", True), ("SIZE_LIMIT", False)),
-    *(("OOM", False), ("SIZE_LIMIT", True), ("OOM", True)),
-)
-
-
-def _weakness(row: ErrorText) -> int:
-    """Rank a row, 0 the strongest. A text outranks a bare MemoryError, since it says whose memory ran out; bugs rank last."""
-    if row.verdict == "BUG":
-        return len(_STRONGEST_FIRST) + 1
-    if row is table.MEMORY_ERROR_CLASS:
-        return len(_STRONGEST_FIRST)
-    return _STRONGEST_FIRST.index((row.verdict, row.ambiguous))
-
-
-def _rows_met(link: Link) -> Iterator[ErrorText]:
-    code = _device_code(link)
-    if code in table.STICKY_CODES:
-        yield table.STICKY_CODE
-    weakest = len(_STRONGEST_FIRST)
-    named = any(_root(name) in table.LIBRARIES and name.endswith(".OutOfMemoryError") for name in link.classes)
-    if named or code == table.OUT_OF_MEMORY_CODE:
-        yield table.OUT_OF_MEMORY_CLASS
-        weakest = _weakness(table.OUT_OF_MEMORY_CLASS)  # searching a long text for each row takes milliseconds
-    if "builtins.MemoryError" in link.classes:
-        yield table.MEMORY_ERROR_CLASS
-    rows = (row for row in ERROR_TEXTS if row.verdict == "BUG" or _weakness(row) < weakest)
-    said = [row for row in rows if _may_say(link, row) and row.pattern.search(link.text)]
-    is_bug = any(row.verdict == "BUG" for row in said)
-    yield from (row for row in said if not is_bug or row.verdict in ("BUG", "POISONED"))
+def _row_met(link: Link) -> ErrorText | None:
+    """The first row that an exception meets, which is the strongest; none where that row says that it is a bug."""
+    text, code = link.text.lower(), _device_code(link)
+    classes = {*link.classes}
+    is_heard = not _SPEAKERS.isdisjoint(classes) or any(_root(name) in LIBRARIES for name in classes)
+    for row in ERROR_TEXTS:
+        # Texts count only from what torch and its libraries raise: a user's ValueError may say anything.
+        may_say = is_heard or not row.also_raised_as.isdisjoint(classes)
+        if code in row.codes or not row.classes.isdisjoint(classes) or (may_say and row.pattern.search(text)):
+            return None if row.verdict is Verdict.BUG else row
+    return None
 
 
 def _is_judged(link: Link) -> bool:
     return _OURS in link.classes and _LOST not in link.classes
-
-
-def _may_say(link: Link, row: ErrorText) -> bool:
-    """Texts count only from what torch and its libraries raise: a user's ValueError may say anything."""
-    if not row.also_raised_as.isdisjoint(link.classes) or not _SPEAKERS.isdisjoint(link.classes):
-        return True
-    return any(_root(name) in table.LIBRARIES for name in link.classes)
 
 
 def _device_code(link: Link) -> int | None:

@@ -14,36 +14,63 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from enum import StrEnum
 
-Name = Literal["OOM", "SIZE_LIMIT", "POISONED", "BUG"]
+
+class Verdict(StrEnum):
+    """How a trial ended."""
+
+    FITS = "fits"
+    OOM = "out of memory"
+    HOST_OOM = "out of host memory"
+    SIZE_LIMIT = "size limit"
+    POISONED = "poisoned"
+    CRASHED = "crashed"
+    TIMED_OUT = "timed out"
+    BUG = "bug"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorText:
-    """One kind of error text."""
+    """One kind of error: known by its text, its class or its number."""
 
-    pattern: re.Pattern[str]
-    verdict: Name
+    pattern: re.Pattern[str]  # in lower case, for texts in lower case
+    verdict: Verdict
     source: str  # URL, issue, header or file it was seen in, or "measured" when it was provoked for this table
-    ambiguous: bool = False  # whether the text has other causes too, so that the verdict needs evidence
-    where: Literal["device", "host"] = "device"  # whose memory is meant, in an OOM row
-    redeemable: bool = False  # whether a passed health check outweighs a POISONED row
+    ambiguous: bool = False  # whether it has other causes too, so that the verdict needs evidence
+    of_host: bool = False  # whether an OOM row means the host's memory
     only_integrated: bool = False  # whether the reading holds only on devices that share the host's memory
     also_raised_as: frozenset[str] = frozenset()  # besides RuntimeError, MemoryError and classes of `LIBRARIES`
+    classes: frozenset[str] = frozenset()  # that are of this kind whatever their text
+    codes: frozenset[int] = frozenset()  # values of ``error_code`` that are
 
 
-def _row(verdict: Name, source: str, *alternatives: str, also: tuple[str, ...] = (), **marks: Any) -> ErrorText:
-    pattern = re.compile("|".join(alternatives), re.IGNORECASE)
-    return ErrorText(pattern=pattern, verdict=verdict, source=source, also_raised_as=frozenset(also), **marks)
+def _row(
+    verdict: Verdict,
+    source: str,
+    *alternatives: str,
+    also: tuple[str, ...] = (),
+    classes: tuple[str, ...] = (),
+    codes: tuple[int, ...] = (),
+    **marks: bool,
+) -> ErrorText:
+    # A search that ignores case takes three times as long as one for a lower-case pattern in a lower-case text.
+    lowered = re.sub(r"(?<!\\)[A-Z]", lambda letter: letter[0].lower(), "|".join(alternatives))
+    return ErrorText(
+        pattern=re.compile(lowered),
+        verdict=verdict,
+        source=source,
+        also_raised_as=frozenset(also),
+        classes=frozenset(classes),
+        codes=frozenset(codes),
+        **marks,
+    )
 
 
 # Packages whose exceptions speak for the device even where they do not inherit from RuntimeError.
-LIBRARIES = frozenset(
-    {"torch", "torch_npu", "torch_xla", "intel_extension_for_pytorch", "habana_frameworks", "triton"}
-    | {"cupy", "cupy_backends", "numba", "pycuda", "jaxlib", "tensorflow"}
-)
+LIBRARIES = frozenset({"torch", "intel_extension_for_pytorch", "triton", "cupy", "cupy_backends", "numba"})
 
+POISONED, SIZE_LIMIT, OOM, BUG = Verdict.POISONED, Verdict.SIZE_LIMIT, Verdict.OOM, Verdict.BUG
 _CUDA_ENUM = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
 _ATEN_CHECKS = "pytorch/pytorch:aten/src/ATen/cuda/Exceptions.h"
 _CUDNN_ENUM = "https://docs.nvidia.com/deeplearning/cudnn/backend/latest (cudnnStatus_t)"
@@ -57,248 +84,194 @@ _BLAS = (
 )
 _LIMIT = r"(?:>|<|<=|exceed\w*|than|at most|up to|maximum(?: of| is)?) ?"
 
-# The context is lost after these: "the process must be terminated and relaunched" in the enum's words, but
-# for 4, 709 (driver or context gone), 214 and 220 (uncorrectable ECC, NVLink). HIP uses the same numbers.
-STICKY_CODES = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
-OUT_OF_MEMORY_CODE = 2  # cudaErrorMemoryAllocation, hipErrorOutOfMemory
-
-# Rows for what is known by class or number instead of text; they match every text.
-STICKY_CODE = _row("POISONED", _CUDA_ENUM)
-OUT_OF_MEMORY_CLASS = _row("OOM", f"torch/cuda/__init__.py; error_code 2: {_CUDA_ENUM}")
-MEMORY_ERROR_CLASS = _row("OOM", "https://docs.python.org/3/library/exceptions.html#MemoryError", where="host")
-
+# The strongest row first: of a chain of exceptions, the first row that any of them meets decides.
 # fmt: off
 ERROR_TEXTS: tuple[ErrorText, ...] = (
-    # Poisoned: no later answer of this process can be trusted.
-    _row("POISONED", f"{_CUDA_ENUM} (700); pytorch/pytorch#81620, ROCm/legacy-rocm-build#5814",
-         r"illegal memory access was encountered", r"(?:cuda|hip)ErrorIllegalAddress", r"CUDA_ERROR_ILLEGAL_ADDRESS"),
-    _row("POISONED", f"{_CUDA_ENUM} (710); pytorch/pytorch:c10/cuda/CUDADeviceAssertionHost.cpp",
+    # Poisoned: no later answer of this process can be trusted. The context is lost after these: "the process must be
+    # terminated and relaunched" in the enum's words, but for 4, 709 (driver or context gone), 214 and 220 (uncorrectable
+    # ECC, NVLink). HIP uses the same numbers.
+    _row(POISONED, f"{_CUDA_ENUM}; pytorch/pytorch#81620, ROCm/legacy-rocm-build#5814; rusty1s/pytorch_sparse#23",
+         r"illegal memory access was encountered", r"(?:cuda|hip)ErrorIllegalAddress", r"CUDA_ERROR_ILLEGAL_ADDRESS",
          r"device-side assert triggered", r"device-side assertion failures were found on GPU",
-         r"(?:cuda|hip)ErrorAssert\b", r"CUDA_ERROR_ASSERT\b"),
-    _row("POISONED", f"{_CUDA_ENUM} (719); rocm-arch/python-pytorch-rocm#41, rusty1s/pytorch_sparse#23",
-         r"unspecified launch failure", r"(?:cuda|hip)ErrorLaunchFailure", r"CUDA_ERROR_LAUNCH_FAILED"),
-    _row("POISONED", f"{_CUDA_ENUM} (702)",
-         r"launch timed out and was terminated", r"(?:cuda|hip)ErrorLaunchTimeOut", r"CUDA_ERROR_LAUNCH_TIMEOUT"),
-    _row("POISONED", f"{_CUDA_ENUM} (716)",
-         r"misaligned address", r"cudaErrorMisalignedAddress", r"CUDA_ERROR_MISALIGNED"),
-    _row("POISONED", f"{_CUDA_ENUM} (715)",
-         r"illegal instruction was encountered", r"cudaErrorIllegalInstruction", r"CUDA_ERROR_ILLEGAL_INSTRUCTION"),
-    _row("POISONED", f"{_CUDA_ENUM} (714)",
-         r"hardware stack error", r"cudaErrorHardwareStackError", r"CUDA_ERROR_HARDWARE_STACK_ERROR"),
-    _row("POISONED", f"{_CUDA_ENUM} (717)",
+         r"(?:cuda|hip)ErrorAssert\b", r"CUDA_ERROR_ASSERT\b",
+         r"unspecified launch failure", r"(?:cuda|hip)ErrorLaunchFailure", r"CUDA_ERROR_LAUNCH_FAILED",
+         r"launch timed out and was terminated", r"(?:cuda|hip)ErrorLaunchTimeOut", r"CUDA_ERROR_LAUNCH_TIMEOUT",
+         r"misaligned address", r"cudaErrorMisalignedAddress", r"CUDA_ERROR_MISALIGNED",
+         r"illegal instruction was encountered", r"cudaErrorIllegalInstruction", r"CUDA_ERROR_ILLEGAL_INSTRUCTION",
+         r"hardware stack error", r"cudaErrorHardwareStackError", r"CUDA_ERROR_HARDWARE_STACK_ERROR",
          r"not supported on global/shared address space", r"cudaErrorInvalidAddressSpace",
-         r"CUDA_ERROR_INVALID_ADDRESS_SPACE"),
-    _row("POISONED", f"{_CUDA_ENUM} (718)",
-         r"invalid program counter", r"cudaErrorInvalidPc\b", r"CUDA_ERROR_INVALID_PC\b"),
-    _row("POISONED", f"{_CUDA_ENUM} (721)", r"tensor memory (?:was )?not completely", r"cudaErrorTensorMemoryLeak"),
-    _row("POISONED", f"{_CUDA_ENUM} (214, 220, 226)",
+         r"CUDA_ERROR_INVALID_ADDRESS_SPACE", r"invalid program counter", r"cudaErrorInvalidPc\b",
+         r"CUDA_ERROR_INVALID_PC\b", r"tensor memory (?:was )?not completely", r"cudaErrorTensorMemoryLeak",
+         codes=(4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911)),
+    _row(POISONED, f"{_CUDA_ENUM} (4, 214, 220, 226, 709, 810, 911)",
          r"uncorrectable (?:ECC|NVLink) error", r"(?:cuda|hip)Error(?:ECCUncorrectable|ECCNotCorrectable)",
          r"cudaErrorNvlinkUncorrectable", r"CUDA_ERROR_(?:ECC|NVLINK)_UNCORRECTABLE", r"cudaErrorContained\b",
-         r"invalid access of peer GPU memory over nvlink"),
-    _row("POISONED", f"{_CUDA_ENUM} (4, 709, 810, 911)",
-         r"driver shutting down", r"context is destroyed", r"(?:cuda|hip)ErrorContextIsDestroyed",
-         r"cudaErrorCudartUnloading", r"MPS client[^\n]{0,40}terminated", r"cudaErrorMpsClientTerminated",
-         r"cudaErrorExternalDevice"),
-    _row("POISONED",
+         r"invalid access of peer GPU memory over nvlink", r"driver shutting down", r"context is destroyed",
+         r"(?:cuda|hip)ErrorContextIsDestroyed", r"cudaErrorCudartUnloading", r"MPS client[^\n]{0,40}terminated",
+         r"cudaErrorMpsClientTerminated", r"cudaErrorExternalDevice"),
+    _row(POISONED,
          "https://docs.nvidia.com/deploy/xid-errors/index.html (Xid 79); nvmlErrorString NVML_ERROR_GPU_IS_LOST",
          r"\bGPU is lost\b", r"has fallen off the bus"),
-    _row("POISONED",
-         "pytorch/pytorch#119452, #139382, #188008 (every later allocation fails too); mberr/torch-max-mem#45",
+    _row(POISONED, "pytorch/pytorch#119452, #139382, #188008 (every later allocation fails too); mberr/torch-max-mem#45",
          r'(?<!NVML_SUCCESS == r )INTERNAL ASSERT FAILED at "?[^"\n]*Alloc\w*\.(?:cpp|cu|h|mm)\b'),
-    _row("POISONED",
-         f"{_UR_ENUM}; pytorch/pytorch#177714, #190972, intel/torch-xpu-ops#1324, #3155, vladmandic/sdnext#1526",
+    _row(POISONED, f"{_UR_ENUM}; pytorch/pytorch#177714, #190972, intel/torch-xpu-ops#1324, #3155, vladmandic/sdnext#1526",
          r"(?:UR_RESULT|ZE_RESULT|PI)_ERROR_(?:DEVICE_LOST|OUT_OF_RESOURCES|DEVICE_REQUIRES_RESET)",
          r"UR_RESULT_ERROR_UNKNOWN\b", r"\bCL_OUT_OF_RESOURCES", r"backend failed with error: 20\b"),
-    _row("POISONED", "ROCm/rccl#415, ROCm/rocBLAS#775, mila-iqia/milabench#397",
+    _row(POISONED, "ROCm/rccl#415, ROCm/rocBLAS#775, mila-iqia/milabench#397",
          r"Memory access fault by GPU node", r"HW Exception by GPU node", r"aborting with error ?: ?HSA_STATUS_ERROR"),
-    _row("POISONED", "https://developer.apple.com/documentation/metal/mtlcommandbuffererror-swift.struct/code",
+    _row(POISONED, "https://developer.apple.com/documentation/metal/mtlcommandbuffererror-swift.struct/code",
          r"kIOGPUCommandBufferCallbackError(?:Timeout|Hang|PageFault|InnocentVictim|SubmissionsIgnored)"),
-    _row("POISONED", "https://learn.microsoft.com/en-us/windows/win32/direct3ddxgi/dxgi-error",
-         r"GPU device instance has been (?:suspended|removed)", r"DXGI_ERROR_DEVICE_(?:REMOVED|HUNG|RESET)"),
-    _row("POISONED",
-         "vllm-project/vllm-ascend#116 (507001), #1993 (507013), #8000 (507015), Ascend/pytorch#66 (507035)",
-         r"NPU[^\n]*error code is 507\d{3}", r"runtime result = 507\d{3}"),
-    _row("POISONED", "pytorch/pytorch#118369; zai-org/GLM-130B#132; ProcessGroupNCCL.cpp takes the process down",
+    _row(POISONED, "pytorch/pytorch#118369; zai-org/GLM-130B#132; ProcessGroupNCCL.cpp takes the process down",
          r"Watchdog caught collective operation timeout", r"NCCL communicator was aborted",
          r"NCCL watchdog thread terminated"),
-    _row("POISONED", "https://docs.nvidia.com/cuda/curand (curandStatus_t)", r"CURAND_STATUS_PREEXISTING_FAILURE"),
-    # Seen at the edge of memory under WSL, in a process that went on working.
-    _row("POISONED", "mberr/torch-max-mem#45 (memory pressure); noonghunna/club-3090#50 (the driver was reset)",
-         _ERROR + r": device not ready\b", r"(?:cuda|hip)ErrorNotReady\b", r"CUDA_ERROR_NOT_READY", ambiguous=True,
-         redeemable=True),
-    _row("POISONED", "microsoft/CNTK#1516, pytorch/pytorch#17774 (batch too large), #27588 and #36333 (mapping)",
+    _row(POISONED, "https://docs.nvidia.com/cuda/curand (curandStatus_t)", r"CURAND_STATUS_PREEXISTING_FAILURE"),
+    # Poisoned, perhaps. "Not ready" was seen at the edge of memory under WSL, in a process that went on working.
+    _row(POISONED, f"mberr/torch-max-mem#45 (memory); noonghunna/club-3090#50 (the driver was reset); {_CUDA_ENUM} (999)",
+         _ERROR + r": (?:device not ready\b|unknown error)", r"(?:cuda|hip)Error(?:NotReady|Unknown)\b",
+         r"CUDA_ERROR_(?:NOT_READY|UNKNOWN\b)", ambiguous=True),
+    _row(POISONED, "microsoft/CNTK#1516, pytorch/pytorch#17774 (batch too large), #27588 and #36333 (mapping)",
          _BLAS + r"(?:EXECUTION_FAILED|MAPPING_ERROR)", r"CU(?:RAND_STATUS_LAUNCH_FAILURE|FFT_EXEC_FAILED)",
-         r"HIPFFT_EXEC_FAILED", ambiguous=True, redeemable=True),
-    _row("POISONED",
+         r"HIPFFT_EXEC_FAILED", ambiguous=True),
+    _row(POISONED,
          f"pytorch/pytorch:aten/src/THC/THCBlas.cu (1.x); cusparseGetErrorString, cusolverStatus_t 6: {_ATEN_CHECKS}",
          r"cublas runtime error ?: the GPU program failed to execute", r"cusolver error: 6,",
-         r"CUDA error: execution failed when calling", ambiguous=True, redeemable=True),
-    _row("POISONED", f"{_CUDA_ENUM} (999)",
-         _ERROR + r": unknown error", r"(?:cuda|hip)ErrorUnknown\b", r"CUDA_ERROR_UNKNOWN\b", ambiguous=True,
-         redeemable=True),
+         r"CUDA error: execution failed when calling", ambiguous=True),
+    # Not about memory, though they sound like it: a kernel's scratch space and the container's shared memory.
+    _row(BUG, "triton/runtime/errors.py OutOfResources; triton#8182; strings of libtorch_python.so 2.13",
+         r"out of resources?: ", r"/dev/shm", r"shared memory ?\(shm\)", r"(?:out of|insufficient) shared memory"),
     # Size limits that are not memory.
-    _row("SIZE_LIMIT",
-         "pytorch/pytorch:test/test_cuda.py::test_out_of_memory; #51872 (17179869183.98 GiB), #33143 (16 EiB)",
+    _row(SIZE_LIMIT, "pytorch/pytorch:test/test_cuda.py::test_out_of_memory; #51872 (17179869183.98 GiB), #33143 (16 EiB)",
          r"Tried to allocate (?:more than 1EB|\d{7,}(?:\.\d+)? GiB|[\d.]+ [PE]i?B)"),
-    _row("SIZE_LIMIT", "pytorch/pytorch#80020, #155225, #51871, #144855, #158824, PR #144865",
+    _row(SIZE_LIMIT, "pytorch/pytorch#80020, #155225, #51871, #144855, #158824, PR #144865",
          r"canUse32BitIndexMath", r"\b32-?bit index", r"\bINT(?:32)?_MAX\b", r"numeric_limits<int"),
-    _row("SIZE_LIMIT",
-         "pytorch/pytorch#84039, #143859 (MPS), #113833; PFCCLab/PaddleAPITest#483 (cublas gemm arguments)",
-         r"\b2(?:\^|\*\*)3[12]\b", _LIMIT + r"214748364[78]\b(?! but got (?:0\b|-))"),
-    _row("SIZE_LIMIT", "pytorch/pytorch#142228, #146704; facebookresearch/xformers#845; bitsandbytes#875",
-         r"invalid configuration argument", r"(?:cuda|hip)ErrorInvalidConfiguration"),
-    _row("SIZE_LIMIT", f"{_CUDA_ENUM} (720)",
+    _row(SIZE_LIMIT,
+         "pytorch/pytorch#84039, #143859 (MPS), #113833; PFCCLab/PaddleAPITest#483 (cublas gemm arguments); "
+         "aten/src/ATen/native/mps/operations/Convolution.mm (Output channels > 65536)",
+         r"\b2(?:\^|\*\*)3[12]\b", _LIMIT + r"214748364[78]\b(?! but got (?:0\b|-))", _LIMIT + r"(?:65,?53[56]|2\*\*16)\b"),
+    _row(SIZE_LIMIT,
+         f"pytorch/pytorch#142228, #146704; facebookresearch/xformers#845; bitsandbytes#875; {_CUDA_ENUM} (720)",
+         r"invalid configuration argument", r"(?:cuda|hip)ErrorInvalidConfiguration",
          r"too many blocks in cooperative launch", r"(?:cuda|hip)ErrorCooperativeLaunchTooLarge"),
-    _row("SIZE_LIMIT",
-         "pytorch/pytorch:aten/src/ATen/native/mps/operations/Convolution.mm (Output channels > 65536); #146704",
-         _LIMIT + r"(?:65,?53[56]|2\*\*16)\b"),
-    _row("SIZE_LIMIT",
-         "measured, torch 2.13 (numel, storage, pixel_shuffle); pytorch/pytorch#107553, PR #43755; TH/THGeneral.c",
+    _row(SIZE_LIMIT, "measured, torch 2.13 (numel, storage, pixel_shuffle); pytorch/pytorch#107553, PR #43755; TH/THGeneral.c",
          r"Storage size calculation overflowed", r"Stride calculation overflowed", r"storage size overflowed",
          r"integer multiplication overflow", r"int64 overflow while computing numel",
          r"invalid size, possible overflow", r"invalid memory size -- maybe an overflow",
          r"(?:\bproduct\b|\^2\))[^\n]{0,60}\boverflowed\b", also=("builtins.ValueError",)),
-    _row("SIZE_LIMIT",
+    _row(SIZE_LIMIT,
          "measured, torch 2.13 (quantile, multinomial; MKL_INT in libtorch_cpu.so); pytorch/pytorch#24401, #43476",
          r"\binput tensor is too large", r"\btoo large to fit into a MKL_INT\b",
          r"sizes too large for THCDeviceTensor", r"cannot exceed 2\^\d+", r"kernel launch blocks must be positive"),
-    _row("SIZE_LIMIT", "Comfy-Org/ComfyUI#7004 (Intel Arc: one allocation, not the capacity)",
-         r"can NOT allocate memory block with size larger than"),
-    _row("SIZE_LIMIT", "pytorch/pytorch#143859, #149325, #187567; aten/src/ATen/mps/MPSAllocator.mm (maxBufferLength)",
+    _row(SIZE_LIMIT, "pytorch/pytorch#143859, #149325, #187567; aten/src/ATen/mps/MPSAllocator.mm (maxBufferLength)",
          r"total bytes of NDArray", r"NDArray dimension length", r"Invalid buffer size: [\d.]+ ?[KMGT]i?B",
          r"newBuffer\w*[^\n]{0,120}must not exceed"),
-    _row("SIZE_LIMIT", "intel/llvm#15674; intel/torch-xpu-ops#2950; lllyasviel/LayerDiffuse#22",
-         r"\b(?:range|offset) is out of integer limits", r"\b(?:range|offset) does not fit in int\b",
-         r"sycl-id-queries-(?:fit-in-int|range)"),
-    _row("SIZE_LIMIT", f"{_UR_ENUM}",
+    _row(SIZE_LIMIT,
+         f"Comfy-Org/ComfyUI#7004 (Intel Arc: one allocation); intel/llvm#15674; intel/torch-xpu-ops#2950; {_UR_ENUM}",
+         r"can NOT allocate memory block with size larger than", r"\b(?:range|offset) is out of integer limits",
+         r"\b(?:range|offset) does not fit in int\b", r"sycl-id-queries-(?:fit-in-int|range)",
          r"(?:PI|CL|UR_RESULT_ERROR)\w*_INVALID_BUFFER_SIZE", r"UR_RESULT_ERROR_(?:INVALID|UNSUPPORTED)_SIZE"),
-    _row("SIZE_LIMIT", "measured, numpy 2.4 (np.zeros(2**63), np.zeros(2**62))",
+    _row(SIZE_LIMIT, "measured, numpy 2.4 (np.zeros(2**63), np.zeros(2**62))",
          r"Maximum allowed dimension exceeded", r"\Aarray is too big", also=("builtins.ValueError",)),
-    _row("SIZE_LIMIT", "CPython Lib/multiprocessing/connection.py (_send_bytes), Modules/_pickle.c",
+    _row(SIZE_LIMIT, "CPython Lib/multiprocessing/connection.py (_send_bytes), Modules/_pickle.c",
          r"'i' format requires -?2147483648", r"cannot serialize a bytes object larger than 4 GiB",
          also=("builtins.OverflowError", "struct.error")),
-    _row("SIZE_LIMIT", "pytorch/pytorch#113833 (safe_downcast)", r"\Ainteger out of range\s*(?:\n|\Z)", ambiguous=True),
-    _row("SIZE_LIMIT", "measured, torch 2.13 (torch.empty(2**63), fill_(2**40)); pytorch/pytorch#48114",
-         r"Overflow when unpacking long", r"cannot be converted to type (?:int|int32_t|int64_t|long) without overflow",
-         r"negative dimension -\d{7,}", ambiguous=True, also=("builtins.TypeError",)),
-    _row("SIZE_LIMIT", "measured, CPython 3.11 (b'x' * 2**63)",
-         r"cannot fit 'int' into an index-sized integer", r"Python int too large to convert to C", ambiguous=True,
-         also=("builtins.OverflowError",)),
-    _row("SIZE_LIMIT",
-         "pytorch/pytorch#3038, #4107, #11065 (batch too large); an unsupported dtype or stride says the same",
-         _BLAS + r"NOT_SUPPORTED", r"CUFFT_INVALID_SIZE", r"HIPFFT_INVALID_SIZE", ambiguous=True),
-    _row("SIZE_LIMIT", "pytorch/pytorch#104108, cupy/cupy#10033 (larger matrices, far from full memory)",
-         r"CUDA error: insufficient resources when calling", r"CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
-         ambiguous=True),
-    _row("SIZE_LIMIT", "fla-org/flash-linear-attention#172, PR #1077; triton-lang/triton#3299 (grid above 65535)",
-         _ERROR + r": invalid argument\b(?! \d)", r"(?:cuda|hip)ErrorInvalidValue", r"CUDA_ERROR_INVALID_VALUE",
-         ambiguous=True),
-    _row("SIZE_LIMIT", f"{_CUDA_ENUM} (701: akin to an invalid configuration)",
-         r"too many resources requested for launch", r"(?:cuda|hip)ErrorLaunchOutOfResources", ambiguous=True),
     # Out of memory, in so many words: the device first, then the host.
-    _row("OOM",
-         "pytorch/pytorch:c10/cuda/CUDACachingAllocator.cpp, aten/src/ATen/mps/MPSAllocator.mm; "
-         "Comfy-Org/ComfyUI#7440, intel/torch-xpu-ops#1324, vllm-project/vllm-ascend#19; composer shared_utils.py",
-         r"\b(?:CUDA|HIP|XPU|NPU|MPS backend|MLU|MUSA|HPU|MTIA|SDAA|GCU|PrivateUse1) out of memory\b",
-         r"\bout of memory\.? Tried to allocate \d"),
-    _row("OOM", f"pytorch/pytorch:c10/cuda/CUDAException.cpp, #2187, #465, #4844 (THC); HIP driver: {_ATEN_CHECKS}",
+    _row(OOM,
+         "pytorch/pytorch:c10/cuda/CUDACachingAllocator.cpp, aten/src/ATen/mps/MPSAllocator.mm; Comfy-Org/ComfyUI#7440, "
+         "intel/torch-xpu-ops#1324; composer shared_utils.py; torch/cuda/__init__.py; cupy/cupy:cupy/cuda/memory.pyx; "
+         f"{_CUDA_ENUM} (2)",
+         r"\b(?:CUDA|HIP|XPU|MPS backend) out of memory\b", r"\bout of memory\.? Tried to allocate \d",
+         classes=("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError", "cupy.cuda.memory.OutOfMemoryError"), codes=(2,)),
+    _row(OOM, f"pytorch/pytorch:c10/cuda/CUDAException.cpp, #2187, #465, #4844 (THC); HIP driver: {_ATEN_CHECKS}",
          _ERROR + r": out of memory\b", r"\berror=2 : out of memory", r"(?:CUDA|HIP) driver error: 2\b"),
-    _row("OOM", f"{_CUDA_ENUM} (2); keras-team/keras#13889 (HIP_ERROR_OutOfMemory)",
+    _row(OOM, f"{_CUDA_ENUM} (2)",
          r"cudaErrorMemoryAllocation", r"hipErrorOutOfMemory", r"hipErrorMemoryAllocation",
          r"(?:CUDA|HIP)_ERROR_Out_?Of_?Memory"),
-    _row("OOM", "torch/_utils.py ExceptionWrapper; torch/_inductor/runtime/triton_heuristics.py",
+    _row(OOM, "torch/_utils.py ExceptionWrapper; torch/_inductor/runtime/triton_heuristics.py",
          r"\b(?:torch|torch\.cuda)\.OutOfMemoryError\b", r"Caught OutOfMemoryError in ",
          r"configs\. OutOfMemoryError: "),
-    _row("OOM", "pytorch/pytorch:c10/cuda/CUDAMallocAsyncAllocator.cpp",
+    _row(OOM, "pytorch/pytorch:c10/cuda/CUDAMallocAsyncAllocator.cpp",
          r"would exceed allowed memory\. \(out of memory\)"),
-    _row("OOM", "NVIDIA/nccl#1410 (shape); rwth-i6/returnn#1626; NVIDIA/nccl:src/include/alloc.h",
+    _row(OOM, "NVIDIA/nccl#1410 (shape); rwth-i6/returnn#1626; NVIDIA/nccl:src/include/alloc.h",
          r"(?:Cuda|HIP) failure (?:\d+ )?'out of memory'", r"Failed to CUDA (?:calloc|malloc|host alloc)"),
-    _row("OOM", "triton-lang/triton:third_party/nvidia/backend/driver.c, third_party/amd/backend/driver.c",
+    _row(OOM, "triton-lang/triton:third_party/nvidia/backend/driver.c, third_party/amd/backend/driver.c",
          r"Triton Error \[\w+\]: +(?:Code: 2\b|out of memory)"),
-    _row("OOM", f"{_ATEN_CHECKS}; {_CUDNN_ENUM}; pytorch/pytorch#128601, QwenLM/Qwen3-VL#151",
+    _row(OOM, f"{_ATEN_CHECKS}; {_CUDNN_ENUM}; pytorch/pytorch#128601, QwenLM/Qwen3-VL#151",
          _BLAS + r"(?:INTERNAL_ERROR_DEVICE_)?ALLOC(?:ATION)?_FAILED", r"(?:CU|HIP)FFT_(?:ALLOC_FAILED|NO_WORKSPACE)",
          r"miopenStatusAllocFailed", r"roc\w+_status_memory_error", r"MAGMA_ERR_DEVICE_ALLOC"),
-    _row("OOM", "pytorch/pytorch#24838; hoanglocla9/bert-jointly-relation-entity-extraction#3; cusolverStatus_t 2",
+    _row(OOM, "pytorch/pytorch#24838; hoanglocla9/bert-jointly-relation-entity-extraction#3; cusolverStatus_t 2",
          r"cublas runtime error ?: resource allocation failed", r"cusolver error: 2,",
          r"CUDA error: resource allocation failed when calling"),
-    _row("OOM", f"{_UR_ENUM}; intel/torch-xpu-ops#1598, #5432",
+    _row(OOM, f"{_UR_ENUM}; intel/torch-xpu-ops#1598, #5432",
          r"_OUT_OF_DEVICE_MEMORY\b", r"(?:CL|PI|UR_RESULT)_(?:ERROR_)?MEM_OBJECT_ALLOCATION_FAILURE"),
-    _row("OOM", "ggml-org/llama.cpp#22673 (Metal: Insufficient Memory)",
-         r"kIOGPUCommandBufferCallbackErrorOutOfMemory"),
-    _row("OOM", "huggingface/accelerate:utils/memory.py; mila-iqia/milabench#301 (Gaudi)",
-         r"MODULE:PT_\w+[^\n]*\bAllocation\b[^\n]*\bfailed"),
-    _row("OOM", "vllm-project/vllm-ascend#1993; hw-native-sys/PTOAS#341 (Ascend)",
-         r"EL0004\b[\s\S]{0,200}?Failed to allocate memory", r"NPU[^\n]*error code is 207001",
-         r"runtime result = 207001"),
-    _row("OOM", "pytorch/xla#3470, #1735; LargeWorldModel/LWM#60; microsoft/DirectML#34",
-         r"Resource[ _]exhausted\b[\s\S]{0,400}?(?:out of memory|\bOOM\b|to (?:reserve|allocate)|\bhbm\b)",
-         r"ran out of memory in memory space hbm"),
-    _row("OOM", "microsoft/DirectML#579", r"not enough GPU video memory available"),
-    _row("OOM", "zeliu98/CloserLook3D#33; NVIDIA/thrust#1006; cupy/cupy#1574",
+    _row(OOM, "ggml-org/llama.cpp#22673 (Metal: Insufficient Memory); huggingface/accelerate:utils/memory.py (Gaudi)",
+         r"kIOGPUCommandBufferCallbackErrorOutOfMemory", r"MODULE:PT_\w+[^\n]*\bAllocation\b[^\n]*\bfailed"),
+    _row(OOM, "zeliu98/CloserLook3D#33; NVIDIA/thrust#1006; cupy/cupy#1574",
          r"get_temporary_buffer failed", r"\b\w+ failed(?: (?:on|to) \w+(?: \w+)?)?: (?:\w+: )?out of memory\b"),
-    _row("OOM",
-         "bitsandbytes/csrc/ops.cu (see #875); ROCm/MIOpen#47; cupy/cupy:cupy/cuda/memory.pyx; cudaGetErrorString(2)",
-         r"\bout of memory at line \d+ in file", r"Memory not available to allocate buffer",
-         r"Out of memory allocating [\d,]+ bytes", r"\Aout of memory\.?\s*\Z"),
+    _row(OOM, "bitsandbytes/csrc/ops.cu (see #875); ROCm/MIOpen#47; cudaGetErrorString(2)",
+         r"\bout of memory at line \d+ in file", r"Memory not available to allocate buffer", r"\Aout of memory\.?\s*\Z"),
     # "[enforce fail a" is the second text when there is memory for 15 characters only (measured, torch 2.13).
-    _row("OOM", "measured, torch 2.13 (torch.empty(2**50)); HaoMood/blinear-cnn-faster#4; xinntao/ESRGAN#34; libc10.so",
+    _row(OOM, "measured, torch 2.13 (torch.empty(2**50)); HaoMood/blinear-cnn-faster#4; xinntao/ESRGAN#34; libc10.so",
          r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",
          r"enforce fail at (?:alloc_cpu|CPUAllocator)\.cpp", r"\A\[enforce fail a\Z",
          r"Torch: (?:not enough memory|unable to mmap memory)", r"C10 Out of Memory",
-         r"Could not allocate memory to change", where="host"),
-    _row("OOM", "https://en.cppreference.com/w/cpp/memory/new/bad_alloc; numpy/_core/_exceptions.py, measured",
-         r"\bstd::bad_alloc\b", r"\Abad allocation\b", r"Unable to allocate [\d.,]+ ?\w* for an array with shape",
-         where="host"),
-    _row("OOM", "errno.h ENOMEM; https://learn.microsoft.com/en-us/windows/win32/debug/system-error-codes--1300-1699-",
+         r"Could not allocate memory to change", of_host=True),
+    _row(OOM, "errno.h ENOMEM; https://learn.microsoft.com/en-us/windows/win32/debug/system-error-codes--1300-1699-",
          r"\[Errno 12\]", r"\[WinError (?:8|14|1455)\]", r"\bCannot allocate memory(?: \(12\)|[':]|\s*$)",
-         where="host", also=("builtins.ImportError", "builtins.OSError")),
-    _row("OOM", f"{_UR_ENUM}; {_CUDNN_ENUM}; https://docs.nvidia.com/cuda/nvrtc (nvrtcResult)",
+         of_host=True, also=("builtins.ImportError", "builtins.OSError")),
+    _row(OOM, f"{_UR_ENUM}; {_CUDNN_ENUM}; https://docs.nvidia.com/cuda/nvrtc (nvrtcResult)",
          r"_OUT_OF_HOST_MEMORY\b", r"HOST_ALLOCATION_FAILED", r"NVRTC_ERROR_OUT_OF_MEMORY", r"MAGMA_ERR_HOST_ALLOC",
-         r"ptxas fatal *: *Memory allocation failure", where="host"),
-    _row("OOM",
-         "gcc:libgomp/alloc.c; OpenMathLib/OpenBLAS:driver/others/memory.c; strings of libtorch_cpu.so 2.13 (oneMKL)",
+         r"ptxas fatal *: *Memory allocation failure", of_host=True),
+    _row(OOM, "gcc:libgomp/alloc.c; OpenMathLib/OpenBLAS:driver/others/memory.c; strings of libtorch_cpu.so 2.13 (oneMKL)",
          r"libgomp: Out of memory", r"OpenBLAS[^\n]*(?:malloc failed|Memory allocation still failed)",
-         r"\bMKL\b[^\n]*(?:Not enough memory|cannot allocate memory)", where="host"),
+         r"\bMKL\b[^\n]*(?:Not enough memory|cannot allocate memory)", of_host=True),
+    # After all other texts that are sure, since those say whose memory a MemoryError is about.
+    _row(OOM, "https://en.cppreference.com/w/cpp/memory/new/bad_alloc; numpy/_core/_exceptions.py, measured",
+         r"\bstd::bad_alloc\b", r"\Abad allocation\b", r"Unable to allocate [\d.,]+ ?\w* for an array with shape",
+         of_host=True, classes=("builtins.MemoryError",)),
+    # A size limit, perhaps.
+    _row(SIZE_LIMIT, "pytorch/pytorch#113833 (safe_downcast)", r"\Ainteger out of range\s*(?:\n|\Z)", ambiguous=True),
+    _row(SIZE_LIMIT, "measured, torch 2.13 (torch.empty(2**63), fill_(2**40)); pytorch/pytorch#48114",
+         r"Overflow when unpacking long", r"cannot be converted to type (?:int|int32_t|int64_t|long) without overflow",
+         r"negative dimension -\d{7,}", ambiguous=True, also=("builtins.TypeError",)),
+    _row(SIZE_LIMIT, "measured, CPython 3.11 (b'x' * 2**63)",
+         r"cannot fit 'int' into an index-sized integer", r"Python int too large to convert to C", ambiguous=True,
+         also=("builtins.OverflowError",)),
+    _row(SIZE_LIMIT, "pytorch/pytorch#3038, #4107, #11065 (batch too large); an unsupported dtype or stride says the same",
+         _BLAS + r"NOT_SUPPORTED", r"(?:CU|HIP)FFT_INVALID_SIZE", ambiguous=True),
+    _row(SIZE_LIMIT, "pytorch/pytorch#104108, cupy/cupy#10033 (larger matrices, far from full memory)",
+         r"CUDA error: insufficient resources when calling", r"CUSPARSE_STATUS_INSUFFICIENT_RESOURCES", ambiguous=True),
+    _row(SIZE_LIMIT,
+         "fla-org/flash-linear-attention#172, PR #1077; triton-lang/triton#3299 (grid above 65535); "
+         f"{_CUDA_ENUM} (701: akin to an invalid configuration)",
+         _ERROR + r": invalid argument\b(?! \d)", r"(?:cuda|hip)ErrorInvalidValue", r"CUDA_ERROR_INVALID_VALUE",
+         r"too many resources requested for launch", r"(?:cuda|hip)ErrorLaunchOutOfResources", ambiguous=True),
     # Out of memory, perhaps.
-    _row("OOM",
+    _row(OOM,
          "pytorch/pytorch:aten/src/ATen/native/cudnn/MHA.cpp; marqo-ai/marqo#101; pytorch/pytorch#108645; "
          "replicate/cog#1430 (a broken install says the same)",
          r"Unable to find a valid cuDNN algorithm", r"no valid convolution algorithms available",
          r"unable to find an engine to execute", r"mha_graph[^\n]{0,120}is_good\(\) to be true", ambiguous=True),
-    _row("OOM",
-         "pytorch/serve#1993; pytorch/pytorch#81620, #119420; NVIDIA/NeMo:scripts/speech_recognition/oomptimizer.py",
+    _row(OOM, "pytorch/serve#1993; pytorch/pytorch#81620, #119420; NVIDIA/NeMo:scripts/speech_recognition/oomptimizer.py",
          _BLAS + r"(?:NOT_INITIALIZED|INTERNAL_ERROR|INITIALIZATION_FAILED)",
          r"(?:CU|HIP)FFT_(?:INTERNAL_ERROR|SETUP_FAILED)", r"roc\w+_status_internal_error", ambiguous=True),
-    _row("OOM", f"pytorch/pytorch#3996; cusolverStatus_t 1 and 7, cusparseGetErrorString: {_ATEN_CHECKS}",
+    _row(OOM, f"pytorch/pytorch#3996; cusolverStatus_t 1 and 7, cusparseGetErrorString: {_ATEN_CHECKS}",
          r"cublas runtime error ?: (?:library not initialized|an internal operation failed)", r"cusolver error: [17],",
          r"CUDA error: (?:internal|initialization) error when calling .cusparse", ambiguous=True),
-    _row("OOM", "pytorch/pytorch#60477 (the larger the batch, the likelier); ROCm/MIOpen#312, #1994 (other causes)",
+    _row(OOM, "pytorch/pytorch#60477 (the larger the batch, the likelier); ROCm/MIOpen#312, #1994 (other causes)",
          r"miopenStatus(?:UnknownError|InternalError|NotInitialized)", ambiguous=True),
-    _row("OOM", "pytorch/pytorch#159594, PR #187795",
+    _row(OOM, "pytorch/pytorch#159594, PR #187795",
          r"operation failed due to a previous error during capture", r"(?:cuda|hip)ErrorStreamCaptureInvalidated",
          ambiguous=True),
-    _row("OOM", "pytorch/pytorch#185240 (Jetson)",
+    _row(OOM, "pytorch/pytorch#185240 (Jetson)",
          r"NVML_SUCCESS == r INTERNAL ASSERT FAILED", ambiguous=True, only_integrated=True),
-    _row("OOM", "pytorch/pytorch:torch/csrc/distributed/c10d/NCCLUtils.hpp; NVIDIA/nccl#1410, #582",
+    _row(OOM, "pytorch/pytorch:torch/csrc/distributed/c10d/NCCLUtils.hpp; NVIDIA/nccl#1410, #582",
          r"unhandled cuda error(?![\s\S]*(?:Cuda|HIP) failure)", ambiguous=True),
-    _row("OOM", "tinygrad/tinygrad#3608, beside torch on ROCm (memory, but threads and events too)",
-         r"HSA_STATUS_ERROR_OUT_OF_RESOURCES", ambiguous=True),
-    _row("OOM", "measured, torch 2.13 under RLIMIT_AS (oneDNN)",
-         r"could not (?:create|execute) a (?:primitive|memory)", ambiguous=True, where="host"),
-    _row("OOM", "CPython Modules/_threadmodule.c; OpenBLAS:driver/others/blas_server.c; gcc:libgomp/team.c; libomp",
+    _row(OOM, "measured, torch 2.13 under RLIMIT_AS (oneDNN)",
+         r"could not (?:create|execute) a (?:primitive|memory)", ambiguous=True, of_host=True),
+    _row(OOM, "CPython Modules/_threadmodule.c; OpenBLAS:driver/others/blas_server.c; gcc:libgomp/team.c; libomp",
          r"can't start new thread", r"pthread_create failed", r"Thread creation failed",
-         r"necessary resources for OMP thread", ambiguous=True, where="host"),
-    _row("OOM", "strings of libtorch_python.so 2.13; SIGKILL is what the kernel's OOM killer sends",
-         r"DataLoader worker [^\n]*killed by signal: Killed", ambiguous=True, where="host"),
-    # Not about memory, though they sound like it: these silence the size and memory rows above.
-    _row("BUG", f"{_ATEN_CHECKS} AT_CUDNN_FRONTEND_CHECK", r"No execution plans support the graph", ambiguous=True),
-    _row("BUG",
-         "triton/runtime/errors.py OutOfResources; triton#8182, mamba#387; pytorch/xla#9524 (a kernel's scratch space)",
-         r"out of resources?: ", r"uses too much shared data", r"memory space (?:vmem|smem|cmem|sflag)"),
-    _row("BUG", "strings of libtorch_python.so 2.13; the container's shared memory, not the device's",
-         r"/dev/shm", r"shared memory ?\(shm\)", r"out of shared memory", r"shared memory limit",
-         r"insufficient shared memory"),
-    _row("BUG", "glibc elf/dl-reloc.c; gRPC src/core/ext/filters/message_size (RESOURCE_EXHAUSTED)",
-         r"memory in static TLS block", r"message larger than max", also=("builtins.ImportError", "builtins.OSError")),
+         r"necessary resources for OMP thread", ambiguous=True, of_host=True),
+    _row(OOM, "strings of libtorch_python.so 2.13; SIGKILL is what the kernel's OOM killer sends",
+         r"DataLoader worker [^\n]*killed by signal: Killed", ambiguous=True, of_host=True),
 )
 # fmt: on
