@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING
 
 import oomprobe
 from oomprobe import errors
-from oomprobe.errors import InvalidArgumentError
+from oomprobe.errors import InvalidArgumentError, check_size
 from oomprobe.report import page
 from oomprobe.report.plot import new_figure
 from oomprobe.report.table import trials_table
@@ -233,8 +233,6 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 def check_run(arguments: argparse.Namespace) -> None:
     """Refuse before the target is built what would fail, or be ignored, after minutes of probing."""
-    from oomprobe.options import check_size
-
     for option in ("world_size", "global_batch", "require"):
         if getattr(arguments, option) is not None:
             check_size(_flag(option), getattr(arguments, option))

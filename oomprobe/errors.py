@@ -151,6 +151,15 @@ def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None
     )
 
 
+def check_size(name: str, value: object) -> None:
+    """Refuse what is not a positive integer; True is no batch size, and a numpy integer has no place in JSON."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return
+    foreign = hasattr(value, "__index__") and not isinstance(value, int)
+    how = f" of type {type(value).__module__}.{type(value).__name__}: pass int({value})" if foreign else ""
+    raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}{how}")
+
+
 def text_of(error: BaseException) -> str:
     """What an exception says; nothing where its own code fails. What ends a process or a step passes."""
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from oomprobe.errors import Caller, InvalidArgumentError
+from oomprobe.errors import check_size as check_size
 from oomprobe.search import Sizes
 
 StepFn = Callable[[torch.nn.Module, int], object]
@@ -70,15 +71,6 @@ class Options:
     def sizes(self) -> Sizes:
         """The sizes that may be tried."""
         return Sizes.between_limits(self.min_batch, self.max_batch, self.multiple_of)
-
-
-def check_size(name: str, value: object) -> None:
-    """Refuse what is not a positive integer; True is no batch size, and a numpy integer has no place in JSON."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return
-    foreign = hasattr(value, "__index__") and not isinstance(value, int)
-    how = f" of type {type(value).__module__}.{type(value).__name__}: pass int({value})" if foreign else ""
-    raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}{how}")
 
 
 def check_seconds(name: str, value: object) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from oomprobe.devices import Device, choose_device, is_host, replay_of, simulated_or
-from oomprobe.errors import InvalidArgumentError, OomProbeError, target_failed
-from oomprobe.options import Options, Step, StepFn, check_model, check_size, named_steps, refuse_ranks
+from oomprobe.errors import InvalidArgumentError, OomProbeError, check_size, target_failed
+from oomprobe.options import Options, Step, StepFn, check_model, named_steps, refuse_ranks
 from oomprobe.report.progress import Progress
 from oomprobe.report.summary import nothing_fits, result_of
 from oomprobe.result import ProbeResult
@@ -24,8 +19,6 @@ from oomprobe.search import Found
 from oomprobe.session import Session, open_here
 from oomprobe.state import preserved
 from oomprobe.targets import build, name_of
-
-_OPTION_NAMES = frozenset(field.name for field in fields(Options))
 
 
 def find_max_batch(
@@ -115,8 +108,7 @@ def find_max_batch(
         breakdown=breakdown,
     )
     with _open(model, step_fn, device, preserve, options, progress) as session:
-        found = session.find()
-        _check_and_plan(session, found)
+        found = _settled(session, session.find())
     return result_of(session, found)
 
 
@@ -162,8 +154,7 @@ def check(
     """
     options = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
     with _open(model, step_fn, device, preserve, options, progress) as session:
-        found = session.confirm_only(batch_size)
-        _check_and_plan(session, found)
+        found = _settled(session, session.confirm_only(batch_size))
     return result_of(session, found)
 
 
@@ -206,13 +197,8 @@ def probe_target(
         >>> probe_target("oomprobe.demo:small_gpt", device="sim:16GiB", resolution=0.5, progress="off").limited_by
         'memory'
     """
-    unknown = sorted(options.keys() - _OPTION_NAMES)
-    if unknown:
-        raise TypeError(f"probe_target() got an unexpected keyword argument {unknown[0]!r}")
-    asked = Options(**options)
-    with _open_target(target, isolate, device, preserve, asked, progress) as session:
-        found = session.find()
-        _check_and_plan(session, found)
+    with _open_target(target, isolate, device, preserve, Options(**options), progress) as session:
+        found = _settled(session, session.find())
     return result_of(session, found)
 
 
@@ -229,10 +215,9 @@ def check_target(
     progress: Progress = "auto",
 ) -> ProbeResult:
     """Check that one size of what a target builds fits; arguments and errors are those of `probe_target` and `check`."""
-    asked = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
-    with _open_target(target, isolate, device, (), asked, progress) as session:
-        found = session.confirm_only(batch_size)
-        _check_and_plan(session, found)
+    options = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
+    with _open_target(target, isolate, device, (), options, progress) as session:
+        found = _settled(session, session.confirm_only(batch_size))
     return result_of(session, found)
 
 
@@ -251,13 +236,14 @@ def _options_of_one(
     )
 
 
-def _check_and_plan(session: Session, found: Found) -> None:
+def _settled(session: Session, found: Found) -> Found:
     """Raise if nothing fits or if each step leaks; otherwise run the accumulation plan and the breakdown."""
     if found.batch_size is None:
         raise nothing_fits(session)
     session.refuse_leaking(found.batch_size)
     session.run_plan(found.batch_size)
     session.break_down(found.batch_size)
+    return found
 
 
 def _open(
@@ -295,28 +281,13 @@ def _open_target(
         from oomprobe.isolation.sessions import open_isolated
 
         return open_isolated(name, device, options, progress)
-    model, step_fn = _built(name, device)
-    return _open(model, step_fn, device, preserve, options, progress)
-
-
-def _built(target: str, device: object) -> tuple[torch.nn.Module, StepFn]:
     try:
-        return build(target, device)
+        model, step_fn = build(name, device)
     except (OomProbeError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        error.with_traceback(_users_part(error.__traceback__))
-        raise target_failed(error, target) from error
-
-
-def _users_part(frames: TracebackType | None) -> TracebackType | None:
-    """Without the frames of this package and of the import machinery that come before the user's own."""
-    here = f"{Path(__file__).parent}{os.sep}"
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(
-        (here, "<frozen importlib", importlib.__file__)
-    ):
-        frames = frames.tb_next
-    return frames
+        raise target_failed(error, name) from error
+    return _open(model, step_fn, device, preserve, options, progress)
 
 
 def _refuse_isolation(preserve: Any) -> None:

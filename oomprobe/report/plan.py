@@ -6,7 +6,7 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 
-from oomprobe.errors import InvalidArgumentError
+from oomprobe.errors import check_size
 
 GOOD_SHARE = 0.5  # a micro-batch under half of what fits wastes more on launches than an exact split is worth
 
@@ -55,9 +55,8 @@ def plan(
         64 x 16 = 1024 False
         1 x 1009 = 1009 True
     """
-    for name, value in (("global_batch", global_batch), ("world_size", world_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}")
+    check_size("global_batch", global_batch)
+    check_size("world_size", world_size)
     fitting = range(-(-min_micro_batch // multiple_of) * multiple_of, max_micro_batch + 1, multiple_of)
     splits = _near_splits(global_batch, world_size, fitting)
     exact = _exact_split(global_batch, world_size, fitting)
