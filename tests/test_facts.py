@@ -25,9 +25,9 @@ def timed(**speeds):
     ("speeds", "words"),
     [
         ({"b4": 500.0, "b8": 970.0, "b16": 960.0, "b32": 1000.0}, "; batch 8 comes within 5 %, the scatter"),
+        ({"b4": 1100.0, "b8": 1200.0, "b32": 1000.0}, "; batch 8 is faster, 1200 samples/s"),
         ({"b8": 949.0, "b32": 1000.0}, "; no smaller size that ran comes within 5 %, the scatter"),
         ({"b8": 950.0, "b32": 1000.0}, "; batch 8 comes within 5 %, the scatter"),
-        ({"b8": 1050.0, "b32": 1000.0}, "; batch 8 comes within 5 %, the scatter"),
         ({"b8": 1060.0, "b32": 1000.0}, "; batch 8 is faster, 1060 samples/s, by more than 5 %, the scatter"),
         ({"b32": 1000.0}, "1000 samples/s"),
     ],
@@ -61,36 +61,24 @@ def test_without_a_speed_there_is_no_throughput_line(speeds):
     ("predicted", "tried", "words"),
     [
         (4, (), "the same as the answer"),
-        (3, (), "too low, not run"),
-        (3, (a_trial(3),), "too low, ran with all the memory"),
-        (3, (a_trial(3, cap_bytes=91),), "too low, ran with all the memory"),
-        (3, (a_trial(3, cap_bytes=90), a_trial(3)), "too low, ran under the budget"),
-        (5, (a_trial(5, Verdict.OOM, cap_bytes=90),), "too high, failed under the budget"),
-        (5, (a_trial(5, Verdict.OOM, cap_bytes=90), a_trial(5)), "too high, failed under the budget"),
-        (7, (a_trial(6, Verdict.OOM),), "too high, not run, batch 6 failed"),
-        (5, (), "higher than the answer, not run"),
-        (5, (a_trial(6, Verdict.OOM),), "higher than the answer, not run"),
+        (3, (), "too low"),
+        (5, (a_trial(5, Verdict.OOM, cap_bytes=90),), "too high, batch 5 failed"),
+        (7, (a_trial(8, Verdict.OOM), a_trial(6, Verdict.OOM)), "too high, batch 6 failed"),
+        (5, (a_trial(6, Verdict.OOM),), "above the answer, where nothing failed"),
         # A failure that its recheck struck out shows nothing.
-        (6, (a_trial(5, Verdict.OOM), a_trial(5, phase=Phase.RECHECK)), "higher than the answer, not run"),
+        (6, (a_trial(5, Verdict.OOM), a_trial(5, phase=Phase.RECHECK)), "above the answer, where nothing failed"),
     ],
 )
-def test_the_line_is_judged_by_what_ran(predicted, tried, words):
+def test_the_line_is_judged_by_what_failed(predicted, tried, words):
     fit = dataclasses.replace(a_result().fit, predicted_max_batch=predicted)
     line = sentence(a_result(fit=fit, trials=(a_trial(4), *tried)), "linear fit")
     assert f"{predicted}, not used: {words};" in line
 
 
-@pytest.mark.parametrize(
-    ("share", "words"),
-    [
-        (0.081, "the fit is off by up to 8.1 %"),
-        (10.0, "the fit is off by up to 1000.0 %"),
-        (9.4e6, "the fit is off by more than 1000 %"),
-    ],
-)
-def test_how_far_off_the_line_is(share, words):
-    fit = dataclasses.replace(a_result().fit, max_relative_error=share)
-    assert sentence(a_result(fit=fit), "linear fit").endswith(f"; {words}")
+def test_how_far_off_the_line_is():
+    for share, words in ((0.081, "up to 8.1 %"), (10.0, "up to 1000.0 %"), (9.4e6, "more than 1000 %")):
+        fit = dataclasses.replace(a_result().fit, max_relative_error=share)
+        assert sentence(a_result(fit=fit), "linear fit").endswith(f"; the fit is off by {words}")
 
 
 def test_the_line_keeps_to_multiple_of_like_the_search():
@@ -134,11 +122,6 @@ def test_a_search_that_tried_one_size_was_limited_by_max_batch():
     grown = (a_trial(8, phase=Phase.GROW), a_trial(8, phase=Phase.CONFIRM))
     result = dataclasses.replace(checked(), trials=grown)
     assert "max_batch, not memory" in page.text(result)
-
-
-@pytest.mark.parametrize(("batch_size", "example"), [(1, 4), (2, 8), (3, 16), (64, 256), (65, 512)])
-def test_an_example_plan_is_a_power_of_two(batch_size, example):
-    assert f"for example global batch {example} =" in page.text(a_result(batch_size=batch_size), verbose=True)
 
 
 def test_a_plan_says_what_ran():

@@ -129,25 +129,6 @@ def test_the_status_line_keeps_a_column_free(terminal, monkeypatch, columns):
     assert len(terminal.screen) <= columns - 1
 
 
-@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
-def test_colour_is_garnish(terminal, monkeypatch, no_color, coloured):
-    monkeypatch.setenv("NO_COLOR", no_color)
-    reporter("auto", clock=lambda: 0).started(128, Phase.GROW)
-    assert ("\x1b" in terminal.screen) == coloured
-    plain = re.sub(r"\x1b\[\d*m", "", terminal.screen)
-    assert plain == "oomprobe: grow  batch 128 ... | last good --, first failing -- | 0 s"
-
-
-@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
-def test_a_log_has_colours_only_where_they_are_forced(monkeypatch, capsys, no_color, coloured):
-    monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    tell(reporter("auto"), GOOD, BAD)
-    written = capsys.readouterr().err
-    assert ("\x1b[32mbatch 64  fits" in written) == coloured
-    assert ("\x1b[31mbatch 128  out of memory" in written) == coloured
-
-
 @pytest.mark.parametrize(("progress", "written"), [("auto", True), ("plain", True), ("off", False)])
 def test_off_a_terminal_there_are_plain_lines_on_stderr(capsys, progress, written):
     tell(reporter(progress), GOOD, BAD)

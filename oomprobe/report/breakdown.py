@@ -14,7 +14,6 @@ BACKWARD, STEPPING, WORKSPACES = "backward temporaries", "optimizer temporaries"
 FRAGMENTATION = "fragmentation"
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, BACKWARD, STEPPING, WORKSPACES, FRAGMENTATION)
 LARGE, SMALL = 0.25, 0.1  # shares of the peak that are worth a word
-MOST_ADVICE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,47 +107,44 @@ def breakdown_rows(breakdown: Breakdown) -> tuple[list[tuple[str, str, str]], li
 
 
 def advice(breakdown: Breakdown) -> tuple[str, ...]:
-    """At most five things to try, each with the number that caused it and what to type."""
-    parts, modules, peak_bytes = breakdown.parts, breakdown.modules, max(1, breakdown.peak_reserved_bytes)
-
-    def told(nbytes: int) -> str:
-        return f"{format_bytes(nbytes)}, {100 * nbytes / peak_bytes:.0f} % of the peak"
-
-    repeated_kind, repeated_count, repeated_bytes = breakdown.repeated or ("", 0, 0)
-    computing = parts[ACTIVATIONS] + parts[BACKWARD]
-    optimizing = parts[STATE] + parts[STEPPING]
-    found = []
-    if repeated_bytes > LARGE * peak_bytes:
-        found.append(
-            f"{repeated_count} {repeated_kind} blocks hold {told(repeated_bytes)}: recompute them in backward, with "
-            "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False), or model.gradient_checkpointing_enable() "
-            "in transformers"
-        )
-    if computing > LARGE * peak_bytes and breakdown.parameter_dtype == "float32" and not breakdown.autocast:
-        found.append(
-            f"activations and their gradients take {told(computing)}, without autocast: about half with "
-            'torch.autocast("cuda", torch.bfloat16) around the forward pass'
-        )
-    if breakdown.peak_in == "optimizer" and parts[STEPPING] > SMALL * peak_bytes:
-        found.append(
-            f"the peak is in the optimizer, whose temporaries take {told(parts[STEPPING])}: pass fused=True to it, or "
-            "foreach=False"
-        )
-    if optimizing > LARGE * peak_bytes:
-        found.append(
-            f"optimizer state takes {told(optimizing)}: an 8-bit optimizer (bitsandbytes.optim.AdamW8bit) takes about a "
-            "quarter; several ranks can share it (ZeroRedundancyOptimizer, FSDP)"
-        )
-    named = (m for m in modules if m.count == 1 and not m.name.startswith("("))
-    largest = max(named, key=lambda m: m.activation_bytes, default=None)
-    if largest is not None and largest.activation_bytes > LARGE * peak_bytes:
-        found.append(
-            f"{largest.name} alone holds {told(largest.activation_bytes)} of activations: compute it, and the loss after "
-            "it, in chunks of the batch under torch.utils.checkpoint.checkpoint"
-        )
-    if parts[FRAGMENTATION] > SMALL * peak_bytes:
-        found.append(
-            f"{told(parts[FRAGMENTATION])}, are reserved and in no tensor: set "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts"
-        )
-    return tuple(found[:MOST_ADVICE])
+    """Things to try, each with the number that caused it and what to type."""
+    parts, peak_bytes = breakdown.parts, max(1, breakdown.peak_reserved_bytes)
+    kind, count, repeated_bytes = breakdown.repeated or ("", 0, 0)
+    in_full_precision = breakdown.parameter_dtype == "float32" and not breakdown.autocast
+    single = [m for m in breakdown.modules if m.count == 1 and not m.name.startswith("(")]
+    largest = max(single, key=lambda m: m.activation_bytes, default=None)
+    # Bytes, the share of the peak from which they are worth a word, and the words around them.
+    causes = (
+        (
+            repeated_bytes, LARGE, f"{count} {kind} blocks hold ",
+            ": recompute them in backward, with torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False), or "
+            "model.gradient_checkpointing_enable() in transformers",
+        ),
+        (
+            parts[ACTIVATIONS] + parts[BACKWARD] if in_full_precision else 0, LARGE, "activations and their gradients take ",
+            ', without autocast: about half with torch.autocast("cuda", torch.bfloat16) around the forward pass',
+        ),
+        (
+            parts[STEPPING] if breakdown.peak_in == "optimizer" else 0, SMALL,
+            "the peak is in the optimizer, whose temporaries take ", ": pass fused=True to it, or foreach=False",
+        ),
+        (
+            parts[STATE] + parts[STEPPING], LARGE, "optimizer state takes ",
+            ": an 8-bit optimizer (bitsandbytes.optim.AdamW8bit) takes about a quarter; several ranks can share it "
+            "(ZeroRedundancyOptimizer, FSDP)",
+        ),
+        (
+            largest.activation_bytes if largest else 0, LARGE, f"{largest.name if largest else ''} alone holds ",
+            " of activations: compute it, and the loss after it, in chunks of the batch under "
+            "torch.utils.checkpoint.checkpoint",
+        ),
+        (
+            parts[FRAGMENTATION], SMALL, "",
+            ", are reserved and in no tensor: set PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts",
+        ),
+    )  # fmt: skip
+    return tuple(
+        f"{before}{format_bytes(nbytes)}, {100 * nbytes / peak_bytes:.0f} % of the peak{after}"
+        for nbytes, share, before, after in causes
+        if nbytes > share * peak_bytes
+    )

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from oomprobe.report.breakdown import advice, breakdown_rows
 from oomprobe.report.page import facts, verdict_line, warning_lines
-from oomprobe.report.plot import bracket_figure, result_figure
+from oomprobe.report.plot import result_figure
 from oomprobe.report.table import TEXT_COLUMNS, table_cells
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from oomprobe.result import ProbeResult
 
 STYLE = """
@@ -26,8 +24,7 @@ th, td { padding: .2rem .6rem; text-align: right; white-space: nowrap; border-bo
 th.text, td.text { text-align: left; } tr.failed td { color: #8a1c1c; } tr.answer td { font-weight: 600; background: #eef4fb; }
 td.why { text-align: left; white-space: normal; color: #555; font-size: .8rem; }
 .warning { background: #fdecea; border-left: 4px solid #b3261e; padding: .5rem 1rem; }
-.pictures { display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start; } figure { margin: 0; flex: 1 1 20rem; max-width: 30rem; }
-figure svg { width: 100%; height: auto; } dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
+figure { margin: 0; max-width: 30rem; } figure svg { width: 100%; height: auto; } dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
 dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
 """
 
@@ -41,8 +38,7 @@ def page(result: ProbeResult) -> str:
         f"<h1>{escape(verdict[:1].upper() + verdict[1:])}</h1>",
         *([f'<p class="warning">{escape(warning)}</p>'] if warning else []),
         _definitions({label: sentences for label, sentences in facts(result, verbose=True).items() if sentences}),
-        f'<div class="pictures">{_svg(result_figure(result), "peak memory and throughput against batch size")}'
-        f"{_svg(bracket_figure(result), 'each trial in order, closing in on the answer')}</div>",
+        _picture(result),
         "<h2>Trials</h2>",
         table(result),
         *_breakdown(result),
@@ -118,14 +114,14 @@ def _text(value: Any) -> str:
     return ", ".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, Mapping) else str(value)
 
 
-def _svg(figure: Figure, title: str) -> str:
-    """A picture as inline SVG, without the prolog that only a file of its own has."""
+def _picture(result: ProbeResult) -> str:
+    """The plot as inline SVG, without the prolog that only a file of its own has."""
     from matplotlib import rc_context
 
     stream = io.StringIO()
     with rc_context({"svg.hashsalt": "oomprobe"}):  # otherwise ids are random, and the same result another file
-        figure.savefig(stream, format="svg", metadata={"Date": None})
+        result_figure(result).savefig(stream, format="svg", metadata={"Date": None})
     svg = stream.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    labelled = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
-    return f"<figure>{labelled}</figure>"
+    label = 'role="img" aria-label="peak memory and throughput against batch size"'
+    return f"<figure>{svg.replace('<svg ', f'<svg {label} ', 1)}</figure>"

@@ -28,7 +28,7 @@ _LIMITS = {
 def text(result: ProbeResult, *, verbose: bool = False) -> str:
     """Render a result as lines of ASCII; the first one, and only that, is the verdict: ``verdict: batch 96 fits ...``.
 
-    The verbose report has the fit, the estimates, the whole plan and all of each thing that no trial covered.
+    The verbose report has the coefficients of the fit, the estimates and all of each thing that no trial covered.
     """
     blocks = (
         [verdict_line(result), *warning_lines(result)],
@@ -81,7 +81,7 @@ def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
         "throughput": _throughput(result),
         "linear fit": _line(result, verbose=verbose),
         "estimates": _estimates(result) if verbose else [],
-        "plan": _plan(result, verbose=verbose),
+        "plan": _plan(result),
         "state": [_state(result)],
         "time": [_time(result)],
     }
@@ -132,18 +132,19 @@ def _throughput(result: ProbeResult) -> list[str]:
             rates[trial.batch_size].append(trial.samples_per_s)
     if result.batch_size not in rates:
         return []
-    scatter = max(SCATTER, *(1 - min(of_size) / max(of_size) for of_size in rates.values()))
     answer = rates[result.batch_size][-1]  # its confirmation, with the most steps
     alone = f"{rate(answer)} samples/s"
     smaller = {size: of_size[-1] for size, of_size in rates.items() if size < result.batch_size}
-    faster = max(smaller, key=lambda size: smaller[size], default=None)
+    if not smaller:
+        return [alone]
+    scatter = max(SCATTER, *(1 - min(of_size) / max(of_size) for of_size in rates.values()))
     within = f"{100 * scatter:.0f} %, the scatter of these times"
-    if faster is not None and smaller[faster] * (1 - scatter) > answer:
-        return [f"{alone}; batch {faster} is faster, {rate(smaller[faster])} samples/s, by more than {within}"]
+    fastest = max(smaller, key=lambda size: smaller[size])
+    if smaller[fastest] * (1 - scatter) > answer:
+        return [f"{alone}; batch {fastest} is faster, {rate(smaller[fastest])} samples/s, by more than {within}"]
     close = min((size for size, speed in smaller.items() if speed >= (1 - scatter) * answer), default=None)
-    if close is not None:
-        return [f"{alone}; batch {close} comes within {within}"]
-    return [f"{alone}; no smaller size that ran comes within {within}" if smaller else alone]
+    named = "no smaller size that ran" if close is None else f"batch {close}"
+    return [f"{alone}; {named} comes within {within}"]
 
 
 def _line(result: ProbeResult, *, verbose: bool) -> list[str]:
@@ -157,53 +158,32 @@ def _line(result: ProbeResult, *, verbose: bool) -> list[str]:
         predicted = fit.predicted_max_batch - fit.predicted_max_batch % result.options.get("multiple_of", 1)
         said = f"{predicted}, not used: {_judgement(result, predicted)}"
     off = "more than 1000 %" if fit.max_relative_error > 10 else f"up to {100 * fit.max_relative_error:.1f} %"
-    quality = f"{format_bytes(fit.fixed_bytes)} fixed + {format_bytes(fit.bytes_per_sample)} per sample"
-    more = [f"{quality}, r2 {fit.r_squared:.4f}"] if verbose else []
-    return [f"{said}; the fit is off by {off}", *more]
+    coefficients = f"{format_bytes(fit.fixed_bytes)} fixed + {format_bytes(fit.bytes_per_sample)} per sample"
+    return [f"{said}; the fit is off by {off}", *([f"{coefficients}, r2 {fit.r_squared:.4f}"] if verbose else [])]
 
 
 def _judgement(result: ProbeResult, predicted: int) -> str:
     """Call a prediction too high only where a failure shows it: max_batch, say, leaves sizes untried."""
-    if predicted == result.batch_size:
-        return "the same as the answer"
-    held = [t for t in result.trials if t.cap_bytes is not None and t.cap_bytes <= result.budget_bytes]
-    # The last trial of a size, of those under the budget if any was: the line is asked about that.
-    last = {t.batch_size: t for t in (*result.trials, *held)}
-    tried = "not run"
-    if predicted in last:
-        trial = last[predicted]
-        tried = (
-            f"{'ran' if trial.passed else 'failed'} {'under the budget' if trial in held else 'with all the memory'}"
-        )
-    if predicted < result.batch_size:
-        return f"too low, {tried}"
-    failed = [size for size, trial in last.items() if result.batch_size < size <= predicted and not trial.passed]
-    if not failed:
-        return f"higher than the answer, {tried}"
-    smaller = "" if predicted in failed else f", batch {min(failed)} failed"
-    return f"too high, {tried}{smaller}"
+    if predicted <= result.batch_size:
+        return "the same as the answer" if predicted == result.batch_size else "too low"
+    passed = {t.batch_size: t.passed for t in result.trials}  # in the last trial of each size
+    failed = [size for size, ran in passed.items() if result.batch_size < size <= predicted and not ran]
+    return f"too high, batch {min(failed)} failed" if failed else "above the answer, where nothing failed"
 
 
 def _estimates(result: ProbeResult) -> list[str]:
-    told = [f"never used; {result.batch_size} was measured:"] if result.estimates else []
-    for name, size in result.estimates.items():
-        compared = "-" if size is None else f"{size:.0f} ({size / result.batch_size:.3g} times the answer)"
-        told.append(f"{name}: {compared}")
-    return told
+    told = [f"{name}: {'none' if size is None else f'{size:.0f}'}" for name, size in result.estimates.items()]
+    return [f"never used; {result.batch_size} was measured:", *told] if told else []
 
 
-def _plan(result: ProbeResult, *, verbose: bool) -> list[str]:
-    """Splits of the global batch; where none was asked for, an example for those who want the details."""
+def _plan(result: ProbeResult) -> list[str]:
+    """Splits of the global batch, where one was asked for."""
     wanted, world_size = result.options.get("global_batch"), result.options.get("world_size") or 1
-    ranks = "" if world_size == 1 else f" x {world_size} ranks"
-    if wanted:
-        title, entries = f"global batch {wanted}", result.plan(wanted, world_size)
-    elif verbose:
-        example = 1 << (4 * result.batch_size - 1).bit_length()
-        title, entries = f"for example global batch {example}", result.plan(example, world_size)[:2]
-    else:
+    if not wanted:
         return []
-    return [f"{title} = micro-batch x accumulation steps{ranks}", *map(_entry, entries)]
+    ranks = "" if world_size == 1 else f" x {world_size} ranks"
+    title = f"global batch {wanted} = micro-batch x accumulation steps{ranks}"
+    return [title, *map(_entry, result.plan(wanted, world_size))]
 
 
 def _entry(entry: PlanEntry) -> str:

@@ -17,7 +17,7 @@ from oomprobe.report.fit import estimates, fit_line
 from oomprobe.report.words import count, shortened
 from oomprobe.result import Phase, ProbeResult, Trial
 from oomprobe.search import Found
-from oomprobe.units import format_bytes, format_seconds
+from oomprobe.units import format_bytes
 from oomprobe.verdicts import Verdict
 
 if TYPE_CHECKING:
@@ -28,16 +28,14 @@ MEASURED_STEP_S = 5e-3  # a faster step is timed too roughly to call another one
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 NOT_RESTORED = "state that is not restored: other Python attributes, generators of your own, positions of data loaders"
-# What a step covers whose name has one of these words.
-_COVERED_BY_NAME = {
-    "longest sequence or largest sample, unless the step makes such batches": "long longest large largest max maximum",
-    "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)": (
-        "eval evaluate evaluation val validate validation test"
-    ),
-    "saving and resuming checkpoints": "checkpoint checkpoints save",
-    "other ranks: DDP buckets, NCCL buffers, sharding": "ddp fsdp",
-    "data loader workers and their host memory": "",
-}
+NOT_COVERED = (
+    "longest sequence or largest sample, unless the step makes such batches",
+    "saving and resuming checkpoints",
+    "other ranks: DDP buckets, NCCL buffers, sharding",
+    "data loader workers and their host memory",
+)
+NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
+EVALUATING = {"eval", "evaluate", "evaluation", "val", "valid", "validate", "validation", "test"}  # in a step's name
 # A crash that repeats at one size is a limit of that size, but not shown to be memory.
 _LIMITED_BY = {
     Verdict.SIZE_LIMIT: "size_limit",
@@ -144,15 +142,18 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
         yield f"transient failure: batch {size} failed once and passed when tried again"
     if found.unconfirmed:
         yield f"passed as a trial and failed in confirmation: batch {', '.join(map(str, found.unconfirmed))}"
-    if not session.device.is_simulated:
-        yield from session.runner.device_notes
-    yield from _leaks(session, answer)
     if session.device.is_simulated:
         yield _simulated(answer)
-        yield from session.runner.device_notes
+    yield from session.runner.device_notes
+    yield from _leaks(session, answer)
     yield from _pressure(session.trials, answer)
     yield from _slow(session.trials, answer)
-    yield from _outside(session)
+    held = session.neighbours.held_bytes or [0]
+    if held[-1] > held[0]:
+        yield (
+            f"{format_bytes(held[-1] - held[0])} outside this process's allocator came while probing (kernels loaded, "
+            "library handles, other processes): the cap does not count it, and it eats into the margin"
+        )
     if found.deciding is not None and found.deciding - answer.batch_size > session.options.multiple_of:
         yield f"not exact: sizes between {answer.batch_size} and {found.deciding} were not tried"
 
@@ -190,9 +191,11 @@ def _pressure(trials: Iterable[Trial], answer: Trial) -> Iterator[str]:
         return
     within_bytes = answer.cap_bytes or 0
     at_ease = [
-        t for t in trials if t.passed and not t.alloc_retries and 0 < (t.peak_reserved_bytes or 0) <= within_bytes
+        t.batch_size
+        for t in trials
+        if t.passed and not t.alloc_retries and 0 < (t.peak_reserved_bytes or 0) <= within_bytes
     ]
-    instead = f"; batch {max(t.batch_size for t in at_ease)} ran without this" if at_ease else ""
+    instead = f"; batch {max(at_ease)} ran without this" if at_ease else ""
     yield (
         f"marginal: batch {answer.batch_size} fits only because the allocator gave its cache back "
         f"{count(answer.alloc_retries, 'time', 'times')}, which is slow and may fail within the same budget "
@@ -201,37 +204,21 @@ def _pressure(trials: Iterable[Trial], answer: Trial) -> Iterator[str]:
 
 
 def _slow(trials: Iterable[Trial], answer: Trial) -> Iterator[str]:
-    smaller = [t for t in trials if t.batch_size < answer.batch_size and t.accumulation_steps == 1]
+    smaller = (t for t in trials if t.batch_size < answer.batch_size and t.accumulation_steps == 1)
     rates = [(t.samples_per_s, t.batch_size) for t in smaller if t.samples_per_s and (t.step_s or 0) >= MEASURED_STEP_S]
-    if not rates or not answer.samples_per_s:
-        return
-    best_rate, best = max(rates)
-    factor = best_rate / answer.samples_per_s
-    if factor >= SLOW_FACTOR:
+    best_rate, best = max(rates, default=(0.0, 0))
+    if answer.samples_per_s and best_rate >= SLOW_FACTOR * answer.samples_per_s:
         yield (
-            f"a sample takes {factor:.1f} times as long at batch {answer.batch_size} as at {best} "
-            f"({format_seconds(1 / answer.samples_per_s)} against {format_seconds(1 / best_rate)}): "
-            "memory may be spilling to the host, or a slow kernel was chosen for want of workspace"
+            f"a sample takes {best_rate / answer.samples_per_s:.1f} times as long at batch {answer.batch_size} as at "
+            f"{best}: memory may be spilling to the host, or a slow kernel was chosen for want of workspace"
         )
-
-
-def _outside(session: Session) -> Iterator[str]:
-    held = session.neighbours.held_bytes or [0]
-    last, grown = held[-1], held[-1] - held[0]
-    text = f"{format_bytes(last)} of the device is held outside this process's allocator"
-    if grown > 0:
-        yield (
-            f"{text}; {format_bytes(grown)} of it came while probing (kernels loaded, library handles, other processes) "
-            "and eats into the margin"
-        )
-    elif last:
-        yield f"{text} (context, libraries, other processes); the cap does not count it"
 
 
 def _not_covered(session: Session) -> list[str]:
     words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(session.runner.step_names).lower()))
     return [
         *session.device.not_covered,
-        *(text for text, words in _COVERED_BY_NAME.items() if words_in_names.isdisjoint(words.split())),
+        *([NO_EVALUATION] if words_in_names.isdisjoint(EVALUATING) else []),
+        *NOT_COVERED,
         *([] if session.runner.replaceable else [NOT_RESTORED]),
     ]
