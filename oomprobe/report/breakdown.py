@@ -79,31 +79,25 @@ class Breakdown:
 
 
 def breakdown_lines(breakdown: Breakdown) -> list[str]:
-    """Render a breakdown for the report."""
-    step = "" if breakdown.step_name is None else f", step {breakdown.step_name!r}"
-    tables = breakdown_rows(breakdown)
-    parts, modules = ([f"  {size:>10}  {share:>7}  {what}" for size, share, what in rows] for rows in tables)
-    lines = [f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}", *parts]
-    if modules:
-        lines += ["", "modules that hold the most activation memory:", *modules]
-    advised = bullets("advice:", advice(breakdown))
-    return [*lines, "", *advised] if advised else lines
-
-
-def breakdown_rows(breakdown: Breakdown) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """Size, share of the peak and name: of each part with the sum last, and of modules that hold a thousandth of it."""
+    """Render a breakdown for the report: each part, modules that hold a thousandth of the peak, and advice."""
     peak_bytes = max(1, breakdown.peak_reserved_bytes)
 
-    def row(nbytes: int, what: str) -> tuple[str, str, str]:
-        return format_bytes(nbytes), f"{100 * nbytes / peak_bytes:.1f} %", clip(clean(what), WIDTH - 24)
+    def line(nbytes: int, what: str) -> str:
+        share = f"{100 * nbytes / peak_bytes:.1f} %"
+        return f"  {format_bytes(nbytes):>10}  {share:>7}  {clip(clean(what), WIDTH - 24)}"
 
-    parts = [row(nbytes, kind) for kind, nbytes in breakdown.parts.items() if nbytes]
-    modules = []
-    for module in breakdown.modules:
-        if 1000 * module.activation_bytes >= peak_bytes:
-            kind = f"{module.count} x {module.kind}" if module.count > 1 else module.kind
-            modules.append(row(module.activation_bytes, f"{module.name} ({kind})" if kind else module.name))
-    return [*parts, row(breakdown.peak_reserved_bytes, "peak reserved")], modules
+    step = "" if breakdown.step_name is None else f", step {breakdown.step_name!r}"
+    lines = [f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}"]
+    lines += [line(nbytes, kind) for kind, nbytes in breakdown.parts.items() if nbytes]
+    lines += [line(breakdown.peak_reserved_bytes, "peak reserved")]
+    modules = [module for module in breakdown.modules if 1000 * module.activation_bytes >= peak_bytes]
+    if modules:
+        lines += ["", "modules that hold the most activation memory:"]
+    for module in modules:
+        kind = f"{module.count} x {module.kind}" if module.count > 1 else module.kind
+        lines.append(line(module.activation_bytes, f"{module.name} ({kind})" if kind else module.name))
+    advised = bullets("advice:", advice(breakdown))
+    return [*lines, "", *advised] if advised else lines
 
 
 def advice(breakdown: Breakdown) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ def text(result: ProbeResult, *, verbose: bool = False) -> str:
     The verbose report has the coefficients of the fit, the estimates and all of each thing that no trial covered.
     """
     blocks = (
-        [verdict_line(result), *warning_lines(result)],
+        [verdict_line(result), *_warning(result)],
         [trials_table(result.trials)],
         _fact_lines(result, verbose=verbose),
         [] if result.breakdown is None else breakdown_lines(result.breakdown),
@@ -43,7 +43,7 @@ def text(result: ProbeResult, *, verbose: bool = False) -> str:
 
 def brief(result: ProbeResult) -> str:
     """The verdict and the table alone."""
-    return "\n".join([verdict_line(result), *warning_lines(result), trials_table(result.trials)]) + "\n"
+    return "\n".join([verdict_line(result), *_warning(result), trials_table(result.trials)]) + "\n"
 
 
 def verdict_line(result: ProbeResult) -> str:
@@ -54,17 +54,12 @@ def verdict_line(result: ProbeResult) -> str:
     return f"{line}{clip(clean(result.device), max(8, WIDTH - 1 - len(line)))})"
 
 
-def warning_lines(result: ProbeResult) -> list[str]:
-    """What makes the answer doubtful; none where nothing does."""
-    if not result.contaminated:
-        return []
-    return wrap(
-        "WARNING: memory outside this process's allocator moved while probing. Another process, or a library "
-        "of this one, took or gave back memory: the number holds for that moment only. "
-        "Probe again on an idle device.",
-        first="!! ",
-        rest="!! ",
+def _warning(result: ProbeResult) -> list[str]:
+    warning = (
+        "WARNING: memory outside this process's allocator moved while probing. Another process, or a library of this one, "
+        "took or gave back memory: the number holds for that moment only. Probe again on an idle device."
     )
+    return wrap(warning, first="!! ", rest="!! ") if result.contaminated else []
 
 
 def _not_covered(items: tuple[str, ...]) -> list[str]:
@@ -73,9 +68,8 @@ def _not_covered(items: tuple[str, ...]) -> list[str]:
     return wrap(f"not covered: {'; '.join(heads)}", rest="  ") if heads else []
 
 
-def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
-    """What there is to say: sentences by their label."""
-    return {
+def _fact_lines(result: ProbeResult, *, verbose: bool) -> list[str]:
+    facts = {
         "checked" if _is_check(result) else "limited by": [_limit(result)],
         "holds for": [_holds_for(result)],
         "throughput": _throughput(result),
@@ -85,11 +79,8 @@ def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
         "state": [_state(result)],
         "time": [_time(result)],
     }
-
-
-def _fact_lines(result: ProbeResult, *, verbose: bool) -> list[str]:
     lines = []
-    for label, sentences in facts(result, verbose=verbose).items():
+    for label, sentences in facts.items():
         for number, sentence in enumerate(sentences):
             first = f"  {'' if number else label}".ljust(_LABEL)
             lines += wrap(sentence, first=first, rest=" " * (_LABEL + 2))
