@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING
 
 import oomprobe
 from oomprobe import errors
-from oomprobe.errors import InvalidArgumentError, check_size
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.report import page
 from oomprobe.report.plot import new_figure
 from oomprobe.report.table import trials_table
@@ -31,6 +31,7 @@ from oomprobe.units import format_bytes
 if TYPE_CHECKING:
     from oomprobe.result import ProbeResult
 
+STDOUT = Path("-")
 DEMO_CARD = "sim:H100-80GB"
 DEMO_BUDGET = "cpu:256MiB"  # large enough that activations dominate, small enough for half a minute on two cores
 
@@ -50,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_run(arguments)
-    saved_at = None if arguments.json in (None, "-") else Path(arguments.json).absolute()  # a step may change folder
-    page_at = None if arguments.html is None else Path(arguments.html).absolute()
-    machine_reads = arguments.quiet or arguments.json == "-"
+    machine_reads = arguments.quiet or arguments.json == STDOUT
     isolate = not arguments.in_process
     if isolate and sys.platform != "linux":
         tell("note: trials can be isolated on Linux only; they run in this process (--in-process)")
@@ -64,25 +63,25 @@ def _run(arguments: argparse.Namespace) -> int:
             plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size}
             result = dataclasses.replace(result, options={**result.options, **plan_options})
         write(sys.stderr if machine_reads else stdout, page.text(result, verbose=arguments.verbose))
-        if arguments.json == "-":
+        if arguments.json == STDOUT:
             write(stdout, result.to_json())
         elif arguments.quiet and not result.contaminated:
             write(stdout, f"{result.batch_size}\n")
-    if saved_at is not None:
-        _save("--json", result.to_json, saved_at)
-    if page_at is not None:
-        _save("--html", result.to_html, page_at)
+    if arguments.json != STDOUT:
+        _save(result.to_json, arguments.json)
+    _save(result.to_html, arguments.html)
     if arguments.quiet and result.contaminated:
         tell("oomprobe: no number printed: other processes kept changing the device's memory; see the notes above")
         return UNTRUSTED
     return 0
 
 
-def _save(option: str, write_to: Callable[[Path], object], path: Path) -> None:
+def _save(write_to: Callable[[Path], object], path: Path | None) -> None:
     try:
-        write_to(path)
+        if path is not None:
+            write_to(path)
     except OSError as error:
-        raise InvalidArgumentError(f"{option} {str(path)!r} cannot be written: {error}") from None
+        raise InvalidArgumentError(f"{path} cannot be written: {error}") from None
 
 
 def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
@@ -124,8 +123,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     result = _read(arguments.result)
     print(page.text(result, verbose=arguments.verbose), end="")
-    if arguments.html is not None:
-        _save("--html", result.to_html, Path(arguments.html))
+    _save(result.to_html, arguments.html)
     return 0
 
 
@@ -192,7 +190,7 @@ def parser() -> argparse.ArgumentParser:
             "--verbose", action="store_true", help="add the fit, estimates and a plan, and explain what is not covered"
         )
         command.add_argument(
-            "--html", metavar="PATH", help="write a page with plots, to send to a colleague (needs matplotlib)"
+            "--html", type=_file, metavar="PATH", help="write a page to send to a colleague (needs matplotlib)"
         )
     for command in (run, demo):
         command.add_argument(
@@ -220,35 +218,38 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--trial-time-limit", type=float, metavar="S", dest="trial_time_limit_s", help="seconds for one trial"
     )
-    run.add_argument("--global-batch", type=int, metavar="N", help="plan gradient accumulation for it")
-    run.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that share the global batch (1)")
+    run.add_argument("--global-batch", type=_size, metavar="N", help="plan gradient accumulation for it")
+    run.add_argument("--world-size", type=_size, default=1, metavar="N", help="ranks that share the global batch (1)")
     run.add_argument("--breakdown", action="store_true", help="tell where the memory went, from one more step")
     run.add_argument(
-        "--require", type=int, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
+        "--require", type=_size, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
     )
     run.add_argument("--in-process", action="store_true", help="run trials in this process")
-    run.add_argument("--json", metavar="PATH", help="write the result as JSON; - for stdout")
+    run.add_argument("--json", type=_file, metavar="PATH", help="write the result as JSON; - for stdout")
     run.add_argument("--quiet", action="store_true", help="print only the batch size on stdout, the report on stderr")
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text}")
+    return int(text)
+
+
+def _file(text: str) -> Path:
+    """A file to write, where the command was started: a step may change folder."""
+    path = Path(text).absolute()
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: name a file in a folder that may be written to")
+    return STDOUT if text == "-" else path
 
 
 def check_run(arguments: argparse.Namespace) -> None:
     """Refuse before the target is built what would fail, or be ignored, after minutes of probing."""
-    for option in ("world_size", "global_batch", "require"):
-        if getattr(arguments, option) is not None:
-            check_size(_flag(option), getattr(arguments, option))
     ignored = [_flag(option) for option in SEARCH_OPTIONS if getattr(arguments, option) is not None]
     if arguments.require is not None and ignored:
         raise InvalidArgumentError(
             f"--require runs one size and no search, so it would ignore {', '.join(ignored)}: leave that out"
         )
-    for option, name in (("--json", arguments.json), ("--html", arguments.html)):
-        if name is None or (option, name) == ("--json", "-"):
-            continue
-        path = Path(name)
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise InvalidArgumentError(
-                f"{option} {name!r} cannot be written: name a file in a folder that exists and may be written to"
-            )
     if arguments.html is not None:
         new_figure(1)  # refuses where matplotlib is missing
 

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import types
 
 import pytest
@@ -14,6 +13,10 @@ import pytest
 from oomprobe import ProbeResult, cli
 
 TARGET = """
+import atexit
+import os
+import sys
+
 import torch
 from torch import nn
 
@@ -53,8 +56,46 @@ def bug():
     return build(bug=True)
 
 
-def not_a_pair():
-    return 3
+def raises():
+    raise LookupError("config of mine")
+
+
+def bare():
+    class Bare(BaseException):
+        pass
+    raise Bare("not an Exception")
+
+
+def leaves():
+    sys.exit(0)
+
+
+def step_leaves():
+    model, step = fits()
+
+    def leaving(model, batch_size):
+        step(model, batch_size)
+        if batch_size == 4:
+            sys.exit(0)
+
+    return model, leaving
+
+
+def moves():
+    model, step = fits()
+    return model, lambda model, batch_size: (os.chdir("/"), step(model, batch_size))
+
+
+def writes():
+    atexit.register(lambda: print("goodbye"))
+    atexit.register(lambda: os.write(1, b"goodbye from below"))
+    model, step = fits()
+
+    def writing(model, batch_size):
+        os.write(1, b"below python\\n")
+        step(model, batch_size)
+
+    return model, writing
 """
 ISOLATED = ["--device", "cpu:1GiB", "--progress", "off"]
 RUN = [*ISOLATED, "--in-process"]  # seconds faster; tests/isolation probes in processes of their own
@@ -105,15 +146,14 @@ def test_quiet_leaves_the_integer_alone_on_stdout(capsys, target, arguments, ans
     assert "isolated" not in err
 
 
-def test_json_to_stdout_and_to_a_file(capsys, target, tmp_path):
-    code, out, _ = run(capsys, "run", f"{target}:fits", "--max-batch", "4", "--json", "-", *RUN)
-    assert code == 0
-    assert ProbeResult.from_dict(json.loads(out)).batch_size == 4
-    path = tmp_path / "result.json"
-    run(capsys, "run", f"{target}:fits", "--max-batch", "4", "--json", str(path), *RUN)
-    code, out, _ = run(capsys, "show", str(path))
+def test_a_file_is_written_where_the_command_was_started(capsys, target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = [f"{target}:moves", "--max-batch", "4", "--global-batch", "16", "--world-size", "2"]
+    assert run(capsys, "run", *arguments, "--json", "result.json", *RUN)[0] == 0
+    code, out, _ = run(capsys, "show", str(tmp_path / "result.json"))
     assert code == 0
     assert "verdict: batch 4" in out
+    assert "16 = 4 x 2 x 2, exact" in out
 
 
 @pytest.mark.parametrize(
@@ -121,12 +161,9 @@ def test_json_to_stdout_and_to_a_file(capsys, target, tmp_path):
     [
         (["{}:nothing"], 1, "batch 1, the smallest allowed, does not fit"),
         (["{}:fits", "--min-batch", "0"], 2, "min_batch must be an integer of at least 1, not 0"),
-        (["{}:not_a_pair"], 2, "not a pair (model, step_fn)"),
-        (["{}:missing"], 2, "has no function 'missing'"),
         (["no/such/file.py:build"], 2, "there is no file"),
         (["{}:bug"], 3, "raise KeyError(\"labels\")\nKeyError: 'labels'"),
         (["{}:fits", "--device", "cuda:7"], 4, "no device 'cuda:7' here"),
-        (["{}:fits", "--device", "sim:RTX-409"], 4, "is not a card of the catalogue; near it: "),
         (["{}:up_to_five", "--require", "6"], 5, "batch 6 does not survive"),
         (["{}:fits", "--time-limit", "1e-9"], 6, "time passed"),
     ],
@@ -141,92 +178,24 @@ def test_exit_codes(capsys, target, arguments, code, said):
 
 # --- what the target does wrong ---
 
-WRONG = r"""
-import atexit
-import os
-import sys
-
-import torch
-from train_target import fits
-
-
-def raises():
-    raise LookupError("config of mine")
-
-
-def bare():
-    class Bare(BaseException):
-        pass
-    raise Bare("not an Exception")
-
-
-def misses():
-    import no_such_module_at_all
-
-
-def leaves():
-    sys.exit(0)
-
-
-def parses():
-    import argparse
-    argparse.ArgumentParser().parse_args(["--unknown"])
-
-
-def step_leaves():
-    model, step = fits()
-
-    def leaving(model, batch_size):
-        step(model, batch_size)
-        if batch_size == 4:
-            sys.exit(0)
-
-    return model, leaving
-
-
-def writes():
-    atexit.register(lambda: print("goodbye"))
-    atexit.register(lambda: os.write(1, b"goodbye from below"))
-    model, step = fits()
-
-    def writing(model, batch_size):
-        os.write(1, b"below python\n")
-        step(model, batch_size)
-
-    return model, writing
-"""
-
-
-@pytest.fixture
-def wrong(target, tmp_path):
-    path = tmp_path / "wrong_target.py"
-    path.write_text(WRONG)
-    (tmp_path / "broken_target.py").write_text("def no_python(:\n")
-    return str(path)
-
 
 @pytest.mark.parametrize(
     ("function", "shown"),
     [
         ("raises", 'raise LookupError("config of mine")'),
-        ("misses", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
         ("bare", "Bare: not an Exception"),
-        ("no_python", "SyntaxError"),
         ("leaves", "sys.exit(0)"),
-        ("parses", "sys.exit(2)"),
     ],
 )
-def test_a_failing_target_is_3_and_gives_no_answer(capsys, wrong, function, shown):
-    file = wrong.replace("wrong", "broken") if function == "no_python" else wrong
-    code, out, err = run(capsys, "run", f"{file}:{function}", "--quiet", *RUN)
+def test_a_failing_target_is_3_and_gives_no_answer(capsys, target, function, shown):
+    code, out, err = run(capsys, "run", f"{target}:{function}", "--quiet", *RUN)
     assert (code, out) == (3, "")
     assert shown in err
     assert "oomprobe: the target " in err
-    assert "cli.py" not in err
 
 
-def test_a_step_that_exits_is_3_with_the_table_so_far(capsys, wrong):
-    code, out, err = run(capsys, "run", f"{wrong}:step_leaves", "--quiet", *RUN)
+def test_a_step_that_exits_is_3_with_the_table_so_far(capsys, target):
+    code, out, err = run(capsys, "run", f"{target}:step_leaves", "--quiet", *RUN)
     assert (code, out) == (3, "")
     assert re.search(r"^\s+2\s+grow\s+fits", err, re.MULTILINE)
     assert "left the process, sys.exit(0)" in err
@@ -248,20 +217,19 @@ def test_what_nobody_foresaw_is_70_with_its_traceback(capsys, target, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--json", "/nonexistent/x.json"], "--json '/nonexistent/x.json' cannot be written"),
-        (["--json", "/"], "--json '/' cannot be written"),
-        (["--world-size", "0"], "--world-size must be an integer of at least 1, not 0"),
-        (["--world-size", "-1", "--global-batch", "8"], "--world-size must be an integer of at least 1, not -1"),
-        (["--global-batch", "0", "--world-size", "2"], "--global-batch must be an integer of at least 1, not 0"),
-        (["--require", "0"], "--require must be an integer of at least 1, not 0"),
-        (["--require", "4", "--max-batch", "8"], "would ignore --max-batch:"),
-        (["--require", "4", "--min-batch", "1", "--steps", "2"], "would ignore --min-batch, --steps:"),
+        (["--json", "/nonexistent/x.json"], "argument --json: '/nonexistent/x.json' cannot be written"),
+        (["--html", "/"], "argument --html: '/' cannot be written"),
+        (["--world-size", "0"], "argument --world-size: must be an integer of at least 1, not 0"),
+        (["--global-batch", "-8"], "argument --global-batch: must be an integer of at least 1, not -8"),
+        (["--require", "x"], "argument --require: must be an integer of at least 1, not x"),
     ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_wrong_options_are_refused_before_building(capsys, target, arguments, said):
-    code, out, err = run(capsys, "run", f"{target}:fits", *arguments, *RUN)
-    assert (code, out) == (2, "")
-    assert said in err
+def test_wrong_options_are_refused_before_building(capsys, arguments, said):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["run", "no such target", *arguments])
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_an_unwritable_file_costs_no_answer(capsys, target, tmp_path, monkeypatch):
@@ -275,15 +243,14 @@ def test_an_unwritable_file_costs_no_answer(capsys, target, tmp_path, monkeypatc
 # --- stdout is for the answer ---
 
 
-@pytest.mark.parametrize("answer", [["--quiet"], ["--json", "-"]])
-def test_stdout_of_a_process_holds_the_answer_alone(wrong, answer):
-    command = [sys.executable, "-m", "oomprobe", "run", f"{wrong}:writes", "--max-batch", "4", *answer, *RUN]
+@pytest.mark.parametrize("answer", [["--quiet"], ["--json", "-"]], ids=lambda answer: answer[0])
+def test_stdout_of_a_process_holds_the_answer_alone(target, answer):
+    command = [sys.executable, "-m", "oomprobe", "run", f"{target}:writes", "--max-batch", "4", *answer, *RUN]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    number = int(done.stdout) if answer == ["--quiet"] else json.loads(done.stdout)["batch_size"]
-    assert number == 4
-    assert "below python\n" in done.stderr
-    assert "goodbye" in done.stderr
-    assert "goodbye from below" in done.stderr
+    told = json.loads(done.stdout)
+    assert (told if answer == ["--quiet"] else ProbeResult.from_dict(told).batch_size) == 4
+    for words in ("below python\n", "goodbye", "goodbye from below"):
+        assert words in done.stderr
 
 
 def test_a_process_without_stderr_still_answers(target):
@@ -292,20 +259,7 @@ def test_a_process_without_stderr_still_answers(target):
     assert done.stdout == "4\n"
 
 
-def test_a_plan_for_several_ranks(capsys, target):
-    code, out, _ = run(capsys, "run", f"{target}:up_to_five", "--global-batch", "40", "--world-size", "2", *RUN)
-    assert code == 0
-    assert re.search(r"40 = 5 x 4 .*exact", out), out
-
-
-def test_the_version_is_told(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["--version"])
-    assert stopped.value.code == 0
-    assert "oomprobe 0." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("text", ["not json", "[1]", '{"schema_version": 99}', "{}"])
+@pytest.mark.parametrize("text", ["not json", "{}"])
 def test_show_refuses_what_is_not_a_result(capsys, tmp_path, text):
     path = tmp_path / "r.json"
     path.write_text(text)
@@ -322,33 +276,11 @@ def test_devices_lists_the_host_and_simulated_cards(capsys):
     assert len(re.findall(r"^sim:\S+ +\d+\.\d\d GiB of", simulated, re.MULTILINE)) >= 20
 
 
-def test_a_relative_json_path_is_where_the_command_was_started(capsys, tmp_path, monkeypatch):
-    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
-    start.mkdir(), elsewhere.mkdir()
-    (start / "moves.py").write_text(
-        textwrap.dedent(f"""
-        import os
-        from torch import nn
-        def build():
-            def step(model, batch_size):
-                os.chdir({str(elsewhere)!r})
-                model(model.weight).sum().backward()
-            return nn.Linear(2, 2), step
-        """)
-    )
-    monkeypatch.chdir(start)
-    code, _, err = run(capsys, "run", "moves.py:build", "--max-batch", "2", "--json", "result.json", *RUN)
-    assert code == 0, err
-    assert (start / "result.json").is_file()
-    assert not (elsewhere / "result.json").exists()
-
-
 def test_demo_probes_two_models_in_45_lines(capsys):
     code, out, err = run(capsys, "demo", "--progress", "off")
     assert code == 0, err
     answers = [int(n) for n in re.findall(r"^verdict: batch (\d+)", out, re.MULTILINE)]
-    assert len(answers) == 2
-    assert all(n > 1 for n in answers)
+    assert len([n for n in answers if n > 1]) == 2
     assert len(out.splitlines()) <= 45
     assert max(map(len, out.splitlines())) <= 100
 

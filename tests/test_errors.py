@@ -36,12 +36,6 @@ def test_the_tree_in_the_docstring_is_the_tree():
     assert set(pairs) == {kind.__name__ for kind in OomProbeError.__subclasses__()}
 
 
-def test_a_lost_device_carries_the_snapshot():
-    snapshot = object()
-    assert errors.DeviceLostError("lost", snapshot=snapshot).snapshot is snapshot
-    assert errors.DeviceLostError("lost").snapshot is None
-
-
 # --- a failed step ---
 
 
@@ -103,11 +97,3 @@ def test_a_failed_target_keeps_its_own_text():
     assert str(failed).startswith("the target train.py:build failed with KeyError while it was imported and built: ")
     assert (failed.trials, failed.batch_size) == ((), 0)
     assert str(errors.target_failed(Speechless("x"), "t:b")).count("(no text)") == 1
-
-
-def test_the_users_exception_is_not_changed():
-    own = OSError(28, "No space left", "/data")
-    own.extra = 1
-    before = (own.args, dict(vars(own)), str(own))
-    step_failed(own, batch_size=4)
-    assert (own.args, dict(vars(own)), str(own)) == before

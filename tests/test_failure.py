@@ -1,5 +1,4 @@
 import gc
-import inspect
 import weakref
 from pathlib import Path
 
@@ -26,26 +25,13 @@ class FailingSGD(torch.optim.SGD):
         raise ValueError("in step")  # optimizer: one of the user's own
 
 
-class FailingModel(torch.nn.Module):
-    def forward(self, x):
-        raise ValueError("in forward")  # forward: a model of the user's own
-
-
 def in_own_function():
     FailsBackward.apply(torch.ones(2, requires_grad=True)).sum().backward()
-
-
-def in_own_model():
-    FailingModel()(torch.ones(1))
 
 
 def in_a_layer():
     layer = torch.nn.Linear(3, 2)
     layer(torch.ones(4, 5))  # forward: a wrong shape
-
-
-def in_a_method_of_tensors():
-    torch.ones(2).split([3])  # forward: a wrong size
 
 
 def in_backward():
@@ -75,9 +61,7 @@ def backward():
 
 
 PLACES = {
-    in_own_model: "forward: a model of the user's own",
     in_a_layer: "forward: a wrong shape",
-    in_a_method_of_tensors: "forward: a wrong size",
     in_backward: "backward: not a scalar",
     in_own_function: "backward: a function of the user's own",
     in_the_engine: "backward: the engine itself",
@@ -119,10 +103,6 @@ def test_users_folders_may_be_called_like_torchs():
         assert failure_in(place[function]).where == f"forward, {Path(path).name}:2"
 
 
-def test_an_exception_that_was_never_raised_is_nowhere():
-    assert failure_of(ValueError("x")).where is None
-
-
 # --- text ---
 
 
@@ -142,7 +122,7 @@ class Speechless(Exception):
     ids=["a key", "no text", "fails", "long"],
 )
 def test_the_text_is_class_and_message(error, text):
-    assert failure_of(error).text == text
+    assert (failure_of(error).text, failure_of(error).where) == (text, None)
     assert len(text) <= MAX_TEXT
 
 
@@ -180,16 +160,3 @@ def test_a_failure_keeps_no_frames(keep, dies):
         kept = keep(error)
     assert kept is not None
     assert (watched[0]() is None) == dies
-
-
-def test_a_failure_is_made_of_plain_values():
-    def leaves(value):
-        if hasattr(value, "__dataclass_fields__"):
-            return [leaf for name in value.__dataclass_fields__ for leaf in leaves(getattr(value, name))]
-        if isinstance(value, tuple | list | frozenset):
-            return [leaf for item in value for leaf in leaves(item)]
-        return [value]
-
-    failure = failure_in(lambda: torch.ones(2) @ torch.ones(3))
-    assert {type(leaf) for leaf in leaves(failure)} <= {str, int, bool, type(None)}
-    assert not any(inspect.isframe(leaf) for leaf in leaves(failure))

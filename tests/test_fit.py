@@ -1,12 +1,9 @@
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oomprobe.report.fit import estimates, fit_line
 
-GIB = 2**30
 sizes = st.lists(st.integers(1, 2**40), min_size=3, max_size=12, unique=True)
 peaks = st.integers(0, 2**45)
 
@@ -15,7 +12,6 @@ peaks = st.integers(0, 2**45)
 def test_an_exact_line_meets_the_budget_at_its_size(xs, fixed, slope, largest):
     points = [(x, fixed + slope * x) for x in xs]
     line = fit_line(points, budget_bytes=fixed + slope * largest)
-    assert line is not None
     assert (line.fixed_bytes, line.bytes_per_sample, line.predicted_max_batch) == (fixed, slope, largest)
     assert (line.r_squared, line.max_relative_error) == (1, 0)
     assert fit_line(points, budget_bytes=fixed + slope * largest - 1).predicted_max_batch == largest - 1
@@ -26,38 +22,22 @@ def test_fewer_than_three_sizes_are_no_line(points):
     assert fit_line(points, budget_bytes=100) is None
 
 
-@given(sizes, peaks)
-def test_constant_peaks_meet_no_budget(xs, peak):
-    line = fit_line([(x, peak) for x in xs], budget_bytes=80 * GIB)
-    assert line is not None
-    assert (line.bytes_per_sample, line.predicted_max_batch) == (0, None)
-    assert (line.r_squared, line.max_relative_error) == (1, 0)
-
-
 @pytest.mark.parametrize(
     ("points", "budget_bytes", "predicted"),
-    [([(1, 300), (2, 200), (3, 100)], 1000, None), ([(1, 110), (2, 120), (3, 130)], 50, 0)],
-    ids=["falling peaks", "a budget under the fixed part"],
+    [
+        ([(1, 300), (2, 200), (3, 100)], 1000, None),
+        ([(1, 300), (2, 300), (3, 300)], 1000, None),
+        ([(1, 110), (2, 120), (3, 130)], 50, 0),
+    ],
+    ids=["falling peaks", "constant peaks", "a budget under the fixed part"],
 )
 def test_where_no_size_is_predicted(points, budget_bytes, predicted):
     line = fit_line(points, budget_bytes)
-    assert line is not None
     assert line.predicted_max_batch == predicted
-
-
-def test_noise_shows_in_the_error_and_not_in_the_line():
-    noise = random.Random(7)
-    points = [(x, round((GIB + x * 2**24) * noise.uniform(0.97, 1.03))) for x in range(1, 129)]
-    line = fit_line(points, budget_bytes=3 * GIB)
-    assert line is not None
-    assert line.predicted_max_batch == pytest.approx(128, rel=0.03)
-    assert 0.9 < line.r_squared < 1
-    assert 0.02 < line.max_relative_error < 0.05
 
 
 def test_the_error_is_a_share_of_the_measured_peak():
     line = fit_line([(1, 100), (2, 100), (3, 100), (4, 200)], budget_bytes=1000)
-    assert line is not None
     # By hand: slope 30, fixed 50, so the last peak of 200 is predicted as 170 and the first of 100 as 80.
     assert (line.bytes_per_sample, line.fixed_bytes) == (30, 50)
     assert line.max_relative_error == pytest.approx(0.4)  # 140 at size 3, where 100 was measured

@@ -8,7 +8,7 @@ import sys
 import pytest
 from example_results import EXAMPLES, gpu
 from test_report import same_as_golden
-from test_result import a_result, a_trial
+from test_result import a_result
 
 import oomprobe
 from oomprobe import cli
@@ -65,7 +65,7 @@ def test_a_plot_shows_peaks_lines_and_throughput(tmp_path):
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("name", "count"), [("gpu", 2), ("host", 2), ("max_batch", 2), ("trouble", 1)])
+@pytest.mark.parametrize(("name", "count"), [("host", 2), ("trouble", 1)])
 def test_every_result_can_be_drawn(name, count):
     assert len(EXAMPLES[name]().plot().axes) == count
 
@@ -98,12 +98,10 @@ def test_foreign_words_are_escaped():
     assert "a &amp; b &lt;b&gt;" in text
 
 
-def test_the_command_line_writes_and_shows_a_page(tmp_path, capsys):
+def test_the_command_line_writes_a_page(tmp_path):
     gpu().to_json(tmp_path / "probe.json")
     assert cli.main(["show", str(tmp_path / "probe.json"), "--html", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text() == page(gpu())
-    assert cli.main(["show", str(tmp_path / "probe.json"), "--html", "/nowhere/page.html"]) == 2
-    assert "--html '/nowhere/page.html' cannot be written" in capsys.readouterr().err
 
 
 # --- where the memory went ---

@@ -40,10 +40,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def plain_world(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setattr(progress, "_rich_screen", lambda: None)
 
 
@@ -91,8 +89,7 @@ def test_the_status_line_says_trial_bracket_and_time(terminal):
     ("trials", "bracket"),
     [
         ([], "last good --, first failing --"),
-        ([a_trial(2), a_trial(1)], "last good 2, first failing --"),
-        ([a_trial(9, Verdict.OOM), a_trial(7, Verdict.OOM), a_trial(8, Verdict.OOM)], "last good --, first failing 7"),
+        ([a_trial(9, Verdict.OOM), a_trial(7, Verdict.OOM), a_trial(8)], "last good --, first failing 7"),
         # Under the cap less fits than before.
         ([a_trial(4), a_trial(8), a_trial(16, Verdict.OOM), a_trial(8, Verdict.OOM)], "last good 4, first failing 8"),
         # A failure that its recheck strikes out.
@@ -121,7 +118,7 @@ def test_the_bracket_says_how_many_trials_are_left(terminal, good, bad, options,
     assert terminal.screen.endswith(f"| about {left} trials left")
 
 
-@pytest.mark.parametrize("columns", [1, 2, 10, 40, 79])
+@pytest.mark.parametrize("columns", [1, 40])
 def test_the_status_line_keeps_a_column_free(terminal, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     told = reporter("auto")
@@ -143,17 +140,6 @@ def test_plain_lines_on_a_terminal(terminal, monkeypatch, progress, kind):
     assert terminal.getvalue() == lines(GOOD)
 
 
-def test_a_line_is_written_before_each_trial(monkeypatch):
-    """Whatever the machine does then, its log says which size did it."""
-    raw = io.BytesIO()
-    write_to(monkeypatch, io.TextIOWrapper(raw))
-    told = reporter("plain")
-    told.started(64, Phase.GROW)
-    assert raw.getvalue() == b"batch 64  grow ...\n"
-    told.finished(GOOD)
-    assert raw.getvalue().endswith(trial_line(GOOD).encode() + b"\n")
-
-
 def test_a_callable_gets_each_trial_once_and_may_raise(capsys):
     heard = []
     tell(reporter(heard.append), GOOD, BAD)
@@ -164,25 +150,30 @@ def test_a_callable_gets_each_trial_once_and_may_raise(capsys):
 
 
 class Broken(io.StringIO):
-    def __init__(self, error, terminal=False):
+    """A terminal that cannot be written to."""
+
+    def __init__(self, error):
         super().__init__()
-        self.error, self.terminal = error, terminal
+        self.error = error
 
     def isatty(self):
-        if isinstance(self.error, ValueError):
-            raise self.error
-        return self.terminal
+        return True
 
     def write(self, text):
         raise self.error
 
 
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
 UNWRITABLE = {
     "no stderr": None,
-    "closed": Broken(ValueError("I/O operation on closed file.")),
+    "closed": closed(),
     "nobody reads": Broken(BrokenPipeError()),
-    "nobody looks": Broken(BrokenPipeError(), terminal=True),
-    "full": Broken(OSError(28, "No space left on device")),
+    "full": Broken(OSError(28)),
 }
 
 
@@ -193,23 +184,25 @@ def test_a_broken_stderr_does_not_end_a_probe(monkeypatch, progress, kind):
     tell(reporter(progress), GOOD, BAD)
 
 
-@pytest.mark.parametrize("progress", ["AUTO", "", None, 1, True, ["auto"]])
+@pytest.mark.parametrize("progress", ["AUTO", None])
 def test_an_unknown_value_is_answered_with_the_known_ones(progress):
     words = f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}"
     with pytest.raises(InvalidArgumentError, match=re.escape(words)):
         reporter(progress)
 
 
-def test_the_log_names_the_size_before_its_step_runs(capsys):
+def test_the_log_names_the_size_before_its_step_runs(monkeypatch):
+    """Whatever the machine does then, its log says which size did it."""
+
     def step(model, batch_size):
-        log.append(capsys.readouterr().err)
-        assert f"batch {batch_size}  " in "".join(log).splitlines()[-1]
+        assert raw.getvalue().decode().splitlines()[-1].startswith(f"batch {batch_size}  ")
         torch.ones(batch_size)
         device.take(batch_size * MIB)
 
-    log, device = [], LedgerDevice(8 * MIB)
+    raw, device = io.BytesIO(), LedgerDevice(8 * MIB)
+    write_to(monkeypatch, io.TextIOWrapper(raw))
     result = oomprobe.find_max_batch(torch.nn.Linear(1, 1), step, device=device, memory_fraction=1.0, progress="plain")
-    assert result.batch_size == 8
+    assert raw.getvalue().decode().splitlines()[-1] == trial_line(result.trials[-1])
 
 
 # --- on a pseudo-terminal, with and without rich ---
@@ -232,33 +225,23 @@ def pseudo():
     os.close(screen)
 
 
-@pytest.fixture
-def with_rich(pseudo, monkeypatch):
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_rich_shows_the_trials_and_the_line(pseudo, monkeypatch, no_color):
     pytest.importorskip("rich")
     monkeypatch.undo()
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("COLUMNS", "60")  # rich measures the terminal of this process's own streams
     monkeypatch.setenv("TERM", "xterm-256color")
     shown, file = pseudo
     write_to(monkeypatch, file)
-    return shown
-
-
-def test_rich_shows_the_trials_and_the_line(with_rich):
     tell(reporter("auto"), GOOD, BAD)
-    text = with_rich()
+    text = shown()
     assert "batch 64  fits" in text
-    assert "\x1b[32m" in text
+    assert ("\x1b[32m" in text) is (not no_color)
     assert "oomprobe: grow  batch 128 out of memory" in text
     rows = re.split(r"[\r\n]+|\x1b\[\d*[AK]", text)  # the cursor goes up, and a row is erased
     assert max(len(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", row)) for row in rows) < 60
     assert threading.active_count() == 1  # a thread that draws would be copied into forked children
-
-
-def test_rich_draws_without_colour_where_nobody_wants_it(with_rich, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    tell(reporter("auto"), GOOD)
-    assert not re.search(r"\x1b\[3\dm", with_rich())
 
 
 def test_the_command_line_draws_on_a_terminal(pseudo, tmp_path):

@@ -116,19 +116,15 @@ def test_a_result_of_version_1_is_read():
         assert {key: value for key, value in values.items() if key != "trials"}.items() <= kept.items()
 
 
-def test_options_that_json_does_not_know_are_written_as_text(tmp_path):
-    written = a_result(options={"somewhere": tmp_path, "preserve": (1, object)}).to_dict()["options"]
-    assert written == {"somewhere": str(tmp_path), "preserve": [1, str(object)]}
-
-
 def test_to_json_writes_what_it_returns(tmp_path):
     path = tmp_path / "result.json"
-    text = a_result(notes=("gr\u00f6\u00dfer",)).to_json(path)
+    text = a_result(notes=("gr\u00f6\u00dfer",), options={"somewhere": tmp_path}).to_json(path)
     assert path.read_text(encoding="utf-8") == text
-    assert ProbeResult.from_dict(json.loads(text)).notes == ("gr\u00f6\u00dfer",)
+    read = ProbeResult.from_dict(json.loads(text))
+    assert (read.notes, read.options) == (("gr\u00f6\u00dfer",), {"somewhere": str(tmp_path)})
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 2, None])
 def test_another_schema_version_is_refused_by_number(version):
     data = {**a_result().to_dict(), "schema_version": version}
     with pytest.raises(InvalidArgumentError, match=f"schema_version {version!r}; this oomprobe reads {SCHEMA_VERSION}"):
@@ -141,7 +137,7 @@ def test_garbage_is_an_invalid_argument(data):
         ProbeResult.from_dict(data)
 
 
-@pytest.mark.parametrize("name", ["schema_version", "batch_size", "trials", "device", "notes", "limited_by"])
+@pytest.mark.parametrize("name", ["schema_version", "batch_size", "trials", "notes"])
 def test_a_missing_key_is_named(name):
     data = a_result().to_dict()
     del data[name]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from oomprobe.result import ProbeResult
 
 SCATTER = 0.05  # of a rate: what repeated trials of a size differ by, unless those of this probe differed by more
+SLOW_FACTOR = 2.0  # a sample that takes this much longer than at a smaller size hints at paging
 _LABEL = 14  # columns of the label before a fact
 _LIMITS = {
     "memory": "memory",
@@ -132,7 +133,9 @@ def _throughput(result: ProbeResult) -> list[str]:
     within = f"{100 * scatter:.0f} %, the scatter of these times"
     fastest = max(smaller, key=lambda size: smaller[size])
     if smaller[fastest] * (1 - scatter) > answer:
-        return [f"{alone}; batch {fastest} is faster, {rate(smaller[fastest])} samples/s, by more than {within}"]
+        spilling = ". Memory may be spilling to the host" if smaller[fastest] > SLOW_FACTOR * answer else ""
+        faster = f"batch {fastest} is faster, {rate(smaller[fastest])} samples/s, by more than {within}"
+        return [f"{alone}; {faster}{spilling}"]
     close = min((size for size, speed in smaller.items() if speed >= (1 - scatter) * answer), default=None)
     named = "no smaller size that ran" if close is None else f"batch {close}"
     return [f"{alone}; {named} comes within {within}"]

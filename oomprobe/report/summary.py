@@ -23,8 +23,6 @@ from oomprobe.verdicts import Verdict
 if TYPE_CHECKING:
     from oomprobe.session import Session
 
-SLOW_FACTOR = 2.0  # a sample that takes this much longer than at a smaller size hints at paging or a slow fallback
-MEASURED_STEP_S = 5e-3  # a faster step is timed too roughly to call another one slow
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 NOT_RESTORED = "state that is not restored: other Python attributes, generators of your own, positions of data loaders"
@@ -147,7 +145,6 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
     yield from session.runner.device_notes
     yield from _leaks(session, answer)
     yield from _pressure(session.trials, answer)
-    yield from _slow(session.trials, answer)
     held = session.neighbours.held_bytes or [0]
     if held[-1] > held[0]:
         yield (
@@ -201,17 +198,6 @@ def _pressure(trials: Iterable[Trial], answer: Trial) -> Iterator[str]:
         f"{count(answer.alloc_retries, 'time', 'times')}, which is slow and may fail within the same budget "
         f"elsewhere{instead}"
     )
-
-
-def _slow(trials: Iterable[Trial], answer: Trial) -> Iterator[str]:
-    smaller = (t for t in trials if t.batch_size < answer.batch_size and t.accumulation_steps == 1)
-    rates = [(t.samples_per_s, t.batch_size) for t in smaller if t.samples_per_s and (t.step_s or 0) >= MEASURED_STEP_S]
-    best_rate, best = max(rates, default=(0.0, 0))
-    if answer.samples_per_s and best_rate >= SLOW_FACTOR * answer.samples_per_s:
-        yield (
-            f"a sample takes {best_rate / answer.samples_per_s:.1f} times as long at batch {answer.batch_size} as at "
-            f"{best}: memory may be spilling to the host, or a slow kernel was chosen for want of workspace"
-        )
 
 
 def _not_covered(session: Session) -> list[str]:
