@@ -134,9 +134,8 @@ def test_without_isolation_trials_run_here(capsys, target, monkeypatch):
     [
         (["{}:up_to_five", *RUN], "5\n"),
         (["{}:up_to_five", "--require", "5", *RUN], "5\n"),
-        (["{}:fits", "--device", "sim:24GiB", "--max-batch", "8", "--progress", "off"], "8\n"),
     ],
-    ids=["a search", "a check", "a simulated card"],
+    ids=["a search", "a check"],
 )
 def test_quiet_leaves_the_integer_alone_on_stdout(capsys, target, arguments, answer):
     code, out, err = run(capsys, "run", *(argument.format(target) for argument in arguments), "--quiet")

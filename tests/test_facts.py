@@ -58,9 +58,9 @@ def test_the_scatter_is_that_of_repeated_trials(before, after, words):
     assert words in sentence(again, "throughput")
 
 
-@pytest.mark.parametrize("speeds", [{"b8": 5.0}, {"b8": 5.0, "b32": 0.0}, {"b32": None}])
-def test_without_a_speed_there_is_no_throughput_line(speeds):
-    assert "throughput" not in page.text(timed(**speeds))
+def test_without_a_speed_there_is_no_throughput_line():
+    for speeds in ({"b8": 5.0}, {"b8": 5.0, "b32": 0.0}, {"b32": None}):
+        assert "throughput" not in page.text(timed(**speeds))
 
 
 @pytest.mark.parametrize(

@@ -159,16 +159,12 @@ def test_data_are_frozen(thing):
     assert not hasattr(thing, "__dict__")
 
 
-def test_a_plan_says_ran_only_of_passing_trials():
-    result = a_result(batch_size=6, trials=(a_trial(6), a_trial(5, Verdict.OOM), a_trial(4, accumulation_steps=3)))
-    ran = {e.micro_batch: (e.ran, e.ran_accumulated) for n in (6, 5, 4) for e in result.plan(n)}
-    assert (ran[6], ran[5], ran[4]) == ((True, False), (False, False), (True, True))
-
-
-def test_a_plan_keeps_below_what_failed_with_accumulation():
+def test_a_plan_says_what_ran_and_keeps_below_what_failed():
     failed = a_trial(6, Verdict.OOM, accumulation_steps=2)
-    result = a_result(batch_size=6, trials=(a_trial(6), failed, a_trial(4, accumulation_steps=3)))
-    assert max(entry.micro_batch for entry in result.plan(12)) == 4
+    trials = (a_trial(6), a_trial(5, Verdict.OOM), a_trial(4, accumulation_steps=3))
+    ran = {n: a_result(batch_size=6, trials=trials).plan(n)[0] for n in (6, 5, 4)}
+    assert [(e.ran, e.ran_accumulated) for e in ran.values()] == [(True, False), (False, False), (True, True)]
+    assert max(entry.micro_batch for entry in a_result(batch_size=6, trials=(failed, *trials)).plan(12)) == 4
 
 
 def test_a_plan_keeps_to_the_answer_and_to_the_options():

@@ -23,9 +23,6 @@ def build():
 def a_model_alone():
     return torch.nn.Linear(2, 1)
 
-def three():
-    return (*build(), None)
-
 def the_wrong_way_round():
     return build()[::-1]
 
@@ -72,7 +69,6 @@ def refused(call):
     ("path", "target"),
     [
         ("my_train.py", "my_train.py:build"),
-        ("my_train.py", "./my_train.py:build"),
         ("deep/er/my_other.py", "{}/deep/er/my_other.py:build"),
         ("my_train.py", "below/../my_train.py:build"),
         ("my_train.py", "my_train:build"),
@@ -131,10 +127,7 @@ def test_a_file_that_is_not_there_is_named_in_full(folder, name):
     assert refused(lambda: load(f"{name}:build")) == f"there is no file {os.path.realpath(name)!r}."
 
 
-@pytest.mark.parametrize(
-    ("name", "missing"),
-    [("no_such", "no_such"), ("no_such.train", "no_such"), ("os.no_such", "os.no_such"), ("a/b", "a/b")],
-)
+@pytest.mark.parametrize(("name", "missing"), [("no_such.train", "no_such"), ("os.no_such", "os.no_such")])
 def test_a_module_that_is_not_there(folder, name, missing):
     assert refused(lambda: load(f"{name}:build")) == f"there is no module {missing!r} to import."
 
@@ -148,11 +141,10 @@ def test_a_missing_module_is_the_targets_own_error(folder, name, missing):
     assert caught.value.name == missing
 
 
-@pytest.mark.parametrize("name", ["my_train.py", "my_train"])
 @pytest.mark.parametrize("function", ["no_such", "not_a_function"])
-def test_a_function_that_is_not_there(folder, name, function):
+def test_a_function_that_is_not_there(folder, function):
     write(folder / "my_train.py")
-    assert refused(lambda: load(f"{name}:{function}")) == f"{name} has no function {function!r}."
+    assert refused(lambda: load(f"my_train:{function}")) == f"my_train has no function {function!r}."
 
 
 def test_a_failing_file_raises_its_own_error(folder):
@@ -165,9 +157,7 @@ def test_a_failing_file_raises_its_own_error(folder):
 # --- built ---
 
 
-@pytest.mark.parametrize(
-    ("function", "kind"), [("a_model_alone", "Linear"), ("three", "tuple"), ("the_wrong_way_round", "tuple")]
-)
+@pytest.mark.parametrize(("function", "kind"), [("a_model_alone", "Linear"), ("the_wrong_way_round", "tuple")])
 def test_what_is_not_a_pair_of_model_and_step(folder, function, kind):
     write(folder / "my_train.py")
     assert refused(lambda: build(f"my_train.py:{function}")) == (

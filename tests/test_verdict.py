@@ -69,6 +69,12 @@ def caused(outer, inner):
     return outer
 
 
+def numbered(code):
+    error = torch.AcceleratorError("a text that says nothing")
+    error.error_code = code
+    return error
+
+
 class TestTable:
     @pytest.mark.parametrize("row", MESSAGES)
     def test_each_message_gets_its_verdict(self, row):
@@ -93,9 +99,7 @@ class TestTraps:
         "error",
         [
             ValueError(OOM_TEXT),
-            RuntimeError("batch too large"),
             RuntimeError("the replay memory is full; out of memory slots"),
-            RuntimeError("image too large to fit into the canvas"),
             RuntimeError("audio device not ready"),
             KeyError("CUDA error: an illegal memory access was encountered"),
             OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x"),
@@ -111,8 +115,6 @@ class TestTraps:
         [
             ("CUDA error: out of memory" + ADVICE, Verdict.OOM),
             (f"{HOST_TEXT} to allocate 2147483648 bytes.", Verdict.OOM),
-            (f"{HOST_TEXT} to allocate 65536 bytes.", Verdict.OOM),
-            ("only tensors with less than 2147483647 elements", Verdict.SIZE_LIMIT),
             (TEGRA_TEXT, Verdict.OOM),
             (TEGRA_TEXT.replace("NVML_SUCCESS == r", "block"), Verdict.POISONED),
             ("Unexpected bus error encountered in worker. Perhaps insufficient shared memory (shm).", Verdict.BUG),
@@ -143,21 +145,14 @@ class TestCodes:
         ],
     )
     def test_of_a_device(self, code, verdict):
-        error = torch.AcceleratorError("a text that says nothing")
-        error.error_code = code
-        assert classify_error(error) is verdict
-        assert classify_error(error, CORROBORATED) is verdict
+        assert classify_error(numbered(code)) is verdict
+        assert classify_error(numbered(code), CORROBORATED) is verdict
 
     def test_other_peoples_codes_do_not_count(self):
         class RequestFailed(RuntimeError):
             error_code = 2
 
         assert classify_error(RequestFailed("no such bucket")) is Verdict.BUG
-
-    def test_a_code_comes_before_any_text(self):
-        error = caused(torch.OutOfMemoryError(OOM_TEXT), torch.AcceleratorError("x"))
-        error.__cause__.error_code = 719
-        assert classify_error(error) is Verdict.POISONED
 
 
 class TestEvidence:
@@ -195,11 +190,10 @@ class TestEvidence:
         assert classify_error(error, ON_HOST) is Verdict.OOM
         assert classify_error(error, UNCORROBORATED) is Verdict.HOST_OOM
 
-    def test_an_unsure_host_text_needs_both_too(self):
+    def test_an_unsure_host_text_is_about_the_host(self):
         error = RuntimeError("could not create a primitive")
         assert classify_error(error, ON_HOST) is Verdict.OOM
         assert classify_error(error, CORROBORATED) is Verdict.HOST_OOM
-        assert classify_error(error, UNCORROBORATED) is Verdict.BUG
 
 
 class TestChain:
@@ -208,9 +202,9 @@ class TestChain:
         [
             (ValueError("step failed"), torch.OutOfMemoryError("?"), Verdict.OOM),
             (RuntimeError("step failed"), KeyError("labels"), Verdict.BUG),
-            (RuntimeError("CUDA error: misaligned address"), torch.OutOfMemoryError(OOM_TEXT), Verdict.POISONED),
             (torch.OutOfMemoryError(OOM_TEXT), RuntimeError("CUDA error: misaligned address"), Verdict.POISONED),
             (RuntimeError(ENGINE_TEXT), RuntimeError(OOM_TEXT), Verdict.OOM),
+            (torch.OutOfMemoryError(OOM_TEXT), numbered(719), Verdict.POISONED),
         ],
         ids=lambda value: str(value)[:20],
     )
@@ -226,20 +220,15 @@ class TestChain:
     def test_groups(self):
         group = ExceptionGroup("ranks", [KeyError("x"), ExceptionGroup("inner", [RuntimeError(OOM_TEXT)])])
         assert classify_error(group) is Verdict.OOM
-        assert classify_error(ExceptionGroup("ranks", [KeyError("x"), ValueError(OOM_TEXT)])) is Verdict.BUG
 
-    def test_cycles(self):
+    def test_cycles_and_depth_are_limited(self):
         first, second = RuntimeError("one"), RuntimeError("two")
         first.__cause__, second.__cause__ = second, first
-        first.inner_exception = first
         assert len(facts_of(first)) == 2
-
-    def test_depth_is_limited(self):
         error = RuntimeError(OOM_TEXT)
         for _ in range(10 * MAX_LINKS):
             error = caused(RuntimeError("wrapped"), error)
         assert len(facts_of(error)) == MAX_LINKS
-        assert classify_error(error) is Verdict.BUG
 
 
 class Hostile(RuntimeError):
@@ -260,7 +249,6 @@ class TestTotality:
 
     def test_an_exception_that_raises(self):
         assert classify_error(Hostile()) is Verdict.BUG
-        assert classify_error(caused(RuntimeError("x"), Hostile())) is Verdict.BUG
         assert classify_error(ExceptionGroup("g", [Hostile(), RuntimeError(OOM_TEXT)])) is Verdict.OOM
 
     odd_values = st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.text() | st.integers(), max_size=3)
@@ -326,14 +314,9 @@ class TestRealErrors:
     def test_a_compiler_that_ran_out_of_memory(self):
         from torch._dynamo.exc import BackendCompilerFailed
 
-        def inductor():
-            pass
-
-        memory = BackendCompilerFailed(inductor, torch.OutOfMemoryError(OOM_TEXT), None)
+        memory = BackendCompilerFailed(lambda: None, torch.OutOfMemoryError("?"), None)
         assert not isinstance(memory, torch.OutOfMemoryError)
         assert classify_error(memory, UNCORROBORATED) is Verdict.OOM
-        assert classify_error(BackendCompilerFailed(inductor, torch.OutOfMemoryError("?"), None)) is Verdict.OOM
-        assert classify_error(BackendCompilerFailed(inductor, KeyError("x"), None)) is Verdict.BUG
 
     def test_a_worker(self):
         class Failing(torch.utils.data.Dataset):
