@@ -118,6 +118,7 @@ class TestTraps:
             (TEGRA_TEXT, Verdict.OOM),
             (TEGRA_TEXT.replace("NVML_SUCCESS == r", "block"), Verdict.POISONED),
             ("Unexpected bus error encountered in worker. Perhaps insufficient shared memory (shm).", Verdict.BUG),
+            ("unable to mmap 64 bytes from file </dev/shm/torch_1>: Cannot allocate memory (12)", Verdict.BUG),
             ("unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)", Verdict.BUG),
         ],
     )
@@ -205,6 +206,7 @@ class TestChain:
             (torch.OutOfMemoryError(OOM_TEXT), RuntimeError("CUDA error: misaligned address"), Verdict.POISONED),
             (RuntimeError(ENGINE_TEXT), RuntimeError(OOM_TEXT), Verdict.OOM),
             (torch.OutOfMemoryError(OOM_TEXT), numbered(719), Verdict.POISONED),
+            (RuntimeError("out of resource: shared memory"), RuntimeError(OOM_TEXT), Verdict.OOM),
         ],
         ids=lambda value: str(value)[:20],
     )
