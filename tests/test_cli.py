@@ -183,7 +183,7 @@ def test_exit_codes(capsys, target, arguments, code, said):
     [
         ("raises", 'raise LookupError("config of mine")'),
         ("bare", "Bare: not an Exception"),
-        ("leaves", "sys.exit(0)"),
+        ("leaves", "left the process, sys.exit(0)"),
     ],
 )
 def test_a_failing_target_is_3_and_gives_no_answer(capsys, target, function, shown):

@@ -234,14 +234,17 @@ def test_rich_shows_the_trials_and_the_line(pseudo, monkeypatch, no_color):
     monkeypatch.setenv("TERM", "xterm-256color")
     shown, file = pseudo
     write_to(monkeypatch, file)
-    tell(reporter("auto"), GOOD, BAD)
+    threads, told = threading.active_count(), reporter("auto")
+    told.finished(GOOD)
+    told.finished(BAD)
+    assert threading.active_count() == threads  # one that draws would be copied into forked children
+    told.close()
     text = shown()
     assert "batch 64  fits" in text
     assert ("\x1b[32m" in text) is (not no_color)
     assert "oomprobe: grow  batch 128 out of memory" in text
     rows = re.split(r"[\r\n]+|\x1b\[\d*[AK]", text)  # the cursor goes up, and a row is erased
     assert max(len(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", row)) for row in rows) < 60
-    assert threading.active_count() == 1  # a thread that draws would be copied into forked children
 
 
 def test_the_command_line_draws_on_a_terminal(pseudo, tmp_path):
