@@ -82,8 +82,8 @@ def step_leaves():
 
 
 def moves():
-    model, step = fits()
-    return model, lambda model, batch_size: (os.chdir("/"), step(model, batch_size))
+    os.chdir("/proc")
+    return build()
 
 
 def writes():
