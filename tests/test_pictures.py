@@ -1,14 +1,15 @@
 """Plots and the HTML page of a result, and two results side by side."""
 
-import dataclasses
 import html
 import re
+import shutil
+import subprocess
 import sys
 
 import pytest
 from example_results import EXAMPLES, gpu
 from test_report import same_as_golden
-from test_result import a_result
+from test_result import a_result, a_trial
 
 import oomprobe
 from oomprobe import cli
@@ -23,9 +24,10 @@ from oomprobe.report.breakdown import (
 )
 from oomprobe.report.compare import comparison
 from oomprobe.report.html import page
-from oomprobe.report.page import text as result_text
 
 GIB = 2**30
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+QUIETLY = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 
 
 def a_breakdown(**changes):
@@ -75,27 +77,47 @@ def test_without_matplotlib_it_says_what_to_type(monkeypatch, tmp_path):
     for draw in (gpu().plot, lambda: gpu().to_html(tmp_path / "page.html")):
         with pytest.raises(oomprobe.InvalidArgumentError, match=r"pip install 'oomprobe\[plot\]'"):
             draw()
-    assert "<pre>verdict: batch 98 fits in" in gpu()._repr_html_()
+    assert "<table>" in gpu()._repr_html_()
 
 
 # --- the page ---
 
 
 def test_a_page_has_everything_and_loads_nothing():
-    result = dataclasses.replace(gpu(), environment={"torch": "2.14.1", "hip": None})
+    result = gpu()
     text = page(result)
-    assert text.count("<svg") == 1
-    assert result_text(result, verbose=True) in html.unescape(text)
-    assert "<pre>torch: 2.14.1</pre>" in text
+    assert text.count("<svg") == 2
+    assert len(re.findall(r'<tr class="(?:failed|passed|answer)"', text)) == len(result.trials)
+    said = html.unescape(text)
+    for words in ("Batch 98 fits in 21.60 GiB", *result.notes, *result.not_covered, "Environment"):
+        assert words in said
     assert not re.search(r"<script|<link|<img|@import|url\(\s*['\"]?http", text)
     addresses = set(re.findall(r"https?://[^\"'<> ]+", text))
     assert all(address.startswith("http://www.w3.org/") for address in addresses)  # names of XML, not places
 
 
 def test_foreign_words_are_escaped():
-    text = page(a_result(device="<script>alert(1)</script>", notes=("a & b <b>",), environment={"a": "<script>"}))
+    trials = (a_trial(4, step_name="<script>"),)
+    text = page(a_result(device="<script>alert(1)</script>", notes=("a & b <b>",), trials=trials))
     assert "<script" not in text
     assert "a &amp; b &lt;b&gt;" in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_browser_shows_it_without_scrolling_sideways(tmp_path, width):
+    shown = html.escape(page(gpu()), quote=True)
+    tell = (
+        "f=>{let d=f.contentDocument;document.title=[d.documentElement.scrollWidth,d.querySelectorAll('svg').length]}"
+    )
+    (tmp_path / "frame.html").write_text(
+        f'<title>-</title><iframe width="{width}" height="900" srcdoc="{shown}" onload="({tell})(this)"></iframe>'
+    )
+    command = [CHROMIUM, *QUIETLY, f"--user-data-dir={tmp_path}/user", "--virtual-time-budget=5000", "--dump-dom"]
+    done = subprocess.run([*command, str(tmp_path / "frame.html")], capture_output=True, text=True, timeout=100)
+    wide, pictures = re.search(r"<title>(\d+),(\d+)</title>", done.stdout).groups()
+    assert int(wide) <= width
+    assert pictures == "2"
 
 
 def test_the_command_line_writes_a_page(tmp_path):

@@ -42,6 +42,7 @@ class Terminal(io.StringIO):
 def plain_world(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setattr(progress, "_rich_screen", lambda: None)
 
 
@@ -124,6 +125,16 @@ def test_the_status_line_keeps_a_column_free(terminal, monkeypatch, columns):
     told = reporter("auto")
     told.started(128, Phase.GROW)
     assert len(terminal.screen) <= columns - 1
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_a_log_has_colours_only_where_they_are_forced(monkeypatch, capsys, no_color, coloured):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    tell(reporter("auto"), GOOD, BAD)
+    written = capsys.readouterr().err
+    assert ("\x1b[32mbatch 64  fits" in written) == coloured
+    assert ("\x1b[31mbatch 128  out of memory" in written) == coloured
 
 
 @pytest.mark.parametrize(("progress", "written"), [("auto", True), ("plain", True), ("off", False)])

@@ -14,6 +14,7 @@ BACKWARD, STEPPING, WORKSPACES = "backward temporaries", "optimizer temporaries"
 FRAGMENTATION = "fragmentation"
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, BACKWARD, STEPPING, WORKSPACES, FRAGMENTATION)
 LARGE, SMALL = 0.25, 0.1  # shares of the peak that are worth a word
+MOST_ADVICE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,29 +80,35 @@ class Breakdown:
 
 
 def breakdown_lines(breakdown: Breakdown) -> list[str]:
-    """Render a breakdown for the report: each part, modules that hold a thousandth of the peak, and advice."""
-    peak_bytes = max(1, breakdown.peak_reserved_bytes)
-
-    def line(nbytes: int, what: str) -> str:
-        share = f"{100 * nbytes / peak_bytes:.1f} %"
-        return f"  {format_bytes(nbytes):>10}  {share:>7}  {clip(clean(what), WIDTH - 24)}"
-
+    """Render a breakdown for the report."""
     step = "" if breakdown.step_name is None else f", step {breakdown.step_name!r}"
-    lines = [f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}"]
-    lines += [line(nbytes, kind) for kind, nbytes in breakdown.parts.items() if nbytes]
-    lines += [line(breakdown.peak_reserved_bytes, "peak reserved")]
-    modules = [module for module in breakdown.modules if 1000 * module.activation_bytes >= peak_bytes]
+    tables = breakdown_rows(breakdown)
+    parts, modules = ([f"  {size:>10}  {share:>7}  {what}" for size, share, what in rows] for rows in tables)
+    lines = [f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}", *parts]
     if modules:
-        lines += ["", "modules that hold the most activation memory:"]
-    for module in modules:
-        kind = f"{module.count} x {module.kind}" if module.count > 1 else module.kind
-        lines.append(line(module.activation_bytes, f"{module.name} ({kind})" if kind else module.name))
+        lines += ["", "modules that hold the most activation memory:", *modules]
     advised = bullets("advice:", advice(breakdown))
     return [*lines, "", *advised] if advised else lines
 
 
+def breakdown_rows(breakdown: Breakdown) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """Size, share of the peak and name: of each part with the sum last, and of modules that hold a thousandth of it."""
+    peak_bytes = max(1, breakdown.peak_reserved_bytes)
+
+    def row(nbytes: int, what: str) -> tuple[str, str, str]:
+        return format_bytes(nbytes), f"{100 * nbytes / peak_bytes:.1f} %", clip(clean(what), WIDTH - 24)
+
+    parts = [row(nbytes, kind) for kind, nbytes in breakdown.parts.items() if nbytes]
+    modules = []
+    for module in breakdown.modules:
+        if 1000 * module.activation_bytes >= peak_bytes:
+            kind = f"{module.count} x {module.kind}" if module.count > 1 else module.kind
+            modules.append(row(module.activation_bytes, f"{module.name} ({kind})" if kind else module.name))
+    return [*parts, row(breakdown.peak_reserved_bytes, "peak reserved")], modules
+
+
 def advice(breakdown: Breakdown) -> tuple[str, ...]:
-    """Things to try, each with the number that caused it and what to type."""
+    """At most five things to try, each with the number that caused it and what to type."""
     parts, peak_bytes = breakdown.parts, max(1, breakdown.peak_reserved_bytes)
     kind, count, repeated_bytes = breakdown.repeated or ("", 0, 0)
     in_full_precision = breakdown.parameter_dtype == "float32" and not breakdown.autocast
@@ -137,8 +144,9 @@ def advice(breakdown: Breakdown) -> tuple[str, ...]:
             ", are reserved and in no tensor: set PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts",
         ),
     )  # fmt: skip
-    return tuple(
+    advised = (
         f"{before}{format_bytes(nbytes)}, {100 * nbytes / peak_bytes:.0f} % of the peak{after}"
         for nbytes, share, before, after in causes
         if nbytes > share * peak_bytes
     )
+    return tuple(advised)[:MOST_ADVICE]

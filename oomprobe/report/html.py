@@ -1,60 +1,131 @@
-"""A result as one HTML file to send to a colleague: the plot and the report; no scripts, nothing loaded from elsewhere."""
+"""A result as one HTML file to send to a colleague: no scripts, nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable, Mapping
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from oomprobe.report.page import brief, text, verdict_line
-from oomprobe.report.plot import result_figure
+from oomprobe.report.breakdown import advice, breakdown_rows
+from oomprobe.report.page import facts, verdict_line, warning_lines
+from oomprobe.report.plot import bracket_figure, result_figure
+from oomprobe.report.table import TEXT_COLUMNS, table_cells
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from oomprobe.result import ProbeResult
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.35rem; } h2 { font-size: 1.05rem; } pre { font-size: .875rem; overflow-x: auto; }
-figure { margin: 0; max-width: 30rem; } figure svg { width: 100%; height: auto; }
+h1 { font-size: 1.35rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
+.scroll { overflow-x: auto; } caption { text-align: left; color: #555; } table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd; }
+th.text, td.text { text-align: left; } tr.failed td { color: #8a1c1c; } tr.answer td { font-weight: 600; background: #eef4fb; }
+td.why { text-align: left; white-space: normal; color: #555; font-size: .8rem; }
+.warning { background: #fdecea; border-left: 4px solid #b3261e; padding: .5rem 1rem; }
+.pictures { display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start; } figure { margin: 0; flex: 1 1 20rem; max-width: 30rem; }
+figure svg { width: 100%; height: auto; } dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
+dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
 """
 
 
 def page(result: ProbeResult) -> str:
     """Render a result as an HTML document."""
-    environment = "\n".join(f"{name}: {value}" for name, value in result.environment.items() if value)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>oomprobe: batch {result.batch_size} on {escape(result.device)}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<h1>{escape(verdict_line(result))}</h1>
-<figure>{_svg(result)}</figure>
-<h2>Report</h2>
-<pre>{escape(text(result, verbose=True))}</pre>
-<h2>Environment</h2>
-<pre>{escape(environment)}</pre>
-</body>
-</html>
-"""
+    verdict = verdict_line(result).removeprefix("verdict: ")
+    warning = " ".join(warning_lines(result)).replace("!! ", "")
+    environment = {name: [_text(value)] for name, value in result.environment.items() if value not in (None, {}, "")}
+    parts = [
+        f"<h1>{escape(verdict[:1].upper() + verdict[1:])}</h1>",
+        *([f'<p class="warning">{escape(warning)}</p>'] if warning else []),
+        _definitions({label: sentences for label, sentences in facts(result, verbose=True).items() if sentences}),
+        f'<div class="pictures">{_svg(result_figure(result), "peak memory and throughput against batch size")}'
+        f"{_svg(bracket_figure(result), 'each trial in order, closing in on the answer')}</div>",
+        "<h2>Trials</h2>",
+        table(result),
+        *_breakdown(result),
+        *_list("Notes", result.notes),
+        *_list("Not covered by the trials", result.not_covered),
+        "<h2>Environment</h2>",
+        _definitions(environment),
+    ]
+    head = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>oomprobe: batch {result.batch_size} on {escape(result.device)}</title>\n"
+        f"<style>{STYLE}</style>\n</head>\n<body>\n"
+    )
+    return head + "\n".join(parts) + "\n</body>\n</html>\n"
 
 
 def notebook(result: ProbeResult) -> str:
-    """The verdict and the table, for a notebook."""
-    return f"<pre>{escape(brief(result))}</pre>"
+    """The verdict and the table, for a notebook, which styles tables itself."""
+    return f"<p><b>{escape(verdict_line(result))}</b></p>{table(result)}"
 
 
-def _svg(result: ProbeResult) -> str:
-    """The plot as inline SVG, without the prolog that only a file of its own has."""
+def table(result: ProbeResult) -> str:
+    """The trials as an HTML table."""
+    title, heads, rows = table_cells(result.trials)
+    lines = [f'<div class="scroll"><table><caption>{escape(title)}</caption>', f"<tr>{_cells('th', heads, heads)}</tr>"]
+    for trial, cells, remark in rows:
+        answers = trial.batch_size == result.batch_size and trial.phase == "confirm"
+        kind = "failed" if not trial.passed else "answer" if answers else "passed"
+        lines.append(f'<tr class="{kind}">{_cells("td", heads, cells)}</tr>')
+        if remark:
+            lines.append(f'<tr><td class="why" colspan="{len(heads)}">{escape(remark)}</td></tr>')
+    return "".join([*lines, "</table></div>"])
+
+
+def _cells(tag: str, heads: Iterable[str], cells: Iterable[str]) -> str:
+    kinds = (' class="text"' if head in TEXT_COLUMNS else "" for head in heads)
+    return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+
+
+def _breakdown(result: ProbeResult) -> list[str]:
+    if result.breakdown is None:
+        return []
+    parts, modules = breakdown_rows(result.breakdown)
+    titles = (
+        f"Where the memory went, at the peak in {result.breakdown.peak_in}",
+        "Modules that hold the most activation memory",
+    )
+    found = []
+    for title, rows in zip(titles, (parts, modules), strict=True):
+        lines = (
+            f'<tr><td>{size}</td><td>{share}</td><td class="text">{escape(what)}</td></tr>'
+            for size, share, what in rows
+        )
+        found.append(f'<h2>{title}</h2><div class="scroll"><table>{"".join(lines)}</table></div>')
+    return [*found, *_list("Advice", advice(result.breakdown))]
+
+
+def _list(title: str, items: Iterable[str]) -> list[str]:
+    lines = "".join(f"<li>{escape(item)}</li>" for item in items)
+    return [f"<h2>{title}</h2>", f"<ul>{lines}</ul>"] if lines else []
+
+
+def _definitions(sentences_of: Mapping[str, Iterable[str]]) -> str:
+    lines = (
+        f"<dt>{escape(label)}</dt><dd>{'<br>'.join(escape(one) for one in sentences)}</dd>"
+        for label, sentences in sentences_of.items()
+    )
+    return f"<dl>{''.join(lines)}</dl>"
+
+
+def _text(value: Any) -> str:
+    return ", ".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """A picture as inline SVG, without the prolog that only a file of its own has."""
     from matplotlib import rc_context
 
     stream = io.StringIO()
     with rc_context({"svg.hashsalt": "oomprobe"}):  # otherwise ids are random, and the same result another file
-        result_figure(result).savefig(stream, format="svg", metadata={"Date": None})
+        figure.savefig(stream, format="svg", metadata={"Date": None})
     svg = stream.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    return svg.replace("<svg ", '<svg role="img" aria-label="peak memory and throughput against batch size" ', 1)
+    labelled = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
+    return f"<figure>{labelled}</figure>"

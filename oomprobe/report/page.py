@@ -29,10 +29,10 @@ _LIMITS = {
 def text(result: ProbeResult, *, verbose: bool = False) -> str:
     """Render a result as lines of ASCII; the first one, and only that, is the verdict: ``verdict: batch 96 fits ...``.
 
-    The verbose report has the coefficients of the fit, the estimates and all of each thing that no trial covered.
+    The verbose report has the coefficients of the fit, the estimates, the whole plan and all of each thing that no trial covered.
     """
     blocks = (
-        [verdict_line(result), *_warning(result)],
+        [verdict_line(result), *warning_lines(result)],
         [trials_table(result.trials)],
         _fact_lines(result, verbose=verbose),
         [] if result.breakdown is None else breakdown_lines(result.breakdown),
@@ -44,7 +44,7 @@ def text(result: ProbeResult, *, verbose: bool = False) -> str:
 
 def brief(result: ProbeResult) -> str:
     """The verdict and the table alone."""
-    return "\n".join([verdict_line(result), *_warning(result), trials_table(result.trials)]) + "\n"
+    return "\n".join([verdict_line(result), *warning_lines(result), trials_table(result.trials)]) + "\n"
 
 
 def verdict_line(result: ProbeResult) -> str:
@@ -55,12 +55,17 @@ def verdict_line(result: ProbeResult) -> str:
     return f"{line}{clip(clean(result.device), max(8, WIDTH - 1 - len(line)))})"
 
 
-def _warning(result: ProbeResult) -> list[str]:
-    warning = (
-        "WARNING: memory outside this process's allocator moved while probing. Another process, or a library of this one, "
-        "took or gave back memory: the number holds for that moment only. Probe again on an idle device."
+def warning_lines(result: ProbeResult) -> list[str]:
+    """What makes the answer doubtful; none where nothing does."""
+    if not result.contaminated:
+        return []
+    return wrap(
+        "WARNING: memory outside this process's allocator moved while probing. Another process, or a library "
+        "of this one, took or gave back memory: the number holds for that moment only. "
+        "Probe again on an idle device.",
+        first="!! ",
+        rest="!! ",
     )
-    return wrap(warning, first="!! ", rest="!! ") if result.contaminated else []
 
 
 def _not_covered(items: tuple[str, ...]) -> list[str]:
@@ -69,19 +74,23 @@ def _not_covered(items: tuple[str, ...]) -> list[str]:
     return wrap(f"not covered: {'; '.join(heads)}", rest="  ") if heads else []
 
 
-def _fact_lines(result: ProbeResult, *, verbose: bool) -> list[str]:
-    facts = {
+def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
+    """What there is to say: sentences by their label."""
+    return {
         "checked" if _is_check(result) else "limited by": [_limit(result)],
         "holds for": [_holds_for(result)],
         "throughput": _throughput(result),
         "linear fit": _line(result, verbose=verbose),
         "estimates": _estimates(result) if verbose else [],
-        "plan": _plan(result),
+        "plan": _plan(result, verbose=verbose),
         "state": [_state(result)],
         "time": [_time(result)],
     }
+
+
+def _fact_lines(result: ProbeResult, *, verbose: bool) -> list[str]:
     lines = []
-    for label, sentences in facts.items():
+    for label, sentences in facts(result, verbose=verbose).items():
         for number, sentence in enumerate(sentences):
             first = f"  {'' if number else label}".ljust(_LABEL)
             lines += wrap(sentence, first=first, rest=" " * (_LABEL + 2))
@@ -170,14 +179,18 @@ def _estimates(result: ProbeResult) -> list[str]:
     return [f"never used; {result.batch_size} was measured:", *told] if told else []
 
 
-def _plan(result: ProbeResult) -> list[str]:
-    """Splits of the global batch, where one was asked for."""
+def _plan(result: ProbeResult, *, verbose: bool) -> list[str]:
+    """Splits of the global batch; where none was asked for, an example for those who want the details."""
     wanted, world_size = result.options.get("global_batch"), result.options.get("world_size") or 1
-    if not wanted:
-        return []
     ranks = "" if world_size == 1 else f" x {world_size} ranks"
-    title = f"global batch {wanted} = micro-batch x accumulation steps{ranks}"
-    return [title, *map(_entry, result.plan(wanted, world_size))]
+    if wanted:
+        title, entries = f"global batch {wanted}", result.plan(wanted, world_size)
+    elif verbose:
+        example = 1 << (4 * result.batch_size - 1).bit_length()
+        title, entries = f"for example global batch {example}", result.plan(example, world_size)[:2]
+    else:
+        return []
+    return [f"{title} = micro-batch x accumulation steps{ranks}", *map(_entry, entries)]
 
 
 def _entry(entry: PlanEntry) -> str:

@@ -1,4 +1,4 @@
-"""The picture of a result: memory and throughput against batch size. Drawn by matplotlib."""
+"""Pictures of a result: memory and throughput against batch size, and the bracket closing. Drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -40,6 +40,25 @@ def result_figure(result: ProbeResult) -> Figure:
         memory = lowest = figure.subplots()
     lowest.set_xlabel("batch size", fontsize=SMALL)
     _draw_memory(memory, result)
+    return figure
+
+
+def bracket_figure(result: ProbeResult) -> Figure:
+    """Each trial in order: what ran and what failed, closing in on the answer."""
+    figure = new_figure(2.2)
+    from matplotlib.ticker import MaxNLocator
+
+    axes = figure.subplots()
+    trials = _plain(result)
+    _scatter(axes, [(n, t.batch_size) for n, t in enumerate(trials, 1) if t.passed], "o", DARK, "ran")
+    _scatter(axes, [(n, t.batch_size) for n, t in enumerate(trials, 1) if not t.passed], "x", "black", "failed")
+    axes.axhline(result.batch_size, color=GREY, linewidth=0.8, linestyle="--")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _label(axes, "batch size")
+    axes.legend(loc="lower right", fontsize=SMALL - 1, frameon=False)
+    axes.set_xlabel("trial", fontsize=SMALL)
     return figure
 
 

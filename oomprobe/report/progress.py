@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from oomprobe.result import Phase, Trial
 
 Progress = str | Callable[["Trial"], object]
+_GREEN, _RED, _NORMAL = "\x1b[32m", "\x1b[31m", "\x1b[0m"
 _ERASE = "\r\x1b[K"  # back to the first column, erase to the end: ECMA-48, 8.3.41 (EL)
 LAST_TRIALS = 2  # after bisecting: the failure that decided once more, and the confirmation
 ROWS_BELOW = 3  # of a screen that the table of trials leaves free
@@ -60,9 +61,16 @@ def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic)
         return Reporter(
             opened=lambda device, options: _write(f"probing {device}\n"),
             started=lambda batch_size, phase: _write(f"batch {batch_size}  {phase} ...\n"),
-            finished=lambda trial: _write(f"{trial_line(trial)}\n"),
+            finished=_write_trial,
         )
     raise InvalidArgumentError(f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}")
+
+
+def _write_trial(trial: Trial) -> None:
+    line = trial_line(trial)
+    if os.environ.get("FORCE_COLOR") and not os.environ.get("NO_COLOR"):  # of logs that show colours, such as CI's
+        line = f"{_GREEN if trial.passed else _RED}{line}{_NORMAL}"
+    _write(line + "\n")
 
 
 _Show = Callable[[str, "Sequence[Trial]"], None]

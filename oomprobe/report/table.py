@@ -16,31 +16,33 @@ TEXT_COLUMNS = ("phase", "verdict", _STEP_NAME)  # the others hold numbers
 
 
 def trials_table(trials: Iterable[Trial]) -> str:
-    """Trials as a table, with what there is to say about one on the line under it; no final newline.
-
-    Columns that no trial measured are left out.
-    """
-    trials = tuple(trials)
-    if not trials:
+    """Trials as a table, with what there is to say about one on the line under it; no final newline."""
+    title, heads, rows = table_cells(trials)
+    if not rows:
         return "no trial was run"
-    sizes = [size for t in trials for size in (t.peak_allocated_bytes, t.peak_reserved_bytes, t.cap_bytes) if size]
-    unit, factor = byte_unit(max(sizes, default=0))
-    columns = {head: cell for head, cell in _columns(factor).items() if any(cell(t) is not None for t in trials)}
-    heads, rows = list(columns), [[cell(trial) or "-" for cell in columns.values()] for trial in trials]
-    widths = _widths(heads, rows)
-    lines = [
-        f"trials (memory in {unit}; '-': not measured, or no cap; each kind of error is shown once)",
-        _row(heads, heads, widths),
-    ]
-    shown = set()
-    for trial, cells in zip(trials, rows, strict=True):
+    widths = _widths(heads, [cells for _, cells, _ in rows])
+    lines = [title, _row(heads, heads, widths)]
+    for _, cells, remark in rows:
         lines.append(_row(heads, cells, widths))
-        failure = "" if trial.verdict in shown else _failure(trial)
-        shown.add(trial.verdict)
-        remark = "; ".join(one for one in (*_remarks(trial), failure) if one)
         if remark:
             lines.append(clip(f"{' ' * (widths[0] + 4)}^ {remark}", WIDTH))
     return "\n".join(lines)
+
+
+def table_cells(trials: Iterable[Trial]) -> tuple[str, list[str], list[tuple[Trial, list[str], str]]]:
+    """The title, the heads, and of each trial its cells and a remark; columns that no trial measured are left out."""
+    trials = tuple(trials)
+    sizes = [size for t in trials for size in (t.peak_allocated_bytes, t.peak_reserved_bytes, t.cap_bytes) if size]
+    unit, factor = byte_unit(max(sizes, default=0))
+    title = f"trials (memory in {unit}; '-': not measured, or no cap; each kind of error is shown once)"
+    columns = {head: cell for head, cell in _columns(factor).items() if any(cell(t) is not None for t in trials)}
+    rows, shown = [], set()
+    for trial in trials:
+        failure = "" if trial.verdict in shown else _failure(trial)
+        remark = "; ".join(one for one in (*_remarks(trial), failure) if one)
+        rows.append((trial, [cell(trial) or "-" for cell in columns.values()], remark))
+        shown.add(trial.verdict)
+    return title, list(columns), rows
 
 
 def trial_line(trial: Trial) -> str:
