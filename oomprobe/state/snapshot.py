@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -16,9 +17,9 @@ from oomprobe.state.reach import has_state
 from oomprobe.state.surroundings import Surroundings
 from oomprobe.state.tensors import HostCopies
 from oomprobe.state.tracker import Tracker, parameters_of
-from oomprobe.state.values import Attributes, entries, is_plain
+from oomprobe.state.values import Attributes, has_bytes
 
-UNREAD = "state of {kind}: its state_dict() could not be read ({why}), so only plain attributes of it were kept"
+UNREAD = "state of {kind}: its state_dict() could not be read ({why}), so only its attributes were kept"
 UNKNOWN_BEFORE = (
     "{kind} was first seen when it stepped, so what the gradients of {count} of its parameters were before the probe, and "
     "the buffers beside them, is not known: the gradients are None now. Pass it and its modules in preserve to have them "
@@ -26,6 +27,7 @@ UNKNOWN_BEFORE = (
 )
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # registers, hooks, the mode
+_OF_EVERY_OPTIMIZER = frozenset({"defaults", "param_groups", "state"})
 
 
 class Snapshot:
@@ -45,8 +47,8 @@ class Snapshot:
         self.tracker = Tracker(model, steps, preserved(preserve))
         self._copies = HostCopies()
         self._kept: list[Attributes | Stateful] = []
+        self._optimizers: list[StateDict] = []  # for `host_copy`: they come back through their attributes
         self._tensors: dict[int, TensorAndGradient] = {}  # by id
-        self._optimizer_states: list[StateDict] = []  # for `host_copy`: they come back through their attributes
         self._unread: list[str] = []
         for module in self.tracker.modules:
             self._keep_module(module)
@@ -69,7 +71,9 @@ class Snapshot:
         self.tracker.add(optimizer)
         for parameter in parameters_of(optimizer):
             self._keep_tensor(parameter, late=type(optimizer).__name__)
-        self._kept.append(Attributes(optimizer, self._copies, hold=False))
+        attributes = Attributes(optimizer, self._copies, _OF_EVERY_OPTIMIZER & vars(optimizer).keys())
+        self._kept.append(attributes)
+        weakref.finalize(optimizer, attributes.forget)
         self._copies.take()
 
     def release_dead(self) -> None:
@@ -121,22 +125,21 @@ class Snapshot:
         """The model and the optimizers as they were, in host memory: what survives a lost device."""
         return {
             "model": {name: tensor.on_host() for name, tensor in self._model.items()},
-            "optimizers": [state.on_host() for state in self._optimizer_states],
+            "optimizers": [state.on_host() for state in self._optimizers],
         }
 
     def _keep_module(self, module: torch.nn.Module) -> None:
-        """Parameters and buffers, mode, hooks and plain attributes.
+        """Parameters and buffers, mode, hooks and attributes: a flag such as "cache built" must match the restored buffers.
 
-        Plain attributes are restored too: a flag such as "cache built" must match the restored buffers. Other objects
-        are neither kept nor held. What DDP and its like note in Python goes with C++ objects, which cannot be rolled back.
+        Of DDP and its like no attributes, for what those note goes with C++ objects, which cannot be rolled back.
         """
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             self._keep_tensor(tensor)
         is_parallel = type(module).__module__.startswith(("torch.distributed.", "torch.nn.parallel."))
-        own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-        others = {name for name, value in own.items() if is_parallel or not is_plain(value)}
+        attributes = Attributes(module, self._copies, _OF_EVERY_MODULE if is_parallel else None)
         has_extra = type(module).get_extra_state is not torch.nn.Module.get_extra_state
-        self._keep_attributes(module, others, module.get_extra_state if has_extra else None, module.set_extra_state)
+        state = self._state_dict(module, module.get_extra_state) if has_extra else None
+        self._kept.append(attributes if state is None else Stateful(attributes, state, module.set_extra_state))
 
     def _keep(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -144,24 +147,20 @@ class Snapshot:
         elif isinstance(value, torch.optim.Optimizer):
             for parameter in parameters_of(value):
                 self._keep_tensor(parameter)
-            self._kept.append(Attributes(value, self._copies, hold=True))
+            self._kept.append(Attributes(value, self._copies))
             with suppress(Exception):  # a shell around another optimizer may have no state_dict of its own
-                self._optimizer_states.append(StateDict(value.state_dict, self._copies))
+                self._optimizers.append(StateDict(value.state_dict, self._copies))
         # Modules are kept already; positions of loaders are not covered.
         elif not isinstance(value, torch.nn.Module | torch.utils.data.DataLoader):
-            others = {name for name, part in vars(value).items() if not is_plain(part)}
-            self._keep_attributes(value, others, value.state_dict, value.load_state_dict)
+            attributes, state = Attributes(value, self._copies), self._state_dict(value, value.state_dict)
+            self._kept.append(attributes if state is None else Stateful(attributes, state, value.load_state_dict))
 
-    def _keep_attributes(
-        self, owner: Any, others: set[str], tell: Callable[[], Any] | None, load: Callable[[Any], object]
-    ) -> None:
+    def _state_dict(self, owner: object, tell: Callable[[], Any]) -> StateDict | None:
         try:
-            state = None if tell is None else StateDict(tell, self._copies)
+            return StateDict(tell, self._copies)
         except Exception as error:  # some want an argument; some have a state only later, or only where distributed
             self._unread.append(UNREAD.format(kind=type(owner).__name__, why=f"{type(error).__name__}: {error}"))
-            state = None
-        attributes = Attributes(owner, self._copies, hold=True, others=others)
-        self._kept.append(attributes if state is None else Stateful(attributes, state, load))
+            return None
 
     def _keep_tensor(self, tensor: torch.Tensor, *, late: str = "") -> None:
         known = self._tensors.get(id(tensor))
@@ -236,29 +235,35 @@ class StateDict:
 
 
 class Stateful:
-    """An object whose state is not all in plain attributes; `load` takes back what its ``state_dict`` told."""
+    """An object that hides state from its attributes: it has to `load` what its ``state_dict`` told.
+
+    Once it has, its attributes are as it makes them.
+    """
 
     is_gone = False
 
     def __init__(self, attributes: Attributes, state: StateDict, load: Callable[[Any], object]) -> None:
         self._attributes, self._state, self._load = attributes, state, load
+        self._has_loaded = False
         self.name = attributes.name
 
     def restore(self) -> None:
         self._attributes.restore()
         if self._state.differs():
             self._load(self._state.anew())
-            self._attributes.restore()  # it may have made some of them anew
+            self._has_loaded = True
 
     def differences(self) -> list[str]:
-        return [*([self.name] if self._state.differs() else []), *self._attributes.differences()]
+        if self._state.differs():
+            return [self.name]
+        return [] if self._has_loaded else self._attributes.differences()
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor) and value.device.type != "meta":
+    if has_bytes(value):
         yield value
     elif isinstance(value, dict | list | tuple):
-        for part in entries(value).values():
+        for part in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(part)
 
 

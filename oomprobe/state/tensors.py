@@ -83,7 +83,7 @@ class TensorCopy:
         self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
         self._dtype, self._requires_grad = tensor.dtype, is_learnable(tensor)
 
-    def restore(self, now: object = None) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         """The tensor, looking at its own memory again; the bytes in it are the storage's matter."""
         tensor = self.find()
         if tensor is None:
@@ -126,7 +126,7 @@ class WholeCopy:
         self._requires_grad = is_learnable(tensor)
         self._copy = tensor.detach().cpu().clone()
 
-    def restore(self, now: object = None) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         tensor = self.find()
         if tensor is None:
             tensor = self._copy.to(self.device, copy=True)
@@ -155,7 +155,7 @@ class WrapperCopy:
         self.device: torch.device = tensor.device
         self._parts = parts
 
-    def restore(self, now: object = None) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         for part in self._parts.values():
             part.restore()
         return self.find()
