@@ -105,27 +105,19 @@ class Training:
 
 
 @pytest.mark.parametrize("warm_steps", [0, 3], ids=["fresh", "mid-training"])
-@pytest.mark.parametrize("fails", [False, True], ids=["answer", "bug"])  # other ways out are in tests/faults
-def test_everything_comes_back(fails, warm_steps):
+def test_everything_comes_back(warm_steps):  # other ways out are in tests/faults
     training = Training(warm_steps=warm_steps)
-    calls = []
 
     def step(model, batch_size):
         training.step(model, max(2, batch_size))
         model.train()  # flips the frozen BatchNorm, as careless code does
         model.count = model.count * 2  # replaces a buffer
-        calls.append(batch_size)
-        if fails and len(calls) > 3:
-            raise KeyError("labels")
 
     before = training.picture()
-    if fails:
-        with pytest.raises(oomprobe.StepFailedError):
-            probe(training.model, step)
-    else:
-        assert probe(training.model, step).state_verified
-    assert len(calls) > 3
+    assert probe(training.model, step).state_verified
     assert training.picture() == before
+    step(training.model, 2)
+    assert training.picture() != before  # it sees a step
 
 
 SKIPPED = [(snapshot.Snapshot, "restore"), (snapshot.Surroundings, "restore"), (StorageCopy, "write")]
@@ -137,19 +129,6 @@ def test_a_skipped_restore_is_noticed(monkeypatch, owner, name):
     monkeypatch.setattr(owner, name, lambda self, **_: [])
     with pytest.raises(UnreliableError, match="not everything came back"):
         probe(training.model, training.step, min_batch=2)
-
-
-def test_training_goes_on_to_bit_equal_weights():
-    probed, plain = Training(), Training()
-    probe(probed.model, probed.step, min_batch=2)
-    for training in (probed, plain):
-        torch.manual_seed(5)
-        random.seed(5)
-        np.random.seed(5)
-        for _ in range(4):
-            training.step(training.model, 4)
-    assert bits(probed.model.state_dict()) == bits(plain.model.state_dict())
-    assert bits(probed.optimizer.state_dict()) == bits(plain.optimizer.state_dict())
 
 
 # --- one place after another ---
@@ -190,16 +169,22 @@ def shared_and_expanded_buffers():
     return model, base.zero_, lambda: [(b.data_ptr(), b.stride(), bits(b)) for b in model.buffers()]
 
 
-def other_parameters_and_children():
+def other_parameters_children_and_hooks():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_forward_hook(lambda *_: None)
 
     def change():
         model.append(nn.Linear(1, 1))
         model[1] = nn.Linear(2, 2)
         model[0].register_parameter("extra", nn.Parameter(torch.ones(1)))
         model[0].bias = None
+        model.register_forward_hook(lambda *_: None)
 
-    return model, change, lambda: [(name, id(one)) for name, one in (*model.named_parameters(), *model.named_modules())]
+    def look():
+        named = [(name, id(one)) for name, one in (*model.named_parameters(), *model.named_modules())]
+        return named, list(map(id, model._forward_hooks.values()))
+
+    return model, change, look
 
 
 def gradients():
@@ -243,64 +228,47 @@ def a_wrapped_parameter():
     return model, change, lambda: [(part.data_ptr(), bits(part)) for part in (model.weight.a, model.weight.b)]
 
 
-def hooks_of_a_module():
-    model = linear()
-    model.register_forward_hook(lambda *_: None)
-
-    def change():
-        model.register_forward_hook(lambda *_: None)
-        model.register_full_backward_hook(lambda *_: None)
-
-    return model, change, lambda: [repr(part) for name, part in vars(model).items() if "hook" in name]
-
-
 def a_tensor_of_the_closure():
     scale = torch.ones(2, requires_grad=True)
     return linear(), lambda: scale.data.zero_(), lambda: bits(scale)
 
 
 class WithExtra(nn.Module):
-    """Its extra state is in attributes that set_extra_state makes anew."""
+    """Its extra state is in an object that set_extra_state makes anew."""
 
     def __init__(self):
         super().__init__()
-        self.inner, self.scales = types.SimpleNamespace(scale=1), [1]
+        self.set_extra_state({"scale": 1})
 
     def get_extra_state(self):
-        return {"scale": self.inner.scale}
+        return dict(vars(self.inner))
 
     def set_extra_state(self, state):
-        self.inner, self.scales = types.SimpleNamespace(**state), [1]
+        self.inner = types.SimpleNamespace(**state)
 
 
 def extra_state():
     model = WithExtra()
-    return model, lambda: setattr(model.inner, "scale", 2), lambda: (model.inner.scale, model.scales)
+    return model, lambda: setattr(model.inner, "scale", 2), lambda: model.inner.scale
 
 
-def settings_of_an_optimizer():
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def change():
-        optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] = 7.0
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-
-    return model, change, lambda: (len(optimizer.param_groups), optimizer.param_groups[0]["lr"], optimizer.defaults)
-
-
-def state_of_an_optimizer_replaced():
+def an_optimizer():
     model = linear()
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    average = optimizer.state[model.weight]["exp_avg"]
+    average, groups = optimizer.state[model.weight]["exp_avg"], optimizer.param_groups
 
     def change():
+        groups[0]["lr"] = optimizer.defaults["lr"] = 7.0
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         optimizer.state = collections.defaultdict(dict)
         average.zero_()
 
-    return model, change, lambda: bits(optimizer.state_dict())
+    def look():
+        return bits(optimizer.state_dict()), optimizer.defaults["lr"], id(optimizer.param_groups), id(groups[0])
+
+    return model, change, look
 
 
 class Average:
@@ -344,41 +312,40 @@ def an_object_known_by_its_state_dict():
     return linear(), change, lambda: repr(hidden.state_dict())
 
 
-class Rotary(nn.Module):
-    """Makes its buffer anew for longer inputs, and notes how long it is: the note must match what comes back."""
+def attributes_of_a_module():
+    sizes, loss, nested = [1], collections.deque([1.0]), {"a": [[1], (torch.ones(1), [1])]}
+    model = linear(sizes=sizes, loss=loss, text="a", nested=nested, seen={1}, table=np.zeros(2), act=len, inner=Plain())
 
-    def __init__(self):
-        super().__init__()
-        self.grow(2)
+    def change():
+        sizes.append(2)
+        loss.append(2.0)
+        model.nested = {"a": 1}
+        nested["a"][1][0].zero_()
+        nested["a"][1][1].append(1)
+        model.seen.add(2)
+        model.table.fill(1)
+        model.act, model.inner, model.later = abs, None, 1
+        vars(model).pop("text", None)
 
-    def grow(self, length):
-        self.length = length
-        self.register_buffer("table", torch.arange(length * 2.0).view(length, 2), persistent=False)
-
-
-def a_buffer_and_a_note_of_its_size():
-    model = Rotary()
-    return model, lambda: model.grow(4), lambda: (model.length, id(model.table), bits(model.table))
+    return model, change, lambda: [(name, id(one), repr(one)) for name, one in vars(model).items()]
 
 
 PLACES = [
+    attributes_of_a_module,
     nan_bits_and_negative_zero,
     swapped_data,
     a_frozen_parameter,
     shared_and_expanded_buffers,
-    other_parameters_and_children,
+    other_parameters_children_and_hooks,
     gradients,
     gradients_that_share_memory,
     sparse_gradients,
     a_wrapped_parameter,
-    hooks_of_a_module,
     a_tensor_of_the_closure,
     extra_state,
-    settings_of_an_optimizer,
-    state_of_an_optimizer_replaced,
+    an_optimizer,
     an_average,
     an_object_known_by_its_state_dict,
-    a_buffer_and_a_note_of_its_size,
 ]
 
 
@@ -394,39 +361,6 @@ def test_everything_a_step_changes_comes_back(place):
     assert probe(model, step).state_verified
     assert any(changed)
     assert look() == before
-
-
-ATTRIBUTES = {
-    "number": (1, lambda m: setattr(m, "it", 2)),
-    "text, deleted": ("a", lambda m: vars(m).pop("it", None)),
-    "nothing": (None, lambda m: setattr(m, "it", object())),
-    "list": ([1], lambda m: m.it.append(2)),
-    "list, replaced": ([1], lambda m: setattr(m, "it", [1, 2])),
-    "nested": ({"a": [1, (torch.ones(1), 2)]}, lambda m: (m.it["a"][1][0].zero_(), m.it["a"].append(1))),
-    "tensor": (torch.ones(3), lambda m: m.it.zero_()),
-    "set": ({1}, lambda m: m.it.add(2)),
-    "deque": (collections.deque([1]), lambda m: m.it.append(2)),
-    "array": (np.zeros(2), lambda m: m.it.fill(1)),
-    "function": (len, lambda m: setattr(m, "it", abs)),
-}
-
-
-@pytest.mark.parametrize("kind", ATTRIBUTES)
-def test_plain_attributes_of_modules_come_back(kind):
-    value, change = ATTRIBUTES[kind]
-    value = copy.deepcopy(value)
-    model = nn.Sequential(linear(it=value))
-    before, names = repr(value), list(vars(model[0]))
-
-    def step(model, batch_size):
-        if repr(getattr(model[0], "it", ...)) == before:
-            change(model[0])
-        model[0].later = batch_size
-
-    assert probe(model, step).state_verified
-    assert repr(model[0].it) == before
-    assert model[0].it is value
-    assert sorted(vars(model[0])) == sorted(names)
 
 
 @pytest.mark.filterwarnings("ignore:.*norm.*is deprecated")
@@ -447,14 +381,13 @@ def test_python_flags_of_ddp_stay_with_its_cpp_objects():
 
 
 def test_tensors_that_a_step_replaces_are_not_kept_alive():
-    model = linear(table=torch.ones(3), helper=Plain())
+    model = linear(table=torch.ones(3))
     model(torch.ones(1, 2)).sum().backward()
     died = [weakref.ref(one) for one in (model.table, model.weight.grad, model.weight.grad.untyped_storage())]
-    died.append(weakref.ref(model.helper))
     alive = []
 
     def step(model, batch_size):
-        model.table = model.helper = None
+        model.table = None
         model.zero_grad()
         alive.append([one() for one in died if one() is not None])
 
@@ -467,9 +400,7 @@ def test_tensors_that_a_step_replaces_are_not_kept_alive():
 
 
 def test_preserve_takes_one_object_or_several():
-    scaler, network, tensor = torch.amp.GradScaler("cpu"), nn.Sequential(nn.Linear(1, 1)), torch.ones(2)
-    assert preserved(None) == preserved(()) == []
-    for one in (scaler, network, tensor):
+    for one in (torch.amp.GradScaler("cpu"), nn.Sequential(nn.Linear(1, 1)), torch.ones(2)):
         assert preserved(one) == preserved(iter([one])) == [one]
 
 
@@ -535,11 +466,9 @@ def test_optimizers_first_seen_mid_training_are_restored():
             optimizer.param_groups[0]["lr"] = 7.0
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
-    result = probe(model, step)
-    assert result.state_verified
+    assert probe(model, step).state_verified
     assert bits([optimizer.state_dict() for optimizer in optimizers]) == before
     assert id(optimizers[0].state[model.weight]["exp_avg"]) == averages
-    assert "Adam was first seen when it stepped, so what the gradients of 2 of its" in " ".join(result.notes)
 
 
 def test_objects_made_on_each_call_are_not_kept_alive():
@@ -553,9 +482,8 @@ def test_objects_made_on_each_call_are_not_kept_alive():
         model(torch.ones(1, 3))
 
     model = nn.Linear(3, 3)
-    result = probe(model, step)
+    probe(model, step)
     assert set(alive) == {0}
-    assert not any("first seen" in note for note in result.notes)  # nothing of them is left to have back
 
 
 def test_copies_of_what_died_are_dropped():
@@ -584,10 +512,9 @@ def test_weights_that_outlive_their_optimizer_come_back():
         stepped(model)
         stepped(next(hidden))
 
-    result = probe(model, step)
+    probe(model, step)
     assert bits([*model.parameters(), *other.parameters()]) == before
     assert [p.grad for p in (*model.parameters(), *other.parameters())] == [None] * 4
-    assert "gradients of 2 of its parameters" in " ".join(result.notes)
 
 
 # --- what cannot be kept or put back ---

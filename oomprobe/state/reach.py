@@ -7,7 +7,6 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 
 import torch
 
@@ -72,9 +71,8 @@ def is_own(module_name: object) -> bool:
         return True
     if module_name.partition(".")[0] in _LIBRARIES:
         return False
-    module = sys.modules.get(module_name)
-    places = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or ())]
-    return not any(part in place for place in places if isinstance(place, str) for part in _INSTALLED)
+    file = getattr(sys.modules.get(module_name), "__file__", None) or ""
+    return not any(part in file for part in _INSTALLED)
 
 
 def _children(value: object) -> Iterator[object]:
@@ -99,8 +97,6 @@ def _children(value: object) -> Iterator[object]:
         if is_own(type(value).__module__):
             yield type(value)
         yield from list(getattr(value, "__dict__", {}).values())
-        for base in type(value).__mro__:
-            yield from (getattr(value, name, None) for name in vars(base).get("__slots__", ()))
 
 
 def _of_module(module: torch.nn.Module) -> Iterator[object]:
@@ -123,43 +119,16 @@ def _of_function(function: types.FunctionType) -> Iterator[object]:
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    yield function.__dict__.get("__wrapped__")
     names = _names(function.__code__)
-    met: set[int] = set()
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
-        yield from _named_in(value, names, met) if isinstance(value, types.ModuleType) else (value,)
-    if is_own(function.__module__):
-        for module in _imported(function, names):
-            yield from _named_in(module, names, met)
+        if not isinstance(value, types.ModuleType):
+            yield value
+        elif is_own(value.__name__):
+            yield from (vars(value)[part] for part in names & vars(value).keys())
 
 
 def _names(code: types.CodeType) -> set[str]:
     """Global and attribute names of a function and of the functions inside it."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*(_names(c) for c in inner))
-
-
-def _imported(function: types.FunctionType, names: set[str]) -> Iterator[types.ModuleType]:
-    """Own modules that a body may import: by their whole names, or as seen from its package or one above."""
-    packages = accumulate((function.__globals__.get("__package__") or "").split("."), "{}.{}".format)
-    for prefix in ("", *(f"{package}." for package in packages)):
-        for name in names:
-            module = sys.modules.get(prefix + name)
-            if module is not None and is_own(module.__name__):
-                yield module
-
-
-def _named_in(module: types.ModuleType, names: set[str], met: set[int]) -> Iterator[object]:
-    """What may be used as ``module.name``: of own modules everything, of libraries what has state."""
-    if id(module) in met:
-        return
-    met.add(id(module))
-    own = is_own(module.__name__)
-    for name in names & vars(module).keys():
-        value = vars(module)[name]
-        if not isinstance(value, types.ModuleType):
-            if own or has_state(value):
-                yield value
-        elif own and is_own(value.__name__):
-            yield from _named_in(value, names, met)

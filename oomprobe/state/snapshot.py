@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -20,12 +18,6 @@ from oomprobe.state.tracker import Tracker, parameters_of
 from oomprobe.state.values import Attributes, has_bytes
 
 UNREAD = "state of {kind}: its state_dict() could not be read ({why}), so only its attributes were kept"
-UNKNOWN_BEFORE = (
-    "{kind} was first seen when it stepped, so what the gradients of {count} of its parameters were before the probe, and "
-    "the buffers beside them, is not known: the gradients are None now. Pass it and its modules in preserve to have them "
-    "back as they were"
-)
-
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # registers, hooks, the mode
 _OF_EVERY_OPTIMIZER = frozenset({"defaults", "param_groups", "state"})
 
@@ -49,7 +41,11 @@ class Snapshot:
         self._kept: list[Attributes | Stateful] = []
         self._optimizers: list[StateDict] = []  # for `host_copy`: they come back through their attributes
         self._tensors: dict[int, TensorAndGradient] = {}  # by id
-        self._unread: list[str] = []
+        self.notes: list[str] = []  # what is not kept as well as it should be
+        buffers = [buffer for module in self.tracker.modules for buffer in module.buffers(recurse=False)]
+        given = [value for value in self.tracker.found if isinstance(value, torch.Tensor)]
+        for tensor in (*self.tracker.parameters(), *buffers, *given):
+            self._keep_tensor(tensor)
         for module in self.tracker.modules:
             self._keep_module(module)
         for value in self.tracker.found:
@@ -58,22 +54,16 @@ class Snapshot:
         self._model = {name: self._copies.keep(tensor) for name, tensor in named}
         self._copies.take()
 
-    @property
-    def notes(self) -> list[str]:
-        """What is not kept as well as it should be; nothing of what has died, for nothing is left of it."""
-        unknown = Counter(one.unknown_to for one in self._tensors.values() if one.unknown_to and not one.is_gone)
-        return [*self._unread, *(UNKNOWN_BEFORE.format(kind=kind, count=count) for kind, count in unknown.items())]
-
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep an optimizer that shows itself by stepping, just before it does, for as long as it lives."""
         if self.tracker.knows(optimizer):
             return
         self.tracker.add(optimizer)
         for parameter in parameters_of(optimizer):
-            self._keep_tensor(parameter, late=type(optimizer).__name__)
+            self._keep_tensor(parameter, hold=False)
         attributes = Attributes(optimizer, self._copies, _OF_EVERY_OPTIMIZER & vars(optimizer).keys())
+        attributes.forget_with(optimizer)
         self._kept.append(attributes)
-        weakref.finalize(optimizer, attributes.forget)
         self._copies.take()
 
     def release_dead(self) -> None:
@@ -129,12 +119,10 @@ class Snapshot:
         }
 
     def _keep_module(self, module: torch.nn.Module) -> None:
-        """Parameters and buffers, mode, hooks and attributes: a flag such as "cache built" must match the restored buffers.
+        """Registers, hooks and attributes: a flag such as "cache built" must match the restored buffers.
 
         Of DDP and its like no attributes, for what those note goes with C++ objects, which cannot be rolled back.
         """
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            self._keep_tensor(tensor)
         is_parallel = type(module).__module__.startswith(("torch.distributed.", "torch.nn.parallel."))
         attributes = Attributes(module, self._copies, _OF_EVERY_MODULE if is_parallel else None)
         has_extra = type(module).get_extra_state is not torch.nn.Module.get_extra_state
@@ -142,16 +130,12 @@ class Snapshot:
         self._kept.append(attributes if state is None else Stateful(attributes, state, module.set_extra_state))
 
     def _keep(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            self._keep_tensor(value)
-        elif isinstance(value, torch.optim.Optimizer):
-            for parameter in parameters_of(value):
-                self._keep_tensor(parameter)
+        if isinstance(value, torch.optim.Optimizer):
             self._kept.append(Attributes(value, self._copies))
             with suppress(Exception):  # a shell around another optimizer may have no state_dict of its own
                 self._optimizers.append(StateDict(value.state_dict, self._copies))
-        # Modules are kept already; positions of loaders are not covered.
-        elif not isinstance(value, torch.nn.Module | torch.utils.data.DataLoader):
+        # Tensors and modules are kept already; positions of loaders are not covered.
+        elif not isinstance(value, torch.Tensor | torch.nn.Module | torch.utils.data.DataLoader):
             attributes, state = Attributes(value, self._copies), self._state_dict(value, value.state_dict)
             self._kept.append(attributes if state is None else Stateful(attributes, state, value.load_state_dict))
 
@@ -159,30 +143,29 @@ class Snapshot:
         try:
             return StateDict(tell, self._copies)
         except Exception as error:  # some want an argument; some have a state only later, or only where distributed
-            self._unread.append(UNREAD.format(kind=type(owner).__name__, why=f"{type(error).__name__}: {error}"))
+            self.notes.append(UNREAD.format(kind=type(owner).__name__, why=f"{type(error).__name__}: {error}"))
             return None
 
-    def _keep_tensor(self, tensor: torch.Tensor, *, late: str = "") -> None:
+    def _keep_tensor(self, tensor: torch.Tensor, *, hold: bool = True) -> None:
         known = self._tensors.get(id(tensor))
         if known is None or known.find() is not tensor:
-            self._tensors[id(tensor)] = TensorAndGradient(tensor, self._copies, late=late)
+            self._tensors[id(tensor)] = TensorAndGradient(tensor, self._copies, hold=hold)
 
 
 class TensorAndGradient:
     """A parameter, or another tensor, with its gradient.
 
-    One that became known when an optimizer stepped in a trial, of the kind `late`, may die with that optimizer. Its
-    gradient is the step's own already: what there was before is not known.
+    One that is not held became known when an optimizer stepped in a trial, and may die with that optimizer. Its gradient is
+    the step's own already, and goes.
     """
 
-    def __init__(self, tensor: torch.Tensor, copies: HostCopies, *, late: str) -> None:
-        gradient = tensor.grad if tensor.is_leaf else None  # of others torch warns
-        self.unknown_to = late if gradient is not None else ""
-        self._copy = copies.keep(tensor, hold=not late)
-        self._gradient = None if late or gradient is None else copies.keep(gradient)
+    def __init__(self, tensor: torch.Tensor, copies: HostCopies, *, hold: bool) -> None:
+        gradient = tensor.grad if hold and tensor.is_leaf else None  # of others torch warns
+        self._copy = copies.keep(tensor, hold=hold)
+        self._gradient = None if gradient is None else copies.keep(gradient)
         self._shape = tuple(tensor.shape)
         self.name = f"a tensor of shape {self._shape}"
-        self.find = self._copy.find if late else lambda: tensor
+        self.find = self._copy.find
 
     @property
     def is_gone(self) -> bool:

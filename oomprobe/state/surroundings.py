@@ -29,59 +29,26 @@ def _attribute(owner: Any, name: str) -> Flag:
     return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
-def _reductions(kind: str) -> Flag:
-    """Two flags behind one name of ``torch.backends.cuda.matmul``: at reduced precision, and there with split k."""
-    name = f"cublas_allow_{kind}_reduced_precision_reduction"
-    get, put = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
-    return get, lambda value: put(*(value if isinstance(value, tuple) else (value,)))
-
-
-def _default_device() -> torch.device | None:
-    """The one that was set; a ``with torch.device(...)`` around the probe is not a setting."""
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return None if context is None else context.device
-
-
 def _flags(device_type: str) -> dict[str, Flag]:
     """The flags a step may change for everybody, by name, each with its getter and setter."""
-    backends, attention = torch.backends, torch.backends.cuda
+    backends = torch.backends
     # The general ones come first: a precision that is not set shows the one above it.
-    precise = {"": backends, "cudnn.": backends.cudnn, "cuda.matmul.": attention.matmul}
+    precise = {"": backends, "cudnn.": backends.cudnn, "cuda.matmul.": backends.cuda.matmul}
     precise |= {f"cudnn.{name}.": getattr(backends.cudnn, name, None) for name in ("conv", "rnn")}
     flags = {f"{path}fp32_precision": _attribute(owner, "fp32_precision") for path, owner in precise.items()}
     flags |= {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "default device": (_default_device, torch.set_default_device),
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-        "deterministic algorithms": (
-            lambda: (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-        ),
-        "anomaly detection": (
-            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            lambda value: torch.set_anomaly_enabled(*value),
-        ),
+        "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         "threads": (torch.get_num_threads, torch.set_num_threads),
         "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        "fp16 reduced precision reduction": _reductions("fp16"),
-        "bf16 reduced precision reduction": _reductions("bf16"),
-        "mkldnn.enabled": _attribute(backends.mkldnn, "enabled"),
-        "flash attention": (attention.flash_sdp_enabled, attention.enable_flash_sdp),
-        "memory-efficient attention": (attention.mem_efficient_sdp_enabled, attention.enable_mem_efficient_sdp),
-        "math attention": (attention.math_sdp_enabled, attention.enable_math_sdp),
-        "cudnn attention": (attention.cudnn_sdp_enabled, attention.enable_cudnn_sdp),
     }
     for name in ("enabled", "benchmark", "allow_tf32", "deterministic"):
         flags[f"cudnn.{name}"] = _attribute(backends.cudnn, name)
     for kind in {"cpu", "cuda", device_type}:  # CUDA's is what torch.set_autocast_enabled(True) sets, on any device
         flags[f"autocast {kind}"] = partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
-        flags[f"autocast {kind} dtype"] = (
-            partial(torch.get_autocast_dtype, kind),
-            partial(torch.set_autocast_dtype, kind),
-        )
+        dtype = partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
+        flags[f"autocast {kind} dtype"] = dtype
     return flags
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe.state.reach import reachable
-
-_SCHEDULER = torch.optim.lr_scheduler.LRScheduler
-_COUNTS = (bool, int, float, str, type(None), list)
+from oomprobe.state.tensors import HostCopies
+from oomprobe.state.values import Attributes
 
 
 class Tracker:
@@ -43,8 +41,13 @@ class Tracker:
         self._modes = [(module, module.training) for module in self.modules]
         self._buffers = [(module, set(module._buffers)) for module in self.modules]
         self._leaves = [one for one in self.found if isinstance(one, torch.Tensor) and one.is_leaf]
-        self._schedulers = [(one, _counts(one)) for one in self.found if isinstance(one, _SCHEDULER)]
-        self._scalers: list[tuple[Any, Any]] = [(one, _scale_of(one)) for one in self.found if _is_scaler(one)]
+        schedulers = [one for one in self.found if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
+        self._schedules = [Attributes(one, HostCopies()) for one in schedulers]
+        scalers = [one for one in self.found if isinstance(one, torch.amp.GradScaler) and one.is_enabled()]
+        # One that has not scaled a loss yet has no scale.
+        self._scales: list[tuple[Any, Any]] = [
+            (one, one.state_dict() if one._scale is not None else None) for one in scalers
+        ]
         # Each optimizer that is alive, with the names of what it kept for each parameter at first sight, by the parameter's id.
         self._met: MutableMapping[torch.optim.Optimizer, dict[int, set[Any]]] = WeakIdKeyDictionary()
         for one in self.found:
@@ -86,9 +89,9 @@ class Tracker:
             for name in module._buffers.keys() - buffers:
                 delattr(module, name)
         # A scheduler does not run off its end; a loss scale starts over, and forgets a step that failed half-way.
-        for scheduler, counts in self._schedulers:
-            vars(scheduler).update({name: copy.copy(value) for name, value in counts.items()})
-        for scaler, scale in self._scalers:
+        for schedule in self._schedules:
+            schedule.restore()
+        for scaler, scale in self._scales:
             scaler._per_optimizer_states.clear()
             if scale is None:
                 scaler._scale = scaler._growth_tracker = None
@@ -129,20 +132,6 @@ def _tensors_of(value: object) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, torch.optim.Optimizer):
         yield from state_tensors(value)
-
-
-def _counts(scheduler: object) -> dict[str, Any]:
-    """What a scheduler counts with: numbers, and lists of them."""
-    return {name: copy.copy(value) for name, value in vars(scheduler).items() if isinstance(value, _COUNTS)}
-
-
-def _is_scaler(value: object) -> bool:
-    return isinstance(value, torch.amp.GradScaler) and value.is_enabled()
-
-
-def _scale_of(scaler: Any) -> dict[str, Any] | None:
-    """None while it has no scale yet: it makes one when it first scales a loss."""
-    return None if scaler._scale is None else scaler.state_dict()
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> dict[int, set[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from operator import is_
@@ -38,9 +39,10 @@ class Attributes:
             parts = value.items() if value is own else ((name, part) for part in _parts(value).values())
             queue.extend(parts)
 
-    def forget(self) -> None:
-        """Let go of everything, when the owner has died."""
-        self._contents.clear()
+    def forget_with(self, owner: Any) -> None:
+        """Let go of everything when the owner dies."""
+        contents = self._contents
+        self._owner = weakref.ref(owner, lambda _: contents.clear())
 
     @property
     def is_gone(self) -> bool:

@@ -1,18 +1,16 @@
 """What a probe leaves: nothing in the model, in the process, in memory or in logs."""
 
+import contextlib
 import gc
-import hashlib
 import logging
 import logging.handlers
-import pickle
-import random
 import sys
 import time
 import weakref
 
-import numpy as np
 import pytest
 import torch
+from test_state import Training
 from torch import nn
 
 from faults.card import CARD, ROOM, SAMPLE_BYTES, trained
@@ -41,60 +39,7 @@ def sleeps(batch_size):
         time.sleep(60)
 
 
-def ended(model, step, ends, **options):
-    if ends is None:
-        return find_max_batch(model, step, device=CARD, **QUIET, **options)
-    with pytest.raises(ends):
-        find_max_batch(model, step, device=CARD, **QUIET, **options)
-    return None
-
-
 # --- 3: the model, the optimizer, the schedule and the random numbers ---
-
-
-def checksum(model, *others):
-    """Of every byte that training would go on from; it knows nothing of how the package saves them."""
-    digest = hashlib.sha256()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        for one in (tensor, tensor.grad):
-            digest.update(b"none" if one is None else one.detach().numpy().tobytes())
-    digest.update(str([module.training for module in model.modules()]).encode())
-    for other in others:
-        digest.update(pickle.dumps(jsonable(other.state_dict())))
-    digest.update(torch.get_rng_state().numpy().tobytes())
-    digest.update(pickle.dumps((random.getstate(), np.random.get_state()[1].tobytes())))
-    return digest.hexdigest()
-
-
-def jsonable(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach().numpy().tobytes().hex()
-    if isinstance(value, dict):
-        return {str(key): jsonable(one) for key, one in value.items()}
-    return [jsonable(one) for one in value] if isinstance(value, list | tuple) else repr(value)
-
-
-def trainable():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
-    model[1].eval()
-    optimizer = torch.optim.AdamW(model.parameters())
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    def step(model, batch_size):
-        model.train()
-        held = CARD.fake.alloc(SAMPLE_BYTES * batch_size)
-        optimizer.zero_grad()
-        model(torch.randn(batch_size, 4) * random.random() + np.random.rand()).square().sum().backward()
-        optimizer.step()
-        schedule.step()
-        return held
-
-    model.train()
-    model(torch.randn(4, 4)).sum().backward()
-    optimizer.step()
-    schedule.step()
-    model[1].eval()
-    return model, step, optimizer, schedule
 
 
 @pytest.mark.parametrize(
@@ -110,20 +55,20 @@ def trainable():
     ids=["answer", "nothing fits", "bug", "ctrl-c", "exit", "time limit"],
 )
 def test_row_03_everything_is_as_it_was(fault, options, ends):
-    model, step, optimizer, schedule = trainable()
-    before = checksum(model, optimizer, schedule)
+    training = Training(warm_steps=1)
+    before = training.picture()
     CARD.fake.set_per_process_memory_fraction(0.75)
 
-    def faulty(model, batch_size):
-        held = step(model, batch_size)
+    def step(model, batch_size):
+        held = CARD.fake.alloc(SAMPLE_BYTES * batch_size)
+        training.step(model, batch_size)
         fault(batch_size)
         return held
 
-    ended(model, faulty, ends, min_batch=2, **options)
-    assert checksum(model, optimizer, schedule) == before
+    with pytest.raises(ends) if ends else contextlib.nullcontext():
+        find_max_batch(training.model, step, device=CARD, min_batch=2, **QUIET, **options)
+    assert training.picture() == before
     assert CARD.fake.get_per_process_memory_fraction() == 0.75  # row 28 too
-    step(model, 2)
-    assert checksum(model, optimizer, schedule) != before  # the sum sees a step
 
 
 # --- 7: memory of a trial that failed ---
