@@ -11,6 +11,7 @@ import torch
 
 from oomprobe.devices import Device, choose_device, is_host, replay_of, simulated_or
 from oomprobe.errors import InvalidArgumentError, OomProbeError, check_size, target_failed
+from oomprobe.isolation.system import MARK
 from oomprobe.options import Options, Step, StepFn, check_model, named_steps, refuse_ranks
 from oomprobe.report.progress import Progress
 from oomprobe.report.summary import nothing_fits, result_of
@@ -291,7 +292,7 @@ def _open_target(
 
 
 def _refuse_isolation(preserve: Any) -> None:
-    if getattr(sys.modules.get("oomprobe.isolation.worker"), "is_worker", False):
+    if MARK in os.environ:  # in a worker
         raise InvalidArgumentError(
             "a target's file calls probe_target while it is imported, and each process that builds the target would start "
             'another probe: put the call under if __name__ == "__main__":'

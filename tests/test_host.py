@@ -195,7 +195,7 @@ def test_a_bug_has_the_steps_own_exception_as_its_cause():
         oomprobe.find_max_batch(*linear(bug), **QUIET)
     assert type(caught.value.__cause__) is LookupError
     assert caught.value.batch_size == 4
-    assert "in bug" in str(caught.value.__cause__.__cause__)
+    assert "in bug" in caught.value.__cause__.__notes__[0]
 
 
 def test_a_child_that_waits_for_ever_is_told_with_what_to_type(monkeypatch):

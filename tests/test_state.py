@@ -376,8 +376,9 @@ def test_the_older_norms_leave_no_graph_behind(normed):
 def test_python_flags_of_ddp_stay_with_its_cpp_objects():
     model = type("Parallel", (nn.Module,), {"__module__": "torch.nn.parallel.distributed"})()
     model.rebuilt = False
-    assert probe(model, lambda model, n: setattr(model, "rebuilt", True)).state_verified
+    assert probe(model, lambda model, n: setattr(model.eval(), "rebuilt", True)).state_verified
     assert model.rebuilt
+    assert model.training
 
 
 def test_tensors_that_a_step_replaces_are_not_kept_alive():
@@ -415,15 +416,17 @@ def test_what_has_no_state_is_refused(given, said):
 
 def test_preserved_tensors_and_objects_come_back():
     tensor, average = torch.ones(3), Average()
-    hidden = itertools.repeat((tensor, average))  # an iterator is not looked into
+    derived = torch.ones(3, requires_grad=True) * 1
+    hidden = itertools.repeat((tensor, derived, average))  # an iterator is not looked into
 
     def step(model, batch_size):
-        tensor, average = next(hidden)
+        tensor, derived, average = next(hidden)
         tensor.zero_()
+        derived.data.zero_()
         average.shadow["weight"].zero_()
 
-    assert probe(linear(), step, preserve=[average, tensor]).state_verified
-    assert bits([tensor, average.shadow]) == bits([torch.ones(3), {"weight": torch.ones(3)}])
+    assert probe(linear(), step, preserve=[average, tensor, derived]).state_verified
+    assert bits([tensor, derived, average.shadow]) == bits([torch.ones(3), torch.ones(3), {"weight": torch.ones(3)}])
 
 
 # --- optimizers that show themselves by stepping ---
@@ -457,7 +460,7 @@ def test_optimizers_first_seen_mid_training_are_restored():
     model = nn.Linear(3, 3)
     optimizers = [stepped(model), stepped(model, torch.optim.SGD), stepped(nn.Linear(3, 3))]
     hidden = itertools.repeat(optimizers)
-    before = bits([optimizer.state_dict() for optimizer in optimizers])
+    before = bits([model.weight.grad, [optimizer.state_dict() for optimizer in optimizers]])
     averages = id(optimizers[0].state[model.weight]["exp_avg"])
 
     def step(model, batch_size):
@@ -467,7 +470,7 @@ def test_optimizers_first_seen_mid_training_are_restored():
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
     assert probe(model, step).state_verified
-    assert bits([optimizer.state_dict() for optimizer in optimizers]) == before
+    assert bits([model.weight.grad, [optimizer.state_dict() for optimizer in optimizers]]) == before
     assert id(optimizers[0].state[model.weight]["exp_avg"]) == averages
 
 
@@ -655,6 +658,7 @@ class Plain:
 COMPARED = {  # one, and another that is not the same
     "object": (lambda: Plain(3), lambda: Plain(4)),
     "object in an object": (lambda: Plain(Plain(np.float32("nan"))), lambda: Plain(Plain(np.float32(0)))),
+    "array of objects": (lambda: np.array([Plain(1)]), lambda: np.array([Plain(2)])),
     "deque of tensors": (lambda: collections.deque([torch.zeros(2)]), lambda: collections.deque([torch.ones(2)])),
     "set": (lambda: {"a", 2}, lambda: {"a", 3}),
     "zero": (lambda: 0.0, lambda: -0.0),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -37,7 +38,6 @@ def told(error: BaseException, *, building: str | None) -> Message:
     cause = error.__cause__ if isinstance(error, errors.StepFailedError) and error.__cause__ is not None else error
     text = failure_of(cause).text
     is_plain = all(isinstance(one, str | int | float | None) for one in cause.args)
-    arguments = [one[:LONGEST_TEXT] if isinstance(one, str) else one for one in (cause.args if is_plain else [text])]
     return {
         "failed": {
             "kind": type(error).__name__ if isinstance(error, errors.OomProbeError) else None,
@@ -48,7 +48,7 @@ def told(error: BaseException, *, building: str | None) -> Message:
                 "module": type(cause).__module__,
                 "name": type(cause).__qualname__,
                 "text": text,
-                "arguments": arguments,
+                "arguments": cause.args if is_plain else [text],
                 "traceback": "".join(traceback.format_exception(cause))[-LONGEST_TEXT:],
             },
         }
@@ -73,21 +73,12 @@ def raise_failure(failed: dict[str, Any], batch_size: int) -> NoReturn:
     raise cause
 
 
-class _InChild(Exception):
-    """The traceback of an exception in a child, shown as its cause."""
-
-    def __str__(self) -> str:
-        return f"in the process of the trial:\n{self.args[0]}"
-
-
 def _rebuilt(cause: dict[str, Any]) -> BaseException:
     """An exception like the one in the child: of the same class where that is known here without importing anything."""
     kind = getattr(sys.modules.get(cause["module"]), cause["name"], None)
-    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-        kind = type(cause["name"].rpartition(".")[2], (Exception,), {"__module__": cause["module"]})
-    try:
-        error: BaseException = kind(*cause["arguments"])
-    except Exception:  # it takes other arguments
-        error = RuntimeError(cause["text"])
-    error.__cause__ = _InChild(cause["traceback"])
+    error: BaseException = RuntimeError(cause["text"])
+    if isinstance(kind, type) and issubclass(kind, BaseException):
+        with suppress(Exception):  # it may take other arguments
+            error = kind(*cause["arguments"])
+    error.add_note(f"in the process of the trial:\n{cause['traceback']}")
     return error

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -34,70 +35,50 @@ STUCK = (
 )
 
 
-class Forks:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where processes of trials come from."""
+
+    start: Callable[[], Process]
+    target: str | None = None  # what workers build; None: children forked from this process, which has the model
+    task: Message | None = None  # told to a worker when it is to build
+
+
+def forks(
+    model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, options: Options
+) -> Source:
     """Children of this process, which has the model: each runs one trial on host memory."""
 
-    target = None
+    def answer(wire: Connection) -> None:
+        serve(wire, lambda: (local_runner(model, steps, tracker, device, options), device))
 
-    def __init__(
-        self, model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, options: Options
-    ) -> None:
-        self._make = lambda: (local_runner(model, steps, tracker, device, options), device)
-
-    def start(self) -> Process:
-        """Fork one."""
-        return Process.forked(lambda wire: serve(wire, self._make))
-
-    def prepare(self) -> None:
-        """A fork takes milliseconds."""
-
-    def end(self) -> None:
-        """None is ahead."""
+    return Source(start=lambda: Process.forked(answer))
 
 
-class Workers:
-    """Programs that build a target. The next one is started ahead, so that its imports cost nothing."""
-
-    def __init__(self, target: str, device: Any, options: Options) -> None:
-        self.target = target
-        try:
-            pickled_device = pickle.dumps(device).hex()
-        except Exception as error:
-            raise errors.InvalidArgumentError(
-                f"the {type(device).__name__} given as device cannot be sent to the processes that run trials ({error}): "
-                "name it by a string such as 'cuda:1', or pass isolate=False"
-            ) from None
-        self._task = {"target": target, "device": pickled_device, "options": asdict(options)}
-        self._spare: Process | None = None
-
-    def start(self) -> Process:
-        """Let one build the target."""
-        process, self._spare = self._spare or Process.spawned(), None
-        process.tell(self._task)
-        return process
-
-    def prepare(self) -> None:
-        """Start the next one; it builds nothing yet."""
-        self._spare = self._spare or Process.spawned()
-
-    def end(self) -> None:
-        """End the one that was started ahead."""
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.end()
+def workers(target: str, device: Any, options: Options) -> Source:
+    """Programs that build a target."""
+    try:
+        pickled_device = pickle.dumps(device).hex()
+    except Exception as error:
+        raise errors.InvalidArgumentError(
+            f"the {type(device).__name__} given as device cannot be sent to the processes that run trials ({error}): "
+            "name it by a string such as 'cuda:1', or pass isolate=False"
+        ) from None
+    task = {"target": target, "device": pickled_device, "options": asdict(options)}
+    return Source(start=Process.spawned, target=target, task=task)
 
 
 class ProcessRunner:
-    """Runs trials in other processes, which a source starts."""
+    """Runs trials in other processes. The next worker is started ahead, so that its imports cost nothing."""
 
     replaceable = True
 
-    def __init__(self, source: Forks | Workers, clock: Clock, interrupts: Interrupts) -> None:
+    def __init__(self, source: Source, clock: Clock, interrupts: Interrupts) -> None:
         self._source, self._clock, self._interrupts = source, clock, interrupts
         self._process: Process | None = None
+        self._spare: Process | None = None  # has been told nothing yet
         self._before_s = 0.0  # in steps, in the processes before this one
-        self._available_bytes: int | None = None  # asked once, where each trial is a process of its own
-        self._phase: Phase | None = None  # of the last trial
+        self._has_run = False  # whether the process has run a trial
         self.in_steps_s = 0.0
         self.notes: dict[str, None] = {}
         self.device_notes: tuple[str, ...] = ()
@@ -108,14 +89,15 @@ class ProcessRunner:
         ended = self._ready()
         if ended is not None:
             raise self._refusal(ended)
-        if self._ends_with_trial:
-            self._available_bytes = self.measure().available_bytes
 
     def _ready(self) -> ExitStatus | None:
         """Start a process where there is none; how it died, or None."""
         if self._process is not None:
             return None
-        self._process, self._before_s = self._source.start(), self.in_steps_s
+        self._process, self._spare = self._spare or self._source.start(), None
+        self._before_s, self._has_run = self.in_steps_s, False
+        if self._source.task is not None:
+            self._process.tell(self._source.task)
         answer = self._wait(self._clock.end_s, STUCK_S)
         if isinstance(answer, ExitStatus):
             return answer
@@ -127,6 +109,7 @@ class ProcessRunner:
         self.step_names: list[str] = hello["step_names"]
         self.threads: int = hello["threads"]
         self._resident_bytes: int = hello["resident_bytes"]
+        self._available_bytes: int | None = hello["available_bytes"]  # where it does not change between trials
         self._is_forking: bool = hello["forks"]  # whether its trials are processes of their own
         self._ends_with_trial = self.device.on_host and not self._is_forking
         return None
@@ -154,7 +137,7 @@ class ProcessRunner:
     def _wait(self, deadline_s: float | None, stuck_s: float) -> Message | ExitStatus:
         """Listen to the process; a forked child hangs if it waits for a thread or lock that was not forked with it."""
         assert self._process is not None
-        can_be_stuck = isinstance(self._source, Forks)
+        can_be_stuck = self._source.target is None
         try:
             with self._interrupts.allowed(None):
                 answer = self._process.listen(deadline_s=deadline_s, stuck_s=stuck_s if can_be_stuck else None)
@@ -176,7 +159,8 @@ class ProcessRunner:
     def end(self) -> None:
         """End every process, and all that they started."""
         self._end_process()
-        self._source.end()
+        self._process, self._spare = self._spare, None
+        self._end_process()
 
     def _end_process(self) -> None:
         last, self._process = self._process, None
@@ -186,10 +170,8 @@ class ProcessRunner:
     # --- what a session asks ---
 
     def run(self, request: Request) -> Outcome:
-        changed = request.phase is not self._phase or request.phase is Phase.CONFIRM
-        if self._phase is not None and request.phase in SECOND_OPINIONS and changed:
+        if self._has_run and request.phase in SECOND_OPINIONS:
             self.renew()  # asked of a process that has run nothing else
-        self._phase = request.phase
         answer = self._ready() or self._answer(request)
         if isinstance(answer, ExitStatus):
             return Outcome(trial=self._died(request, answer))
@@ -198,19 +180,19 @@ class ProcessRunner:
             return replace(outcome, measured=self.measure())
         if self._is_forking:
             return outcome
-        if outcome.trial.passed:
-            self._source.prepare()
-        if not outcome.trial.passed and outcome.trial.leaked_bytes:
-            self.renew()  # what the failed trial left goes with its process
-            return replace(outcome, refusal=None)
+        trial = outcome.trial
+        if trial.passed:
+            self._spare = self._spare or self._source.start()
+            return outcome
         # At the driver's edge a failed mapping may have broken torch's allocator, which a health check need not see.
-        at_edge = request.phase is Phase.GROW and request.cap_bytes is None and not outcome.trial.passed
-        if at_edge or outcome.trial.verdict is Verdict.POISONED:
-            self.renew()
-        return outcome
+        at_edge = request.phase is Phase.GROW and request.cap_bytes is None
+        if at_edge or trial.leaked_bytes or trial.verdict is Verdict.POISONED:
+            self.renew()  # what the trial left goes with its process
+        return replace(outcome, refusal=None)
 
     def _answer(self, request: Request) -> Message | ExitStatus:
         """Ask the process that is ready: building the target takes seconds, which are not the trial's."""
+        self._has_run = True
         request = replace(request, deadline_s=self._clock.deadline_s())
         question = {"do": "run", "request": asdict(request), "learned": self.learned}
         try:

@@ -39,19 +39,15 @@ def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], bu
     except BaseException as error:
         _answer(wire, told(error, building=building))
         return
-    resident_bytes = linux.process_bytes("VmRSS") or 0
-    _answer(
-        wire,
-        {
-            "hello": {
-                "device": asdict(runner.device),
-                "step_names": runner.step_names,
-                "threads": runner.threads,
-                "forks": runner.replaceable,
-                "resident_bytes": resident_bytes,
-            }
-        },
-    )
+    hello = {
+        "device": asdict(runner.device),
+        "step_names": runner.step_names,
+        "threads": runner.threads,
+        "forks": runner.replaceable,
+        "resident_bytes": linux.process_bytes("VmRSS") or 0,
+        "available_bytes": runner.measure().available_bytes if runner.device.on_host else None,
+    }
+    _answer(wire, {"hello": hello})
     while (message := receive(wire)) is not None:
         try:
             answer = _done(runner, message)

@@ -12,7 +12,7 @@ import torch
 from oomprobe.devices import Device
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.hooks import preload_dynamo
-from oomprobe.isolation.runner import Forks, ProcessRunner, Workers
+from oomprobe.isolation.runner import ProcessRunner, Source, forks, workers
 from oomprobe.options import Options, Step
 from oomprobe.report.progress import Progress, reporter
 from oomprobe.result import Trial
@@ -38,7 +38,7 @@ ON_HOST_MEMORY = (
 @contextmanager
 def open_isolated(target: str, device: Any, options: Options, progress: Progress) -> Iterator[Session]:
     """A session whose trials run in workers; on every way out no process of it is left."""
-    with _opened(Workers(target, device, options), options, progress, "" if device else ON_HOST_MEMORY) as session:
+    with _opened(workers(target, device, options), options, progress, "" if device else ON_HOST_MEMORY) as session:
         session.state_verified = True  # nothing of the caller's was there to be changed
         yield session
 
@@ -64,7 +64,7 @@ def open_forked(
     tracker = Tracker(model, [step.run for step in steps.values()], preserve)
     resident = tracker.resident_tensors()
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
-    source = Forks(model, steps, tracker, device, options)
+    source = forks(model, steps, tracker, device, options)
     try:
         with garbage_frozen(), _opened(source, options, progress, "" if was_chosen else ON_HOST_MEMORY) as session:
             if not was_chosen and torch.accelerator.is_available():
@@ -77,7 +77,7 @@ def open_forked(
 
 
 @contextmanager
-def _opened(source: Forks | Workers, options: Options, progress: Progress, hint: str) -> Iterator[Session]:
+def _opened(source: Source, options: Options, progress: Progress, hint: str) -> Iterator[Session]:
     status = reporter(progress)
     recorded: list[Trial] = []
     with told_of_trials(recorded), Interrupts() as interrupts:

@@ -15,7 +15,7 @@ from oomprobe.hooks import preload_dynamo
 from oomprobe.isolation import system
 from oomprobe.isolation.messages import Message, receive
 from oomprobe.isolation.process import begin
-from oomprobe.isolation.runner import Forks, ProcessRunner
+from oomprobe.isolation.runner import ProcessRunner, forks
 from oomprobe.isolation.serve import local_runner, serve
 from oomprobe.options import Options, check_model, named_steps, refuse_ranks
 from oomprobe.signals import Clock, Interrupts
@@ -27,13 +27,10 @@ REBUILDS = (
     "building the target started threads or processes, such as the workers of a data loader, which forked children cannot "
     "ask: each trial rebuilds the target"
 )
-is_worker = False  # whether this process is a worker, or was forked from one
 
 
 def main(descriptor: int) -> None:
     """Serve the process at the other end of a wire, until that closes it."""
-    global is_worker
-    is_worker = True
     sys.argv = [""]
     begin()
     wire = Connection(descriptor)
@@ -61,6 +58,6 @@ def _runner_of(task: Message) -> tuple[Runner, Device | None]:
         return runner, device
     gc.collect()
     gc.freeze()  # forked children then neither scan nor copy what is here
-    forks = ProcessRunner(Forks(model, steps, tracker, device, options), Clock(options), Interrupts())
-    forks.open()
-    return forks, None
+    children = ProcessRunner(forks(model, steps, tracker, device, options), Clock(options), Interrupts())
+    children.open()
+    return children, None

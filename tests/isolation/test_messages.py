@@ -42,7 +42,7 @@ def test_a_bug_of_the_step_has_its_own_exception_as_cause():
     assert failed.__cause__.args == ("labels",)
     assert failed.batch_size == 16
     assert "batch 8 ran" in str(failed)
-    assert "test_messages.py" in str(failed.__cause__.__cause__)
+    assert "test_messages.py" in failed.__cause__.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_odd_exceptions_have_their_name(error):
     assert type(error).__name__ in str(of_step(error))
 
 
-def test_a_class_that_is_not_known_here_has_its_name():
-    failed = told_again(ValueError("x"), building="t.py:b", module="their_train", name="Theirs")
-    assert type(failed.__cause__).__module__ == "their_train"
-    assert "Theirs" in str(failed)
+def test_a_class_that_is_not_known_here_is_named():
+    failed = told_again(ValueError("x"), building="t.py:b", module="their_train", text="Theirs: x")
+    assert type(failed.__cause__) is RuntimeError
+    assert "Theirs: x" in str(failed)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,3 @@ def test_leaving_and_building(error, building, said):
     failed = told_again(error, building=building)
     assert type(failed) is errors.StepFailedError
     assert said in str(failed)
-
-
-def test_texts_are_shortened():
-    assert len(str(told(ValueError("x" * 10**6), building="t.py:b"))) < 10**5
