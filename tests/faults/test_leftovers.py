@@ -101,42 +101,6 @@ def test_row_07_no_failed_trial_is_alive_in_the_next():
     assert set(before) == {0}
 
 
-# --- 19: torch.compile ---
-
-
-def test_row_19_training_is_compiled_as_without_a_probe():
-    """For the shape that it has, where a model that had met several sizes would be compiled for changing ones."""
-
-    def shapes_of_training(*, probed):
-        seen = []
-
-        def backend(graph, inputs):
-            seen.append([tuple(str(n) for n in i.shape) if isinstance(i, torch.Tensor) else str(i) for i in inputs])
-            return graph.forward
-
-        torch._dynamo.reset()
-        model = torch.compile(nn.Linear(3, 3), backend=backend)
-
-        def step(model, batch_size):
-            held = CARD.fake.alloc(SAMPLE_BYTES * batch_size)
-            model(torch.ones(batch_size, 3)).sum().backward()
-            return held
-
-        if probed:
-            assert find_max_batch(model, step, device=CARD, memory_fraction=1.0, **QUIET).batch_size == ROOM
-            assert len(seen) >= 5  # each size was compiled
-            assert all("s" not in str(one) for one in seen)
-        seen.clear()
-        step(model, 5)
-        step(model, 5)
-        return seen
-
-    try:
-        assert shapes_of_training(probed=True) == shapes_of_training(probed=False) != []
-    finally:
-        torch._dynamo.reset()
-
-
 # --- 28: settings of the process and of the card (those of the process are in the fixture of all tests here) ---
 
 
@@ -151,18 +115,6 @@ def sets_everything():
 def test_row_28_a_targets_settings_stay_in_its_process():
     result = probe_target(sets_everything, device=CARD, max_batch=2, **QUIET)
     assert (result.batch_size, result.state_verified) == (2, True)
-
-
-def test_row_28_settings_that_a_step_changes_come_back():
-    model, step = trained()
-
-    def careless(model, batch_size):
-        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
-        torch.set_grad_enabled(True)
-        torch.use_deterministic_algorithms(True)
-        return step(model, batch_size)
-
-    assert find_max_batch(model, careless, device=CARD, max_batch=3, **QUIET).batch_size == 3
 
 
 # --- 32: logs ---
