@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +13,7 @@ import torch
 
 from oomprobe import errors
 from oomprobe.devices import Device, DeviceInfo
+from oomprobe.hooks import preload_dynamo
 from oomprobe.isolation.exit_status import ExitStatus, classify_exit
 from oomprobe.isolation.messages import Message, raise_failure
 from oomprobe.isolation.process import GRACE_S, Process
@@ -29,9 +31,15 @@ STUCK_IN_STEP_S = 60.0  # the same in a step, which may wait for data
 # Beyond the limit of a trial: a worker has ended its child by then, or hangs itself.
 WORKER_GRACE_S = GRACE_S + 30.0
 STUCK = (
-    "a child forked from this process for a trial hangs at {where}: it waits for a thread, or a lock, of this process (call "
-    "torch.set_num_threads(1) before the first operation of the process, or end what else has threads). Or probe in "
-    "processes that start afresh: oomprobe run path/to/train.py:build"
+    "a child forked for a trial hangs at {where}: it waits for a thread, or a lock, of the process that has the model (call "
+    "torch.set_num_threads(1) before the first operation there, and start other threads in the step). A script that has "
+    "computed already is probed in processes that start afresh: oomprobe run path/to/train.py:build"
+)
+LIVE_CHILDREN = (
+    "host memory is probed in children forked from the process that has the model, and that has live child processes "
+    "({names}), such as the workers of a data loader: a forked step would read batches meant for it. End them (del the "
+    "iterator of the loader), start them in the step, or, from a script, probe in processes that start afresh: "
+    "oomprobe run path/to/train.py:build"
 )
 
 
@@ -48,6 +56,9 @@ def forks(
     model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, options: Options
 ) -> Source:
     """Children of this process, which has the model: each runs one trial on host memory."""
+    if living := multiprocessing.active_children():
+        raise errors.InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
+    preload_dynamo()
 
     def answer(wire: Connection) -> None:
         serve(wire, lambda: (local_runner(model, steps, tracker, device, options), device))
@@ -75,6 +86,7 @@ class ProcessRunner:
 
     def __init__(self, source: Source, clock: Clock, interrupts: Interrupts) -> None:
         self._source, self._clock, self._interrupts = source, clock, interrupts
+        self._ends_with_trial = source.target is None
         self._process: Process | None = None
         self._spare: Process | None = None  # has been told nothing yet
         self._before_s = 0.0  # in steps, in the processes before this one
@@ -89,6 +101,11 @@ class ProcessRunner:
         ended = self._ready()
         if ended is not None:
             raise self._refusal(ended)
+
+    @property
+    def _has_children(self) -> bool:
+        """Whether the process runs each trial in a child of its own, as a worker does on host memory."""
+        return self.device.on_host and not self._ends_with_trial
 
     def _ready(self) -> ExitStatus | None:
         """Start a process where there is none; how it died, or None."""
@@ -110,8 +127,6 @@ class ProcessRunner:
         self.threads: int = hello["threads"]
         self._resident_bytes: int = hello["resident_bytes"]
         self._available_bytes: int | None = hello["available_bytes"]  # where it does not change between trials
-        self._is_forking: bool = hello["forks"]  # whether its trials are processes of their own
-        self._ends_with_trial = self.device.on_host and not self._is_forking
         return None
 
     def _ask(self, message: Message, deadline_s: float | None) -> Message | ExitStatus:
@@ -121,7 +136,7 @@ class ProcessRunner:
             return ended
         assert self._process is not None
         self._process.tell(message)
-        if deadline_s is not None and self._is_forking:
+        if deadline_s is not None and self._has_children:
             deadline_s += WORKER_GRACE_S
         answer = self._wait(deadline_s, STUCK_IN_STEP_S)
         if isinstance(answer, ExitStatus):
@@ -137,10 +152,9 @@ class ProcessRunner:
     def _wait(self, deadline_s: float | None, stuck_s: float) -> Message | ExitStatus:
         """Listen to the process; a forked child hangs if it waits for a thread or lock that was not forked with it."""
         assert self._process is not None
-        can_be_stuck = self._source.target is None
         try:
             with self._interrupts.allowed(None):
-                answer = self._process.listen(deadline_s=deadline_s, stuck_s=stuck_s if can_be_stuck else None)
+                answer = self._process.listen(deadline_s=deadline_s, stuck_s=stuck_s if self._ends_with_trial else None)
         except BaseException:
             self.end()
             raise
@@ -178,7 +192,7 @@ class ProcessRunner:
         outcome = _outcome(answer["outcome"])
         if self._ends_with_trial:
             return replace(outcome, measured=self.measure())
-        if self._is_forking:
+        if self._has_children:
             return outcome
         trial = outcome.trial
         if trial.passed:
@@ -198,7 +212,7 @@ class ProcessRunner:
         try:
             return self._ask(question, request.deadline_s)
         except errors.NotTrainedError:  # trials have trained the weights; a new process has those of the beginning
-            if self._ends_with_trial or self._is_forking:
+            if self.device.on_host:
                 raise
             self.renew()
             return self._ready() or self._ask(question, self._clock.deadline_s())
@@ -219,7 +233,7 @@ class ProcessRunner:
 
     def renew(self) -> None:
         """Let the next trial run in a new process; where each is a child of its own, it does already."""
-        if not self._is_forking:
+        if not self._has_children:
             self._end_process()
 
     # --- deaths ---

@@ -43,7 +43,6 @@ def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], bu
         "device": asdict(runner.device),
         "step_names": runner.step_names,
         "threads": runner.threads,
-        "forks": runner.replaceable,
         "resident_bytes": linux.process_bytes("VmRSS") or 0,
         "available_bytes": runner.measure().available_bytes if runner.device.on_host else None,
     }

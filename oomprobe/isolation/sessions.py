@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import torch
 
 from oomprobe.devices import Device
-from oomprobe.errors import InvalidArgumentError
-from oomprobe.hooks import preload_dynamo
 from oomprobe.isolation.runner import ProcessRunner, Source, forks, workers
 from oomprobe.options import Options, Step
 from oomprobe.report.progress import Progress, reporter
@@ -20,11 +17,6 @@ from oomprobe.session import Session, garbage_frozen, told_of_trials
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Tracker
 
-LIVE_CHILDREN = (
-    "host memory is probed in children forked from this process, and it has live child processes ({names}), such as the "
-    "workers of a data loader: a forked step would read batches meant for this process. End them (del the "
-    "iterator of the loader), or probe in processes that start afresh: oomprobe run path/to/train.py:build"
-)
 ON_THE_CPU = (
     "THE MODEL IS ON THE CPU and an accelerator is here: this number is about host memory. Call model.to('cuda') before "
     "probing"
@@ -58,13 +50,10 @@ def open_forked(
 
     What a child changes is its own, but for tensors in shared memory: those are put back.
     """
-    if living := multiprocessing.active_children():
-        raise InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
-    preload_dynamo()
     tracker = Tracker(model, [step.run for step in steps.values()], preserve)
+    source = forks(model, steps, tracker, device, options)
     resident = tracker.resident_tensors()
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
-    source = forks(model, steps, tracker, device, options)
     try:
         with garbage_frozen(), _opened(source, options, progress, "" if was_chosen else ON_HOST_MEMORY) as session:
             if not was_chosen and torch.accelerator.is_available():

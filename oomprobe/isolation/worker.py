@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import pickle
 import sys
-import threading
 from multiprocessing.connection import Connection
 
 from oomprobe.devices import Device, choose_device, is_host
@@ -22,11 +20,6 @@ from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Tracker
 from oomprobe.targets import build
 from oomprobe.trial import Runner
-
-REBUILDS = (
-    "building the target started threads or processes, such as the workers of a data loader, which forked children cannot "
-    "ask: each trial rebuilds the target"
-)
 
 
 def main(descriptor: int) -> None:
@@ -49,15 +42,13 @@ def _runner_of(task: Message) -> tuple[Runner, Device | None]:
     refuse_ranks()
     options = Options(**task["options"])
     device = choose_device(pickle.loads(bytes.fromhex(task["device"])), model)
-    preload_dynamo()
     tracker = Tracker(model, [step.run for step in steps.values()])
-    if not is_host(device) or multiprocessing.active_children() or threading.active_count() > 1:
-        runner = local_runner(model, steps, tracker, device, options)
-        if is_host(device):
-            runner.notes[REBUILDS] = None
-        return runner, device
+    if not is_host(device):
+        preload_dynamo()
+        return local_runner(model, steps, tracker, device, options), device
+    source = forks(model, steps, tracker, device, options)
     gc.collect()
     gc.freeze()  # forked children then neither scan nor copy what is here
-    children = ProcessRunner(forks(model, steps, tracker, device, options), Clock(options), Interrupts())
+    children = ProcessRunner(source, Clock(options), Interrupts())
     children.open()
     return children, None

@@ -3,11 +3,9 @@
 import ctypes
 import multiprocessing
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -194,30 +192,14 @@ def workers_started():
     return trained(lambda batch_size: worker.is_alive())
 
 
-def reader_started():
-    """A thread of Python's that prepares what the step waits for."""
-    asked, read = queue.Queue(), queue.Queue()
-    threading.Thread(target=lambda: [read.put(one) for one in iter(asked.get, None)], daemon=True).start()
-
-    def read_one(batch_size):
-        asked.put(batch_size)
-        read.get()
-
-    return trained(read_one)
-
-
-@pytest.mark.parametrize(
-    ("target", "anew"),
-    [
-        (threads_started, False),
-        (reader_started, True),
-        pytest.param(workers_started, True, marks=pytest.mark.slow),
-    ],
-)
-def test_row_17_a_target_that_started_threads_or_workers(target, anew):
-    result = probe_target(target, device="cpu:1GiB", max_batch=2, progress="off")
+def test_row_17_a_target_that_started_threads_is_forked():
+    result = probe_target(threads_started, device="cpu:1GiB", max_batch=2, progress="off")
     assert (result.batch_size, result.limited_by) == (2, "max_batch")
-    assert any("each trial rebuilds the target" in note for note in result.notes) is anew
+
+
+def test_row_17_a_target_that_started_workers_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"live child processes \(.*start them in the step"):
+        probe_target(workers_started, device="cpu:1GiB", max_batch=2, progress="off")
 
 
 # --- 22: what cannot be had in another process ---
