@@ -71,7 +71,11 @@ class Tracker:
 
     def resident_tensors(self) -> list[torch.Tensor]:
         """What stays on a device between steps: parameters, buffers, gradients and optimizer state, each once."""
-        return list({id(tensor): tensor for value in self.found for tensor in _tensors_of(value)}.values())
+        parameters = list(self.parameters())
+        buffers = (buffer for module in self.modules for buffer in module.buffers(recurse=False))
+        gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+        states = (tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer))
+        return list({id(tensor): tensor for tensor in (*parameters, *buffers, *gradients, *states)}.values())
 
     def restore_modes(self) -> None:
         """Put every module's train or eval mode back, as training does between its phases."""
@@ -121,17 +125,6 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in state_of(optimizer).values():
         kept = state.values() if isinstance(state, dict) else [state]  # some keep one tensor, or what is no tensor
         yield from (tensor for tensor in kept if isinstance(tensor, torch.Tensor) and tensor.dim() > 0)
-
-
-def _tensors_of(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
-        yield from (p.grad for p in value.parameters() if p.grad is not None)
-    elif isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, torch.optim.Optimizer):
-        yield from state_tensors(value)
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> dict[int, set[Any]]:

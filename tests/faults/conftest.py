@@ -3,8 +3,6 @@
 import gc
 import os
 import random
-import resource
-import signal
 import sys
 import tempfile
 
@@ -14,25 +12,15 @@ import torch
 from faults import card
 from faults.processes import MARK, children, marked, open_files
 
-LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-
 
 def settings():
+    """Beside those that are looked at after every test."""
     return {
-        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
-        "handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
-        "timer": signal.getitimer(signal.ITIMER_REAL),
         "threads": torch.get_num_threads(),
-        "dtype": torch.get_default_dtype(),
-        "grad": torch.is_grad_enabled(),
-        "inference": torch.is_inference_mode_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.enabled),
-        "mkldnn": torch.backends.mkldnn.enabled,
         "saved tensors hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "sys.path": list(sys.path),
-        "cwd": os.getcwd(),
-        "umask": [os.umask(0o22), os.umask(0o22)][1],
         "tracing": (sys.gettrace(), sys.getprofile(), sys.excepthook),
         "collecting": gc.isenabled(),
     }
