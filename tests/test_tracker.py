@@ -38,6 +38,7 @@ def test_a_cold_start_drops_only_what_came_since():
     model.weight.grad = torch.ones(2, 2)
     known.step()
     tracker = Tracker(model, [lambda model, n: known.step()])
+    assert len(tracker.resident_tensors()) == 5  # two parameters, a gradient, two averages
     tracker.add(late)
     for _ in range(2):
         train()
