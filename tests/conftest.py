@@ -62,7 +62,6 @@ def cards(monkeypatch):
     def module(device):
         fake = FakeModule(**properties)
         fake.set_per_process_memory_fraction(here.fraction)
-        monkeypatch.setattr(fake, "_enter", lambda name, device: fake.calls.append(name))  # also as torch.xpu
         return fake
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

@@ -1,8 +1,8 @@
 """A graphics card that is not there: what `torch.cuda` answers about memory, over a plain model of an allocator.
 
-`FakeModule` stands in for ``torch.get_device_module("cuda")``; names and arguments are those of torch/cuda/memory.py
-(tests/test_accelerator.py compares them). No tensor lives on it: steps call `alloc` and keep what it returns for as
-long as a tensor would live.
+For what the bed (tests/cuda) cannot show: other processes, memory that spills or is the host's, XPU. `FakeModule` stands
+in for ``torch.get_device_module("cuda")``; names and arguments are those of torch/cuda/memory.py (tests/test_accelerator.py
+compares them). No tensor lives on it: steps call `alloc` and keep what it returns for as long as a tensor would live.
 
 The allocator: a request takes a cached segment of exactly its size, or a new one from the card. Where that would pass
 ``fraction * total`` or what is free, it first gives its whole cache back and tries again, and only then is out of
@@ -35,7 +35,6 @@ class FakeModule:
     def __init__(self, total_bytes=1024 * MIB, outside_bytes=0, spilled_bytes=0, **properties):
         self.total_bytes, self.outside_bytes, self.spilled_bytes = total_bytes, outside_bytes, spilled_bytes
         self.properties = SimpleNamespace(name="Fake Card", total_memory=total_bytes, **properties)
-        self.calls = []
         self.poisoned = None
         self._allowed_bytes = None  # no fraction set
         self._cached, self._live_bytes = [], 0
@@ -46,7 +45,7 @@ class FakeModule:
 
     def alloc(self, size_bytes):
         """Allocate; the memory goes back to the cache when the returned block is dropped."""
-        self._enter("alloc", None)
+        self._enter()
         if size_bytes in self._cached:
             self._cached.remove(size_bytes)
         elif not self._fits(size_bytes):
@@ -65,9 +64,9 @@ class FakeModule:
         weakref.finalize(block, self._freed, size_bytes).atexit = False
         return block
 
-    def poison(self, text=ILLEGAL_ADDRESS):
+    def poison(self):
         """From now on every call raises, as after a sticky error."""
-        self.poisoned = text
+        self.poisoned = ILLEGAL_ADDRESS
 
     def _freed(self, size_bytes):
         self._live_bytes -= size_bytes
@@ -84,63 +83,56 @@ class FakeModule:
     def _free(self):
         return max(0, self.total_bytes - self.outside_bytes - self._reserved())
 
-    def _enter(self, name, device):
-        self.calls.append(name)
-        if device is not None and not isinstance(device, int) and torch.device(device).type != "cuda":
-            raise ValueError(f"Expected a cuda device, but got: {device}")
+    def _enter(self):
         if self.poisoned:
             raise torch.AcceleratorError(self.poisoned)
 
     # --- what torch.cuda answers ---
 
     def current_device(self):
-        self._enter("current_device", None)
+        self._enter()
         return 0
 
     def get_device_properties(self, device=None):
-        self._enter("get_device_properties", device)
+        self._enter()
         return self.properties
 
     def mem_get_info(self, device=None):
-        self._enter("mem_get_info", device)
+        self._enter()
         return self._free(), self.total_bytes
 
     def memory_allocated(self, device=None):
-        self._enter("memory_allocated", device)
+        self._enter()
         return self._live_bytes
 
     def memory_reserved(self, device=None):
-        self._enter("memory_reserved", device)
+        self._enter()
         return self._reserved()
 
     def reset_peak_memory_stats(self, device=None):
-        self._enter("reset_peak_memory_stats", device)
+        self._enter()
         self._peak_allocated, self._peak_reserved = self._live_bytes, self._reserved()
 
     def memory_stats_as_nested_dict(self, device=None):
-        self._enter("memory_stats_as_nested_dict", device)
+        self._enter()
         allocated = {"current": self._live_bytes, "peak": self._peak_allocated}
         reserved = {"current": self._reserved(), "peak": self._peak_reserved}
         return {**self._counters, "allocated_bytes": {"all": allocated}, "reserved_bytes": {"all": reserved}}
 
     def get_per_process_memory_fraction(self, device=None):
-        self._enter("get_per_process_memory_fraction", device)
+        self._enter()
         return 1.0 if self._allowed_bytes is None else self._allowed_bytes / self.total_bytes
 
     def set_per_process_memory_fraction(self, fraction, device=None):
-        self._enter("set_per_process_memory_fraction", device)
-        if not isinstance(fraction, float):
-            raise TypeError("Invalid type for fraction argument, must be `float`")
-        if fraction < 0 or fraction > 1:
-            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        self._enter()
         self._allowed_bytes = None if fraction == 1 else int(fraction * self.total_bytes)
 
     def empty_cache(self):
-        self._enter("empty_cache", None)
+        self._enter()
         self._cached.clear()
 
     def synchronize(self, device=None):
-        self._enter("synchronize", device)
+        self._enter()
 
 
 class Block:
@@ -150,9 +142,9 @@ class Block:
 class LedgerDevice(AcceleratorDevice):
     """A real `AcceleratorDevice` over the fake, so that a whole probe runs: tensors on the CPU, memory in the books."""
 
-    def __init__(self, fake, stated_bytes=None, device=CARD):
+    def __init__(self, fake, stated_bytes=None):
         with mock.patch.object(torch, "get_device_module", return_value=fake):
-            super().__init__(device, stated_bytes)
+            super().__init__(CARD, stated_bytes)
         self.fake = fake
 
     def healthy(self):
@@ -160,22 +152,20 @@ class LedgerDevice(AcceleratorDevice):
         return kernel_answers(torch.device("cpu"), self.release)
 
 
-def ledger(fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, after_alloc=None, stated_bytes=None, **card):
+def ledger(fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, **card):
     """A card, a model and a step whose memory is known: `fixed_bytes` for good, and so much for each sample.
 
     Args:
         fixed_bytes: Held from the start, like parameters.
         per_sample_bytes: Held during a step.
         before_alloc: Called with (fake, batch_size, call number) at the start of each call of the step.
-        after_alloc: The same, while the memory of the step is held.
-        stated_bytes: The budget stated with the device.
         card: For `FakeModule`.
 
     Returns:
         The device, the model, the step, and the list of sizes the step was called with.
     """
     fake = FakeModule(**card)
-    device = LedgerDevice(fake, stated_bytes)
+    device = LedgerDevice(fake)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     device.held = fake.alloc(fixed_bytes)
@@ -186,8 +176,6 @@ def ledger(fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, after_
         if before_alloc is not None:
             before_alloc(fake, batch_size, len(called))
         activations = fake.alloc(per_sample_bytes * batch_size)
-        if after_alloc is not None:
-            after_alloc(fake, batch_size, len(called))
         optimizer.zero_grad()
         model(torch.randn(batch_size, 2)).square().sum().backward()
         optimizer.step()

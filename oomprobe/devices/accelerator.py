@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from oomprobe.devices import linux, sharing
-from oomprobe.devices.base import History, Usage
-from oomprobe.devices.stated import check_stated, name_with
+from oomprobe.devices.base import History, Usage, stated_name, typed_budget
 from oomprobe.errors import UnreliableError
 from oomprobe.verdicts import Evidence, Verdict, classify_error
 
@@ -59,14 +58,14 @@ class AcceleratorDevice:
         properties = self._torch.get_device_properties(self.torch_device)
         self.total_bytes = int(properties.total_memory)
         self.edge_bytes = max(EDGE_BYTES, int(EDGE_SHARE * self.total_bytes))
-        check_stated(stated_bytes, self.total_bytes, str(properties.name))
-        self.name = name_with(str(properties.name), stated_bytes)
+        self.name = stated_name(str(properties.name), stated_bytes, self.total_bytes)
         self.integrated = any(bool(getattr(properties, name, False)) for name in INTEGRATED_NAMES)
-        self.notes = (*sharing.cap_reasons(device.type), *(UNIFIED,) * self.integrated)
+        why_spills = sharing.why_spills()
+        self.notes = tuple(filter(None, (why_spills, UNIFIED if self.integrated else None)))
         self._stated_bytes = stated_bytes
         self._must_cap = stated_bytes is not None or bool(self.notes)
         # Where the driver spills, "free" is more than what stays on the card: using all of it makes kernels fail or crawl.
-        self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if sharing.why_spills() else 0
+        self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if why_spills else 0
         self._has_released = False
         self._counters = (0, 0)
 
@@ -83,9 +82,13 @@ class AcceleratorDevice:
         if not counts:
             raise UnreliableError(UNCAPPED.format(name=self.name, backend=backend))
 
-    def lacks_budget(self) -> bool:
-        """Whether the whole machine is at risk: the memory is the host's own, and nobody said how much of it to use."""
-        return self.integrated and self._stated_bytes is None and self._fraction() >= 1
+    def budget_to_state(self) -> str | None:
+        """What to type where the memory is the host's own, and nobody has said how much of it to use; otherwise None."""
+        if not self.integrated or self._stated_bytes is not None or self._fraction() < 1:
+            return None
+        free_bytes = linux.free_bytes()
+        largest = self.total_bytes // 2 if free_bytes is None else min(free_bytes, self.total_bytes)
+        return f"{self.torch_device}:{typed_budget(largest)}"
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -182,9 +185,6 @@ class AcceleratorDevice:
     def _has_graphs(self) -> bool:
         if torch.cuda.memory.get_allocator_backend() != "native":  # the others show no segments
             return False
-        pools = self._stats().get("reserved_bytes_by_private_pools")
-        if pools is not None:  # torch 2.14
-            return bool(pools)
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return any(tuple(segment["segment_pool_id"]) != NO_POOL for segment in segments)
 

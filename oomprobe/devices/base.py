@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.units import format_bytes
+
 if TYPE_CHECKING:
     from oomprobe.devices.simulated import SimulatedDevice
 
@@ -142,6 +145,23 @@ def replay_of(device: object) -> SimulatedDevice | None:
     simulated = sys.modules.get("oomprobe.devices.simulated")
     is_simulated = simulated is not None and isinstance(device, simulated.SimulatedDevice)
     return cast("SimulatedDevice", device) if is_simulated else None
+
+
+def stated_name(name: str, stated_bytes: int | None, usable_bytes: int) -> str:
+    """The name of a device of which only a part may be used; refuse a budget that it does not have."""
+    if stated_bytes is None:
+        return name
+    if stated_bytes > usable_bytes:
+        raise InvalidArgumentError(
+            f"{format_bytes(stated_bytes)} of {name} were asked for, and {format_bytes(usable_bytes)} can be used: state "
+            f"less, such as {typed_budget(usable_bytes)!r}"
+        )
+    return f"{name}, {format_bytes(stated_bytes)} of it"
+
+
+def typed_budget(free_bytes: int) -> str:
+    """Three quarters of what is free now, as one would type it: in a moment less is free."""
+    return f"{max(1, free_bytes * 3 // 4 // 2**20)}MiB"
 
 
 def raised_by(device: Device, error: BaseException) -> bool:

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from oomprobe.devices import linux
 from oomprobe.devices.accelerator import AcceleratorDevice
 from oomprobe.devices.base import Device, replay_of
 from oomprobe.devices.host import HostDevice
 from oomprobe.devices.mps import MpsDevice
-from oomprobe.devices.stated import split_budget, typed_size
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.units import format_bytes, parse_bytes
 
@@ -88,43 +86,46 @@ def _open(device: object) -> Device:
     device = simulated_or(device)
     if isinstance(device, Device):
         return device
+    stated_bytes, named = None, device
     if isinstance(device, str):
         kind, colon, rest = device.partition(":")
         if kind == "cpu":
             return HostDevice(parse_bytes(rest) if colon else None)
-        plain, stated_bytes = split_budget(device)
+        named, stated_bytes = split_budget(device)
         try:
-            known = torch.device(plain)
+            named = torch.device(named)
         except RuntimeError:
             raise InvalidArgumentError(
                 f"device={device!r} is not a device that torch knows: use 'cuda', 'cuda:1', 'cuda:1:8GiB' or 'cpu:4GiB'"
             ) from None
-        return _budgeted(_open_accelerator(known, stated_bytes))
-    if isinstance(device, torch.device):
-        return HostDevice() if device.type == "cpu" else _budgeted(_open_accelerator(device))
-    raise InvalidArgumentError(
-        f"device must be None, a string, a torch.device or a Device, not {type(device).__name__}"
-    )
-
-
-def _budgeted(device: Device) -> Device:
-    """The device itself, where probing it cannot take the whole machine down."""
-    if isinstance(device, AcceleratorDevice) and device.lacks_budget():
-        free_bytes = linux.free_bytes()
-        found = "" if free_bytes is None else f" ({format_bytes(free_bytes)} are available now)"
+    if not isinstance(named, torch.device):
         raise InvalidArgumentError(
-            f"{device.name} shares the host's memory{found}: without a budget no allocation fails, the whole machine swaps or "
-            f"freezes (pytorch#174358). State one: device='{_advised(device)}', or set "
-            "set_per_process_memory_fraction(...) below 1 before you probe"
+            f"device must be None, a string, a torch.device or a Device, not {type(device).__name__}"
         )
-    return device
+    if named.type == "cpu":
+        return HostDevice()
+    opened = _open_accelerator(named, stated_bytes)
+    budget = opened.budget_to_state() if isinstance(opened, AcceleratorDevice) else None
+    if budget is not None:
+        raise InvalidArgumentError(
+            f"{opened.name} shares the host's memory: without a budget no allocation fails, the whole machine swaps or freezes "
+            f"(pytorch#174358). State one: device={budget!r}, or set set_per_process_memory_fraction(...) below 1 before "
+            "you probe"
+        )
+    return opened
 
 
-def _advised(device: Device) -> str:
-    """What to type for a device that shares the host's memory: of what is free now, and half where nothing says."""
-    free_bytes = linux.free_bytes()
-    largest = device.total_bytes // 2 if free_bytes is None else min(free_bytes, device.total_bytes)
-    return f"{device.torch_device}:{typed_size(largest)}"
+def split_budget(text: str) -> tuple[str, int | None]:
+    """Part a device from the budget stated with it; a number without a unit is an index.
+
+    Example:
+        >>> split_budget("cuda:1:8GiB"), split_budget("xpu:2GiB"), split_budget("cuda:1")
+        (('cuda:1', 8589934592), ('xpu', 2147483648), ('cuda:1', None))
+    """
+    device, colon, last = text.rpartition(":")
+    if not colon or not last[:1].isdecimal() or not last.rstrip()[-1:].isalpha():
+        return text, None
+    return device, parse_bytes(last)
 
 
 def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> Device:
@@ -136,9 +137,11 @@ def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> 
             f"no device {str(device)!r} here: torch {torch.__version__} sees {there}. "
             "Type `oomprobe devices` to list what can be probed; 'cpu:4GiB' probes host memory"
         )
-    if device.type == "mps":
-        return MpsDevice(stated_bytes)
-    return AcceleratorDevice(device, stated_bytes)
+    if device.type != "mps":
+        return AcceleratorDevice(device, stated_bytes)
+    if stated_bytes is not None:
+        raise InvalidArgumentError("no budget can be stated with mps: lower memory_fraction")
+    return MpsDevice()
 
 
 def _accelerator() -> torch.device | None:
@@ -152,6 +155,5 @@ def _same(one: torch.device, other: torch.device) -> bool:
 def describe_device(device: Device) -> str:
     """One line for `oomprobe devices`."""
     line = f"{device.torch_device!s}  {device.name}  {format_bytes(device.total_bytes)}"
-    if isinstance(device, AcceleratorDevice) and device.lacks_budget():
-        return f"{line}  shares the host's memory: state a budget, such as '{_advised(device)}'"
-    return line
+    budget = device.budget_to_state() if isinstance(device, AcceleratorDevice) else None
+    return line if budget is None else f"{line}  shares the host's memory: state a budget, such as {budget!r}"

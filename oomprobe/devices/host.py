@@ -10,18 +10,18 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 
 import torch
 
 from oomprobe.devices import linux
-from oomprobe.devices.base import Usage
-from oomprobe.devices.stated import name_with, typed_size
-from oomprobe.errors import InvalidArgumentError, NoDeviceError
-from oomprobe.units import format_bytes
+from oomprobe.devices.base import Usage, stated_name
+from oomprobe.errors import NoDeviceError
 
 with suppress(ImportError):  # not on Windows
     import resource
 
+MAPS = Path("/proc/self/maps")
 # A text such as "could not create a primitive" is about memory only if the trial had used this share of its cap.
 PRESSURE_SHARE = 0.5
 APPROXIMATE = "host memory is approximate: near the limit, fragmentation of malloc's heap decides; step times are those of one thread"
@@ -39,15 +39,9 @@ class HostDevice:
                 f"host memory can be probed on Linux only, and this is {sys.platform}: only there can the system hold "
                 "a process to a budget (RLIMIT_AS). Use device='cuda' or 'mps'"
             )
-        free_bytes = _free_beside_copies(free_bytes)
-        if stated_bytes is not None and stated_bytes > free_bytes:
-            raise InvalidArgumentError(
-                f"{format_bytes(stated_bytes)} of host memory were asked for, and {format_bytes(free_bytes)} are free now: "
-                "above that, allocations succeed and the system's OOM killer ends the process. Use device='cpu' for what "
-                f"is free, or state less, such as 'cpu:{typed_size(free_bytes)}'"
-            )
         self.torch_device = torch.device("cpu")
-        self.name = name_with("host memory", stated_bytes)
+        # Above what is free allocations succeed, and the system's OOM killer ends the process.
+        self.name = stated_name("host memory", stated_bytes, _free_beside_copies(free_bytes))
         self.total_bytes = linux.machine_bytes("MemTotal") or free_bytes
         self.notes = (APPROXIMATE, *_other_malloc())
         self._stated_bytes = stated_bytes
@@ -122,5 +116,6 @@ def _free_beside_copies(free_bytes: int) -> int:
 
 
 def _other_malloc() -> tuple[str, ...]:
-    found = next((name for name in ("jemalloc", "tcmalloc", "mimalloc") if linux.has_loaded(name)), None)
+    mapped = MAPS.read_text()
+    found = next((name for name in ("jemalloc", "tcmalloc", "mimalloc") if f"lib{name}" in mapped), None)
     return () if found is None else (f"malloc is {found}'s here: train with it too, for its fragmentation is another",)

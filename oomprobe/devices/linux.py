@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MEMINFO, STATUS, MAPS = Path("/proc/meminfo"), Path("/proc/self/status"), Path("/proc/self/maps")
-VMSTAT = Path("/proc/vmstat")
+MEMINFO, STATUS, VMSTAT = Path("/proc/meminfo"), Path("/proc/self/status"), Path("/proc/vmstat")
 CGROUP_MEMBERSHIP, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -30,14 +29,6 @@ def limited_bytes() -> dict[int, int]:
 
     used = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
     return {kind: process_bytes(name) or 0 for kind, name in used.items()}
-
-
-def has_loaded(library: str) -> bool:
-    """Whether this process has mapped a file of that name, such as ``libjemalloc.so.2``."""
-    try:
-        return f"lib{library}" in MAPS.read_text()
-    except OSError:
-        return False
 
 
 def free_bytes() -> int | None:

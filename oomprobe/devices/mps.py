@@ -10,7 +10,6 @@ import torch
 
 from oomprobe.devices.accelerator import NEARLY_NOTHING, kernel_answers
 from oomprobe.devices.base import Usage
-from oomprobe.devices.stated import check_stated, name_with
 from oomprobe.units import format_bytes
 
 # aten/src/ATen/mps/MPSAllocator.h: the high watermark when nothing else was asked for
@@ -18,20 +17,16 @@ DEFAULT_HIGH_WATERMARK = 1.7
 
 
 class MpsDevice:
-    """The one Metal device of a Mac, held to what was stated, or to the working set that Metal recommends."""
+    """The one Metal device of a Mac, held to the working set that Metal recommends."""
 
-    on_host = False
+    name, on_host = "Apple MPS", False
 
-    def __init__(self, stated_bytes: int | None = None) -> None:
+    def __init__(self) -> None:
         self.torch_device = torch.device("mps", 0)
         self.total_bytes = int(torch.mps.recommended_max_memory())
-        check_stated(stated_bytes, self.total_bytes, "Apple MPS (the working set that Metal recommends)")
-        self.name = name_with("Apple MPS", stated_bytes)
-        self._stated_bytes = self.total_bytes if stated_bytes is None else stated_bytes
-        what = "the working set that Metal recommends" if stated_bytes is None else "the budget that was stated"
         self.notes = (
-            f"no trial ran without a cap: this device shares the host's memory, so the allocator is held to {what}, "
-            f"{format_bytes(self._stated_bytes)}",
+            "no trial ran without a cap: this device shares the host's memory, so the allocator is held to the working set "
+            f"that Metal recommends, {format_bytes(self.total_bytes)}",
         )
 
     def session(self) -> AbstractContextManager[None]:
@@ -39,13 +34,13 @@ class MpsDevice:
 
     def available_bytes(self) -> int:
         self.release()
-        return self._stated_bytes
+        return self.total_bytes
 
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         # Unified memory: without a limit of our own the whole machine would swap before an error comes.
-        held_bytes = self._stated_bytes if limit_bytes is None else min(limit_bytes, self._stated_bytes)
-        torch.mps.set_per_process_memory_fraction(held_bytes / self.total_bytes)
+        fraction = 1.0 if limit_bytes is None else min(1.0, limit_bytes / self.total_bytes)
+        torch.mps.set_per_process_memory_fraction(fraction)
         try:
             yield
         finally:

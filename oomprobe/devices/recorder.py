@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
@@ -41,16 +40,16 @@ class Recorder:
     def __init__(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers = model, list(optimizers)
         self._modules = {id(module): (name, type(module).__name__) for name, module in model.named_modules()}
-        self._context: list[tuple[str, str]] = []  # kind of what is allocated now, and the module that does
+        self._contexts = [(ACTIVATIONS, OUTSIDE)]  # kind of what is allocated now, and the module that does
         self._autocast = self._recomputes = False
 
     @contextmanager
     def recording(self, history: History) -> Iterator[None]:
         """Record one step; the caller records what the allocator does meanwhile as `history`."""
         self._history = history
-        self._marks: list[tuple[int, tuple[str, str]]] = [(history.count(), (ACTIVATIONS, OUTSIDE))]
-        self._gradients: list[tuple[int, int]] = []
-        self._known = dict(self._addresses())
+        self._known = dict(self._blocks_before())
+        # After so many allocations: what allocates from then on, or the address of a block that has become a gradient.
+        self._seen: list[tuple[int, tuple[str, str] | int]] = [(history.count(), self._contexts[-1])]
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=".*there are global hooks on modules")  # ours, which go again
@@ -59,8 +58,8 @@ class Recorder:
             stack.enter_context(self._backward_seen())
             yield
 
-    def _addresses(self) -> Iterator[tuple[int, str]]:
-        """What is there before the step; the last name of a block counts."""
+    def _blocks_before(self) -> Iterator[tuple[int, str]]:
+        """Address and kind of what is there before the step; the last kind of a block counts."""
         kinds = [
             (STATE, (tensor for optimizer in self._optimizers for tensor in state_tensors(optimizer))),
             (GRADIENTS, (p.grad for p in self._model.parameters() if p.grad is not None)),
@@ -84,7 +83,7 @@ class Recorder:
     @contextmanager
     def _backward_seen(self) -> Iterator[None]:
         """Torch has no hook around the whole of backward, so its two entrances are wrapped."""
-        before = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+        own = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
 
         def wrapped(run: Any) -> Any:
             def seen(*args: Any, **kwargs: Any) -> Any:
@@ -96,40 +95,37 @@ class Recorder:
 
             return seen
 
+        vars(torch.autograd).update({name: wrapped(run) for name, run in own.items()})
         try:
-            for name, run in before.items():
-                setattr(torch.autograd, name, wrapped(run))
             yield
         finally:
-            for name, run in before.items():
-                setattr(torch.autograd, name, run)
+            vars(torch.autograd).update(own)
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
-        self._autocast = self._autocast or torch.is_autocast_enabled("cuda")
-        self._recomputes = self._recomputes or any(kind == BACKWARD for kind, _ in self._context)
-        module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+        self._autocast |= torch.is_autocast_enabled("cuda")
+        self._recomputes |= any(kind == BACKWARD for kind, _ in self._contexts)
         self._enter(ACTIVATIONS, self._modules.get(id(module), (OUTSIDE, ""))[0])
 
     def _enter(self, kind: str, module: str = OUTSIDE) -> None:
-        self._context.append((kind, module))
-        self._marks.append((self._history.count(), self._context[-1]))
+        self._contexts.append((kind, module))
+        self._seen.append((self._history.count(), self._contexts[-1]))
 
     def _leave(self) -> None:
-        self._context.pop()
-        self._marks.append((self._history.count(), self._context[-1] if self._context else (ACTIVATIONS, OUTSIDE)))
+        self._contexts.pop()
+        self._seen.append((self._history.count(), self._contexts[-1]))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         address = None if parameter.grad is None else self._history.address(parameter.grad)
         if address is not None:
-            self._gradients.append((self._history.count(), address))
+            self._seen.append((self._history.count(), address))
 
     def breakdown(
         self, batch_size: int, step_name: str | None, *, peak_allocated_bytes: int, peak_reserved_bytes: int
     ) -> Breakdown:
         """Tell what held the memory, once the step and the recording have ended."""
-        live, kind_at_peak = held_at_peak(self._history, self._marks, self._gradients, self._known)
+        held, kind_at_peak = held_at_peak(self._history, self._seen, self._known)
         parts, by_module = Counter[str](), Counter[str]()
-        for nbytes, (kind, module) in live:
+        for nbytes, kind, module in held:
             parts[kind] += nbytes
             if kind == ACTIVATIONS:
                 by_module[module] += nbytes
@@ -181,38 +177,31 @@ class Recorder:
 
 
 def held_at_peak(
-    history: History,
-    marks: list[tuple[int, tuple[str, str]]],
-    gradients: Iterable[tuple[int, int]],
-    known: Mapping[int, str],
-) -> tuple[list[tuple[int, tuple[str, str]]], str]:
+    history: History, seen: Sequence[tuple[int, tuple[str, str] | int]], known: Mapping[int, str]
+) -> tuple[list[list[Any]], str]:
     """Replay the recording: bytes, kind and module of each block in use at the peak, and the kind being allocated then.
 
-    `marks` are (allocations until then, what allocates from then on), in order; `gradients` are (allocations until then,
-    address of a block that has become one); `known` are kinds of the blocks that were there, by address.
+    `seen` tells in order, after how many allocations of the allocator, what allocates from then on, or which address
+    holds a gradient now; `known` are kinds of the blocks that were there before, by address.
     """
-    blocks = [(nbytes, (known.get(address, WORKSPACES), "")) for address, nbytes in history.base.items()]
-    last = {address: place for place, address in enumerate(history.base)}  # the block that an address was given to last
-    living = dict(last)
+    last = {address: [nbytes, known.get(address, WORKSPACES), ""] for address, nbytes in history.base.items()}
+    living = dict(last)  # `last` keeps the block that was at an address last, too
     totals = list(accumulate((nbytes for _, nbytes in history.events), initial=sum(history.base.values())))
     peak = totals.index(max(totals))  # events until then
-    at_peak, kind_at_peak = list(living.values()), ACTIVATIONS
-    began = marks[0][0]
-    counts = [count - began for count, _ in marks]
-    became = defaultdict(list)
-    for count, address in gradients:
-        became[count - began].append(address)
-    allocated = 0
-    for number, (address, nbytes) in enumerate(history.events, start=1):
-        if nbytes < 0:
+    held, kind_at_peak = list(living.values()), ACTIVATIONS
+    waiting, served = deque(seen), seen[0][0]
+    for number, (address, nbytes) in enumerate([*history.events, (0, 0)], start=1):
+        while waiting and waiting[0][0] <= served:
+            _, what = waiting.popleft()
+            if isinstance(what, tuple):
+                kind, module = what
+            elif what in last:
+                last[what][1:] = GRADIENTS, ""
+        if nbytes <= 0:
             living.pop(address, None)
             continue
-        context = marks[bisect_right(counts, allocated) - 1][1]
-        last[address] = living[address] = len(blocks)
-        blocks.append((nbytes, context))
-        allocated += 1
-        for place in (last[one] for one in became[allocated] if one in last):
-            blocks[place] = blocks[place][0], (GRADIENTS, "")
+        last[address] = living[address] = [nbytes, kind, module]
+        served += 1
         if number == peak:
-            at_peak, kind_at_peak = list(living.values()), context[0]
-    return [blocks[place] for place in at_peak], kind_at_peak
+            held, kind_at_peak = list(living.values()), kind
+    return held, kind_at_peak

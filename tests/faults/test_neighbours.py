@@ -62,25 +62,3 @@ def test_row_29_a_waiting_trial_keeps_nothing_alive(monkeypatch):
     assert alive
     assert not any(alive)
     assert Verdict.FITS in [t.verdict for t in result.trials]
-
-
-def test_row_31_under_mps_every_trial_is_capped(monkeypatch, tmp_path):
-    def probed():
-        fractions = []
-        device, model, step, _ = ledger(
-            total_bytes=TOTAL,
-            fixed_bytes=FIXED,
-            per_sample_bytes=SAMPLE,
-            before_alloc=lambda fake, *_: fractions.append(fake.get_per_process_memory_fraction()),
-        )
-        device.fake.outside_bytes = 124 * MIB
-        return find_max_batch(model, step, device=device, **QUIET), fractions
-
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    result, fractions = probed()
-    assert any("NVIDIA MPS runs here" in note for note in result.notes)
-    assert max(fractions) < 1
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/dev/null")
-    usual, _ = probed()
-    assert not any("MPS" in note for note in usual.notes)
-    assert usual.batch_size == result.batch_size

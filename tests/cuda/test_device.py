@@ -1,0 +1,142 @@
+"""The device over torch's own CUDA allocator: what is available, caps, peaks, pressure and health."""
+
+import math
+
+import pytest
+import torch
+
+from oomprobe.devices import choose_device
+from oomprobe.devices.accelerator import AcceleratorDevice
+
+from .bed import forked
+from .test_faults import fail
+
+MIB = 2**20
+H200_BYTES = 150_109_880_320  # no power of two: fractions of it are no whole bytes
+AWKWARD_BYTES = 31_160_284_221  # divided by those and multiplied again, rounded down, it is one byte less
+
+
+def opened(stated="cuda"):
+    return choose_device(stated, torch.nn.ReLU())
+
+
+def take(mib):
+    return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+
+def holds(mib):
+    """Whether so much can be allocated now, and two MiB more cannot."""
+    take(mib)
+    torch.cuda.empty_cache()
+    try:
+        take(mib + 2)
+    except torch.OutOfMemoryError:
+        return True
+    return False
+
+
+def test_available_is_what_is_free_and_our_own():
+    def seen():
+        device, kept = opened(), take(200)
+        take(300)  # stays in the cache
+        found = [device.available_bytes(), torch.cuda.memory_reserved(), device.outside_bytes(), device.live_bytes()]
+        assert len(kept) == found.pop()
+        torch.cuda.set_per_process_memory_fraction(0.25)  # of the user's own
+        return [n // MIB for n in (*found, device.available_bytes())]
+
+    assert forked(seen, context="100MiB") == [924, 200, 100, 256]
+
+
+@pytest.mark.parametrize("own", [1.0, 0.5, 1 / 3])
+@pytest.mark.parametrize("error", [None, RuntimeError("x"), KeyboardInterrupt()], ids=["none", "error", "Ctrl-C"])
+def test_a_cap_is_enforced_and_gives_way_to_the_users_own(own, error):
+    def capped():
+        device, most = opened(), int(own * 512) * 2
+        torch.cuda.set_per_process_memory_fraction(own)
+        before = torch.cuda.get_per_process_memory_fraction()
+        for asked, held in ((100, 100), (most + 2, most), (None, most)):
+            try:
+                with device.cap(None if asked is None else asked * MIB):
+                    assert holds(held)
+                    if error:
+                        raise error
+            except type(error) as raised:
+                assert raised is error  # noqa: PT017
+        for odd_bytes in range(10 * MIB, 10 * MIB + 700, 7):
+            with device.cap(odd_bytes):
+                pass
+        return before, torch.cuda.get_per_process_memory_fraction()
+
+    before, after = forked(capped)
+    assert before == after
+
+
+def test_a_cap_is_the_budget_to_the_byte():
+    def allowed():
+        device = opened()
+        for limit_bytes in (1, AWKWARD_BYTES, H200_BYTES // 3, H200_BYTES - 1):
+            with device.cap(limit_bytes):
+                yield torch.cuda.get_per_process_memory_fraction() * device.total_bytes - limit_bytes
+
+    assert all(math.isclose(off, 0, abs_tol=0.01) for off in forked(lambda: list(allowed()), memory=str(H200_BYTES)))
+
+
+def test_peaks_and_counters_are_those_since_the_trial_began():
+    def seen():
+        device, kept = opened(), take(10)
+        with device.cap(600 * MIB):
+            for mib in (400, 500):  # the second needs what the cache holds of the first
+                take(mib)
+            device.release()
+            device.start_trial()
+            usages = [device.usage()]
+            for mib in (50, 70, 500):
+                take(mib)
+                usages.append(device.usage())
+        assert len(kept)
+        return [(u.peak_allocated_bytes // MIB, u.peak_reserved_bytes // MIB, u.alloc_retries) for u in usages], [
+            u.under_pressure for u in usages
+        ]
+
+    peaks, pressed = forked(seen)
+    assert peaks == [(10, 10, 0), (60, 60, 0), (80, 130, 0), (510, 510, 1)]
+    assert pressed == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("free_mib", "pressed"), [(11, False), (10, True), (0, True)])
+def test_next_to_nothing_free_is_pressure(tmp_path, free_mib, pressed):
+    def seen():
+        device = opened()
+        device.start_trial()
+        (tmp_path / "held").write_text(f"{1024 - free_mib}MiB")
+        return device.usage().under_pressure
+
+    (tmp_path / "held").touch()
+    assert forked(seen, neighbour=tmp_path / "held") is pressed
+
+
+@pytest.mark.parametrize(("code", "healthy"), [(700, False), (710, False), (2, True)], ids=["address", "assert", "oom"])
+def test_only_a_sticky_error_makes_it_unhealthy(code, healthy):
+    def seen():
+        device = AcceleratorDevice(torch.device("cuda"))
+        with device.cap(1):
+            first = device.healthy()  # where the allocator has no byte more
+        fail("launch", code=code)
+        return first, device.healthy()
+
+    assert forked(seen) == (True, healthy)
+
+
+def test_a_stated_budget_bounds_and_is_named(tmp_path):
+    def seen():
+        device = opened("cuda:0:256MiB")
+        with device.cap(None):
+            assert holds(256)
+        with device.cap(300 * MIB):
+            assert holds(256)
+        found = [device.name, device.available_bytes() // MIB]
+        (tmp_path / "held").write_text("900MiB")
+        return [*found, device.available_bytes() // MIB, device.notes]
+
+    (tmp_path / "held").touch()
+    assert forked(seen, neighbour=tmp_path / "held") == ["Stub GPU, 256.00 MiB of it", 256, 124, ()]
