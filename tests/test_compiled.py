@@ -1,11 +1,9 @@
 """With real torch.compile: a backend records the shapes it is asked to compile, and runs the graph as it is."""
 
 import logging
-import shutil
 
 import pytest
 import torch
-from test_linux import run_python
 
 from oomprobe.hooks import Compiled
 
@@ -113,41 +111,10 @@ def test_each_size_is_compiled_as_if_alone(way):
     assert "?" in str(recorder.seen[-1]) or "SymInt" in str(recorder.seen[-1])
 
 
-@WAYS
-@pytest.mark.parametrize("sizes", [SIZES, [1, 2], [32]])
-def test_training_compiles_as_if_there_had_been_no_probe(way, sizes):
-    recorder = Recorder()
-    never_probed = trained_at(TRAINED, way, recorder)
-    torch._dynamo.reset()
-    model, step = way(backend=recorder)
-    probed(model, step, sizes)
-    recorder.take()
-    step(model, TRAINED)
-    step(model, TRAINED)
-    assert recorder.take() == never_probed
-    if sizes != [32]:
-        torch._dynamo.reset()
-        model, step = way(backend=recorder)
-        probed(model, step, sizes, forgets=False)
-        recorder.take()
-        step(model, TRAINED)
-        assert recorder.take() != never_probed
-
-
 def test_a_size_repeated_at_once_is_not_compiled_again():
     recorder = Recorder()
     probed(*compiled_model(backend=recorder), [8, 8, 8])
     assert len(recorder.seen) == 1
-
-
-@pytest.mark.parametrize("way", [compiled_model, compiled_in_place])
-def test_with_static_shapes_no_size_is_sent_to_eager(way):
-    recorder, sizes = Recorder(), list(range(2, 26, 2))
-    probed(*way(backend=recorder, dynamic=False), sizes)
-    assert [graph[-1][0] for graph in recorder.take()] == sizes
-    torch._dynamo.reset()
-    probed(*way(backend=recorder, dynamic=False), sizes, forgets=False)
-    assert len(recorder.take()) == 8  # and four sizes ran without being compiled
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KeyboardInterrupt(), SystemExit()], ids=repr)
@@ -182,29 +149,3 @@ def test_only_graphs_of_this_probe_count():
     assert probed(model, step, [2]).is_used
     step(model, 8)
     assert not probed(Net(), forward_and_backward, [2]).is_used
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_the_default_backend(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    run_python(
-        """
-        import torch
-        from oomprobe.hooks import Compiled
-        from torch._dynamo.utils import counters
-        torch.set_num_threads(1)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-        optimizer = torch.optim.AdamW(model.parameters())
-        fast = torch.compile(model)
-        plain = [model(torch.ones(size, 8)).detach() for size in (2, 4, 3)]
-        compiled = Compiled()
-        for size, expected in zip((2, 4, 3), plain):
-            compiled.start_size(size)
-            torch.testing.assert_close(fast(torch.ones(size, 8)), expected)
-            fast(torch.ones(size, 8)).sum().backward()
-        compiled.finish()
-        assert compiled.is_used
-        """,
-        warnings="default",
-    )

@@ -44,13 +44,6 @@ def watching(expected=GIB):
     return watch, slept
 
 
-def test_a_calm_device():
-    watch, slept = watching()
-    run = Schedule(ran(GIB, GIB + 100 * 2**20))
-    assert undisturbed(watch, run, pytest.fail) is run.rans[0]
-    assert (run.calls, slept, watch.contaminated, watch.notes) == (1, [], False, {})
-
-
 @pytest.mark.parametrize("disturbed", [ran(GIB, 5 * GIB), ran(5 * GIB, 5 * GIB), ran(5 * GIB, GIB, cap_bytes=20 * GIB)])
 def test_a_failure_beside_neighbours_is_run_again(disturbed):
     watch, slept = watching()
@@ -66,16 +59,17 @@ def test_a_failure_beside_neighbours_is_run_again(disturbed):
     "stands",
     [
         ran(GIB, 9 * GIB, Verdict.FITS),
+        *(ran(GIB, 9 * GIB, verdict) for verdict in (Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT)),
         ran(GIB, 0),
         ran(GIB, GIB + 500 * 2**20),  # its own kernels, loaded late
         ran(GIB, 5 * GIB, cap_bytes=19 * GIB),  # which they left
     ],
 )
 def test_a_trial_that_others_did_not_decide_stands(stands):
-    watch, _ = watching()
+    watch, slept = watching()
     run = Schedule(stands)
     assert undisturbed(watch, run, pytest.fail) is stands
-    assert (run.calls, watch.contaminated) == (1, False)
+    assert (run.calls, slept, watch.contaminated, watch.notes) == (1, [], False, {})
 
 
 def test_memory_that_goes_on_moving_contaminates():
@@ -98,23 +92,9 @@ def test_others_are_waited_for_once():
     assert watch.contaminated
 
 
-def test_before_kernels_are_loaded_nothing_is_expected():
-    watch = Neighbours(24 * GIB, str, sleep=pytest.fail)
-    run = Schedule(ran(0, 5 * GIB))
-    undisturbed(watch, run, pytest.fail)
-    assert (run.calls, watch.held_bytes) == (1, [])
-
-
-@pytest.mark.parametrize("verdict", [Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT])
-def test_a_lost_process_says_nothing_of_neighbours(verdict):
-    watch, _ = watching()
-    run = Schedule(ran(GIB, 9 * GIB, verdict))
-    undisturbed(watch, run, pytest.fail)
-    assert (run.calls, watch.contaminated) == (1, False)
-
-
-def test_a_device_that_cannot_tell():
+@pytest.mark.parametrize("held", [(0, 5 * GIB), (None, None)], ids=["no kernel loaded yet", "device cannot tell"])
+def test_where_nothing_is_expected_no_trial_is_run_again(held):
     watch, _ = watching(None)
-    run = Schedule(ran(None, None))
+    run = Schedule(ran(*held))
     undisturbed(watch, run, pytest.fail)
     assert (run.calls, watch.held_bytes) == (1, [])

@@ -157,23 +157,40 @@ def test_a_cpu_model_beside_an_accelerator_is_noted_loudly(monkeypatch):
 # --- no answer ---
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("CUDA error: an illegal memory access was encountered")])
+ILLEGAL_ADDRESS = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("error", [ILLEGAL_ADDRESS, torch.OutOfMemoryError("x"), ValueError("x")], ids=repr)
 def test_a_poisoned_process_gives_no_further_verdict(error):
-    """By what the error says, or by an out-of-memory error that leaves the device sick."""
+    """By what the error says, or by an error of any other kind that leaves the device sick."""
     device, calls = LedgerDevice(10 * MIB), []
 
     def step(model, batch_size):
         calls.append(batch_size)
-        if batch_size == 16:
+        if batch_size == 8:
             device.is_healthy = False
-            if error:
-                raise error
+            raise error
         device.take(batch_size * MIB)
 
-    with pytest.raises(oomprobe.DeviceLostError, match="illegal memory access" if error else "out of memory") as caught:
+    with pytest.raises(oomprobe.DeviceLostError, match=type(error).__name__) as caught:
         probe(device, step)
-    assert calls[-1] == 16
-    assert caught.value.trials[-1].verdict is Verdict.POISONED
+    assert calls == sorted(calls)
+    assert (caught.value.trials[-1].batch_size, caught.value.trials[-1].verdict) == (8, Verdict.POISONED)
+    assert set(caught.value.snapshot["model"]) == {"weight", "bias"}
+
+
+def test_a_device_that_dies_between_steps_is_lost():
+    device = LedgerDevice(10 * MIB)
+
+    def die():
+        device.is_healthy = False
+        raise ILLEGAL_ADDRESS
+
+    def step(model, batch_size):
+        device.release = die
+
+    with pytest.raises(oomprobe.DeviceLostError) as caught:
+        probe(device, step)
     assert set(caught.value.snapshot["model"]) == {"weight", "bias"}
 
 

@@ -127,30 +127,6 @@ def test_an_optimizer_is_seen_before_and_after_its_step(model, kind):
     assert not torch.equal(model.weight, before)
 
 
-def test_a_step_that_fails_half_way_is_no_step(model):
-    class Breaks(PlainSteps):
-        def step(self, closure=None):
-            raise ValueError("half way")
-
-    before = []
-    with OptimizerWatch(before.append) as watch, pytest.raises(ValueError, match="half way"):
-        Breaks(model.parameters()).step()
-    assert len(before) == 1
-    assert watch.stepped == set()
-
-
-def test_a_step_that_a_grad_scaler_skips_is_no_step(model):
-    optimizer = sgd(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with OptimizerWatch(lambda one: None) as watch:
-        for factor, stepped in ((float("inf"), set()), (1.0, {id(optimizer)})):
-            optimizer.zero_grad()
-            scaler.scale(factor * model(torch.ones(4, 3)).square().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert watch.stepped == stepped
-
-
 def test_only_the_users_own_hooks_stay(model):
     called, seen = [], []
     handle = torch_optimizer.register_optimizer_step_post_hook(lambda *_: called.append(1))

@@ -31,26 +31,6 @@ def free_mib():
     return torch.cuda.mem_get_info()[0] // MIB
 
 
-def test_devices():
-    def seen():
-        kept = torch.empty(300 * MIB, dtype=torch.uint8, device=f"cuda:{torch.cuda.device_count() - 1}")
-        return kept.device.index, [
-            [n // MIB for n in torch.cuda.mem_get_info(device)] for device in range(torch.cuda.device_count())
-        ]
-
-    assert forked(seen) == (0, [[1024 - 300, 1024]])
-    assert forked(seen, memory="1GiB,80GiB") == (1, [[1024, 1024], [80 * 1024 - 300, 80 * 1024]])
-
-
-def test_card():
-    def properties():
-        card = torch.cuda.get_device_properties(0)
-        return card.major, card.minor, card.multi_processor_count, card.max_threads_per_multi_processor
-
-    assert forked(properties) == (8, 0, 108, 2048)
-    assert forked(properties, card="9.0,132,2048") == (9, 0, 132, 2048)
-
-
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
 def test_sorts_run_on_every_capability(capability):
     def largest():
@@ -75,28 +55,6 @@ def test_out_of_memory(fraction, said):
 
     with pytest.raises(torch.OutOfMemoryError, match=f"Tried to allocate {said}"):
         forked(fill)
-
-
-def test_training_step():
-    def train():
-        model = torch.nn.Linear(1024, 1024).cuda()
-        optimizer = torch.optim.AdamW(model.parameters())
-        before = model.weight.clone()
-        model(torch.randn(64, 1024, device="cuda")).sum().backward()
-        optimizer.step()
-        return torch.cuda.max_memory_allocated() > 16 * MIB, bool((model.weight.cpu() != before.cpu()).any())
-
-    assert forked(train) == (True, True)
-
-
-@pytest.mark.parametrize("expandable", [True, False])
-def test_expandable_segments(expandable):
-    def segments():
-        kept = [allocate(30) for _ in range(4)]
-        return len(kept), {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
-
-    setting = f"expandable_segments:{expandable}"
-    assert forked(segments, PYTORCH_ALLOC_CONF=setting) == (4, {expandable})
 
 
 def test_shared_memory(tmp_path):
@@ -176,23 +134,12 @@ def test_index_out_of_bounds():
         forked(look_up)
 
 
-class LocalError(Exception):
-    """Cannot be made again from its arguments."""
-
-    def __init__(self, one, two):
-        super().__init__(one)
-
-
-@pytest.mark.parametrize(
-    ("error", "raised", "text"),
-    [(ValueError("why"), ValueError, "^why"), (LocalError("why", 2), RuntimeError, "LocalError: why")],
-)
-def test_forked_error(error, raised, text):
+def test_forked_error():
     def fail():
         os.write(1, b"said before")
-        raise error
+        raise ValueError("why")
 
-    with pytest.raises(raised, match=text) as caught:
+    with pytest.raises(ValueError, match=r"^why") as caught:
         forked(fail)
     assert "in fail" in str(caught.value.__cause__)
     assert "said before" in caught.value.__notes__[0]
