@@ -2,8 +2,6 @@
 
 import gc
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -65,23 +63,6 @@ def two_mebibytes_a_sample():
         return block
 
     return model, step
-
-
-# --- the device ---
-
-
-def test_the_cap_raises_torchs_own_error(card):
-    before = fraction()
-    budget = GIB
-    with card.cap(budget):
-        assert fraction() == pytest.approx(budget / card.total_bytes, rel=1e-9)
-        block = bytes_on_card(budget - 64 * MIB)  # other tests may have left a library's workspace
-        del block
-        card.release()
-        with pytest.raises(torch.OutOfMemoryError):
-            bytes_on_card(budget + 2 * MIB)
-    assert fraction() == before
-    bytes_on_card(budget + 2 * MIB)
 
 
 # --- whole probes ---
@@ -156,72 +137,6 @@ def test_a_scaler_that_skips_steps_is_waited_for(card):
     assert result.trials[0].steps > 1 + 2
     assert not any("no optimizer stepped" in note for note in result.notes)
     assert result.state_verified
-
-
-# --- neighbours ---
-
-
-NEIGHBOUR = """
-import sys, torch
-torch.ones(1, device="cuda:0")
-print("up", flush=True)
-size_bytes = int(input())
-x = torch.ones(size_bytes, dtype=torch.uint8, device="cuda:0")
-torch.cuda.synchronize()
-print("taken", flush=True)
-input()
-"""
-
-
-@pytest.fixture
-def neighbour():
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", NEIGHBOUR], text=True, **pipes)
-    if process.stdout.readline() != "up\n":
-        pytest.skip("this card is for one process: " + process.communicate()[1][-200:])
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def beside(neighbour, size_bytes):
-    """A step whose twelfth call lets the neighbour take memory, and that ends the neighbour where it runs out of memory."""
-    model, inner = two_mebibytes_a_sample()
-    calls = []
-
-    def step(model, batch_size):
-        calls.append(batch_size)
-        if len(calls) == 12:
-            neighbour.stdin.write(f"{size_bytes}\n")
-            neighbour.stdin.flush()
-            assert neighbour.stdout.readline() == "taken\n"
-        try:
-            inner(model, batch_size)
-        except torch.OutOfMemoryError:
-            neighbour.kill()
-            neighbour.wait()
-            raise
-
-    return model, step
-
-
-def test_a_neighbour_that_leaves_room_is_told(card, neighbour):
-    size_bytes = int(0.05 * card.total_bytes)
-    if torch.cuda.mem_get_info(CARD)[0] < size_bytes + 2 * SMALL_BYTES:
-        pytest.skip("too little is free for a neighbour")
-    result = find_max_batch(*beside(neighbour, size_bytes), max_batch=64, progress="off")
-    assert (result.batch_size, result.contaminated) == (64, False)
-    assert any("came while probing" in note for note in result.notes)
-
-
-def test_a_size_that_failed_beside_a_neighbour_is_tried_again(card, neighbour):
-    room_bytes = 512 * MIB
-    result = find_max_batch(
-        *beside(neighbour, torch.cuda.mem_get_info(CARD)[0] - room_bytes), resolution=0.1, progress="off"
-    )
-    assert result.contaminated is False
-    assert 2 * MIB * result.batch_size > room_bytes
-    assert any("tried again" in note for note in result.notes)
 
 
 # --- poison, in processes of their own ---
@@ -327,22 +242,13 @@ def test_a_size_limit_is_neither_memory_nor_a_bug(name, said_of_limits):
     assert said.split(" | ")[0] in {"SIZE_LIMIT", "POISONED"}, said
 
 
-RUN_TARGETS = """
-import os, torch, oomprobe
-
-def probe(target, **options):
-    return oomprobe.probe_target(f"tests/gpu_targets.py:{target}", device="cuda", progress="off", **options)
-
-result = probe("out_of_bounds", max_batch=64)
+RUN_TARGET = """
+import torch, oomprobe
+result = oomprobe.probe_target("tests/gpu_targets.py:out_of_bounds", device="cuda", progress="off", max_batch=64)
 print(result.batch_size, result.limited_by, any(t.verdict is oomprobe.Verdict.POISONED for t in result.trials))
-for setting in ("expandable_segments:False", "expandable_segments:True"):
-    os.environ["PYTORCH_ALLOC_CONF"] = setting
-    result = probe("gibibytes", resolution=0.05)
-    print(result.limited_by, result.batch_size * 2**29 <= result.budget_bytes)
 print(torch.cuda.is_initialized())
 """
 
 
-def test_poisoned_and_full_children_are_replaced():
-    out = run_python(RUN_TARGETS, timeout_s=240, warnings="default")
-    assert out.splitlines() == ["10 size_limit True", "memory True", "memory True", "False"]
+def test_poisoned_children_are_replaced():
+    assert run_python(RUN_TARGET, timeout_s=240, warnings="default") == "10 size_limit True\nFalse\n"

@@ -66,18 +66,18 @@ MACHINE_FREE = 20_000_000 * 1024
 @pytest.fixture
 def free(tmp_path, monkeypatch):
     """What is free under a /proc/self/cgroup and a /sys/fs/cgroup, whose memory files are given by folder."""
+    monkeypatch.setattr(linux, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(linux, "CGROUP_MEMBERSHIP", tmp_path / "cgroup")
+    monkeypatch.setattr(linux, "CGROUP_ROOT", tmp_path / "sys")
+    linux.MEMINFO.write_text(MEMINFO)
 
     def read(table, **folders):
-        (tmp_path / "meminfo").write_text(MEMINFO)
-        (tmp_path / "cgroup").write_text(table)
+        linux.CGROUP_MEMBERSHIP.write_text(table)
         for name, files in folders.items():
-            folder = tmp_path / "sys" / name
+            folder = linux.CGROUP_ROOT / name
             folder.mkdir(parents=True, exist_ok=True)
             for file, text in files.items():
                 (folder / f"memory.{file}").write_text(f"{text}\n")
-        monkeypatch.setattr(linux, "MEMINFO", tmp_path / "meminfo")
-        monkeypatch.setattr(linux, "CGROUP_MEMBERSHIP", tmp_path / "cgroup")
-        monkeypatch.setattr(linux, "CGROUP_ROOT", tmp_path / "sys")
         return linux.free_bytes()
 
     return read
@@ -87,44 +87,36 @@ def limited(limit, used, **stat):
     return {"max": limit, "current": used, **stat}
 
 
+TIGHTER = {"slice": limited(2 * GIB, GIB), "slice/job": limited("max", 1), "slice/job/step": limited(8 * GIB, GIB)}
 HALF_CACHE = f"anon 7\ninactive_file {2 * GIB}\nactive_file 5"
 VERSION_1 = {
     "limit_in_bytes": 4 * GIB,
     "usage_in_bytes": 3 * GIB,
     "stat": f"inactive_file 1\ntotal_inactive_file {GIB}",
 }
+NO_LIMIT = {"limit_in_bytes": 9223372036854771712, "usage_in_bytes": GIB}
+OTHER = {"memory/docker/abc": VERSION_1, "memory/fast": {"limit_in_bytes": 1, "usage_in_bytes": 0}}
 
 
 @pytest.mark.parametrize(
     ("table", "folders", "expected"),
     [
-        pytest.param("0::/gone/away\nnonsense\n", {}, MACHINE_FREE, id="no such folder"),
-        pytest.param("0::/job/step\n", {"job/step": limited(4 * GIB, GIB)}, 3 * GIB, id="limit less use"),
-        pytest.param("0::/job\n", {"job": limited(4 * GIB, 3 * GIB, stat=HALF_CACHE)}, 3 * GIB, id="cache is free"),
-        pytest.param(
-            "0::/slice/job/step\n",
-            {"slice": limited(2 * GIB, GIB), "slice/job": limited("max", 1), "slice/job/step": limited(8 * GIB, GIB)},
-            GIB,
-            id="a tighter parent",
-        ),
-        pytest.param("0::/\n", {"": limited(2 * GIB, GIB)}, GIB, id="the root of a container"),
-        pytest.param("0::/job\n", {"..": limited(1, 0)}, MACHINE_FREE, id="nothing above the root"),
-        pytest.param("0::/job\n", {"job": limited("max", GIB)}, MACHINE_FREE, id="max is no limit"),
-        pytest.param("0::/job\n", {"job": {"max": GIB}}, MACHINE_FREE, id="a file is missing"),
-        pytest.param("0::/job\n", {"job": limited(1, "?")}, MACHINE_FREE, id="an odd file"),
-        pytest.param("0::/job\n", {"job": limited(GIB, 2 * GIB)}, 0, id="more used than allowed"),
-        pytest.param(
-            "12:cpu,cpuacct:/fast\n7:hugetlb,memory:/docker/abc\n0::/unified\n",
-            {"memory/docker/abc": VERSION_1, "memory/fast": {"limit_in_bytes": 1, "usage_in_bytes": 0}},
-            2 * GIB,
-            id="version 1",
-        ),
-        pytest.param(
-            "7:memory:/job\n",
-            {"memory/job": {"limit_in_bytes": 9223372036854771712, "usage_in_bytes": GIB}},
-            MACHINE_FREE,
-            id="version 1 without a limit",
-        ),
+        ("0::/gone/away\nnonsense\n", {}, MACHINE_FREE),
+        ("0::/job/step\n", {"job/step": limited(4 * GIB, GIB)}, 3 * GIB),
+        ("0::/job\n", {"job": limited(4 * GIB, 3 * GIB, stat=HALF_CACHE)}, 3 * GIB),
+        ("0::/slice/job/step\n", TIGHTER, GIB),
+        ("0::/\n", {"": limited(2 * GIB, GIB)}, GIB),
+        ("0::/job\n", {"..": limited(1, 0)}, MACHINE_FREE),
+        ("0::/job\n", {"job": {"max": GIB}}, MACHINE_FREE),
+        ("0::/job\n", {"job": limited(1, "?")}, MACHINE_FREE),
+        ("0::/job\n", {"job": limited(GIB, 2 * GIB)}, 0),
+        ("12:cpu,cpuacct:/fast\n7:hugetlb,memory:/docker/abc\n0::/unified\n", OTHER, 2 * GIB),
+        ("7:memory:/job\n", {"memory/job": NO_LIMIT}, MACHINE_FREE),
+    ],
+    ids=[
+        *("no such folder", "limit less use", "cache is free", "a tighter parent", "the root of a container"),
+        *("nothing above the root", "a file is missing", "an odd file", "more used than allowed", "version 1"),
+        "version 1 without a limit",
     ],
 )
 def test_the_tightest_cgroup_decides(free, table, folders, expected):

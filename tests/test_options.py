@@ -79,10 +79,6 @@ def test_a_foreign_integer_is_refused_with_advice(value, kind):
     [
         ({"min_batch": 9, "max_batch": 8}, "min_batch=9 is larger than max_batch=8: swap them"),
         (
-            {"multiple_of": 16, "max_batch": 15},
-            "no multiple of 16 lies between min_batch=1 and max_batch=15: lower multiple_of or raise max_batch",
-        ),
-        (
             {"min_batch": 9, "max_batch": 15, "multiple_of": 8},
             "no multiple of 8 lies between min_batch=9 and max_batch=15: lower multiple_of or raise max_batch",
         ),
@@ -112,51 +108,50 @@ class Trainer:
         return "ran"
 
 
-GOOD = {
-    "function": full_step,
-    "any arguments": lambda *args, **kwargs: "ran",
-    "further ones with defaults": lambda model, batch_size, amp=False, *, clip=None: "ran",
-    "method": Trainer().step,
-    "object": Trainer(),
-    "partial by position": functools.partial(lambda amp, model, batch_size: "ran", True),
-    "partial by name": functools.partial(lambda model, batch_size, *, amp: "ran", amp=True),
-    "decorated": functools.wraps(full_step)(lambda *args: full_step(*args)),
-    "builtin without a signature": max,
-}
+@pytest.mark.parametrize(
+    "step",
+    [
+        full_step,
+        Trainer().step,
+        Trainer(),
+        lambda model, batch_size, amp=False, *, clip=None: "ran",
+        functools.partial(lambda amp, model, batch_size: "ran", True),
+        functools.partial(lambda model, batch_size, *, amp: "ran", amp=True),
+        functools.wraps(full_step)(lambda *args: full_step(*args)),
+        max,
+    ],
+    ids=["function", "method", "object", "defaults", "partial", "partial by name", "decorated", "no signature"],
+)
+def test_anything_callable_with_a_model_and_a_size_is_a_step(step):
+    assert named_steps(step) == {"step": Step(run=step)}
+    assert named_steps({"train": step}) == {"train": Step(run=step)}
 
 
-@pytest.mark.parametrize("kind", GOOD)
-def test_anything_callable_with_a_model_and_a_size_is_a_step(kind):
-    assert named_steps(GOOD[kind]) == {"step": Step(run=GOOD[kind])}
-    assert named_steps({"train": GOOD[kind]}) == {"train": Step(run=GOOD[kind])}
-
-
-BAD = {
-    "one argument": (lambda model: None, "step(model) cannot be called with (model, batch_size): too many"),
-    "a keyword without default": (lambda model, size, *, amp: None, "missing a required"),
-    "unbound method": (Trainer.step, "step(self, model, batch_size) cannot be called"),
-    "partial that took the place": (functools.partial(full_step, 1), "step(batch_size) cannot be called"),
-    "object": (type("Once", (), {"__call__": lambda self, model: None})(), "step(model) cannot be called"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_a_step_with_other_arguments_is_refused_before_it_runs(kind):
-    step, expected = BAD[kind]
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda model: None, "step(model) cannot be called with (model, batch_size): too many"),
+        (lambda model, size, *, amp: None, "missing a required"),
+        (Trainer.step, "step(self, model, batch_size) cannot be called"),
+        (functools.partial(full_step, 1), "step(batch_size) cannot be called"),
+        (Step(run=lambda model: None), "step(model) cannot be called"),
+    ],
+    ids=["one argument", "a keyword without default", "unbound method", "partial that took the place", "typed"],
+)
+def test_a_step_with_other_arguments_is_refused_before_it_runs(step, said):
     text = refused(lambda: named_steps(step))
-    assert expected in text
+    assert said in text
     assert text.endswith("Write it as def step_fn(model, batch_size): ...")
+
+
+NO_STEP = "step must be a function (model, batch_size) that runs one full optimisation step, not"
 
 
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        (None, "step must be a function (model, batch_size) that runs one full optimisation step, not NoneType"),
-        ([full_step], "step must be a function (model, batch_size) that runs one full optimisation step, not list"),
-        (
-            {"train": full_step, "eval": 3},
-            "eval must be a function (model, batch_size) that runs one full optimisation step, not int",
-        ),
+        (None, f"{NO_STEP} NoneType"),
+        ([full_step], f"{NO_STEP} list"),
         ({}, "step_fn is an empty mapping: give at least one step, {'train': step_fn}"),
         ({1: full_step}, "names of steps must be strings, not 1"),
     ],
@@ -181,8 +176,6 @@ def test_a_step_whose_call_runs_nothing_is_refused(step):
 def test_a_typed_step_is_taken_as_it_is():
     step = Step(run=full_step, max_calls=1)
     assert named_steps({"train": step})["train"] is step
-    with pytest.raises(InvalidArgumentError, match="cannot be called"):
-        named_steps(Step(run=lambda model: None))
 
 
 # --- the model ---
@@ -192,11 +185,8 @@ def test_a_typed_step_is_taken_as_it_is():
     ("value", "kind"),
     [
         (torch.nn.Linear, "the class Linear: make an instance"),
-        (dict, "the class dict: make an instance"),
         (None, "NoneType"),
         (full_step, "function"),
-        ({"weight": torch.ones(1)}, "dict"),
-        (torch.optim.SGD([torch.zeros(1)]), "SGD"),
     ],
 )
 def test_what_is_not_a_model(value, kind):

@@ -35,25 +35,23 @@ def test_an_oversized_batch_names_one_that_fits(tmp_path, require):
     assert done.stdout.startswith(f"step 0: batch {told[1]}, loss") != require
 
 
-@pytest.mark.parametrize(("require", "code"), [(True, 5), (False, 1)])
-def test_where_nothing_fits_it_does_not_train(tmp_path, require, code):
-    done = run(tmp_path, "--batch-size", "4", "--device", "cpu:4MiB", *["--require"] * require)
+@pytest.mark.parametrize(
+    ("arguments", "source", "code", "said"),
+    [
+        (["--device", "cpu:4MiB", "--require"], SOURCE, 5, "batch 2, the smallest allowed, does not fit"),
+        (["--device", "cpu:4MiB"], SOURCE, 1, "batch 2, the smallest allowed, does not fit"),
+        (
+            ["--device", "cpu:1GiB"],
+            SOURCE.replace("Linear(64, 10)", "Linear(63, 10)"),
+            3,
+            "shapes cannot be multiplied",
+        ),
+        (["--device", "cuda:7"], SOURCE, 4, "no device 'cuda:7' here"),
+        (["--device", "cpu:lots"], SOURCE, 2, "oomprobe: 'lots' is not a size"),
+    ],
+    ids=["nothing fits", "nothing fits, not required", "bug", "no such device", "usage"],
+)
+def test_where_there_is_no_answer_it_does_not_train(tmp_path, arguments, source, code, said):
+    done = run(tmp_path, "--batch-size", "4", *arguments, source=source)
     assert (done.returncode, done.stdout) == (code, "")
-    assert "batch 2, the smallest allowed, does not fit" in done.stderr
-
-
-def test_a_bug_is_not_an_oversized_batch(tmp_path):
-    broken = SOURCE.replace("nn.Linear(64, 10)", "nn.Linear(63, 10)")
-    assert broken != SOURCE
-    done = run(tmp_path, "--batch-size", "4", "--device", "cpu:1GiB", "--require", source=broken)
-    assert done.returncode == 3
-    assert "mat1 and mat2 shapes cannot be multiplied" in done.stderr
-
-
-@pytest.mark.parametrize(("device", "code"), [("cuda:7", 4), ("cpu:lots", 2)])
-def test_a_missing_device_is_reported_first(tmp_path, device, code):
-    done = run(tmp_path, "--batch-size", "4", "--device", device, "--require")
-    assert (done.returncode, done.stdout) == (code, "")
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("oomprobe: ")
-    assert (f"no device {device!r} here" in done.stderr) == (code == 4)
+    assert said in done.stderr

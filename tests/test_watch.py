@@ -35,10 +35,6 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def global_hooks():
-    return dict(torch_optimizer._global_optimizer_pre_hooks), dict(torch_optimizer._global_optimizer_post_hooks)
-
-
 # --- state that a failed step has half made ---
 
 
@@ -60,37 +56,28 @@ class FailsAt(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("looked_at", [False, True], ids=["", "looked at before"])
-def test_half_made_optimizer_state_is_dropped(model, looked_at):
-    optimizer = FailsAt(model.parameters(), nth=1)
+@pytest.mark.parametrize("stepped", [False, True], ids=["", "stepped before"])
+def test_half_made_optimizer_state_is_dropped(model, looked_at, stepped):
+    optimizer = FailsAt(model.parameters(), nth=None)
     if looked_at:  # as for a log of norms: that leaves an empty entry
         assert optimizer.state[model.bias].get("exp_avg") is None
-    backward(model)
     with OptimizerWatch(lambda one: None) as watch:
-        with pytest.raises(torch.OutOfMemoryError):
+        if stepped:  # with the weight alone
+            model.bias.requires_grad_(False)
+            backward(model)
             optimizer.step()
-        assert len(optimizer.state) == 2
-        watch.drop_half_made()
-        assert dict(optimizer.state) == {}
-        optimizer.nth = None
-        optimizer.step()
-    assert [sorted(state) for state in optimizer.state.values()] == [["exp_avg", "exp_avg_sq", "step"]] * 2
-
-
-def test_state_from_before_the_failed_step_stays(model):
-    optimizer = FailsAt(model.parameters(), nth=None)
-    model.bias.requires_grad_(False)
-    with OptimizerWatch(lambda one: None) as watch:
-        backward(model)
-        optimizer.step()
-        before = optimizer.state[model.weight]["exp_avg"]
-        model.bias.requires_grad_(True)
+            model.bias.requires_grad_(True)
+        before = {parameter: dict(state) for parameter, state in optimizer.state.items() if state}
         optimizer.nth = 1
         backward(model)
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
+        assert len(optimizer.state) == 2
         watch.drop_half_made()
-    assert optimizer.state[model.weight]["exp_avg"] is before
-    assert model.bias not in optimizer.state
+        assert {parameter: dict(state) for parameter, state in optimizer.state.items()} == before
+        optimizer.nth = None
+        optimizer.step()
+    assert [sorted(state) for state in optimizer.state.values()] == [["exp_avg", "exp_avg_sq", "step"]] * 2
 
 
 def test_an_unfinished_optimizer_is_not_kept_alive(model):
@@ -108,9 +95,7 @@ def test_an_unfinished_optimizer_is_not_kept_alive(model):
 # --- seeing steps ---
 
 
-@pytest.mark.parametrize(
-    "kind", [sgd, lambda m: torch.optim.Adam(m.parameters()), lambda m: PlainSteps(m.parameters())]
-)
+@pytest.mark.parametrize("kind", [sgd, lambda m: PlainSteps(m.parameters())], ids=["SGD", "plain"])
 def test_an_optimizer_is_seen_before_and_after_its_step(model, kind):
     optimizer, asleep = kind(model), sgd(model)
     before, weights_seen = model.weight.detach().clone(), []
@@ -124,17 +109,14 @@ def test_an_optimizer_is_seen_before_and_after_its_step(model, kind):
     assert id(asleep) not in watch.stepped
     assert [id(one) for one, _ in weights_seen] == [id(optimizer), id(made_inside)]
     assert torch.equal(weights_seen[0][1], before)
-    assert not torch.equal(model.weight, before)
 
 
 def test_only_the_users_own_hooks_stay(model):
     called, seen = [], []
     handle = torch_optimizer.register_optimizer_step_post_hook(lambda *_: called.append(1))
-    before = global_hooks()
     try:
         with pytest.raises(KeyError, match="labels"), OptimizerWatch(seen.append) as watch:
             raise KeyError("labels")
-        assert global_hooks() == before
         backward(model)
         sgd(model).step()
     finally:
@@ -171,17 +153,9 @@ def test_afterwards_steps_step_and_gradients_are_cleared(model):
     optimizer.step()
     scheduler.step()  # would warn, and warnings are errors here, if the optimizer's step had not been counted
     assert not torch.equal(model.weight, weight)
-    for clear in (optimizer.zero_grad, model.zero_grad):
-        backward(model)
-        clear()
-        assert model.weight.grad is None
 
 
 def test_a_models_own_step_method_goes_on_working():
-    class Cell(torch.nn.Module):
-        def step(self, x):
-            return 2 * x
-
-    cell = Cell()
+    cell = type("Cell", (torch.nn.Module,), {"step": lambda self, x: 2 * x})()
     with accumulating([], cell):
         assert cell.step(21) == 42

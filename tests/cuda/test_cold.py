@@ -88,20 +88,15 @@ def compiled(backend="aot_eager"):
     return classifier(model, torch.optim.AdamW(model.parameters()))
 
 
-def compiled_to_graphs():
-    return compiled("cudagraphs")
-
-
 WAYS = {
-    f.__name__.replace("_", " "): f
-    for f in (made_in_the_step, made_at_the_first_step, in_backward, in_use, lazy_buffer, compiled, compiled_to_graphs)
+    "made in the step": made_in_the_step,
+    "made at the first step": made_at_the_first_step,
+    "in backward": in_backward,
+    "in use": in_use,
+    "lazy buffer": lazy_buffer,
+    "compiled": compiled,
+    "compiled to graphs": lambda: compiled("cudagraphs"),
 }
-
-
-def first_calls(trials):
-    """The place of each trial's first call among all calls; one that failed is not among a trial's steps."""
-    calls = [trial.steps + (not trial.passed) for trial in trials]
-    return [sum(calls[:n]) for n in range(len(calls))]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -110,15 +105,18 @@ def test_every_trial_starts_cold(way):
 
     def probe():
         model, step = build()
-        before, held = reserved(), []
+        before, held, ended = reserved(), [], ["nothing before it"]
 
         def watched(model, batch_size):
-            held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+            if ended:  # the trial before: this call is the first of the next
+                held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+                ended.clear()
             step(model, batch_size)
 
-        result = oomprobe.find_max_batch(model, watched, min_batch=8192, resolution=0.1, **QUIET)
+        result = oomprobe.find_max_batch(model, watched, min_batch=8192, resolution=0.1, progress=ended.append)
         assert reserved() <= before
-        allocated, in_segments = zip(*(held[first] for first in first_calls(result.trials)), strict=True)
+        allocated, in_segments = zip(*held, strict=True)
+        assert len(held) == len(result.trials)
         assert max(allocated) - min(allocated) <= 1024  # torch keeps that much for random numbers in CUDA graphs,
         assert max(in_segments) - min(in_segments) <= 2 * MIB  # in a segment of its own
         # A warm trial's allocator has more than the model in it before the first step: so do its peaks.
@@ -159,6 +157,7 @@ def too_large(model, batch_size):
 )
 def test_nothing_stays_reserved(step, error):
     def probe():
+        gc.unfreeze()  # what the tests have frozen
         model, own_step = MODELS["gpt"]()
         before = reserved()
         caught = None
@@ -167,12 +166,13 @@ def test_nothing_stays_reserved(step, error):
         except BaseException as raised:
             caught = raised  # with its traceback, as a debugger would keep it
         held = torch.cuda.memory_allocated()
-        return before, reserved(), held, error is None or isinstance(caught, error)
+        return before, reserved(), held, error is None or isinstance(caught, error), gc.get_freeze_count()
 
-    before, after, held, as_expected = forked(probe)
+    before, after, held, as_expected, frozen = forked(probe)
     assert as_expected
     assert after <= before
     assert held <= before
+    assert frozen == 0
 
 
 def test_workspaces_stay_under_a_captured_graph():
@@ -190,13 +190,3 @@ def test_workspaces_stay_under_a_captured_graph():
     before, after, notes = forked(probe)
     assert after >= before  # the graph's workspace among it
     assert any(note.startswith("not fully cold") for note in notes)
-
-
-def test_the_garbage_collector_is_unfrozen():
-    def probe():
-        gc.unfreeze()  # what the tests have frozen
-        model, step = mlp()
-        oomprobe.find_max_batch(model, step, max_batch=8, **QUIET)
-        return gc.get_freeze_count()
-
-    assert forked(probe) == 0

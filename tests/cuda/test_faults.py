@@ -151,11 +151,12 @@ def test_a_neighbour_that_leaves_room_is_not_waited_for(neighbour):
 
         slept = waiting()
         result = oomprobe.find_max_batch(model, step, memory_fraction=0.5, resolution=0.02, **QUIET)
-        return result.contaminated, len(slept), sum(not trial.passed for trial in result.trials)
+        return result.contaminated, len(slept), sum(not trial.passed for trial in result.trials), result.notes
 
-    contaminated, waits, failed = forked(probe, memory="8GiB", neighbour=neighbour)
+    contaminated, waits, failed, notes = forked(probe, memory="8GiB", neighbour=neighbour)
     assert (contaminated, waits) == (False, 0)
     assert failed >= 5
+    assert any("came while probing" in note for note in notes)
 
 
 def test_a_neighbour_that_never_rests_costs_one_wait(neighbour):

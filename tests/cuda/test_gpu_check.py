@@ -21,18 +21,10 @@ def output_of(*arguments, limit_s=300, **options):
 
 
 def test_tests_marked_gpu(tmp_path):
-    # Not those of children, which tests/cuda/test_faults.py has on the bed: they take 45 s.
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--tb=short",
-        "-m",
-        "gpu and not needs_kernels",
-        "-k",
-        "not children_are_replaced",
-    ]
-    status, said = output_of("-m", "pytest", *options, "tests/test_gpu.py", card=H100, shared=tmp_path / "device")
+    # Not that of children, which tests/cuda/test_faults.py has on the bed: it takes long.
+    which = ["-m", "gpu and not needs_kernels", "-k", "not children_are_replaced", "tests/test_gpu.py"]
+    options = ["-q", "-p", "no:cacheprovider", "--tb=short", *which]
+    status, said = output_of("-m", "pytest", *options, card=H100, shared=tmp_path / "device")
     assert status == 0, said
     assert "skipped" not in said.splitlines()[-1]
 
