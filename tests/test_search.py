@@ -80,16 +80,6 @@ def test_limits_are_rounded_inwards_to_multiples(low, high, step):
 # --- exact on every monotone limit ---
 
 
-@pytest.mark.parametrize("shows_peak", [False, True])
-@pytest.mark.parametrize("last", [None, 1, 2, 5, 8, 13])
-def test_every_small_limit_is_found(last, shows_peak):
-    sizes = Sizes(first=1, last=last, step=1)
-    for limit in range(20):
-        for capped_limit in range(limit + 1):
-            found = search(Memory(limit, capped_limit, shows_peak=shows_peak), sizes)
-            assert found.batch_size == multiples_up_to(capped_limit, sizes), (limit, capped_limit)
-
-
 @settings(max_examples=300)
 @given(memories(BILLION), allowed_sizes(BILLION), st.booleans())
 def test_answer_and_bracket_are_exact_up_to_a_billion(memory, sizes, capped):
@@ -201,23 +191,6 @@ def test_one_transient_failure_changes_no_answer(memory, sizes, capped):
     for call in range(before_confirmation):
         shaken = Memory(memory.limit, memory.capped_limit, shows_peak=memory.shows_peak, fails_once_at=call)
         assert search(shaken, sizes, capped=capped).batch_size == multiples_up_to(capped_limit, sizes), call
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 9, 100])
-@pytest.mark.parametrize("shows_peak", [False, True])
-def test_a_deciding_transient_failure_is_struck_out_and_named(limit, shows_peak):
-    undisturbed = Memory(2 * limit, limit, shows_peak=shows_peak)
-    search(undisturbed)
-    decided = 0
-    for call, (size, phase, _, passed) in enumerate(undisturbed.calls):
-        if passed and phase in (Phase.GROW, Phase.BISECT):
-            found = search(Memory(2 * limit, limit, shows_peak=shows_peak, fails_once_at=call))
-            if size <= limit:  # larger ones fail under the cap anyway, and decide nothing
-                decided += 1
-                assert found.transient == (size,)
-                assert found.first_failing != size
-            assert found.batch_size == limit
-    assert decided
 
 
 @pytest.mark.parametrize("limit", [1, 2, 50])

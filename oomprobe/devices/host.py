@@ -54,7 +54,7 @@ class HostDevice:
         free_bytes = self._stated_bytes
         if free_bytes is None:  # now: the snapshot of the model has been taken since the device was opened
             free_bytes = _free_beside_copies(linux.free_bytes() or 0)
-        limits = [(resource.getrlimit(kind)[0], used) for kind, used in linux.limited_bytes().items()]
+        limits = [(resource.getrlimit(kind)[0], used) for kind, used in _limited_bytes().items()]
         return min([free_bytes, *(max(0, soft - used) for soft, used in limits if soft != resource.RLIM_INFINITY)])
 
     @contextmanager
@@ -62,7 +62,7 @@ class HostDevice:
         self.release()
         self._cap_bytes = self.available_bytes() if limit_bytes is None else limit_bytes
         # The arenas that malloc has for other threads, 64 MiB of address space each, are counted as they become writable.
-        used_bytes = linux.limited_bytes()
+        used_bytes = _limited_bytes()
         before = {kind: resource.getrlimit(kind) for kind in used_bytes}
         for kind, (soft, hard) in before.items():
             limit = used_bytes[kind] + self._cap_bytes
@@ -75,16 +75,16 @@ class HostDevice:
 
     def start_trial(self) -> None:
         self.release()
-        self._start_bytes = linux.process_bytes("VmSize") or 0
-        self._start_anonymous_bytes = linux.process_bytes("RssAnon") or 0
+        self._start_bytes = linux.process_bytes("VmSize")
+        self._start_anonymous_bytes = linux.process_bytes("RssAnon")
 
     def usage(self) -> Usage:
         """Peaks since this process was forked, for one trial: the kernel resets them then.
 
         Allocated is what was resident, without the pages of libraries; reserved is the address space, which is limited.
         """
-        resident = (linux.process_bytes("VmHWM") or 0) - (linux.process_bytes("RssFile") or 0)
-        reserved = max(0, (linux.process_bytes("VmPeak") or 0) - self._start_bytes)
+        resident = linux.process_bytes("VmHWM") - linux.process_bytes("RssFile")
+        reserved = max(0, linux.process_bytes("VmPeak") - self._start_bytes)
         return Usage(
             peak_allocated_bytes=min(reserved, max(0, resident - self._start_anonymous_bytes)),
             peak_reserved_bytes=reserved,
@@ -92,7 +92,7 @@ class HostDevice:
         )
 
     def live_bytes(self) -> int:
-        return linux.process_bytes("RssAnon") or 0
+        return linux.process_bytes("RssAnon")
 
     def outside_bytes(self) -> None:
         return None
@@ -110,9 +110,17 @@ class HostDevice:
         return True  # a library that a failure has poisoned goes with the process of the trial
 
 
+def _limited_bytes() -> dict[int, int]:
+    """What this process uses of what ``ulimit -v`` and ``ulimit -d`` limit, by the number of the limit."""
+    return {
+        resource.RLIMIT_AS: linux.process_bytes("VmSize"),
+        resource.RLIMIT_DATA: linux.process_bytes("VmData"),
+    }
+
+
 def _free_beside_copies(free_bytes: int) -> int:
     """Keep room for the copy-on-write pages of a forked child, which RLIMIT_AS does not count."""
-    return max(0, free_bytes - (linux.process_bytes("RssAnon") or 0))
+    return max(0, free_bytes - linux.process_bytes("RssAnon"))
 
 
 def _other_malloc() -> tuple[str, ...]:

@@ -10,25 +10,13 @@ CGROUP_MEMBERSHIP, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup
 
 def machine_bytes(name: str) -> int | None:
     """A figure of /proc/meminfo such as ``MemAvailable``, in bytes; None where there is none."""
-    return _kib_field(MEMINFO, name)
-
-
-def process_bytes(name: str) -> int | None:
-    """A figure of /proc/self/status: ``VmSize`` (address space), ``VmRSS`` (resident), ``VmHWM``, ``VmPeak``."""
-    return _kib_field(STATUS, name)
-
-
-def _kib_field(path: Path, name: str) -> int | None:
-    kib = _count(path, f"{name}:")
+    kib = _count(MEMINFO, f"{name}:")
     return None if kib is None else kib * 1024
 
 
-def limited_bytes() -> dict[int, int]:
-    """What this process uses of what ``ulimit -v`` and ``ulimit -d`` limit, by the number of the limit."""
-    import resource  # not on Windows
-
-    used = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
-    return {kind: process_bytes(name) or 0 for kind, name in used.items()}
+def process_bytes(name: str) -> int:
+    """A figure of /proc/self/status: ``VmSize`` (address space), ``VmRSS`` (resident), ``VmHWM``, ``VmPeak``."""
+    return 1024 * (_count(STATUS, f"{name}:") or 0)
 
 
 def free_bytes() -> int | None:

@@ -15,7 +15,6 @@ runs the tests must not use CUDA itself, nor run a backward: autograd could not 
 import contextlib
 import ctypes
 import faulthandler
-import io
 import json
 import os
 import pickle
@@ -86,7 +85,7 @@ def _in_child(function, args, environment, answer, output):
         if ctypes.CDLL("libcuda.so.1").cudastub_configure():
             raise RuntimeError("CUDA was used in this process before the fork: torch may remember other devices")
         torch.set_num_threads(1)  # the pool of the parent is not there any more
-        outcome = _pickled((function(*args), None, None))
+        outcome = pickle.dumps((function(*args), None, None))
     except BaseException as error:
         outcome = _pickled_error(error)
     with open(answer.fileno(), "wb", closefd=False) as file:
@@ -95,23 +94,10 @@ def _in_child(function, args, environment, answer, output):
     sys.stderr.flush()
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value):
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":  # would start CUDA in the parent
-            raise TypeError(f"a tensor on {value.device} cannot leave the child: return numbers, or value.cpu()")
-        return NotImplemented
-
-
-def _pickled(value):
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
-
-
 def _pickled_error(error):
     text = "".join(traceback.format_exception(error))
     try:
-        outcome = _pickled((None, error, text))
+        outcome = pickle.dumps((None, error, text))
         pickle.loads(outcome)  # some errors pickle and cannot be made again
     except Exception:
         outcome = pickle.dumps((None, RuntimeError(f"{type(error).__qualname__}: {error}"), text))

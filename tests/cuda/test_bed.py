@@ -170,7 +170,5 @@ def test_forked_timeout_kills_grandchildren(tmp_path):
 
 
 def test_forked_misuse_is_refused():
-    with pytest.raises(TypeError, match="a tensor on cuda:0 cannot leave"):
-        forked(allocate, 1)
     with pytest.raises(TypeError, match="no such option of the bed: contxt"):
         forked(free_mib, contxt="1GiB")

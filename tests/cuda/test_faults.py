@@ -159,17 +159,6 @@ def test_a_neighbour_that_leaves_room_is_not_waited_for(neighbour):
     assert any("came while probing" in note for note in notes)
 
 
-def test_a_neighbour_that_never_rests_costs_one_wait(neighbour):
-    def probe():
-        slept = waiting()
-        moving = acting(lambda call, size: call > 20 and neighbour.write_text(f"{(1, 3, 5, 2)[call % 4] * GIB}"))
-        return oomprobe.find_max_batch(*moving, resolution=0.02, **QUIET).contaminated, len(slept)
-
-    contaminated, waits = forked(probe, memory="8GiB", neighbour=neighbour)
-    assert contaminated
-    assert waits <= 4 * 3  # of five attempts of one trial
-
-
 def test_processes_share_a_card(tmp_path):
     shared = tmp_path / "card"
 
@@ -249,9 +238,3 @@ def test_children_that_meet_a_sticky_error_are_replaced(tmp_path):
     result, _ = forked(probe, limit_s=240)
     assert result["limited_by"] == "size_limit"
     assert 900 <= result["batch_size"] < 1000
-
-
-def test_children_that_are_killed_give_no_answer(tmp_path):
-    fault = "batch_size >= 1000 and os.kill(os.getpid(), signal.SIGKILL)"
-    with pytest.raises(oomprobe.StepFailedError, match="died twice at batch size 1024"):
-        forked(isolated(target(tmp_path, fault), resolution=0.1, max_batch=4096), limit_s=120)
