@@ -39,7 +39,7 @@ class FakeModule:
         self._allowed_bytes = None  # no fraction set
         self._cached, self._live_bytes = [], 0
         self._peak_allocated = self._peak_reserved = 0
-        self._counters = {"num_ooms": 0, "num_alloc_retries": 0}
+        self._counters = {"num_alloc_retries": 0}
 
     # --- what a step does ---
 
@@ -52,7 +52,6 @@ class FakeModule:
             self._cached.clear()
             self._counters["num_alloc_retries"] += 1
             if not self._fits(size_bytes):
-                self._counters["num_ooms"] += 1
                 raise torch.OutOfMemoryError(
                     f"CUDA out of memory. Tried to allocate {size_bytes / MIB:.2f} MiB. GPU 0 has a total capacity of "
                     f"{self.total_bytes / MIB:.2f} MiB of which {self._free() / MIB:.2f} MiB is free."

@@ -67,7 +67,7 @@ class AcceleratorDevice:
         # Where the driver spills, "free" is more than what stays on the card: using all of it makes kernels fail or crawl.
         self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if why_spills else 0
         self._has_released = False
-        self._counters = (0, 0)
+        self._retries = 0  # before the trial
 
     def _refuse_uncapped(self) -> None:
         """Raise where no cap can be enforced: one byte allocated is not counted."""
@@ -135,17 +135,17 @@ class AcceleratorDevice:
 
     def start_trial(self) -> None:
         self._torch.reset_peak_memory_stats(self.torch_device)
-        self._counters = _counters(self._stats())
+        self._retries = self._stats().get("num_alloc_retries", 0)
 
     def usage(self) -> Usage:
         stats = self._stats()
-        ooms, retries = (now - then for now, then in zip(_counters(stats), self._counters, strict=True))
+        retries = stats.get("num_alloc_retries", 0) - self._retries  # one before each out-of-memory error, too
         free, _ = self._torch.mem_get_info(self.torch_device)
         return Usage(
             peak_allocated_bytes=_of_all(stats, "allocated_bytes", "peak"),
             peak_reserved_bytes=_of_all(stats, "reserved_bytes", "peak"),
             alloc_retries=retries,
-            under_pressure=ooms > 0 or retries > 0 or free < NEARLY_NOTHING * self.total_bytes,
+            under_pressure=retries > 0 or free < NEARLY_NOTHING * self.total_bytes,
         )
 
     def _stats(self) -> dict[str, Any]:
@@ -229,10 +229,6 @@ class AcceleratorDevice:
 def _of_all(stats: dict[str, Any], name: str, kind: str) -> int:
     """A statistic over all pools; 0 where the allocator of this process does not keep it."""
     return int(stats.get(name, {}).get("all", {}).get(kind, 0))
-
-
-def _counters(stats: dict[str, Any]) -> tuple[int, int]:
-    return int(stats.get("num_ooms", 0)), int(stats.get("num_alloc_retries", 0))
 
 
 def kernel_answers(device: torch.device, synchronize: Callable[[], object]) -> bool:

@@ -28,7 +28,7 @@ class Usage:
         peak_upper_bytes: The same with the largest workspace that a convolution would take if there is room; None where
             the peak is not a simulated one.
         alloc_retries: Times the allocator gave its cache back to serve a request.
-        under_pressure: Whether a failure now can be one of memory: the allocator saw an out-of-memory or a retry,
+        under_pressure: Whether a failure now can be one of memory: the allocator gave its cache back,
             or next to nothing was free.
     """
 

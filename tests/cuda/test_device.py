@@ -13,7 +13,7 @@ from .test_faults import fail
 
 MIB = 2**20
 H200_BYTES = 150_109_880_320  # no power of two: fractions of it are no whole bytes
-AWKWARD_BYTES = 31_160_284_221  # divided by those and multiplied again, rounded down, it is one byte less
+AWKWARD_BYTES = 31_160_284_221  # some here, divided by those and multiplied again, rounded down, are a byte less
 
 
 def opened(stated="cuda"):
@@ -74,7 +74,7 @@ def test_a_cap_is_enforced_and_gives_way_to_the_users_own(own, error):
 def test_a_cap_is_the_budget_to_the_byte():
     def allowed():
         device = opened()
-        for limit_bytes in (1, AWKWARD_BYTES, H200_BYTES // 3, H200_BYTES - 1):
+        for limit_bytes in (1, *range(AWKWARD_BYTES, AWKWARD_BYTES + 700, 7), device.total_bytes - 1):
             with device.cap(limit_bytes):
                 yield torch.cuda.get_per_process_memory_fraction() * device.total_bytes - limit_bytes
 
