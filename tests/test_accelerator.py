@@ -1,4 +1,4 @@
-"""What the bed cannot show of an accelerator: names of functions on XPU, and errors of its health check in every class."""
+"""What the bed cannot show of an accelerator: functions of XPU, rounding of other torch versions, errors of every class."""
 
 import ast
 import inspect
@@ -35,6 +35,17 @@ def test_an_allocator_without_counters_is_not_under_pressure(monkeypatch):
     monkeypatch.setattr(device.fake, "_counters", {})
     device.start_trial()
     assert (device.usage().alloc_retries, device.usage().under_pressure) == (0, False)
+
+
+def test_a_cap_costs_no_byte():
+    """As it would where torch rounds down: what it has on the bed rounds to the nearest byte."""
+    device = LedgerDevice(FakeModule(total_bytes=150_109_880_320))
+    device.fake.set_per_process_memory_fraction(0.9)
+    before_bytes = device.fake._allowed_bytes
+    for limit_bytes in range(31_160_284_221, 31_160_284_921, 7):  # some, divided and multiplied again, are a byte less
+        with device.cap(limit_bytes):
+            assert device.fake._allowed_bytes == limit_bytes
+        assert device.fake._allowed_bytes == before_bytes
 
 
 @pytest.mark.parametrize(("error", "raised"), [(ValueError("its own"), ValueError), (None, torch.AcceleratorError)])
