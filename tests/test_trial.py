@@ -135,6 +135,25 @@ def test_a_missing_optimizer_is_noted_after_32_calls():
 # --- leak freedom ---
 
 
+def test_cycles_of_a_failed_trial_are_collected():
+    device, references, alive = LedgerDevice(10 * MIB), [], []
+
+    def step(model, batch_size):
+        alive.append(any(one() is not None for one in references))
+        if batch_size > 9:  # which fails
+            loop = [torch.ones(1)]
+            loop.append(loop)
+            references.append(weakref.ref(loop[0]))
+        device.take(batch_size * MIB)
+
+    gc.disable()
+    try:
+        assert probe(nn.Linear(1, 1), step, device=device).batch_size == 9
+    finally:
+        gc.enable()
+    assert not any(alive)
+
+
 @pytest.mark.parametrize("leaked_bytes", [0, 100 * MIB])
 def test_parameters_first_used_later_are_no_leak(leaked_bytes):
     """Their state comes at the first size that uses them; the ledger is told of that, and of its end, as a device is."""

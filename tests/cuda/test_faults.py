@@ -107,6 +107,13 @@ def test_own_kernels_are_no_neighbour(size, trials):
     assert elapsed_s < 10
 
 
+def test_available_is_sampled_when_kernels_are_loaded():
+    def probe():
+        return oomprobe.find_max_batch(*mlp(), max_batch=64, **QUIET).available_bytes
+
+    assert forked(probe, memory="8GiB", context="300MiB", lazy="700MiB") == (8192 - 300 - 700) * MIB
+
+
 @pytest.fixture
 def neighbour(tmp_path):
     """Where the bed reads how many bytes somebody else holds."""
