@@ -86,7 +86,7 @@ def test_others_are_waited_for_once():
     first = Schedule(moved)
     undisturbed(watch, first, lambda: 5 * GIB)
     assert (first.calls, len(slept)) == (ATTEMPTS, (ATTEMPTS - 1) * (LOOKS - 1))
-    again = Schedule(moved)
+    again = Schedule(ran(15 * GIB, 15 * GIB))
     undisturbed(watch, again, pytest.fail)
     assert again.calls == 1
     assert watch.contaminated
