@@ -24,7 +24,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,7 +72,6 @@ def find_executable_batch_size(
 
     Raises:
         InvalidArgumentError: an argument is wrong.
-        TypeError: called with arguments that the function does not take, such as the batch size.
         OomProbeError: when called, as `oomprobe.find_max_batch`.
     """
     if reduce_batch_size_fn is not None:
@@ -103,13 +101,6 @@ def find_executable_batch_size(
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            signature.bind(1, *args, **kwargs)
-        except TypeError as error:
-            raise TypeError(
-                f"{name}{signature} was called with arguments it does not take ({error}). The decorator passes the batch "
-                f"size: call {name} without it"
-            ) from None
         trials = _Trials(name, lambda batch_size: function(batch_size, *args, **kwargs), trial_steps)
         step = Step(
             run=trials,
@@ -121,8 +112,7 @@ def find_executable_batch_size(
             has_made=trials.has_made,
         )
         result = probe.find_max_batch(torch.nn.Module(), step, max_batch=starting_batch_size, **options)
-        how = f"a trial calls {name} until each optimizer has made {trial_steps} steps, or to its end"
-        call.result = result = replace(result, notes=(*result.notes, how))  # type: ignore[attr-defined]
+        call.result = result  # type: ignore[attr-defined]
         del trials, step
         _collect()
         try:
@@ -228,22 +218,17 @@ def unchanged(*accelerators: Any) -> Iterator[None]:
     Args:
         accelerators: Of `accelerate.Accelerator`.
     """
-    states: list[dict[str, Any]] = [one.__dict__ for one in accelerators] + _shared_states()
+    states: list[dict[str, Any]] = [one.__dict__ for one in accelerators]
+    if module := sys.modules.get("accelerate.state"):
+        # Their public constructors would create the state.
+        states += [getattr(module, name)._shared_state for name in SHARED]
     before = [(state, dict(state)) for state in states]
     lists = [(value, list(value)) for state in states for value in state.values() if isinstance(value, list)]
     try:
         yield
     finally:
-        known = {id(state) for state in states}
-        before += [(state, {}) for state in _shared_states() if id(state) not in known]  # accelerate imported meanwhile
         for state, values in before:
             state.clear()
             state.update(values)
         for filled, items in lists:  # accelerate fills them in place
             filled[:] = items
-
-
-def _shared_states() -> list[dict[str, Any]]:
-    """Of each class in `SHARED`; private, because the public constructors would create the state."""
-    module = sys.modules.get("accelerate.state")
-    return [] if module is None else [getattr(module, name)._shared_state for name in SHARED]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from oomprobe.errors import InvalidArgumentError, OomProbeError
@@ -29,7 +29,7 @@ NAMES = ("dataset", "datasets", "transform", "transforms", "sampler", "batch_sam
 
 
 class FrameworkError(OomProbeError, ImportError):
-    """A framework is not installed, is too old, or cannot be imported."""
+    """A framework is not installed, or is too old."""
 
 
 def framework(name: str, *, minimum: str, extra: str) -> Any:
@@ -37,24 +37,16 @@ def framework(name: str, *, minimum: str, extra: str) -> Any:
     package = name.partition(".")[0]
     install = f"pip install 'oomprobe[{extra}]'"
     try:
-        module = importlib.import_module(name)
-        version = str(importlib.import_module(package).__version__)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == package:
-            raise FrameworkError(
-                f"this needs {package} {minimum} or newer, and it is not installed: {install}"
-            ) from None
-        raise FrameworkError(
-            f"{name} is installed and cannot be imported ({type(error).__name__}: {error}). Often a part of it was built "
-            "for another torch: try the import by itself"
-        ) from error
-    # Of "8.4.190+cpu", 8, 4 and 190 are compared.
-    ours, oldest = ([int(part) for part in re.findall(r"\d+", one.partition("+")[0])[:3]] for one in (version, minimum))
-    if ours < oldest:
+        version = TorchVersion(importlib.import_module(package).__version__)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise FrameworkError(f"this needs {package} {minimum} or newer, and it is not installed: {install}") from None
+    if version < minimum:
         raise FrameworkError(
             f"this needs {package} {minimum} or newer, and {version} is installed: {install} --upgrade"
         )
-    return module
+    return importlib.import_module(name)
 
 
 def refuse_several(what: str, ranks: int) -> None:
@@ -78,6 +70,25 @@ def count_calls(options: dict[str, Any], steps_of_a_call: int = LOOP_STEPS) -> N
         asked = options.get(name, default)
         check_size(name, asked)
         options[name] = -(-asked // steps_of_a_call)
+
+
+def limit_to_data(options: dict[str, Any], count: int) -> None:
+    """Have a search end at a data set's `count` examples."""
+    asked = options.get("max_batch")
+    if asked is not None:
+        check_size("max_batch", asked)
+    options["max_batch"] = count if asked is None else min(count, asked)
+    sizes = {name: options[name] for name in ("min_batch", "multiple_of") if options.get(name) is not None}
+    if any(isinstance(size, int) and size > count for size in sizes.values()):
+        listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise InvalidArgumentError(f"the data set has {count} examples, and no batch that {listed} asks for")
+
+
+def notes_of_data(result: ProbeResult, count: int | None) -> list[str]:
+    """Say so where a data set of `count` examples ended the search."""
+    if result.limited_by != "max_batch" or result.options["max_batch"] != count:
+        return []
+    return [f"the data set ends the search: it has {count} examples, and no larger batch is possible"]
 
 
 def untimed(result: ProbeResult) -> ProbeResult:
@@ -121,7 +132,12 @@ def attributes_kept(owners: Iterable[object]) -> Iterator[None]:
             restores.append(partial(one.set_state, one.get_state()))
         elif hasattr(one, "__dict__"):
             attributes.append((vars(one), dict(vars(one))))
-            waiting += _parts(one)
+            waiting += [one.func, *one.args, *one.keywords.values()] if isinstance(one, partial) else []
+            for name, value in vars(one).items():
+                if name in NAMES:
+                    waiting += value if isinstance(value, list | tuple) else [value]
+                elif isinstance(value, PARTS):
+                    waiting.append(value)
     try:
         yield
     finally:
@@ -130,13 +146,3 @@ def attributes_kept(owners: Iterable[object]) -> Iterator[None]:
             now.update(before)
         for restore in restores:
             restore()
-
-
-def _parts(one: object) -> Iterator[object]:
-    if isinstance(one, partial):
-        yield from (one.func, *one.args, *one.keywords.values())
-    for name, value in vars(one).items():
-        if name in NAMES:
-            yield from value if isinstance(value, list | tuple) else [value]
-        elif isinstance(value, PARTS):
-            yield value

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +19,13 @@ from oomprobe.integrations.framework import (
     attributes_kept,
     count_calls,
     framework,
+    limit_to_data,
+    notes_of_data,
     refuse_several,
     uncalled,
     untimed,
 )
-from oomprobe.integrations.worst_case import Longest, longest_of
+from oomprobe.integrations.worst_case import LargestFirst, largest_first
 from oomprobe.options import Step, check_seconds, check_size
 from oomprobe.report.plan import PlanEntry, plan
 from oomprobe.result import ProbeResult
@@ -53,10 +54,8 @@ def find_max_batch(
     trainer: Any,
     *,
     write_back: bool = True,
-    max_length: int | None = None,
     scan_s: float = 30.0,
     global_batch: int | None = None,
-    max_batch: int | None = None,
     **options: Any,
 ) -> ProbeResult:
     """Find the largest ``per_device_train_batch_size`` with which a `transformers.Trainer` really trains.
@@ -72,11 +71,10 @@ def find_max_batch(
         trainer: Set up as for ``trainer.train()``.
         write_back: Set ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` in ``trainer.args``: the split
             with the fewest accumulation steps that keeps the global batch, after one confirmed trial of it.
-        max_length: Length to which the longest example is stretched; None: as it is. A streaming data set needs it.
         scan_s: Seconds for looking for the longest examples.
         global_batch: Samples for one optimizer step; None: the product of the two arguments as they are.
-        max_batch: Largest size to try; never more than the data set has.
-        options: The other options of `oomprobe.find_max_batch`; steps are rounded up to whole loops of two.
+        options: The other options of `oomprobe.find_max_batch`; steps are rounded up to whole loops of two, and no batch is
+            larger than the data set.
 
     Returns:
         A result. Its `batch_size` is the largest micro-batch that fits; its notes say what was written back.
@@ -87,10 +85,9 @@ def find_max_batch(
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
     framework("transformers", minimum="5.0", extra="transformers")
-    args = _checked(trainer, max_length)
-    for name, value in {"max_length": max_length, "global_batch": global_batch, "max_batch": max_batch}.items():
-        if value is not None:
-            check_size(name, value)
+    args = _checked(trainer)
+    if global_batch is not None:
+        check_size("global_batch", global_batch)
     check_seconds("scan_s", scan_s)
     count_calls(options)
     whole = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -100,34 +97,28 @@ def find_max_batch(
     simulated = replay_of(simulated_or(options.get("device"))) is not None
     with attributes_kept(_shared(trainer)):
         copied = _copied(trainer, simulated=simulated)
-        longest = longest_of(trainer.train_dataset, max_length=max_length, scan_s=scan_s)
-        evaluated = [longest_of(one, max_length=max_length, scan_s=scan_s) for one in evaluated_on]
-        if longest.total is not None:
-            max_batch = longest.total if max_batch is None else min(max_batch, longest.total)
+        longest, *evaluated = (largest_first(one, scan_s) for one in (trainer.train_dataset, *evaluated_on))
+        limit_to_data(options, len(longest.indices))
         loop = _Loop(trainer=copied, longest=longest, evaluated=evaluated, collate=trainer.data_collator, collated=[])
         copied.data_collator = loop.counted
-        result = probe.find_max_batch(trainer.model, loop.steps(trainer, accumulation), max_batch=max_batch, **options)
-        notes = [note for one in (longest, *evaluated) for note in one.notes]
-        notes.append(
-            f"a trial is the Trainer's own loop for {LOOP_STEPS} optimizer steps a call, on its longest examples"
-        )
-        if args.gradient_accumulation_steps > accumulation:
-            notes.append(f"the search accumulated {accumulation} micro-batches: later ones need no more memory")
-        if result.limited_by == "max_batch" and result.batch_size == longest.total:
-            notes.append(f"the data set ends the search: it has {longest.total} examples")
-        if write_back:
-            split, note = _split_that_runs(trainer, loop, whole, result, options)
-            notes.append(note)
-    if write_back and split is not None:
+        result = probe.find_max_batch(trainer.model, loop.steps(accumulation), **options)
+        split, note = _split_that_runs(trainer, loop, whole, result, options) if write_back else (None, "")
+    if split is not None:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
         trainer._train_batch_size = args.train_batch_size  # its own copy, made at the start
-    covered = [item for item in result.not_covered if not item.startswith("longest sequence")]
-    own = [note for note in result.notes if not (note.startswith("no optimizer stepped") and "'eval'" in note)]
-    missing = _not_covered(trainer, evaluates=bool(evaluated))
-    return replace(untimed(result), notes=(*own, *notes), not_covered=(*covered, *missing))
+    notes = [one for one in result.notes if not (one.startswith("no optimizer stepped") and "'eval'" in one)]
+    notes += [note for one in (longest, *evaluated) for note in one.notes(scan_s)]
+    notes.append(f"a trial is the Trainer's own loop for {LOOP_STEPS} optimizer steps a call, on its longest examples")
+    if args.gradient_accumulation_steps > accumulation:
+        notes.append(f"the search accumulated {accumulation} micro-batches: later ones need no more memory")
+    notes += notes_of_data(result, len(longest.indices))
+    notes += [note] if write_back else []
+    are_longest = longest.leads(result.batch_size)
+    covered = [one for one in result.not_covered if not (are_longest and one.startswith("longest sequence"))]
+    return replace(untimed(result), notes=tuple(notes), not_covered=(*covered, *_not_covered(trainer, evaluates)))
 
 
-def _checked(trainer: Any, max_length: object) -> Any:
+def _checked(trainer: Any) -> Any:
     args = getattr(trainer, "args", None)
     if args is None or not hasattr(trainer, "train_dataset"):
         raise InvalidArgumentError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
@@ -141,13 +132,6 @@ def _checked(trainer: Any, max_length: object) -> Any:
             )
     if trainer.train_dataset is None:
         raise InvalidArgumentError("the Trainer has no train_dataset: make it with train_dataset=...")
-    positions = getattr(getattr(trainer.model, "config", None), "max_position_embeddings", None)
-    if isinstance(max_length, int) and isinstance(positions, int) and max_length > positions:
-        # Beyond a table of positions a CUDA kernel asserts, and no kernel of the process runs after that.
-        raise InvalidArgumentError(
-            f"max_length={max_length} is longer than the model has positions for: its config says "
-            f"max_position_embeddings={positions}. Pass max_length={positions}"
-        )
     return args
 
 
@@ -196,16 +180,16 @@ class _Loop:
     """The loop of a copied Trainer, on the longest examples."""
 
     trainer: Any
-    longest: Longest
-    evaluated: list[Longest]  # one for each data set that the Trainer evaluates on
+    longest: LargestFirst
+    evaluated: list[LargestFirst]  # one for each data set that the Trainer evaluates on
     collate: Callable[[Any], Any]
     collated: list[int]  # sizes of the batches of the current call
 
-    def steps(self, original: Any, accumulation: int) -> dict[str, Step]:
+    def steps(self, accumulation: int) -> dict[str, Step]:
         """The training step, and the evaluation where there is one, by name."""
-        missed = _uncalled(original)
-        more = "A trial begins with the longest examples, which a Trainer may meet late."
-        more += f" Its callbacks ({missed}) are not called." if missed else ""
+        more = (
+            "A trial begins with the longest examples, which a Trainer may meet late, and calls none of its callbacks."
+        )
 
         def train(model: torch.nn.Module, batch_size: int) -> None:
             self._train(batch_size, accumulation)
@@ -217,29 +201,28 @@ class _Loop:
         alone = "make the Trainer with per_device_train_batch_size={batch_size} and run trainer.train()"
         steps = {"train": Step(run=train, caller=Caller(alone=alone, more=more))}
         if self.evaluated:  # it has no optimizer to wait for
-            size = original.args.per_device_eval_batch_size
+            size = self.trainer.args.per_device_eval_batch_size
             alone = f"run trainer.evaluate(), which is at per_device_eval_batch_size={size}"
             steps["eval"] = Step(run=evaluate, caller=Caller(alone=alone, more=more), max_calls=1)
         return steps
 
     def _train(self, batch_size: int, accumulation: int) -> None:
         trainer, args = self.trainer, self.trainer.args
-        steps = max(LOOP_STEPS, math.ceil(self.longest.order.batches_of_leaders(batch_size) / accumulation))
-        args.max_steps, args.gradient_accumulation_steps = steps, accumulation
+        args.max_steps, args.gradient_accumulation_steps = LOOP_STEPS, accumulation
         args.per_device_train_batch_size = trainer._train_batch_size = batch_size  # the Trainer reads its args once
-        trainer.train_dataset = self.longest.batches(batch_size, accumulation * steps)
+        trainer.train_dataset = self.longest.batches(batch_size, accumulation * LOOP_STEPS)
         self._run(batch_size, trainer.train)
-        if trainer.state.global_step != steps:
+        if trainer.state.global_step != LOOP_STEPS:
             raise NotRunError(
-                f"at batch {batch_size} the Trainer's loop made {trainer.state.global_step} optimizer steps where {steps} "
-                "were asked for: look what in your Trainer ends it early"
+                f"at batch {batch_size} the Trainer's loop made {trainer.state.global_step} optimizer steps where "
+                f"{LOOP_STEPS} were asked for: look what in your Trainer ends it early"
             )
 
-    def _evaluate(self, longest: Longest) -> None:
+    def _evaluate(self, longest: LargestFirst) -> None:
         trainer, args = self.trainer, self.trainer.args
         own = args.per_device_eval_batch_size
-        size = own if longest.total is None else min(own, longest.total)
-        batches = longest.batches(size, max(LOOP_STEPS, longest.order.batches_of_leaders(size)))
+        size = min(own, len(longest.indices))
+        batches = longest.batches(size, LOOP_STEPS)
         trainer.is_in_train, args.per_device_eval_batch_size = True, size  # outside training, full_eval casts the model
         try:
             self._run(size, lambda: trainer.evaluate(batches))
@@ -290,7 +273,7 @@ def _split_that_runs(
     if options.get("time_limit_s") is not None:
         options["time_limit_s"] = max(1e-3, options["time_limit_s"] - result.elapsed_s)
     try:
-        probe.check(trainer.model, loop.steps(trainer, split.accumulation_steps), split.micro_batch, **options)
+        probe.check(trainer.model, loop.steps(split.accumulation_steps), split.micro_batch, **options)
     except (NothingFitsError, TimeLimitError) as error:
         tried = f"{split.micro_batch} x {split.accumulation_steps}"
         return None, f"nothing was written back, {before} stay: {tried} did not run ({error})"
@@ -300,20 +283,16 @@ def _split_that_runs(
     )
 
 
-def _uncalled(trainer: Any) -> str:
-    kinds = importlib.import_module("transformers.trainer_callback")
-    harmless = (kinds.DefaultFlowCallback, kinds.ProgressCallback, kinds.PrinterCallback)
-    return uncalled(trainer.callback_handler.callbacks, harmless)
-
-
-def _not_covered(trainer: Any, *, evaluates: bool) -> Iterator[str]:
+def _not_covered(trainer: Any, evaluates: bool) -> list[str]:
     """What training does, and no trial did."""
-    args = trainer.args
-    if missed := _uncalled(trainer):
-        yield f"callbacks of the Trainer, which were not called: {missed}"
+    args, kinds = trainer.args, importlib.import_module("transformers.trainer_callback")
+    harmless = (kinds.DefaultFlowCallback, kinds.ProgressCallback, kinds.PrinterCallback)
+    missed = uncalled(trainer.callback_handler.callbacks, harmless)
+    found = [f"callbacks of the Trainer, which were not called: {missed}"] if missed else []
     drops = args.prediction_loss_only or args.batch_eval_metrics or args.eval_accumulation_steps is not None
     if evaluates and trainer.compute_metrics is not None and not drops:
-        yield (
+        found.append(
             "the predictions of the whole evaluation set, which stay on the device until its end: set "
             "eval_accumulation_steps to have them moved"
         )
+    return found

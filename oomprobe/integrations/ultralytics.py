@@ -21,21 +21,13 @@ import torch
 
 import oomprobe
 from oomprobe.devices import Device, choose_device, replay_of
-from oomprobe.errors import (
-    Caller,
-    DeviceLostError,
-    InvalidArgumentError,
-    NoDeviceError,
-    NothingFitsError,
-    OomProbeError,
-)
-from oomprobe.integrations.framework import FrameworkError, framework, quiet_loggers
+from oomprobe.errors import Caller, InvalidArgumentError
+from oomprobe.integrations.framework import framework, limit_to_data, notes_of_data, quiet_loggers
 from oomprobe.options import Step, check_size
 from oomprobe.result import ProbeResult
-from oomprobe.state import preserved
 
 GRID = 32  # pixels: the least that the trainer makes images a multiple of
-SIDE = 0.5  # of an object, as a share of the image's side; see `_boxes`
+SIDE = 0.5  # of an object, as a share of the image's side; see `_worst_batch`
 MASKS_IN_A_BYTE = 255  # objects that an overlapping mask of 8 bits can number
 CLIPPED_NORM = 10.0  # what the trainer clips gradients to
 DEFAULT_FRACTION, DEFAULT_BATCH = 0.6, 16  # of Ultralytics' own `check_train_batch_size`
@@ -50,11 +42,6 @@ NOT_COVERED = (
     "validation during training: batches twice as large (but for obb, semantic and depth), without gradients",
     "augmentations that add objects beyond max_num_obj (mixup, cutmix, copy_paste), and multi_scale beyond imgsz",
 )
-PATCHED = ("utils.autobatch", "engine.trainer")  # modules; the trainer imported the function by name
-
-
-class NoBatchSizeError(NothingFitsError, RuntimeError):
-    """Not even the smallest batch fits; also the RuntimeError that Ultralytics raises then."""
 
 
 def _part(name: str) -> Any:
@@ -78,8 +65,8 @@ def find_max_batch(
     """Find the largest batch that a model of Ultralytics trains with, by training.
 
     Runs the model's own loss on images with `max_num_obj` objects each, backward, gradient clipping and the optimizer
-    that the trainer would build. A copy of the model is trained; the model that you pass is only read, and takes the place
-    of the averaged weights that the trainer keeps in memory.
+    that the trainer would build. A copy of the model is trained; the model that you pass is only read, and its memory
+    stands for the averaged weights that the trainer keeps.
 
     Args:
         model: Such as ``YOLO("yolo11n.yaml").model``; it is trained in float32.
@@ -105,8 +92,8 @@ def find_max_batch(
             f"model must be a model of Ultralytics, such as YOLO('yolo11n.yaml').model, not {type(model).__name__}: pass "
             "the .model of a YOLO object"
         )
-    for name, value in {"imgsz": imgsz, "max_num_obj": max_num_obj or 1, "dataset_size": dataset_size or 1}.items():
-        check_size(name, value)
+    check_size("imgsz", imgsz)
+    check_size("max_num_obj", max_num_obj or 1)
     if amp not in AUTOCAST:
         raise InvalidArgumentError(
             f"amp must be True, False, torch.float16, torch.bfloat16, 'fp16', 'bf16' or 'fp32', not {amp!r}"
@@ -123,11 +110,11 @@ def find_max_batch(
     trained, step, notes = _training(model, chosen, pixels, AUTOCAST[amp], max(1, max_num_obj), dataset_size)
     if pixels == grid and dataset_size != 1:
         options.setdefault("min_batch", 2)  # the last feature map is a point, and batch norm cannot train on one image
-    options["preserve"] = [model, *preserved(options.get("preserve", ()))]
-    if dataset_size > 0:
-        options["max_batch"] = min(options.get("max_batch") or dataset_size, dataset_size)
-        notes.append(f"no batch larger than the data set of {dataset_size} images was tried")
+    if dataset_size:
+        check_size("dataset_size", dataset_size)
+        limit_to_data(options, dataset_size)
     result = oomprobe.find_max_batch(trained, step, device=None if device is None else chosen, **options)
+    notes += notes_of_data(result, dataset_size)
     return replace(result, notes=(*result.notes, *notes), not_covered=(*result.not_covered, *NOT_COVERED))
 
 
@@ -301,8 +288,7 @@ def check_train_batch_size(
 ) -> int:
     """Find the batch to train with; a drop-in for the function of that name that Ultralytics' trainer calls.
 
-    For a model on the CPU or MPS while `device` is None, and where the probe failed, it returns 16, as the original does,
-    with a warning that says why.
+    For a model on the CPU or MPS while `device` is None it returns 16, as the original does, with a warning.
 
     Args:
         model: As for `find_max_batch`.
@@ -318,13 +304,9 @@ def check_train_batch_size(
         A size that ran, or 16.
 
     Raises:
-        NoBatchSizeError: nothing fits.
-        InvalidArgumentError: an argument is wrong.
-        NoDeviceError: the device is not here.
-        DeviceLostError: a sticky error of the device; no training in this process would run.
+        OomProbeError: as for `find_max_batch`.
     """
     options = {"memory_fraction": batch if 0.0 < batch < 1.0 else DEFAULT_FRACTION, **options}
-    asked: dict[str, Any] = {"imgsz": imgsz, "amp": amp, "max_num_obj": max_num_obj, "dataset_size": dataset_size}
     utils = _part("utils")
     prefix, home = utils.colorstr("AutoBatch: "), next(model.parameters()).device.type
     if device is None and home in ("cpu", "mps"):
@@ -334,18 +316,8 @@ def check_train_batch_size(
             "install(device=...)"
         )
         return DEFAULT_BATCH
-    try:
-        result = find_max_batch(model, device=device, **asked, **options)
-    except NothingFitsError as error:
-        raise NoBatchSizeError(str(error), trials=error.trials) from error
-    except (InvalidArgumentError, NoDeviceError, DeviceLostError, FrameworkError):
-        raise
-    except OomProbeError as error:
-        utils.LOGGER.warning(
-            f"{prefix}the probe failed, using default batch-size {DEFAULT_BATCH}, WHICH WAS NOT RUN: "
-            f"{type(error).__name__}: {error}"
-        )
-        return DEFAULT_BATCH
+    sizes: dict[str, Any] = {"imgsz": imgsz, "max_num_obj": max_num_obj, "dataset_size": dataset_size}
+    result = find_max_batch(model, amp=amp, device=device, **sizes, **options)
     utils.LOGGER.info(
         f"{prefix}Using batch-size {result.batch_size}, which ran in {options['memory_fraction']:.0%} of the "
         f"{result.available_bytes / 2**30:.2f} GiB available on {result.device}"
@@ -367,8 +339,7 @@ def install(*, device: Any = None, **options: Any) -> ExitStack:
     Raises:
         FrameworkError: Ultralytics is not installed, or older than 8.4.
     """
-    undo = ExitStack()
-    for module in [_part(name) for name in PATCHED]:
-        undo.callback(setattr, module, "check_train_batch_size", module.check_train_batch_size)
-        module.check_train_batch_size = partial(check_train_batch_size, device=device, **options)
+    undo, trainer = ExitStack(), _part("engine.trainer")
+    undo.callback(setattr, trainer, "check_train_batch_size", trainer.check_train_batch_size)
+    trainer.check_train_batch_size = partial(check_train_batch_size, device=device, **options)
     return undo

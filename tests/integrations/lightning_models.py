@@ -34,17 +34,12 @@ def quiet_trainer(**settings):
 
 
 class Module(pl.LightningModule):
-    """Notes which batch sizes trained and validated; `ledger` serves or refuses `MIB` a training example.
+    """Notes which batch sizes trained and validated; `ledger` serves or refuses `MIB` a training example."""
 
-    Where there is none, the step raises `error` for more than `fails_above` examples.
-    """
-
-    def __init__(
-        self, ledger=None, *, eval_mib=0, fails_above=None, error=None, batch_size=4, examples=None, manual=False
-    ):
+    def __init__(self, ledger=None, *, eval_mib=0, batch_size=4, examples=None, manual=False):
         super().__init__()
         self.layer = torch.nn.Sequential(torch.nn.Linear(WIDTH, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
-        self.ledger, self.eval_mib, self.fails_above, self.error = ledger, eval_mib, fails_above, error
+        self.ledger, self.eval_mib = ledger, eval_mib
         self.automatic_optimization = not manual
         if batch_size is not None:
             self.batch_size = batch_size
@@ -54,8 +49,6 @@ class Module(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         x = batch[0] if isinstance(batch, (list, tuple)) else batch
         size = len(x)
-        if self.fails_above is not None and size > self.fails_above:
-            raise self.error
         if self.ledger is not None:
             self.ledger.take(size * MIB)
         loss = self.layer(x.reshape(size, -1)[:, :WIDTH]).square().mean()

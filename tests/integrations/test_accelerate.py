@@ -3,12 +3,7 @@ import copy
 import functools
 import gc
 import inspect
-import json
-import os
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import accelerate
 import pytest
@@ -82,19 +77,6 @@ def test_it_is_used_with_parentheses_without_and_as_a_partial(monkeypatch):
     assert {(one["steps"], one["confirm_steps"]) for one in asked} == {(1, 3)}  # calls, of two optimizer steps each
 
 
-def test_a_batch_size_passed_by_mistake_is_told():
-    @find_executable_batch_size(**HOST)
-    def train(batch_size, model):
-        raise AssertionError("it was called")
-
-    with pytest.raises(TypeError, match=r"train\(batch_size, model\).*too many positional.*call train without it"):
-        train(64, torch.nn.Linear(1, 1))
-    with pytest.raises(TypeError, match=r"multiple values for argument 'batch_size'"):
-        train(torch.nn.Linear(1, 1), batch_size=64)
-    with pytest.raises(TypeError, match=r"missing a required argument: 'model'"):
-        train()
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -124,13 +106,6 @@ def test_a_method_takes_the_batch_size_before_self():
     assert Runner().train(3) == 60
     assert Runner.train.result.batch_size == 2
 
-    class Plain:
-        def train(self, batch_size):
-            steps_of(batch_size, number=3)
-            return batch_size
-
-    assert find_executable_batch_size(Plain().train, starting_batch_size=2, **HOST)() == 2  # bound, it has no self
-
 
 # --- trials ---
 
@@ -153,41 +128,26 @@ def test_it_bisects_to_the_size_that_fits_and_trains_once():
     assert train.result.limited_by == "host_memory"  # the error is one of host memory
     trials = {t.batch_size for t in train.result.trials}
     assert len(trials) <= 15  # accelerate's would be 13 runs, and end at 33: below the limit
-    assert max(calls.count(size) for size in trials - {37}) <= 2 * 6  # two steps a call
-    assert train.result.notes[-1] == "a trial calls train until each optimizer has made 2 steps, or to its end"
     assert "first seen when it stepped" not in str(train.result)
 
 
-def test_steps_are_those_asked_for():
-    calls = []
-
-    @find_executable_batch_size(starting_batch_size=1, trial_steps=5, **HOST)
-    def train(batch_size):
-        calls.append([])
-        steps_of(batch_size, calls=calls[-1])
-
-    train()
-    # The fifth is left before it could be written down.
-    assert {len(one) for one in calls[:-1]} == {4}
-    assert len(calls[-1]) == 50
-
-
-def test_every_optimizer_makes_its_steps():
+@pytest.mark.parametrize(("trial_steps", "left_after"), [(2, "cgcccg"), (3, "cgcccgcccg")])
+def test_every_optimizer_makes_its_steps(trial_steps, left_after):
     made = []
 
-    @find_executable_batch_size(starting_batch_size=1, **HOST)
+    @find_executable_batch_size(starting_batch_size=1, trial_steps=trial_steps, **HOST)
     def train(batch_size):
-        models = {name: torch.nn.Linear(4, 1) for name in ("critic", "generator")}
+        models = {name: torch.nn.Linear(4, 1) for name in "cg"}  # critic and generator
         optimizers = {name: torch.optim.Adam(one.parameters()) for name, one in models.items()}
-        made.append([])
+        made.append("")
         for number in range(40):
-            for name in ("critic", "generator") if number % 3 == 0 else ("critic",):
-                made[-1].append(name)
+            for name in "cg" if number % 3 == 0 else "c":
+                made[-1] += name
                 models[name](torch.randn(batch_size, 4)).sum().backward()
                 optimizers[name].step()
 
     train()
-    assert {tuple(one) for one in made[:-1]} == {("critic", "generator", "critic", "critic", "critic", "generator")}
+    assert set(made[:-1]) == {left_after}
 
 
 @pytest.mark.parametrize(("kept", "left_after"), [(True, 15), (False, 1)])
@@ -393,24 +353,21 @@ def test_the_loop_of_the_documentation_of_accelerate():
 
     @find_executable_batch_size(starting_batch_size=32, **HOST)
     def inner(batch_size):
-        nonlocal accelerator
         seen.append((accelerator.step, len(accelerator._models), accelerator.gradient_state.active_dataloader))
         accelerator.free_memory()
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(model.parameters())
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(256, 4)), batch_size)
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
-        steps = 0
         for (x,) in data:
             with accelerator.accumulate(model):
                 accelerator.backward(model(x).square().mean())
                 fail_above(9, batch_size)
                 optimizer.step()
                 optimizer.zero_grad()
-                steps += 1
-        return batch_size, steps, len(accelerator._models)
+        return batch_size
 
-    assert inner() == (9, 29, 1)
+    assert inner() == 9
     assert set(seen) == {(0, 0, None)}
     assert len(accelerator._models) == 1  # of the call for good
 
@@ -484,24 +441,3 @@ def test_what_was_prepared_trains_on_bit_equal():
     assert max(trial.steps for trial in result.trials) <= 2 * (5 + 1)  # the wrapper of the optimizer is not waited for
     found = trained()
     assert same(found, prepared()[-1]())
-
-
-# --- the answer in accelerate's own decorator ---
-
-
-@pytest.mark.slow
-def test_a_probed_size_runs_where_shrinking_ends_lower():
-    """All in processes of their own, under the same limit of real memory."""
-    ended = subprocess.run(
-        [sys.executable, Path(__file__).parent / "accelerate_sizes.py"],
-        # A second arena takes 64 MiB of the budget, or not, by chance; a heap keeps holes.
-        env={**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    assert found["tried from the probed size"] == [found["probed"]]
-    assert found["tried from 512"] == [512, 460, 414, 372, 334]  # 351 was probed, 372 does not fit
-    assert 334 < found["probed"] < 372

@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 import oomprobe
 from integrations.lightning_models import (
@@ -39,40 +38,24 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-class Rows(Dataset):
-    """The same for large batches: they are fetched at once, and `one_tensor` makes a batch of them."""
+class Limited(Module):
+    """With loaders of its own, shuffled, and a capacity; above it the step fails, and the device is under pressure."""
 
-    def __init__(self, examples):
-        self.rows = data(examples).tensors[0]
+    def __init__(self, capacity, text=CUDA_TEXT, examples=20_000, is_skipping=False):
+        super().__init__(examples=examples)
+        self.capacity, self.text, self.is_skipping, self.card = capacity, text, is_skipping, LedgerDevice()
 
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-    def __getitems__(self, indices):
-        return self.rows[indices]
-
-
-def one_tensor(rows):
-    return [rows]
-
-
-class OwnData(Module):
-    """With loaders of its own, shuffled, and a capacity; above it the device is under pressure."""
-
-    def __init__(self, capacity, text=CUDA_TEXT, examples=20_000, **settings):
-        super().__init__(fails_above=capacity, error=RuntimeError(text), examples=examples, **settings)
-        self.card = LedgerDevice()
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if self.is_skipping else None
 
     def training_step(self, batch, batch_idx):
-        self.card.pressure = len(batch[0]) > self.fails_above
+        self.card.pressure = len(batch[0]) > self.capacity
+        if self.card.pressure:
+            raise RuntimeError(self.text)
         return super().training_step(batch, batch_idx)
 
     def train_dataloader(self):
-        rows = Rows(self.examples)
-        return DataLoader(rows, batch_size=self.batch_size, shuffle=True, collate_fn=one_tensor)
+        return DataLoader(data(self.examples), batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self):
         return DataLoader(data(100), batch_size=self.batch_size)
@@ -93,50 +76,38 @@ def theirs(module, mode="power"):
         (5000, 20_000, "binsearch", 7782, 5000),
         (5000, 20_000, "power", 8192, 5000),
         (10**9, 20, "power", 32, 20),
-        (17, 20, "power", 32, 17),
     ],
 )
 def test_our_answer_ran_and_theirs_did_not(capacity, examples, mode, their_answer, our_answer):
     for find, answer in ((partial(theirs, mode=mode), their_answer), (ours, our_answer)):
-        module, random_numbers = OwnData(capacity, examples=examples), torch.get_rng_state()
+        module, random_numbers = Limited(capacity, examples=examples), torch.get_rng_state()
         assert find(module) == module.batch_size == answer
         assert (answer in module.told.trained) is (find is ours)
         assert torch.equal(random_numbers, torch.get_rng_state()) is (find is ours)
 
 
-def test_nothing_fits():
-    module = OwnData(0)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        theirs(module)
-    assert module.batch_size == 0
-    assert theirs(OwnData(0), mode="binsearch") == 1
-
-    module = OwnData(0)
-    with pytest.raises(oomprobe.NothingFitsError):
+@pytest.mark.parametrize(
+    ("settings", "mode", "their_answer", "our_error"),
+    [
+        ({"capacity": 0}, "binsearch", 1, oomprobe.NothingFitsError),
+        ({"capacity": 37, "is_skipping": True}, "power", 1024, oomprobe.UnreliableError),
+    ],
+    ids=["nothing fits", "no steps"],
+)
+def test_ours_is_an_error_where_theirs_is_an_answer(settings, mode, their_answer, our_error):
+    assert theirs(Limited(**settings, examples=1000), mode) == their_answer
+    module = Limited(**settings, examples=1000)
+    with pytest.raises(our_error):
         ours(module)
-    assert module.batch_size == 4
+    assert (module.batch_size, module.told.trained) == (4, [])
 
 
 @pytest.mark.parametrize("text", NOT_KNOWN_THERE)
 def test_an_out_of_memory_text_that_is_not_recognised(text):
     """A crash, and the failing size is left on the module."""
-    module = OwnData(37, text)
+    module = Limited(37, text)
     with pytest.raises(RuntimeError, match=re.escape(text)):
         theirs(module)
     assert module.batch_size == 64
-
-    module = OwnData(37, text)
+    module = Limited(37, text)
     assert ours(module) == module.batch_size == 37
-
-
-def test_trials_of_no_steps():
-    class Skipping(OwnData):
-        def on_train_batch_start(self, batch, batch_idx):
-            return -1
-
-    module = Skipping(37, examples=1000)
-    assert theirs(module) == 1024
-    assert module.told.trained == []
-
-    with pytest.raises(oomprobe.UnreliableError, match="ran 0 training batches"):
-        ours(Skipping(37, examples=1000))
