@@ -1,7 +1,5 @@
 """The benchmark beside the peers on the bed: its models run, a row says what a tool did, and each change is seen."""
 
-import random
-
 import pytest
 import torch
 from peers import measuring
@@ -13,18 +11,12 @@ def test_a_model_trains(name):
     if name.startswith("yolo"):
         pytest.importorskip("ultralytics")
     assert measuring.lasts(name, 2, 2)
-
-
-def test_a_size_that_is_too_large_does_not_last():
-    assert not measuring.lasts("mlp_sgd", 10**6, 1)
+    assert not measuring.lasts(name, 10**7, 1)
 
 
 def test_a_row_says_what_a_tool_did():
     row = measuring.row("oomprobe", "mlp_sgd", 38000)
-    assert row["error"] is None
-    assert row["changed"] == []
-    assert row["answer_was_run"]
-    assert row["lasts"]
+    assert (row["error"], row["changed"], row["answer_was_run"], row["lasts"]) == (None, [], True, True)
     assert 10_000 < row["answer"] < 50_000
     assert row["sizes_tried"] > 3
 
@@ -46,7 +38,6 @@ def take_a_step(model, optimizer):
         ([], lambda model, optimizer: None),
         (["generators"], lambda model, optimizer: torch.rand(1)),
         (["generators"], lambda model, optimizer: torch.rand(1, device="cuda")),
-        (["generators"], lambda model, optimizer: random.random()),
         (["gradients"], set_gradients),
         (["weights", "optimizer"], take_a_step),
         (["buffers"], lambda model, optimizer: next(model.buffers()).add_(1)),

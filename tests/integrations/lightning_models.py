@@ -158,24 +158,25 @@ class Drawing(Dataset):
         return ((drawn + np.random.rand()).float(),)
 
 
-class Split(pl.LightningDataModule):
-    """Draws from one of its own as it is set up; a data set for validation hangs on no attribute."""
+class DrawingData(Data):
+    """Draws from a generator of its own as it is set up."""
 
     def __init__(self):
         super().__init__()
-        self.batch_size, self.split, self.full = 4, torch.Generator().manual_seed(5), Drawing(30)
-        loader = DataLoader(Drawing(6), batch_size=2)
-        self.val_dataloader = lambda: loader
+        self.split, self.full = torch.Generator().manual_seed(5), Drawing(30)
 
     def setup(self, stage):
         self.mean = sum(self.full[index][0].mean() for index in range(3))
-        self.parts = torch.utils.data.random_split(self.full, [24, 6], generator=self.split)
+        self.train_set, self.val_set = torch.utils.data.random_split(self.full, [24, 6], generator=self.split)
 
     def train_dataloader(self):
-        return DataLoader(self.parts[0], batch_size=self.batch_size, shuffle=True, collate_fn=self.noisy)
+        return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True, collate_fn=self.noisy)
 
     def noisy(self, examples):
         return [torch.stack([one[0] for one in examples]) + self.mean]
+
+    def val_dataloader(self):
+        return DataLoader(self.val_set, batch_size=2)
 
 
 class Noisy(Module):
@@ -187,9 +188,6 @@ class Noisy(Module):
 
     def training_step(self, batch, batch_idx):
         return super().training_step([batch[0] + torch.rand(batch[0].shape, generator=self.generator)], batch_idx)
-
-    def validation_step(self, batch, batch_idx):
-        self.told.losses.append(self.layer(batch[0]).mean().item())
 
 
 class Listening(pl.Callback):
