@@ -74,7 +74,7 @@ def find_max_batch(
 
     The module, the data module and random number generators, also those of data sets and collate functions, are restored:
     training gives the losses of training without a probe. Objects without ``state_dict`` that the module changes in place
-    are not restored, nor is the position of a stream.
+    are not restored.
 
     Args:
         trainer: The ``Trainer`` that will train, on one device. Its settings are read; it never runs.
