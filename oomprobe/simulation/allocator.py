@@ -4,7 +4,7 @@ Memory is had from the driver in *segments* and handed out in *blocks*. A free b
 request, merged with free neighbours of its segment; only an unsplit segment goes back to the driver. What the driver
 would refuse is a matter of arithmetic, so a step that was recorded can be replayed against any capacity.
 
-Not modelled: blocks waiting for another stream (``record_stream``), private pools (CUDA graphs), several processes.
+Not modelled: several streams, private pools (CUDA graphs), several processes.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch; constants from c10/core/AllocatorConfig.h of torch 2.13.
 """
@@ -21,10 +21,11 @@ MIB = 2**20
 SMALLEST_BLOCK = 512  # kMinBlockSize
 SMALL = MIB  # kSmallSize: the largest request of the small pool
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
+LARGE_SEGMENT = 20 * MIB  # kLargeBuffer: for requests up to `_OWN_SEGMENT`, and the page of large expandable segments
 UNLIMITED = 2**63
 _OWN_SEGMENT = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own size
 _SEGMENT_STEP = 2 * MIB  # kRoundLarge
-_EXABYTE = 2**60
+_NON_SPLIT_ROUNDING = 20 * MIB  # by less than this a block that is kept whole may be larger than the request
 _FIRST_ADDRESS = 0x7F00_0000_0000  # looks like one of CUDA's; any multiple of 20 MiB's pages would do
 _DEFAULTS = AllocatorSettings()
 
@@ -97,13 +98,13 @@ class Block:
 
 
 class Pool:
-    """The free blocks of one stream, small or large: best fit is the first entry not below a size."""
+    """The free blocks, small or large: best fit is the first entry not below a size."""
 
     __slots__ = ("free", "page", "smallest_rest", "split_below", "unmapped")
 
     def __init__(self, settings: AllocatorSettings, *, is_small: bool) -> None:
         expandable = settings.expandable_segments
-        self.page = SMALL_SEGMENT if is_small else settings.large_segment_size_bytes
+        self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         # should_split: sizes are multiples of 512, so "more than 1 MiB" is "at least 1 MiB + 512"
         self.smallest_rest = SMALLEST_BLOCK if is_small or expandable else SMALL + SMALLEST_BLOCK
         self.split_below = UNLIMITED if is_small or expandable else settings.max_split_size_bytes or UNLIMITED
@@ -165,8 +166,8 @@ class CachingAllocator:
     """
 
     __slots__ = (  # without them a replay takes a fifth longer
-        "_clock", "_handles", "_live", "_max_split", "_next_address", "_pools", "_segments", "_settings", "_threshold",
-        "alloc_retries", "allocated_bytes", "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes",
+        "_clock", "_handles", "_live", "_max_split", "_next_address", "_pools", "_settings", "_threshold", "alloc_retries",
+         "allocated_bytes", "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes",
         "peak_reserved_bytes", "requested_bytes", "reserved_bytes", "total_bytes",
     )  # fmt: skip
 
@@ -179,30 +180,27 @@ class CachingAllocator:
         self._settings = settings
         self._threshold = settings.garbage_collection_threshold
         self._max_split = settings.max_split_size_bytes or UNLIMITED
-        self._pools: dict[tuple[int, bool], Pool] = {}  # by stream, and whether it is for small blocks
+        self._pools = {is_small: Pool(settings, is_small=is_small) for is_small in (True, False)}
         self._live: dict[int, Block] = {}
         self._handles = 0
-        self._segments = 0
         self._next_address = _FIRST_ADDRESS
-        self._clock = 0  # counts the searches in the large pools: the age of a cached block is measured in them
+        self._clock = 0  # counts the searches in the large pool: the age of a cached block is measured in them
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.alloc_retries = self.ooms = 0
         self.log: list[tuple[int, int]] | None = None
 
-    def malloc(self, nbytes: int, stream: int = 0) -> int:
-        """Hand out memory of a stream: a handle for `free`, never the same twice; 0 for no bytes."""
+    def malloc(self, nbytes: int) -> int:
+        """Hand out memory: a handle for `free`, never the same twice; 0 for no bytes."""
         if nbytes <= 0:
             return 0
         size = self._rounded(nbytes)
         is_small = size <= SMALL
-        pool = self._pools.get((stream, is_small))
-        if pool is None:
-            pool = self._pools[stream, is_small] = Pool(self._settings, is_small=is_small)
+        pool = self._pools[is_small]
         if self._threshold and self.limit_bytes is not None and not is_small:
             self._clock += 1
         index = self._best_fit(pool, size)
-        block = pool.free.pop(index)[2] if index >= 0 else self._block_from_driver(pool, size, nbytes)
+        block = pool.free.pop(index)[2] if index >= 0 else self._block_from_driver(pool, size)
         if block.size - size >= pool.smallest_rest and size < pool.split_below:
             pool.add(block.cut_after(size))
         block.free = False
@@ -281,20 +279,16 @@ class CachingAllocator:
     def stats(self) -> dict[str, int]:
         """Give the figures under the names of ``torch.cuda.memory_stats``; pools are not told apart."""
         free = [block for pool in self._pools.values() for _, _, block in pool.free]
-        split = [block.size for block in free if block.origin < 0 and not block.is_whole_segment]
+        split_bytes = sum(block.size for block in free if block.origin < 0 and not block.is_whole_segment)
         return {
-            "allocation.all.current": len(self._live),
-            "allocation.all.allocated": self._handles,
             "allocated_bytes.all.current": self.allocated_bytes,
             "allocated_bytes.all.peak": self.peak_allocated_bytes,
-            "active_bytes.all.current": self.allocated_bytes,  # nothing waits for another stream
+            "active_bytes.all.current": self.allocated_bytes,
             "active_bytes.all.peak": self.peak_allocated_bytes,
             "requested_bytes.all.current": self.requested_bytes,
             "reserved_bytes.all.current": self.reserved_bytes,
             "reserved_bytes.all.peak": self.peak_reserved_bytes,
-            "segment.all.current": self._segments,
-            "inactive_split.all.current": len(split),
-            "inactive_split_bytes.all.current": sum(split),
+            "inactive_split_bytes.all.current": split_bytes,
             "num_alloc_retries": self.alloc_retries,
             "num_ooms": self.ooms,
         }
@@ -309,7 +303,8 @@ class CachingAllocator:
         for name in CachingAllocator.__slots__:
             setattr(twin, name, getattr(self, name))
         twin.log = None
-        pools = {pool: Pool(self._settings, is_small=is_small) for (_, is_small), pool in self._pools.items()}
+        twin._pools = {is_small: Pool(self._settings, is_small=is_small) for is_small in self._pools}
+        pools = {pool: twin._pools[is_small] for is_small, pool in self._pools.items()}
         blocks = {block: block.twin(pools[block.pool]) for block in self._blocks()}
         for block, other in blocks.items():
             other.prev = None if block.prev is None else blocks[block.prev]
@@ -317,7 +312,6 @@ class CachingAllocator:
         for pool, twin_pool in pools.items():
             twin_pool.free = [(size, address, blocks[block]) for size, address, block in pool.free]
             twin_pool.unmapped = [(address, blocks[block]) for address, block in pool.unmapped]
-        twin._pools = {key: pools[pool] for key, pool in self._pools.items()}
         twin._live = {handle: blocks[block] for handle, block in self._live.items()}
         return twin
 
@@ -341,7 +335,7 @@ class CachingAllocator:
         if size <= SMALL:
             return SMALL_SEGMENT
         if size < _OWN_SEGMENT:
-            return self._settings.large_segment_size_bytes
+            return LARGE_SEGMENT
         return _rounded_up(size, _SEGMENT_STEP)
 
     def _best_fit(self, pool: Pool, size: int) -> int:
@@ -357,7 +351,7 @@ class CachingAllocator:
             while index + 1 < len(free) and free[index + 1][2].expandable_size < free[index][2].expandable_size:
                 index += 1
         if self._max_split < UNLIMITED:
-            below = self._max_split if size < self._max_split else size + self._settings.max_non_split_rounding_bytes
+            below = self._max_split if size < self._max_split else size + _NON_SPLIT_ROUNDING
             return index if free[index][0] < below else -1
         return index
 
@@ -371,10 +365,8 @@ class CachingAllocator:
         block.born = self._clock
         pool.add(block)
 
-    def _block_from_driver(self, pool: Pool, size: int, nbytes: int) -> Block:
+    def _block_from_driver(self, pool: Pool, size: int) -> Block:
         """Get a segment, giving back more and more of the cache until there is room for it."""
-        if nbytes >= _EXABYTE:
-            raise AllocatorOutOfMemory("CUDA out of memory. Tried to allocate more than 1EB memory.")
         if self._threshold and self.limit_bytes is not None:
             self._collect_garbage(self.limit_bytes)
         segment = self._segment_size(size)
@@ -402,7 +394,6 @@ class CachingAllocator:
         if self.reserved_bytes + segment > self.capacity_bytes:
             return None
         self._reserve(segment)
-        self._segments += 1
         return Block(pool, self._addresses(segment), segment)
 
     def _addresses(self, nbytes: int) -> int:
@@ -475,7 +466,6 @@ class CachingAllocator:
     def _release(self, block: Block) -> None:
         block.pool.discard(block)
         self.reserved_bytes -= block.size
-        self._segments -= 1
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """release_available_cached_blocks: one block too large to split, or several, the largest first."""
@@ -495,8 +485,7 @@ class CachingAllocator:
     def _collect_garbage(self, allowed: int) -> None:
         """garbage_collect_cached_blocks: the large segments that have waited longest, until under the threshold."""
         target = self.reserved_bytes - int(self._threshold * allowed)
-        large = [pool for (_, is_small), pool in self._pools.items() if not is_small]
-        blocks = [entry[2] for pool in large for entry in pool.free if entry[2].is_whole_segment]
+        blocks = [block for _, _, block in self._pools[False].free if block.is_whole_segment]
         while target > 0 and blocks:
             mean_age = sum(self._clock - block.born for block in blocks) / len(blocks)
             for block in [block for block in blocks if self._clock - block.born >= mean_age]:

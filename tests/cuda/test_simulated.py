@@ -1,17 +1,104 @@
-"""The simulated card beside torch's own allocator: what steps peak at from a cold start, and the largest batch that runs."""
+"""The simulated card beside torch's own allocator: single requests, peaks of steps from a cold start, and answers."""
+
+import random
 
 import pytest
 import torch
+from simulation.worlds import ALLOCATOR_SETTINGS
 from torch import nn
 from torch.nn import functional as F
 
 import oomprobe
+from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import Card
+from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.units import parse_bytes
 
 from .bed import forked
 
+MIB = 2**20
+
 A100, H100, RTX_3090, RTX_4090, T4 = "8.0,108,2048", "9.0,132,2048", "8.6,82,1536", "8.9,128,1536", "7.5,40,1024"
+
+
+# --- request by request ---
+
+STATS = [
+    "allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current", "reserved_bytes.all.peak",
+    "requested_bytes.all.current", "inactive_split_bytes.all.current", "num_alloc_retries", "num_ooms",
+]  # fmt: skip
+
+
+def operations(seed, count):
+    """Allocations, frees, emptied caches and limits, as a run of growing and shrinking phases."""
+    draw = random.Random(seed).random
+    sizes = [int(2 ** (draw() * 27)) for _ in range(30)]
+    sizes += [1, 512, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 8_519_680, 21 * MIB]
+    live, grows = [], 0.6
+    for number in range(count):
+        if number % 150 == 0:
+            grows = 0.4 + draw() * 0.25
+        kind = draw()
+        if kind < 0.006:
+            yield "empty", None, None
+        elif kind < 0.01:
+            yield "limit", 0.05 + int(draw() * 4) / 80, None
+        elif not live or draw() < grows:
+            live.append(number)
+            yield "malloc", number, sizes[int(draw() * len(sizes))] + int(draw() * 2) * 5000
+        else:
+            yield "free", live.pop(-1 - int(draw() ** 3 * len(live))), None
+
+
+def outcomes(malloc, free, empty_cache, limit, stats):
+    """The figures after each operation, with what was said where memory was refused."""
+    handles, outcomes = {}, []
+    for kind, number, nbytes in operations(7, 3000):
+        said = ""
+        if kind == "malloc":
+            try:
+                handles[number] = malloc(nbytes)
+            except (torch.OutOfMemoryError, AllocatorOutOfMemory) as error:
+                said = str(error).partition(" If reserved but")[
+                    0
+                ]  # torch 2.14 has no such advice for expandable segments
+        elif kind == "free" and number in handles:
+            free(handles.pop(number))
+        elif kind == "empty":
+            empty_cache()
+        elif kind == "limit":
+            limit(number)
+        figures = stats()
+        outcomes.append(([figures[name] for name in STATS], said))
+    return outcomes
+
+
+def torchs_outcomes(text):
+    torch._C._accelerator_setAllocatorSettings(text)
+    cuda = torch.cuda
+    cuda.init()
+    limit = cuda.set_per_process_memory_fraction
+    return outcomes(
+        cuda.caching_allocator_alloc, cuda.caching_allocator_delete, cuda.empty_cache, limit, cuda.memory_stats
+    )
+
+
+@pytest.mark.parametrize("text", ALLOCATOR_SETTINGS)
+def test_requests_are_served_as_torch_serves_them(text):
+    settings = AllocatorSettings.from_text(text)
+    # A total that is larger by far: an expandable segment has room for all, and no second one is placed by the driver.
+    allocator = CachingAllocator(290 * MIB, settings, total_bytes=3000 * MIB)
+
+    def limit(fraction):
+        allocator.limit_bytes = int(fraction * allocator.total_bytes)
+
+    if settings.per_process_memory_fraction < 1:
+        limit(settings.per_process_memory_fraction)
+    simulated = outcomes(allocator.malloc, allocator.free, allocator.empty_cache, limit, allocator.stats)
+    assert simulated == forked(torchs_outcomes, text, memory="3000MiB", context="2710MiB")
+
+
+# --- step by step ---
 
 
 def trained(model, batch, loss, *, make=torch.optim.AdamW, dtype=None, clip=None):
