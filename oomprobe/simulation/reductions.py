@@ -18,6 +18,7 @@ from typing import NamedTuple
 _MOST_THREADS = 512  # of a block
 _WARP = 32
 _FEW_VALUES, _MANY_VALUES = 16, 256  # that one thread adds up
+_VALUES_PER_LOAD = 4  # that a thread reads at once where all of them go into one output
 _INT_MAX = 2**31 - 1
 
 
@@ -36,9 +37,7 @@ class Reduction:
     processors: Processors
     item_bytes: int  # of an element of the input
     out_bytes: int  # of an element of the output
-    partial_bytes: int  # of a partial result
     reduced: tuple[bool, ...]  # for each dimension, whether it is
-    values_per_load: int = 4  # elements that a thread reads at once where all of them go into one output
 
 
 class _Dim(NamedTuple):
@@ -55,23 +54,17 @@ def buffers(
 ) -> tuple[tuple[int, ...], ...]:
     """What the reduction takes, in bytes: for each of its kernels the partial results and the semaphores.
 
-    A tensor beyond 2 GiB takes several kernels, and where the output is too coarse to add up in, sums beside it. Strides
-    and offset are the input's, in elements.
+    A tensor beyond 2 GiB takes several kernels. Strides and offset are the input's, in elements.
 
     Example:
         >>> a100 = Processors((8, 0), 108, 2048)
-        >>> buffers(Reduction(a100, 4, 4, 4, (True, False)), (20000, 1024), (1024, 1), 0)
+        >>> buffers(Reduction(a100, 4, 4, (True, False)), (20000, 1024), (1024, 1), 0)
         ((113246208, 32),)
     """
     if 0 in shape:
         return ()
     dims = _joined(_ordered(_dims(kind, shape, strides)))
-    parts = list(_parts(dims))
-    beside: tuple[int, ...] = ()
-    if len(parts) > 1 and kind.partial_bytes > kind.out_bytes:
-        outputs = max(kind.out_bytes, *(d.size * d.out_stride for d in dims)) // kind.out_bytes
-        beside = (outputs * kind.partial_bytes,)
-    found = (beside + _of_kernel(kind, part, offset) for part in parts)
+    found = (_of_kernel(kind, part, offset) for part in _parts(dims))
     return tuple(sizes for sizes in found if sizes)
 
 
@@ -152,7 +145,7 @@ def _of_kernel(kind: Reduction, dims: list[_Dim], offset: int) -> tuple[int, ...
     width_limit, height_limit = (inputs, outputs) if along_input else (outputs, inputs)
     out_vector = 1
     if along_input and len(dims) == 1 and dims[0].stride == kind.item_bytes and inputs >= 128:
-        width_limit //= kind.values_per_load
+        width_limit //= _VALUES_PER_LOAD
     elif not along_input and dims[n_reduced].stride == kind.item_bytes:
         out_vector = _out_vector(kind, dims, n_reduced, offset)
         width_limit //= out_vector
@@ -169,7 +162,8 @@ def _of_kernel(kind: Reduction, dims: list[_Dim], offset: int) -> tuple[int, ...
     blocks = max(min(-(-wanted // grid), -(-values // _FEW_VALUES)), -(-values // _MANY_VALUES))
     if blocks <= 1:
         return ()
-    partials = kind.partial_bytes * outputs * blocks * (1 if along_input else width * out_vector)
+    partial_bytes = max(4, kind.out_bytes)  # sums of 16 bit are added up in 32
+    partials = partial_bytes * outputs * blocks * (1 if along_input else width * out_vector)
     return partials, 4 * grid
 
 

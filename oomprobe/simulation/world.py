@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -148,7 +148,7 @@ class World(TorchDispatchMode):
             if accumulates and self.memory.holds(args[0].untyped_storage()):
                 result.fake_device = CARD
                 self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
-            self._track(func, result, args, launch.result_bytes if launch else {}, to_card=to_card)
+            self._track(func, result, args, launch.result_bytes if launch else None, to_card=to_card)
         if func in _LINEAR_ALGEBRA:
             self.memory.ensure_workspace(in_backward=_in_backward())
         return result
@@ -173,7 +173,7 @@ class World(TorchDispatchMode):
             return _aten._local_scalar_dense.default(tensor.constant)
         return read_value(tensor, self.notes)
 
-    def _track(self, func: Any, result: Any, args: Any, result_bytes: Mapping[int, int], *, to_card: bool) -> None:
+    def _track(self, func: Any, result: Any, args: Any, result_bytes: int | None, *, to_card: bool) -> None:
         if func in _RESIZING:
             if self.is_on_card(args[0]):
                 self.memory.resized(args[0].untyped_storage())
@@ -187,15 +187,15 @@ class World(TorchDispatchMode):
             result.fake_device = CARD
             self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
             return
-        results = list(enumerate(result if isinstance(result, list | tuple) else (result,)))
-        for place, value in reversed(results) if func is _aten.native_dropout.default else results:
+        results = result if isinstance(result, list | tuple) else (result,)
+        for value in reversed(results) if func is _aten.native_dropout.default else results:
             if not isinstance(value, FakeTensor):
                 continue
             if to_card and not (args and value is args[0]):  # a number on the host that meets the card goes there
                 value.fake_device = CARD
             if value.fake_device == CARD:
                 refuse_layout(value)
-                self.memory.take(value.untyped_storage(), result_bytes.get(place))
+                self.memory.take(value.untyped_storage(), result_bytes)
         if func in _MAKES_ZEROS and isinstance(result, FakeTensor):
             self._fresh = weakref.ref(result)
 

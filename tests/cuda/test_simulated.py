@@ -174,12 +174,11 @@ class Routed(nn.Module):
     def forward(self, x):
         hidden = F.softplus(self.body(x))
         weights, chosen = self.gate(hidden).softmax(-1).topk(2)
-        hidden = hidden + hidden.var(0) + hidden.std(-1, keepdim=True)
-        return F.mse_loss(hidden.gather(1, chosen) * weights, weights) + hidden.sort(0).values.mean()
+        return F.mse_loss(hidden.gather(1, chosen) * weights, weights) + hidden.mean()
 
 
 def routed():
-    """Reductions with a mean and a count, a sort, gradients that are scattered, a mean inside a loss."""
+    """Gradients that are scattered, a mean inside a loss."""
     return trained(Routed(), lambda b: (torch.randn(b, 64, device="cuda"),), lambda model, x: model(x))
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from oomprobe.simulation.reductions import Processors, Reduction, buffers
-from oomprobe.simulation.scratch import convolution_workspace, sort_bytes
+from oomprobe.simulation.scratch import convolution_workspace
 
 from .worlds import Bench
 
@@ -13,53 +13,31 @@ A100, H100, ADA, T4 = ((8, 0), 108, 2048), ((9, 0), 132, 2048), ((8, 9), 128, 15
 
 
 @pytest.mark.parametrize(
-    ("card", "item", "partial", "shape", "strides", "reduced", "expected"),
+    ("card", "item", "shape", "strides", "reduced", "expected"),
     [
-        (A100, 4, 4, (20000, 1024), (1024, 1), (True, False), ((113246208, 32),)),
-        (A100, 2, 4, (20000, 1024), (1024, 1), (True, False), ((113246208, 32),)),
-        (A100, 4, 16, (20000, 1024), (1024, 1), (True, False), ((452984832, 32),)),  # a variance
-        (A100, 4, 4, (20000, 1024), (1024, 1), (False, True), ()),
-        (A100, 4, 4, (20480000,), (1,), (True,), ((1728, 4),)),
-        (A100, 2, 4, (4, 136616, 9, 255), (313533720, 2295, 255, 1), (False, True, False, True), ((144, 19152, 72),) * 2),
+        (A100, 4, (20000, 1024), (1024, 1), (True, False), ((113246208, 32),)),
+        (H100, 4, (20000, 1024), (1024, 1), (True, False), ((138412032, 32),)),
+        (ADA, 4, (20000, 1024), (1024, 1), (True, False), ((100663296, 32),)),
+        (T4, 4, (20000, 1024), (1024, 1), (True, False), ((20971520, 32),)),
+        (A100, 2, (20000, 1024), (1024, 1), (True, False), ((113246208, 32),)),
+        (A100, 4, (20000, 1024), (1024, 1), (False, True), ()),
+        (A100, 4, (20480000,), (1,), (True,), ((1728, 4),)),
+        (A100, 2, (4, 136616, 9, 255), (313533720, 2295, 255, 1), (False, True, False, True), ((19152, 72),) * 2),
     ],
 )  # fmt: skip
-def test_partial_results_of_reductions(card, item, partial, shape, strides, reduced, expected):
-    assert buffers(Reduction(Processors(*card), item, item, partial, reduced), shape, strides, 0) == expected
+def test_partial_results_of_reductions(card, item, shape, strides, reduced, expected):
+    assert buffers(Reduction(Processors(*card), item, item, reduced), shape, strides, 0) == expected
 
 
-def test_the_card_decides():
-    mib = [buffers(Reduction(Processors(*card), 4, 4, 4, (True, False)), (20000, 1024), (1024, 1), 0)[0][0] >> 20
-           for card in (A100, H100, ADA, T4)]  # fmt: skip
-    assert mib == [108, 132, 96, 20]
-
-
-@pytest.mark.parametrize(
-    ("reduce", "partial_bytes"),
-    [
-        (lambda x: x.sum(0), 113246208),
-        (lambda x: torch.sum(x, dim=0), 113246208),
-        (lambda x: x.var(0), 452984832),
-        (lambda x: x.sum(1), 0),
-        (lambda x: x.sum(), 1728),
-    ],
-)
-def test_a_step_that_reduces_takes_them(reduce, partial_bytes):
+@pytest.mark.parametrize("reduce", [lambda x: x.sum(0), lambda x: torch.sum(x, dim=0), lambda x: x.mean(dim=[0])])
+def test_a_step_that_reduces_takes_them(reduce):
     bench = Bench(None, "A100-80GB")
     bench.run(lambda: reduce(torch.zeros(20000, 1024, device="cuda")))
-    of_step = bench.peak_bytes - 20000 * 1024 * 4
-    assert partial_bytes <= of_step <= partial_bytes + 128 * 1024  # with the result and semaphores
+    assert bench.peak_bytes == 20000 * 1024 * 4 + 1024 * 4 + 113246208 + 512
 
 
-def test_a_radix_sort_of_pairs():
-    assert [sort_bytes(Processors(*card), 1_000_000, 8, 8, 11) for card in (A100, H100, T4)] == [
-        16271871, 16227839, 16369151
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("loss", "kept", "copies"), [(F.mse_loss, 1, 1), (F.huber_loss, 0, 1), (F.binary_cross_entropy, 1, 0)]
-)
-def test_a_mean_inside_a_loss(loss, kept, copies):
+@pytest.mark.parametrize(("loss", "copies"), [(F.mse_loss, 1), (F.smooth_l1_loss, 1), (F.binary_cross_entropy, 0)])
+def test_a_mean_inside_a_loss(loss, copies):
     bench = Bench(None, "1GiB")
     nbytes = 4 << 20
 
@@ -68,8 +46,8 @@ def test_a_mean_inside_a_loss(loss, kept, copies):
         return loss(x, x)
 
     value = bench.run(step)
-    assert bench.allocated_bytes >> 20 == kept * nbytes >> 20
-    assert bench.peak_bytes >> 20 == (1 + kept + copies) * nbytes >> 20
+    assert bench.allocated_bytes == nbytes  # the one number keeps the storage of all elements
+    assert bench.peak_bytes == (2 + copies) * nbytes
     del value
 
 
@@ -84,7 +62,7 @@ def allocations(keep):
         (y * y.detach()).sum().backward()
 
     bench.run(step)
-    return bench.device._memory.allocator.stats()["allocation.all.allocated"]
+    return bench.device._memory.allocator.served
 
 
 def test_autograd_adds_up_in_place_what_only_it_holds():
