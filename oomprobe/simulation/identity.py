@@ -9,9 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from oomprobe.errors import SimulationError
 from oomprobe.simulation.fakes import CARD, HOST, SEEN_CARD, STATED_HOST, place_of
-from oomprobe.simulation.unknown import refuse_address, user_line
+from oomprobe.simulation.unknown import refuse_address
 from oomprobe.simulation.world import World
 
 _T = torch.Tensor
@@ -20,7 +19,6 @@ RECURRENT = (
     "less memory"
 )
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-LARGEST_ARRAY = 2**24  # elements of a host array handed out in place of values that are not there
 
 
 class Identity(TorchFunctionMode):
@@ -38,7 +36,6 @@ class Identity(TorchFunctionMode):
             _T.numpy: self._numpy,
             _T.tolist: self.values_of,
             _T.pin_memory: lambda tensor, *_, **__: tensor,
-            _T.is_pinned: lambda *_, **__: False,
             _T.get_device: lambda tensor: 0 if world.is_on_card(tensor) else -1,
             _T.backward: self._backward,
             _T.__format__: self._format,
@@ -126,7 +123,7 @@ class Identity(TorchFunctionMode):
     # --- values that are not there ---
 
     def _address(self, tensor: torch.Tensor) -> int:
-        if isinstance(tensor, FakeTensor) or self._world.is_on_card(tensor):
+        if not self._has_values(tensor):
             refuse_address()
         return tensor.data_ptr()
 
@@ -136,26 +133,19 @@ class Identity(TorchFunctionMode):
         return format(tensor.item() if tensor.dim() == 0 else str(tensor), spec)
 
     def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        if self._world.is_on_card(tensor):
-            raise TypeError(
-                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory "
-                "first."
-            )
-        return self._array(tensor) if isinstance(tensor, FakeTensor) else tensor.numpy(**kwargs)
+        return tensor.numpy(**kwargs) if self._has_values(tensor) else self._array(tensor)
 
     def values_of(self, tensor: torch.Tensor) -> Any:
         """`tolist`, of a fake too, whose own would read one value after the other."""
-        real = not isinstance(tensor, FakeTensor) and not self._world.is_on_card(tensor)
-        return tensor.tolist() if real else self._array(tensor).tolist()
+        return tensor.tolist() if self._has_values(tensor) else self._array(tensor).tolist()
+
+    def _has_values(self, tensor: torch.Tensor) -> bool:
+        return not isinstance(tensor, FakeTensor) and not self._world.is_on_card(tensor)
 
     def _array(self, tensor: torch.Tensor) -> Any:
-        if tensor.numel() > LARGEST_ARRAY:
-            raise SimulationError(
-                f"{user_line()} reads {tensor.numel()} values from a tensor of the simulated world, which has none"
-            )
         one = self._world._scalar(torch.empty((), dtype=tensor.dtype, device="meta"))
         kind = torch.empty(0, dtype=tensor.dtype if tensor.dtype is not torch.bfloat16 else torch.float32).numpy().dtype
-        return np.full(tuple(tensor.shape), one, dtype=kind)
+        return np.broadcast_to(kind.type(one), tuple(tensor.shape))  # of any size, without memory
 
     # --- what torch writes in Python, where a mode would be switched off inside ---
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -73,9 +73,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def patches(world: World) -> Iterator[tuple[Any, str, Any]]:
     """What is put in place of functions of torch, each with its owner and name."""
-    cuda_functions = replacements(world.memory)
-    for name, function in cuda_functions.items():
-        for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+    for name, function in replacements(world.memory).items():
+        for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator):
             if hasattr(owner, name):
                 yield owner, name, function
     yield FakeTensor, "device", property(_seen_device(world), _DEVICE.fset)
@@ -92,9 +91,6 @@ def patches(world: World) -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda.nvtx, name, lambda *_, **__: 0
     checks = checkpoint._allowed_determinism_checks_to_fns
     yield checkpoint, "_allowed_determinism_checks_to_fns", {**checks, "default": _look}
-    for name, answer in _accelerator(cuda_functions).items():
-        if hasattr(torch.accelerator, name):
-            yield torch.accelerator, name, answer
 
 
 def _refuse_save(*_: Any, **__: Any) -> None:
@@ -119,18 +115,6 @@ class _Generator(metaclass=_AnyGenerator):
 def _look(tensor: torch.Tensor) -> dict[str, Any]:
     """What checkpointing compares of a tensor that was saved and made again: where it is depends on who asks."""
     return {"shape": tensor.shape, "dtype": tensor.dtype}
-
-
-def _accelerator(cuda_functions: Mapping[str, Any]) -> dict[str, Any]:
-    same = ("is_available", "device_count", "synchronize", "empty_cache", "memory_allocated", "memory_reserved",
-            "max_memory_allocated", "max_memory_reserved", "memory_stats", "reset_peak_memory_stats", "current_stream",
-            "set_stream")  # fmt: skip
-    found = {name: cuda_functions[name] for name in same}
-    found["current_accelerator"] = lambda *_, **__: torch.device("cuda")
-    found["current_device_index"] = lambda: 0
-    found["get_memory_info"] = cuda_functions["mem_get_info"]
-    found["set_device_index"] = cuda_functions["set_device"]
-    return found
 
 
 def _seen_device(world: World) -> Any:

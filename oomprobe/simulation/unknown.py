@@ -71,10 +71,8 @@ def _value(truths: Truths, arg: Any) -> Any:
 
 def read_value(tensor: torch.Tensor, notes: dict[str, None]) -> Any:
     """A finite number that is not zero for a loss, 1 for a count, False for a question; these two with a note."""
-    if tensor.dtype.is_floating_point:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return 1.0
-    if tensor.dtype.is_complex:
-        return 1.0 + 0.0j
     if tensor.dtype is torch.bool:
         value: int = False
         did = "asks a tensor without data for yes or no: the answer was no. Where the step then does less"
