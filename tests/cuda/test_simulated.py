@@ -183,12 +183,11 @@ def routed():
 
 
 def simulated(card, memory):
-    capability, multiprocessors, threads = card.split(",")
+    capability, multiprocessors, _ = card.split(",")
     return oomprobe.SimulatedDevice(
         Card(
-            name="bed", full_name="bed", total_bytes=parse_bytes(memory), context_bytes=0, source="", context_source="",
+            name="bed", full_name="bed", total_bytes=parse_bytes(memory), context_bytes=0,
             compute_capability=tuple(map(int, capability.split("."))), multi_processor_count=int(multiprocessors),
-            max_threads_per_multi_processor=int(threads),
         )
     )  # fmt: skip
 
