@@ -138,17 +138,14 @@ class SimulatedDevice:
             for tensor in tensors:
                 self._world.settle(tensor)
         except AllocatorOutOfMemory:
-            raise self._too_small(tensors) from None
-
-    def _too_small(self, tensors: list[torch.Tensor]) -> NothingFitsError:
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-        needed, there = sum(storages.values()), self.card.available_bytes
-        return NothingFitsError(
-            f"the model alone (parameters, buffers, and gradients and optimizer state where they exist) takes "
-            f"{format_bytes(needed)}, and {self.name} has {format_bytes(there)} for the allocator: "
-            f"{format_bytes(max(0, needed - there))} too little, before the first step. Take a larger card, a smaller "
-            "dtype, or shard the model"
-        )
+            storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+            needed, there = sum(storages.values()), self.card.available_bytes
+            raise NothingFitsError(
+                f"the model alone (parameters, buffers, and gradients and optimizer state where they exist) takes "
+                f"{format_bytes(needed)}, and {self.name} has {format_bytes(there)} for the allocator: "
+                f"{format_bytes(max(0, needed - there))} too little, before the first step. Take a larger card, a smaller "
+                "dtype, or shard the model"
+            ) from None
 
     # --- what a Device answers for ---
 

@@ -382,12 +382,9 @@ class CachingAllocator:
             raise AllocatorOutOfMemory(refusal(self, segment))
         return block
 
-    def _allowed(self, segment: int) -> bool:
-        return self.limit_bytes is None or self.reserved_bytes + segment <= self.limit_bytes
-
     def _new_segment(self, pool: Pool, size: int, segment: int) -> Block | None:
         """alloc_block: a block of at least this size that is in no pool; None: refused."""
-        if not self._allowed(segment):
+        if self.limit_bytes is not None and self.reserved_bytes + segment > self.limit_bytes:
             return None
         if self._settings.expandable_segments:
             return self._expanded(pool, size)

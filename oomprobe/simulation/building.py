@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.fakes import CARD, HOST, STATED_HOST, place_of
 from oomprobe.simulation.identity import Identity
-from oomprobe.simulation.session import patches, replaced
+from oomprobe.simulation.session import patches
 from oomprobe.simulation.world import World
 
 
@@ -21,9 +22,9 @@ def building(world: World) -> Iterator[None]:
     """Run code that makes a model and moves it to ``"cuda"``; the tensors stay real, in host memory."""
     with ExitStack() as stack:
         for owner, name, value in patches(world):
-            stack.enter_context(replaced(owner, name, value))
+            stack.enter_context(patch.object(owner, name, value))
         mode = _Building(world)
-        stack.enter_context(replaced(torch, "load", mode.loader(torch.load)))
+        stack.enter_context(patch.object(torch, "load", mode.loader(torch.load)))
         stack.enter_context(mode)
         yield
 
@@ -36,9 +37,7 @@ class _Building(Identity):
 
         def loaded(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
             result = load(f, map_location="cpu", **kwargs)
-            # A function, or a mapping to devices, is taken to mean one place for all.
-            to = next(iter(map_location.values()), None) if isinstance(map_location, dict) else map_location
-            if callable(to) or place_of(to) == CARD:
+            if isinstance(map_location, str | int | torch.device) and place_of(map_location) == CARD:
                 tree_map_only(torch.Tensor, self._put, result)
             return result
 

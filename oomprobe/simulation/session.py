@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,7 +24,6 @@ from oomprobe.simulation.identity import Identity
 from oomprobe.simulation.unknown import user_line
 from oomprobe.simulation.world import World
 
-_INHERITED = object()
 _DEVICE: Any = FakeTensor.device  # the property as torch made it
 
 
@@ -36,11 +36,11 @@ def session(world: World) -> Iterator[None]:
             # Cycles die before a call, not at a random moment inside it: the same call is to make the same tape.
             stack.callback(gc.enable)
             gc.disable()
-        stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(Choices(lambda: threading.get_ident() == thread, world.memory.card.compute_capability))
         for owner, name, value in patches(world):
-            stack.enter_context(replaced(owner, name, value))
-        stack.enter_context(replaced(torch, "save", _refuse_save))
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(patch.object(torch, "save", _refuse_save))
         # oneDNN's recurrent nets are one operator, which does not say what it keeps for backward.
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
         torch._C._set_mkldnn_enabled(False)
@@ -48,27 +48,12 @@ def session(world: World) -> Iterator[None]:
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         identity = Identity(world)
-        stack.enter_context(replaced(FakeTensor, "tolist", lambda tensor: identity.values_of(tensor)))
+        stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: identity.values_of(tensor)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler would want real devices
         stack.enter_context(world.fake_mode)
         stack.enter_context(world)
         stack.enter_context(identity)
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute, with another value inside; one that a class inherits is inherited again afterwards."""
-    own = vars(owner)
-    before = own.get(name, _INHERITED)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _INHERITED:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def patches(world: World) -> Iterator[tuple[Any, str, Any]]:

@@ -25,12 +25,11 @@ from oomprobe.verdicts.failure import is_library
 
 Truths = weakref.WeakKeyDictionary[torch.UntypedStorage, float]  # by storage; booleans are 0 and 1
 
-_CONSTANT = {"isfinite": True, "isclose": True, "isnan": False, "isinf": False, "isposinf": False, "isneginf": False}
+_CONSTANT = {"isfinite": True, "isnan": False, "isinf": False}
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
-    **dict.fromkeys(("logical_and", "bitwise_and", "__and__", "mul"), lambda a, b: bool(a) and bool(b)),
-    **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), lambda a, b: bool(a) or bool(b)),
-    "logical_xor": lambda a, b: bool(a) != bool(b),
+    **dict.fromkeys(("logical_and", "bitwise_and", "mul"), lambda a, b: bool(a) and bool(b)),
+    **dict.fromkeys(("logical_or", "bitwise_or"), lambda a, b: bool(a) or bool(b)),
 }  # fmt: skip
 _SAME = {
     "any", "all", "clone", "_to_copy", "detach", "squeeze", "unsqueeze", "view", "reshape", "expand", "select", "amax",
