@@ -188,7 +188,7 @@ class World(TorchDispatchMode):
             self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
             return
         results = result if isinstance(result, list | tuple) else (result,)
-        for value in reversed(results) if func is _aten.native_dropout.default else results:
+        for value in reversed(results) if func is _aten.native_dropout.default else results:  # its mask is made first
             if not isinstance(value, FakeTensor):
                 continue
             if to_card and not (args and value is args[0]):  # a number on the host that meets the card goes there
