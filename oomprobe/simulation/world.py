@@ -178,8 +178,6 @@ class World(TorchDispatchMode):
             if self.is_on_card(args[0]):
                 self.memory.resized(args[0].untyped_storage())
             return
-        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
-            self._truths[args[1].untyped_storage()] = 0.0  # none is found
         workspace_bytes = scratch.convolution_workspace(func, args)
         if workspace_bytes:
             self.memory.transient(workspace_bytes)

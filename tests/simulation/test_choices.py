@@ -112,18 +112,6 @@ def test_attention_can_be_told_to_use_math():
     assert "Attention" not in on(AMPERE, step)[0]
 
 
-def test_multi_head_attention_reaches_the_same_choice():
-    model = nn.MultiheadAttention(256, 4, batch_first=True)
-
-    def step(bench):
-        x = torch.zeros(2, 1024, 256, device="cuda")
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            model(x, x, x, need_weights=False)[0].sum().backward()
-
-    _, bench = on(AMPERE, step, model)
-    assert bench.peak_bytes < 8_519_680 * 2 + 60 * MIB
-
-
 # --- autocast ---
 
 LOW = {

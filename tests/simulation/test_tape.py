@@ -7,7 +7,7 @@ from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import generic_card
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import BORN, DIED, RELEASED, Call, Replayer, Tape, lines_through, replay_call
+from oomprobe.simulation.tape import BORN, DIED, RELEASED, Call, Replayer, lines_through, replay_call
 
 MIB = 2**20
 
@@ -20,21 +20,6 @@ def a_call(*sizes, leave=0, dead=()):
         if index < len(sizes) - leave:
             events.append((DIED, 0, index))
     return Call(tuple(events), tuple(sizes))
-
-
-# --- tapes ---
-
-
-def test_a_tape_names_blocks_by_call_and_index():
-    tape = Tape()
-    tape.start()
-    kept, between = tape.born(10), tape.born(20)
-    tape.died(tape.born(30))
-    assert tape.finish() == Call(((BORN, 0, 0), (BORN, 1, 0), (BORN, 2, 0), (DIED, 0, 2)), (10, 20, 30))
-    tape.died(between)  # on neither
-    tape.start()
-    tape.died(kept)
-    assert tape.finish() == Call(((DIED, 1, 0),), ())
 
 
 def test_closed_calls_free_what_they_left():
@@ -100,16 +85,6 @@ def taught(*sizes):
     for size in sizes:
         assert replayer.learn(size, cold(size))
     return replayer
-
-
-def test_a_call_is_done_to_an_allocator():
-    allocator, alive = CachingAllocator(1024 * MIB), {}
-    for _ in range(2):
-        alive = replay_call(allocator, step(8), alive)
-        assert set(alive) == {(1, 2)}
-        assert (allocator.allocated_bytes, allocator.peak_allocated_bytes) == (4 * MIB, 28 * MIB)
-    with pytest.raises(AllocatorOutOfMemory):
-        replay_call(CachingAllocator(MIB), step(8), {})
 
 
 def test_a_cache_that_the_step_gives_back():
