@@ -4,8 +4,8 @@ An operator's fake result says nothing of it. It is computed from the operator's
 here and again when a call is replayed at another batch size: `Kernel` is the rule, and the numbers that go into it (sizes,
 strides) follow straight lines of the batch size where what comes out does not.
 
-Rules are there for what takes MiB in the steps of transformers, convolutional nets and autoencoders. What sorts, losses
-but those below, and normalisations take for themselves is not counted.
+Rules are there for what takes MiB in the steps of transformers and convolutional nets. What sorts, layer norms and other
+losses than those below take for themselves is not counted.
 """
 
 from __future__ import annotations
