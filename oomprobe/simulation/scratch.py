@@ -215,7 +215,7 @@ def _of_embedding_backward(
     column, segments = count * index_bytes, min(count, rows)
     partials = count // _ROWS_PER_PARTIAL + segments
     starts = (segments * index_bytes, segments * index_bytes)
-    sums = (column, *starts, partials * index_bytes, partials * 4 * -(-width // 32) * 32)
+    sums = (column, *starts, partials * index_bytes, partials * 4 * width)
     sort = (column, 2 * column + -(-count // _SORTED_PER_TILE) * 1024)
     return Needs(held=(*copy, column, column), before=(sort,), groups=(sums,))
 
@@ -235,8 +235,8 @@ def _of_flash_backward(item_bytes: int, copied: int, batch: int, heads: int, len
     Source: flash_api.cpp (mha_bwd), aten/src/ATen/native/transformers/cuda/attention_backward.cu.
     """
     copies = (batch * heads * length * width * item_bytes,) * copied
-    rows = batch * heads * -(-length // 128) * 128 * 4
-    return Needs(held=copies, groups=((rows, rows * -(-width // 32) * 32),))
+    rows, step = batch * heads * -(-length // 128) * 128 * 4, 32 if width <= 128 else 64
+    return Needs(held=copies, groups=((rows, rows * -(-width // step) * step),))
 
 
 def _efficient_backward(op: _Operator) -> Launch | None:
@@ -259,7 +259,7 @@ def _of_efficient_backward(
     tile = 128 if width > 64 and (half or capability >= (8, 0)) else 64
     tiles = -(-length // tile) * -(-width // 64) * (tile * 256 + 16)
     if half and width > 128:
-        tiles += 2 * (-(-keys // 64) * 64) * (-(-width // 128) * 128) * 4
+        tiles += 2 * (-(-keys // 64) * 64) * (-(-width // 64) * 64) * 4
     row_sums, workspace = batch * heads * length * 4, batch * heads * tiles
     held = (batch * heads * length * width * item_bytes,) * copied
     if half:

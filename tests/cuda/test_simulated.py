@@ -98,6 +98,52 @@ def test_requests_are_served_as_torch_serves_them(text):
     assert simulated == forked(torchs_outcomes, text, memory="3000MiB", context="2710MiB")
 
 
+# --- kernel by kernel ---
+
+
+def made(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, device="cuda", dtype=dtype, requires_grad=True)
+
+
+def attended(dtype, width, *, mask=False):
+    query, key, value = (made(4, 8, 500, width, dtype=dtype) for _ in range(3))
+    bias = torch.zeros(500, 500, device="cuda", dtype=dtype) if mask else None
+    return F.scaled_dot_product_attention(query, key, value, bias).transpose(1, 2).contiguous()
+
+
+KERNELS = {
+    "softmax": lambda: made(1000, 4000).softmax(-1),
+    "embedding": lambda: F.embedding(torch.zeros(100_000, dtype=torch.long, device="cuda"), made(5000, 100)),
+    "flash attention": lambda: attended(torch.bfloat16, 80),
+    "efficient attention": lambda: attended(torch.float32, 64),
+    "flash attention, wide": lambda: attended(torch.bfloat16, 200),
+    "efficient attention, wide": lambda: attended(torch.float16, 160, mask=True),
+    "convolution": lambda: (
+        F.conv2d(made(8, 30, 64, 64), made(40, 30, 3, 3), padding=1).permute(0, 2, 3, 1).contiguous()
+    ),
+    "bias": lambda: made(20_000, 1024) + made(1024),
+}
+
+
+def backward_bytes(name):
+    result = KERNELS[name]()
+    gradient, before = torch.ones_like(result), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result.backward(gradient)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def simulated_bytes(name, card):
+    with simulated(card, "40GiB").session():
+        return backward_bytes(name)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_take_what_torchs_take(name):
+    taken = forked(backward_bytes, name, memory="40GiB", card=A100)
+    assert forked(simulated_bytes, name, A100) == pytest.approx(taken, rel=0.002)
+
+
 # --- step by step ---
 
 

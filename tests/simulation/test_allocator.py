@@ -150,6 +150,19 @@ def test_a_copy_goes_on_the_same_way_and_alone(steps, more, text):
     assert twin.allocated_bytes == twin.requested_bytes == 0
 
 
+def test_garbage_is_what_has_waited_longest_in_a_copy_too():
+    allocator = an_allocator("garbage_collection_threshold:0.5,per_process_memory_fraction:0.8", 1000 * MIB)
+    busy, old, young, _ = [allocator.malloc(size * MIB) for size in (20, 150, 160, 170)]
+    allocator.free(busy)
+    allocator.free(old)
+    for _ in range(10):
+        allocator.free(allocator.malloc(20 * MIB))
+    allocator.free(young)
+    for one in (allocator, allocator.copy()):
+        one.malloc(200 * MIB)
+        assert (one.reserved_bytes, one.alloc_retries) == ((20 + 160 + 170 + 200) * MIB, 0)
+
+
 def test_fits_foretells_and_changes_nothing():
     allocator = an_allocator(capacity_bytes=100 * MIB)
     allocator.free(allocator.malloc(60 * MIB))
