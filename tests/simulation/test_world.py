@@ -1,5 +1,6 @@
 import copy
 import functools
+import gc
 import os
 import re
 import signal
@@ -455,6 +456,24 @@ def test_the_same_call_twice_makes_the_same_tape():
     assert third == fourth
     assert third.closed
     assert not second.closed  # it freed gradients that the first call had made among its optimizer state
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_cycles_die_with_the_call_that_made_them(enabled):
+    """Not at a random moment of it or of the next: the same call is to make the same tape."""
+
+    def step():
+        cycle = [torch.zeros(MIB, device="cuda")]
+        cycle.append(cycle)
+        return gc.isenabled()
+
+    bench = Bench()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert bench.run(step) is False
+        assert (bench.allocated_bytes, gc.isenabled()) == (0, enabled)
+    finally:
+        gc.enable()
 
 
 def test_a_custom_operator_with_a_fake_runs():
