@@ -85,12 +85,28 @@ class SmallGPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
-        block = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(block, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.blocks = nn.Sequential(*(_Block() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=tokens.device)
-        hidden = self.blocks(self.tokens(tokens) + self.positions.weight, mask, is_causal=True)
-        return F.linear(hidden, self.tokens.weight)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden: torch.Tensor = self.blocks(self.tokens(tokens) + self.positions(places))
+        return F.linear(self.norm(hidden), self.tokens.weight)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.feed = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = hidden.shape
+        mixed = self.mix(self.norm_1(hidden)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        query, key, value = mixed.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, length, WIDTH))
+        fed: torch.Tensor = self.feed(self.norm_2(hidden))
+        return hidden + fed
