@@ -202,7 +202,6 @@ class LocalRunner:
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
             return Outcome(trial=trial)
         trial = replace(trial, leaked_bytes=self._baseline.settle())
-        self._is_cold &= trial.passed  # what failed in another thread may have been let go of since
         measured = None
         if trial.passed and not self._baseline.known:
             measured = self.measure()
@@ -291,8 +290,10 @@ class LocalRunner:
         Where one that stepped before does not any more, the size was not really run.
         """
         is_known, stepped = name in self._expected, self._watch.stepped
-        known = {id(optimizer) for optimizer in self._tracker.optimizers if not _wraps_another(optimizer)}
-        wanted = self._expected[name] if is_known else known or {0}  # none known: wait for any, up to max_calls
+        if is_known:
+            wanted = self._expected[name]
+        else:  # where none exists yet, wait for any, up to max_calls
+            wanted = {id(one) for one in self._tracker.optimizers if not _wraps_another(one)} or {0}
         stepped.clear()
         for _ in range(step.max_calls if wanted else 1):
             self._call(step, request, record, may_repeat=len(self._steps) == 1)

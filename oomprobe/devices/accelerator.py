@@ -185,6 +185,9 @@ class AcceleratorDevice:
     def _has_graphs(self) -> bool:
         if torch.cuda.memory.get_allocator_backend() != "native":  # the others show no segments
             return False
+        pools = self._stats().get("reserved_bytes_by_private_pools")
+        if pools is not None:  # torch 2.14
+            return bool(pools)
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return any(tuple(segment["segment_pool_id"]) != NO_POOL for segment in segments)
 
@@ -223,7 +226,7 @@ class AcceleratorDevice:
             memory._record_memory_history(None)
 
     def healthy(self) -> bool:
-        return kernel_answers(self.torch_device, self.release)
+        return kernel_answers(self.torch_device, self.synchronize)
 
 
 def _of_all(stats: dict[str, Any], name: str, kind: str) -> int:
@@ -232,16 +235,14 @@ def _of_all(stats: dict[str, Any], name: str, kind: str) -> int:
 
 
 def kernel_answers(device: torch.device, synchronize: Callable[[], object]) -> bool:
-    """Run a one-element kernel, wait for it and check its value.
+    """Run a one-element kernel, whose value is waited for, and check that.
 
     An out-of-memory error here is an answer too: the device is full and alive. It has many classes: what the driver
     runs out of while it loads the kernel is no `torch.OutOfMemoryError`.
     """
     try:
         synchronize()
-        value = torch.ones(1, device=device).add_(1)
-        synchronize()
-        return float(value.item()) == 2.0
+        return float(torch.ones(1, device=device).add_(1).item()) == 2.0
     except Exception as error:
         evidence = Evidence(smaller_size_passed=False, memory_pressure=False)  # an ambiguous text is no sign of life
         return classify_error(error, evidence) in (Verdict.OOM, Verdict.HOST_OOM)

@@ -41,13 +41,14 @@ class Baseline:
     def settle(self) -> int:
         """Clean up after a trial, and return the bytes that did not come back (0 when tolerably few)."""
         most_bytes = self._residue_bytes + TOLERATED_BYTES
-        # The thread in which backward failed may hold its tensors a moment longer.
-        leaked_bytes: int = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(3),
-            wait=tenacity.wait_exponential(multiplier=0.05),
-            retry=tenacity.retry_if_result(lambda leaked_bytes: leaked_bytes > most_bytes),
-            retry_error_callback=lambda state: state.outcome.result() if state.outcome else 0,
-        )(self._cleaned)
+        leaked_bytes = self._cleaned()
+        if leaked_bytes > most_bytes:  # the thread in which backward failed may hold its tensors a moment longer
+            leaked_bytes = tenacity.Retrying(
+                stop=tenacity.stop_after_attempt(4),
+                wait=tenacity.wait_exponential(multiplier=0.05),
+                retry=tenacity.retry_if_result(lambda leaked_bytes: leaked_bytes > most_bytes),
+                retry_error_callback=lambda state: state.outcome.result() if state.outcome else 0,
+            )(self._cleaned)
         if leaked_bytes > most_bytes:
             self._flush()
             leaked_bytes = self._residue_bytes = self._cleaned()

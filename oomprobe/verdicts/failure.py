@@ -48,7 +48,7 @@ def clear_frames(error: BaseException) -> None:
 
 def _where(error: BaseException) -> str | None:
     frames = [
-        (Path(frame.f_code.co_filename), frame.f_code.co_name, line)
+        (_path(frame.f_code.co_filename), frame.f_code.co_name, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
     of_user = [(path.name, line) for path, _, line in frames if not is_library(path)]
@@ -64,7 +64,10 @@ def _where(error: BaseException) -> str | None:
     return f"{part}, {name}:{line}"
 
 
-@cache  # asked of the same few files after each failure
+_path = cache(Path)  # failures pass through the same few files
+
+
+@cache
 def is_library(path: Path) -> bool:
     """Whether a file is torch's or oomprobe's own. The demo's steps are written as a user's would be, and count as one's.
 
