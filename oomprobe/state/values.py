@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -63,7 +64,7 @@ class Contents:
         self.name, self._container = name, container
         self._is_whole = isinstance(container, set | np.ndarray)
         self._before: Any = (
-            container.copy()
+            copy.copy(container)  # a set's own method forgets its class
             if self._is_whole
             else {key: copies.keep(part) if has_bytes(part) else part for key, part in _parts(container).items()}
         )
