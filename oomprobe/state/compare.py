@@ -44,7 +44,7 @@ def _same(one: Any, other: Any) -> bool:
             return _same(mine.tolist(), theirs.tolist())
         return (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
     if isinstance(one, set | frozenset):
-        return one == other
+        return bool(one == other)
     if isinstance(one, dict) and one.keys() == other.keys():
         return all(_same(one[key], other[key]) for key in one)
     if isinstance(one, dict):
