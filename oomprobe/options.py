@@ -32,7 +32,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of `find_max_batch` that are numbers; see there for their meaning."""
+    """Options of `find_max_batch` that are numbers or flags; see there for their meaning."""
 
     memory_fraction: float = 0.9
     min_batch: int = 1

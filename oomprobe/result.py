@@ -42,7 +42,7 @@ class Trial:
         verdict: How it ended.
         phase: Why it was tried.
         steps: Calls of the step that completed.
-        cap_bytes: What the allocator was held to; None where the device itself was the limit, as while growing in a process
+        cap_bytes: What the allocator was held to; None where the device's own limit held, as while growing in a process
             that may die.
         peak_allocated_bytes: Most memory in live tensors during the trial; None where it is not measured.
         peak_reserved_bytes: Most memory held by the allocator during the trial; None where not measured.

@@ -38,7 +38,7 @@ from oomprobe.trial import LocalRunner, Measured, Outcome, Request, Runner
 from oomprobe.units import format_bytes
 from oomprobe.verdicts import Verdict
 
-LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the trial's process died, so nothing is known about the size
+LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the process died or can give no further verdict
 ENDED = LOST | {Verdict.TIMED_OUT}  # nothing is known about the size, and the search cannot go on
 PLAN_TRIALS = 5  # a gradient buffer beside the activations costs little; five times a tenth is far more
 PLAN_SHRINK = 0.9
@@ -230,7 +230,7 @@ class Session:
             accumulation_steps=accumulation_steps,
             exact=phase is Phase.CONFIRM or not self._replays,
         )
-        died: Trial | None = None
+        last: Trial | None = None
         try:
             for attempt in (request, replace(request, phase=Phase.RECHECK, exact=True)):
                 self._reporter.started(size, attempt.phase)
@@ -238,10 +238,10 @@ class Session:
                 while self.neighbours.should_rerun(outcome, self.runner.outside_bytes):
                     outcome = self.runner.run(self._with_evidence(attempt))
                 self._record(outcome)
-                if died is not None:
-                    self._note_death(died, outcome.trial)
-                died = outcome.trial
-                if died.verdict not in ENDED or not self.runner.replaceable or self._is_size_limit(died):
+                if last is not None:
+                    self._note_death(last, outcome.trial)
+                last = outcome.trial
+                if last.verdict not in ENDED or not self.runner.replaceable or self._is_size_limit(last):
                     break
                 if self.clock.is_over:
                     raise self.clock.time_is_up(size, self.trials)
@@ -300,7 +300,7 @@ class Session:
 
     @property
     def cap_bytes(self) -> int | None:
-        """The cap of all trials after grow."""
+        """The cap of checks, the plan and the breakdown; bisect and confirm have the same."""
         return self._grow_cap_bytes() if self.options.memory_fraction == 1 else self.budget_bytes
 
     def _grow_cap_bytes(self) -> int | None:
@@ -308,7 +308,7 @@ class Session:
         if self.runner.replaceable or not self.device.edge_bytes:
             return None
         if not self.available_bytes:
-            self._budget_from(self.runner.measure())  # until a step has loaded its kernels
+            self._budget_from(self.runner.measure())  # measured again once a step has loaded its kernels
         return max(self.budget_bytes, self.available_bytes - self.device.edge_bytes)
 
     def tenants(self) -> str:

@@ -75,7 +75,7 @@ class Outcome:
     """What a trial answers: how it went, and what was seen around it."""
 
     trial: Trial
-    measured: Measured | None = None  # after it, where it was the first to pass in its process
+    measured: Measured | None = None  # after it: on host memory always, elsewhere after the first pass in its process
     outside_before_bytes: int | None = None  # as in `Measured`, when the trial began
     outside_after_bytes: int | None = None
     served_bytes: int = 0  # what each full step was handed out by the allocator; 0 where that is not known
@@ -145,8 +145,8 @@ class _Record:
 class LocalRunner:
     """Runs trials of one model and its steps in this process, one after another.
 
-    `smallest` is the smallest size that may be tried. Where the process ends with the trial, nothing in it needs to come
-    back.
+    `smallest` is the smallest size that may be tried. With `ends_with_trial` the process ends after one trial, so nothing is
+    cleaned up or checked for leaks.
     """
 
     replaceable = False
@@ -238,7 +238,7 @@ class LocalRunner:
                     else:
                         if self._expected.get(name) != set():  # its optimizer state exists only once it has stepped
                             self._full_step(name, step, request, record)
-                            record.durations_s.pop(name, None)
+                            record.durations_s.pop(name, None)  # the first step, which makes that state, is not timed
                         self._sample(name, request, record)
                         while len(record.served_bytes[name]) <= request.steps or self._goes_on(name, request, record):
                             self._full_step(name, step, request, record)
@@ -292,7 +292,7 @@ class LocalRunner:
         is_known, stepped = name in self._expected, self._watch.stepped
         if is_known:
             wanted = self._expected[name]
-        else:  # where none exists yet, wait for any, up to max_calls
+        else:  # where none exists yet, 0 is no optimizer's id: any that steps ends the wait
             wanted = {id(one) for one in self._tracker.optimizers if not _wraps_another(one)} or {0}
         stepped.clear()
         for _ in range(step.max_calls if wanted else 1):
@@ -469,8 +469,10 @@ def _wraps_another(optimizer: torch.optim.Optimizer) -> bool:
 
 def _over_cap(usage: Usage, request: Request) -> bool:
     """Torch checks the cap only when it asks the driver for memory: cached blocks can push the peak over it."""
-    peak = usage.peak_allocated_bytes
-    return request.cap_bytes is not None and usage.peak_reserved_bytes is not None and (peak or 0) > request.cap_bytes
+    has_cap = (
+        request.cap_bytes is not None and usage.peak_reserved_bytes is not None
+    )  # otherwise torch does not know it
+    return has_cap and (usage.peak_allocated_bytes or 0) > (request.cap_bytes or 0)
 
 
 def _trial(request: Request, record: _Record, *, several: bool, timed: bool) -> Trial:

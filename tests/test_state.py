@@ -318,7 +318,9 @@ class Marks(set):
 
 def attributes_of_a_module():
     sizes, loss, nested = [1], collections.deque([1.0]), {"a": [[1], (torch.ones(1), [1])]}
-    model = linear(sizes=sizes, loss=loss, text="a", nested=nested, seen=Marks({1}), table=np.zeros(2), act=len, inner=Plain())
+    model = linear(
+        sizes=sizes, loss=loss, text="a", nested=nested, seen=Marks({1}), table=np.zeros(2), act=len, inner=Plain()
+    )
 
     def change():
         sizes.append(2)

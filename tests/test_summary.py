@@ -54,6 +54,12 @@ def result(*trials, found=None, **fields):
             ["memory_fraction"],
         ),
         (
+            [trial(1, passed=False, cap_bytes=95 * MIB)],
+            {},
+            "batch 1, the smallest allowed, does not fit on a device with all the memory there is: out of memory",
+            ["memory_fraction"],
+        ),
+        (
             [trial(4), trial(4, passed=False, cap_bytes=90 * MIB)],
             {"min_batch": 4},
             "batch 4, the smallest allowed, does not fit on a device within a budget of 90.00 MiB "
@@ -67,7 +73,7 @@ def result(*trials, found=None, **fields):
             ["smallest", "min_batch"],
         ),
     ],
-    ids=["all the memory", "a budget", "one size"],
+    ids=["all the memory", "grow's edge", "a budget", "one size"],
 )
 def test_nothing_fits_names_size_budget_and_remedies(trials, options, said, unsaid):
     text = str(summary.nothing_fits(bench(*trials, **options)))

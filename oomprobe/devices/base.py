@@ -50,7 +50,7 @@ class Device(Protocol):
         on_host: Whether its memory is the host's own.
 
     Optional members: ``edge_bytes``, memory that growing trials in the user's own process leave free, so that the
-    driver is never at its edge (without it they run without a cap); ``integrated``, whether it shares the host's memory;
+    driver is never at its edge (without it, `cap` is given None); ``integrated``, whether it shares the host's memory;
     ``notes``, sentences for the report; ``served_bytes()``, all that the allocator has ever handed out, so that steps
     that do the same add the same; ``history()``, a context in which that is recorded (`History`), or None.
     """

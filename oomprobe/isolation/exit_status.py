@@ -45,7 +45,7 @@ class ExitStatus:
         return self.why is not None
 
     def text(self) -> str:
-        """For the error of a trial: with the end of stderr, and of faulthandler's traces the innermost calls, which come first."""
+        """The error of the trial: how it ended, the end of stderr, and the innermost lines of faulthandler's trace."""
         if self.is_hang:
             what = f"the process of the trial {self.why} and was ended"
         elif self.signal is None:

@@ -102,11 +102,6 @@ class ProcessRunner:
         if ended is not None:
             raise self._refusal(ended)
 
-    @property
-    def _has_children(self) -> bool:
-        """Whether the process runs each trial in a child of its own, as a worker does on host memory."""
-        return self.device.on_host and not self._ends_with_trial
-
     def _ready(self) -> ExitStatus | None:
         """Start a process where there is none; how it died, or None."""
         if self._process is not None:
@@ -126,6 +121,7 @@ class ProcessRunner:
         self.step_names: list[str] = hello["step_names"]
         self.threads: int = hello["threads"]
         self._resident_bytes: int = hello["resident_bytes"]
+        self._has_children: bool = hello["has_children"]  # whether each trial runs in a child of the process
         self._available_bytes: int | None = hello["available_bytes"]  # where it does not change between trials
         return None
 
@@ -198,7 +194,7 @@ class ProcessRunner:
         if trial.passed:
             self._spare = self._spare or self._source.start()
             return outcome
-        # At the driver's edge a failed mapping may have broken torch's allocator, which a health check need not see.
+        # At the driver's edge a failed mapping may have broken torch's allocator, which a health check may miss.
         at_edge = request.phase is Phase.GROW and request.cap_bytes is None
         if at_edge or trial.leaked_bytes or trial.verdict is Verdict.POISONED:
             self.renew()  # what the trial left goes with its process
@@ -212,7 +208,7 @@ class ProcessRunner:
         try:
             return self._ask(question, request.deadline_s)
         except errors.NotTrainedError:  # trials have trained the weights; a new process has those of the beginning
-            if self.device.on_host:
+            if self._ends_with_trial or self._has_children:
                 raise
             self.renew()
             return self._ready() or self._ask(question, self._clock.deadline_s())

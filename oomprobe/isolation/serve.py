@@ -32,7 +32,8 @@ NO_BACKWARD = (
 def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], building: str | None = None) -> None:
     """Answer for a runner until the other end is closed.
 
-    `make` makes it, and tells the device where its trials run in this process; `building` is the target that it builds.
+    `make` returns the runner, and the device if trials run in this process, otherwise None. `building` is the target that it
+    builds.
     """
     try:
         runner, device = make()
@@ -43,8 +44,9 @@ def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], bu
         "device": asdict(runner.device),
         "step_names": runner.step_names,
         "threads": runner.threads,
-        "resident_bytes": linux.process_bytes("VmRSS") or 0,
-        "available_bytes": runner.measure().available_bytes if runner.device.on_host else None,
+        "resident_bytes": linux.process_bytes("VmRSS"),
+        "has_children": runner.replaceable,
+        "available_bytes": runner.measure().available_bytes if device is None or is_host(device) else None,
     }
     _answer(wire, {"hello": hello})
     while (message := receive(wire)) is not None:
@@ -63,7 +65,8 @@ def _answer(wire: Connection, answer: Message) -> None:
 def _done(runner: Runner, message: Message) -> Message:
     answer: Message
     if message["do"] == "run":
-        runner.learn(runner.learned or message["learned"])
+        if not runner.learned:
+            runner.learn(message["learned"])
         request = message["request"]
         answer = {"outcome": asdict(runner.run(Request(**{**request, "phase": Phase(request["phase"])})))}
     else:

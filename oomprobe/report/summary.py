@@ -80,7 +80,8 @@ def result_of(session: Session, found: Found) -> ProbeResult:
 def nothing_fits(session: Session) -> NothingFitsError:
     """Say that not even the smallest size runs, and by how much."""
     last = next(trial for trial in reversed(session.trials) if not trial.passed)
-    with_all = last.cap_bytes is None or session.options.memory_fraction == 1
+    is_capped = last.cap_bytes is not None and last.cap_bytes <= session.budget_bytes
+    with_all = not is_capped or session.options.memory_fraction == 1
     one_size = session.options.min_batch == session.options.max_batch
     cap = format_bytes(last.cap_bytes or 0)
     room = "with all the memory there is" if with_all else f"within a budget of {cap}"

@@ -69,7 +69,7 @@ def generators(device_type: str) -> dict[str, Flag]:
 
 
 class Surroundings:
-    """Their values as they were; what could not be read is left out."""
+    """Generators and flags as they were; what could not be read is left out."""
 
     def __init__(self, device_type: str) -> None:
         self._flags = {**_flags(device_type), **generators(device_type)}

@@ -25,7 +25,7 @@ class Attributes:
     """
 
     def __init__(self, owner: Any, copies: HostCopies, names: Iterable[str] | None = None) -> None:
-        """Where there are `names`, only containers that these attributes refer to are kept, and not the attributes."""
+        """With `names`, keep what these attributes hold, but not which values the attributes refer to."""
         kind, own = type(owner).__name__, vars(owner)
         self.name = f"state of {kind}"
         self._contents: list[Contents] = []
