@@ -230,15 +230,14 @@ class LocalRunner:
                     record.step_name = name
                     if len(self._steps) > 1:
                         self._tracker.restore_modes()
+                    if self._expected.get(name) != set():  # its optimizer state exists only once it has stepped
+                        self._full_step(name, step, request, record)
+                        record.durations_s.pop(name, None)  # the first step, which makes that state, is not timed
                     if request.accumulation_steps > 1:
                         with accumulating(self._tracker.optimizers, self._model):
-                            for _ in range(request.accumulation_steps - 1):
+                            for _ in range(request.accumulation_steps):
                                 self._call(step, request, record)
-                        self._call(step, request, record)
                     else:
-                        if self._expected.get(name) != set():  # its optimizer state exists only once it has stepped
-                            self._full_step(name, step, request, record)
-                            record.durations_s.pop(name, None)  # the first step, which makes that state, is not timed
                         self._sample(name, request, record)
                         while len(record.served_bytes[name]) <= request.steps or self._goes_on(name, request, record):
                             self._full_step(name, step, request, record)

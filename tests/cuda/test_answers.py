@@ -114,3 +114,38 @@ def test_steps_that_vary_are_confirmed_over_fifty(memory):
     assert max(trial["steps"] for trial in found["trials"] if trial["batch_size"] == answer) == 51
     assert [note for note in found["notes"] if note.startswith("the step allocates different amounts")]
     assert forked(lambda: runs(lambda: varying(seed=1), answer, steps=50), memory=memory, **FORK)
+
+
+@pytest.mark.parametrize("zero_first", [True, False])
+def test_a_planned_split_was_run_as_training_runs_it(zero_first):
+    """Gradients, optimizer state and activations are in memory together from the second optimizer step on."""
+
+    def build():
+        layers = [layer for _ in range(8) for layer in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
+        model = torch.nn.Sequential(*layers).cuda()
+        return model, torch.optim.AdamW(model.parameters())
+
+    def planned():
+        model, optimizer = build()
+
+        def step(model, batch_size):
+            optimizer.zero_grad() if zero_first else None
+            model(torch.randn(batch_size, 1024, device="cuda")).square().mean().backward()
+            optimizer.step()
+            None if zero_first else optimizer.zero_grad()
+
+        return oomprobe.find_max_batch(model, step, global_batch=33_000, progress="off").to_dict()["trials"][-1]
+
+    def trained(micro_batch, accumulation_steps):
+        model, optimizer = build()
+        for _ in range(3):
+            for _ in range(accumulation_steps):
+                model(torch.randn(micro_batch, 1024, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cuda.max_memory_allocated()
+
+    trial = forked(planned, **FORK)
+    peak_bytes = forked(trained, trial["batch_size"], trial["accumulation_steps"])
+    assert (trial["verdict"], trial["accumulation_steps"]) == ("fits", 4)
+    assert trial["peak_allocated_bytes"] == pytest.approx(peak_bytes, abs=2**20)
