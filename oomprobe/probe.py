@@ -46,44 +46,44 @@ def find_max_batch(
 
     The batch size doubles until a step runs out of memory. The allocator is then capped at `memory_fraction` of the
     available memory, and bisection finds the largest size that passes. The deciding failure is retried once, and the
-    answer is confirmed with more steps. The model, and everything else the step changes, comes back as it was.
+    answer is confirmed with more steps. The model and everything else that the step changes are restored.
 
     Args:
         model: The model, already on its device.
         step_fn: ``step_fn(model, batch_size)`` runs one full optimisation step: make a batch, forward, backward,
-            optimizer step. Or several by name, ``{"train": f, "eval": g}``: each trial runs them all.
-        device: None: where the parameters are. Or "cuda", "cuda:1", "xpu", "mps", "cpu", "cpu:4GiB" (of address
+            optimizer step. A mapping, ``{"train": f, "eval": g}``, names several; each trial runs all of them.
+        device: None for the device of the parameters, or "cuda", "cuda:1", "xpu", "mps", "cpu", "cpu:4GiB" (of address
             space on top of what this process already uses), "sim:24GiB" or "sim:H100-80GB" (a simulated card: needs no
             GPU, and the model stays in host memory), a torch.device, or a `Device`.
         memory_fraction: Share of the memory available to this process that the answer may use, in (0, 1].
         min_batch: Smallest size to try, at least 1.
-        max_batch: Largest size to try; None: until the memory ends.
-        multiple_of: Every size tried is a multiple of this.
-        steps: Full steps per trial, after a first one that creates optimizer state. Simulated devices run at least
-            `confirm_steps`, because repeats are free there.
-        confirm_steps: Full steps the answer runs before it is returned; up to 50 where steps allocate different amounts.
-        preserve: More objects with ``state_dict()`` and ``load_state_dict()`` to restore. Objects that the step closes
-            over, refers to by global name, or is a method of are found automatically.
-        global_batch: Plan gradient accumulation for this many samples, and run the planned micro-batch with it.
-        resolution: Stop bisecting when the bracket is within this fraction of the size, in [0, 1); 0: exact.
-        time_limit_s: Seconds for the whole probe; None: no limit. A step that hangs inside one call of C code is
-            not interrupted.
-        trial_time_limit_s: Seconds for one trial; None: no limit.
-        breakdown: Run one more step at the answer, to tell what held the memory (`ProbeResult.breakdown`).
-        progress: "auto" (a live line on a terminal, otherwise a line before and after each trial, on stderr), "plain", "off", or
-            a function that is called with each `Trial`.
+        max_batch: Largest size to try, at least `min_batch`; None for no limit but memory.
+        multiple_of: Try only multiples of this, at least 1.
+        steps: Full steps per trial, at least 1, after a first step that creates the optimizer state. Simulated devices
+            run at least `confirm_steps`, because repeats cost nothing there.
+        confirm_steps: Full steps that confirm the answer, at least 1; up to 50 if steps allocate different amounts.
+        preserve: Further objects to restore: tensors, or objects with ``state_dict()`` and ``load_state_dict()``. Objects
+            that the step closes over, refers to by global name, or is a method of are found automatically.
+        global_batch: Samples per optimizer step, at least 1. The planned micro-batch is run with gradient accumulation.
+        resolution: Stop bisecting when the bracket is within this fraction of the size, in [0, 1); 0 for exact.
+        time_limit_s: Seconds for the whole probe, above 0; None for no limit. A step that hangs inside a single C call
+            is not interrupted.
+        trial_time_limit_s: Seconds for one trial, above 0; None for no limit.
+        breakdown: Run one more step at the answer to record what held the memory (`ProbeResult.breakdown`).
+        progress: "auto" (on stderr: a live line on a terminal, otherwise a line before and after each trial), "plain",
+            "off", or a function that is called with each `Trial`.
 
     Returns:
-        The answer and everything it rests on.
+        The answer and all the evidence for it.
 
     Raises:
         InvalidArgumentError: an argument is wrong; nothing was run.
-        NoDeviceError: the device is not here.
+        NoDeviceError: the device is not available to this process.
         NothingFitsError: not even the smallest size fits.
         StepFailedError: the step has a bug; raised from its own exception.
         DeviceLostError: a sticky CUDA error; this process can no longer use the device.
-        TimeLimitError: the time passed with nothing confirmed.
-        UnreliableError: the step did no work, memory did not come back, or the state could not be restored.
+        TimeLimitError: the time limit passed before a size was confirmed.
+        UnreliableError: the step did no work, memory was not freed, or the state could not be restored.
 
     Example:
         >>> model = torch.nn.Linear(256, 256)
@@ -110,7 +110,7 @@ def find_max_batch(
         breakdown=breakdown,
     )
     with _open(model, step_fn, device, preserve, options, progress) as session:
-        found = _settled(session, session.find())
+        found = _finish(session, session.find())
     return result_of(session, found)
 
 
@@ -127,25 +127,25 @@ def check(
     breakdown: bool = False,
     progress: Progress = "auto",
 ) -> ProbeResult:
-    """Check that one size fits, in one confirmed trial under the cap.
+    """Check that one size fits by running a confirmed trial under the cap.
 
     Args:
         model: As for `find_max_batch`.
         step_fn: As for `find_max_batch`.
-        batch_size: The size in your config, at least 1.
+        batch_size: The size to check, at least 1.
         device: As for `find_max_batch`.
         memory_fraction: As for `find_max_batch`.
-        confirm_steps: Full steps to run after every optimizer has stepped once.
+        confirm_steps: Full steps to run after every optimizer has stepped once, at least 1.
         preserve: As for `find_max_batch`.
         time_limit_s: As for `find_max_batch`.
         breakdown: As for `find_max_batch`.
         progress: As for `find_max_batch`.
 
     Returns:
-        A result whose `batch_size` is the one asked for.
+        A result whose `batch_size` is the size checked.
 
     Raises:
-        NothingFitsError: it does not fit.
+        NothingFitsError: the size does not fit.
         OomProbeError: as for `find_max_batch`.
 
     Example:
@@ -154,9 +154,9 @@ def check(
         >>> check(model, step, 32, device="cpu:1GiB", progress="off").batch_size
         32
     """
-    options = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
+    options = _check_options(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
     with _open(model, step_fn, device, preserve, options, progress) as session:
-        found = _settled(session, session.confirm_only(batch_size))
+        found = _finish(session, session.confirm_only(batch_size))
     return result_of(session, found)
 
 
@@ -169,38 +169,38 @@ def probe_target(
     progress: Progress = "auto",
     **options: Any,
 ) -> ProbeResult:
-    """Probe what a target builds.
+    """Find the largest batch size for the model and step that a target builds.
 
-    A target can be built anew, so its trials run in child processes that may die: of a sticky CUDA error, of the system's
-    OOM killer, of a library that leaves the process. On host memory each trial is a process of its own, forked from one
-    that has built the target; on an accelerator a child goes from trial to trial for as long as it is healthy, and this
-    process opens no CUDA context. A simulated card takes no memory, and is probed in this process.
+    A target can be rebuilt, so its trials run in child processes that may die: from a sticky CUDA error, the system's
+    OOM killer, or a library that exits. On host memory each trial is a separate process, forked from one that has built
+    the target. On an accelerator one child runs trial after trial while it is healthy, and this process opens no CUDA
+    context. A simulated card takes no memory, so it is probed in this process.
 
     Args:
         target: ``module:function`` or ``path/to/file.py:function``, or such a function itself; it takes no arguments and
             returns ``(model, step_fn)``.
-        isolate: Run trials in child processes (Linux only); False: build the target here, and run them here.
-        device: As for `find_max_batch`. A `Device` of your own has to be one that can be pickled.
-        preserve: As for `find_max_batch`, and only without isolation: children have nothing to give back.
+        isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
+        device: As for `find_max_batch`. With isolation, a custom `Device` must be picklable.
+        preserve: As for `find_max_batch`, but only with ``isolate=False``.
         progress: As for `find_max_batch`.
         **options: As for `find_max_batch`.
 
     Returns:
-        The result.
+        The answer and all the evidence for it.
 
     Raises:
-        InvalidArgumentError: the target cannot be found, or imported in another process, or does not return a model and
+        InvalidArgumentError: the target cannot be found or imported in another process, or does not return a model and
             a step; or trials cannot be isolated here.
-        StepFailedError: a bug in the step or in the target; or its process died twice at one size, and not for want of
-            memory.
-        OomProbeError: whatever else `find_max_batch` raises.
+        StepFailedError: a bug in the step or in the target; or its process died twice at one size without evidence that
+            memory was the cause.
+        OomProbeError: as for `find_max_batch`.
 
     Example:
         >>> probe_target("oomprobe.demo:small_gpt", device="sim:16GiB", resolution=0.5, progress="off").limited_by
         'memory'
     """
     with _open_target(target, isolate, device, preserve, Options(**options), progress) as session:
-        found = _settled(session, session.find())
+        found = _finish(session, session.find())
     return result_of(session, found)
 
 
@@ -216,17 +216,17 @@ def check_target(
     breakdown: bool = False,
     progress: Progress = "auto",
 ) -> ProbeResult:
-    """Check that one size of what a target builds fits; arguments and errors are those of `probe_target` and `check`."""
-    options = _options_of_one(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
+    """Check that one size fits for a target; see `probe_target` and `check` for arguments and errors."""
+    options = _check_options(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
     with _open_target(target, isolate, device, (), options, progress) as session:
-        found = _settled(session, session.confirm_only(batch_size))
+        found = _finish(session, session.confirm_only(batch_size))
     return result_of(session, found)
 
 
-def _options_of_one(
+def _check_options(
     batch_size: int, memory_fraction: float, confirm_steps: int, time_limit_s: float | None, breakdown: bool
 ) -> Options:
-    """The options of a check: one size may be tried."""
+    """Return options that allow only `batch_size`."""
     check_size("batch_size", batch_size)
     return Options(
         memory_fraction=memory_fraction,
@@ -238,7 +238,7 @@ def _options_of_one(
     )
 
 
-def _settled(session: Session, found: Found) -> Found:
+def _finish(session: Session, found: Found) -> Found:
     """Raise if nothing fits or if each step leaks; otherwise run the accumulation plan and the breakdown."""
     if found.batch_size is None:
         raise nothing_fits(session)
@@ -256,14 +256,14 @@ def _open(
     options: Options,
     progress: Progress,
 ) -> AbstractContextManager[Session]:
-    """Open a session for a model that is here: each trial on host memory is a child, all others run in this process."""
+    """Open a session for a live model: trials on host memory run in forked children, all others in this process."""
     check_model(model)
     objects, steps = preserved(preserve), named_steps(step_fn)
     refuse_ranks()
     chosen = choose_device(device, model)
     if not is_host(chosen):
         return open_here(model, steps, objects, chosen, options, progress)
-    from oomprobe.isolation.sessions import open_forked  # Linux only, as the device is
+    from oomprobe.isolation.sessions import open_forked  # imports on Linux only, like the host device
 
     return open_forked(model, steps, objects, chosen, options, progress, was_chosen=device is not None)
 
@@ -276,7 +276,7 @@ def _open_target(
     options: Options,
     progress: Progress,
 ) -> AbstractContextManager[Session]:
-    """Open a session for what a target builds, in processes of its own or here."""
+    """Open a session for a target, in child processes or in this one."""
     name, device = name_of(target), simulated_or(device)
     if isolate and replay_of(device) is None:
         _refuse_isolation(preserve)
@@ -293,9 +293,9 @@ def _open_target(
 
 
 def _refuse_isolation(preserve: Any) -> None:
-    if MARK in os.environ:  # in a worker
+    if MARK in os.environ:  # set in workers
         raise InvalidArgumentError(
-            "a target's file calls probe_target while it is imported, and each process that builds the target would start "
+            "a target's file calls probe_target while it is imported, so each process that builds the target would start "
             'another probe: put the call under if __name__ == "__main__":'
         )
     if sys.platform != "linux":
@@ -305,6 +305,6 @@ def _refuse_isolation(preserve: Any) -> None:
         )
     if preserve is not None and preserve != () and preserve != []:
         raise InvalidArgumentError(
-            "preserve names live objects, and isolated trials run in other processes, where there is nothing to give back: "
-            "leave it out, or pass isolate=False"
+            "preserve takes live objects of this process, but isolated trials run in other processes: leave it out, or pass "
+            "isolate=False"
         )

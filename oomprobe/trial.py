@@ -1,4 +1,4 @@
-"""Run one batch size, cold, and return a `Trial`: a value that keeps no exception, frame or tensor of what ran."""
+"""Run one batch size from a cold start and return a `Trial` that keeps no exception, frame or tensor of the run."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 NO_OPTIMIZER = "no optimizer stepped in {calls} calls of {step!r}: the result covers only what the step did, perhaps just a forward pass"
 STOPPED_STEPPING = (
     "at batch {size} the optimizer that stepped at smaller sizes did not step in {calls} calls, so this size was not "
-    "trained: does the step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let the "
-    "error out of step_fn"
+    "trained: does the step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let "
+    "step_fn raise that error"
 )
 OVER_CAP = "it ran, but its peak was over the cap: it reused memory that the allocator had reserved earlier"
+# If the bytes that steps allocate differ by more than this fraction, up to LONG_STEPS steps confirm the answer. A GPT with
+# sequences of 32 to 64 tokens passed six confirmation steps under the cap at sizes that exhausted the whole card within 50.
+VARIES = 0.01
 LONG_STEPS = 50
 NO_TIME_FOR_LENGTH = (
     "time limit: no time for all {steps} confirmation steps at batch {size}; a later step may need more memory"
 )
-# Of what a step allocates: steps that differ by more run `LONG_STEPS` to be confirmed. A GPT whose sequences vary from 32
-# to 64 tokens was confirmed in six steps at sizes that, margin and all, ran out of the whole card within fifty.
-VARIES = 0.01
 VARYING = (
     "the step allocates different amounts from call to call (sequence lengths, routing, a last partial batch), so up to "
     f"{LONG_STEPS} steps confirm the answer; a later step can still need more. To be sure, let step_fn make the largest "
@@ -48,17 +48,17 @@ VARYING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a trial is asked."""
+    """A trial to run."""
 
     batch_size: int
     phase: Phase
-    steps: int  # full ones, after every optimizer has stepped once
-    cap_bytes: int | None = None  # what the allocator is held to; None: all there is
-    accumulation_steps: int = 1  # micro-batches for one optimizer step
-    exact: bool = True  # whether a simulated device must run the step, and not only replay it
-    breakdown: bool = False  # whether one more full step is recorded, to tell what held the memory
-    deadline_s: float | None = None  # on the monotonic clock of this machine; None: no limit
-    smaller_passed: bool = False  # in this probe: it corroborates an ambiguous text
+    steps: int  # full steps after every optimizer has stepped once
+    cap_bytes: int | None = None  # limit of the allocator; None: no limit
+    accumulation_steps: int = 1  # micro-batches per optimizer step
+    exact: bool = True  # whether a simulated device must run the step instead of replaying it
+    breakdown: bool = False  # whether to record the allocations of one more full step
+    deadline_s: float | None = None  # on this machine's monotonic clock; None: no limit
+    smaller_passed: bool = False  # whether a smaller size has passed: evidence for an ambiguous error text
     largest_passed: int | None = None
 
 
@@ -66,40 +66,40 @@ class Request:
 class Measured:
     """A sample of the device's memory between trials."""
 
-    available_bytes: int  # to this process
-    outside_bytes: int | None  # held, but not by this process's allocator; None where that is not known
+    available_bytes: int  # available to this process
+    outside_bytes: int | None  # in use, but not by this process's allocator; None if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a trial answers: how it went, and what was seen around it."""
+    """A finished trial and the measurements around it."""
 
     trial: Trial
-    measured: Measured | None = None  # after it: on host memory always, elsewhere after the first pass in its process
-    outside_before_bytes: int | None = None  # as in `Measured`, when the trial began
+    measured: Measured | None = None  # after every trial on host memory, otherwise after the first pass in a process
+    outside_before_bytes: int | None = None  # `Measured.outside_bytes` before the trial
     outside_after_bytes: int | None = None
-    served_bytes: int = 0  # what each full step was handed out by the allocator; 0 where that is not known
+    served_bytes: int = 0  # bytes the allocator handed out per full step; 0 if unknown
     refusal: str | None = None  # why the probe must stop, such as a large leak
-    contradicts_replay: bool = False  # whether it shows that trials which were only replayed were wrong
+    contradicts_replay: bool = False  # whether it proves earlier replayed trials wrong
     breakdown: Breakdown | None = None
 
 
 class Runner(Protocol):
-    """Runs what a session asks for: in this process, or in processes that may die (`oomprobe.isolation`)."""
+    """Runs the trials of a session, in this process or in processes that may die (`oomprobe.isolation`)."""
 
-    replaceable: bool  # whether a trial may be tried again in a new process, so that a process may die or be poisoned
+    replaceable: bool  # whether a process that dies or is poisoned can be replaced, and its trial tried again
     device: DeviceInfo
     step_names: list[str]
     threads: int
     in_steps_s: float
-    notes: dict[str, None]  # what is to be said of the trials; in order, without doubles
+    notes: dict[str, None]  # notes about the trials, in order and without duplicates
 
     @property
     def device_notes(self) -> tuple[str, ...]: ...
 
     @property
     def learned(self) -> dict[str, list[int]]:
-        """For each step, the indices of the optimizers that step; negative: optimizers not known from the start."""
+        """For each step, the indices of the optimizers that step; negative for those created during the probe."""
         ...
 
     def learn(self, learned: Mapping[str, Iterable[int]]) -> None:
@@ -111,30 +111,30 @@ class Runner(Protocol):
         ...
 
     def outside_bytes(self) -> int | None:
-        """As in `Measured`, now."""
+        """Sample `Measured.outside_bytes` now."""
         ...
 
     def run(self, request: Request) -> Outcome:
-        """Run one trial, and put the memory back to its baseline; StepFailedError is a bug in the step."""
+        """Run one trial and return the memory to its baseline. Raise StepFailedError for a bug in the step."""
         ...
 
     def renew(self) -> None:
-        """Let the next trial run in a new process, where that can be."""
+        """Run the next trial in a new process if processes can be replaced."""
         ...
 
 
 @dataclass(slots=True)
 class _Record:
-    """What one trial gathers while it runs."""
+    """Measurements of one trial while it runs; dictionaries are by step name."""
 
     calls: int = 0
     step_name: str = ""
     durations_s: dict[str, list[float]] = field(default_factory=dict)
-    # Sampled before each full step and after the last: what the allocator has handed out in all, and, in a second opinion,
-    # what is in live tensors.
+    # Sampled before each full step and after the last: all the bytes the allocator has ever handed out, and, when
+    # rechecking or confirming, the bytes in live tensors.
     served_bytes: dict[str, list[int]] = field(default_factory=dict)
     live_bytes: dict[str, list[int]] = field(default_factory=dict)
-    kept_bytes: int = 0  # by each further step, beyond the garbage that awaits collection
+    step_leaked_bytes: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
     failure: Failure | None = None
     verdict: Verdict = Verdict.FITS
@@ -143,10 +143,10 @@ class _Record:
 
 
 class LocalRunner:
-    """Runs trials of one model and its steps in this process, one after another.
+    """Runs trials of one model and its steps in this process.
 
-    `smallest` is the smallest size that may be tried. With `ends_with_trial` the process ends after one trial, so nothing is
-    cleaned up or checked for leaks.
+    `smallest` is the smallest size that may be tried. With `ends_with_trial` the process ends after one trial, so the
+    runner neither cleans up nor checks for leaks.
     """
 
     replaceable = False
@@ -173,8 +173,8 @@ class LocalRunner:
         self._restore_weights, self._after_call = restore_weights, after_call
         self._smallest, self._ends_with_trial = smallest, ends_with_trial
         self.step_names, self.threads = list(steps), torch.get_num_threads()
-        self._expected: dict[str, set[int]] = {}  # optimizers that step, learned in the first trial
-        self._last_stepped: set[int] = set()  # in the last call that was run
+        self._expected: dict[str, set[int]] = {}  # ids of the optimizers that step, learned in the first trial
+        self._last_stepped: set[int] = set()  # ids of those that stepped in the last call that was not replayed
         self._is_cold = False  # whether nothing has run since the last clean-up
         self._baseline = Baseline(device, clean=self._start_cold, flush=self._flush)
         self.compiled = Compiled()
@@ -184,7 +184,7 @@ class LocalRunner:
     # --- a trial ---
 
     def run(self, request: Request) -> Outcome:
-        """Run one trial, or replay it, and put the memory back to its baseline."""
+        """Run or replay one trial and return the memory to its baseline."""
         replayed = None if self._replay is None else self._replay.replay(request)
         if replayed is not None:
             return Outcome(trial=replayed)
@@ -193,12 +193,12 @@ class LocalRunner:
             record = self._run_cold(request)
         except NotTrainedError:  # earlier trials trained the weights until the loss scaler saw only infinities
             if self._restore_weights is None:
-                raise  # a new process has them
+                raise  # the caller tries again in a new process, whose weights are fresh
             self._restore_weights()
             record = self._run_cold(request)
         if self.compiled.is_used:
             self.notes[COMPILED] = None
-        trial = _trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
+        trial = _make_trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
             return Outcome(trial=trial)
         trial = replace(trial, leaked_bytes=self._baseline.settle())
@@ -218,9 +218,9 @@ class LocalRunner:
         )
 
     def _run_cold(self, request: Request) -> _Record:
-        """Start cold, run under the cap until steady, and judge how it ended."""
+        """Start cold, run under the cap until memory use is steady, and classify the end."""
         record = _Record()
-        # A second opinion must not start beside the captured graphs of the first.
+        # Rechecks and confirmations drop compiled code even for the same size: its captured graphs hold memory.
         if self.compiled.start_size(request.batch_size, anew=request.phase in SECOND_OPINIONS) or not self._is_cold:
             self._start_cold()
         self._device.start_trial()
@@ -242,8 +242,11 @@ class LocalRunner:
                             for _ in range(request.accumulation_steps):
                                 self._call(step, request, record)
                     else:
+                        if self._expected.get(name) != set():  # the first full step creates optimizer state
+                            self._full_step(name, step, request, record)
+                            record.durations_s.pop(name, None)  # so it is slower and not timed
                         self._sample(name, request, record)
-                        while len(record.served_bytes[name]) <= request.steps or self._goes_on(name, request, record):
+                        while self._needs_step(name, request, record):
                             self._full_step(name, step, request, record)
                             self._sample(name, request, record)
                         if request.breakdown:
@@ -267,50 +270,50 @@ class LocalRunner:
         except BaseException as interruption:
             clear_frames(interruption)
             raise
-        # Here the exception is gone, and with it the frames that held the failed step's tensors.
+        # The exception is gone by now, and with it the frames that held the failed step's tensors.
         if record.failure is None:
             record.usage = self._usage()
-            if record.verdict is Verdict.FITS and _over_cap(record.usage, request):
+            if record.verdict is Verdict.FITS and _is_over_cap(record.usage, request):
                 record.verdict = Verdict.OOM
-            record.kept_bytes = self._kept_by_each_step(record)
+            record.step_leaked_bytes = self._step_leak(record)
         elif not self._device.healthy():
             record.verdict = Verdict.POISONED
         return record
 
     def _start_cold(self) -> None:
-        """Drop what earlier calls left, so that the next starts as training does, with only the model in memory."""
+        """Drop everything earlier calls left, so that the next call starts as training does: with only the model in memory."""
         self._tracker.start_cold()
         gc.collect()
         self._device.release()
         self._is_cold = True
 
     def _full_step(self, name: str, step: Step, request: Request, record: _Record) -> None:
-        """Call the step until all its optimizers have stepped, once when it has none; the first time, see which do.
+        """Call the step until all its optimizers have stepped, or once if it has none. Learn which step on first use.
 
-        Where one that stepped before does not any more, the size was not really run.
+        Raise NotTrainedError if an optimizer that stepped before no longer does: the size was not really trained.
         """
         is_known, stepped = name in self._expected, self._watch.stepped
         if is_known:
             wanted = self._expected[name]
-        else:  # where none exists yet, 0 is no optimizer's id: any that steps ends the wait
+        else:  # 0 is no optimizer's id: if none exists yet, the first that steps ends the loop
             wanted = {id(one) for one in self._tracker.optimizers if not _wraps_another(one)} or {0}
         stepped.clear()
         for _ in range(step.max_calls if wanted else 1):
             self._call(step, request, record, may_repeat=len(self._steps) == 1)
-            there = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
-            # As many as were wanted, or all of them that still exist: a step may build its optimizer on each call.
-            if stepped and (stepped >= there or (bool(stepped - wanted) and len(stepped) >= len(wanted))):
+            alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
+            # A step may build its optimizer on each call: then as many new ones must step.
+            if stepped and (stepped >= alive or (bool(stepped - wanted) and len(stepped) >= len(wanted))):
                 break
         else:
             if wanted and is_known:
                 raise NotTrainedError(STOPPED_STEPPING.format(calls=step.max_calls, size=request.batch_size))
         if not is_known:
-            self._expected[name] = set(stepped)  # a failure on the way leaves it to the next trial
+            self._expected[name] = set(stepped)  # only here: if a call raises, the next trial learns it
             if not stepped:
                 self.notes[NO_OPTIMIZER.format(calls=step.max_calls, step=name)] = None
 
     def _break_down(self, name: str, step: Step, request: Request, record: _Record) -> None:
-        """Run one more full step with each allocation recorded; of several steps, the one that needs the most counts."""
+        """Run one more full step and record its allocations; of several steps, keep the one with the highest peak."""
         history = getattr(self._device, "history", lambda: None)()
         if history is None:
             return
@@ -328,7 +331,7 @@ class LocalRunner:
             record.breakdown = found
 
     def _call(self, step: Step, request: Request, record: _Record, *, may_repeat: bool = False) -> None:
-        """Call the step once; a simulated device may repeat a call that is known to do what the last one did."""
+        """Call the step once. If `may_repeat`, a simulated device may repeat the last call from its recording instead."""
         if may_repeat and not request.breakdown and self._replay is not None and record.calls and self._replay.repeat():
             self._watch.stepped |= self._last_stepped
             record.calls += 1
@@ -357,9 +360,11 @@ class LocalRunner:
         if request.phase in SECOND_OPINIONS and not self._ends_with_trial:
             record.live_bytes.setdefault(name, []).append(self._device.live_bytes())
 
-    def _goes_on(self, name: str, request: Request, record: _Record) -> bool:
-        """Whether to confirm with more steps, because memory use varies from step to step."""
+    def _needs_step(self, name: str, request: Request, record: _Record) -> bool:
+        """Return whether to run another step: `request.steps` were not run yet, or a confirmation has varying memory use."""
         by_step = _differences(record.served_bytes[name])
+        if len(by_step) < request.steps:
+            return True
         if request.phase is not Phase.CONFIRM or len(by_step) >= LONG_STEPS or not varies(by_step):
             return False
         self.notes[VARYING] = None
@@ -372,7 +377,7 @@ class LocalRunner:
     def _classify(self, record: _Record, request: Request) -> Verdict:
         assert record.failure is not None
         evidence = Evidence(
-            # A library that finds no memory on the host at the first size says no more than at a later one.
+            # On the host, an ambiguous text at the first size is as likely to be about memory as at a later one.
             smaller_size_passed=request.smaller_passed or self.device.on_host,
             memory_pressure=record.usage.under_pressure,
             healthy=True,
@@ -384,25 +389,25 @@ class LocalRunner:
     def _usage(self) -> Usage:
         try:
             return self._device.usage()
-        except Exception:  # a poisoned process answers nothing
+        except Exception:  # every call fails in a poisoned process
             return Usage()
 
-    # --- memory that does not come back ---
+    # --- leaks ---
 
-    def _kept_by_each_step(self, record: _Record) -> int:
-        """What stays allocated after each further step, beside the cycles that await garbage collection."""
+    def _step_leak(self, record: _Record) -> int:
+        """Return the bytes that each further step leaves allocated, not counting uncollected garbage."""
         growths = [_differences(live_bytes) for live_bytes in record.live_bytes.values()]
-        kept_bytes = sum(max(0, min(growth)) for growth in growths if len(growth) > 1)
-        if kept_bytes < SMALLEST_BYTES:
+        leaked_bytes = sum(max(0, min(growth)) for growth in growths if len(growth) > 1)
+        if leaked_bytes < SMALLEST_BYTES:
             return 0
         before_bytes = self._device.live_bytes()
         gc.collect()
         garbage_bytes = before_bytes - self._device.live_bytes()
-        kept_bytes -= garbage_bytes // max(map(len, growths))
-        return kept_bytes if kept_bytes >= SMALLEST_BYTES else 0
+        leaked_bytes -= garbage_bytes // max(map(len, growths))
+        return leaked_bytes if leaked_bytes >= SMALLEST_BYTES else 0
 
     def _flush(self) -> None:
-        """Call each step once at the smallest size, which replaces what it keeps of its last batch."""
+        """Call each step once at the smallest size, to replace what it keeps of its last batch."""
         self.compiled.start_size(self._smallest)
         self._start_cold()
         request = Request(batch_size=self._smallest, phase=Phase.GROW, steps=1)
@@ -411,11 +416,11 @@ class LocalRunner:
                 if len(self._steps) > 1:
                     self._tracker.restore_modes()
                 self._call(step, request, _Record())
-        except Exception as error:  # what it did not replace is measured next
+        except Exception as error:  # whatever was not replaced is measured as a leak
             self._watch.drop_half_made()
             clear_frames(error)
 
-    # --- what a session asks ---
+    # --- for the session ---
 
     def measure(self) -> Measured:
         available_bytes = self._device.available_bytes()
@@ -425,7 +430,7 @@ class LocalRunner:
         return self._device.outside_bytes()
 
     def renew(self) -> None:
-        """This process is the only one."""
+        """Do nothing: trials run in the user's own process."""
 
     @property
     def device_notes(self) -> tuple[str, ...]:
@@ -452,7 +457,7 @@ def _differences(totals: Sequence[int]) -> list[int]:
 
 
 def varies(served: Sequence[int]) -> bool:
-    """Whether some steps allocated more bytes than others, not counting the first, which may create caches and buffers.
+    """Return whether some steps allocated more bytes than others, ignoring the first, which may fill caches.
 
     Example:
         >>> varies([120, 100, 100]), varies([120, 100, 150])
@@ -463,19 +468,18 @@ def varies(served: Sequence[int]) -> bool:
 
 
 def _wraps_another(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it wraps another optimizer, as accelerate's does; only the inner one fires the hooks."""
+    """Return whether this wraps another optimizer, as accelerate's does; only the inner one fires the hooks."""
     return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
 
 
-def _over_cap(usage: Usage, request: Request) -> bool:
-    """Torch checks the cap only when it asks the driver for memory: cached blocks can push the peak over it."""
-    has_cap = (
-        request.cap_bytes is not None and usage.peak_reserved_bytes is not None
-    )  # otherwise torch does not know it
-    return has_cap and (usage.peak_allocated_bytes or 0) > (request.cap_bytes or 0)
+def _is_over_cap(usage: Usage, request: Request) -> bool:
+    """Return whether cached blocks pushed the peak over the cap, which torch checks only when it asks the driver for memory."""
+    if request.cap_bytes is None or usage.peak_reserved_bytes is None:  # without reserved memory there is no such cache
+        return False
+    return (usage.peak_allocated_bytes or 0) > request.cap_bytes
 
 
-def _trial(request: Request, record: _Record, *, several: bool, timed: bool) -> Trial:
+def _make_trial(request: Request, record: _Record, *, several: bool, timed: bool) -> Trial:
     medians = [statistics.median(durations_s) for durations_s in record.durations_s.values()]
     step_s = sum(medians) if timed and medians and record.failure is None else None
     failed = record.verdict is not Verdict.FITS
@@ -492,7 +496,7 @@ def _trial(request: Request, record: _Record, *, several: bool, timed: bool) -> 
         step_s=step_s,
         samples_per_s=request.batch_size / step_s if step_s else None,
         alloc_retries=record.usage.alloc_retries,
-        step_leaked_bytes=record.kept_bytes,
+        step_leaked_bytes=record.step_leaked_bytes,
         error=record.failure.text if record.failure else OVER_CAP if record.verdict is Verdict.OOM else None,
         where=record.failure.where if record.failure else None,
         step_name=named if several else None,
