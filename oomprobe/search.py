@@ -1,9 +1,9 @@
 """Doubling and bisection over integers. Pure: it asks whether a size runs and never looks at memory itself.
 
-A search has four acts. *grow* doubles with all the memory until a size fails. *bisect* closes the bracket under the
-cap; on the way it tries a size a little above the bracket. *recheck* tries the failure that decided once more. *confirm*
-runs the answer for longer, and moves down when that fails. Whatever the replies are, a size is only ever returned after
-it was asked for, under the cap, and passed.
+A search has four phases. *grow* doubles the size with all the memory until one fails. *bisect* closes the bracket under
+the cap, and tries a size slightly above the bracket in case the failure there was isolated. *recheck* repeats the failure
+that decided. *confirm* runs the answer for longer and moves down if that fails. Whatever the replies, a size is only
+returned after it ran under the cap and passed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any, Protocol
 
 from oomprobe.result import Phase
 
-# As a share of the size: the width of the bracket that is accepted where the limit is not sharp, and the first step down
-# after a failed confirmation. Where lengths vary from step to step, one size lower fails again, and again.
+# Fraction of the size: how narrow the bracket must be if the limit is not sharp, and the first step down after a failed
+# confirmation. If sequence lengths vary from step to step, moving down one size at a time would fail many times.
 STRIDE = 1 / 128
-# Of the size: how far above a failure one more is tried. On CUDA's allocator one size in five to twenty below the limit
-# may fail by itself, and a search that meets one ends there, up to a tenth too low.
+# Fraction of the size: how far above the bracket to look past a hole, which is a failing size below the limit. On CUDA's
+# allocator one size in five to twenty is a hole, and a search that stopped at one would answer up to a tenth too low.
 PAST_HOLES = 1 / 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a trial says: whether it passed, and whether its peak has shown that it passes under the cap too."""
+    """Whether a trial passed, and whether its peak proves that it passes under the cap too."""
 
     passed: bool
     within_cap: bool = False
@@ -32,7 +32,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A size to run; `capped` asks for the cap, otherwise all the memory is there."""
+    """A size to run, under the cap or with all the memory."""
 
     size: int
     phase: Phase
@@ -43,14 +43,14 @@ Asking = Generator[Question, Reply, Any]
 
 
 class Ask(Protocol):
-    """Runs the size of a question."""
+    """Runs the size of a question and replies."""
 
     def __call__(self, size: int, phase: Phase, *, capped: bool) -> Reply: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes that may be asked for: `first`, ``first + step``, ... up to `last` (None: no end)."""
+    """The sizes that may be tried: `first`, ``first + step``, ... up to `last` (None: no end)."""
 
     first: int
     last: int | None
@@ -58,7 +58,7 @@ class Sizes:
 
     @classmethod
     def between_limits(cls, min_batch: int, max_batch: int | None, multiple_of: int) -> Sizes:
-        """The multiples of `multiple_of` within both limits.
+        """Return the multiples of `multiple_of` within both limits.
 
         Example:
             >>> Sizes.between_limits(5, 100, 8)
@@ -69,11 +69,11 @@ class Sizes:
         return cls(first=first, last=last, step=multiple_of)
 
     def up(self, size: int, distance: int) -> int:
-        """`size` moved up by `distance`, but not beyond the last."""
+        """Return ``size + distance``, but at most `last`."""
         return size + distance if self.last is None else min(size + distance, self.last)
 
     def middle(self, good: int | None, bad: int) -> int | None:
-        """A size halfway between, or None when the two are neighbours."""
+        """Return a size halfway between, or None if the two are adjacent."""
         low = self.first - self.step if good is None else good
         half = (bad - low) // self.step // 2
         return low + half * self.step if half else None
@@ -81,21 +81,21 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """How a search ended."""
+    """The outcome of a search."""
 
-    batch_size: int | None  # the confirmed answer; None when nothing fits
+    batch_size: int | None  # the confirmed answer; None if nothing fits
     limit: int | None = None  # largest size that passed at all
     first_failing: int | None = None  # smallest size that failed without the margin and did not pass later
     deciding: int | None = None  # smallest failure above the answer, under the cap or in confirmation
-    transient: tuple[int, ...] = ()  # failures that passed when tried again
-    unconfirmed: tuple[int, ...] = ()  # passed as a trial and failed in confirmation
+    transient: tuple[int, ...] = ()  # sizes that failed, then passed when tried again
+    unconfirmed: tuple[int, ...] = ()  # sizes that passed, then failed in confirmation
 
 
 def find(ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], bool]) -> Found:
     """Find the largest size that runs under the cap. On a monotone limit the answer is exact.
 
-    Not `capped`: there is no cap at all, and grow's replies hold for bisect too. `enough` is called with the largest good
-    and the smallest bad size; True stops bisecting early.
+    Unless `capped`, there is no cap, and grow's replies hold for bisect too. `enough` is called with the largest good and
+    the smallest bad size; it returns True to stop bisecting early.
 
     Example:
         >>> def ask(size, phase, *, capped):
@@ -104,7 +104,7 @@ def find(ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], b
         90
     """
     questions = _Search(sizes, capped, enough).questions()
-    reply: Any = None  # a generator begins with that
+    reply: Any = None  # the first `send` to a generator must be None
     while True:
         try:
             question = questions.send(reply)
@@ -115,7 +115,7 @@ def find(ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], b
 
 @dataclass(slots=True)
 class _Search:
-    """Asks by yielding questions: a user's traceback then shows none of the search between `find` and the step."""
+    """Asks by yielding questions, which keeps the search out of the user's tracebacks between `find` and the step."""
 
     sizes: Sizes
     has_cap: bool
@@ -124,16 +124,16 @@ class _Search:
     full_bad: int | None = None
     good: int | None = None  # the bracket under the cap
     bad: int | None = None
-    shown: int | None = None  # largest size whose peak has shown that it stays within the cap
+    within_cap: int | None = None  # largest size whose peak with all the memory stayed within the cap
     passed: set[int] = field(default_factory=set)
-    failed_full: set[int] = field(default_factory=set)
+    failed_full: set[int] = field(default_factory=set)  # with all the memory
     failed: set[int] = field(default_factory=set)  # under the cap
-    tolerance: float = 0.0  # of the size: a bracket this narrow is not closed further
+    tolerance: float = 0.0  # fraction of the size: a bracket this narrow is not closed further
     transient: list[int] = field(default_factory=list)
     unconfirmed: list[int] = field(default_factory=list)
 
     def questions(self) -> Asking:
-        """The whole search; its value is what was found."""
+        """Run the whole search and return what was found."""
         yield from self.grow()
         if self.full_good is not None:
             yield from self.enter_cap()
@@ -154,35 +154,30 @@ class _Search:
         reply = yield Question(size=size, phase=phase, capped=capped and self.has_cap)
         if reply.passed:
             self.passed.add(size)
-        else:
-            under_cap = capped or not self.has_cap
-            (self.failed if under_cap else self.failed_full).add(size)
-            if not self.has_cap:
-                self.failed_full.add(size)
+            return reply
+        if capped or not self.has_cap:
+            self.failed.add(size)
+        if not capped or not self.has_cap:
+            self.failed_full.add(size)
         return reply
 
     def grow(self) -> Asking:
         size = self.sizes.first
         while True:
             reply = yield from self.ask(size, Phase.GROW, capped=False)
-            if not reply.passed and size == self.sizes.first:
-                reply = yield from self._again(size)
+            if not reply.passed and size == self.sizes.first:  # nothing is below it, so recheck the failure at once
+                reply = yield from self.ask(size, Phase.RECHECK, capped=False)
+                if reply.passed:
+                    self._mark_transient(size)
             if not reply.passed:
                 self.full_bad = size
                 return
             self.full_good = size
             if reply.within_cap:
-                self.shown = size
+                self.within_cap = size
             if size == self.sizes.last:
                 return
             size = self.sizes.up(size, size)
-
-    def _again(self, size: int) -> Asking:
-        """Retry the smallest size at once: nothing is below it."""
-        reply = yield from self.ask(size, Phase.RECHECK, capped=False)
-        if reply.passed:
-            self._mark_transient(size)
-        return reply
 
     def _mark_transient(self, size: int) -> None:
         self.transient.append(size)
@@ -190,28 +185,28 @@ class _Search:
         self.failed_full.discard(size)
 
     def enter_cap(self) -> Asking:
-        """Carry the bracket over: does the last good size still run under the cap?"""
+        """Move the bracket under the cap: if the last good size does not run there, it becomes the upper end."""
         self.good, self.bad = self.full_good, self.full_bad
         last_good = self.full_good
         assert last_good is not None
-        if not self.has_cap or self.shown == last_good or self._only_choice():
+        if not self.has_cap or self.within_cap == last_good or self._only_choice():
             return
         if not (yield from self.ask(last_good, Phase.BISECT, capped=True)).passed:
-            self.good, self.bad = self.shown, last_good
+            self.good, self.bad = self.within_cap, last_good
 
     def _only_choice(self) -> bool:
-        """With no size below and none between, confirmation alone decides about the first."""
+        """Return whether only the first size is left, with nothing below or between: confirmation alone decides it."""
         return self.good == self.sizes.first and self.bad == self.sizes.up(self.sizes.first, self.sizes.step)
 
     def bisect(self) -> Asking:
-        """Close the bracket under the cap; the size above the answer is run there too."""
+        """Close the bracket under the cap. Its upper end must fail there too, not just with all the memory."""
         stride = self.sizes.step
         while (size := self._candidate(stride)) is not None:
             if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
                 self.bad = size
             elif size != self.bad and self.bad is not None:
                 self.good = size
-            else:  # it failed with all the memory and passes with less, or nothing above it has failed
+            else:  # it failed with all the memory but passed under the cap, or nothing above it has failed
                 if size == self.bad:
                     self._mark_transient(size)
                 self.good, self.bad = size, self._failure_above(size)
@@ -232,7 +227,7 @@ class _Search:
         return min((s for s in self.failed | self.failed_full if s > size), default=None)
 
     def recheck(self) -> Asking:
-        """Try the deciding failure once more, once: a leak, a neighbour or fragmentation can fake it."""
+        """Repeat the deciding failure once: a leak, another process or fragmentation may have caused it."""
         if self.transient or self.bad is None or self.bad not in self.failed:
             return
         deciding = self.bad
@@ -242,7 +237,7 @@ class _Search:
             yield from self.bisect()
 
     def look_past_holes(self) -> Asking:
-        """Try a size slightly above the bracket. If it passes, the failure below was isolated: continue from there."""
+        """Try a size slightly above the bracket. If it passes, the failure below it was a hole: continue from there."""
         met_hole = False
         self.tolerance = STRIDE
         yield from self.bisect()
@@ -262,7 +257,7 @@ class _Search:
         self.tolerance = STRIDE if met_hole else 0.0
 
     def _climb(self, size: int, stride: int) -> Asking:
-        """From a size that passed, in doubling strides, up to one that fails."""
+        """Move up from a size that passed, in doubling strides, until one fails."""
         self.good, self.bad = size, self.full_bad if self.full_bad and self.full_bad > size else None
         while True:
             stride *= 2
@@ -278,7 +273,7 @@ class _Search:
         return bad - good <= self.tolerance * good or self.enough(good, bad)
 
     def confirm(self) -> Asking:
-        """Run the answer for longer; while that fails, move down in growing strides, then close that bracket."""
+        """Run the answer for longer. While that fails, move down in growing strides; then close the bracket."""
         good, bad, size, stride = None, self.bad, self.good, 0
         while size is not None:
             if (yield from self._confirmed(size)):
@@ -303,7 +298,7 @@ class _Search:
 
     def _confirmed(self, size: int) -> Asking:
         passed = (yield from self.ask(size, Phase.CONFIRM, capped=True)).passed
-        if not passed and size == self.sizes.first:  # nothing is left below it: one failure is not enough to say so
+        if not passed and size == self.sizes.first:  # nothing is below it, so one failure does not decide
             passed = (yield from self.ask(size, Phase.CONFIRM, capped=True)).passed
             if passed:
                 self._mark_transient(size)

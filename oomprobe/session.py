@@ -1,4 +1,4 @@
-"""One probe while it runs: its trials so far, its budget and clock, its neighbours, and second tries."""
+"""One probe while it runs: its trials so far, budget, clock and retries, and the other processes on the device."""
 
 from __future__ import annotations
 
@@ -39,34 +39,35 @@ from oomprobe.units import format_bytes
 from oomprobe.verdicts import Verdict
 
 LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the process died or can give no further verdict
-ENDED = LOST | {Verdict.TIMED_OUT}  # nothing is known about the size, and the search cannot go on
-PLAN_TRIALS = 5  # a gradient buffer beside the activations costs little; five times a tenth is far more
-PLAN_SHRINK = 0.9
-# Over so many doublings a step that uses its batch size must show a higher peak, or be handed out more memory; over more
-# where the device does not count that. Allocators round up small requests, and the host's resident memory is noisy.
+ENDED = LOST | {Verdict.TIMED_OUT}  # the trial gave no verdict on the size, so the search cannot continue
+# While the accumulation plan does not fit, its micro-batch shrinks. The gradient buffer that accumulation adds is small, so
+# five times a tenth is more than enough.
+PLAN_TRIALS, PLAN_SHRINK = 5, 0.9
+# Over this many doublings a step that uses its batch size must raise its peak or allocate more bytes; over more doublings
+# if the device does not count those. Allocators round up small requests, and the host's resident memory is noisy.
 DOUBLINGS, UNCOUNTED_DOUBLINGS, HOST_NOISE_BYTES = 10, 24, 16 * 2**20
 ENDLESS_BATCH = 2**40  # no memory holds this batch: a step that still passes ignores batch_size
-# Growth outside our allocator that is ignored: this share of the device, at least so many bytes. Kernels that libraries
-# load late take over 250 MiB.
+# Growth outside our allocator that is ignored: this fraction of the device, but at least this many bytes. Kernels that
+# libraries load late take over 250 MiB.
 MOVED_SHARE, MOVED_BYTES = 0.02, 512 * 2**20
-ATTEMPTS = 5  # at a trial, while neighbours move
-LOOKS = 3  # for quiet, between two attempts; all the waits add up to 24 seconds
+ATTEMPTS = 5  # at one trial, while other processes change their memory
+LOOKS = 3  # samples before the next attempt, until memory is steady; all waits together take at most 24 seconds
 WAIT = tenacity.wait_exponential(multiplier=2, max=16)
-# If a leak of each step would use up the free memory in fewer steps than this, the answer is refused. In the user's own
-# process something beside the step may have grown.
+# Refuse the answer if a leak in each step would use up the free memory in fewer steps than this. The second number is for
+# the user's own process, where other things may have grown.
 STEPS_TO_LAST, STEPS_TO_LAST_HERE = 1000, 100
 NO_HISTORY = (
-    "no breakdown: {device} keeps no record of what it hands out; torch's own CUDA allocator and simulated cards do "
+    "no breakdown: {device} does not record its allocations; torch's own CUDA allocator and simulated cards do "
     "(--device sim:24GiB)"
 )
 
 
 class ContradictedError(Exception):
-    """A size that passed when replayed did not run: the search has to begin again without replaying."""
+    """A replayed trial was wrong: the search must start again without replays."""
 
 
 class Session:
-    """Runs what the search asks for. `clock` started with the probe, and `trials` is filled with those that ran."""
+    """Runs the trials that the search asks for and appends them to `trials`. `clock` started with the probe."""
 
     def __init__(
         self,
@@ -78,14 +79,14 @@ class Session:
     ) -> None:
         self.runner, self.options, self.trials, self.clock = runner, options, trials, clock
         self.device, self.notes = runner.device, runner.notes
-        self.available_bytes = self.budget_bytes = 0  # what this process may use of the device, and the answer's share
-        self.state_verified = False  # whether the restored state was compared, bit for bit, and equal
-        self.breakdown: Breakdown | None = None  # what held the memory at the answer, where that was asked for
+        self.available_bytes = self.budget_bytes = 0  # memory available to this process, and `memory_fraction` of it
+        self.state_verified = False  # whether the restored state was equal bit for bit
+        self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.neighbours = Neighbours(self.device.total_bytes, self.tenants)
         self._reporter = reporter
-        self._is_measured = False  # with the kernels of a step loaded
-        self._replays = True  # whether trials may be replayed where the device can
-        self._served_bytes: dict[int, int] = {}  # of a full step, by batch size; 0 where that is not known
+        self._is_measured = False  # whether the budget was measured after a step loaded its kernels
+        self._replays = True  # whether a simulated device may replay trials
+        self._served_bytes: dict[int, int] = {}  # allocated by a full step, by batch size; 0 if unknown
 
     # --- questions ---
 
@@ -109,10 +110,7 @@ class Session:
         return Reply(passed=trial.passed, within_cap=trial.passed and peak is not None and peak <= self.budget_bytes)
 
     def confirm_only(self, size: int) -> Found:
-        """Run one size under the cap. Rerun it if it failed, or if a second measurement lowers the cap below its peak.
-
-        The available memory is sampled before the trial and, once its kernels are loaded, after it.
-        """
+        """Run one size under the cap. Rerun it if it failed, or if loading its kernels left a cap below its peak."""
         self._budget_from(self.runner.measure())
         first_budget_bytes = self.budget_bytes
         steps = self.options.confirm_steps
@@ -127,7 +125,7 @@ class Session:
         return Found(batch_size=size if trial.passed else None, limit=size if trial.passed else None)
 
     def run_plan(self, batch_size: int) -> None:
-        """Run the micro-batch planned for `global_batch` with its accumulation; move down while that fails."""
+        """Run the micro-batch planned for `global_batch` with gradient accumulation; shrink it while that fails."""
         if self.options.global_batch is None:
             return
         largest = batch_size
@@ -149,14 +147,14 @@ class Session:
                 )
             except (TimeLimitError, StepFailedError) as error:
                 reason = str(error).splitlines()[0]
-                self.notes[f"the plan for global_batch was not run to its end ({reason})"] = None
+                self.notes[f"the plan for global_batch was not run to completion ({reason})"] = None
                 return
             if trial.passed:
                 return
             largest = int(PLAN_SHRINK * entry.micro_batch)
 
     def break_down(self, batch_size: int) -> None:
-        """Run one more step at the answer, beside the trials, to tell what held the memory."""
+        """Run one more step at the answer, which is not recorded as a trial, to find what held the memory."""
         if not self.options.breakdown:
             return
         request = Request(batch_size=batch_size, phase=Phase.BISECT, steps=1, cap_bytes=self.cap_bytes, breakdown=True)
@@ -172,7 +170,7 @@ class Session:
             self.notes[NO_HISTORY.format(device=self.device.name)] = None
 
     def enough(self, good: int, bad: int) -> bool:
-        """Whether the bracket is narrow enough, or only time for the confirmation is left."""
+        """Return whether the bracket is narrow enough, or only enough time to confirm is left."""
         closest = STRIDE if self.device.on_host else 0.0  # below this, fragmentation of malloc's heap decides
         if bad - good <= max(self.options.resolution, closest) * good:
             return True
@@ -185,21 +183,20 @@ class Session:
         return True
 
     def refuse_leaking(self, answer: int) -> None:
-        """Raise where the answer would not last."""
+        """Raise UnreliableError if each step leaks enough to exhaust the memory soon."""
         kept_bytes, free_bytes = self.leak_of_step(answer)
         least_steps = STEPS_TO_LAST if self.runner.replaceable else STEPS_TO_LAST_HERE
         if kept_bytes and free_bytes // kept_bytes < least_steps:
             raise UnreliableError(
-                f"each step at batch {answer} keeps {format_bytes(kept_bytes)}, even after collecting garbage: the "
-                f"{format_bytes(free_bytes)} that it leaves free are used up after about {free_bytes // kept_bytes} more, so it "
-                "does not last. Something keeps tensors of each step: a list of losses that still have their graph (append "
-                "loss.item()), a cache keyed by shape, or a buffer that was not full yet: then let the step run until it is "
-                "before the probe",
+                f"each step at batch {answer} keeps {format_bytes(kept_bytes)}, even after collecting garbage, so training "
+                f"would use up the {format_bytes(free_bytes)} left free after about {free_bytes // kept_bytes} more. Something "
+                "keeps tensors of each step: a list of losses that still have their graph (append loss.item()), a cache keyed "
+                "by shape, or a buffer that is still filling up; if it is a buffer, run the step until it is full, then probe",
                 trials=tuple(self.trials),
             )
 
     def leak_of_step(self, answer: int) -> tuple[int, int]:
-        """What each step of the answer keeps, and what the answer leaves free, in bytes."""
+        """Return the bytes that each step of the answer leaks and the bytes that the answer leaves free."""
         confirmed = [t for t in self.trials if t.phase in SECOND_OPINIONS and t.passed and t.accumulation_steps == 1]
         last = next((t for t in reversed(confirmed) if t.batch_size == answer), None)
         if last is None:
@@ -218,9 +215,9 @@ class Session:
         steps: int | None = None,
         accumulation_steps: int = 1,
     ) -> Trial:
-        """Run one trial; again where neighbours spoiled it, and in a new process where it ended its own.
+        """Run one trial. Rerun it if other processes disturbed it, or once in a new process if it ended its own.
 
-        Without `steps`, as many as the phase asks for.
+        `steps` defaults to the number for the phase.
         """
         request = Request(
             batch_size=size,
@@ -257,13 +254,13 @@ class Session:
         return outcome.trial
 
     def _steps(self, phase: Phase) -> int:
-        """Full steps of a trial; a simulated device repeats them without running them, so none need fewer."""
+        """Return the full steps of a trial; on a simulated device repeats are free, so every trial runs the most."""
         if self.device.is_simulated:
             return max(self.options.steps, self.options.confirm_steps)
         return self.options.confirm_steps if phase is Phase.CONFIRM else self.options.steps
 
     def _with_evidence(self, request: Request) -> Request:
-        """With what is known only now."""
+        """Add the deadline and the evidence from earlier trials."""
         passed = [trial.batch_size for trial in self.trials if trial.passed]
         return replace(
             request,
@@ -282,14 +279,14 @@ class Session:
     # --- replays ---
 
     def _stop_replaying(self) -> None:
-        """Forget what was only replayed, and run every size from here on."""
+        """Forget replayed trials and run every size from here on."""
         self._replays = False
         self.trials[:] = [trial for trial in self.trials if not trial.replayed]
 
     # --- the budget ---
 
     def _take(self, measured: Measured) -> None:
-        """A sample that counts: a step has loaded its kernels, so what is held outside the allocator is known."""
+        """Set the budget from a sample taken after a step loaded its kernels, which take memory outside the allocator."""
         self._budget_from(measured)
         self._is_measured = True
         self.neighbours.expect(measured.outside_bytes)
@@ -300,24 +297,24 @@ class Session:
 
     @property
     def cap_bytes(self) -> int | None:
-        """The cap of checks, the plan and the breakdown; bisect and confirm have the same."""
+        """The cap of every trial but those that grow."""
         return self._grow_cap_bytes() if self.options.memory_fraction == 1 else self.budget_bytes
 
     def _grow_cap_bytes(self) -> int | None:
-        """The cap of trials that grow; None in a worker, which may die, and on devices without `edge_bytes`."""
+        """Return the cap of trials that grow; None in a worker, which may die, and on devices without `edge_bytes`."""
         if self.runner.replaceable or not self.device.edge_bytes:
             return None
         if not self.available_bytes:
-            self._budget_from(self.runner.measure())  # measured again once a step has loaded its kernels
+            self._budget_from(self.runner.measure())  # provisional, until a step has loaded its kernels
         return max(self.budget_bytes, self.available_bytes - self.device.edge_bytes)
 
     def tenants(self) -> str:
-        """Who else is on the device; empty where nobody knows."""
+        """Describe the other processes on the device; empty if unknown."""
         is_card = self.device.torch_device.startswith("cuda") and not self.device.is_simulated
         return processes_on(torch.device(self.device.torch_device)) if is_card else ""
 
     def _refuse_flat(self) -> None:
-        """Raise where the step needs the same memory at every size, so that growing on would be for nothing."""
+        """Raise UnreliableError if the step needs the same memory at every size, so that memory would never limit it."""
         grown = [trial for trial in self.trials if trial.phase is Phase.GROW and trial.passed]
         if not grown:
             return
@@ -333,22 +330,22 @@ class Session:
         if is_flat or now.batch_size >= ENDLESS_BATCH:
             smaller = grown[0] if then is None else then
             raise UnreliableError(
-                f"batch {now.batch_size} runs in the memory of batch {smaller.batch_size}, so memory does not limit the "
-                "batch size: the step ignores batch_size, does not run the model on this device, or its data ends before. "
-                "If it is the data, pass max_batch; if the step pads small batches, pass the size it pads to as min_batch",
+                f"batch {now.batch_size} needs no more memory than batch {smaller.batch_size}, so memory does not limit the "
+                "batch size: the step ignores batch_size, does not run the model on this device, or runs out of data. If it "
+                "runs out of data, pass max_batch; if it pads small batches, pass the size it pads to as min_batch",
                 trials=tuple(self.trials),
             )
 
     # --- when to stop ---
 
     def device_lost(self, what: str) -> DeviceLostError:
-        """The error for a device that can give no further verdict."""
+        """Return the error for a device on which nothing can run any more."""
         lost = (
             "a fresh process hit the same error. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
             if self.runner.replaceable
-            else f"this process can give no further verdict on {self.device.name}, and what was on it is lost. The state "
-            "from before the first step is in this error's .snapshot. Start a new process; trials that may lose theirs "
-            "run in children of their own: oomprobe run path/to/train.py:build, or oomprobe.probe_target"
+            else f"this process can no longer use {self.device.name}, and its data on the device is lost. The state from "
+            "before the first step is in this error's .snapshot. Start a new process; to run trials in child processes "
+            "that may fail like this, use oomprobe run path/to/train.py:build or oomprobe.probe_target"
         )
         return DeviceLostError(f"a sticky error ({what}): {lost}", trials=tuple(self.trials))
 
@@ -359,12 +356,12 @@ class Session:
             self.notes[f"batch {size} ended its process once ({how}); tried again in a new one: {again.verdict}"] = None
         elif again.verdict is Verdict.POISONED:
             self.notes[
-                f"batch {size} ended in a sticky error in two processes ({how}): that is not memory, but a limit of a "
-                "kernel, or a bug that shows itself at that size. The answer is below it"
+                f"batch {size} ended in a sticky error in two processes ({how}): the cause is not memory but a limit of a "
+                "kernel, or a bug that appears at that size. The answer is below it"
             ] = None
 
     def _is_size_limit(self, trial: Trial) -> bool:
-        """Whether two processes died of a sticky error at this size and a smaller one passed: the size is the limit."""
+        """Return whether this size is the limit: a smaller one passed, and two processes had a sticky error here."""
         lost = [t for t in self.trials if t.verdict is Verdict.POISONED and t.batch_size == trial.batch_size]
         return len(lost) > 1 and any(t.passed and t.batch_size < trial.batch_size for t in self.trials)
 
@@ -376,8 +373,8 @@ class Session:
             if trial.verdict is Verdict.POISONED:
                 raise self.device_lost(f"batch {trial.batch_size}, {trial.error}")
             raise StepFailedError(
-                f"the process of the trial died twice at batch size {trial.batch_size}, and nothing says that it was for "
-                f"want of memory, so there is no answer: {trial.error}\n"
+                f"the process of the trial died twice at batch size {trial.batch_size} with no sign that memory was the "
+                f"cause, so there is no answer: {trial.error}\n"
                 f"Run step_fn(model, {trial.batch_size}) once by itself to see it",
                 batch_size=trial.batch_size,
             )
@@ -386,10 +383,10 @@ class Session:
 
 
 class Neighbours:
-    """Watches memory of the device that is not ours: a trial that failed while others held more than before runs again.
+    """Watches the memory of other processes on the device: a trial that failed while it grew runs again.
 
-    A pass always counts. A failure counts as the step's own if the others left the whole cap free. After `ATTEMPTS` the
-    failure counts too, and the answer is contaminated: it may be about the others. `names` says who they are.
+    A pass always counts. A failure counts if the others left the whole cap free. After `ATTEMPTS` it counts anyway, and
+    the answer is marked as contaminated, because the others may have caused it. `names` describes them.
     """
 
     def __init__(
@@ -398,19 +395,19 @@ class Neighbours:
         self._total_bytes, self._names, self._sleep = total_bytes, names, sleep
         self._tolerated_bytes = max(MOVED_SHARE * total_bytes, MOVED_BYTES)
         self._expected_bytes: int | None = None
-        self._spoiled = 0  # attempts at the present trial
+        self._spoiled = 0  # disturbed attempts at the current trial
         self.contaminated = False
         self.notes: dict[str, None] = {}
         self.held_bytes: list[int] = []  # samples, each after a trial
 
     def expect(self, outside_bytes: int | None) -> None:
-        """What is held while nothing moves: known once kernels and libraries are loaded."""
+        """Take `outside_bytes` as the normal level, once kernels and libraries are loaded."""
         if outside_bytes is not None:
             self._expected_bytes = outside_bytes
             self.held_bytes.append(outside_bytes)
 
     def should_rerun(self, outcome: Outcome, look: Callable[[], int | None]) -> bool:
-        """Whether to rerun the trial, after waiting for others to settle; `look` tells what they hold now."""
+        """Return whether to rerun the trial, after waiting for the others; `look` returns the outside bytes now."""
         trial, after_bytes = outcome.trial, outcome.outside_after_bytes
         outside_bytes = max(outcome.outside_before_bytes or 0, after_bytes or 0)
         grown_bytes = self._grown_bytes(outside_bytes)
@@ -418,9 +415,9 @@ class Neighbours:
         may_be_theirs = not trial.passed and trial.verdict not in ENDED and not has_room
         disturbed = may_be_theirs and grown_bytes > self._tolerated_bytes
         self._spoiled = self._spoiled + 1 if disturbed else 0
-        if disturbed and self._spoiled < ATTEMPTS and not self.contaminated:  # once is enough to wait for them in vain
+        if disturbed and self._spoiled < ATTEMPTS and not self.contaminated:  # wait in vain only once
             self.notes[
-                f"others on the device held {format_bytes(grown_bytes)} more around batch {trial.batch_size}, which "
+                f"other processes on the device held {format_bytes(grown_bytes)} more around batch {trial.batch_size}, which "
                 "failed: that trial was discarded and tried again"
             ] = None
             self._wait_for_quiet(look)
@@ -429,16 +426,15 @@ class Neighbours:
             self._spoiled, self.contaminated, self._expected_bytes = 0, True, after_bytes
             names = self._names()
             self.notes[
-                "CONTAMINATED: others on the device kept more memory than before, around batch "
-                f"{trial.batch_size}, so the answer may be about them{f' ({names})' if names else ''}. Probe again when "
-                "the device is yours alone"
+                f"CONTAMINATED: other processes on the device{f' ({names})' if names else ''} kept more memory than before "
+                f"around batch {trial.batch_size}, so the answer may be too small. Probe again once they have ended"
             ] = None
         if self._expected_bytes is not None and after_bytes is not None:
             self.held_bytes.append(after_bytes)
         return False
 
     def _wait_for_quiet(self, look: Callable[[], int | None]) -> None:
-        """Until others hold what they held before; on values, for a kept exception would keep a failed step alive."""
+        """Wait until the others are back at their normal level. Retry on values: a kept exception would hold tensors alive."""
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(LOOKS),
             wait=WAIT,
@@ -461,7 +457,7 @@ def open_here(
     options: Options,
     progress: Progress,
 ) -> Iterator[Session]:
-    """A session whose trials run in this process; on every way out the state is put back and compared."""
+    """Open a session whose trials run in this process. On every way out the state is restored and compared."""
     functions = [step.run for step in steps.values()]
     status, replay = reporter(progress), replay_of(device)
     recorded: list[Trial] = []
@@ -472,7 +468,7 @@ def open_here(
             replay.place(snapshot.tracker.resident_tensors())
 
         def keep_new_optimizer(optimizer: torch.optim.Optimizer) -> None:
-            # What a step makes and ends with its call needs no copy, which would be made in the midst of the call.
+            # An optimizer that the step creates and drops within one call needs no copy.
             if not any(step.has_made is not None and step.has_made(optimizer) for step in steps.values()):
                 with interrupts.held_back(), outside_modes():
                     snapshot.add(optimizer)
@@ -493,7 +489,7 @@ def open_here(
             )
             session = Session(runner, options, status, Clock(options), recorded)
             status.opened(device.name, options)
-            with _given_back(session, snapshot, device), _told_as_lost(session, device):
+            with _state_restored(session, snapshot, device), _device_errors_converted(session, device):
                 try:
                     yield session
                 finally:
@@ -504,10 +500,10 @@ def open_here(
 
 @contextmanager
 def garbage_frozen() -> Iterator[None]:
-    """Freeze existing objects, so that later collections scan only new ones: 98 ms become 0.01 with frameworks imported.
+    """Freeze existing objects so that garbage collection scans only new ones: 0.01 ms, not 98, with frameworks imported.
 
-    Forked children inherit that, and copy fewer pages. If the caller has frozen objects, nothing is frozen here: unfreezing
-    ours would unfreeze theirs.
+    Forked children inherit this and copy fewer pages. Freeze nothing if the caller has frozen objects, because unfreezing
+    would unfreeze theirs too.
     """
     if gc.get_freeze_count():
         yield
@@ -521,24 +517,24 @@ def garbage_frozen() -> Iterator[None]:
 
 
 @contextmanager
-def _given_back(session: Session, snapshot: Snapshot, device: Device) -> Iterator[None]:
-    """Restore and compare the state on every way out, and leave no memory of ours reserved."""
+def _state_restored(session: Session, snapshot: Snapshot, device: Device) -> Iterator[None]:
+    """Restore and compare the state on every way out, and release the memory that the probe reserved."""
     try:
         try:
             yield
         except DeviceLostError:
             raise
         except BaseException:
-            _give_back(session, snapshot, device)
+            _restore(session, snapshot, device)
             raise
-        _give_back(session, snapshot, device)
+        _restore(session, snapshot, device)
     except DeviceLostError as error:
         error.snapshot = snapshot.host_copy()
         snapshot.restore(device_lost=True)
         raise
 
 
-def _give_back(session: Session, snapshot: Snapshot, device: Device) -> None:
+def _restore(session: Session, snapshot: Snapshot, device: Device) -> None:
     try:
         snapshot.restore()
         differences = snapshot.differences()
@@ -559,7 +555,7 @@ def _give_back(session: Session, snapshot: Snapshot, device: Device) -> None:
 
 @contextmanager
 def told_of_trials(trials: list[Trial]) -> Iterator[None]:
-    """Add the trials so far to a Ctrl-C or exit. Outermost, because deferred signals are raised when `Interrupts` closes."""
+    """Add the trials so far to a Ctrl-C or exit. Must be outermost: `Interrupts` raises deferred signals when it closes."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as interruption:
@@ -568,8 +564,8 @@ def told_of_trials(trials: list[Trial]) -> Iterator[None]:
 
 
 @contextmanager
-def _told_as_lost(session: Session, device: Device) -> Iterator[None]:
-    """A sticky error may show itself outside a step, while memory is measured or given back."""
+def _device_errors_converted(session: Session, device: Device) -> Iterator[None]:
+    """Convert errors of the device outside a step, while memory is measured or released."""
     try:
         yield
     except OomProbeError:
@@ -577,6 +573,6 @@ def _told_as_lost(session: Session, device: Device) -> Iterator[None]:
     except Exception as error:
         if not device.healthy():
             raise session.device_lost(f"{type(error).__name__}: {error}") from error
-        if raised_by(device, error):  # the step's own errors have another class by now
+        if raised_by(device, error):  # errors of the step itself are a StepFailedError by now
             raise unmeasured(device.name, error, trials=tuple(session.trials)) from error
         raise

@@ -25,7 +25,10 @@ from oomprobe.state import Tracker
 from oomprobe.verdicts import Evidence, Verdict, classify
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
-NO_OPTIMIZER = "no optimizer stepped in {calls} calls of {step!r}: the result covers only what the step did, perhaps just a forward pass"
+NO_OPTIMIZER = (
+    "no optimizer stepped in {calls} calls of {step!r}: the result covers only what the step did, "
+    "perhaps just a forward pass"
+)
 STOPPED_STEPPING = (
     "at batch {size} the optimizer that stepped at smaller sizes did not step in {calls} calls, so this size was not "
     "trained: does the step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let "

@@ -331,7 +331,9 @@ def test_a_step_that_keeps_its_last_batch_does_not_leak():
 )
 def test_a_step_in_the_same_memory_at_every_size(step, smaller):
     device = LedgerDevice()
-    said = rf"in the memory of batch {smaller}, so memory does not limit.* If it is the data, pass max_batch"
+    said = (
+        rf"needs no more memory than batch {smaller}, so memory does not limit.* If it runs out of data, pass max_batch"
+    )
     with pytest.raises(oomprobe.UnreliableError, match=said):
         probe(nn.Linear(4, 4), lambda model, batch_size: step(device, model, batch_size), device=device)
 
