@@ -1,4 +1,4 @@
-"""What a probe sees of the steps it calls: optimizers that step, and what torch.compile compiles."""
+"""Watch the steps of a probe: which optimizers step, and what torch.compile compiles."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomprobe.state.tracker import drop_later_state, parameters_of, state_names
 
 COMPILED = (
-    "the step is compiled by torch.compile: each size was compiled anew, as training at that size alone would, and training "
-    "compiles once more"
+    "the step uses torch.compile: each size was compiled from scratch, as if training at that size alone, and training will "
+    "compile once more"
 )
 
 
 class OptimizerWatch:
-    """Sees every `torch.optim.Optimizer` that steps, even where a GradScaler or an accumulation skips some steps.
+    """Records the ids of the optimizers that really step, even if a GradScaler or accumulation skips some steps.
 
-    `before_step` is called with each just before it steps. On a GPU, autograd calls its hooks in a thread of its own: an
-    optimizer that steps in another thread counts only if it trains `model`.
+    `before_step` is called with each optimizer just before it steps. On a GPU, autograd calls hooks in a separate thread:
+    an optimizer that steps in another thread counts only if it trains `model`.
     """
 
     def __init__(
@@ -36,19 +36,19 @@ class OptimizerWatch:
         self._trained = set() if model is None else {id(parameter) for parameter in model.parameters()}
         self._handles: list[Any] = []
         self.stepped: set[int] = set()
-        # Those in the midst of a step, and what they kept before it.
+        # Optimizers inside `step`, and the names of their state before it.
         self._begun: MutableMapping[torch.optim.Optimizer, dict[int, set[Any]]] = WeakIdKeyDictionary()
         self._thread = threading.get_ident()
 
     def __enter__(self) -> OptimizerWatch:
         self._handles = [
-            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._here(self._begin, optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._here(self._after_step, optimizer)),
+            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._if_ours(self._begin, optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._if_ours(self._end, optimizer)),
         ]
         return self
 
-    def _here(self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
-        """The hooks are of the whole process: what trains another model in another thread is no part of this probe."""
+    def _if_ours(self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
+        """Call `act`. Hooks are process-wide; ignore optimizers that train another model in another thread."""
         if threading.get_ident() == self._thread or any(id(one) in self._trained for one in parameters_of(optimizer)):
             act(optimizer)
 
@@ -56,15 +56,15 @@ class OptimizerWatch:
         self._before_step(optimizer)
         self._begun[optimizer] = state_names(optimizer)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _end(self, optimizer: torch.optim.Optimizer) -> None:
         self._begun.pop(optimizer, None)
         self.stepped.add(id(optimizer))
 
-    def drop_half_made(self) -> None:
-        """After a call that failed: the state that an optimizer was making is made anew by its next step.
+    def drop_partial_state(self) -> None:
+        """Drop the state that an optimizer was creating when its step failed.
 
-        An AdamW that ran out of memory on the way has a step count for a parameter and no averages: its next step at any
-        size would end in a ``KeyError``, and what it has made already is missing from the memory of that.
+        An AdamW that runs out of memory there has a step count for a parameter but no averages: its next step at any size
+        would raise ``KeyError``.
         """
         for optimizer, before in self._begun.items():
             drop_later_state(optimizer, before)
@@ -77,16 +77,16 @@ class OptimizerWatch:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """For work of our own in the midst of a step: modes that look at the step's operators do not see it."""
+    """Hide oomprobe's own tensor operations from modes that the user's step has active."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 @contextmanager
 def accumulating(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module) -> Iterator[None]:
-    """Make `step` and `zero_grad` do nothing, so that calls of a full step accumulate like micro-batches.
+    """Make `zero_grad` and the optimizers' `step` do nothing, so that full steps accumulate like micro-batches.
 
-    Of the model only `zero_grad`: a module's `step` is the user's own, a method of a cell or a buffer that counts.
+    A `step` attribute of the model stays: it belongs to the user, such as the method of a cell or a counting buffer.
     """
     replaced: list[tuple[Any, str]] = [(model, "zero_grad")]
     replaced += [(optimizer, name) for optimizer in optimizers for name in ("step", "zero_grad")]
@@ -104,38 +104,32 @@ def accumulating(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Mo
 
 
 class Compiled:
-    """Whether torch.compile compiles the step, and that it forgets each size before the next.
+    """Drops what torch.compile compiled for one size before the next, and knows whether the step is compiled at all.
 
     Example:
         >>> compiled = Compiled()
-        >>> compiled.start_size(1), compiled.is_used  # where nothing is compiled
+        >>> compiled.start_size(1), compiled.is_used  # nothing was compiled
         (False, False)
     """
 
     def __init__(self) -> None:
-        self._frames = _count("frames", "total")  # tried since dynamo last forgot; also those that did not compile
+        self._frames = _count("frames", "total")  # that dynamo tried until its last reset, successfully or not
         self._graphs = _count("stats", "unique_graphs")  # compiled before this probe
         self._size: int | None = None
 
     def start_size(self, size: int, *, anew: bool = False) -> bool:
-        """Before the steps of a trial: compile this size as if it were the only one; whether compiled code was dropped.
-
-        `anew` drops also what was compiled for this very size.
-        """
-        forgets = (anew or size != self._size) and self._forget()
+        """Drop code compiled for other sizes, and with `anew` for this one. Return whether there was any."""
+        dropped = (anew or size != self._size) and self.drop()
         self._size = size
-        return forgets
-
-    def finish(self) -> None:
-        """At the end of the probe: training is to compile as if there had been none."""
-        self._forget()
+        return dropped
 
     @property
     def is_used(self) -> bool:
         """Whether a graph was compiled in this probe."""
         return _count("stats", "unique_graphs") > self._graphs
 
-    def _forget(self) -> bool:
+    def drop(self) -> bool:
+        """Drop all compiled code. Return whether there was any."""
         frames = _count("frames", "total")
         if frames == self._frames:
             return False
@@ -145,16 +139,16 @@ class Compiled:
 
 
 def _count(kind: str, name: str) -> int:
-    """A counter of dynamo, which its own reset leaves alone; 0 where dynamo is not loaded."""
+    """Return a counter of dynamo, which survives its reset; 0 if dynamo is not loaded."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return 0 if counters is None else int(counters[kind][name])
 
 
 def preload_dynamo() -> None:
-    """Import torch._dynamo now, which the first optimizer does, and not between trials.
+    """Import torch._dynamo before the first trial, because the first optimizer imports it anyway.
 
     If a trial imported it, each later garbage collection would traverse its objects (50 ms), and on host memory its 20 MiB
-    would pass for a leak of the step. An import that fails for want of memory is ignored.
+    would look like a leak of the step. Ignore an import that fails, such as for lack of memory.
     """
     with suppress(Exception):
         importlib.import_module("torch._dynamo")

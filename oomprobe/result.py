@@ -1,4 +1,4 @@
-"""What a probe returns: plain data, and its JSON."""
+"""The result of a probe: plain data, and its JSON form."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Phase(StrEnum):
     CONFIRM = "confirm"
 
 
-SECOND_OPINIONS = (Phase.RECHECK, Phase.CONFIRM)  # asked of a process that has run nothing else, where there can be one
+SECOND_OPINIONS = (Phase.RECHECK, Phase.CONFIRM)  # trials in child processes then run in one that has run nothing else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,27 +38,27 @@ class Trial:
     """One batch size, tried.
 
     Attributes:
-        batch_size: The size handed to the step.
+        batch_size: The size passed to the step.
         verdict: How it ended.
         phase: Why it was tried.
-        steps: Calls of the step that completed.
-        cap_bytes: What the allocator was held to; None where the device's own limit held, as while growing in a process
+        steps: Completed calls of the step.
+        cap_bytes: Limit of the allocator; None if only the device's own limit applied, as while growing in a process
             that may die.
-        peak_allocated_bytes: Most memory in live tensors during the trial; None where it is not measured.
-        peak_reserved_bytes: Most memory held by the allocator during the trial; None where not measured.
-        peak_upper_bytes: On a simulated device, the upper end of the peak: with the largest workspace that a
-            convolution would take if there is room. None elsewhere.
-        step_s: Median wall time of a call once every optimizer had stepped; None when none completed.
+        peak_allocated_bytes: Most memory in live tensors during the trial; None if not measured.
+        peak_reserved_bytes: Most memory held by the allocator during the trial; None if not measured.
+        peak_upper_bytes: Upper end of a simulated peak, with the largest workspace that a convolution would take if
+            there is room; None on other devices.
+        step_s: Median wall time of a call once every optimizer had stepped; None if no such call completed.
         samples_per_s: ``batch_size / step_s``.
-        alloc_retries: Times the allocator had to give its cache back to serve a request.
-        leaked_bytes: Memory that did not come back after the trial and a full clean-up.
-        step_leaked_bytes: Memory that each further step keeps, garbage that awaits collection aside.
-        error: Text of the failure; None when it passed.
+        alloc_retries: Times the allocator had to free its cache to serve a request.
+        leaked_bytes: Memory still in use after the trial and a full clean-up.
+        step_leaked_bytes: Memory that each further step leaves in use, not counting uncollected garbage.
+        error: Text of the failure; None if it passed.
         where: Where it failed, such as ``"backward, model.py:142"``.
         step_name: Which of several named steps failed, or had the highest peak; None for a single step.
-        accumulation_steps: Micro-batches run for one optimizer step; 1 unless a plan was being run.
-        replayed: Whether a simulated device only replayed what the step asks of the allocator. Such a trial guides the
-            search; what decides is run.
+        accumulation_steps: Micro-batches per optimizer step; 1 unless an accumulation plan was run.
+        replayed: Whether a simulated device replayed the recorded allocations of the step instead of running it. Such
+            trials guide the search; deciding trials run the step.
     """
 
     batch_size: int
@@ -88,29 +88,29 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """The answer, and everything it rests on.
+    """The answer and all the evidence for it.
 
     Attributes:
-        batch_size: The answer: it ran, at exactly this size, with the allocator held to `budget_bytes`.
-        limit_batch_size: Largest size that ran at all (on a simulated device also one that was replayed).
+        batch_size: The answer: it ran, at exactly this size, with the allocator capped at `budget_bytes`.
+        limit_batch_size: Largest size that ran at all (on a simulated device, or was replayed).
         first_failing_batch_size: Smallest size that failed without the margin, or None.
         limited_by: ``"memory"``, ``"host_memory"``, ``"max_batch"`` or ``"size_limit"``.
         limiting_step: Name of the step that limits, when several were given.
-        trials: Every trial, in the order they were run.
+        trials: Every trial, in the order they ran.
         fit: The straight line through (batch size, peak), a diagnostic; None with fewer than three points.
         device: Name of the device.
-        budget_bytes: What the allocator was held to for the answer.
-        available_bytes: What the budget is a share of.
+        budget_bytes: Cap on the allocator for the answer: `memory_fraction` of `available_bytes`.
+        available_bytes: Memory available to this process.
         notes: What a careful reader should know about this number.
-        not_covered: What could need memory in training and was not part of the trials.
-        contaminated: Whether memory outside this process's allocator moved while probing.
-        state_verified: Whether the restored state was compared, bit for bit, and equal.
-        environment: Versions and settings the number holds for.
+        not_covered: What could need memory in training but was not part of the trials.
+        contaminated: Whether other processes may have changed the answer.
+        state_verified: Whether the restored state was compared bit for bit and equal.
+        environment: Versions and settings the number is valid for.
         estimates: What rules of thumb would have answered, by name. Never used.
         options: The options of the call.
         elapsed_s: Wall time of the probe.
-        in_steps_s: Part of it spent inside the step.
-        breakdown: What held the memory at the answer; None where that was not asked for.
+        in_steps_s: Part of `elapsed_s` spent inside the step.
+        breakdown: What held the memory at the answer; None if not requested.
         schema_version: Version of the JSON form.
     """
 
@@ -137,21 +137,21 @@ class ProbeResult:
     schema_version: int = SCHEMA_VERSION
 
     def plan(self, global_batch: int, world_size: int = 1) -> tuple[PlanEntry, ...]:
-        """Ways to reach a global batch with gradient accumulation, best first.
+        """Return ways to reach a global batch with gradient accumulation, best first.
 
         Args:
-            global_batch: Samples for one optimizer step over all ranks, at least 1.
-            world_size: Ranks that share them, at least 1.
+            global_batch: Samples per optimizer step over all ranks, at least 1.
+            world_size: Ranks that share the global batch, at least 1.
 
         Returns:
-            Entries whose ``ran`` says whether that micro-batch was executed by this probe and passed.
+            Entries whose ``ran`` says whether this probe ran that micro-batch and it passed.
 
         Raises:
             InvalidArgumentError: a size is not a positive integer.
         """
         accumulated = [t for t in self.trials if t.accumulation_steps > 1]
         largest = self.batch_size
-        if not all(t.passed for t in accumulated):  # then only what passed with accumulation counts
+        if not all(t.passed for t in accumulated):  # then trust only sizes that passed with accumulation
             largest = max((t.batch_size for t in accumulated if t.passed), default=1)
         return plan(
             global_batch,
@@ -163,11 +163,11 @@ class ProbeResult:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON types; `from_dict` reads it back."""
+        """Return the result as JSON types; `from_dict` reads them back."""
         return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[no-any-return]
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The result as JSON text, also written to `path` when one is given."""
+        """Return the result as JSON text, and write it to `path` if given."""
         text = json.dumps(self.to_dict(), indent=2) + "\n"
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
@@ -175,10 +175,10 @@ class ProbeResult:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ProbeResult:
-        """Read what `to_dict` wrote.
+        """Return the result that `to_dict` wrote.
 
         Raises:
-            InvalidArgumentError: the data is of another schema version, or not a result.
+            InvalidArgumentError: the data has another schema version, or is not a result.
         """
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if version != SCHEMA_VERSION:
@@ -200,10 +200,10 @@ class ProbeResult:
         """Draw peak memory and throughput against batch size.
 
         Args:
-            path: Where to save the picture; the suffix says how: ``.png``, ``.svg``, ``.pdf``. None: nowhere.
+            path: File to save the plot to; its suffix sets the format: ``.png``, ``.svg``, ``.pdf``. None: do not save.
 
         Returns:
-            The figure, a `matplotlib.figure.Figure` of one column's width.
+            The figure, one column wide.
 
         Raises:
             InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
@@ -216,7 +216,7 @@ class ProbeResult:
         return figure
 
     def to_html(self, path: str | Path) -> None:
-        """Write the result as one HTML file with its pictures inside, to send to a colleague.
+        """Write the result as one self-contained HTML file.
 
         Raises:
             InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
@@ -237,10 +237,10 @@ class ProbeResult:
 
 
 def trial_from_dict(data: Mapping[str, Any]) -> Trial:
-    """Read a trial that was written as JSON."""
+    """Return the trial that was written as JSON."""
     return Trial(**{**_known(Trial, data), "verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])})
 
 
 def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the keys `cls` has a field for; a newer oomprobe of the same schema may have written more."""
+    """Return the keys that `cls` has a field for; a newer oomprobe with the same schema may have written more."""
     return {f.name: data[f.name] for f in fields(cls) if f.name in data}

@@ -494,7 +494,7 @@ def open_here(
                     yield session
                 finally:
                     status.close()
-                    runner.compiled.finish()
+                    runner.compiled.drop()  # training compiles as if there had been no probe
                     session.notes |= dict.fromkeys(snapshot.notes)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and time limits: they reach the step, never the code that cleans up after it."""
+"""Ctrl-C, SIGTERM and time limits: they interrupt the step, never the code that cleans up after it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from oomprobe.verdicts.failure import is_library
 
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
-LONGEST_TIMER_S = 10**8  # three years; the kernel's timer refuses about 300
-CONFIRM_SLACK = 1.5  # a confirmation step may take this much longer than a step of the search
-EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports for a process that SIGTERM ended
+LONGEST_TIMER_S = 10**8  # three years; the kernel rejects timers of about 300
+CONFIRM_SLACK = 1.5  # a confirmation step may take this many times as long as a step of the search
+EXIT_TERMINATED = 128 + signal.SIGTERM  # the exit status that a shell reports after SIGTERM
 
 
 class Interrupts:
-    """Holds signals back except while a step runs; what came in between is delivered afterwards.
+    """Delivers signals only while a step runs, and deferred ones afterwards.
 
-    SIGTERM, where nobody handles it, becomes ``SystemExit`` so that ``finally`` blocks run. Outside the main thread
-    Python allows no handlers, and a process has one timer, which may be the user's own: in both cases time limits
-    are only seen between calls of the step.
+    Unless the user handles SIGTERM, it becomes ``SystemExit`` so that ``finally`` blocks run. Outside the main thread
+    Python allows no handlers, and the user may be using the process's only timer; in both cases time limits are checked
+    only after each call of the step.
     """
 
     def __init__(self) -> None:
@@ -51,22 +51,22 @@ class Interrupts:
         self._open = False
         if ALARM in self._before:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in reversed(self._before.items()):  # SIGINT last: from then on it may raise anywhere
+        for number, handler in reversed(self._before.items()):  # SIGINT last: once restored, it may raise anywhere
             signal.signal(number, handler)
         if kind is KeyboardInterrupt and self._before.get(signal.SIGINT) is signal.default_int_handler:
-            # A second Ctrl-C is answered by the first, whose exception carries the trials so far.
+            # Drop a second Ctrl-C: the exception of the first carries the trials so far.
             self._pending = [number for number in self._pending if number != signal.SIGINT]
         self._deliver_pending()
 
     def allowed(self, deadline_s: float | None, *, polled: bool = False) -> AbstractContextManager[None]:
         """Let signals through, and raise `TimeUp` at `deadline_s` on the monotonic clock.
 
-        Where `poll` is called often (`polled`), a signal that comes in the midst of a library waits for that.
+        With `polled`, a signal that arrives inside library code waits for the next call of `poll`.
         """
         return _Allowed(self, deadline_s, polled)
 
     def poll(self) -> None:
-        """Deliver what came in the midst of a library, at a place where an exception may leave it."""
+        """Deliver signals that arrived inside library code; called where that code can safely raise."""
         if self._open and self._pending:
             self._open = False
             self._deliver_pending()
@@ -74,8 +74,8 @@ class Interrupts:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """For work of our own in the midst of a step, which must not stop half-way: what comes meanwhile follows it."""
-        self._busy = True  # first: an alarm that arrives while it is shut and not busy is dropped
+        """Defer signals during oomprobe's own work inside a step, which must not stop half-way."""
+        self._busy = True  # first, because an alarm is dropped if neither `_open` nor `_busy` is set
         was_open, self._open = self._open, False
         try:
             yield
@@ -87,10 +87,10 @@ class Interrupts:
         if self._open and self._polled and _in_library(frame):
             self._pending.append(number)
         elif self._open:
-            self._open = False  # a second signal waits until everything is restored
+            self._open = False  # if this one raises, a second signal waits until everything is restored
             self._deliver(number, frame)
-            self._deliver_pending()  # what came while the handler ran
-            self._open = True  # a handler that returns lets the step go on
+            self._deliver_pending()  # signals that arrived while the handler ran
+            self._open = True  # the handler returned, so the step continues
         elif number != ALARM or self._busy:
             self._pending.append(number)
 
@@ -111,7 +111,7 @@ class Interrupts:
 
 
 class _Allowed:
-    """A class, not a generator: a signal could be raised inside a generator's own frame."""
+    """A class rather than a generator, because a signal could be raised inside the generator's own frame."""
 
     def __init__(self, interrupts: Interrupts, deadline_s: float | None, polled: bool) -> None:
         self._interrupts, self._deadline_s, self._polled = interrupts, deadline_s, polled
@@ -134,17 +134,17 @@ class _Allowed:
 
     def _hold_back(self) -> None:
         self._interrupts._open = False
-        # The deadline is looked at besides.
+        # A late alarm is redundant: `__exit__` checks the deadline.
         self._interrupts._pending = [number for number in self._interrupts._pending if number != ALARM]
         if self._alarm_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _in_library(frame: FrameType | None) -> bool:
-    """Whether what was interrupted is torch or oomprobe, which an exception may leave half-done, and no code of the user's.
+    """Return whether the signal interrupted torch or oomprobe rather than the user's code.
 
-    An exception in a function that C++ calls ends the process where that C++ does not expect one, and one in the
-    callback of a weak reference is lost.
+    There an exception may leave work half-done, end the process in C++ that does not expect one, or be lost in the
+    callback of a weak reference.
     """
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -161,7 +161,7 @@ def _is_free(alarm: int) -> bool:
 
 
 class Clock:
-    """Starts when it is made; times are on the monotonic clock."""
+    """The time limits of a probe, which starts with its clock; times are on the monotonic clock."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -174,7 +174,7 @@ class Clock:
         return time.monotonic() - self._started_s
 
     def deadline_s(self) -> float | None:
-        """Until when a trial that begins now may run; None: no limit."""
+        """Return the deadline of a trial that starts now; None for no limit."""
         limit_s = self.options.trial_time_limit_s
         ends_s = [self.end_s, None if limit_s is None else time.monotonic() + limit_s]
         return min((end_s for end_s in ends_s if end_s is not None), default=None)
@@ -185,17 +185,17 @@ class Clock:
         return self.end_s is not None and time.monotonic() >= self.end_s
 
     def suffices_to_confirm(self, size: int, trials: Iterable[Trial]) -> bool:
-        """Whether what is left is more than the confirmation of a size takes."""
+        """Return whether there is time left to confirm `size`."""
         rates = [t.step_s / t.batch_size for t in trials if t.step_s]
         needed_s = CONFIRM_SLACK * (1 + self.options.confirm_steps) * size * (rates[-1] if rates else 0.0)
         return self.end_s is None or self.end_s - time.monotonic() >= needed_s
 
     def time_is_up(self, batch_size: int, trials: Sequence[Trial]) -> TimeLimitError:
-        """The error for a size during which the time passed."""
+        """Return the error for a time limit that passed while `batch_size` ran."""
         return TimeLimitError(
             f"time passed during batch {batch_size} after {format_seconds(self.elapsed_s)} and {len(trials)} trials "
             f"(time_limit_s={self.options.time_limit_s}, trial_time_limit_s={self.options.trial_time_limit_s}), "
-            "before a size was confirmed. Allow more time, start nearer with min_batch, or stop earlier with "
+            "before a size was confirmed. Allow more time, start closer to the limit with min_batch, or stop earlier with "
             "resolution=0.05",
             trials=tuple(trials),
         )

@@ -263,7 +263,7 @@ class LocalRunner:
             raise
         except Exception as error:
             record.usage = self._usage()
-            self._watch.drop_half_made()
+            self._watch.drop_partial_state()
             record.failure = failure_of(error)
             record.verdict = self._classify(record, request)
             if record.verdict is Verdict.BUG and self._device.healthy():
@@ -420,7 +420,7 @@ class LocalRunner:
                     self._tracker.restore_modes()
                 self._call(step, request, _Record())
         except Exception as error:  # whatever was not replaced is measured as a leak
-            self._watch.drop_half_made()
+            self._watch.drop_partial_state()
             clear_frames(error)
 
     # --- for the session ---

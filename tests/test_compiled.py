@@ -77,7 +77,7 @@ def probed(model, step, sizes, *, forgets=True):
         step(model, size)
         step(model, size)
     if forgets:
-        torch_compile.finish()
+        torch_compile.drop()
     return torch_compile
 
 
@@ -112,7 +112,7 @@ def test_a_size_that_is_not_compiled_leaves_no_trace(error):
     assert not torch_compile.is_used
     torch_compile.start_size(48)
     step(model, 48)
-    torch_compile.finish()
+    torch_compile.drop()
     step(model, 24)
     assert [graph[-1] for graph in recorder.seen] == [(64, 4), (48, 4), (24, 4)]
 

@@ -73,7 +73,7 @@ def test_half_made_optimizer_state_is_dropped(model, looked_at, stepped):
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
         assert len(optimizer.state) == 2
-        watch.drop_half_made()
+        watch.drop_partial_state()
         assert {parameter: dict(state) for parameter, state in optimizer.state.items()} == before
         optimizer.nth = None
         optimizer.step()
