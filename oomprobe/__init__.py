@@ -1,4 +1,4 @@
-"""The largest batch size that truly fits, found by running it."""
+"""Find the largest batch size that truly fits, by running it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Where each public name lives. Loaded on first use: importing oomprobe costs next to nothing, and its pure
-# modules can be used without torch.
+# The module of each public name. They load on first use: importing oomprobe is nearly free, and its pure modules work
+# without torch.
 _NAMES = {
     "devices": ("Device",),
     "devices.simulated": ("SimulatedDevice",),

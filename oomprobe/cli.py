@@ -1,10 +1,10 @@
 """The command line: ``oomprobe run | demo | show | compare | devices``.
 
-The report goes to stdout. Where stdout is for a machine (``--quiet``, ``--json -``), everything for people goes to
-stderr, also what the target writes to the file descriptor. Exit codes: 0 an answer; 1 nothing fits; 2 usage; 3 the
-target or its step failed, or called ``sys.exit``; 4 no such device; 5 the size required does not fit; 6 no number that
-could be trusted (time limit, leak, lost device); 70 an unexpected internal error, with its traceback; 130 interrupted
-(Ctrl-C); 143 terminated (SIGTERM).
+The report goes to stdout. If a machine reads stdout (``--quiet``, ``--json -``), everything else goes to stderr,
+including what the target writes to file descriptor 1. Exit codes: 0 an answer; 1 nothing fits; 2 usage; 3 the target or
+its step failed, or called ``sys.exit``; 4 no such device; 5 the required size does not fit; 6 no trustworthy number (time
+limit, leak, lost device); 70 an unexpected internal error, with its traceback; 130 interrupted (Ctrl-C); 143 terminated
+(SIGTERM).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STDOUT = Path("-")
 DEMO_CARD = "sim:H100-80GB"
-DEMO_BUDGET = "cpu:256MiB"  # large enough that activations dominate, small enough for half a minute on two cores
+DEMO_BUDGET = "cpu:256MiB"  # large enough for activations to dominate, small enough for half a minute on two cores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.owns_process = argv is None
     try:
         return _COMMANDS[arguments.command](arguments)
-    except BrokenPipeError:  # whoever read the output, such as head, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at its end
+    except BrokenPipeError:  # the reader of the output, such as head, has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python flushes stdout again at exit
         return 0
     except BaseException as error:
         return explain(error, required=getattr(arguments, "require", None) is not None)
@@ -150,7 +150,7 @@ def _devices(arguments: argparse.Namespace) -> int:
 
     for device in list_devices():
         print(describe_device(device))
-    print("\ncards to simulate, memory for torch of the total (sim:24GiB: 24 GiB for torch):")
+    print("\ncards to simulate, with torch's share of their memory (sim:24GiB gives torch 24 GiB):")
     for card in CARDS:
         print(f"sim:{card.name:18}  {format_bytes(card.available_bytes)} of {format_bytes(card.total_bytes)}")
     return 0
@@ -165,12 +165,12 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
-# Options of a search, by their names in `find_max_batch`: what --require runs is no search and would ignore them.
+# Options of a search, by their names in `find_max_batch`; --require does not search and would ignore them.
 SEARCH_OPTIONS = ("min_batch", "max_batch", "multiple_of", "steps", "resolution", "trial_time_limit_s", "global_batch")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; ``command`` is the name of the command."""
+    """Return the parser of the whole command line; ``command`` is the name of the command."""
     whole = argparse.ArgumentParser(
         prog="oomprobe", description="Find the largest batch size that truly fits, by running it."
     )
@@ -190,7 +190,7 @@ def parser() -> argparse.ArgumentParser:
             "--verbose", action="store_true", help="add the fit, estimates and a plan, and explain what is not covered"
         )
         command.add_argument(
-            "--html", type=_file, metavar="PATH", help="write a page to send to a colleague (needs matplotlib)"
+            "--html", type=_file, metavar="PATH", help="write a self-contained HTML page (needs matplotlib)"
         )
     for command in (run, demo):
         command.add_argument(
@@ -210,17 +210,17 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--min-batch", type=int, metavar="N", help="smallest size to try (1)")
     run.add_argument("--max-batch", type=int, metavar="N", help="largest size to try (no limit)")
-    run.add_argument("--multiple-of", type=int, metavar="N", help="try multiples of this only (1)")
-    run.add_argument("--steps", type=int, metavar="N", help="full steps in a trial (2)")
+    run.add_argument("--multiple-of", type=int, metavar="N", help="try only multiples of this (1)")
+    run.add_argument("--steps", type=int, metavar="N", help="full steps per trial (2)")
     run.add_argument("--confirm-steps", type=int, default=5, metavar="N", help="full steps to confirm the answer (5)")
     run.add_argument("--resolution", type=float, metavar="F", help="stop within this fraction of the size (0: exact)")
     run.add_argument("--time-limit", type=float, metavar="S", help="seconds for the whole probe")
     run.add_argument(
         "--trial-time-limit", type=float, metavar="S", dest="trial_time_limit_s", help="seconds for one trial"
     )
-    run.add_argument("--global-batch", type=_size, metavar="N", help="plan gradient accumulation for it")
+    run.add_argument("--global-batch", type=_size, metavar="N", help="plan gradient accumulation for N samples")
     run.add_argument("--world-size", type=_size, default=1, metavar="N", help="ranks that share the global batch (1)")
-    run.add_argument("--breakdown", action="store_true", help="tell where the memory went, from one more step")
+    run.add_argument("--breakdown", action="store_true", help="run one more step to show where the memory went")
     run.add_argument(
         "--require", type=_size, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
     )
@@ -236,7 +236,7 @@ def _size(text: str) -> int:
 
 
 def _file(text: str) -> Path:
-    """A file to write, where the command was started: a step may change folder."""
+    """Return the absolute path of a file to write, because a step may change the working directory."""
     path = Path(text).absolute()
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: name a file in a folder that may be written to")
@@ -244,14 +244,14 @@ def _file(text: str) -> Path:
 
 
 def check_run(arguments: argparse.Namespace) -> None:
-    """Refuse before the target is built what would fail, or be ignored, after minutes of probing."""
+    """Raise InvalidArgumentError for options that would only fail, or be ignored, after minutes of probing."""
     ignored = [_flag(option) for option in SEARCH_OPTIONS if getattr(arguments, option) is not None]
     if arguments.require is not None and ignored:
         raise InvalidArgumentError(
             f"--require runs one size and no search, so it would ignore {', '.join(ignored)}: leave that out"
         )
     if arguments.html is not None:
-        new_figure(1)  # refuses where matplotlib is missing
+        new_figure(1)  # raises if matplotlib is missing
 
 
 def _flag(option: str) -> str:
@@ -269,9 +269,9 @@ _EXIT_CODES = {
 
 @contextlib.contextmanager
 def explained(*, required: bool = False) -> Iterator[None]:
-    """Where a script's call of oomprobe finds no answer: tell why, and leave with the exit code of ``oomprobe run``.
+    """Exit a script like ``oomprobe run`` if its probe fails: print why, and use the same exit code.
 
-    With `required`, one size was asked for, and nothing else would do.
+    With `required`, the script checked one size, and NothingFitsError exits with 5.
     """
     try:
         yield
@@ -280,7 +280,7 @@ def explained(*, required: bool = False) -> Iterator[None]:
 
 
 def explain(error: BaseException, *, required: bool) -> int:
-    """Tell of whatever ended a command, and return its exit code."""
+    """Print why a command ended, and return its exit code."""
     notes = getattr(error, "__notes__", ())
     if isinstance(error, KeyboardInterrupt):
         tell("interrupted", *notes)
@@ -291,13 +291,13 @@ def explain(error: BaseException, *, required: bool) -> int:
         if error.code == EXIT_TERMINATED:
             tell("terminated", *notes)
             return EXIT_TERMINATED
-        # A target that leaves has given no answer, whatever code it left with.
+        # Whatever its exit code, a target that exits has given no answer.
         frames = traceback.extract_tb(error.__traceback__)
         place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         tell(
             *notes,
             f"oomprobe: the target or its step left the process, sys.exit({error.code!r}){place}: no answer. "
-            "Take the call out; a target that reads sys.argv must not: those are the arguments of oomprobe",
+            "Take the call out. A target must not parse sys.argv either, because it holds the arguments of oomprobe",
         )
         return STEP_FAILED
     if not isinstance(error, errors.OomProbeError):
@@ -315,12 +315,12 @@ def explain(error: BaseException, *, required: bool) -> int:
 
 
 def tell(*lines: str) -> None:
-    """Say something to people."""
+    """Write lines to stderr."""
     write(sys.stderr, "\n".join(lines) + "\n")
 
 
 def write(stream: IO[str] | None, text: str) -> None:
-    """Write at once, but to a stream that a shell closed."""
+    """Write and flush, unless the shell closed the stream."""
     if stream is not None:
         stream.write(text)
         stream.flush()
@@ -328,12 +328,12 @@ def write(stream: IO[str] | None, text: str) -> None:
 
 @contextlib.contextmanager
 def stdout_kept(*, for_good: bool) -> Iterator[IO[str]]:
-    """Give stdout to the answer alone: what anybody else writes to it, or to its descriptor, goes to stderr.
+    """Reserve stdout for the answer, on the stream returned; all other writes to it or its descriptor go to stderr.
 
-    `for_good`: for the rest of the process too, where C libraries flush and ``atexit`` functions print.
+    With `for_good` this lasts until the process ends, because C libraries flush and ``atexit`` functions print then.
     """
     stdout, kept = sys.stdout, None
-    with contextlib.suppress(AttributeError, OSError):  # there is no stdout or no stderr
+    with contextlib.suppress(AttributeError, OSError):  # stdout or stderr may be closed
         stdout.flush()
         kept = os.dup(1)
         os.dup2(2, 1)

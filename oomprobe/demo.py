@@ -1,4 +1,4 @@
-"""Small models with real training steps, for ``oomprobe demo`` and scripts/gpu-check. They are targets: build() -> (model, step)."""
+"""Targets that build small models with real training steps, for ``oomprobe demo`` and scripts/gpu-check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def conv_net() -> tuple[nn.Module, StepFn]:
 
 
 def wide_mlp() -> tuple[nn.Module, StepFn]:
-    """One wide hidden layer, trained with SGD: much memory for little arithmetic, 1 MiB a sample."""
+    """One wide hidden layer, trained with SGD: 1 MiB per sample for little arithmetic."""
     model = nn.Sequential(nn.Linear(16, HIDDEN), nn.GELU(), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES))
     model = model.to(demo_device())
     return model, _classify(torch.optim.SGD(model.parameters(), lr=1e-3), 16)
@@ -63,7 +63,7 @@ def small_gpt() -> tuple[nn.Module, StepFn]:
 
 
 def demo_device() -> torch.device:
-    """The accelerator where there is one, otherwise the host."""
+    """Return the accelerator if there is one, otherwise the host."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 

@@ -1,17 +1,17 @@
-"""What can go wrong, one class for each thing a caller would do differently.
+"""The errors, one class for each that a caller would handle differently.
 
 ::
 
     OomProbeError
      +-- InvalidArgumentError (ValueError)    the call itself is wrong; nothing was run
-     +-- NoDeviceError (RuntimeError)         the device named is not here
+     +-- NoDeviceError (RuntimeError)         the device is not available to this process
      +-- NothingFitsError (MemoryError)       not even the smallest size fits
      +-- StepFailedError (RuntimeError)       a bug in the step: raised from the user's own exception
-     +-- DeviceLostError (RuntimeError)       a sticky error; the process can give no further verdict
-     +-- TimeLimitError (RuntimeError)        the time passed with nothing confirmed
+     +-- DeviceLostError (RuntimeError)       a sticky error; the process can no longer use the device
+     +-- TimeLimitError (RuntimeError)        the time limit passed before a size was confirmed
      +-- UnreliableError (RuntimeError)       a number would be a guess: no work, a leak, state not restored
 
-Every one carries ``.trials``: what had been run until then.
+Each carries ``.trials``: the trials run before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class OomProbeError(Exception):
-    """Base of all errors raised by this package. ``trials`` holds what was run before it."""
+    """Base of all errors raised by this package. ``trials`` holds the trials run before it."""
 
     def __init__(self, message: str = "", *, trials: tuple[Trial, ...] = ()) -> None:
         super().__init__(message)
@@ -32,11 +32,11 @@ class OomProbeError(Exception):
 
 
 class InvalidArgumentError(OomProbeError, ValueError):
-    """An argument is not what the contract asks for. Nothing was run."""
+    """An argument is invalid. Nothing was run."""
 
 
 class NoDeviceError(OomProbeError, RuntimeError):
-    """The device asked for is not available to this process."""
+    """The requested device is not available to this process."""
 
 
 class NothingFitsError(OomProbeError, MemoryError):
@@ -44,9 +44,9 @@ class NothingFitsError(OomProbeError, MemoryError):
 
 
 class DeviceLostError(OomProbeError, RuntimeError):
-    """A sticky error: no later answer of this process can be trusted.
+    """A sticky error: this process can no longer use the device.
 
-    ``snapshot`` is the state taken before the first step, in host memory; the device's own copy is lost.
+    ``snapshot`` is the state from before the first step, in host memory; the device's own copy is lost.
     """
 
     def __init__(self, message: str = "", *, trials: tuple[Trial, ...] = (), snapshot: object = None) -> None:
@@ -55,19 +55,19 @@ class DeviceLostError(OomProbeError, RuntimeError):
 
 
 class TimeLimitError(OomProbeError, RuntimeError):
-    """The time allowed passed before a size was confirmed."""
+    """The time limit passed before a size was confirmed."""
 
 
 class UnreliableError(OomProbeError, RuntimeError):
-    """An answer would be wrong, or a guess."""
+    """An answer would be wrong or a guess."""
 
 
 class NotRunError(UnreliableError):
-    """A step says of itself that it did not run the size it was asked for; adapters to frameworks look."""
+    """An adapter to a framework found that its step did not run the requested size."""
 
 
 class NotTrainedError(UnreliableError):
-    """An optimizer that stepped at smaller sizes does not at this one, so this size was not trained."""
+    """An optimizer that stepped at smaller sizes did not step, so this size was not trained."""
 
 
 class SimulationError(UnreliableError):
@@ -77,7 +77,7 @@ class SimulationError(UnreliableError):
 class StepFailedError(OomProbeError, RuntimeError):
     """The step failed with an error that is not about memory: the user's own exception is its ``__cause__``.
 
-    ``batch_size`` is the size that was being tried; 0 where there was none yet.
+    ``batch_size`` is the size that was being tried; 0 if the probe had not started.
     """
 
     def __init__(self, message: str = "", *, trials: tuple[Trial, ...] = (), batch_size: int = 0) -> None:
@@ -89,24 +89,24 @@ class TimeUp(BaseException):
     """Raised inside a step when its time has passed. Not an Exception, so that no step swallows it."""
 
 
-SIGNALS = (KeyboardInterrupt, SystemExit, TimeUp)  # of this process, whatever was running when they came
+SIGNALS = (KeyboardInterrupt, SystemExit, TimeUp)  # raised by signals, no matter which code was running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What the user of an adapter types, who has written no ``step_fn``."""
+    """What the user of an adapter, who has written no ``step_fn``, has to type."""
 
     alone: str  # how to run the same without a probe; "{batch_size}" stands for the size
-    limit: str = "max_batch"  # the argument that keeps a search below a size
-    more: str = ""  # a further sentence, of what a trial lacks
+    limit: str = "max_batch"  # the argument that limits the size of a search
+    more: str = ""  # a sentence about what trials leave out
 
 
 def step_failed(
     error: BaseException, *, batch_size: int, largest_passed: int | None = None, caller: Caller | None = None
 ) -> StepFailedError:
-    """Make the `StepFailedError` for a user's exception; who calls this raises it ``from`` that exception.
+    """Return the `StepFailedError` for a user's exception; raise it ``from`` that exception.
 
-    `largest_passed` is the largest size that ran, and `caller` that of the adapter whose step it is.
+    `largest_passed` is the largest size that ran; `caller` is given if the step belongs to an adapter.
     """
     if caller is None:
         alone = f"Run step_fn(model, {batch_size}) once by itself to see it."
@@ -121,18 +121,18 @@ def step_failed(
 
 
 def target_failed(error: BaseException, target: str) -> StepFailedError:
-    """The same for an exception that came before there was a step: while a target was imported or built."""
+    """Return the `StepFailedError` for an exception raised while a target was imported or built."""
     return StepFailedError(
         f"the target {target} failed with {type(error).__name__} while it was imported and built: {text_of(error)}\n"
-        "Nothing was probed. The same error comes without oomprobe: import the file and call the function by itself."
+        "Nothing was probed. The same error occurs without oomprobe: import the file and call the function by itself."
     )
 
 
 def unmeasured(device_name: str, error: BaseException, *, trials: tuple[Trial, ...] = ()) -> UnreliableError:
-    """The error for a device that is alive and does not say how much memory it has or uses."""
+    """Return the error for a healthy device that failed to report its memory."""
     return UnreliableError(
-        f"{device_name} could not be asked about its memory ({type(error).__name__}: {text_of(error)}), so there is no "
-        "answer. The step has no part in this: probe again, or look at the driver",
+        f"{device_name} did not report its memory ({type(error).__name__}: {text_of(error)}), so there is no answer. The "
+        "step is not the cause: probe again, or check the driver",
         trials=trials,
     )
 
@@ -141,9 +141,9 @@ def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None
     if batch_size == 1 and "Expected more than 1 value per channel when training" in text_of(error):
         return ": BatchNorm cannot train on one sample (torch/nn/functional.py). Use min_batch=2"
     if largest_passed is None or largest_passed >= batch_size:
-        # A trial of an adapter is of the adapter's making, and may be what is at fault.
-        comes = ": the same error comes without oomprobe" if caller is None else ""
-        return f", so no batch size would answer it{comes}"
+        # The trials of an adapter may themselves be at fault.
+        elsewhere = ": the same error occurs without oomprobe" if caller is None else ""
+        return f", so no batch size would help{elsewhere}"
     limit = "max_batch" if caller is None else caller.limit
     return (
         f"; batch {largest_passed} ran: pass {limit}={largest_passed} if sizes above it are not meant to work "
@@ -152,7 +152,7 @@ def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None
 
 
 def check_size(name: str, value: object) -> None:
-    """Refuse what is not a positive integer; True is no batch size, and a numpy integer has no place in JSON."""
+    """Raise InvalidArgumentError unless `value` is a positive int. True is no size, and numpy integers are not JSON."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return
     foreign = hasattr(value, "__index__") and not isinstance(value, int)
@@ -161,7 +161,7 @@ def check_size(name: str, value: object) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says; nothing where its own code fails. What ends a process or a step passes."""
+    """Return the text of an exception, or a placeholder if its own code raises anything but a signal."""
     try:
         return str(error)
     except SIGNALS:

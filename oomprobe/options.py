@@ -15,24 +15,23 @@ from oomprobe.errors import check_size as check_size
 from oomprobe.search import Sizes
 
 StepFn = Callable[[torch.nn.Module, int], object]
-MAX_CALLS = 32  # of a step in which no optimizer steps, before it is taken to have none
+MAX_CALLS = 32  # of a step without an optimizer stepping, before it is assumed to have none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step function and what its author knows about it; adapters to frameworks pass one in place of a function."""
+    """A step function and what is known about it; adapters to frameworks pass one instead of a function."""
 
     run: StepFn
-    # While waiting for an optimizer to step. A step that is a whole training run says 1: another call only repeats it.
-    max_calls: int = MAX_CALLS
-    caller: Caller | None = None  # what the user typed, for error messages; None: the user wrote `run`
-    # Whether the current call made an optimizer and all its parameters, which then end with it and need no snapshot.
+    max_calls: int = MAX_CALLS  # while waiting for an optimizer to step; 1 for a step that is a whole training run
+    caller: Caller | None = None  # what the user typed, for error messages; None if the user wrote `run`
+    # Whether the current call created an optimizer and its parameters, which it also drops, so they need no snapshot.
     has_made: Callable[[torch.optim.Optimizer], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of `find_max_batch` that are numbers or flags; see there for their meaning."""
+    """The options of `find_max_batch` that are numbers or flags; their meaning is documented there."""
 
     memory_fraction: float = 0.9
     min_batch: int = 1
@@ -74,7 +73,7 @@ class Options:
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuse what is no number of seconds."""
+    """Raise InvalidArgumentError unless `value` is a number of seconds."""
     _check_number(name, value, "a number of seconds, at least 0", lambda x: x >= 0)
 
 
@@ -84,7 +83,7 @@ def _check_number(name: str, value: object, wanted: str, holds: Callable[[float]
 
 
 def named_steps(step_fn: object) -> dict[str, Step]:
-    """The steps by name; a single one has the name ``"step"``."""
+    """Return the steps by name; a single one is named ``"step"``."""
     steps: Mapping[Any, Any] = step_fn if isinstance(step_fn, Mapping) else {"step": step_fn}
     if not steps:
         raise InvalidArgumentError("step_fn is an empty mapping: give at least one step, {'train': step_fn}")
@@ -102,10 +101,12 @@ def _check_step(name: str, step: object) -> None:
             f"not {type(step).__name__}"
         )
     if inspect.isgeneratorfunction(step) or inspect.iscoroutinefunction(step):
-        raise InvalidArgumentError(f"{name} has a yield or is async: calling it runs nothing. Write it without")
+        raise InvalidArgumentError(
+            f"{name} is a generator or async, so calling it runs nothing: make it a plain function"
+        )
     try:
         signature = inspect.signature(step)
-    except (TypeError, ValueError):  # a callable of C has none to look at
+    except (TypeError, ValueError):  # a callable implemented in C
         return
     try:
         signature.bind(torch.nn.Identity(), 1)
@@ -117,7 +118,7 @@ def _check_step(name: str, step: object) -> None:
 
 
 def check_model(model: object) -> torch.nn.Module:
-    """Refuse what is not a module."""
+    """Raise InvalidArgumentError unless `model` is a module."""
     if isinstance(model, torch.nn.Module):
         return model
     kind = f"the class {model.__name__}: make an instance" if isinstance(model, type) else type(model).__name__
@@ -125,7 +126,7 @@ def check_model(model: object) -> torch.nn.Module:
 
 
 def refuse_ranks() -> None:
-    """Refuse to run where other ranks would wait for a step that this one abandons."""
+    """Raise InvalidArgumentError if other ranks would wait for a step that this one abandons."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Targets: functions that build the model and its step, named by module or file."""
+"""Targets: functions that build a model and its step, named by module or file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPE = "Write it as 'path/to/train.py:build' or 'package.module:build', where 
 
 
 def name_of(target: object) -> str:
-    """A target by name, as another process can find it."""
+    """Return the name under which another process can import a target."""
     if isinstance(target, str):
         return target
     name, module = getattr(target, "__qualname__", ""), sys.modules.get(getattr(target, "__module__", None) or "")
@@ -35,13 +35,13 @@ def name_of(target: object) -> str:
     file = getattr(module, "__file__", None)
     if file is None or not file.endswith(".py"):
         raise InvalidArgumentError(
-            f"{name} was typed in here, and other processes cannot import it: put it in a file. {RECIPE}"
+            f"{name} was defined interactively, so other processes cannot import it: put it in a file. {RECIPE}"
         )
     return f"{file}:{name}"
 
 
 def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
-    """Import a target and call it; on a simulated device it may move what it builds to ``"cuda"``."""
+    """Import a target and call it. With a simulated device, the target may use ``"cuda"`` without a GPU."""
     replay = replay_of(device)
     with nullcontext() if replay is None else replay.building():
         built = load(target)()
@@ -51,7 +51,7 @@ def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
 
 
 def load(target: str) -> Callable[[], Any]:
-    """Find the function of a target without calling it."""
+    """Return the function of a target without calling it."""
     place, _, name = str(target).rpartition(":")
     if not place or (place.startswith(".") and not place.endswith(".py")) or not name.isidentifier():
         raise InvalidArgumentError(f"{target!r} is not a target. {RECIPE}")
@@ -66,7 +66,7 @@ def _from_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise InvalidArgumentError(f"there is no file {str(path)!r}. {RECIPE}")
-    # Called by its stem, as for a script's imports, unless another module is, such as ``types``.
+    # Named by its stem, so that other modules import the same one, unless that name is taken, as ``types`` is.
     name, present = path.stem, sys.modules.get(path.stem)
     if present is not None and getattr(present, "__file__", None) != str(path):
         name = f"_oomprobe_target_{path.stem}"
@@ -76,7 +76,7 @@ def _from_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # a script finds the modules beside it
+        sys.path.insert(0, str(path.parent))  # as for a script, which can import its siblings
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write them."""
+"""Bytes and seconds, formatted for people."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _FACTOR = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
     "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
 }  # fmt: skip
-LARGEST_BYTES = 2**63 - 1  # what the kernel's limits and torch's sizes can say
+LARGEST_BYTES = 2**63 - 1  # the most that the kernel's limits and torch's sizes can represent
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size; its unit, if any, is of powers of 1000 (B, kB, MB, GB, TB) or of 1024 (KiB, MiB, GiB, TiB).
+    """Parse a size with an optional unit, a power of 1000 (B, kB, MB, GB, TB) or of 1024 (KiB, MiB, GiB, TiB).
 
     Example:
         >>> parse_bytes("4GiB"), parse_bytes("1.5 MB")
@@ -31,7 +31,7 @@ def parse_bytes(text: str) -> int:
 
 
 def byte_unit(size_bytes: float) -> tuple[str, int]:
-    """The largest binary unit that leaves a number of at least one, and its bytes; for a column, of its largest size."""
+    """Return the largest binary unit not larger than `size_bytes`, and its bytes."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size_bytes) >= factor:
             return unit, factor
@@ -39,7 +39,7 @@ def byte_unit(size_bytes: float) -> tuple[str, int]:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Write a size in its largest binary unit.
+    """Format a size in its largest binary unit.
 
     Example:
         >>> format_bytes(8_519_680), format_bytes(512), format_bytes(-3 * 2**30)
@@ -50,13 +50,13 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_seconds(duration_s: float) -> str:
-    """Write a duration with three figures, in the unit that suits it.
+    """Format a duration with three figures in a suitable unit.
 
     Example:
         >>> format_seconds(0.00042), format_seconds(3.14159), format_seconds(754)
         ('0.42 ms', '3.14 s', '12 min 34 s')
     """
-    if duration_s < 0.9995:  # from here on three figures of milliseconds would read 1e+03
+    if duration_s < 0.9995:  # larger values in milliseconds would print as 1e+03
         return f"{duration_s * 1000:.3g} ms"
     if not 120 <= duration_s < math.inf:
         return f"{duration_s:.3g} s"

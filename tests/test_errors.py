@@ -46,7 +46,7 @@ class Speechless(Exception):
 
 CALLER = errors.Caller(alone="run train({batch_size})", limit="starting_batch_size", more="It has no logger.")
 AT_EVERY_SIZE = (
-    "This is not about memory, so no batch size would answer it: the same error comes without oomprobe. "
+    "This is not about memory, so no batch size would help: the same error occurs without oomprobe. "
     "Run step_fn(model, 8) once by itself to see it."
 )
 
@@ -67,7 +67,7 @@ AT_EVERY_SIZE = (
         (
             ValueError("x"),
             {"caller": CALLER},
-            "ValueError: x\nThis is not about memory, so no batch size would answer it. To see whether it comes without "
+            "ValueError: x\nThis is not about memory, so no batch size would help. To see whether it comes without "
             "oomprobe, run train(8). It has no logger.",
         ),
         (

@@ -170,7 +170,7 @@ async def coroutine(model, batch_size):
 
 @pytest.mark.parametrize("step", [generator, coroutine, functools.partial(generator, batch_size=2)])
 def test_a_step_whose_call_runs_nothing_is_refused(step):
-    assert "train has a yield or is async: calling it runs nothing" in refused(lambda: named_steps({"train": step}))
+    assert "train is a generator or async, so calling it runs nothing" in refused(lambda: named_steps({"train": step}))
 
 
 def test_a_typed_step_is_taken_as_it_is():

@@ -185,5 +185,5 @@ def test_a_function_of_a_script_is_named_by_its_file(monkeypatch):
     monkeypatch.setattr(at_the_top, "__qualname__", "build")
     assert name_of(at_the_top) == "/somewhere/train.py:build"
     del main.__file__
-    with pytest.raises(InvalidArgumentError, match="typed in here"):
+    with pytest.raises(InvalidArgumentError, match="was defined interactively"):
         name_of(at_the_top)
