@@ -1,4 +1,4 @@
-"""Shared by all tests: the library must leave no limit, hook, handler or flag behind."""
+"""Fixtures for all tests. The library must leave no limit, hook, handler or flag behind."""
 
 import gc
 import resource
@@ -17,7 +17,7 @@ ON_BED = Path(torch.__file__).parents[1].joinpath("nvidia/cu13/lib/libcudastub.s
 collect_ignore = ["cuda_bed"] if ON_BED else ["cuda_bed", "cuda"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Started in the background of a script, as `scripts/test &`: the tests of Ctrl-C, and the processes they start, would wait for ever.
+    # A shell script started the tests in the background: without a handler the tests of Ctrl-C would wait for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -45,7 +45,7 @@ def nothing_left_behind():
 
 @pytest.fixture(autouse=True)
 def frozen_so_far():
-    """As a probe does before its first trial, but what is frozen stays so: collecting all that was imported takes 60 ms."""
+    """Freeze objects like a probe, but for good: collecting everything that was imported takes 60 ms each time."""
     preload_dynamo()
     gc.collect()
     gc.freeze()
@@ -53,7 +53,7 @@ def frozen_so_far():
 
 @pytest.fixture
 def cards(monkeypatch):
-    """A machine with two cards of a kind; their properties can be added to."""
+    """A machine with two identical cards; tests may add to their properties."""
     from fake_accelerator import FakeModule
 
     properties = {}

@@ -1,4 +1,4 @@
-"""Results to look at: a GPU, a host, a limit that is not memory, and one with everything wrong with it."""
+"""Example results: a GPU, a host, and one with every possible warning."""
 
 from test_result import a_trial
 
@@ -113,7 +113,7 @@ def host():
 
 
 def trouble():
-    """All that a report can warn of; in texts that would fake a verdict, move the cursor or leave ASCII."""
+    """Everything a report can warn about, with texts that fake a verdict, move the cursor or leave ASCII."""
     return ProbeResult(
         batch_size=2,
         limit_batch_size=3,

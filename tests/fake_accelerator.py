@@ -1,12 +1,12 @@
-"""A graphics card that is not there: what `torch.cuda` answers about memory, over a plain model of an allocator.
+"""A fake graphics card: what `torch.cuda` reports about memory, on a simple model of its allocator.
 
-For what the bed (tests/cuda) cannot show: other processes, memory that spills or is the host's, XPU. `FakeModule` stands
-in for ``torch.get_device_module("cuda")``; names and arguments are those of torch/cuda/memory.py (tests/test_accelerator.py
+For what the bed (tests/cuda) cannot show: other processes, memory that spills to or is the host's, XPU. `FakeModule`
+replaces ``torch.get_device_module("cuda")``; names and arguments are those of torch/cuda/memory.py (tests/test_accelerator.py
 compares them). No tensor lives on it: steps call `alloc` and keep what it returns for as long as a tensor would live.
 
-The allocator: a request takes a cached segment of exactly its size, or a new one from the card. Where that would pass
-``fraction * total`` or what is free, it first gives its whole cache back and tries again, and only then is out of
-memory (CUDACachingAllocator.cpp, malloc). The fraction is kept as whole bytes, rounded down, as setMemoryFraction does.
+The allocator: a request takes a cached segment of exactly its size, or a new one from the card. If that would exceed
+``fraction * total`` or the free memory, it frees its whole cache and tries again before it is out of memory
+(CUDACachingAllocator.cpp, malloc). The fraction is stored as whole bytes, rounded down, as in setMemoryFraction.
 """
 
 import weakref
@@ -27,8 +27,8 @@ class FakeModule:
 
     Args:
         total_bytes: Memory of the card.
-        outside_bytes: Held by the context, libraries and neighbours.
-        spilled_bytes: What the driver lends of the host's memory, as on Windows, before a request fails.
+        outside_bytes: Held by the context, libraries and other processes.
+        spilled_bytes: Host memory that the driver, as on Windows, adds before a request fails.
         properties: Further device properties.
     """
 
@@ -41,10 +41,10 @@ class FakeModule:
         self._peak_allocated = self._peak_reserved = 0
         self._counters = {"num_alloc_retries": 0}
 
-    # --- what a step does ---
+    # --- for steps ---
 
     def alloc(self, size_bytes):
-        """Allocate; the memory goes back to the cache when the returned block is dropped."""
+        """Allocate memory, which returns to the cache when the returned block is dropped."""
         self._enter()
         if size_bytes in self._cached:
             self._cached.remove(size_bytes)
@@ -64,7 +64,7 @@ class FakeModule:
         return block
 
     def poison(self):
-        """From now on every call raises, as after a sticky error."""
+        """Make every further call raise, as after a sticky error."""
         self.poisoned = ILLEGAL_ADDRESS
 
     def _freed(self, size_bytes):
@@ -73,8 +73,8 @@ class FakeModule:
 
     def _fits(self, size_bytes):
         reserved = self._reserved() + size_bytes
-        there_bytes = self.total_bytes - self.outside_bytes + self.spilled_bytes
-        return reserved <= there_bytes and (self._allowed_bytes is None or reserved <= self._allowed_bytes)
+        usable_bytes = self.total_bytes - self.outside_bytes + self.spilled_bytes
+        return reserved <= usable_bytes and (self._allowed_bytes is None or reserved <= self._allowed_bytes)
 
     def _reserved(self):
         return self._live_bytes + sum(self._cached)
@@ -86,7 +86,7 @@ class FakeModule:
         if self.poisoned:
             raise torch.AcceleratorError(self.poisoned)
 
-    # --- what torch.cuda answers ---
+    # --- functions of torch.cuda ---
 
     def current_device(self):
         self._enter()
@@ -139,7 +139,7 @@ class Block:
 
 
 class LedgerDevice(AcceleratorDevice):
-    """A real `AcceleratorDevice` over the fake, so that a whole probe runs: tensors on the CPU, memory in the books."""
+    """A real `AcceleratorDevice` on the fake, so that a whole probe runs with tensors on the CPU."""
 
     def __init__(self, fake, stated_bytes=None):
         with mock.patch.object(torch, "get_device_module", return_value=fake):
@@ -147,21 +147,18 @@ class LedgerDevice(AcceleratorDevice):
         self.fake = fake
 
     def healthy(self):
-        """The kernel is the CPU's; what the fake says about its health comes in through `release`."""
+        """Run the kernel on the CPU; a poisoned fake raises in `release`."""
         return kernel_answers(torch.device("cpu"), self.release)
 
 
 def ledger(fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, **card):
-    """A card, a model and a step whose memory is known: `fixed_bytes` for good, and so much for each sample.
+    """Return a device, a model, a step whose memory is known, and the list of sizes the step was called with.
 
     Args:
         fixed_bytes: Held from the start, like parameters.
         per_sample_bytes: Held during a step.
         before_alloc: Called with (fake, batch_size, call number) at the start of each call of the step.
-        card: For `FakeModule`.
-
-    Returns:
-        The device, the model, the step, and the list of sizes the step was called with.
+        card: Arguments of `FakeModule`.
     """
     fake = FakeModule(**card)
     device = LedgerDevice(fake)

@@ -1,4 +1,4 @@
-"""A target that only a card can fail at, for tests/test_gpu.py."""
+"""A target that fails only on a real card, for tests/test_gpu.py."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ POISONED_FROM = 11
 
 
 def out_of_bounds():
-    """Above ten samples a kernel reads out of bounds: a device-side assert, and every later call of the process fails."""
+    """Above ten samples a kernel reads out of bounds: a device-side assert, after which every call of the process fails."""
     model = nn.Linear(64, 64, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

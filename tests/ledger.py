@@ -1,6 +1,6 @@
-"""A device made of a ledger: steps draw bytes from it, and it raises torch's own error when they are used up.
+"""A device that only keeps accounts: steps take bytes from it, and it raises torch's own error when they run out.
 
-For tests of the probe that need to know the truth to the byte and want no real memory.
+For tests of the probe that need exact limits and no real memory.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 class LedgerDevice:
-    """Runs steps in this process, on CPU tensors, so that what they do here can be seen."""
+    """Runs steps in this process, on CPU tensors, so that tests can observe them."""
 
     name, on_host = "ledger", False
     torch_device = torch.device("cpu")
@@ -71,7 +71,7 @@ class LedgerDevice:
     # --- for steps ---
 
     def take(self, size_bytes):
-        """Use memory until the step ends; peak counts."""
+        """Use memory until the step ends: only the peak remembers it."""
         if self.live + size_bytes > self.limit:
             self.pressure = True
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes (ledger)")
@@ -82,4 +82,4 @@ class LedgerDevice:
         self.live += size_bytes
 
 
-HERE = LedgerDevice(2**40)  # for steps that take nothing from it, with a max_batch
+HERE = LedgerDevice(2**40)  # for steps that take no memory from it and stop at max_batch

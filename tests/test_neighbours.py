@@ -19,7 +19,7 @@ def ran(before, after, verdict=Verdict.OOM, cap_bytes=None):
 
 
 class Schedule:
-    """Gives one after the other; the last one for ever."""
+    """Returns one outcome after the other, and the last one for ever."""
 
     def __init__(self, *rans):
         self.rans, self.calls = list(rans), 0
@@ -29,8 +29,8 @@ class Schedule:
         return self.rans[min(self.calls, len(self.rans)) - 1]
 
 
-def undisturbed(watch, run, look):
-    """As a session runs a trial."""
+def run_undisturbed(watch, run, look):
+    """Run a trial as a session does."""
     outcome = run()
     while watch.should_rerun(outcome, look):
         outcome = run()
@@ -45,10 +45,10 @@ def watching(expected=GIB):
 
 
 @pytest.mark.parametrize("disturbed", [ran(GIB, 5 * GIB), ran(5 * GIB, 5 * GIB), ran(5 * GIB, GIB, cap_bytes=20 * GIB)])
-def test_a_failure_beside_neighbours_is_run_again(disturbed):
+def test_a_failure_while_others_grew_is_run_again(disturbed):
     watch, slept = watching()
     run, levels = Schedule(disturbed, disturbed, ran(GIB, GIB)), iter([9 * GIB, 9 * GIB, GIB, GIB])
-    assert undisturbed(watch, run, lambda: next(levels)) is run.rans[2]
+    assert run_undisturbed(watch, run, lambda: next(levels)) is run.rans[2]
     assert run.calls == 3
     assert slept == [2, 4]
     assert not watch.contaminated
@@ -62,39 +62,39 @@ def test_a_failure_beside_neighbours_is_run_again(disturbed):
         *(ran(GIB, 9 * GIB, verdict) for verdict in (Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT)),
         ran(GIB, 0),
         ran(GIB, GIB + 500 * 2**20),  # its own kernels, loaded late
-        ran(GIB, 5 * GIB, cap_bytes=19 * GIB),  # which they left
+        ran(GIB, 5 * GIB, cap_bytes=19 * GIB),  # the others left the whole cap free
     ],
 )
-def test_a_trial_that_others_did_not_decide_stands(stands):
+def test_a_trial_that_others_did_not_disturb_counts(stands):
     watch, slept = watching()
     run = Schedule(stands)
-    assert undisturbed(watch, run, pytest.fail) is stands
+    assert run_undisturbed(watch, run, pytest.fail) is stands
     assert (run.calls, slept, watch.contaminated, watch.notes) == (1, [], False, {})
 
 
-def test_memory_that_goes_on_moving_contaminates():
+def test_memory_that_keeps_changing_contaminates():
     watch, _ = watching()
     run = Schedule(*(ran(GIB, n * GIB) for n in range(3, 20)))
-    assert undisturbed(watch, run, lambda: GIB) is run.rans[ATTEMPTS - 1]
+    assert run_undisturbed(watch, run, lambda: GIB) is run.rans[ATTEMPTS - 1]
     assert watch.contaminated
     assert "pid 7 (python) holds 3.00 GiB" in list(watch.notes)[-1]
 
 
-def test_others_are_waited_for_once():
+def test_only_one_trial_waits_in_vain():
     watch, slept = watching()
     moved = ran(5 * GIB, 5 * GIB)
     first = Schedule(moved)
-    undisturbed(watch, first, lambda: 5 * GIB)
+    run_undisturbed(watch, first, lambda: 5 * GIB)
     assert (first.calls, len(slept)) == (ATTEMPTS, (ATTEMPTS - 1) * (LOOKS - 1))
     again = Schedule(ran(15 * GIB, 15 * GIB))
-    undisturbed(watch, again, pytest.fail)
+    run_undisturbed(watch, again, pytest.fail)
     assert again.calls == 1
     assert watch.contaminated
 
 
-@pytest.mark.parametrize("held", [(0, 5 * GIB), (None, None)], ids=["no kernel loaded yet", "device cannot tell"])
-def test_where_nothing_is_expected_no_trial_is_run_again(held):
+@pytest.mark.parametrize("held", [(0, 5 * GIB), (None, None)], ids=["no kernel loaded yet", "unknown to the device"])
+def test_without_a_normal_level_no_trial_is_run_again(held):
     watch, _ = watching(None)
     run = Schedule(ran(*held))
-    undisturbed(watch, run, pytest.fail)
+    run_undisturbed(watch, run, pytest.fail)
     assert (run.calls, watch.held_bytes) == (1, [])

@@ -95,7 +95,7 @@ def test_min_batch_max_batch_multiple_of_and_resolution():
 
 
 def test_global_batch_runs_the_planned_split():
-    """Gradients that stay resident between micro-batches make the planned size smaller."""
+    """Gradients that stay allocated between micro-batches make the planned size smaller."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     device = LedgerDevice(100 * MIB)
@@ -115,7 +115,7 @@ def test_global_batch_runs_the_planned_split():
     best = result.plan(400)[0]
     assert best.micro_batch * best.accumulation_steps == best.global_batch
     assert (best.micro_batch, best.ran_accumulated) == (accumulated[-1].batch_size, True)
-    assert vars(optimizer).get("step") is None, "held back, and given back"
+    assert vars(optimizer).get("step") is None, "the replaced method was restored"
 
 
 def test_check_runs_one_confirmed_trial():
@@ -134,7 +134,7 @@ def test_a_progress_callable_gets_each_trial():
     assert probe(device, linear_step(device), progress=seen.append).trials == tuple(seen)
 
 
-def test_a_cpu_model_beside_an_accelerator_is_noted_loudly(monkeypatch):
+def test_a_cpu_model_on_a_machine_with_a_gpu_is_noted(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     result = oomprobe.find_max_batch(
         nn.Linear(2, 2), lambda model, n: model(torch.randn(n, 2)).sum().backward(), max_batch=1, progress="off"
@@ -150,7 +150,7 @@ ILLEGAL_ADDRESS = RuntimeError("CUDA error: an illegal memory access was encount
 
 @pytest.mark.parametrize("error", [ILLEGAL_ADDRESS, torch.OutOfMemoryError("x"), ValueError("x")], ids=repr)
 def test_a_poisoned_process_gives_no_further_verdict(error):
-    """By what the error says, or by an error of any other kind that leaves the device sick."""
+    """Whether the error says so, or any other error leaves the device unhealthy."""
     device, calls = LedgerDevice(10 * MIB), []
 
     def step(model, batch_size):
@@ -185,8 +185,7 @@ def test_a_device_that_dies_between_steps_is_lost():
 # --- time and signals ---
 
 
-def test_a_time_limit_with_a_size_known_gives_that_size():
-    """Bisecting stops in time for the confirmation."""
+def test_bisecting_stops_in_time_to_confirm():
     device = LedgerDevice(1000 * MIB)
 
     def step(model, batch_size):
@@ -198,7 +197,7 @@ def test_a_time_limit_with_a_size_known_gives_that_size():
     assert any("time limit" in note for note in result.notes)
 
 
-def test_a_plan_that_runs_out_of_time_does_not_lose_the_answer():
+def test_a_plan_that_runs_out_of_time_keeps_the_answer():
     device, phases = LedgerDevice(8 * MIB), []
 
     def step(model, batch_size):
@@ -213,7 +212,7 @@ def test_a_plan_that_runs_out_of_time_does_not_lose_the_answer():
 
 
 class Average:
-    """Counts elsewhere, so that only its load_state_dict can put the count back."""
+    """Keeps its count in another object, so that only its load_state_dict can restore it."""
 
     def __init__(self, loading):
         self.inner, self.loading = types.SimpleNamespace(count=0), loading

@@ -17,7 +17,7 @@ def search(ask, sizes=EVERY_SIZE, *, capped=True, enough=lambda good, bad: False
 
 
 class Memory:
-    """An oracle that records: `limit` sizes fit with all the memory, `capped_limit` under the cap."""
+    """An oracle that records its calls: sizes up to `limit` fit with all the memory, up to `capped_limit` under the cap."""
 
     def __init__(self, limit, capped_limit=None, *, shows_peak=False, fails_once_at=None, fails_confirming=()):
         self.limit = limit
@@ -40,8 +40,8 @@ class Memory:
         return any(call[0] == size and call[1] is Phase.CONFIRM and call[3] for call in self.calls)
 
 
-def multiples_up_to(limit, sizes):
-    """The largest allowed size."""
+def largest_up_to(limit, sizes):
+    """Return the largest allowed size up to `limit`, or None."""
     top = limit if sizes.last is None else min(limit, sizes.last)
     top -= top % sizes.step
     return top if top >= sizes.first else None
@@ -84,7 +84,7 @@ def test_limits_are_rounded_inwards_to_multiples(low, high, step):
 @given(memories(BILLION), allowed_sizes(BILLION), st.booleans())
 def test_answer_and_bracket_are_exact_up_to_a_billion(memory, sizes, capped):
     found = search(memory, sizes, capped=capped)
-    assert found.batch_size == multiples_up_to(memory.capped_limit if capped else memory.limit, sizes)
+    assert found.batch_size == largest_up_to(memory.capped_limit if capped else memory.limit, sizes)
     assert found.transient == ()
     assert found.unconfirmed in ((), (sizes.first,))  # the first, when it is the only choice, is left to confirmation
     uncapped = {size: passed for size, _, under_cap, passed in memory.calls if not under_cap}
@@ -110,7 +110,7 @@ def test_only_allowed_sizes_run_and_none_twice_at_one_cap(memory, sizes, capped)
         assert answer == sizes.last or (answer + sizes.step, capped) in ran
 
 
-def test_the_four_acts_by_hand():
+def test_the_four_phases_by_hand():
     memory = Memory(11, 9)
     found = search(memory)
     assert [(size, phase, capped) for size, phase, capped, _ in memory.calls] == [
@@ -133,15 +133,12 @@ def test_a_peak_within_the_cap_saves_a_trial():
 # --- the number of trials ---
 
 
-def assert_few_trials(memory, found):
-    if found.limit is not None:  # the last of the four: a size a little above the bracket
-        assert len(memory.trials(Phase.GROW, Phase.BISECT)) <= 2 * math.ceil(math.log2(found.limit)) + 4
-
-
 @settings(max_examples=300)
 @given(memories(BILLION), st.none() | st.integers(1, BILLION), st.booleans())
 def test_a_billion_takes_few_trials(memory, last, capped):
-    assert_few_trials(memory, search(memory, Sizes(first=1, last=last, step=1), capped=capped))
+    found = search(memory, Sizes(first=1, last=last, step=1), capped=capped)
+    if found.limit is not None:  # the last of the four looks past holes
+        assert len(memory.trials(Phase.GROW, Phase.BISECT)) <= 2 * math.ceil(math.log2(found.limit)) + 4
 
 
 def test_confirmations_are_few():
@@ -190,7 +187,7 @@ def test_one_transient_failure_changes_no_answer(memory, sizes, capped):
     before_confirmation = len([1 for call in memory.calls if call[1] is not Phase.CONFIRM])
     for call in range(before_confirmation):
         shaken = Memory(memory.limit, memory.capped_limit, shows_peak=memory.shows_peak, fails_once_at=call)
-        assert search(shaken, sizes, capped=capped).batch_size == multiples_up_to(capped_limit, sizes), call
+        assert search(shaken, sizes, capped=capped).batch_size == largest_up_to(capped_limit, sizes), call
 
 
 @pytest.mark.parametrize("limit", [1, 2, 50])
@@ -206,7 +203,7 @@ def test_a_transient_failed_confirmation_is_not_nothing_fits(limit):
 
 
 @pytest.mark.parametrize(("last", "deciding", "rechecked"), [(None, 91, [(91, True)]), (64, None, [])])
-def test_a_true_failure_is_rechecked_once_and_stays(last, deciding, rechecked):
+def test_a_repeatable_failure_is_rechecked_once(last, deciding, rechecked):
     memory = Memory(100, 90)
     found = search(memory, Sizes(first=1, last=last, step=1))
     assert memory.trials(Phase.RECHECK) == rechecked
@@ -218,7 +215,7 @@ def test_a_true_failure_is_rechecked_once_and_stays(last, deciding, rechecked):
 
 @given(memories(BILLION), allowed_sizes(BILLION), st.data())
 def test_a_failed_confirmation_moves_down(memory, sizes, data):
-    exact = multiples_up_to(memory.capped_limit, sizes)
+    exact = largest_up_to(memory.capped_limit, sizes)
     if exact is None:
         return
     sound = data.draw(st.integers(sizes.first - 1, exact - 1), label="largest that is confirmed")
@@ -226,9 +223,9 @@ def test_a_failed_confirmation_moves_down(memory, sizes, data):
     found = search(memory, sizes)
     assert found.unconfirmed[0] == exact
     if found.batch_size is None:
-        assert (found.deciding, multiples_up_to(sound, sizes)) == (sizes.first, None)
+        assert (found.deciding, largest_up_to(sound, sizes)) == (sizes.first, None)
     else:
-        assert found.batch_size <= multiples_up_to(sound, sizes) < found.deciding
+        assert found.batch_size <= largest_up_to(sound, sizes) < found.deciding
         assert found.deciding - found.batch_size <= max(sizes.step, found.batch_size / 128 + sizes.step / 2)
         assert memory.confirmed(found.batch_size)
 
@@ -251,11 +248,11 @@ def test_bisecting_stops_when_the_bracket_is_narrow_enough(memory, resolution):
     assert found.deciding == found.batch_size + 1 or enough(found.batch_size, found.deciding)
 
 
-# --- any oracle at all ---
+# --- arbitrary oracles ---
 
 
-class Capricious:
-    """Replies drawn from anywhere, but none passes beyond `end`: memory ends somewhere."""
+class Arbitrary:
+    """Gives arbitrary replies, but no size above `end` passes."""
 
     def __init__(self, reply, end):
         self.reply, self.end, self.calls = reply, end, []
@@ -294,7 +291,7 @@ replies = st.builds(Reply, passed=st.booleans(), within_cap=st.booleans())
     st.booleans(),
 )
 def test_any_sequence_of_replies(sequence, enough_after, sizes, end, capped):
-    oracle = Capricious(lambda call, *_: sequence[call % len(sequence)], end)
+    oracle = Arbitrary(lambda call, *_: sequence[call % len(sequence)], end)
     found = search(oracle, sizes, capped=capped, enough=lambda good, bad: len(oracle.calls) in enough_after)
     assert_the_answer_was_run(oracle, found, sizes, capped)
 
@@ -304,7 +301,7 @@ def test_limits_with_holes(fails, fails_capped, sizes, capped):
     def reply(call, size, phase, under_cap):
         return Reply(passed=size not in (fails_capped if under_cap else fails))
 
-    oracle = Capricious(reply, 250)
+    oracle = Arbitrary(reply, 250)
     found = search(oracle, sizes, capped=capped)
     assert_the_answer_was_run(oracle, found, sizes, capped)
     if found.batch_size is not None and found.batch_size != sizes.last:
@@ -317,17 +314,17 @@ def test_limits_with_holes(fails, fails_capped, sizes, capped):
     ("holes", "limit"),
     [
         ({1000}, 1100),
-        ({1024}, 1100),  # what ends growing is a hole
+        ({1024}, 1100),  # growing ends at a hole
         ({1000, 1040}, 1500),
         (set(range(995, 1001)), 2047),
         ({512, 700, 990}, 1000),
     ],
 )
-def test_holes_are_looked_past(holes, limit, capped):
-    """Sizes that fail by themselves below the limit; more than two in a row, and a look past them may fail too."""
-    oracle = Capricious(lambda call, size, phase, under_cap: Reply(passed=size <= limit and size not in holes), 4096)
+def test_the_search_looks_past_holes(holes, limit, capped):
+    """Holes are sizes that fail below the limit."""
+    oracle = Arbitrary(lambda call, size, phase, under_cap: Reply(passed=size <= limit and size not in holes), 4096)
     found = search(oracle, capped=capped)
     assert 0.99 * limit <= found.batch_size <= limit
     assert found.batch_size < found.deciding
     assert not found.transient
-    assert len(oracle.calls) <= 2 * 11 + 3 + 8  # rechecks, confirmation, and what holes cost
+    assert len(oracle.calls) <= 2 * 11 + 3 + 8  # grow and bisect, rechecks and confirmation, holes

@@ -1,4 +1,4 @@
-"""Steady state, leak freedom and what a trial keeps."""
+"""Trials: the steady state, leaks, and sizes that only seem to run."""
 
 import gc
 import time
@@ -31,7 +31,7 @@ def linear():
 
 
 def stepping(every=1):
-    """The optimizer steps at each n-th call."""
+    """The optimizer steps on every n-th call."""
     model, optimizer = linear()
     calls = []
 
@@ -45,7 +45,7 @@ def stepping(every=1):
     return model, step
 
 
-def two_optimizers_of_which_one_steps_every_third_call():
+def one_of_two_optimizers_steps_every_third_call():
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     often, rarely = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
     calls = []
@@ -76,7 +76,7 @@ def a_scaler_that_skips_six_steps():
     return model, step
 
 
-def an_optimizer_made_on_each_call():
+def an_optimizer_created_on_each_call():
     def step(model, batch_size):
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.randn(batch_size, 4)).sum().backward()
@@ -86,7 +86,7 @@ def an_optimizer_made_on_each_call():
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As accelerate's: its step is the inner one's, so it is never seen to step itself."""
+    """Calls the step of the inner optimizer, like accelerate's, so no hook ever sees its own step."""
 
     def __init__(self, inner):
         self.optimizer, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
@@ -112,12 +112,12 @@ def an_optimizer_that_wraps_another():
     [
         (stepping, [1 + 2, 1 + 5]),
         (lambda: stepping(every=4), [4 + 2 * 4, 4 + 5 * 4]),
-        (two_optimizers_of_which_one_steps_every_third_call, [3 + 2 * 3, 3 + 5 * 3]),
+        (one_of_two_optimizers_steps_every_third_call, [3 + 2 * 3, 3 + 5 * 3]),
         (a_scaler_that_skips_six_steps, [6 + 1 + 2, 1 + 5]),
-        (an_optimizer_made_on_each_call, [1 + 2, 1 + 5]),
+        (an_optimizer_created_on_each_call, [1 + 2, 1 + 5]),
         (an_optimizer_that_wraps_another, [1 + 2, 1 + 5]),
     ],
-    ids=["each call", "every fourth call", "two optimizers", "scaler", "made on each call", "wrapped"],
+    ids=["each call", "every fourth call", "two optimizers", "scaler", "created on each call", "wrapped"],
 )
 def test_trials_run_until_every_optimizer_has_stepped(build, calls):
     result = probe(*build(), max_batch=1, memory_fraction=1.0, steps=2, confirm_steps=5)
@@ -128,11 +128,11 @@ def test_trials_run_until_every_optimizer_has_stepped(build, calls):
 
 def test_a_missing_optimizer_is_noted_after_32_calls():
     result = probe(nn.Linear(4, 4), lambda model, n: model(torch.randn(n, 4)), max_batch=2)
-    assert [t.steps for t in result.trials] == [32 + 2, 2, 5], "later trials know it"
+    assert [t.steps for t in result.trials] == [32 + 2, 2, 5], "later trials wait for none"
     assert any("no optimizer stepped in 32 calls" in note for note in result.notes)
 
 
-# --- leak freedom ---
+# --- leaks ---
 
 
 def test_cycles_of_a_failed_trial_are_collected():
@@ -156,12 +156,12 @@ def test_cycles_of_a_failed_trial_are_collected():
 
 @pytest.mark.parametrize("leaked_bytes", [0, 100 * MIB])
 def test_parameters_first_used_later_are_no_leak(leaked_bytes):
-    """Their state comes at the first size that uses them; the ledger is told of that, and of its end, as a device is."""
+    """Their optimizer state is created at the first size that uses them, and dropped with that trial."""
     device, expert_bytes = LedgerDevice(1000 * MIB), 30 * MIB
     often, rare = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(expert_bytes // 4))
     optimizer = torch.optim.AdamW([often, rare], foreach=False)
 
-    def gives_back():
+    def free_state():
         device.live -= 2 * expert_bytes
 
     def step(model, batch_size):
@@ -172,7 +172,7 @@ def test_parameters_first_used_later_are_no_leak(leaked_bytes):
         optimizer.step()
         if is_first:
             device.live += 2 * expert_bytes
-            weakref.finalize(optimizer.state[rare]["exp_avg"], gives_back).atexit = False
+            weakref.finalize(optimizer.state[rare]["exp_avg"], free_state).atexit = False
         device.live += leaked_bytes if batch_size == 4 else 0
 
     if leaked_bytes:
@@ -184,8 +184,7 @@ def test_parameters_first_used_later_are_no_leak(leaked_bytes):
     assert not any(note.startswith("leak") for note in result.notes)
 
 
-def test_optimizer_state_that_grows_with_each_step_is_told():
-    """It is no state that came with a parameter's first use, and training would end in it."""
+def test_optimizer_state_that_grows_with_each_step_is_noted():
     device = LedgerDevice(1000 * MIB)
     weight = nn.Parameter(torch.ones(4))
     model, optimizer = nn.ParameterList([weight]), torch.optim.SGD([weight], lr=0.1)
@@ -227,7 +226,7 @@ def keeping(device, kept_bytes, sample_bytes=100 * MIB):
     return step
 
 
-def test_a_leak_that_eats_the_margin_is_an_error():
+def test_a_leak_that_soon_fills_the_memory_is_an_error():
     device = LedgerDevice(1000 * MIB)
     with pytest.raises(oomprobe.UnreliableError, match=r"each step at batch 8 keeps 1.25 MiB.* after about 85 more"):
         check(keeping(device, 5 * MIB // 4, 106 * MIB), 8, device)
@@ -248,7 +247,7 @@ def test_a_slow_leak_says_how_long_the_free_memory_lasts(size, kept_bytes, memor
 
 
 class LateDevice(LedgerDevice):
-    """Memory of a failed step comes back with the second clean-up, as where another thread still holds it."""
+    """Frees the memory of a failed step at the second clean-up, as if another thread still held it."""
 
     late = 0
 
@@ -258,7 +257,7 @@ class LateDevice(LedgerDevice):
         self.late = max(0, self.late - 1)
 
 
-def test_memory_that_comes_back_late_is_no_leak():
+def test_memory_that_is_freed_late_is_no_leak():
     device, calls = LateDevice(1000 * MIB), []
 
     def step(model, batch_size):
@@ -267,23 +266,23 @@ def test_memory_that_comes_back_late_is_no_leak():
             device.live, device.late = 500 * MIB, 2
         device.take(batch_size * 100 * MIB)
 
-    result = oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, progress="off")
+    result = probe(nn.Linear(1, 1), step, device=device)
     assert result.batch_size == 9
     assert not any(trial.leaked_bytes for trial in result.trials)
     assert calls.count(1) == sum(trial.steps for trial in result.trials if trial.batch_size == 1)
 
 
-def test_garbage_that_awaits_collection_is_no_leak():
+def test_uncollected_garbage_is_no_leak():
     device = LedgerDevice(1000 * MIB)
 
-    def gives_back():
+    def free():
         device.live -= MIB
 
     def step(model, batch_size):
         device.take(batch_size * 100 * MIB)
         cycle = nn.Identity()
         cycle.itself = [cycle]
-        weakref.finalize(cycle, gives_back)
+        weakref.finalize(cycle, free)
         device.live += MIB
 
     gc.disable()
@@ -303,7 +302,7 @@ def test_one_leaking_step_of_several_counts_once():
 
 
 def test_a_step_that_keeps_its_last_batch_does_not_leak():
-    """What it keeps is replaced by the next, smaller batch: a cache, not a leak."""
+    """The next, smaller batch replaces what it keeps: a cache, not a leak."""
     device = LedgerDevice(1000 * MIB)
 
     def step(model, batch_size):
@@ -339,8 +338,8 @@ def test_a_step_in_the_same_memory_at_every_size(step, smaller):
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_work_shows_in_the_bytes_handed_out(counts):
-    """A small batch beside a large optimizer: the peak is flat, and only what each step is handed out tells sizes apart."""
+def test_a_flat_peak_is_accepted_if_allocations_grow(counts):
+    """With a small batch and a large optimizer, only the bytes that each step allocates depend on the size."""
     device = LedgerDevice()
     served = [0]
     if counts:
@@ -353,7 +352,7 @@ def test_work_shows_in_the_bytes_handed_out(counts):
     assert probe(nn.Linear(4, 4), step, device=device).batch_size == 900 * 2**14
 
 
-# --- what must not pass for a size that ran ---
+# --- sizes that only seem to run ---
 
 
 def test_a_size_that_stops_training_does_not_fit():
@@ -375,7 +374,7 @@ def test_a_size_that_stops_training_does_not_fit():
     assert [t.batch_size for t in caught.value.trials] == [1, 2, 4, 8, 16, 32]
 
 
-def test_named_steps_begin_in_the_mode_the_model_was_in():
+def test_each_named_step_starts_in_the_models_original_mode():
     modes = []
 
     def train(model, batch_size):
@@ -390,7 +389,7 @@ def test_named_steps_begin_in_the_mode_the_model_was_in():
     assert all(modes)
 
 
-def test_the_time_of_several_steps_is_their_sum():
+def test_the_times_of_named_steps_are_added():
     steps = {"train": lambda m, b: time.sleep(0.02), "eval": lambda m, b: time.sleep(0.02)}
     assert probe(nn.Linear(1, 1), steps, max_batch=1).trials[-1].step_s >= 0.04
 
@@ -413,7 +412,7 @@ def test_out_of_memory_between_unscale_and_update_is_not_a_bug():
 
 
 class Lenient(LedgerDevice):
-    """Serves beyond its cap, as an allocator does from what it holds already."""
+    """Serves requests beyond its cap, like an allocator that reuses reserved memory."""
 
     def take(self, size_bytes):
         self.limit = self.total_bytes
@@ -427,8 +426,8 @@ def test_a_peak_over_the_cap_is_not_a_pass():
     assert any("its peak was over the cap" in (t.error or "") for t in result.trials)
 
 
-def test_weights_worn_out_by_trials_are_put_back():
-    """Each step makes them a hundred times as large, until a loss scaler sees infinities only and skips every step."""
+def test_weights_that_diverge_during_trials_are_restored():
+    """Each step makes them a hundred times as large, until the loss scaler sees only infinities and skips every step."""
     device, calls = LedgerDevice(), []
     weight = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -444,11 +443,11 @@ def test_weights_worn_out_by_trials_are_put_back():
 
     result = probe(nn.ParameterList([weight]), step, device=device, max_batch=500)
     assert (result.batch_size, result.state_verified) == (500, True)
-    assert min(calls) < 1 < max(calls) == 4.0  # it skipped, and started over
+    assert min(calls) < 1 < max(calls) == 4.0  # it skipped steps, then started again
     assert (weight == 1).all()
 
 
-def test_a_loss_scale_starts_over_in_each_trial():
+def test_each_trial_starts_with_the_initial_loss_scale():
     device, scales = LedgerDevice(), []
     model, optimizer = linear()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # gradients are infinite: the first steps are skipped

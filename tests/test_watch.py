@@ -9,7 +9,7 @@ from oomprobe.hooks import OptimizerWatch, accumulating
 
 
 class PlainSteps(torch.optim.Optimizer):
-    """What users write: no hooks, no super().step()."""
+    """An optimizer as users write it: no hooks, no super().step()."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -35,11 +35,11 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-# --- state that a failed step has half made ---
+# --- partial state of a failed step ---
 
 
 class FailsAt(torch.optim.AdamW):
-    """Runs out of memory when it makes the state of its nth parameter."""
+    """Runs out of memory while creating the state of its nth parameter."""
 
     def __init__(self, params, nth):
         super().__init__(params, foreach=False)
@@ -55,14 +55,14 @@ class FailsAt(torch.optim.AdamW):
         return False
 
 
-@pytest.mark.parametrize("looked_at", [False, True], ids=["", "looked at before"])
+@pytest.mark.parametrize("read", [False, True], ids=["", "read before"])
 @pytest.mark.parametrize("stepped", [False, True], ids=["", "stepped before"])
-def test_half_made_optimizer_state_is_dropped(model, looked_at, stepped):
+def test_partial_optimizer_state_is_dropped(model, read, stepped):
     optimizer = FailsAt(model.parameters(), nth=None)
-    if looked_at:  # as for a log of norms: that leaves an empty entry
+    if read:  # for example to log norms: this leaves an empty entry
         assert optimizer.state[model.bias].get("exp_avg") is None
     with OptimizerWatch(lambda one: None) as watch:
-        if stepped:  # with the weight alone
+        if stepped:  # only the weight
             model.bias.requires_grad_(False)
             backward(model)
             optimizer.step()
@@ -92,22 +92,22 @@ def test_an_unfinished_optimizer_is_not_kept_alive(model):
         assert gone() is None
 
 
-# --- seeing steps ---
+# --- optimizers that step ---
 
 
 @pytest.mark.parametrize("kind", [sgd, lambda m: PlainSteps(m.parameters())], ids=["SGD", "plain"])
 def test_an_optimizer_is_seen_before_and_after_its_step(model, kind):
-    optimizer, asleep = kind(model), sgd(model)
+    optimizer, unused = kind(model), sgd(model)
     before, weights_seen = model.weight.detach().clone(), []
     with OptimizerWatch(lambda one: weights_seen.append((one, model.weight.detach().clone()))) as watch:
         backward(model)
         assert (watch.stepped, weights_seen) == (set(), [])
         optimizer.step()
-        made_inside = sgd(model)
-        made_inside.step()
-    assert watch.stepped == {id(optimizer), id(made_inside)}
-    assert id(asleep) not in watch.stepped
-    assert [id(one) for one, _ in weights_seen] == [id(optimizer), id(made_inside)]
+        created_inside = sgd(model)
+        created_inside.step()
+    assert watch.stepped == {id(optimizer), id(created_inside)}
+    assert id(unused) not in watch.stepped
+    assert [id(one) for one, _ in weights_seen] == [id(optimizer), id(created_inside)]
     assert torch.equal(weights_seen[0][1], before)
 
 
@@ -124,10 +124,10 @@ def test_only_the_users_own_hooks_stay(model):
     assert (called, seen, watch.stepped) == ([1], [], set())
 
 
-# --- holding steps back ---
+# --- accumulation ---
 
 
-def test_inside_nothing_steps_and_gradients_accumulate(model):
+def test_while_accumulating_nothing_steps_and_gradients_add_up(model):
     optimizers = [sgd(model), torch.optim.Adam(model.parameters()), PlainSteps(model.parameters())]
     weight = model.weight.detach().clone()
     backward(model)
@@ -142,20 +142,20 @@ def test_inside_nothing_steps_and_gradients_accumulate(model):
     assert torch.allclose(model.weight.grad, 3 * once)
 
 
-def test_afterwards_steps_step_and_gradients_are_cleared(model):
+def test_after_accumulating_optimizers_step_again(model):
     optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which counts steps through a step of its own
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps `step` to count calls
     weight, attributes = model.weight.detach().clone(), (dict(vars(optimizer)), dict(vars(model)))
     backward(model)
     with pytest.raises(KeyError, match="labels"), accumulating([optimizer, optimizer], model):
         raise KeyError("labels")
     assert (dict(vars(optimizer)), dict(vars(model))) == attributes
     optimizer.step()
-    scheduler.step()  # would warn, and warnings are errors here, if the optimizer's step had not been counted
+    scheduler.step()  # if the optimizer's step had not been counted, this would warn, and warnings are errors here
     assert not torch.equal(model.weight, weight)
 
 
-def test_a_models_own_step_method_goes_on_working():
+def test_a_models_own_step_method_still_works():
     cell = type("Cell", (torch.nn.Module,), {"step": lambda self, x: 2 * x})()
     with accumulating([], cell):
         assert cell.step(21) == 42
