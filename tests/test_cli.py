@@ -1,6 +1,7 @@
-"""The command line: streams and exit codes."""
+"""The command line: options, streams and the exit codes of whole commands."""
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -10,7 +11,8 @@ import types
 
 import pytest
 
-from oomprobe import ProbeResult, cli
+from oomprobe import InvalidArgumentError, ProbeResult, cli, find_max_batch
+from oomprobe.cli import SEARCH_OPTIONS, check_run, parser, stdout_kept, tell, write
 
 TARGET = """
 import atexit
@@ -98,7 +100,8 @@ def writes():
     return model, writing
 """
 ISOLATED = ["--device", "cpu:1GiB", "--progress", "off"]
-RUN = [*ISOLATED, "--in-process"]  # seconds faster; tests/isolation probes in processes of their own
+NO_TARGET = ["run", "no such target"]
+RUN = [*ISOLATED, "--in-process"]  # seconds faster; tests/isolation covers child processes
 
 
 @pytest.fixture
@@ -137,7 +140,7 @@ def test_without_isolation_trials_run_here(capsys, target, monkeypatch):
     ],
     ids=["a search", "a check"],
 )
-def test_quiet_leaves_the_integer_alone_on_stdout(capsys, target, arguments, answer):
+def test_quiet_prints_only_the_integer_on_stdout(capsys, target, arguments, answer):
     code, out, err = run(capsys, "run", *(argument.format(target) for argument in arguments), "--quiet")
     assert (code, out) == (0, answer)
     assert f"verdict: batch {answer.strip()}" in err
@@ -145,7 +148,7 @@ def test_quiet_leaves_the_integer_alone_on_stdout(capsys, target, arguments, ans
     assert "isolated" not in err
 
 
-def test_a_file_is_written_where_the_command_was_started(capsys, target, tmp_path, monkeypatch):
+def test_paths_are_relative_to_where_the_command_started(capsys, target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = [f"{target}:moves", "--max-batch", "4", "--global-batch", "16", "--world-size", "2"]
     assert run(capsys, "run", *arguments, "--json", "result.json", *RUN)[0] == 0
@@ -175,7 +178,7 @@ def test_exit_codes(capsys, target, arguments, code, said):
     assert said in err
 
 
-# --- what the target does wrong ---
+# --- faulty targets ---
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_a_step_that_exits_is_3_with_the_table_so_far(capsys, target):
     assert "left the process, sys.exit(0)" in err
 
 
-def test_what_nobody_foresaw_is_70_with_its_traceback(capsys, target, monkeypatch):
+def test_an_internal_error_is_70_with_its_traceback(capsys, target, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("a bug of oomprobe")
 
@@ -208,30 +211,49 @@ def test_what_nobody_foresaw_is_70_with_its_traceback(capsys, target, monkeypatc
     code, _, err = run(capsys, "run", f"{target}:fits", "--require", "1", *RUN)
     assert code == 70
     assert err.index("Traceback") < err.index("ZeroDivisionError: a bug of oomprobe")
+    assert "unexpected internal error (ZeroDivisionError)" in err
 
 
-# --- refused before anything runs ---
+# --- options ---
+
+
+def parsed(*arguments):
+    return parser().parse_args(["run", "train:build", *arguments])
+
+
+def test_search_options_are_options_of_the_search():
+    assert set(SEARCH_OPTIONS) < set(inspect.signature(find_max_batch).parameters)
+    assert all(getattr(parsed(), option) is None for option in SEARCH_OPTIONS)
+
+
+@pytest.mark.parametrize("option", SEARCH_OPTIONS)
+def test_require_refuses_options_it_would_ignore(option):
+    flag = "--" + option.removesuffix("_s").replace("_", "-")
+    check_run(parsed(flag, "1"))
+    with pytest.raises(InvalidArgumentError, match=flag):
+        check_run(parsed("--require", "8", flag, "1"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--json", "/nonexistent/x.json"], "argument --json: '/nonexistent/x.json' cannot be written"),
-        (["--html", "/"], "argument --html: '/' cannot be written"),
-        (["--world-size", "0"], "argument --world-size: must be an integer of at least 1, not 0"),
-        (["--global-batch", "-8"], "argument --global-batch: must be an integer of at least 1, not -8"),
-        (["--require", "x"], "argument --require: must be an integer of at least 1, not x"),
+        ([], "required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([*NO_TARGET, "--json", "/nonexistent/x.json"], "argument --json: '/nonexistent/x.json' cannot be written"),
+        ([*NO_TARGET, "--html", "/"], "argument --html: '/' cannot be written"),
+        ([*NO_TARGET, "--world-size", "0"], "argument --world-size: must be an integer of at least 1, not 0"),
+        ([*NO_TARGET, "--global-batch", "-8"], "argument --global-batch: must be an integer of at least 1, not -8"),
+        ([*NO_TARGET, "--require", "x"], "argument --require: must be an integer of at least 1, not x"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_wrong_options_are_refused_before_building(capsys, arguments, said):
+def test_usage_errors_come_before_the_target_is_built(capsys, arguments, said):
     with pytest.raises(SystemExit) as left:
-        cli.main(["run", "no such target", *arguments])
+        cli.main(arguments)
     assert left.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_an_unwritable_file_costs_no_answer(capsys, target, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_loses_no_answer(capsys, target, tmp_path, monkeypatch):
     monkeypatch.setattr(ProbeResult, "to_json", lambda self, path=None: os.mkdir("/nonexistent/x"))
     arguments = ["--max-batch", "4", "--quiet", "--json", str(tmp_path / "x.json"), *RUN]
     code, out, err = run(capsys, "run", f"{target}:fits", *arguments)
@@ -239,11 +261,39 @@ def test_an_unwritable_file_costs_no_answer(capsys, target, tmp_path, monkeypatc
     assert "cannot be written" in err
 
 
-# --- stdout is for the answer ---
+# --- streams ---
+
+
+def test_only_the_answer_goes_to_stdout(capfd):
+    before = sys.stdout
+    with stdout_kept(for_good=False) as answers:
+        sys.stdout.write("from Python\n")
+        os.write(1, b"from below\n")
+        write(answers, "42\n")
+    assert sys.stdout is before
+    out, err = capfd.readouterr()
+    assert out == "42\n"
+    assert {"from Python", "from below"} <= set(err.splitlines())
+
+
+def test_stdout_is_restored_after_an_error(capfd):
+    before = sys.stdout
+    with pytest.raises(KeyError), stdout_kept(for_good=False):
+        raise KeyError
+    assert sys.stdout is before
+    os.write(1, b"on stdout\n")
+    assert capfd.readouterr().out == "on stdout\n"
+
+
+def test_messages_go_to_stderr(capsys, monkeypatch):
+    tell("one", "two")
+    assert capsys.readouterr() == ("", "one\ntwo\n")
+    monkeypatch.setattr(sys, "stderr", None)
+    tell("unheard")
 
 
 @pytest.mark.parametrize("answer", [["--quiet"], ["--json", "-"]], ids=lambda answer: answer[0])
-def test_stdout_of_a_process_holds_the_answer_alone(target, answer):
+def test_stdout_of_a_process_holds_only_the_answer(target, answer):
     command = [sys.executable, "-m", "oomprobe", "run", f"{target}:writes", "--max-batch", "4", *answer, *RUN]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout)
@@ -258,6 +308,18 @@ def test_a_process_without_stderr_still_answers(target):
     assert done.stdout == "4\n"
 
 
+def test_a_reader_that_exits_early_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        command = [sys.executable, "-m", "oomprobe", "devices"]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- other commands ---
+
+
 @pytest.mark.parametrize("text", ["not json", "{}"])
 def test_show_refuses_what_is_not_a_result(capsys, tmp_path, text):
     path = tmp_path / "r.json"
@@ -270,8 +332,8 @@ def test_show_refuses_what_is_not_a_result(capsys, tmp_path, text):
 def test_devices_lists_the_host_and_simulated_cards(capsys):
     code, out, _ = run(capsys, "devices")
     assert code == 0
-    here, simulated = out.split("\n\n")
-    assert here.splitlines()[-1].startswith("cpu  host memory")
+    real, simulated = out.split("\n\n")
+    assert real.splitlines()[-1].startswith("cpu  host memory")
     assert len(re.findall(r"^sim:\S+ +\d+\.\d\d GiB of", simulated, re.MULTILINE)) >= 20
 
 
@@ -284,7 +346,7 @@ def test_demo_probes_two_models_in_45_lines(capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_a_contaminated_answer_is_no_plain_number(capsys, target, monkeypatch):
+def test_quiet_does_not_print_a_contaminated_answer(capsys, target, monkeypatch):
     from oomprobe import probe
 
     found = probe.probe_target(f"{target}:up_to_five", isolate=False, device="cpu:1GiB", progress="off")
@@ -295,12 +357,3 @@ def test_a_contaminated_answer_is_no_plain_number(capsys, target, monkeypatch):
     assert (code, out) == (6, "")
     assert "no number printed" in err
     assert run(capsys, "run", f"{target}:up_to_five", *RUN)[0] == 0
-
-
-def test_a_reader_that_leaves_early_is_no_error():
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as closed:
-        command = [sys.executable, "-m", "oomprobe", "devices"]
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Deadlines: the nearer of two limits, and whether a confirmation still fits."""
+"""Deadlines: the earlier of two limits, and time to confirm."""
 
 import time
 
@@ -12,7 +12,7 @@ from oomprobe.signals import CONFIRM_SLACK, Clock
 @pytest.mark.parametrize(
     ("whole_s", "trial_s", "expected_s"), [(None, None, None), (60, None, 60), (None, 7, 7), (60, 7, 7), (5, 7, 5)]
 )
-def test_the_deadline_is_the_nearer_limit(whole_s, trial_s, expected_s):
+def test_the_deadline_is_the_earlier_limit(whole_s, trial_s, expected_s):
     deadline_s = Clock(Options(time_limit_s=whole_s, trial_time_limit_s=trial_s)).deadline_s()
     if expected_s is None:
         assert deadline_s is None
@@ -21,7 +21,7 @@ def test_the_deadline_is_the_nearer_limit(whole_s, trial_s, expected_s):
 
 
 def test_time_left_is_kept_for_the_confirmation():
-    trials = [a_trial(10, step_s=1.0)]  # 0.1 s a sample
+    trials = [a_trial(10, step_s=1.0)]  # 0.1 s per sample
     options = Options(time_limit_s=100.0, confirm_steps=4)
     fits = 100 / (CONFIRM_SLACK * 5 * 0.1)
     assert Clock(options).suffices_to_confirm(int(0.95 * fits), trials)

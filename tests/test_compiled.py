@@ -1,4 +1,4 @@
-"""With real torch.compile: a backend records the shapes it is asked to compile, and runs the graph as it is."""
+"""Real torch.compile, with a backend that records the shapes it compiles and runs the graph as it is."""
 
 import logging
 
@@ -12,7 +12,7 @@ SIZES = [2, 4, 8, 6, 5, 6]
 
 @pytest.fixture(autouse=True)
 def fresh(caplog):
-    """Dynamo as in a new process."""
+    """Reset dynamo to the state of a new process."""
     caplog.set_level(logging.CRITICAL, logger="torch")
     torch._dynamo.reset()
     yield
@@ -20,7 +20,7 @@ def fresh(caplog):
 
 
 class Recorder:
-    """A backend that compiles nothing: `seen` has the sizes of each graph's inputs, "?" where they may change."""
+    """A backend that compiles nothing. `seen` holds the sizes of each graph's inputs, "?" for dynamic ones."""
 
     def __init__(self, fail_at=(), error=None):
         self.seen, self.fail_at, self.error = [], fail_at, error
@@ -68,20 +68,17 @@ def compiled_step(**options):
     return Net(), torch.compile(step, **options)
 
 
-def probed(model, step, sizes, *, forgets=True):
-    """What a probe does: each size twice; returns its `Compiled`."""
-    torch_compile = Compiled()
+def run_sizes(model, step, sizes, *, drops=True):
+    """Run each size twice, as in a probe if `drops`, and return the `Compiled` used."""
+    compiled = Compiled()
     for size in sizes:
-        if forgets:
-            torch_compile.start_size(size)
+        if drops:
+            compiled.start_size(size)
         step(model, size)
         step(model, size)
-    if forgets:
-        torch_compile.drop()
-    return torch_compile
-
-
-# --- each size, and training, as if it were the only one ---
+    if drops:
+        compiled.drop()
+    return compiled
 
 
 @pytest.mark.parametrize("way", [compiled_model, compiled_in_place, compiled_step])
@@ -89,47 +86,43 @@ def test_each_size_is_compiled_as_if_alone(way):
     recorder, alone = Recorder(), []
     for size in SIZES:
         torch._dynamo.reset()
-        probed(*way(backend=recorder), [size], forgets=False)
+        run_sizes(*way(backend=recorder), [size], drops=False)
         alone += recorder.take()
     assert len(alone) == len(SIZES)
     torch._dynamo.reset()
-    probed(*way(backend=recorder), SIZES)
+    run_sizes(*way(backend=recorder), SIZES)
     assert recorder.take() == alone
     torch._dynamo.reset()
-    probed(*way(backend=recorder), SIZES, forgets=False)  # then sizes are compiled for changing shapes
+    run_sizes(*way(backend=recorder), SIZES, drops=False)  # dynamo then compiles dynamic shapes
     assert len(recorder.seen) == 2
     assert "?" in str(recorder.seen[-1]) or "SymInt" in str(recorder.seen[-1])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KeyboardInterrupt()], ids=repr)
-def test_a_size_that_is_not_compiled_leaves_no_trace(error):
+def test_a_size_that_fails_to_compile_leaves_no_trace(error):
     recorder = Recorder(fail_at=[64], error=error)
     model, step = compiled_model(backend=recorder)
-    torch_compile = Compiled()
-    torch_compile.start_size(64)
+    compiled = Compiled()
+    compiled.start_size(64)
     with pytest.raises((torch._dynamo.exc.BackendCompilerFailed, KeyboardInterrupt)):
         step(model, 64)
-    assert not torch_compile.is_used
-    torch_compile.start_size(48)
+    assert not compiled.is_used
+    compiled.start_size(48)
     step(model, 48)
-    torch_compile.drop()
+    compiled.drop()
     step(model, 24)
     assert [graph[-1] for graph in recorder.seen] == [(64, 4), (48, 4), (24, 4)]
-
-
-# --- what it says ---
 
 
 def test_a_step_that_is_not_compiled_resets_nothing(monkeypatch):
     model, step = compiled_model(backend="eager")
     step(model, 8)
-    monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("what the user compiled is forgotten for nothing"))
-    torch_compile = probed(Net(), forward_and_backward, SIZES)
-    assert not torch_compile.is_used
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("code the user compiled was dropped needlessly"))
+    assert not run_sizes(Net(), forward_and_backward, SIZES).is_used
 
 
 def test_only_graphs_of_this_probe_count():
     model, step = compiled_model(backend="eager")
-    assert probed(model, step, [2]).is_used
+    assert run_sizes(model, step, [2]).is_used
     step(model, 8)
-    assert not probed(Net(), forward_and_backward, [2]).is_used
+    assert not run_sizes(Net(), forward_and_backward, [2]).is_used

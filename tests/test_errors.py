@@ -29,7 +29,7 @@ def test_errors_are_builtins_and_carry_trials(kind):
     assert kind("what happened").trials == ()
 
 
-def test_the_tree_in_the_docstring_is_the_tree():
+def test_the_docstring_draws_the_real_tree():
     drawn = [line.split("(") for line in errors.__doc__.splitlines() if line.strip().startswith("+--")]
     pairs = {name.strip(" +-"): rest.split(")")[0] for name, rest in drawn}
     assert pairs == {kind.__name__: base.__name__ for kind, base in TREE.items()}
@@ -78,7 +78,7 @@ AT_EVERY_SIZE = (
             "logger.",
         ),
     ],
-    ids=["a bug", "ours", "no text", "at each size", "above one that ran", "an adapter's", "an adapter's above one"],
+    ids=["a bug", "our own", "no text", "at each size", "above a pass", "adapter", "adapter above a pass"],
 )
 def test_a_failed_step_says_what_to_do(own, options, said):
     failed = step_failed(own, batch_size=8, **options)
@@ -87,7 +87,7 @@ def test_a_failed_step_says_what_to_do(own, options, said):
     assert str(failed) == f"the step failed at batch size 8 with {said}"
 
 
-def test_batch_norm_of_one_sample_is_told_the_way_out():
+def test_batch_norm_with_one_sample_suggests_min_batch():
     own = ValueError("Expected more than 1 value per channel when training, got input size [1, 4]")
     assert "Use min_batch=2" in str(step_failed(own, batch_size=1))
 

@@ -1,4 +1,4 @@
-"""What importing costs. Each import is made in a fresh process, since this one has torch."""
+"""The cost of imports. Each runs in a fresh process, because this one has imported torch."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def imported_by(statement):
-    """The modules present in a fresh process after a statement."""
+    """Return the modules that a fresh process has imported after a statement."""
     code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -38,11 +38,11 @@ def test_the_pure_modules_import_no_torch(module):
 def test_importing_the_package_imports_nothing_heavy():
     assert {name for name in imported_by("import oomprobe") if name.startswith(("oomprobe", "torch"))} == {"oomprobe"}
     probing = imported_by("import oomprobe.probe, oomprobe.targets")
-    assert probing.isdisjoint({"rich", "matplotlib", "transformers"})  # which are no dependencies
+    assert probing.isdisjoint({"rich", "matplotlib", "transformers"})  # optional dependencies
 
 
 @pytest.mark.parametrize("name", oomprobe._HOMES)
-def test_every_public_name_is_there_and_listed(name):
+def test_every_public_name_can_be_imported_and_is_listed(name):
     value = getattr(oomprobe, name)
     assert value.__name__ == name
     assert value.__module__.startswith(f"oomprobe.{oomprobe._HOMES[name]}")
@@ -59,7 +59,7 @@ def test_the_contracts_names_are_public():
     assert contract <= set(oomprobe._HOMES)
 
 
-def test_the_names_for_type_checkers_are_the_same_ones():
+def test_type_checkers_see_the_same_names():
     source = Path(oomprobe.__file__).read_text().split("if TYPE_CHECKING:")[1].split("def ")[0]
     for_checkers = {
         line.split(" as ")[1]: line.split()[1].removeprefix("oomprobe.")

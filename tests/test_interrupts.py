@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and time limits reach the step of a probe, and never the code that gives everything back."""
+"""Ctrl-C, SIGTERM and time limits interrupt the step of a probe, but never the code that restores state."""
 
 import contextlib
 import os
@@ -16,13 +16,13 @@ import oomprobe
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="POSIX signals")
 
-PATIENCE_S = 30  # a child that has not ended by then hangs
+PATIENCE_S = 30  # a child that runs longer hangs
 SOON_S = 5  # far below the ten minutes that the steps of these tests sleep
 TERMINATED = 143
 
 
 def probe(act, **options):
-    """Probe a step that acts, and trains."""
+    """Probe a step that calls `act` and trains."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -36,17 +36,17 @@ def probe(act, **options):
 
 
 def work(seconds):
-    """Unlike a sleep, not ended early by a signal that came through."""
+    """Sleep for the whole time, even if a signal arrives."""
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         time.sleep(0.01)
 
 
 class SlowToLoad:
-    """Its state takes a while to be put back, and it says when."""
+    """Takes a while to restore, and says when it starts and ends."""
 
     def __init__(self, say):
-        self.say, self.seen = say, types.SimpleNamespace(count=0)  # which only a state_dict tells of
+        self.say, self.seen = say, types.SimpleNamespace(count=0)  # only `load_state_dict` can restore the count
 
     def state_dict(self):
         return {"count": self.seen.count}
@@ -58,7 +58,7 @@ class SlowToLoad:
         self.say("clean")
 
 
-# --- steps, run in a process of their own ---
+# --- signals, in a child process ---
 
 
 def sleeps(say):
@@ -66,14 +66,14 @@ def sleeps(say):
     time.sleep(600)
 
 
-def cleans_up_itself(say):
+def cleans_up(say):
     try:
         say("in step")
         time.sleep(600)
     finally:
-        say("the step's own")
+        say("step cleaning")
         work(0.4)
-        say("done")
+        say("step clean")
 
 
 def works(say):
@@ -83,7 +83,7 @@ def works(say):
 
 
 class Started:
-    """A process that probes, and tells where it is, line by line; ends with 0 after an answer."""
+    """A child process that probes and reports its progress line by line; exits with 0 after an answer."""
 
     def __init__(self, act, prepare=lambda say: None):
         reading, writing = os.pipe()
@@ -126,14 +126,14 @@ class Started:
             self.heard.append(line.strip())
             if line.strip() == text:
                 return self
-        raise AssertionError(f"{text!r} was not said, but {self.heard}")
+        raise AssertionError(f"the child did not say {text!r} but {self.heard}")
 
     def send(self, number):
         os.kill(self.pid, number)
         return self
 
     def end(self):
-        """What was said, and the exit status."""
+        """Wait, and return everything the child said and its exit status."""
         self.heard += [line.strip() for line in self._lines]
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         self._watchdog.cancel()
@@ -153,15 +153,15 @@ RESTORED = ["cleaning", "clean"]
         (sleeps, [("in step", TERM)], [*RESTORED, "SystemExit(143)"], TERMINATED),
         (sleeps, [("in step", INT), ("cleaning", TERM)], [*RESTORED, "SystemExit(143)"], TERMINATED),
         (
-            cleans_up_itself,
-            [("in step", INT), ("the step's own", INT)],
-            ["the step's own", "done", *RESTORED, "KeyboardInterrupt()"],
+            cleans_up,
+            [("in step", INT), ("step cleaning", INT)],
+            ["step cleaning", "step clean", *RESTORED, "KeyboardInterrupt()"],
             1,
         ),
     ],
     ids=["Ctrl-C", "Ctrl-C twice", "SIGTERM", "SIGTERM after Ctrl-C", "Ctrl-C in the step's own clean-up"],
 )
-def test_a_signal_reaches_the_step_and_not_the_clean_up(act, sent, said, status):
+def test_a_signal_interrupts_the_step_but_not_restoring(act, sent, said, status):
     process = Started(act)
     for when, number in sent:
         process.hear(when).send(number)
@@ -177,16 +177,15 @@ def ignored(say):
 
 
 @pytest.mark.parametrize(("prepare", "heard"), [(own_handler, ["handled 15"]), (ignored, [])])
-def test_the_users_own_handling_of_a_signal_stays(prepare, heard):
+def test_the_users_own_signal_handler_stays(prepare, heard):
     said, status = Started(works, prepare).hear("in step").send(signal.SIGTERM).end()
     assert status == 0
     assert said[: 2 + len(heard)] == ["in step", *heard, "step over"]
     assert said[-1] == "answer 1"
 
 
-def test_a_signal_while_state_is_put_back_comes_after_it():
-    process = Started(works).hear("cleaning").send(signal.SIGINT)
-    said, status = process.end()
+def test_a_signal_while_state_is_restored_is_delivered_afterwards():
+    said, status = Started(works).hear("cleaning").send(signal.SIGINT).end()
     assert (said[-3:], status) == ([*RESTORED, "KeyboardInterrupt()"], 1)
 
 
@@ -200,18 +199,18 @@ def swallows():
 
 @pytest.mark.parametrize("step", [lambda: time.sleep(600), swallows], ids=["sleeps", "swallows"])
 @pytest.mark.parametrize("limit", ["trial_time_limit_s", "time_limit_s"])
-def test_a_sleeping_step_ends_with_its_time(step, limit):
+def test_a_sleeping_step_ends_at_its_time_limit(step, limit):
     began_s = time.monotonic()
     with pytest.raises(oomprobe.TimeLimitError):
         probe(step, **{limit: 0.3})
     assert 0.3 <= time.monotonic() - began_s < SOON_S
 
 
-def test_a_limit_beyond_the_kernels_timer_is_none():
+def test_a_limit_beyond_the_kernels_timer_is_accepted():
     assert probe(lambda: None, time_limit_s=2**63).batch_size == 1
 
 
-def test_the_users_own_timer_goes_on():
+def test_the_users_own_timer_still_fires():
     rang = []
     before = signal.signal(signal.SIGALRM, lambda *_: rang.append(True))
     signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -223,7 +222,7 @@ def test_the_users_own_timer_goes_on():
     assert rang == [True]
 
 
-def test_in_another_thread_a_limit_is_seen_after_the_step():
+def test_in_another_thread_a_limit_is_checked_after_the_step():
     ended = []
 
     def run():
@@ -238,7 +237,7 @@ def test_in_another_thread_a_limit_is_seen_after_the_step():
     assert ended == [True]
 
 
-def test_the_steps_own_exception_is_not_hidden_by_its_time():
+def test_a_time_limit_does_not_hide_the_steps_own_exception():
     def fail():
         try:
             time.sleep(600)

@@ -57,7 +57,7 @@ def test_a_number_out_of_its_range_is_refused(names, values):
     ],
     ids=["sizes", "times", "memory_fraction", "resolution"],
 )
-def test_a_number_in_its_range_is_taken(names, values):
+def test_a_number_in_its_range_is_accepted(names, values):
     for name, value in itertools.product(names, values):
         assert getattr(Options(**{name: value}), name) == value
 
@@ -71,7 +71,7 @@ def test_a_foreign_integer_is_refused_with_advice(value, kind):
     assert f" of type {kind}: pass int(" in text
 
 
-# --- limits together ---
+# --- sizes ---
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_anything_callable_with_a_model_and_a_size_is_a_step(step):
         (functools.partial(full_step, 1), "step(batch_size) cannot be called"),
         (Step(run=lambda model: None), "step(model) cannot be called"),
     ],
-    ids=["one argument", "a keyword without default", "unbound method", "partial that took the place", "typed"],
+    ids=["one argument", "a keyword without default", "unbound method", "partial over model", "typed"],
 )
 def test_a_step_with_other_arguments_is_refused_before_it_runs(step, said):
     text = refused(lambda: named_steps(step))
@@ -156,7 +156,7 @@ NO_STEP = "step must be a function (model, batch_size) that runs one full optimi
         ({1: full_step}, "names of steps must be strings, not 1"),
     ],
 )
-def test_what_is_no_step(steps, said):
+def test_anything_else_is_not_a_step(steps, said):
     assert refused(lambda: named_steps(steps)) == said
 
 
@@ -173,7 +173,7 @@ def test_a_step_whose_call_runs_nothing_is_refused(step):
     assert "train is a generator or async, so calling it runs nothing" in refused(lambda: named_steps({"train": step}))
 
 
-def test_a_typed_step_is_taken_as_it_is():
+def test_a_typed_step_stays_as_it_is():
     step = Step(run=full_step, max_calls=1)
     assert named_steps({"train": step})["train"] is step
 
@@ -189,7 +189,7 @@ def test_a_typed_step_is_taken_as_it_is():
         (full_step, "function"),
     ],
 )
-def test_what_is_not_a_model(value, kind):
+def test_anything_but_a_module_is_refused(value, kind):
     assert refused(lambda: check_model(value)) == f"model must be a torch.nn.Module, not {kind}"
 
 
@@ -199,7 +199,7 @@ def test_what_is_not_a_model(value, kind):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_ranks_are_refused(ranks):
     refuse_ranks()
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # the others are nowhere
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         if ranks == 1:
             refuse_ranks()

@@ -118,7 +118,7 @@ def test_another_schema_version_is_refused_by_number(version):
 
 
 @given(json_values)
-def test_garbage_is_an_invalid_argument(data):
+def test_arbitrary_json_is_an_invalid_argument(data):
     with pytest.raises(InvalidArgumentError):
         ProbeResult.from_dict(data)
 
@@ -145,7 +145,7 @@ def test_data_are_frozen(thing):
     assert not hasattr(thing, "__dict__")
 
 
-def test_a_plan_says_what_ran_and_keeps_below_what_failed():
+def test_a_plan_says_what_ran_and_stays_below_what_failed():
     failed = a_trial(6, Verdict.OOM, accumulation_steps=2)
     trials = (a_trial(6), a_trial(5, Verdict.OOM), a_trial(4, accumulation_steps=3))
     ran = {n: a_result(batch_size=6, trials=trials).plan(n)[0] for n in (6, 5, 4)}
@@ -153,7 +153,7 @@ def test_a_plan_says_what_ran_and_keeps_below_what_failed():
     assert max(entry.micro_batch for entry in a_result(batch_size=6, trials=(failed, *trials)).plan(12)) == 4
 
 
-def test_a_plan_keeps_to_the_answer_and_to_the_options():
+def test_a_plan_respects_the_answer_and_the_options():
     result = a_result(batch_size=96, options={"multiple_of": 32})
     first = result.plan(512, world_size=2)[0]
     assert (first.micro_batch, first.exact) == (64, True)
@@ -163,5 +163,5 @@ def test_a_plan_keeps_to_the_answer_and_to_the_options():
     assert replace(result, options={"min_batch": 48}).plan(51)[0].micro_batch == 50
 
 
-def test_as_text_a_result_is_its_report():
+def test_the_text_of_a_result_is_its_report():
     assert str(a_result()).startswith("verdict: batch 4 fits in 90 B (90 % of 100 B on test device)\n")

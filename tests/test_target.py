@@ -43,7 +43,7 @@ def _imports_as_before(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty current folder."""
+    """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -83,7 +83,7 @@ def test_a_target_in_a_file_or_a_module(folder, path, target):
     assert torch.equal(model.bias.grad, torch.tensor([3.0]))
 
 
-def test_a_file_imports_the_modules_beside_it_whenever_it_likes(folder):
+def test_a_file_can_import_its_siblings_at_any_time(folder):
     write(folder / "there" / "my_layers.py", "width = 7")
     write(
         folder / "there" / "my_train.py",
@@ -96,14 +96,14 @@ def test_a_file_imports_the_modules_beside_it_whenever_it_likes(folder):
     assert load("there/my_train.py:build")() == 7
 
 
-def test_a_target_is_built_anew_each_time(folder):
+def test_a_target_is_imported_anew_each_time(folder):
     write(folder / "my_train.py", "made = object()\ndef build(): return made")
     first, before = load("my_train.py:build")(), len(sys.path)
     assert load("my_train.py:build")() is not first
     assert len(sys.path) == before
 
 
-def test_a_file_called_like_another_module_does_not_replace_it(folder):
+def test_a_file_named_like_a_module_does_not_replace_it(folder):
     write(folder / "types.py", "def build(): return 'mine'")
     for _ in range(2):
         assert load("types.py:build")() == "mine"
@@ -117,24 +117,24 @@ def test_a_file_called_like_another_module_does_not_replace_it(folder):
     "target",
     ["", "train.py", "train.py:", ":build", "train.py:build()", ".train:build", "a:1"],
 )
-def test_what_is_no_target(target):
+def test_invalid_targets_are_refused(target):
     assert refused(lambda: load(target)) == f"{target!r} is not a target."
 
 
 @pytest.mark.parametrize("name", ["no_such.py", "folder.py"])
-def test_a_file_that_is_not_there_is_named_in_full(folder, name):
+def test_a_missing_file_is_named_by_its_full_path(folder, name):
     (folder / "folder.py").mkdir()
     assert refused(lambda: load(f"{name}:build")) == f"there is no file {os.path.realpath(name)!r}."
 
 
 @pytest.mark.parametrize(("name", "missing"), [("no_such.train", "no_such"), ("os.no_such", "os.no_such")])
-def test_a_module_that_is_not_there(folder, name, missing):
+def test_a_missing_module_is_named(folder, name, missing):
     assert refused(lambda: load(f"{name}:build")) == f"there is no module {missing!r} to import."
 
 
 @pytest.mark.parametrize("name", ["my_train_big.py", "my_train_big"])
 @pytest.mark.parametrize("missing", ["my_train", "my_train_big_too"])
-def test_a_missing_module_is_the_targets_own_error(folder, name, missing):
+def test_a_failing_import_inside_the_target_is_its_own_error(folder, name, missing):
     write(folder / "my_train_big.py", f"import {missing}\ndef build(): pass")
     with pytest.raises(ModuleNotFoundError) as caught:
         load(f"{name}:build")
@@ -142,7 +142,7 @@ def test_a_missing_module_is_the_targets_own_error(folder, name, missing):
 
 
 @pytest.mark.parametrize("function", ["no_such", "not_a_function"])
-def test_a_function_that_is_not_there(folder, function):
+def test_a_missing_function_is_named(folder, function):
     write(folder / "my_train.py")
     assert refused(lambda: load(f"my_train:{function}")) == f"my_train has no function {function!r}."
 
@@ -158,7 +158,7 @@ def test_a_failing_file_raises_its_own_error(folder):
 
 
 @pytest.mark.parametrize(("function", "kind"), [("a_model_alone", "Linear"), ("the_wrong_way_round", "tuple")])
-def test_what_is_not_a_pair_of_model_and_step(folder, function, kind):
+def test_a_target_must_return_a_model_and_a_step(folder, function, kind):
     write(folder / "my_train.py")
     assert refused(lambda: build(f"my_train.py:{function}")) == (
         f"my_train.py:{function} returned {kind}, not a pair (model, step_fn)."
@@ -172,7 +172,7 @@ def at_the_top():
     return torch.nn.Linear(1, 1), lambda model, batch_size: None
 
 
-def test_names_and_functions_that_can_be_imported():
+def test_importable_functions_are_named_by_their_module():
     assert name_of("train.py:build") == "train.py:build"
     assert name_of(at_the_top) == f"{__name__}:at_the_top"
 

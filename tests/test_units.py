@@ -18,12 +18,12 @@ from oomprobe.units import format_bytes, format_seconds, parse_bytes
         (" 1.5 kB ", 1500),
         ("0.5TiB", 2**39),
         ("2T", 2 * 10**12),
-        ("9007199254740993", 2**53 + 1),  # a float has no such number
+        ("9007199254740993", 2**53 + 1),  # no float has this value
         ("1.000000001GB", 1_000_000_001),
         (str(2**63 - 1), 2**63 - 1),
     ],
 )
-def test_reads_sizes_as_people_write_them(text, size_bytes):
+def test_sizes_are_parsed(text, size_bytes):
     assert parse_bytes(text) == size_bytes
 
 
@@ -34,15 +34,15 @@ def test_reads_sizes_as_people_write_them(text, size_bytes):
         *("9" * 400, str(2**63), "99999999999TiB"),
     ],
 )
-def test_refuses_what_is_no_size_and_shows_how_to_write_one(text):
+def test_invalid_sizes_are_refused_with_an_example(text):
     with pytest.raises(InvalidArgumentError, match="write it like '24GiB'"):
         parse_bytes(text)
 
 
 @given(st.integers(1, 2**50))
-def test_what_is_written_reads_back_within_the_two_decimals(size_bytes):
+def test_a_formatted_size_parses_back_to_two_decimals(size_bytes):
     written = format_bytes(size_bytes)
-    assert abs(parse_bytes(written) - size_bytes) <= 0.005 * size_bytes + 1  # and a whole byte is cut off
+    assert abs(parse_bytes(written) - size_bytes) <= 0.005 * size_bytes + 1  # parsing rounds down to whole bytes
     assert 1 <= float(written.split()[0]) <= 1024
     assert format_bytes(-size_bytes) == f"-{written}"
 
