@@ -185,7 +185,7 @@ class _Search:
         self.failed_full.discard(size)
 
     def enter_cap(self) -> Asking:
-        """Move the bracket under the cap: if the last good size does not run there, it becomes the upper end."""
+        """Move the bracket under the cap: if its lower end does not run there, that becomes the upper end."""
         self.good, self.bad = self.full_good, self.full_bad
         last_good = self.full_good
         assert last_good is not None
@@ -216,8 +216,10 @@ class _Search:
         if self.bad is None:
             assert self.good is not None
             return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)
-        if self.good is not None and self._is_closed(self.good, self.bad):
-            return None
+        if self.good is not None:
+            is_narrow = self.bad - self.good <= self.tolerance * self.good
+            if is_narrow or self.enough(self.good, self.bad):
+                return None
         middle = self.sizes.middle(self.good, self.bad)
         if middle is None and self.bad not in self.failed:
             return self.bad
@@ -269,9 +271,6 @@ class _Search:
                 return
             self.good = size
 
-    def _is_closed(self, good: int, bad: int) -> bool:
-        return bad - good <= self.tolerance * good or self.enough(good, bad)
-
     def confirm(self) -> Asking:
         """Run the answer for longer. While that fails, move down in growing strides; then close the bracket."""
         good, bad, size, stride = None, self.bad, self.good, 0
@@ -283,7 +282,7 @@ class _Search:
                 bad = size
             if good is None:
                 stride = max(2 * stride, self._stride(size), self.sizes.step)
-                size = self._down(bad, stride)
+                size = None if size == self.sizes.first else max(size - stride, self.sizes.first)
             else:
                 size = self._between(good, bad) if self.unconfirmed else None
         return good, bad
@@ -303,7 +302,3 @@ class _Search:
             if passed:
                 self._mark_transient(size)
         return passed
-
-    def _down(self, bad: int | None, stride: int) -> int | None:
-        assert bad is not None
-        return None if bad == self.sizes.first else max(bad - stride, self.sizes.first)

@@ -88,7 +88,7 @@ class Session:
         self._replays = True  # whether a simulated device may replay trials
         self._served_bytes: dict[int, int] = {}  # allocated by a full step, by batch size; 0 if unknown
 
-    # --- questions ---
+    # --- the search and what follows it ---
 
     def find(self) -> Found:
         """Find the largest size that runs."""
@@ -110,7 +110,7 @@ class Session:
         return Reply(passed=trial.passed, within_cap=trial.passed and peak is not None and peak <= self.budget_bytes)
 
     def confirm_only(self, size: int) -> Found:
-        """Run one size under the cap. Rerun it if it failed, or if loading its kernels left a cap below its peak."""
+        """Run one size under the cap. Rerun it if it failed, or if the cap shrank below its peak once kernels were loaded."""
         self._budget_from(self.runner.measure())
         first_budget_bytes = self.budget_bytes
         steps = self.options.confirm_steps
@@ -276,8 +276,6 @@ class Session:
         if outcome.measured is not None and not self._is_measured:
             self._take(outcome.measured)
 
-    # --- replays ---
-
     def _stop_replaying(self) -> None:
         """Forget replayed trials and run every size from here on."""
         self._replays = False
@@ -343,9 +341,9 @@ class Session:
         lost = (
             "a fresh process hit the same error. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
             if self.runner.replaceable
-            else f"this process can no longer use {self.device.name}, and its data on the device is lost. The state from "
-            "before the first step is in this error's .snapshot. Start a new process; to run trials in child processes "
-            "that may fail like this, use oomprobe run path/to/train.py:build or oomprobe.probe_target"
+            else f"this process can no longer use {self.device.name}, and all tensors on it are lost. The state from before "
+            "the first step is in this error's .snapshot. Start a new process; to run trials in child processes that may "
+            "fail like this, use oomprobe run path/to/train.py:build or oomprobe.probe_target"
         )
         return DeviceLostError(f"a sticky error ({what}): {lost}", trials=tuple(self.trials))
 
