@@ -66,7 +66,7 @@ def test_only_linux_has_it(monkeypatch):
 
 def test_a_budget_beyond_what_is_free_is_refused(monkeypatch):
     monkeypatch.setattr(linux, "free_bytes", lambda: 2 * GIB)
-    said = r"8\.00 GiB of host memory were asked for, and 1\.\d\d GiB can be used: state less"
+    said = r"8\.00 GiB of host memory requested, but only 1\.\d\d GiB can be used: state less"
     with pytest.raises(oomprobe.InvalidArgumentError, match=said):
         HostDevice(8 * GIB)
 

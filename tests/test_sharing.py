@@ -79,7 +79,7 @@ def test_a_budget_after_the_device(cards, kind, text, index, size):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("cuda:1:1.01GiB", "of Fake Card were asked for, and 1.00 GiB can be used: state less, such as '768MiB'"),
+        ("cuda:1:1.01GiB", "of Fake Card requested, but only 1.00 GiB can be used: state less, such as '768MiB'"),
         ("cuda:8GiBs", "'8GiBs' is not a size in memory"),
         ("cuda:0GiB", "'0GiB' is not a size in memory"),
         ("cuda:8GiB:1", "not a device that torch knows"),
@@ -156,7 +156,7 @@ def test_a_mac_is_held_to_what_metal_recommends(metal):
 def test_a_mac_takes_no_budget(cards, metal):
     cards.kind = "mps"
     assert isinstance(choose_device("mps", WITHOUT_PARAMETERS), MpsDevice)
-    refused("mps:0:8GiB", "no budget can be stated with mps: lower memory_fraction")
+    refused("mps:0:8GiB", "mps takes no budget: lower memory_fraction")
 
 
 def test_torch_mps_has_what_is_used():

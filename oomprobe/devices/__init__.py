@@ -1,4 +1,4 @@
-"""The one door to memory: what a probe may ask of a device, and how a device is chosen."""
+"""Devices: the `Device` protocol, its implementations, and the choice of one."""
 
 from oomprobe.devices.base import Device, DeviceInfo, Usage, describe, raised_by, replay_of
 from oomprobe.devices.choose import choose_device, is_host, list_devices, simulated_or

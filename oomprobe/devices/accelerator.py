@@ -1,8 +1,8 @@
-"""CUDA, ROCm and XPU: real memory, real out-of-memory errors, through the device's own torch module.
+"""CUDA, ROCm and XPU devices, accessed through their torch module.
 
-`torch.cuda` and `torch.xpu` name these functions alike; ROCm is `torch.cuda`. Sources: torch/cuda/memory.py and
-c10/cuda/CUDACachingAllocator.cpp, where the cap (`set_per_process_memory_fraction`) compares what this process's
-allocator has *reserved* with ``fraction * total``.
+`torch.cuda` (which also serves ROCm) and `torch.xpu` use the same function names. Sources: torch/cuda/memory.py and
+c10/cuda/CUDACachingAllocator.cpp, where `set_per_process_memory_fraction` limits the memory that this process's
+allocator has *reserved* to ``fraction * total``.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from oomprobe.errors import UnreliableError
 from oomprobe.verdicts import Evidence, Verdict, classify_error
 
 MIB = 2**20
-NEARLY_NOTHING = 0.01  # share of the device: less than this free counts as full
-# What a probe in the user's own process leaves free while it grows. At the driver's edge a failed mapping may break
-# expandable segments for the whole process, libraries fail in obscure words, and neighbours die; the allocator's own
-# limit refuses cleanly.
+NEARLY_NOTHING = 0.01  # a device with a smaller share of its memory free counts as full
+# Memory that a probe in the user's own process leaves free while the batch size grows. At the driver's limit a failed
+# mapping can break expandable segments for the whole process, libraries fail with unrelated errors, and other processes
+# die; the allocator's own limit fails cleanly.
 EDGE_BYTES, EDGE_SHARE = 256 * MIB, 0.01
-INTEGRATED_NAMES = ("is_integrated", "is_integrated_gpu")  # what torch.cuda and torch.xpu call it
-NO_POOL = (0, 0)  # the allocator's own segments; those of a captured graph have an id of their own
+INTEGRATED_NAMES = ("is_integrated", "is_integrated_gpu")  # the names in torch.cuda and torch.xpu
+NO_POOL = (0, 0)  # pool id of ordinary segments; each captured graph has its own
 UNCAPPED = (
-    "{name}: the CUDA allocator of this process (backend {backend}, without its cache or pluggable) neither counts nor "
-    "limits what it hands out, so nothing can be measured. Use torch's own: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and do not "
-    "call change_current_allocator"
+    "{name}: this process's CUDA allocator (backend {backend}, without its cache or pluggable) neither counts nor limits "
+    "allocations, so nothing can be measured. Use torch's default allocator: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and do "
+    "not call change_current_allocator"
 )
 UNIFIED = (
-    "no trial ran without a cap: this device shares the host's memory, and without one the whole machine would swap or "
-    "freeze before an allocation fails"
+    "every trial was capped: this device shares the host's memory, and without a cap the whole machine would swap or "
+    "freeze before an allocation failed"
 )
 GRAPHS = (
-    "not fully cold: a CUDA graph captured before the probe may use the cuBLAS workspaces, so they stayed allocated; a "
-    "fresh process may run a slightly different size"
+    "not fully cold: a CUDA graph captured before the probe may use the cuBLAS workspaces, so they stayed allocated; the "
+    "limit in a fresh process may differ slightly"
 )
 
 
 class AcceleratorDevice:
     """One accelerator with a caching allocator.
 
-    If memory can spill to the host, is shared with it, or a budget was given, every trial is capped at what is available,
-    because larger allocations would not fail.
+    Every trial is capped if memory can spill to the host or is shared with it, or if the user stated a budget: without a
+    cap, larger allocations would succeed.
     """
 
     on_host = False
@@ -64,26 +64,26 @@ class AcceleratorDevice:
         self.notes = tuple(filter(None, (why_spills, UNIFIED if self.integrated else None)))
         self._stated_bytes = stated_bytes
         self._must_cap = stated_bytes is not None or bool(self.notes)
-        # Where the driver spills, "free" is more than what stays on the card: using all of it makes kernels fail or crawl.
+        # A driver that spills reports more free memory than can stay on the card: using all of it makes kernels fail or crawl.
         self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if why_spills else 0
         self._has_released = False
-        self._retries = 0  # before the trial
+        self._retries_before = 0  # the current trial
 
     def _refuse_uncapped(self) -> None:
-        """Raise where no cap can be enforced: one byte allocated is not counted."""
+        """Raise UnreliableError if the allocator does not count an allocation, because then it cannot enforce a cap."""
         if self._torch is not torch.cuda:
             return
         backend = torch.cuda.memory.get_allocator_backend()
         counts = backend != "pluggable"
         if counts:
-            with suppress(torch.OutOfMemoryError):  # on a full card the trial says so
+            with suppress(torch.OutOfMemoryError):  # the trial will report a full card
                 one_byte = torch.empty(1, dtype=torch.uint8, device=self.torch_device)
                 counts = torch.cuda.memory_allocated(self.torch_device) >= one_byte.numel()
         if not counts:
             raise UnreliableError(UNCAPPED.format(name=self.name, backend=backend))
 
     def budget_to_state(self) -> str | None:
-        """What to type where the memory is the host's own, and nobody has said how much of it to use; otherwise None."""
+        """Return the ``device=`` text to suggest if the device shares the host's memory and has no limit; otherwise None."""
         if not self.integrated or self._stated_bytes is not None or self._fraction() < 1:
             return None
         free_bytes = linux.free_bytes()
@@ -96,9 +96,9 @@ class AcceleratorDevice:
     def available_bytes(self) -> int:
         self._refuse_uncapped()
         self.release()
-        return self._within_reach()
+        return self._usable_bytes()
 
-    def _within_reach(self) -> int:
+    def _usable_bytes(self) -> int:
         free, _ = self._torch.mem_get_info(self.torch_device)
         own = int(self._torch.memory_reserved(self.torch_device))
         host_free = linux.free_bytes() if self.integrated else None
@@ -110,36 +110,36 @@ class AcceleratorDevice:
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         if self._must_cap:
-            reach = self._within_reach()
-            limit_bytes = reach if limit_bytes is None else min(limit_bytes, reach)
+            usable_bytes = self._usable_bytes()
+            limit_bytes = usable_bytes if limit_bytes is None else min(limit_bytes, usable_bytes)
         if limit_bytes is None:
             yield
             return
         before = self._fraction()
-        self._hold_to(min(before, limit_bytes / self.total_bytes))
+        self._set_fraction(min(before, limit_bytes / self.total_bytes))
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # a poisoned device refuses this too, and must not hide the step's own error
-                self._hold_to(before)
+            with suppress(Exception):  # this fails on a poisoned device, and must not hide the step's error
+                self._set_fraction(before)
             raise
-        self._hold_to(before)
+        self._set_fraction(before)
 
     def _fraction(self) -> float:
-        """The user's own; cudaMallocAsync says 2^33 where nobody has set one, and takes no more than 1."""
+        """Return the current fraction; cudaMallocAsync reports 2^33 until one is set, but accepts at most 1."""
         return min(1.0, float(self._torch.get_per_process_memory_fraction(self.torch_device)))
 
-    def _hold_to(self, fraction: float) -> None:
-        # Torch keeps whole bytes and rounds down: without the next float up, each cap would cost the user a byte.
+    def _set_fraction(self, fraction: float) -> None:
+        # Torch rounds down to whole bytes: without the next float up, each cap would lower the user's limit by a byte.
         self._torch.set_per_process_memory_fraction(math.nextafter(fraction, 1.0), self.torch_device)
 
     def start_trial(self) -> None:
         self._torch.reset_peak_memory_stats(self.torch_device)
-        self._retries = self._stats().get("num_alloc_retries", 0)
+        self._retries_before = self._stats().get("num_alloc_retries", 0)
 
     def usage(self) -> Usage:
         stats = self._stats()
-        retries = stats.get("num_alloc_retries", 0) - self._retries  # one before each out-of-memory error, too
+        retries = stats.get("num_alloc_retries", 0) - self._retries_before  # includes one for each out-of-memory error
         free, _ = self._torch.mem_get_info(self.torch_device)
         return Usage(
             peak_allocated_bytes=_of_all(stats, "allocated_bytes", "peak"),
@@ -149,16 +149,16 @@ class AcceleratorDevice:
         )
 
     def _stats(self) -> dict[str, Any]:
-        """The allocator's statistics, nested: flattening and sorting them takes five times as long."""
+        # `memory_stats` flattens and sorts them, which takes five times as long.
         return self._torch.memory_stats_as_nested_dict(self.torch_device)  # type: ignore[no-any-return]
 
     def live_bytes(self) -> int:
-        # What was requested: the same gradient may lie in a block that is up to 1 MiB larger the next time.
+        # Requested, not allocated: the block for the same gradient may be up to 1 MiB larger the next time.
         stats = self._stats()
         return _of_all(stats, "requested_bytes" if "requested_bytes" in stats else "allocated_bytes", "current")
 
     def served_bytes(self) -> int:
-        """All that the allocator has ever handed out: steps that do the same add the same."""
+        """Return the total that the allocator has ever handed out; steps that allocate alike add equal amounts."""
         return _of_all(self._stats(), "allocated_bytes", "allocated")
 
     def outside_bytes(self) -> int:
@@ -169,7 +169,7 @@ class AcceleratorDevice:
         self._torch.synchronize(self.torch_device)
 
     def release(self) -> None:
-        """Give back the cache, and the cuBLAS workspaces unless a captured graph may use them."""
+        """Empty the cache, and free the cuBLAS workspaces unless a captured graph may use them."""
         self.synchronize()
         self._torch.empty_cache()
         clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
@@ -178,7 +178,7 @@ class AcceleratorDevice:
         if not self._has_graphs():
             clear()
             self._torch.empty_cache()
-        elif not self._has_released:  # graphs captured in a trial go when its compiled code does
+        elif not self._has_released:  # graphs captured during a trial are freed with its compiled code
             self.notes = (*self.notes, GRAPHS)
         self._has_released = True
 
@@ -186,13 +186,13 @@ class AcceleratorDevice:
         if torch.cuda.memory.get_allocator_backend() != "native":  # the others show no segments
             return False
         pools = self._stats().get("reserved_bytes_by_private_pools")
-        if pools is not None:  # torch 2.14
+        if pools is not None:  # since torch 2.14
             return bool(pools)
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return any(tuple(segment["segment_pool_id"]) != NO_POOL for segment in segments)
 
     def history(self) -> AbstractContextManager[History] | None:
-        """Record each block that torch's own CUDA allocator hands out; other allocators keep no history."""
+        """Record each block that torch's native CUDA allocator hands out; None for other allocators."""
         is_native = self._torch is torch.cuda and torch.cuda.memory.get_allocator_backend() == "native"
         return self._recorded() if is_native else None
 
@@ -200,10 +200,10 @@ class AcceleratorDevice:
     def _recorded(self) -> Iterator[History]:
         memory: Any = torch.cuda.memory
         index = self.torch_device.index
-        self.synchronize()  # blocks that wait for a stream are given back first
+        self.synchronize()  # lets blocks that wait for a stream be freed first
         memory._record_memory_history("all", context=None, clear_history=True, device=self.torch_device)
         try:
-            segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]  # type: ignore[no-untyped-call]
+            segments = [segment for segment in memory.memory_snapshot() if segment["device"] == index]
             history = History(
                 base={
                     block["address"]: block["requested_size"]
@@ -230,19 +230,19 @@ class AcceleratorDevice:
 
 
 def _of_all(stats: dict[str, Any], name: str, kind: str) -> int:
-    """A statistic over all pools; 0 where the allocator of this process does not keep it."""
+    """Return a statistic over all pools; 0 if this process's allocator does not keep it."""
     return int(stats.get(name, {}).get("all", {}).get(kind, 0))
 
 
 def kernel_answers(device: torch.device, synchronize: Callable[[], object]) -> bool:
-    """Run a one-element kernel, whose value is waited for, and check that.
+    """Run a one-element kernel and return whether its result is correct.
 
-    An out-of-memory error here is an answer too: the device is full and alive. It has many classes: what the driver
-    runs out of while it loads the kernel is no `torch.OutOfMemoryError`.
+    An out-of-memory error also counts as healthy: the device is full but works. It need not be a
+    `torch.OutOfMemoryError`: the driver raises other classes if memory runs out while it loads the kernel.
     """
     try:
         synchronize()
         return float(torch.ones(1, device=device).add_(1).item()) == 2.0
     except Exception as error:
-        evidence = Evidence(smaller_size_passed=False, memory_pressure=False)  # an ambiguous text is no sign of life
+        evidence = Evidence(smaller_size_passed=False, memory_pressure=False)  # ambiguous texts count as unhealthy
         return classify_error(error, evidence) in (Verdict.OOM, Verdict.HOST_OOM)

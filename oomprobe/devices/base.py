@@ -1,4 +1,4 @@
-"""What a device answers for."""
+"""The `Device` protocol and its data types."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Memory used since `Device.start_trial`.
+    """Memory use since `Device.start_trial`.
 
     Attributes:
-        peak_allocated_bytes: Most memory in live tensors; None where it is not measured.
-        peak_reserved_bytes: Most memory held by the allocator; None where it is not measured.
-        peak_upper_bytes: The same with the largest workspace that a convolution would take if there is room; None where
-            the peak is not a simulated one.
-        alloc_retries: Times the allocator gave its cache back to serve a request.
-        under_pressure: Whether a failure now can be one of memory: the allocator gave its cache back,
-            or next to nothing was free.
+        peak_allocated_bytes: Peak memory in live tensors; None if not measured.
+        peak_reserved_bytes: Peak memory held by the allocator; None if not measured.
+        peak_upper_bytes: Peak reserved if a convolution takes the largest workspace that fits; None unless simulated.
+        alloc_retries: Number of times the allocator emptied its cache to serve a request.
+        under_pressure: Whether a failure now may be an out-of-memory error: the allocator emptied its cache, or
+            almost no memory was free.
     """
 
     peak_allocated_bytes: int | None = None
@@ -41,18 +40,25 @@ class Usage:
 
 @runtime_checkable
 class Device(Protocol):
-    """A place with memory where steps run. Tests and other packages may bring their own.
+    """A memory pool in which training steps run.
+
+    Any object with these members can be passed as ``device=``. For each trial, a probe calls `start_trial`, enters `cap`,
+    enters `session` around each call of the step, and reads `usage`. Between trials it calls `release` and compares
+    `live_bytes` with the baseline.
 
     Attributes:
-        name: What people call it.
-        torch_device: Where the model's parameters are expected.
-        total_bytes: All of its memory.
-        on_host: Whether its memory is the host's own.
+        name: Name shown to the user, such as ``"NVIDIA H100 80GB HBM3"``.
+        torch_device: Device on which the model's parameters must be.
+        total_bytes: Total memory of the device.
+        on_host: Whether the device's memory is host memory.
 
-    Optional members: ``edge_bytes``, memory that growing trials in the user's own process leave free, so that the
-    driver is never at its edge (without it, `cap` is given None); ``integrated``, whether it shares the host's memory;
-    ``notes``, sentences for the report; ``served_bytes()``, all that the allocator has ever handed out, so that steps
-    that do the same add the same; ``history()``, a context in which that is recorded (`History`), or None.
+    Optional members:
+        edge_bytes: Memory that trials in the user's own process leave free while the batch size grows, to stay clear of
+            the driver's limit. Without it, such trials run with ``cap(None)``.
+        integrated: Whether the device shares the host's memory.
+        notes: Sentences to add to the report.
+        served_bytes(): Total that the allocator has ever handed out. Steps that allocate alike add equal amounts.
+        history(): A context manager that records allocations as a `History`, or None if the allocator cannot.
     """
 
     name: str
@@ -61,15 +67,15 @@ class Device(Protocol):
     on_host: bool
 
     def session(self) -> AbstractContextManager[None]:
-        """The world in which one call of a step runs; nothing on a real device."""
+        """Return the context for one call of the step. On a real device it does nothing."""
         ...
 
     def available_bytes(self) -> int:
-        """Memory this process may use: what is free and what its allocator holds."""
+        """Return the memory this process can use: free memory plus what its allocator has reserved."""
         ...
 
     def cap(self, limit_bytes: int | None) -> AbstractContextManager[None]:
-        """Hold the allocator to `limit_bytes`; beyond it allocations fail for real. None: all there is."""
+        """Limit the allocator to `limit_bytes`, above which allocations really fail; None sets no extra limit."""
         ...
 
     def start_trial(self) -> None:
@@ -77,43 +83,43 @@ class Device(Protocol):
         ...
 
     def usage(self) -> Usage:
-        """Peaks and counters since `start_trial`."""
+        """Return peaks and counters since `start_trial`."""
         ...
 
     def live_bytes(self) -> int:
-        """Memory in live tensors now."""
+        """Return the memory that live tensors use now."""
         ...
 
     def outside_bytes(self) -> int | None:
-        """Memory of the device that this process's allocator does not hold; None where it is not known."""
+        """Return the used memory that this process's allocator does not hold; None if unknown."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until all work is done; errors of that work are raised here."""
+        """Wait until all queued work is done, and raise its errors."""
         ...
 
     def release(self) -> None:
-        """Give cached memory back."""
+        """Return cached memory to the device."""
         ...
 
     def healthy(self) -> bool:
-        """Run a small kernel and check its value. Never raises."""
+        """Run a small kernel and report whether its result is correct. Must not raise."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """What an allocator did while it was recorded, by the addresses of blocks and the bytes that were requested."""
+    """A recording of an allocator: blocks by address, with the bytes requested for them."""
 
-    base: dict[int, int]  # blocks that were in use when the recording began
-    events: list[tuple[int, int]] = field(default_factory=list)  # in order; negative bytes: a block was given back
-    count: Callable[[], int]  # how many blocks the allocator has ever handed out
-    address: Callable[[torch.Tensor], int | None]  # None: it has no block on the device
+    base: dict[int, int]  # blocks in use when recording began
+    events: list[tuple[int, int]] = field(default_factory=list)  # in order; negative bytes mean that a block was freed
+    count: Callable[[], int]  # number of blocks ever allocated
+    address: Callable[[torch.Tensor], int | None]  # None if the tensor is not on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """What a session knows about a device, which may be in another process; the names are those of `Device`."""
+    """Properties of a device that may be in another process, named as in `Device`."""
 
     name: str
     torch_device: str
@@ -121,12 +127,12 @@ class DeviceInfo:
     on_host: bool
     integrated: bool = False
     edge_bytes: int = 0
-    is_simulated: bool = False  # steps are replayed on a card that need not be there
-    not_covered: tuple[str, ...] = ()  # what it cannot know about training
+    is_simulated: bool = False
+    not_covered: tuple[str, ...] = ()  # what a simulated card leaves out
 
 
 def describe(device: Device) -> DeviceInfo:
-    """Read what a session needs to know, with defaults for what a device of another package does not have."""
+    """Return the properties of a device, with defaults for its optional members."""
     replay = replay_of(device)
     return DeviceInfo(
         name=device.name,
@@ -141,29 +147,30 @@ def describe(device: Device) -> DeviceInfo:
 
 
 def replay_of(device: object) -> SimulatedDevice | None:
-    """The device if it is simulated, otherwise None. Importing its module takes a second that others need not spend."""
+    """Return the device if it is simulated, otherwise None."""
+    # Importing the module takes a second, which probes of real devices should not spend.
     simulated = sys.modules.get("oomprobe.devices.simulated")
     is_simulated = simulated is not None and isinstance(device, simulated.SimulatedDevice)
     return cast("SimulatedDevice", device) if is_simulated else None
 
 
 def stated_name(name: str, stated_bytes: int | None, usable_bytes: int) -> str:
-    """The name of a device of which only a part may be used; refuse a budget that it does not have."""
+    """Add the stated budget to a device's name; raise InvalidArgumentError if the budget exceeds `usable_bytes`."""
     if stated_bytes is None:
         return name
     if stated_bytes > usable_bytes:
         raise InvalidArgumentError(
-            f"{format_bytes(stated_bytes)} of {name} were asked for, and {format_bytes(usable_bytes)} can be used: state "
+            f"{format_bytes(stated_bytes)} of {name} requested, but only {format_bytes(usable_bytes)} can be used: state "
             f"less, such as {typed_budget(usable_bytes)!r}"
         )
     return f"{name}, {format_bytes(stated_bytes)} of it"
 
 
 def typed_budget(free_bytes: int) -> str:
-    """Three quarters of what is free now, as one would type it: in a moment less is free."""
+    """Format three quarters of the free memory as a budget to type; less may be free by then."""
     return f"{max(1, free_bytes * 3 // 4 // 2**20)}MiB"
 
 
 def raised_by(device: Device, error: BaseException) -> bool:
-    """Whether a method of the device raised it, or what that called."""
+    """Return whether a method of the device, or code that it called, raised the error."""
     return any(frame.f_locals.get("self") is device for frame, _ in traceback.walk_tb(error.__traceback__))

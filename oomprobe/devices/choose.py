@@ -1,4 +1,4 @@
-"""From the `device` argument to a `Device`."""
+"""Resolve the `device` argument to a `Device`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from oomprobe.units import format_bytes, parse_bytes
 
 
 def choose_device(device: object, model: torch.nn.Module) -> Device:
-    """Resolve the `device` argument: None (where the model's parameters are), a string, a `torch.device` or a `Device`."""
+    """Return the `Device` for a string, a `torch.device`, a `Device`, or None (where the model's parameters are)."""
     if isinstance(device, Device):
         return device
     home = model_device(model)
-    chosen = _open(device if device is not None else home or _accelerator() or torch.device("cpu"))
+    chosen = _open(device if device is not None else home or _current_accelerator() or torch.device("cpu"))
     if replay_of(chosen) is not None:
-        return chosen  # says itself what it can take
-    if home is not None and not _same(home, chosen.torch_device):
+        return chosen  # it checks the model's device itself
+    if home is not None and not _same_device(home, chosen.torch_device):
         raise InvalidArgumentError(
             f"device={str(device)!r}, but the model's parameters are on {home}: call "
             f"model.to({str(chosen.torch_device)!r}) first, or leave device out to probe where the model is"
@@ -34,24 +34,27 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
 
 
 def simulated_or(device: Any) -> Any:
-    """The card that ``"sim:..."`` names; any other device as it is."""
+    """Return the simulated card that ``"sim:..."`` names; return any other device unchanged."""
     if not isinstance(device, str) or device.partition(":")[0] != "sim":
         return device
-    from oomprobe.devices.simulated import SimulatedDevice  # costs a second that others need not spend
+    from oomprobe.devices.simulated import SimulatedDevice  # takes a second to import
 
     return SimulatedDevice(device.partition(":")[2])
 
 
 def is_host(device: Device) -> bool:
-    """Whether each trial runs in a forked process, limited by RLIMIT_AS."""
+    """Return whether each trial runs in a forked process that RLIMIT_AS limits."""
     return isinstance(device, HostDevice)
 
 
 def model_device(model: torch.nn.Module) -> torch.device | None:
-    """Where all parameters and buffers of the model are; None for a model without any."""
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    """Return the one device of all parameters and buffers; None for a model without any.
+
+    Raises:
+        InvalidArgumentError: a parameter is lazy, a tensor is on the meta device, or the model is on several devices.
+    """
     places: dict[torch.device, str] = {}
-    for name, tensor in tensors:
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if isinstance(tensor, UninitializedTensorMixin):
             raise InvalidArgumentError(
                 f"{name} is a lazy parameter without a shape yet: run one forward pass, then probe"
@@ -73,10 +76,10 @@ def model_device(model: torch.nn.Module) -> torch.device | None:
 
 
 def list_devices() -> list[Device]:
-    """Every device of this machine that can be probed."""
+    """Return every device of this machine that can be probed."""
     found: list[Device] = []
-    if here := _accelerator():
-        found += [_open_accelerator(torch.device(here.type, i)) for i in range(torch.accelerator.device_count())]
+    if current := _current_accelerator():
+        found += [_open_accelerator(torch.device(current.type, i)) for i in range(torch.accelerator.device_count())]
     with contextlib.suppress(NoDeviceError):
         found.append(HostDevice())
     return found
@@ -108,15 +111,15 @@ def _open(device: object) -> Device:
     budget = opened.budget_to_state() if isinstance(opened, AcceleratorDevice) else None
     if budget is not None:
         raise InvalidArgumentError(
-            f"{opened.name} shares the host's memory: without a budget no allocation fails, the whole machine swaps or freezes "
-            f"(pytorch#174358). State one: device={budget!r}, or set set_per_process_memory_fraction(...) below 1 before "
+            f"{opened.name} shares the host's memory: without a budget no allocation fails and the whole machine swaps or "
+            f"freezes (pytorch#174358). State one: device={budget!r}, or set set_per_process_memory_fraction(...) below 1 before "
             "you probe"
         )
     return opened
 
 
 def split_budget(text: str) -> tuple[str, int | None]:
-    """Part a device from the budget stated with it; a number without a unit is an index.
+    """Split a device string into the device and its budget; a number without a unit is an index.
 
     Example:
         >>> split_budget("cuda:1:8GiB"), split_budget("xpu:2GiB"), split_budget("cuda:1")
@@ -129,31 +132,31 @@ def split_budget(text: str) -> tuple[str, int | None]:
 
 
 def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> Device:
-    here = _accelerator()
-    count = 0 if here is None else torch.accelerator.device_count()
-    if here is None or here.type != device.type or (device.index or 0) >= count:
-        there = "no accelerator" if here is None else f"{count} of type {here.type}"
+    current = _current_accelerator()
+    count = 0 if current is None else torch.accelerator.device_count()
+    if current is None or current.type != device.type or (device.index or 0) >= count:
+        present = "no accelerator" if current is None else f"{count} of type {current.type}"
         raise NoDeviceError(
-            f"no device {str(device)!r} here: torch {torch.__version__} sees {there}. "
+            f"no device {str(device)!r} here: torch {torch.__version__} sees {present}. "
             "Type `oomprobe devices` to list what can be probed; 'cpu:4GiB' probes host memory"
         )
     if device.type != "mps":
         return AcceleratorDevice(device, stated_bytes)
     if stated_bytes is not None:
-        raise InvalidArgumentError("no budget can be stated with mps: lower memory_fraction")
+        raise InvalidArgumentError("mps takes no budget: lower memory_fraction instead")
     return MpsDevice()
 
 
-def _accelerator() -> torch.device | None:
+def _current_accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator(check_available=True)
 
 
-def _same(one: torch.device, other: torch.device) -> bool:
+def _same_device(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and (one.index is None or other.index is None or one.index == other.index)
 
 
 def describe_device(device: Device) -> str:
-    """One line for `oomprobe devices`."""
+    """Return the line for a device in the output of `oomprobe devices`."""
     line = f"{device.torch_device!s}  {device.name}  {format_bytes(device.total_bytes)}"
     budget = device.budget_to_state() if isinstance(device, AcceleratorDevice) else None
     return line if budget is None else f"{line}  shares the host's memory: state a budget, such as {budget!r}"

@@ -1,7 +1,7 @@
-"""Host memory: steps run for real, in a process that the operating system holds to a budget.
+"""Host memory, limited to a budget by the operating system.
 
-Each trial is a child process of its own (`oomprobe.isolation`), and ``RLIMIT_AS`` limits the address space of that child,
-so torch's own CPU allocator fails with its own error and no OOM killer comes.
+Each trial runs in a child process (`oomprobe.isolation`) whose address space ``RLIMIT_AS`` limits, so torch's CPU
+allocator raises its own error before the OOM killer acts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ with suppress(ImportError):  # not on Windows
     import resource
 
 MAPS = Path("/proc/self/maps")
-# A text such as "could not create a primitive" is about memory only if the trial had used this share of its cap.
+# An ambiguous error such as "could not create a primitive" counts as out of memory only above this share of the cap.
 PRESSURE_SHARE = 0.5
-APPROXIMATE = "host memory is approximate: near the limit, fragmentation of malloc's heap decides; step times are those of one thread"
+APPROXIMATE = (
+    "host memory is approximate: near the limit, malloc's heap fragmentation decides; step times are for one thread"
+)
 
 
 class HostDevice:
-    """The memory of this machine, or a stated part: address space that a trial may take beside the model's process."""
+    """Host memory, or a stated part of it, that a trial may allocate in addition to the model's process."""
 
     on_host = True
 
@@ -36,12 +38,12 @@ class HostDevice:
         free_bytes = linux.free_bytes()
         if sys.platform != "linux" or free_bytes is None:
             raise NoDeviceError(
-                f"host memory can be probed on Linux only, and this is {sys.platform}: only there can the system hold "
-                "a process to a budget (RLIMIT_AS). Use device='cuda' or 'mps'"
+                f"host memory can be probed only on Linux, where RLIMIT_AS limits a process, and this is {sys.platform}. "
+                "Use device='cuda' or 'mps'"
             )
         self.torch_device = torch.device("cpu")
-        # Above what is free allocations succeed, and the system's OOM killer ends the process.
-        self.name = stated_name("host memory", stated_bytes, _free_beside_copies(free_bytes))
+        # Allocations beyond the free memory succeed, and then the OOM killer ends the process.
+        self.name = stated_name("host memory", stated_bytes, _without_copies(free_bytes))
         self.total_bytes = linux.machine_bytes("MemTotal") or free_bytes
         self.notes = (APPROXIMATE, *_other_malloc())
         self._stated_bytes = stated_bytes
@@ -52,8 +54,8 @@ class HostDevice:
 
     def available_bytes(self) -> int:
         free_bytes = self._stated_bytes
-        if free_bytes is None:  # now: the snapshot of the model has been taken since the device was opened
-            free_bytes = _free_beside_copies(linux.free_bytes() or 0)
+        if free_bytes is None:  # read again: the model's snapshot was taken after the device was opened
+            free_bytes = _without_copies(linux.free_bytes() or 0)
         limits = [(resource.getrlimit(kind)[0], used) for kind, used in _limited_bytes().items()]
         return min([free_bytes, *(max(0, soft - used) for soft, used in limits if soft != resource.RLIM_INFINITY)])
 
@@ -61,7 +63,8 @@ class HostDevice:
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         self.release()
         self._cap_bytes = self.available_bytes() if limit_bytes is None else limit_bytes
-        # The arenas that malloc has for other threads, 64 MiB of address space each, are counted as they become writable.
+        # RLIMIT_DATA covers malloc's arenas for other threads: their address space, 64 MiB each, is reserved already and
+        # becomes writable later.
         used_bytes = _limited_bytes()
         before = {kind: resource.getrlimit(kind) for kind in used_bytes}
         for kind, (soft, hard) in before.items():
@@ -79,9 +82,9 @@ class HostDevice:
         self._start_anonymous_bytes = linux.process_bytes("RssAnon")
 
     def usage(self) -> Usage:
-        """Peaks since this process was forked, for one trial: the kernel resets them then.
+        """Return peaks since this process was forked for the trial, when the kernel reset them.
 
-        Allocated is what was resident, without the pages of libraries; reserved is the address space, which is limited.
+        Allocated counts resident pages without those of files; reserved counts the address space, which is what is limited.
         """
         resident = linux.process_bytes("VmHWM") - linux.process_bytes("RssFile")
         reserved = max(0, linux.process_bytes("VmPeak") - self._start_bytes)
@@ -98,32 +101,36 @@ class HostDevice:
         return None
 
     def synchronize(self) -> None:
-        """Steps on the host are done when they return."""
+        """Do nothing: work on the host is done when the step returns."""
 
     def release(self) -> None:
-        """Give free memory of malloc's heap back to the system, where the C library can."""
+        """Return free memory of malloc's heap to the system, if the C library supports it."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
 
     def healthy(self) -> bool:
-        return True  # a library that a failure has poisoned goes with the process of the trial
+        return True  # a library that a failure has poisoned ends with the trial's process
 
 
 def _limited_bytes() -> dict[int, int]:
-    """What this process uses of what ``ulimit -v`` and ``ulimit -d`` limit, by the number of the limit."""
+    """Return this process's use of the resources that ``ulimit -v`` and ``ulimit -d`` limit."""
     return {
         resource.RLIMIT_AS: linux.process_bytes("VmSize"),
         resource.RLIMIT_DATA: linux.process_bytes("VmData"),
     }
 
 
-def _free_beside_copies(free_bytes: int) -> int:
-    """Keep room for the copy-on-write pages of a forked child, which RLIMIT_AS does not count."""
+def _without_copies(free_bytes: int) -> int:
+    """Subtract the copy-on-write pages of a forked child, which RLIMIT_AS does not count."""
     return max(0, free_bytes - linux.process_bytes("RssAnon"))
 
 
 def _other_malloc() -> tuple[str, ...]:
     mapped = MAPS.read_text()
     found = next((name for name in ("jemalloc", "tcmalloc", "mimalloc") if f"lib{name}" in mapped), None)
-    return () if found is None else (f"malloc is {found}'s here: train with it too, for its fragmentation is another",)
+    return (
+        ()
+        if found is None
+        else (f"this process uses {found}: use it in training too, because it fragments differently",)
+    )

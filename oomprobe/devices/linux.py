@@ -1,4 +1,4 @@
-"""What Linux says about memory: of the machine, of the cgroup, of this process."""
+"""Memory figures that Linux reports for the machine, the cgroup and this process."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ CGROUP_MEMBERSHIP, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup
 
 
 def machine_bytes(name: str) -> int | None:
-    """A figure of /proc/meminfo such as ``MemAvailable``, in bytes; None where there is none."""
+    """Return a figure of /proc/meminfo, such as ``MemAvailable``, in bytes; None if it is missing."""
     kib = _count(MEMINFO, f"{name}:")
     return None if kib is None else kib * 1024
 
 
 def process_bytes(name: str) -> int:
-    """A figure of /proc/self/status: ``VmSize`` (address space), ``VmRSS`` (resident), ``VmHWM``, ``VmPeak``."""
+    """Return a figure of /proc/self/status, such as ``VmSize`` (address space) or ``VmRSS`` (resident), in bytes."""
     return 1024 * (_count(STATUS, f"{name}:") or 0)
 
 
 def free_bytes() -> int | None:
-    """Memory this process could still use: the least of what the machine and each of its cgroups have free.
-
-    None where nothing says (not Linux).
-    """
+    """Return the least free memory of the machine and this process's cgroups; None if unknown (not Linux)."""
     figures = [machine_bytes("MemAvailable"), *map(_cgroup_free, _cgroup_folders())]
     return min((f for f in figures if f is not None), default=None)
 
 
 def _cgroup_folders() -> list[Path]:
-    """The folders that can hold a limit for us: our cgroup and its parents, version 2 and 1."""
+    """Return the folders of this process's cgroup and its parents, version 2 and 1."""
     try:
         entries = [line.split(":", 2) for line in CGROUP_MEMBERSHIP.read_text().splitlines()]
     except OSError:
@@ -45,7 +42,7 @@ def _cgroup_folders() -> list[Path]:
 
 
 def _cgroup_free(folder: Path) -> int | None:
-    """Limit less use, where page cache that can be dropped does not count as use."""
+    """Return a cgroup's limit minus its use, not counting page cache that can be dropped; None without a limit."""
     for limit_name, used_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -62,10 +59,10 @@ def _cgroup_free(folder: Path) -> int | None:
 
 
 def oom_kills() -> int | None:
-    """Processes that the system's OOM killer has ended, of the machine and of our cgroups; None where nothing says.
+    """Count the processes that the OOM killer ended, on the machine and in this process's cgroups; None if unknown.
 
-    Counted with this function before and after: a rise between them is what says that a process was killed for memory
-    (proc_vmstat(5), cgroup v2 ``memory.events``, v1 ``memory.oom_control``).
+    A rise between two calls shows that a process was killed for memory. Sources: proc_vmstat(5), cgroup v2
+    ``memory.events``, v1 ``memory.oom_control``.
     """
     names = ("memory.events", "memory.oom_control")
     files = [VMSTAT, *(folder / name for folder in _cgroup_folders() for name in names)]
@@ -74,7 +71,7 @@ def oom_kills() -> int | None:
 
 
 def _count(file: Path, name: str) -> int | None:
-    """The number after a name at the beginning of a line."""
+    """Return the number that follows `name` at the start of a line; None if there is none."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

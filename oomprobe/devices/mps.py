@@ -1,4 +1,4 @@
-"""Apple's GPU. Its module measures no peaks and cannot read its own limit back (torch/mps/__init__.py)."""
+"""Apple's GPU. `torch.mps` neither measures peaks nor reports the current limit (torch/mps/__init__.py)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from oomprobe.devices.accelerator import NEARLY_NOTHING, kernel_answers
 from oomprobe.devices.base import Usage
 from oomprobe.units import format_bytes
 
-# aten/src/ATen/mps/MPSAllocator.h: the high watermark when nothing else was asked for
+# Source: aten/src/ATen/mps/MPSAllocator.h
 DEFAULT_HIGH_WATERMARK = 1.7
 
 
 class MpsDevice:
-    """The one Metal device of a Mac, held to the working set that Metal recommends."""
+    """The Metal device of a Mac, limited to the working set that Metal recommends."""
 
     name, on_host = "Apple MPS", False
 
@@ -25,7 +25,7 @@ class MpsDevice:
         self.torch_device = torch.device("mps", 0)
         self.total_bytes = int(torch.mps.recommended_max_memory())
         self.notes = (
-            "no trial ran without a cap: this device shares the host's memory, so the allocator is held to the working set "
+            "every trial was capped: this device shares the host's memory, so the allocator was limited to the working set "
             f"that Metal recommends, {format_bytes(self.total_bytes)}",
         )
 
@@ -38,7 +38,7 @@ class MpsDevice:
 
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
-        # Unified memory: without a limit of our own the whole machine would swap before an error comes.
+        # Memory is unified: without a limit the whole machine would swap before an allocation fails.
         fraction = 1.0 if limit_bytes is None else min(1.0, limit_bytes / self.total_bytes)
         torch.mps.set_per_process_memory_fraction(fraction)
         try:
@@ -48,7 +48,7 @@ class MpsDevice:
             torch.mps.set_per_process_memory_fraction(float(before))
 
     def start_trial(self) -> None:
-        """No peaks to reset."""
+        """Do nothing: there are no peaks to reset."""
 
     def usage(self) -> Usage:
         held = torch.mps.driver_allocated_memory()

@@ -1,4 +1,4 @@
-"""Record one step, and tell what held the memory at its peak."""
+"""Record one step and break down its peak memory by purpose and module."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ MOST_MODULES = 10
 
 
 class Recorder:
-    """Sees what allocates while one step runs: which module, autograd, or an optimizer."""
+    """Tracks what allocates during one step: a module, autograd or an optimizer."""
 
     def __init__(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers = model, list(optimizers)
         self._modules = {id(module): (name, type(module).__name__) for name, module in model.named_modules()}
-        self._contexts = [(ACTIVATIONS, OUTSIDE)]  # kind of what is allocated now, and the module that does
+        self._contexts = [(ACTIVATIONS, OUTSIDE)]  # a stack: the kind of memory allocated now, and the module's name
         self._autocast = self._recomputes = False
 
     @contextmanager
     def recording(self, history: History) -> Iterator[None]:
-        """Record one step; the caller records what the allocator does meanwhile as `history`."""
+        """Track one step while the caller records the allocator as `history`."""
         self._history = history
-        self._known = dict(self._blocks_before())
-        # After so many allocations: what allocates from then on, or the address of a block that has become a gradient.
-        self._seen: list[tuple[int, tuple[str, str] | int]] = [(history.count(), self._contexts[-1])]
+        self._kinds_before = dict(self._blocks_before())
+        # (number of allocations so far, the context from then on or the address of a new gradient)
+        self._marks: list[tuple[int, tuple[str, str] | int]] = [(history.count(), self._contexts[-1])]
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message=".*there are global hooks on modules")  # ours, which go again
+            warnings.filterwarnings("ignore", message=".*there are global hooks on modules")  # those below
             for handle in self._hooks():
                 stack.callback(handle.remove)
-            stack.enter_context(self._backward_seen())
+            stack.enter_context(self._backward_wrapped())
             yield
 
     def _blocks_before(self) -> Iterator[tuple[int, str]]:
-        """Address and kind of what is there before the step; the last kind of a block counts."""
+        """Yield the address and kind of each block allocated before the step; a later kind replaces an earlier one."""
         kinds = [
             (STATE, (tensor for optimizer in self._optimizers for tensor in state_tensors(optimizer))),
             (GRADIENTS, (p.grad for p in self._model.parameters() if p.grad is not None)),
@@ -81,25 +81,25 @@ class Recorder:
                 yield parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def _backward_seen(self) -> Iterator[None]:
-        """Torch has no hook around the whole of backward, so its two entrances are wrapped."""
-        own = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+    def _backward_wrapped(self) -> Iterator[None]:
+        """Wrap the two entry points of backward, because torch has no hook around all of it."""
+        originals = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
 
-        def wrapped(run: Any) -> Any:
-            def seen(*args: Any, **kwargs: Any) -> Any:
+        def wrap(run: Any) -> Any:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
                 self._enter(BACKWARD)
                 try:
                     return run(*args, **kwargs)
                 finally:
                     self._leave()
 
-            return seen
+            return wrapped
 
-        vars(torch.autograd).update({name: wrapped(run) for name, run in own.items()})
+        vars(torch.autograd).update({name: wrap(run) for name, run in originals.items()})
         try:
             yield
         finally:
-            vars(torch.autograd).update(own)
+            vars(torch.autograd).update(originals)
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         self._autocast |= torch.is_autocast_enabled("cuda")
@@ -108,22 +108,22 @@ class Recorder:
 
     def _enter(self, kind: str, module: str = OUTSIDE) -> None:
         self._contexts.append((kind, module))
-        self._seen.append((self._history.count(), self._contexts[-1]))
+        self._marks.append((self._history.count(), self._contexts[-1]))
 
     def _leave(self) -> None:
         self._contexts.pop()
-        self._seen.append((self._history.count(), self._contexts[-1]))
+        self._marks.append((self._history.count(), self._contexts[-1]))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         address = None if parameter.grad is None else self._history.address(parameter.grad)
         if address is not None:
-            self._seen.append((self._history.count(), address))
+            self._marks.append((self._history.count(), address))
 
     def breakdown(
         self, batch_size: int, step_name: str | None, *, peak_allocated_bytes: int, peak_reserved_bytes: int
     ) -> Breakdown:
-        """Tell what held the memory, once the step and the recording have ended."""
-        held, kind_at_peak = held_at_peak(self._history, self._seen, self._known)
+        """Return the breakdown, after the step and the recording have ended."""
+        held, kind_at_peak = held_at_peak(self._history, self._marks, self._kinds_before)
         parts, by_module = Counter[str](), Counter[str]()
         for nbytes, kind, module in held:
             parts[kind] += nbytes
@@ -145,63 +145,69 @@ class Recorder:
         )
 
     def _largest(self, by_module: Counter[str]) -> tuple[ModuleMemory, ...]:
-        """Modules at the same place of repeated blocks, together."""
+        """Return the largest modules, with those at the same position of repeated blocks combined."""
         groups: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-        kinds = dict(self._modules.values())
+        classes = dict(self._modules.values())
         for name, nbytes in by_module.items():
-            place = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            groups[place, kinds.get(name, "")][name or "(the model itself)"] = nbytes
+            position = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            groups[position, classes.get(name, "")][name or "(the model itself)"] = nbytes
         largest = sorted(groups.items(), key=lambda group: -sum(group[1].values()))[:MOST_MODULES]
         return tuple(
             ModuleMemory(
-                name=place if len(sizes) > 1 else next(iter(sizes)),
+                name=position if len(sizes) > 1 else next(iter(sizes)),
                 kind=kind,
                 count=len(sizes),
                 activation_bytes=sum(sizes.values()),
             )
-            for (place, kind), sizes in largest
+            for (position, kind), sizes in largest
         )
 
     def _repeated(self, by_module: Counter[str]) -> tuple[str, int, int] | None:
-        """The list of modules of one class that holds the most, with all that is in them."""
+        """Return class, count and activation bytes of the list of repeated modules that holds the most."""
         found: list[tuple[str, int, int]] = []
         for name, module in self._model.named_modules():
             if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
                 continue
-            kinds = Counter(type(child).__name__ for child in module if any(True for _ in child.children()))
-            if kinds and kinds.most_common(1)[0][1] > 1:
-                inside = f"{name}." if name else ""
-                held = sum(nbytes for held_by, nbytes in by_module.items() if held_by.startswith(inside))
-                found.append((*kinds.most_common(1)[0], held))
+            classes = Counter(type(child).__name__ for child in module if any(True for _ in child.children()))
+            if classes and classes.most_common(1)[0][1] > 1:
+                prefix = f"{name}." if name else ""
+                held_bytes = sum(nbytes for owner, nbytes in by_module.items() if owner.startswith(prefix))
+                found.append((*classes.most_common(1)[0], held_bytes))
         return max(found, key=lambda one: one[2], default=None)
 
 
 def held_at_peak(
-    history: History, seen: Sequence[tuple[int, tuple[str, str] | int]], known: Mapping[int, str]
+    history: History, marks: Sequence[tuple[int, tuple[str, str] | int]], kinds_before: Mapping[int, str]
 ) -> tuple[list[list[Any]], str]:
-    """Replay the recording: bytes, kind and module of each block in use at the peak, and the kind being allocated then.
+    """Replay the recording up to its peak.
 
-    `seen` tells in order, after how many allocations of the allocator, what allocates from then on, or which address
-    holds a gradient now; `known` are kinds of the blocks that were there before, by address.
+    Args:
+        history: The recording.
+        marks: In order, pairs of a number of allocations and either the (kind, module) that allocates from then on, or the
+            address of a block that became a gradient.
+        kinds_before: Kinds of the blocks that were in use before, by address.
+
+    Returns:
+        [bytes, kind, module] of each block in use at the peak, and the kind that was being allocated then.
     """
-    last = {address: [nbytes, known.get(address, WORKSPACES), ""] for address, nbytes in history.base.items()}
-    living = dict(last)  # `last` keeps the block that was at an address last, too
+    latest = {address: [nbytes, kinds_before.get(address, WORKSPACES), ""] for address, nbytes in history.base.items()}
+    in_use = dict(latest)  # `latest` keeps freed blocks too, until their address is used again
     totals = list(accumulate((nbytes for _, nbytes in history.events), initial=sum(history.base.values())))
-    peak = totals.index(max(totals))  # events until then
-    held, kind_at_peak = list(living.values()), ACTIVATIONS
-    waiting, served = deque(seen), seen[0][0]
+    peak = totals.index(max(totals))  # the number of events up to the peak
+    held, kind_at_peak = list(in_use.values()), ACTIVATIONS
+    pending, allocations = deque(marks), marks[0][0]
     for number, (address, nbytes) in enumerate([*history.events, (0, 0)], start=1):
-        while waiting and waiting[0][0] <= served:
-            _, what = waiting.popleft()
-            if isinstance(what, tuple):
-                kind, module = what
-            elif what in last:
-                last[what][1:] = GRADIENTS, ""
+        while pending and pending[0][0] <= allocations:
+            _, mark = pending.popleft()
+            if isinstance(mark, tuple):
+                kind, module = mark
+            elif mark in latest:
+                latest[mark][1:] = GRADIENTS, ""
         if nbytes <= 0:
-            living.pop(address, None)
+            in_use.pop(address, None)
             continue
-        last[address] = living[address] = [nbytes, kind, module]
-        served += 1
+        latest[address] = in_use[address] = [nbytes, kind, module]
+        allocations += 1
         if number == peak:
-            held, kind_at_peak = list(living.values()), kind
+            held, kind_at_peak = list(in_use.values()), kind
     return held, kind_at_peak
