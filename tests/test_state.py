@@ -572,7 +572,7 @@ def test_unreadable_state_is_noted():
 
 def test_a_snapshot_larger_than_host_memory_is_refused(monkeypatch):
     monkeypatch.setattr(linux, "free_bytes", lambda: 1000)
-    with pytest.raises(UnreliableError, match=r"needs a copy of 78\.52 KiB .* and 1000 B is free: nothing was run"):
+    with pytest.raises(UnreliableError, match=r"a copy of 78\.52 KiB .* but only 1000 B is free: nothing was run"):
         probe(nn.Linear(200, 100), lambda model, batch_size: pytest.fail("it ran"))
 
 

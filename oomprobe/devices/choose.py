@@ -48,11 +48,7 @@ def is_host(device: Device) -> bool:
 
 
 def model_device(model: torch.nn.Module) -> torch.device | None:
-    """Return the one device of all parameters and buffers; None for a model without any.
-
-    Raises:
-        InvalidArgumentError: a parameter is lazy, a tensor is on the meta device, or the model is on several devices.
-    """
+    """Return the one device of all parameters and buffers, or None; refuse lazy, meta and divided models."""
     places: dict[torch.device, str] = {}
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if isinstance(tensor, UninitializedTensorMixin):

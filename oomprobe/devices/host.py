@@ -24,9 +24,7 @@ with suppress(ImportError):  # not on Windows
 MAPS = Path("/proc/self/maps")
 # An ambiguous error such as "could not create a primitive" counts as out of memory only above this share of the cap.
 PRESSURE_SHARE = 0.5
-APPROXIMATE = (
-    "host memory is approximate: near the limit, malloc's heap fragmentation decides; step times are for one thread"
-)
+APPROXIMATE = "host memory is approximate: near the limit, heap fragmentation decides; step times are for one thread"
 
 
 class HostDevice:
@@ -63,8 +61,7 @@ class HostDevice:
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         self.release()
         self._cap_bytes = self.available_bytes() if limit_bytes is None else limit_bytes
-        # RLIMIT_DATA covers malloc's arenas for other threads: their address space, 64 MiB each, is reserved already and
-        # becomes writable later.
+        # RLIMIT_DATA counts malloc's reserved arenas, 64 MiB of address space for each thread, as they become writable.
         used_bytes = _limited_bytes()
         before = {kind: resource.getrlimit(kind) for kind in used_bytes}
         for kind, (soft, hard) in before.items():
@@ -129,8 +126,4 @@ def _without_copies(free_bytes: int) -> int:
 def _other_malloc() -> tuple[str, ...]:
     mapped = MAPS.read_text()
     found = next((name for name in ("jemalloc", "tcmalloc", "mimalloc") if f"lib{name}" in mapped), None)
-    return (
-        ()
-        if found is None
-        else (f"this process uses {found}: use it in training too, because it fragments differently",)
-    )
+    return () if found is None else (f"this process uses {found}: train with it too, because it fragments differently",)

@@ -179,16 +179,10 @@ class Recorder:
 def held_at_peak(
     history: History, marks: Sequence[tuple[int, tuple[str, str] | int]], kinds_before: Mapping[int, str]
 ) -> tuple[list[list[Any]], str]:
-    """Replay the recording up to its peak.
+    """Return [bytes, kind, module] of each block in use at the recorded peak, and the kind being allocated then.
 
-    Args:
-        history: The recording.
-        marks: In order, pairs of a number of allocations and either the (kind, module) that allocates from then on, or the
-            address of a block that became a gradient.
-        kinds_before: Kinds of the blocks that were in use before, by address.
-
-    Returns:
-        [bytes, kind, module] of each block in use at the peak, and the kind that was being allocated then.
+    Each of `marks` pairs a number of allocations with either the (kind, module) that allocates from then on, or the address
+    of a block that became a gradient. `kinds_before` maps the addresses of earlier blocks to their kinds.
     """
     latest = {address: [nbytes, kinds_before.get(address, WORKSPACES), ""] for address, nbytes in history.base.items()}
     in_use = dict(latest)  # `latest` keeps freed blocks too, until their address is used again

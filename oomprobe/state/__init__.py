@@ -1,4 +1,4 @@
-"""State: found, kept, put back and compared."""
+"""Training state: finding, saving, restoring and comparing it."""
 
 from oomprobe.state.snapshot import Snapshot, preserved
 from oomprobe.state.tracker import Tracker, state_tensors

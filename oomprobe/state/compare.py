@@ -1,4 +1,4 @@
-"""Equality of state: bit for bit where there are bits, part by part where there are parts."""
+"""Bitwise comparison of tensors, containers and objects."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_SINGLE = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
-_identity: Any = object.__eq__  # what a class without a comparison of its own has
+# Compared by identity.
+_ATOMS = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
+_default_eq: Any = object.__eq__  # inherited by classes that define no comparison
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality that looks into containers, arrays, tensors and objects, and takes NaN bits as they are.
+    """Return whether two values are equal, including what is inside containers, tensors and objects, NaN bits too.
 
-    What cannot be compared (a lock, a file, a generator) is not called different.
+    Values that cannot be compared (a lock, a file, a generator) count as equal.
 
     Example:
         >>> same({"a": (1, np.zeros(2))}, {"a": (1, np.zeros(2))}), same([1], [2])
@@ -26,7 +27,7 @@ def same(one: Any, other: Any) -> bool:
     """
     try:
         return _same(one, other)
-    except RecursionError:  # something inside itself
+    except RecursionError:  # a container that contains itself
         return True
 
 
@@ -34,13 +35,13 @@ def _same(one: Any, other: Any) -> bool:
     kind: Any = type(one)
     if one is other:
         return True
-    if kind is not type(other) or isinstance(one, _SINGLE):
+    if kind is not type(other) or isinstance(one, _ATOMS):
         return False
     if isinstance(one, torch.Tensor):
         return same_tensors(one, other)
     if isinstance(one, float | complex | np.generic | np.ndarray):
         mine, theirs = np.asarray(one), np.asarray(other)
-        if mine.dtype.hasobject:  # its bytes are addresses
+        if mine.dtype.hasobject:  # the bytes are addresses
             return _same(mine.tolist(), theirs.tolist())
         return (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
     if isinstance(one, set | frozenset):
@@ -54,14 +55,14 @@ def _same(one: Any, other: Any) -> bool:
     try:
         if one == other:
             return True
-        is_comparable = kind.__eq__ is not _identity
-    except Exception:  # its comparison is not a truth value
+        is_comparable = kind.__eq__ is not _default_eq
+    except Exception:  # the comparison returns no truth value
         is_comparable = False
     return _same(vars(one), vars(other)) if hasattr(one, "__dict__") else not is_comparable
 
 
 def same_tensors(one: Any, other: Any) -> bool:
-    """Whether two tensors have the same kind, shape and bits."""
+    """Return whether two tensors have the same dtype, shape, layout and bits."""
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
     if one.device.type == "meta" or other.device.type == "meta":
@@ -80,6 +81,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _saved(tensor: torch.Tensor) -> bytes:
-    file = io.BytesIO()
-    torch.save(tensor.detach().cpu(), file)
-    return file.getvalue()
+    buffer = io.BytesIO()
+    torch.save(tensor.detach().cpu(), buffer)
+    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Which objects with state a step can reach: what it closes over, names, or is bound to."""
+"""Search for the stateful objects that a step can reach through closures, names and attributes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-MAX_DEPTH = 6  # a trainer that holds a strategy that holds an optimizer is at depth 3
-MAX_OBJECTS = 20_000  # a walk that meets more has wandered into a data set
-MAX_CONTAINER = 1_000  # parameter lists are shorter; data sets are not
+MAX_DEPTH = 6  # an optimizer in a strategy in a trainer is at depth 3
+MAX_OBJECTS = 20_000  # a search that visits more has entered a data set
+MAX_CONTAINER = 1_000  # parameter lists are shorter; data sets are longer
 
 _LIBRARIES = frozenset({"torch", "oomprobe", *sys.stdlib_module_names})
 _INSTALLED = ("site-packages", "dist-packages")
 _LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.ModuleType)
-_MODULE_NAMES = frozenset(vars(torch.nn.Module()))  # its registers and hooks
+_MODULE_NAMES = frozenset(vars(torch.nn.Module()))  # registries and hooks
 
 
 def reachable(roots: Iterable[object]) -> list[object]:
-    """Walk from steps and objects to everything that holds training state.
+    """Return the training state that can be reached from steps and objects, each item once, nearest first.
 
-    That is objects with ``state_dict`` and leaf tensors that require gradients: each once, nearest first.
+    Training state is objects with ``state_dict`` and leaf tensors that require gradients.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -49,19 +49,19 @@ def reachable(roots: Iterable[object]) -> list[object]:
 
 
 def has_state(value: object) -> bool:
-    """Whether an object (not a class) has ``state_dict()`` and ``load_state_dict()``."""
+    """Return whether an object (not a class) has ``state_dict()`` and ``load_state_dict()``."""
     return not isinstance(value, type) and all(
         callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict")
     )
 
 
 def is_learnable(value: object) -> bool:
-    """Whether a value is a tensor that gets a gradient."""
+    """Return whether a value is a leaf tensor that requires a gradient."""
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
 def is_own(module_name: object) -> bool:
-    """Whether a module is neither Python's, nor torch's, nor installed from a package.
+    """Return whether a module is the user's: neither Python's, nor torch's, nor installed from a package.
 
     Example:
         >>> is_own("__main__"), is_own("torch.nn"), is_own("json")
@@ -100,7 +100,7 @@ def _children(value: object) -> Iterator[object]:
 
 
 def _of_module(module: torch.nn.Module) -> Iterator[object]:
-    """Attributes that are not modules, parameters or buffers: a wrapper may keep its optimizer there."""
+    """Yield attributes other than modules, parameters and buffers, because a wrapper may keep its optimizer there."""
     own = not type(module).__module__.startswith("torch.")
     if own and is_own(type(module).__module__):
         yield type(module)
@@ -115,7 +115,7 @@ def _of_function(function: types.FunctionType) -> Iterator[object]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # a cell that is not filled yet
+        except ValueError:  # the cell is still empty
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
@@ -129,6 +129,6 @@ def _of_function(function: types.FunctionType) -> Iterator[object]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Global and attribute names of a function and of the functions inside it."""
+    """Return the global and attribute names that a function and its inner functions use."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*(_names(c) for c in inner))

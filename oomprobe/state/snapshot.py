@@ -1,4 +1,4 @@
-"""The snapshot of everything a step can change, its restoration in place, and the comparison that proves it."""
+"""A snapshot of the training state, which can be restored in place and compared bit for bit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from oomprobe.state.tracker import Tracker, parameters_of
 from oomprobe.state.values import Attributes, has_bytes
 
 UNREAD = "state of {kind}: its state_dict() could not be read ({why}), so only its attributes were kept"
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # registers, hooks, the mode
-_OF_EVERY_OPTIMIZER = frozenset({"defaults", "param_groups", "state"})
+_MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # registries, hooks, the mode
+_OPTIMIZER_ATTRIBUTES = frozenset({"defaults", "param_groups", "state"})
 
 
 class Snapshot:
-    """Keeps the model, every object with state that the steps reach or that is in `preserve`, and the surroundings.
+    """A snapshot of the model, the stateful objects that steps reach, `preserve`, generators and global flags.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -39,9 +39,9 @@ class Snapshot:
         self.tracker = Tracker(model, steps, preserved(preserve))
         self._copies = HostCopies()
         self._kept: list[Attributes | Stateful] = []
-        self._optimizers: list[StateDict] = []  # for `host_copy`: they come back through their attributes
+        self._optimizers: list[StateDict] = []  # for `host_copy` only; their attributes are what is restored
         self._tensors: dict[int, TensorAndGradient] = {}  # by id
-        self.notes: list[str] = []  # what is not kept as well as it should be
+        self.notes: list[str] = []  # state that could be saved only in part
         buffers = [buffer for module in self.tracker.modules for buffer in module.buffers(recurse=False)]
         given = [value for value in self.tracker.found if isinstance(value, torch.Tensor)]
         for tensor in (*self.tracker.parameters(), *buffers, *given):
@@ -55,40 +55,40 @@ class Snapshot:
         self._copies.take()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep an optimizer that shows itself by stepping, just before it does, for as long as it lives."""
+        """Save an optimizer that the search did not reach, just before its first step; forget it when it is deleted."""
         if self.tracker.knows(optimizer):
             return
         self.tracker.add(optimizer)
         for parameter in parameters_of(optimizer):
             self._keep_tensor(parameter, hold=False)
-        attributes = Attributes(optimizer, self._copies, _OF_EVERY_OPTIMIZER & vars(optimizer).keys())
+        attributes = Attributes(optimizer, self._copies, _OPTIMIZER_ATTRIBUTES & vars(optimizer).keys())
         attributes.forget_with(optimizer)
         self._kept.append(attributes)
         self._copies.take()
 
     def release_dead(self) -> None:
-        """Let go of what has died: a step may make its model and optimizer anew on each call."""
+        """Drop the copies of deleted objects, because a step may create its model and optimizer on each call."""
         self._kept = [one for one in self._kept if not one.is_gone]
         self._tensors = {key: one for key, one in self._tensors.items() if not one.is_gone}
 
     def restore(self, *, device_lost: bool = False) -> None:
-        """Restore everything in place, or raise UnreliableError. With a lost device, only what lives on the host."""
+        """Restore everything in place, or raise UnreliableError; if the device is lost, restore only host memory."""
         failed: list[str] = []
         for name, restore in self._restorations(device_lost=device_lost):
             try:
                 restore()
-            except Exception as error:  # whatever the user's own objects raise: the rest is still to be restored
+            except Exception as error:  # the user's objects may raise anything; continue with the others
                 failed.append(f"{name} ({type(error).__name__}: {error})")
         failed += self._surroundings.restore(device_lost=device_lost)
         if failed and not device_lost:
             raise UnreliableError(
-                "not everything could be put back as it was before the probe: "
+                "not everything could be restored to its state before the probe: "
                 + ", ".join(failed[:5])
                 + ". Do not train with this model: load it again"
             )
 
     def _restorations(self, *, device_lost: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-        """Bytes first, then what looks at them; of all that is to come back, gradients want the most room."""
+        """Yield named actions in order: drop replaced gradients to make room, write bytes, restore references."""
         if not device_lost:
             yield from ((one.name, one.drop_replaced_gradient) for one in self._tensors.values())
         for storage in list(self._copies.storages):
@@ -101,30 +101,30 @@ class Snapshot:
             yield one.name, one.restore
 
     def differences(self) -> list[str]:
-        """What is not, bit for bit, as it was kept; empty when everything is."""
+        """Return the names of everything that differs from the snapshot; empty if all is identical bit for bit."""
         for storage in self._copies.storages:
             storage.compare()
         kept = (*self._kept, *self._tensors.values())
         return [*(name for one in kept for name in one.differences()), *self._surroundings.differences()]
 
     def restore_weights(self) -> None:
-        """Restore parameters and buffers, which trials have trained."""
+        """Restore only parameters and buffers."""
         self._copies.restore_held()
 
     def host_copy(self) -> dict[str, Any]:
-        """The model and the optimizers as they were, in host memory: what survives a lost device."""
+        """Return the saved model and optimizers in host memory, which survives a lost device."""
         return {
             "model": {name: tensor.on_host() for name, tensor in self._model.items()},
             "optimizers": [state.on_host() for state in self._optimizers],
         }
 
     def _keep_module(self, module: torch.nn.Module) -> None:
-        """Registers, hooks and attributes: a flag such as "cache built" must match the restored buffers.
+        """Save registries, hooks and attributes: a flag such as "cache built" must match the restored buffers.
 
-        Of DDP and its like no attributes, for what those note goes with C++ objects, which cannot be rolled back.
+        For parallel wrappers such as DDP, skip other attributes: they belong to C++ objects, which cannot be restored.
         """
         is_parallel = type(module).__module__.startswith(("torch.distributed.", "torch.nn.parallel."))
-        attributes = Attributes(module, self._copies, _OF_EVERY_MODULE if is_parallel else None)
+        attributes = Attributes(module, self._copies, _MODULE_ATTRIBUTES if is_parallel else None)
         has_extra = type(module).get_extra_state is not torch.nn.Module.get_extra_state
         state = self._state_dict(module, module.get_extra_state) if has_extra else None
         self._kept.append(attributes if state is None else Stateful(attributes, state, module.set_extra_state))
@@ -132,17 +132,17 @@ class Snapshot:
     def _keep(self, value: Any) -> None:
         if isinstance(value, torch.optim.Optimizer):
             self._kept.append(Attributes(value, self._copies))
-            with suppress(Exception):  # a shell around another optimizer may have no state_dict of its own
+            with suppress(Exception):  # a wrapper around another optimizer may have no state_dict
                 self._optimizers.append(StateDict(value.state_dict, self._copies))
-        # Tensors and modules are kept already; positions of loaders are not covered.
+        # Tensors and modules are saved already; positions of data loaders are not covered.
         elif not isinstance(value, torch.Tensor | torch.nn.Module | torch.utils.data.DataLoader):
             attributes, state = Attributes(value, self._copies), self._state_dict(value, value.state_dict)
             self._kept.append(attributes if state is None else Stateful(attributes, state, value.load_state_dict))
 
-    def _state_dict(self, owner: object, tell: Callable[[], Any]) -> StateDict | None:
+    def _state_dict(self, owner: object, read: Callable[[], Any]) -> StateDict | None:
         try:
-            return StateDict(tell, self._copies)
-        except Exception as error:  # some want an argument; some have a state only later, or only where distributed
+            return StateDict(read, self._copies)
+        except Exception as error:  # it may need an argument, or exist only later or only in distributed training
             self.notes.append(UNREAD.format(kind=type(owner).__name__, why=f"{type(error).__name__}: {error}"))
             return None
 
@@ -153,14 +153,14 @@ class Snapshot:
 
 
 class TensorAndGradient:
-    """A parameter, or another tensor, with its gradient.
+    """The copy of a parameter, or of another tensor, with its gradient.
 
-    One that is not held became known when an optimizer stepped in a trial, and may die with that optimizer. Its gradient is
-    the step's own already, and goes.
+    A tensor with ``hold=False`` was found when an optimizer stepped in a trial. It may be deleted with that optimizer, and
+    its gradient, which the trial computed, is not saved.
     """
 
     def __init__(self, tensor: torch.Tensor, copies: HostCopies, *, hold: bool) -> None:
-        gradient = tensor.grad if hold and tensor.is_leaf else None  # of others torch warns
+        gradient = tensor.grad if hold and tensor.is_leaf else None  # torch warns about other tensors
         self._copy = copies.keep(tensor, hold=hold)
         self._gradient = None if gradient is None else copies.keep(gradient)
         self._shape = tuple(tensor.shape)
@@ -172,7 +172,7 @@ class TensorAndGradient:
         return self.find() is None
 
     def drop_replaced_gradient(self) -> None:
-        """Make room for the one that comes back."""
+        """Free a new gradient, to make room for the saved one."""
         tensor = self.find()
         kept = None if self._gradient is None else self._gradient.find()
         if tensor is not None and tensor.is_leaf and tensor.grad is not kept:
@@ -196,31 +196,31 @@ class TensorAndGradient:
 
 
 class StateDict:
-    """What an object's ``state_dict`` tells; what it shows of its own memory is copied once."""
+    """The saved result of an object's ``state_dict()``, with each tensor replaced by its copy."""
 
-    def __init__(self, tell: Callable[[], Any], copies: HostCopies) -> None:
-        self._tell, told = tell, tell()
-        kept = {id(tensor): copies.keep(tensor) for tensor in _tensors_in(told)}
+    def __init__(self, read: Callable[[], Any], copies: HostCopies) -> None:
+        self._read, state = read, read()
+        kept = {id(tensor): copies.keep(tensor) for tensor in _tensors_in(state)}
         self._copies = list(kept.values())
-        self._told = copy.deepcopy(told, dict(kept))  # with what was kept in the place of each tensor
+        self._state = copy.deepcopy(state, dict(kept))  # the memo makes deepcopy put the copies in place of the tensors
 
     def on_host(self) -> Any:
-        """The state as it was, its tensors in host memory, to be read only."""
-        return copy.deepcopy(self._told, {id(one): one.on_host() for one in self._copies})
+        """Return the saved state with its tensors in host memory; do not modify it."""
+        return copy.deepcopy(self._state, {id(one): one.on_host() for one in self._copies})
 
-    def anew(self) -> Any:
-        """The state as it was, its tensors where they were, for somebody to keep."""
-        return copy.deepcopy(self._told, {id(one): one.anew() for one in self._copies})
+    def clone(self) -> Any:
+        """Return the saved state with new tensors on their original devices."""
+        return copy.deepcopy(self._state, {id(one): one.clone() for one in self._copies})
 
     def differs(self) -> bool:
-        """Whether the object tells another one now."""
-        return not same(self.on_host(), self._tell())
+        """Return whether ``state_dict()`` now returns another state."""
+        return not same(self.on_host(), self._read())
 
 
 class Stateful:
-    """An object that hides state from its attributes: it has to `load` what its ``state_dict`` told.
+    """An object with ``state_dict``, restored through its attributes and then, if that was not enough, through `load`.
 
-    Once it has, its attributes are as it makes them.
+    After `load`, its attributes are no longer compared.
     """
 
     is_gone = False
@@ -233,7 +233,7 @@ class Stateful:
     def restore(self) -> None:
         self._attributes.restore()
         if self._state.differs():
-            self._load(self._state.anew())
+            self._load(self._state.clone())
             self._has_loaded = True
 
     def differences(self) -> list[str]:
@@ -251,7 +251,10 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def preserved(preserve: object) -> list[object]:
-    """The objects in `preserve`; a single one is taken as a list of one, None as an empty list.
+    """Return the objects in `preserve` as a list; a single object gives a list of one.
+
+    Raises:
+        InvalidArgumentError: an object is neither a tensor nor has ``state_dict()`` and ``load_state_dict()``.
 
     Example:
         >>> preserved(None), [type(o).__name__ for o in preserved(torch.nn.Sequential())]
@@ -265,7 +268,7 @@ def preserved(preserve: object) -> list[object]:
         if not isinstance(item, torch.Tensor) and not has_state(item):
             raise InvalidArgumentError(
                 f"preserve {'is' if item is preserve else 'holds'} a {type(item).__name__}, which has no state_dict() and "
-                "load_state_dict(): pass a list of tensors, schedulers, EMA or scalers; what is only Python attributes "
-                "cannot be kept"
+                "load_state_dict(): pass a list of tensors, schedulers, EMA or scalers; objects with only Python "
+                "attributes cannot be preserved"
             )
     return items

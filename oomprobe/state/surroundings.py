@@ -12,27 +12,27 @@ import torch
 
 from oomprobe.state.compare import same
 
-Flag = tuple[Callable[[], Any], Callable[[Any], object]]
+GetterAndSetter = tuple[Callable[[], Any], Callable[[Any], object]]
 
 _UNREADABLE = object()
 
 
 def _read(get: Callable[[], Any]) -> Any:
-    """A value, unless torch refuses to tell it, as it does where its two precision interfaces were mixed."""
+    """Return the value, or `_UNREADABLE` if torch raises, as it does after its two precision interfaces were mixed."""
     try:
         return get()
     except Exception:
         return _UNREADABLE
 
 
-def _attribute(owner: Any, name: str) -> Flag:
+def _attribute(owner: Any, name: str) -> GetterAndSetter:
     return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
-def _flags(device_type: str) -> dict[str, Flag]:
-    """The flags a step may change for everybody, by name, each with its getter and setter."""
+def _flags(device_type: str) -> dict[str, GetterAndSetter]:
+    """Return the global flags that a step may change, by name."""
     backends = torch.backends
-    # The general ones come first: a precision that is not set shows the one above it.
+    # General before specific: a precision that is not set reads as the more general one.
     precise = {"": backends, "cudnn.": backends.cudnn, "cuda.matmul.": backends.cuda.matmul}
     precise |= {f"cudnn.{name}.": getattr(backends.cudnn, name, None) for name in ("conv", "rnn")}
     flags = {f"{path}fp32_precision": _attribute(owner, "fp32_precision") for path, owner in precise.items()}
@@ -45,16 +45,16 @@ def _flags(device_type: str) -> dict[str, Flag]:
     }
     for name in ("enabled", "benchmark", "allow_tf32", "deterministic"):
         flags[f"cudnn.{name}"] = _attribute(backends.cudnn, name)
-    for kind in {"cpu", "cuda", device_type}:  # CUDA's is what torch.set_autocast_enabled(True) sets, on any device
+    for kind in {"cpu", "cuda", device_type}:  # torch.set_autocast_enabled(True) sets CUDA's on any device
         flags[f"autocast {kind}"] = partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
         dtype = partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
         flags[f"autocast {kind} dtype"] = dtype
     return flags
 
 
-def generators(device_type: str) -> dict[str, Flag]:
-    """The default random number generators, by name, each with its getter and setter."""
-    found: dict[str, Flag] = {
+def generators(device_type: str) -> dict[str, GetterAndSetter]:
+    """Return the getter and setter of each default random number generator, by name."""
+    found: dict[str, GetterAndSetter] = {
         "random": (random.getstate, random.setstate),
         "numpy.random": (np.random.get_state, np.random.set_state),
         "torch (cpu)": (torch.get_rng_state, torch.set_rng_state),
@@ -69,7 +69,7 @@ def generators(device_type: str) -> dict[str, Flag]:
 
 
 class Surroundings:
-    """Generators and flags as they were; what could not be read is left out."""
+    """Saved random number generators and global flags, without those that could not be read."""
 
     def __init__(self, device_type: str) -> None:
         self._flags = {**_flags(device_type), **generators(device_type)}
@@ -77,10 +77,10 @@ class Surroundings:
         self._values = {name: value for name, value in read.items() if value is not _UNREADABLE}
 
     def restore(self, *, device_lost: bool = False) -> list[str]:
-        """Restore them all; the names of those that could not be set."""
+        """Restore all values, and return the names of those that could not be set."""
         lost = {name for name in self._values if device_lost and name.startswith("torch (") and name != "torch (cpu)"}
         failed: list[str] = []
-        for _ in range(2):  # torch's older precision flags and its newer ones set each other
+        for _ in range(2):  # torch's old and new precision flags set each other
             failed = [name for name in self._values if name not in lost and not self._set(name)]
         return failed
 
@@ -89,10 +89,10 @@ class Surroundings:
         try:
             if not same(_read(get), self._values[name]):
                 put(self._values[name])
-        except Exception:  # the rest is still to be restored
+        except Exception:  # continue with the others
             return False
         return True
 
     def differences(self) -> list[str]:
-        """Names of what is not as it was."""
+        """Return the names of the values that have changed."""
         return [name for name, value in self._values.items() if not same(_read(self._flags[name][0]), value)]

@@ -1,4 +1,4 @@
-"""Tensors copied to host memory and put back in place, byte for byte."""
+"""Copies of tensors in host memory, restored in place byte for byte."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from oomprobe.state.reach import is_learnable
 from oomprobe.units import format_bytes
 
 PIECE_WORDS = 2**21  # 16 MiB
-HOST_SHARE = 0.9  # of the free host memory: more than that for a copy leaves nothing for the steps' own host side
+HOST_SHARE = 0.9  # of the free host memory; the rest is for what the steps need on the host
 
 
 class StorageCopy:
-    """The bytes of a storage. It is only watched, so that a step which lets go of it is not charged for it.
+    """A copy of a storage's bytes, with a weak reference to the storage, so that a step can free it.
 
-    Tensors that shared it share it again: where it has died it is made anew, once.
+    `there` recreates a freed storage once, so tensors that shared it share it again.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.device, self.nbytes = storage.device, storage.nbytes()
-        self.find: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)  # one Python object a storage
+        # Torch keeps one Python object per storage.
+        self.find: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.changed = self._taken = False
 
@@ -36,10 +37,10 @@ class StorageCopy:
         self.bytes, self._taken = _as_bytes(storage).to("cpu", copy=True), True
 
     def write(self) -> None:
-        """Put the bytes back where they were.
+        """Write the bytes back in place.
 
-        On the host only where they differ: memory that was never written may be read-only, such as a mapped file. On an
-        accelerator always, for reading costs as much as writing.
+        On the host, write only if they differ, because the memory may be read-only, such as a mapped file. On an
+        accelerator always write, because reading costs as much.
         """
         storage = self.find()
         if storage is None or not self._taken or (self.device.type == "cpu" and self._is_in(storage)):
@@ -49,12 +50,12 @@ class StorageCopy:
         _as_bytes(storage).copy_(self.bytes)
 
     def compare(self) -> None:
-        """Look once whether the bytes have changed, for all the tensors that share them."""
+        """Set `changed`, once for all the tensors that share the storage."""
         storage = self.find()
         self.changed = storage is not None and not self._is_in(storage)
 
     def there(self) -> torch.UntypedStorage:
-        """The storage; a new one with the same bytes where it has died."""
+        """Return the storage, or a new one with the saved bytes if it was freed."""
         storage = self.find()
         if storage is None:
             storage = self.bytes.to(self.device, copy=True).untyped_storage()
@@ -65,33 +66,33 @@ class StorageCopy:
         if storage.nbytes() != self.nbytes:
             return False
         now, end = _as_bytes(storage), self.nbytes - self.nbytes % 8
-        # Words compare seven times as fast as bytes; pieces need no copy of the whole storage on the host.
+        # Words compare seven times as fast as bytes; pieces avoid a copy of the whole storage on the host.
         words, before = (whole[:end].view(torch.int64).split(PIECE_WORDS) for whole in (now, self.bytes))  # type: ignore[no-untyped-call]
         pieces = zip(words, before, strict=True)
         return torch.equal(now[end:].cpu(), self.bytes[end:]) and all(torch.equal(a.cpu(), b) for a, b in pieces)
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage seen as a tensor of bytes, without a copy."""
+    """Return a view of a storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class TensorCopy:
-    """One tensor as it was: which memory it looked at, how, and the bytes.
+    """A copy of a strided tensor: its storage, geometry and bytes.
 
-    A parameter or buffer is held: its own memory comes back to it. Gradients and optimizer state are only watched,
-    so that a step which replaces them is not charged for the old ones; they are made anew when they have died.
+    With ``hold=True``, for parameters and buffers, the tensor and its memory are kept alive. Gradients and optimizer state
+    have weak references, so that a step which replaces them can free the old ones; `restore` recreates them.
     """
 
     def __init__(self, tensor: torch.Tensor, storage: StorageCopy, *, hold: bool) -> None:
-        self.find = _watching(tensor, hold=hold)
+        self.find = _reference(tensor, hold=hold)
         self.storage, self.device = storage, tensor.device
         self._own = tensor.detach() if hold else None
         self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
         self._dtype, self._requires_grad = tensor.dtype, is_learnable(tensor)
 
     def restore(self) -> torch.Tensor:
-        """The tensor, looking at its own memory again; the bytes in it are the storage's matter."""
+        """Return the tensor, viewing its original memory again; `StorageCopy.write` restores the bytes."""
         tensor = self.find()
         if tensor is None:
             tensor = self._view_of(self.storage.there())
@@ -101,17 +102,17 @@ class TensorCopy:
         return _with_requires_grad(tensor, self._requires_grad)
 
     def differs(self, now: object) -> bool:
-        """Whether a value is not this tensor's equal, bit for bit and in the same memory."""
+        """Return whether a value has other bits, another geometry or other memory than the tensor had."""
         if not isinstance(now, torch.Tensor) or not self._looks_same(now):
             return True
         return is_learnable(now) != self._requires_grad or self.storage.changed
 
     def on_host(self) -> torch.Tensor:
-        """The tensor as it was, in host memory, to be read only."""
+        """Return the saved tensor in host memory; do not modify it."""
         return self._view_of(self.storage.bytes.untyped_storage())
 
-    def anew(self) -> torch.Tensor:
-        """Another tensor with the same values, where it was."""
+    def clone(self) -> torch.Tensor:
+        """Return a new tensor with the saved values, on the original device."""
         return self.on_host().to(self.device, copy=True)
 
     def _view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -125,10 +126,10 @@ class TensorCopy:
 
 
 class WholeCopy:
-    """A tensor without a storage of its own, such as a sparse or quantised one: copied and compared as a whole."""
+    """A copy of a tensor without a plain storage, such as a sparse or quantised one."""
 
     def __init__(self, tensor: torch.Tensor, *, hold: bool) -> None:
-        self.find = _watching(tensor, hold=hold)
+        self.find = _reference(tensor, hold=hold)
         self.device = tensor.device
         self._requires_grad = is_learnable(tensor)
         self._copy = tensor.detach().cpu().clone()
@@ -150,12 +151,12 @@ class WholeCopy:
     def on_host(self) -> torch.Tensor:
         return self._copy
 
-    def anew(self) -> torch.Tensor:
+    def clone(self) -> torch.Tensor:
         return self._copy.to(self.device, copy=True)
 
 
 class WrapperCopy:
-    """A wrapper around tensors, such as DTensor or a quantised weight: held, with copies of the tensors inside."""
+    """A tensor subclass that wraps tensors, such as DTensor: kept alive, with copies of the tensors inside."""
 
     def __init__(self, tensor: Any, parts: dict[str, TensorCopy | WholeCopy | WrapperCopy]) -> None:
         self.find: Callable[[], torch.Tensor] = lambda: tensor
@@ -167,21 +168,21 @@ class WrapperCopy:
             part.restore()
         return self.find()
 
-    anew = restore
+    clone = restore
 
     def differs(self, now: object) -> bool:
         return now is not self.find() or any(part.differs(getattr(now, name)) for name, part in self._parts.items())
 
     def on_host(self) -> dict[str, Any]:
-        """The tensors inside, by the names that the wrapper gives them."""
+        """Return the saved tensors inside, by the wrapper's names for them."""
         return {name: part.on_host() for name, part in self._parts.items()}
 
 
 AnyCopy = TensorCopy | WholeCopy | WrapperCopy
 
 
-def _watching(tensor: torch.Tensor, *, hold: bool) -> Callable[[], torch.Tensor | None]:
-    """Of what is held no weak reference, with which torch.utils.swap_tensors would refuse it."""
+def _reference(tensor: torch.Tensor, *, hold: bool) -> Callable[[], torch.Tensor | None]:
+    # torch.utils.swap_tensors refuses tensors with weak references, so those that are held have none.
     return (lambda: tensor) if hold else weakref.ref(tensor)
 
 
@@ -196,11 +197,11 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 
 
 class HostCopies:
-    """Copies of tensors in host memory: each tensor once, and each storage once however many tensors look at it."""
+    """Copies of tensors in host memory, one for each tensor and one for each storage."""
 
     def __init__(self) -> None:
-        # Keyed by id, which Python may reuse: each copy knows whose it is. Copies that nobody wants any more go: a step may
-        # make its model anew on each call.
+        # Keys are ids, which Python may reuse: `find` tells whose copy it is. Weak, because a step may create its model on
+        # each call.
         self._tensors: weakref.WeakValueDictionary[int, AnyCopy] = weakref.WeakValueDictionary()
         self._storages: weakref.WeakValueDictionary[int, StorageCopy] = weakref.WeakValueDictionary()
         self.storages: weakref.WeakSet[StorageCopy] = weakref.WeakSet()
@@ -208,7 +209,7 @@ class HostCopies:
         self._to_take: list[tuple[StorageCopy, torch.UntypedStorage]] = []
 
     def keep(self, tensor: Any, *, hold: bool = False) -> AnyCopy:
-        """Remember a tensor; `take` then copies it. One that is held is kept alive, and its memory with it."""
+        """Register a tensor for the next `take`; with `hold`, keep it and its memory alive."""
         known = self._tensors.get(id(tensor))
         if known is not None and known.find() is tensor:
             return known
@@ -234,21 +235,21 @@ class HostCopies:
         return known
 
     def take(self) -> None:
-        """Copy what was remembered since the last time; raise where that does not fit in host memory."""
+        """Copy the tensors registered since the last call; raise UnreliableError if they do not fit in host memory."""
         needed_bytes = sum(copy.nbytes for copy, _ in self._to_take)
         free_bytes = linux.free_bytes()
         if free_bytes is not None and needed_bytes > HOST_SHARE * free_bytes:
             raise UnreliableError(
-                f"giving the model back as it was needs a copy of {format_bytes(needed_bytes)} in host memory, and "
-                f"{format_bytes(free_bytes)} is free: nothing was run. Free host memory, or probe a target that can be "
-                "built anew (oomprobe run path/to/train.py:build)"
+                f"restoring the model afterwards needs a copy of {format_bytes(needed_bytes)} in host memory, but only "
+                f"{format_bytes(free_bytes)} is free: nothing was run. Free host memory, or probe a target that each "
+                "trial can build again (oomprobe run path/to/train.py:build)"
             )
         for copy, storage in self._to_take:
             copy.take(storage)
         self._to_take = []
 
     def restore_held(self) -> None:
-        """Restore what is held alone: parameters and buffers."""
+        """Restore only the tensors that are held, which are parameters and buffers."""
         for storage in {one.storage for one in self.held if isinstance(one, TensorCopy)}:
             storage.write()
         for one in self.held:

@@ -1,4 +1,4 @@
-"""What trials need to know of a training's state, without copies of anything large."""
+"""Training state that each trial resets for a cold start, without copies of tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from oomprobe.state.values import Attributes
 
 
 class Tracker:
-    """The modules, optimizers, loss scales and schedules that steps reach, and how they were at first sight.
+    """The modules, optimizers, loss scalers and schedulers that steps reach, and what existed when tracking began.
 
-    Every trial starts cold: what came since first sight goes. What existed then keeps existing, with whatever values it
-    has now, for values need no memory. `preserve` holds further objects with state, or tensors.
+    For a cold start, everything created since then is dropped. What existed before stays, with its current values, because
+    values do not affect memory. `preserve` adds further stateful objects or tensors.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -44,12 +44,12 @@ class Tracker:
         schedulers = [one for one in self.found if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
         self._schedules = [Attributes(one, HostCopies()) for one in schedulers]
         scalers = [one for one in self.found if isinstance(one, torch.amp.GradScaler) and one.is_enabled()]
-        # One that has not scaled a loss yet has no scale.
+        # A scaler that has not scaled a loss yet has no scale.
         self._scales: list[tuple[Any, Any]] = [
             (one, one.state_dict() if one._scale is not None else None) for one in scalers
         ]
-        # Each optimizer that is alive, with the names of what it kept for each parameter at first sight, by the parameter's id.
-        self._met: MutableMapping[torch.optim.Optimizer, dict[int, set[Any]]] = WeakIdKeyDictionary()
+        # For each live optimizer, the names of its initial state, by parameter id.
+        self._initial_names: MutableMapping[torch.optim.Optimizer, dict[int, set[Any]]] = WeakIdKeyDictionary()
         for one in self.found:
             if isinstance(one, torch.optim.Optimizer):
                 self.add(one)
@@ -57,20 +57,20 @@ class Tracker:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that are alive: first those known from the start, in the same order in each process that builds the same."""
-        return list(self._met)
+        """The live optimizers, those found at the start first; processes that build the same target agree on the order."""
+        return list(self._initial_names)
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it was found, or added, and is alive."""
-        return optimizer in self._met
+        """Return whether the optimizer was found or added."""
+        return optimizer in self._initial_names
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an optimizer that shows itself by stepping, just before it does; it may end with its step."""
-        if optimizer not in self._met:
-            self._met[optimizer] = state_names(optimizer)
+        """Track an optimizer that is about to step for the first time; it may be deleted after its step."""
+        if optimizer not in self._initial_names:
+            self._initial_names[optimizer] = state_names(optimizer)
 
     def resident_tensors(self) -> list[torch.Tensor]:
-        """What stays on a device between steps: parameters, buffers, gradients and optimizer state, each once."""
+        """Return what stays on the device between steps: parameters, buffers, gradients and optimizer state."""
         parameters = list(self.parameters())
         buffers = (buffer for module in self.modules for buffer in module.buffers(recurse=False))
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
@@ -78,21 +78,21 @@ class Tracker:
         return list({id(tensor): tensor for tensor in (*parameters, *buffers, *gradients, *states)}.values())
 
     def restore_modes(self) -> None:
-        """Put every module's train or eval mode back, as training does between its phases."""
+        """Restore every module's train or eval mode, as training does between its phases."""
         for module, training in self._modes:
             module.training = training
 
     def start_cold(self) -> None:
-        """Let go of the gradients, optimizer state and buffers that trials have made."""
+        """Drop the gradients, optimizer state and buffers that trials have created, and reset schedulers and scalers."""
         for parameter in self.parameters():
             if id(parameter) not in self._with_gradient:
                 parameter.grad = None
-        for optimizer, names in self._met.items():
+        for optimizer, names in self._initial_names.items():
             drop_later_state(optimizer, names)
         for module, buffers in self._buffers:
             for name in module._buffers.keys() - buffers:
                 delattr(module, name)
-        # A scheduler does not run off its end; a loss scale starts over, and forgets a step that failed half-way.
+        # Otherwise schedulers would run past their end, and scalers would refuse to continue after a failed step.
         for schedule in self._schedules:
             schedule.restore()
         for scaler, scale in self._scales:
@@ -103,41 +103,41 @@ class Tracker:
                 scaler.load_state_dict(scale)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Those of the modules and the optimizers, each once."""
+        """Yield the parameters of modules and optimizers, and other leaf tensors, each once."""
         of_modules = (p for module in self.modules for p in module.parameters(recurse=False))
         of_optimizers = (p for one in self.optimizers for p in parameters_of(one))
         yield from {id(p): p for p in (*of_modules, *of_optimizers, *self._leaves)}.values()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What an optimizer trains."""
+    """Return the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """What an optimizer keeps, by parameter; some keep theirs in another way."""
+    """Return an optimizer's state by parameter; empty if it stores its state in another way."""
     state = getattr(optimizer, "state", None)
     return state if isinstance(state, dict) else {}
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """What an optimizer keeps for its parameters; counts of steps, single numbers, stay on the host."""
+    """Yield an optimizer's state tensors, without scalars such as step counts, which stay on the host."""
     for state in state_of(optimizer).values():
-        kept = state.values() if isinstance(state, dict) else [state]  # some keep one tensor, or what is no tensor
-        yield from (tensor for tensor in kept if isinstance(tensor, torch.Tensor) and tensor.dim() > 0)
+        values = state.values() if isinstance(state, dict) else [state]  # some optimizers store a single value
+        yield from (value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> dict[int, set[Any]]:
-    """Names of the state that an optimizer keeps, by the parameter's id."""
+    """Return the names of an optimizer's state by parameter id."""
     names = {}
-    for parameter, kept in state_of(optimizer).items():
-        if not isinstance(kept, dict) or kept:  # reading ``optimizer.state[parameter]`` leaves an empty dict
-            names[id(parameter)] = set(kept) if isinstance(kept, dict) else set()
+    for parameter, state in state_of(optimizer).items():
+        if not isinstance(state, dict) or state:  # reading ``optimizer.state[parameter]`` creates an empty dict
+            names[id(parameter)] = set(state) if isinstance(state, dict) else set()
     return names
 
 
 def drop_later_state(optimizer: torch.optim.Optimizer, before: dict[int, set[Any]]) -> None:
-    """Drop the state that an optimizer made since `state_names` was called."""
+    """Drop the state that an optimizer created since `state_names` returned `before`."""
     state = state_of(optimizer)
     for parameter in list(state):
         if id(parameter) not in before:
