@@ -25,8 +25,6 @@ NEARLY_NOTHING = 0.01  # a device with a smaller share of its memory free counts
 # mapping can break expandable segments for the whole process, libraries fail with unrelated errors, and other processes
 # die; the allocator's own limit fails cleanly.
 EDGE_BYTES, EDGE_SHARE = 256 * MIB, 0.01
-INTEGRATED_NAMES = ("is_integrated", "is_integrated_gpu")  # the names in torch.cuda and torch.xpu
-NO_POOL = (0, 0)  # pool id of ordinary segments; each captured graph has its own
 UNCAPPED = (
     "{name}: this process's CUDA allocator (backend {backend}, without its cache or pluggable) neither counts nor limits "
     "allocations, so nothing can be measured. Use torch's default allocator: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and do "
@@ -59,7 +57,8 @@ class AcceleratorDevice:
         self.total_bytes = int(properties.total_memory)
         self.edge_bytes = max(EDGE_BYTES, int(EDGE_SHARE * self.total_bytes))
         self.name = stated_name(str(properties.name), stated_bytes, self.total_bytes)
-        self.integrated = any(bool(getattr(properties, name, False)) for name in INTEGRATED_NAMES)
+        names = ("is_integrated", "is_integrated_gpu")  # in torch.cuda and torch.xpu
+        self.integrated = any(bool(getattr(properties, name, False)) for name in names)
         why_spills = sharing.why_spills()
         self.notes = tuple(filter(None, (why_spills, UNIFIED if self.integrated else None)))
         self._stated_bytes = stated_bytes
@@ -189,7 +188,7 @@ class AcceleratorDevice:
         if pools is not None:  # since torch 2.14
             return bool(pools)
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return any(tuple(segment["segment_pool_id"]) != NO_POOL for segment in segments)
+        return any(tuple(segment["segment_pool_id"]) != (0, 0) for segment in segments)  # graphs have their own pools
 
     def history(self) -> AbstractContextManager[History] | None:
         """Record each block that torch's native CUDA allocator hands out; None for other allocators."""

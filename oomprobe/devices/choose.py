@@ -107,9 +107,9 @@ def _open(device: object) -> Device:
     budget = opened.budget_to_state() if isinstance(opened, AcceleratorDevice) else None
     if budget is not None:
         raise InvalidArgumentError(
-            f"{opened.name} shares the host's memory: without a budget no allocation fails and the whole machine swaps or "
-            f"freezes (pytorch#174358). State one: device={budget!r}, or set set_per_process_memory_fraction(...) below 1 before "
-            "you probe"
+            f"{opened.name} shares the host's memory: without a budget no allocation fails and the whole machine swaps "
+            f"or freezes (pytorch#174358). State one: device={budget!r}, or call set_per_process_memory_fraction(...) "
+            "with less than 1 before you probe"
         )
     return opened
 

@@ -1,4 +1,4 @@
-"""From an exception, and what was seen around it, to a verdict."""
+"""Classification of exceptions into verdicts."""
 
 from oomprobe.verdicts.classify import Evidence, Facts, Link, classify, classify_error, facts_of
 from oomprobe.verdicts.texts import Verdict

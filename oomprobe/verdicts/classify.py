@@ -1,8 +1,8 @@
-"""Exception -> verdict, by a fixed order of rules over a table of error texts.
+"""Classify exceptions with a table of error texts, strongest row first.
 
-Two steps, so that nothing of a failed trial stays alive: `facts_of` turns an exception into strings and
-numbers, `classify` weighs those against what was seen around the failure. Torch is not imported: classes are
-known by name.
+There are two steps, so that nothing of a failed trial stays alive: `facts_of` turns an exception into strings and
+numbers, and `classify` combines these with the evidence around the failure. Torch is not imported: classes are compared
+by name.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import Any
 from oomprobe.errors import SIGNALS, text_of
 from oomprobe.verdicts.texts import ERROR_TEXTS, LIBRARIES, ErrorText, Verdict
 
-# What another probe, run inside the step, has judged already: its text quotes an out of memory that it has handled, and
-# one class is a MemoryError. A lost device is lost to this probe too.
-_OURS, _LOST = "oomprobe.errors.OomProbeError", "oomprobe.errors.DeviceLostError"
-_SPEAKERS = frozenset({"builtins.RuntimeError", "builtins.MemoryError"})
-MAX_LINKS = 64  # a chain deeper than this was not made by torch
-MAX_TEXT = 16_000  # characters kept of each end of a text: the cause stands first, or last below a traceback
+# Errors of another probe that ran inside the step are final: their texts quote out-of-memory errors that it has handled,
+# and one class is a MemoryError. A lost device, however, is lost to this probe too.
+_PROBE_ERROR, _DEVICE_LOST = "oomprobe.errors.OomProbeError", "oomprobe.errors.DeviceLostError"
+_BUILTINS_OF_TORCH = frozenset({"builtins.RuntimeError", "builtins.MemoryError"})
+MAX_LINKS = 64  # torch makes no longer chains
+MAX_TEXT = 16_000  # characters kept from each end of a text: the cause is first, or last below a traceback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One exception of a chain: ``module.Name`` of each class, its text, its ``error_code`` if it has one."""
+    """One exception of a chain: ``module.Name`` of each of its classes, its text and its ``error_code``."""
 
     classes: tuple[str, ...]
     text: str
     error_code: int | None = None
 
 
-Facts = tuple[Link, ...]  # of an exception and of those it was made from; they outlive it
+Facts = tuple[Link, ...]  # an exception and its causes, without references to them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What was seen around a failure.
+    """The circumstances of a failure.
 
     Attributes:
-        smaller_size_passed: A smaller size ran in this probe.
-        memory_pressure: The allocator saw failures or retries, or free memory was near zero.
-        healthy: The health check after the failure passed.
-        on_host: The probed device is host memory.
-        integrated: The device shares the host's memory, such as Jetson.
+        smaller_size_passed: Whether a smaller size ran in this probe.
+        memory_pressure: Whether the allocator saw failures or retries, or free memory was near zero.
+        healthy: Whether the health check after the failure passed.
+        on_host: Whether the probed device is host memory.
+        integrated: Whether the device shares the host's memory, as Jetson does.
     """
 
     smaller_size_passed: bool
@@ -53,18 +53,18 @@ class Evidence:
 
 
 def classify_error(exc: object, evidence: Evidence | None = None) -> Verdict:
-    """Say what an exception means for the size that was tried.
+    """Classify what an exception means for the size that was tried.
 
-    Total: whatever it is given, it answers and does not raise. What it does not know is a BUG.
+    Accepts any object and never raises. Everything unknown is a BUG.
 
     Args:
-        exc: The exception. The chain of ``inner_exception``, ``__cause__`` and group members is read with it,
-            but not ``__context__``: an out of memory that was handled already must not excuse a later bug.
-        evidence: What was seen around the failure. Without it, and with what is no `Evidence`, an ambiguous text
-            gets the verdict of its row.
+        exc: The exception. Its ``inner_exception``, ``__cause__`` and group members are read too, but not its
+            ``__context__``: an out-of-memory error that was handled must not hide a later bug.
+        evidence: The circumstances of the failure. Without an `Evidence`, an ambiguous text gets the verdict of its row
+            in the table.
 
     Returns:
-        OOM, HOST_OOM (with evidence only), SIZE_LIMIT, POISONED or BUG.
+        OOM, HOST_OOM (only with evidence), SIZE_LIMIT, POISONED or BUG.
 
     Example:
         >>> classify_error(RuntimeError("CUDA error: out of memory")).name
@@ -79,28 +79,30 @@ def classify_error(exc: object, evidence: Evidence | None = None) -> Verdict:
 
 
 def facts_of(exc: object) -> Facts:
-    """Read an exception and the chain it carries; keep no reference to any of it."""
+    """Return the facts of an exception and its chain, without references to any of them."""
     links: list[Link] = []
-    waiting: list[object] = [exc]
+    pending: list[object] = [exc]
     seen: set[int] = set()
-    while waiting and len(links) < MAX_LINKS:
-        error = waiting.pop(0)
+    while pending and len(links) < MAX_LINKS:
+        error = pending.pop(0)
         if isinstance(error, BaseException) and id(error) not in seen:
             seen.add(id(error))
             links.append(_link_of(error))
-            if not _is_judged(links[-1]):
-                waiting += [_attribute(error, "inner_exception"), _attribute(error, "__cause__")]
-                if issubclass(type(error), BaseExceptionGroup):  # the class does not run the exception's own code
-                    waiting += (_attribute(error, "exceptions") or ())[:MAX_LINKS]
+            if not _is_final(links[-1]):
+                pending += [_attribute(error, "inner_exception"), _attribute(error, "__cause__")]
+                if issubclass(
+                    type(error), BaseExceptionGroup
+                ):  # unlike isinstance(), runs none of the exception's code
+                    pending += (_attribute(error, "exceptions") or ())[:MAX_LINKS]
     return tuple(links)
 
 
 def classify(facts: Facts, evidence: Evidence | None = None) -> Verdict:
-    """Weigh facts against evidence; a process that failed its health check is POISONED whatever they say."""
+    """Return the verdict for facts and evidence; after a failed health check, always POISONED."""
     if evidence is not None and not evidence.healthy:
         return Verdict.POISONED
-    met = (_row_met(link) for link in facts if not _is_judged(link))
-    row = min((row for row in met if row is not None), key=ERROR_TEXTS.index, default=None)
+    matches = (_matching_row(link) for link in facts if not _is_final(link))
+    row = min((row for row in matches if row is not None), key=ERROR_TEXTS.index, default=None)
     if row is None:
         return Verdict.BUG
     if evidence is None:
@@ -110,40 +112,40 @@ def classify(facts: Facts, evidence: Evidence | None = None) -> Verdict:
         return out_of_memory if row.verdict is Verdict.OOM else row.verdict
     if row.verdict is Verdict.SIZE_LIMIT:
         return Verdict.SIZE_LIMIT if evidence.smaller_size_passed else Verdict.BUG
-    # Also where such a text would mean a lost device, since the health check has passed.
+    # This includes ambiguous POISONED rows, because the health check has passed.
     corroborated = evidence.smaller_size_passed and evidence.memory_pressure
     return out_of_memory if corroborated and (evidence.integrated or not row.only_integrated) else Verdict.BUG
 
 
-def _row_met(link: Link) -> ErrorText | None:
-    """The first row that an exception meets, which is the strongest; none where that row says that it is a bug."""
+def _matching_row(link: Link) -> ErrorText | None:
+    """Return the first row that matches, which is the strongest; None if there is none or its verdict is BUG."""
     text, code = link.text.lower(), _device_code(link)
     classes = {*link.classes}
-    is_heard = not _SPEAKERS.isdisjoint(classes) or any(_root(name) in LIBRARIES for name in classes)
+    is_from_library = not _BUILTINS_OF_TORCH.isdisjoint(classes) or any(_root(name) in LIBRARIES for name in classes)
     for row in ERROR_TEXTS:
-        # Texts count only from what torch and its libraries raise: a user's ValueError may say anything.
-        may_say = is_heard or not row.also_raised_as.isdisjoint(classes)
-        if code in row.codes or not row.classes.isdisjoint(classes) or (may_say and row.pattern.search(text)):
+        # Read texts only from classes that torch and its libraries raise: a user's ValueError may say anything.
+        reads_text = is_from_library or not row.also_raised_as.isdisjoint(classes)
+        if code in row.codes or not row.classes.isdisjoint(classes) or (reads_text and row.pattern.search(text)):
             return None if row.verdict is Verdict.BUG else row
     return None
 
 
-def _is_judged(link: Link) -> bool:
-    return _OURS in link.classes and _LOST not in link.classes
+def _is_final(link: Link) -> bool:
+    return _PROBE_ERROR in link.classes and _DEVICE_LOST not in link.classes
 
 
 def _device_code(link: Link) -> int | None:
-    """The ``error_code``, where it is a device's: other libraries count their own errors under that name."""
-    plain = link.classes[:1] == ("builtins.RuntimeError",)
-    accelerator = any(name.endswith("AcceleratorError") or _root(name) == "torch" for name in link.classes)
-    return link.error_code if plain or accelerator else None
+    """Return ``error_code`` if it is a device's; other libraries use that name for their own numbers."""
+    is_plain = link.classes[:1] == ("builtins.RuntimeError",)
+    is_torchs = any(name.endswith("AcceleratorError") or _root(name) == "torch" for name in link.classes)
+    return link.error_code if is_plain or is_torchs else None
 
 
 def _root(name: str) -> str:
     return name.partition(".")[0]
 
 
-# Reading an exception. Nothing here may raise but signals, or be kept: each value is copied to a plain str or int.
+# The functions below read an exception. Only signals may escape them, and each value is copied to a plain str or int.
 
 
 def _link_of(error: BaseException) -> Link:

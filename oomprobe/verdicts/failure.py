@@ -1,4 +1,4 @@
-"""A failed call as strings: what an exception said and where, without the exception and what it holds alive."""
+"""Text and location of an exception, without references that keep its frames alive."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _BACKWARD_FILES = {_TORCH / "_tensor.py", _TORCH / "autograd" / "__init__.py"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What is kept of an exception."""
+    """Text, location and facts of an exception."""
 
     facts: Facts
     text: str  # class and message, shortened
-    where: str | None  # the part of the step and the user's line, such as "backward, model.py:142"
+    where: str | None  # part of the step and the user's line, such as "backward, model.py:142"
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Read an exception."""
+    """Return the text, location and facts of an exception."""
     text = f"{type(error).__name__}: {text_of(error)}".strip()
     shortened = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."
     return Failure(facts=facts_of(error), text=shortened, where=_where(error))
 
 
 def clear_frames(error: BaseException) -> None:
-    """Let go of what the failed step's frames hold, in an exception that goes on to the user: tensors on the device."""
+    """Free the device tensors that the failed step's frames hold, before the exception is raised to the user."""
     chain: list[BaseException | None] = [error]
     seen: set[int] = set()
     while chain:
@@ -51,8 +51,8 @@ def _where(error: BaseException) -> str | None:
         (_path(frame.f_code.co_filename), frame.f_code.co_name, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    of_user = [(path.name, line) for path, _, line in frames if not is_library(path)]
-    if not of_user:
+    user_lines = [(path.name, line) for path, _, line in frames if not is_library(path)]
+    if not user_lines:
         return None
     part = "forward"
     for path, function, _ in frames:
@@ -60,16 +60,16 @@ def _where(error: BaseException) -> str | None:
             part = "optimizer"
         elif function == "backward" and path in _BACKWARD_FILES:
             part = "backward"
-    name, line = of_user[-1]
+    name, line = user_lines[-1]
     return f"{part}, {name}:{line}"
 
 
-_path = cache(Path)  # failures pass through the same few files
+_path = cache(Path)  # tracebacks name the same few files again and again
 
 
 @cache
 def is_library(path: Path) -> bool:
-    """Whether a file is torch's or oomprobe's own. The demo's steps are written as a user's would be, and count as one's.
+    """Return whether a file belongs to torch or oomprobe. The demo counts as a user's file, because it contains steps.
 
     Example:
         >>> is_library(Path(__file__)), is_library(Path("/home/me/train.py"))

@@ -1,13 +1,13 @@
-"""The table behind `oomprobe.verdicts`: which error text means what, each row with its source.
+"""The table of error texts, with a source for each row.
 
-A row is a *kind* of text, not one message: libraries build messages from a few fixed parts, and the rows
-match those parts over all the years of torch. The traps that shaped the patterns:
+A row matches a kind of message by the fixed parts from which libraries build it, in all versions of torch. Mind these
+traps when changing a pattern:
 
-- Every CUDA error ends with advice about "device-side assertions"; only "assert triggered" is one.
-- "shared memory" is a kernel's scratch space or ``/dev/shm``, never the memory a batch size is about.
-- An allocator's internal assert leaves the process unusable, but for the one that is Jetson's out of memory.
-- A size limit can call itself "out of memory" ("Tried to allocate more than 1EB memory").
-- 2147483648 is a limit in one text and a plain two gibibytes in the next.
+- Every CUDA error ends with advice about "device-side assertions"; only "assert triggered" reports one.
+- "shared memory" is a kernel's scratch space or ``/dev/shm``, never the memory that limits a batch size.
+- An allocator's internal assert leaves the process unusable, except the one that means out of memory on Jetson.
+- A size limit may say "out of memory" ("Tried to allocate more than 1EB memory").
+- 2147483648 is a limit in one text and an ordinary two gibibytes in the next.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorText:
-    """One kind of error: known by its text, its class or its number."""
+    """One kind of error, recognised by its text, class or ``error_code``."""
 
-    pattern: re.Pattern[str]  # in lower case, for texts in lower case
+    pattern: re.Pattern[str]  # lower case, matched against lower-case texts
     verdict: Verdict
-    source: str  # URL, issue, header or file it was seen in, or "measured" when it was provoked for this table
-    ambiguous: bool = False  # whether it has other causes too, so that the verdict needs evidence
-    of_host: bool = False  # whether an OOM row means the host's memory
-    only_integrated: bool = False  # whether the reading holds only on devices that share the host's memory
-    also_raised_as: frozenset[str] = frozenset()  # besides RuntimeError, MemoryError and classes of `LIBRARIES`
-    classes: frozenset[str] = frozenset()  # that are of this kind whatever their text
-    codes: frozenset[int] = frozenset()  # values of ``error_code`` that are
+    source: str  # URL, issue, header or file, or "measured" if it was provoked for this table
+    ambiguous: bool = False  # whether it has other causes too, so the verdict needs evidence
+    of_host: bool = False  # whether an OOM row means host memory
+    only_integrated: bool = False  # whether the verdict holds only on devices that share the host's memory
+    also_raised_as: frozenset[str] = frozenset()  # further to RuntimeError, MemoryError and classes of `LIBRARIES`
+    classes: frozenset[str] = frozenset()  # classes of this kind, whatever their text
+    codes: frozenset[int] = frozenset()  # values of ``error_code`` of this kind
 
 
 def _row(
@@ -54,7 +54,7 @@ def _row(
     codes: tuple[int, ...] = (),
     **marks: bool,
 ) -> ErrorText:
-    # A search that ignores case takes three times as long as one for a lower-case pattern in a lower-case text.
+    # Searching lower-case text with a lower-case pattern takes a third of the time of a search that ignores case.
     lowered = re.sub(r"(?<!\\)[A-Z]", lambda letter: letter[0].lower(), "|".join(alternatives))
     return ErrorText(
         pattern=re.compile(lowered),
@@ -67,7 +67,7 @@ def _row(
     )
 
 
-# Packages whose exceptions speak for the device even where they do not inherit from RuntimeError.
+# Packages whose exceptions are about the device even if they do not inherit from RuntimeError.
 LIBRARIES = frozenset({"torch", "intel_extension_for_pytorch", "triton", "cupy", "cupy_backends", "numba"})
 
 POISONED, SIZE_LIMIT, OOM, BUG = Verdict.POISONED, Verdict.SIZE_LIMIT, Verdict.OOM, Verdict.BUG
@@ -76,7 +76,7 @@ _ATEN_CHECKS = "pytorch/pytorch:aten/src/ATen/cuda/Exceptions.h"
 _CUDNN_ENUM = "https://docs.nvidia.com/deeplearning/cudnn/backend/latest (cudnnStatus_t)"
 _UR_ENUM = "https://oneapi-src.github.io/unified-runtime/core/api.html (ur_result_t)"
 
-# What many messages begin with: "CUDA error: ", "cuda runtime error (2) : ", "CUDNN_STATUS_", "less than ".
+# Common prefixes: "CUDA error: ", "cuda runtime error (2) : ", "CUDNN_STATUS_", "less than ".
 _ERROR = r"\b(?:CUDA|HIP|Triton)(?: runtime| driver)? error[^\n]{0,300}?"
 _BLAS = (
     r"(?:CUDNN|CUBLAS|CUSOLVER|CUSPARSE|CURAND|CUDSS|CUTENSOR"
@@ -84,12 +84,12 @@ _BLAS = (
 )
 _LIMIT = r"(?:>|<|<=|exceed\w*|than|at most|up to|maximum(?: of| is)?) ?"
 
-# The strongest row first: of a chain of exceptions, the first row that any of them meets decides.
+# Strongest row first: in a chain of exceptions, the first row that matches any of them decides.
 # fmt: off
 ERROR_TEXTS: tuple[ErrorText, ...] = (
-    # Poisoned: no later answer of this process can be trusted. The context is lost after these: "the process must be
-    # terminated and relaunched" in the enum's words, but for 4, 709 (driver or context gone), 214 and 220 (uncorrectable
-    # ECC, NVLink). HIP uses the same numbers.
+    # Poisoned: no later result of this process can be trusted. After these errors the context is lost: "the process must
+    # be terminated and relaunched", as the enum says of all but 4, 709 (driver or context gone), 214 and 220
+    # (uncorrectable ECC, NVLink). HIP uses the same numbers.
     _row(POISONED, f"{_CUDA_ENUM}; pytorch/pytorch#81620, ROCm/legacy-rocm-build#5814; rusty1s/pytorch_sparse#23",
          r"illegal memory access was encountered", r"(?:cuda|hip)ErrorIllegalAddress", r"CUDA_ERROR_ILLEGAL_ADDRESS",
          r"device-side assert triggered", r"device-side assertion failures were found on GPU",
@@ -125,7 +125,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
          r"Watchdog caught collective operation timeout", r"NCCL communicator was aborted",
          r"NCCL watchdog thread terminated"),
     _row(POISONED, "https://docs.nvidia.com/cuda/curand (curandStatus_t)", r"CURAND_STATUS_PREEXISTING_FAILURE"),
-    # Poisoned, perhaps. "Not ready" was seen at the edge of memory under WSL, in a process that went on working.
+    # Perhaps poisoned. "Not ready" was seen when memory ran out under WSL, in a process that continued to work.
     _row(POISONED, f"mberr/torch-max-mem#45 (memory); noonghunna/club-3090#50 (the driver was reset); {_CUDA_ENUM} (999)",
          _ERROR + r": (?:device not ready\b|unknown error)", r"(?:cuda|hip)Error(?:NotReady|Unknown)\b",
          r"CUDA_ERROR_(?:NOT_READY|UNKNOWN\b)", ambiguous=True),
@@ -136,7 +136,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
          f"pytorch/pytorch:aten/src/THC/THCBlas.cu (1.x); cusparseGetErrorString, cusolverStatus_t 6: {_ATEN_CHECKS}",
          r"cublas runtime error ?: the GPU program failed to execute", r"cusolver error: 6,",
          r"CUDA error: execution failed when calling", ambiguous=True),
-    # Not about memory, though they sound like it: a kernel's scratch space and the container's shared memory.
+    # Not device memory, despite the words: a kernel's scratch space and the container's shared memory.
     _row(BUG, "triton/runtime/errors.py OutOfResources; triton#8182; strings of libtorch_python.so 2.13",
          r"out of resources?: ", r"/dev/shm", r"shared memory ?\(shm\)", r"(?:out of|insufficient) shared memory"),
     # Size limits that are not memory.
@@ -174,7 +174,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     _row(SIZE_LIMIT, "CPython Lib/multiprocessing/connection.py (_send_bytes), Modules/_pickle.c",
          r"'i' format requires -?2147483648", r"cannot serialize a bytes object larger than 4 GiB",
          also=("builtins.OverflowError", "struct.error")),
-    # Out of memory, in so many words: the device first, then the host.
+    # Explicitly out of memory: first the device, then the host.
     _row(OOM,
          "pytorch/pytorch:c10/cuda/CUDACachingAllocator.cpp, aten/src/ATen/mps/MPSAllocator.mm; Comfy-Org/ComfyUI#7440, "
          "intel/torch-xpu-ops#1324; composer shared_utils.py; torch/cuda/__init__.py; cupy/cupy:cupy/cuda/memory.pyx; "
@@ -209,7 +209,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
          r"get_temporary_buffer failed", r"\b\w+ failed(?: (?:on|to) \w+(?: \w+)?)?: (?:\w+: )?out of memory\b"),
     _row(OOM, "bitsandbytes/csrc/ops.cu (see #875); ROCm/MIOpen#47; cudaGetErrorString(2)",
          r"\bout of memory at line \d+ in file", r"Memory not available to allocate buffer", r"\Aout of memory\.?\s*\Z"),
-    # "[enforce fail a" is the second text when there is memory for 15 characters only (measured, torch 2.13).
+    # "[enforce fail a" is the text if memory is left for only 15 characters (measured, torch 2.13).
     _row(OOM, "measured, torch 2.13 (torch.empty(2**50)); HaoMood/blinear-cnn-faster#4; xinntao/ESRGAN#34; libc10.so",
          r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",
          r"enforce fail at (?:alloc_cpu|CPUAllocator)\.cpp", r"\A\[enforce fail a\Z",
@@ -224,11 +224,11 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     _row(OOM, "gcc:libgomp/alloc.c; OpenMathLib/OpenBLAS:driver/others/memory.c; strings of libtorch_cpu.so 2.13 (oneMKL)",
          r"libgomp: Out of memory", r"OpenBLAS[^\n]*(?:malloc failed|Memory allocation still failed)",
          r"\bMKL\b[^\n]*(?:Not enough memory|cannot allocate memory)", of_host=True),
-    # After all other texts that are sure, since those say whose memory a MemoryError is about.
+    # After all other unambiguous texts, because those tell whose memory a MemoryError is about.
     _row(OOM, "https://en.cppreference.com/w/cpp/memory/new/bad_alloc; numpy/_core/_exceptions.py, measured",
          r"\bstd::bad_alloc\b", r"\Abad allocation\b", r"Unable to allocate [\d.,]+ ?\w* for an array with shape",
          of_host=True, classes=("builtins.MemoryError",)),
-    # A size limit, perhaps.
+    # Perhaps a size limit.
     _row(SIZE_LIMIT, "pytorch/pytorch#113833 (safe_downcast)", r"\Ainteger out of range\s*(?:\n|\Z)", ambiguous=True),
     _row(SIZE_LIMIT, "measured, torch 2.13 (torch.empty(2**63), fill_(2**40)); pytorch/pytorch#48114",
          r"Overflow when unpacking long", r"cannot be converted to type (?:int|int32_t|int64_t|long) without overflow",
@@ -245,7 +245,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
          f"{_CUDA_ENUM} (701: akin to an invalid configuration)",
          _ERROR + r": invalid argument\b(?! \d)", r"(?:cuda|hip)ErrorInvalidValue", r"CUDA_ERROR_INVALID_VALUE",
          r"too many resources requested for launch", r"(?:cuda|hip)ErrorLaunchOutOfResources", ambiguous=True),
-    # Out of memory, perhaps.
+    # Perhaps out of memory.
     _row(OOM,
          "pytorch/pytorch:aten/src/ATen/native/cudnn/MHA.cpp; marqo-ai/marqo#101; pytorch/pytorch#108645; "
          "replicate/cog#1430 (a broken install says the same)",
