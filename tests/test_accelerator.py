@@ -1,4 +1,4 @@
-"""What the bed cannot show of an accelerator: functions of XPU, rounding of other torch versions, errors of every class."""
+"""Accelerator behaviour that the CUDA bed cannot show: XPU functions, rounding of other torch versions, error classes."""
 
 import ast
 import inspect
@@ -38,11 +38,11 @@ def test_an_allocator_without_counters_is_not_under_pressure(monkeypatch):
 
 
 def test_a_cap_costs_no_byte():
-    """As it would where torch rounds down: what it has on the bed rounds to the nearest byte."""
+    """Some torch versions round the fraction down; the one on the bed rounds to the nearest byte."""
     device = LedgerDevice(FakeModule(total_bytes=150_109_880_320))
     device.fake.set_per_process_memory_fraction(0.9)
     before_bytes = device.fake._allowed_bytes
-    for limit_bytes in range(31_160_284_221, 31_160_284_921, 7):  # some, divided and multiplied again, are a byte less
+    for limit_bytes in range(31_160_284_221, 31_160_284_921, 7):  # some lose a byte in the division
         with device.cap(limit_bytes):
             assert device.fake._allowed_bytes == limit_bytes
         assert device.fake._allowed_bytes == before_bytes
@@ -66,7 +66,7 @@ def test_a_cap_that_cannot_be_lifted_hides_no_error(error, raised):
     ("error", "healthy"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), True),
-        # what a kernel that is loaded only now raises on a full card: no OutOfMemoryError
+        # raised if memory runs out while the kernel is loaded
         (torch.AcceleratorError("CUDA error: out of memory"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 1.00 GB)"), True),
         (torch.AcceleratorError(ILLEGAL_ADDRESS), False),
@@ -74,6 +74,6 @@ def test_a_cap_that_cannot_be_lifted_hides_no_error(error, raised):
         (None, False),
     ],
 )
-def test_only_out_of_memory_in_the_check_is_a_sign_of_life(monkeypatch, error, healthy):
+def test_only_out_of_memory_counts_as_healthy(monkeypatch, error, healthy):
     monkeypatch.setattr(accelerator.torch, "ones", Mock(side_effect=error, return_value=torch.zeros(1)))
-    assert kernel_answers(torch.device("cpu"), lambda: None) is healthy  # without an error the value is wrong
+    assert kernel_answers(torch.device("cpu"), lambda: None) is healthy  # without an error, the result is wrong

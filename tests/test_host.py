@@ -1,4 +1,4 @@
-"""Probes of host memory: each trial is a forked child, held to its budget by the system; this process stays as it was."""
+"""Probes of host memory: each trial is a forked child that the system limits, and this process does not change."""
 
 import json
 import os
@@ -25,7 +25,7 @@ QUIET = {"device": "cpu:128MiB", "progress": "off"}
 
 
 def linear(then=lambda batch_size: None):
-    """A step of one MiB a sample; `then` runs in it."""
+    """Return a model and a step that takes one MiB per sample and calls `then`."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -40,6 +40,7 @@ def linear(then=lambda batch_size: None):
 
 
 def in_fresh_process(code):
+    """Run a probe without the free heap of earlier tests, which would serve blocks outside the budget."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
     return subprocess.run(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, check=True).stdout
 
@@ -58,13 +59,13 @@ def test_another_malloc_is_named(monkeypatch, tmp_path):
     assert any("jemalloc" in note for note in HostDevice(GIB).notes)
 
 
-def test_only_linux_has_it(monkeypatch):
+def test_other_systems_are_refused(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(oomprobe.NoDeviceError, match="this is darwin"):
         HostDevice(GIB)
 
 
-def test_a_budget_beyond_what_is_free_is_refused(monkeypatch):
+def test_a_budget_above_free_memory_is_refused(monkeypatch):
     monkeypatch.setattr(linux, "free_bytes", lambda: 2 * GIB)
     said = r"8\.00 GiB of host memory requested, but only 1\.\d\d GiB can be used: state less"
     with pytest.raises(oomprobe.InvalidArgumentError, match=said):
@@ -74,7 +75,7 @@ def test_a_budget_beyond_what_is_free_is_refused(monkeypatch):
 # --- answers ---
 
 
-def test_a_mebibyte_a_sample_answers_the_mebibytes():
+def test_one_mebibyte_per_sample_gives_the_budget_in_mebibytes():
     code = """
         import json, oomprobe
         from test_host import linear, QUIET
@@ -85,7 +86,6 @@ def test_a_mebibyte_a_sample_answers_the_mebibytes():
         ]
         print(json.dumps([result.to_dict() for result in found]))
     """
-    # In a process of its own: what earlier tests left free in the heap takes a block beside the budget.
     found = [oomprobe.ProbeResult.from_dict(result) for result in json.loads(in_fresh_process(code))]
     for result, budget_mib in zip(found, (115, 128, 115), strict=True):
         assert budget_mib - 14 <= result.batch_size <= budget_mib
@@ -93,10 +93,10 @@ def test_a_mebibyte_a_sample_answers_the_mebibytes():
         assert (result.state_verified, result.environment["isolated"], result.environment["threads"]) == (True, True, 1)
         answered = result.trials[-1]
         assert answered.peak_allocated_bytes <= answered.peak_reserved_bytes <= result.budget_bytes
-        assert answered.peak_allocated_bytes >= (result.batch_size - 4) * MIB  # a little was free in the heap
+        assert answered.peak_allocated_bytes >= (result.batch_size - 4) * MIB  # the heap had a little free
 
 
-def test_many_small_blocks_meet_the_budget_too():
+def test_many_small_blocks_meet_the_budget():
     code = """
         import torch, oomprobe
         from test_host import linear, QUIET
@@ -109,11 +109,10 @@ def test_many_small_blocks_meet_the_budget_too():
 
         print(oomprobe.find_max_batch(model, in_small_blocks, resolution=0.02, **QUIET).batch_size)
     """
-    # In a process of its own: what earlier tests left free in the heap takes small blocks beside the budget.
     assert 85 <= int(in_fresh_process(code)) <= 120
 
 
-def test_a_limit_of_the_users_own_bounds_it():
+def test_a_limit_set_by_the_user_bounds_the_answer():
     code = """
         import resource, torch, torch._dynamo, oomprobe
         from test_host import linear, MIB
@@ -131,7 +130,7 @@ def test_a_limit_of_the_users_own_bounds_it():
 # --- this process ---
 
 
-def test_a_step_runs_in_a_child_and_changes_nothing_here():
+def test_a_step_runs_in_a_child_and_changes_nothing_outside():
     model, step = linear()
     pids = []
 
@@ -148,7 +147,7 @@ def test_a_step_runs_in_a_child_and_changes_nothing_here():
     assert children_of(os.getpid()) == children
 
 
-def test_shared_memory_comes_back_too():
+def test_shared_memory_is_restored():
     model, step = linear()
     model.share_memory()
     before = model.weight.detach().clone()
@@ -157,7 +156,7 @@ def test_shared_memory_comes_back_too():
     assert torch.equal(model.weight, before)
 
 
-def test_what_a_step_prints_is_seen(capfd):
+def test_output_of_a_step_is_shown(capfd):
     oomprobe.check(*linear(lambda batch_size: os.write(1, b"from the step\n")), 2, **QUIET)
     assert "from the step" in capfd.readouterr().out
 
@@ -174,12 +173,12 @@ def test_what_a_step_prints_is_seen(capfd):
         (lambda batch_size: os.abort(), oomprobe.StepFailedError, "SIGABRT"),
     ],
 )
-def test_a_step_that_fails_ends_its_child_alone(fault, error, said):
+def test_a_failing_step_ends_only_its_child(fault, error, said):
     with pytest.raises(error, match=said):
         oomprobe.find_max_batch(*linear(fault), **QUIET)
 
 
-def test_a_bug_has_the_steps_own_exception_as_its_cause():
+def test_the_cause_of_a_bug_is_the_steps_exception():
     def bug(batch_size):
         if batch_size > 2:
             raise LookupError("no such label")
@@ -191,13 +190,13 @@ def test_a_bug_has_the_steps_own_exception_as_its_cause():
     assert "in bug" in caught.value.__cause__.__notes__[0]
 
 
-def test_a_child_that_waits_for_ever_is_told_with_what_to_type(monkeypatch):
+def test_a_child_that_hangs_is_reported_with_a_remedy(monkeypatch):
     monkeypatch.setattr(runner, "STUCK_IN_STEP_S", 2.0)
     with pytest.raises(oomprobe.UnreliableError, match=r"hangs at test_host\.py:\d+.*set_num_threads.*oomprobe run"):
         oomprobe.find_max_batch(*linear(lambda batch_size: time.sleep(60)), **QUIET)
 
 
-def test_a_child_that_has_hardly_begun_is_ended_too(monkeypatch):
+def test_a_child_that_has_just_started_can_be_ended(monkeypatch):
     live = process._live
     monkeypatch.setattr(process, "_live", lambda *given: (time.sleep(0.5), live(*given)))
     before, began_s = children_of(os.getpid()), time.monotonic()
@@ -208,19 +207,17 @@ def test_a_child_that_has_hardly_begun_is_ended_too(monkeypatch):
 
 
 def children_of(pid):
-    """Processes whose parent is `pid`, zombies too."""
+    """Return the child processes of `pid`, including zombies."""
     tasks = Path("/proc", str(pid), "task").iterdir()
     return {int(child) for task in tasks for child in (task / "children").read_text().split()}
 
 
-def test_where_nothing_can_be_forked_it_says_so(monkeypatch):
+def test_a_failed_fork_is_reported(monkeypatch):
     def full():
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "fork", full)
-    with pytest.raises(
-        oomprobe.UnreliableError, match=r"no process could be started for a trial .*state a smaller budget"
-    ):
+    with pytest.raises(oomprobe.UnreliableError, match=r"no process could be started .*state a smaller budget"):
         oomprobe.find_max_batch(*linear(), **QUIET)
 
 
@@ -237,8 +234,8 @@ def test_live_children_are_refused():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
-def test_a_step_that_was_compiled_before_compiles_in_children(tmp_path):
-    """Its pool of compiling processes has threads that are not there in a forked child."""
+def test_a_compiled_step_compiles_in_children(tmp_path):
+    """The threads of the compiler's process pool do not exist in a forked child."""
     code = """
         import torch, oomprobe
         model = torch.compile(torch.nn.Linear(8, 8))

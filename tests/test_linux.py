@@ -9,7 +9,7 @@ import pytest
 from oomprobe.devices import linux
 
 REPOSITORY = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says about memory")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads memory figures of Linux")
 
 MIB = 2**20
 GIB = 2**30
@@ -22,7 +22,7 @@ HugePages_Total:       0
 
 
 def run_python(code, timeout_s=120, warnings="error", stdin=""):
-    """Run code that changes its process, in a process of its own; what it prints is returned."""
+    """Run code in a new process and return its output."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-W", warnings, "-c", textwrap.dedent(code)]
@@ -43,7 +43,7 @@ def run_python(code, timeout_s=120, warnings="error", stdin=""):
 # --- /proc ---
 
 
-def test_a_figure_of_meminfo_is_read_in_bytes(tmp_path, monkeypatch):
+def test_meminfo_is_read_in_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(linux, "MEMINFO", tmp_path / "meminfo")
     assert linux.machine_bytes("MemTotal") is None
     linux.MEMINFO.write_text(MEMINFO)
@@ -51,7 +51,7 @@ def test_a_figure_of_meminfo_is_read_in_bytes(tmp_path, monkeypatch):
     assert linux.machine_bytes("Mem") is None
 
 
-def test_figures_of_this_machine_and_process_are_plausible():
+def test_the_figures_of_this_machine_are_plausible():
     assert MIB < linux.machine_bytes("MemAvailable") <= linux.machine_bytes("MemTotal")
     assert MIB < linux.process_bytes("VmRSS") <= linux.process_bytes("VmHWM")
     assert linux.process_bytes("VmRSS") < linux.process_bytes("VmSize") <= linux.process_bytes("VmPeak")
@@ -64,7 +64,7 @@ MACHINE_FREE = 20_000_000 * 1024
 
 @pytest.fixture
 def free(tmp_path, monkeypatch):
-    """What is free under a /proc/self/cgroup and a /sys/fs/cgroup, whose memory files are given by folder."""
+    """Free memory for a given /proc/self/cgroup and given memory files in the folders of /sys/fs/cgroup."""
     monkeypatch.setattr(linux, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(linux, "CGROUP_MEMBERSHIP", tmp_path / "cgroup")
     monkeypatch.setattr(linux, "CGROUP_ROOT", tmp_path / "sys")
@@ -113,8 +113,8 @@ OTHER = {"memory/docker/abc": VERSION_1, "memory/fast": {"limit_in_bytes": 1, "u
         ("7:memory:/job\n", {"memory/job": NO_LIMIT}, MACHINE_FREE),
     ],
     ids=[
-        *("no such folder", "limit less use", "cache is free", "a tighter parent", "the root of a container"),
-        *("nothing above the root", "a file is missing", "an odd file", "more used than allowed", "version 1"),
+        *("no such folder", "limit minus use", "cache is free", "a tighter parent", "the root of a container"),
+        *("nothing above the root", "a file is missing", "an unreadable figure", "more used than allowed", "version 1"),
         "version 1 without a limit",
     ],
 )
@@ -122,14 +122,14 @@ def test_the_tightest_cgroup_decides(free, table, folders, expected):
     assert free(table, **folders) == expected
 
 
-def test_not_linux_says_nothing(tmp_path, monkeypatch):
+def test_other_systems_have_no_figures(tmp_path, monkeypatch):
     for name in ("MEMINFO", "CGROUP_MEMBERSHIP", "VMSTAT"):
         monkeypatch.setattr(linux, name, tmp_path / "none")
     assert linux.free_bytes() is None
     assert linux.oom_kills() is None
 
 
-def test_the_oom_killer_is_counted_where_there_are_counters(tmp_path, free, monkeypatch):
+def test_kills_of_machine_and_cgroup_are_added(tmp_path, free, monkeypatch):
     monkeypatch.setattr(linux, "VMSTAT", tmp_path / "vmstat")
     linux.VMSTAT.write_text("nr_free_pages 7\noom_kill 3\n")
     free("0::/job\n")

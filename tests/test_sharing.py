@@ -1,4 +1,4 @@
-"""Devices that do not simply run out: where drivers spill, memory shared with the host, Apple's; and stated budgets."""
+"""Devices that spill to the host or share its memory, Apple's GPU, and stated budgets."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ def refused(text, match):
         choose_device(text, WITHOUT_PARAMETERS)
 
 
-# --- where memory spills ---
+# --- drivers that spill to the host ---
 
 
 @pytest.mark.parametrize(
@@ -36,14 +36,14 @@ def refused(text, match):
         ("darwin", "23.6.0", None),
     ],
 )
-def test_where_memory_spills(monkeypatch, system, release, where):
+def test_drivers_spill_on_windows_and_wsl(monkeypatch, system, release, where):
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr("platform.release", lambda: release)
     why = sharing.why_spills()
-    assert why is None if where is None else f"on {where} the driver lends system memory" in why
+    assert why is None if where is None else f"on {where} the driver lends system memory, many times slower" in why
 
 
-def test_a_card_that_spills_is_held_to_what_stays_on_it(monkeypatch):
+def test_a_card_that_spills_is_capped_at_its_own_memory(monkeypatch):
     monkeypatch.setattr(sharing, "why_spills", lambda: "memory spills here")
     device = LedgerDevice(FakeModule(total_bytes=2048 * MIB, spilled_bytes=10 * GIB))
     assert (device.notes, device.available_bytes()) == (("memory spills here",), 1536 * MIB)
@@ -51,12 +51,12 @@ def test_a_card_that_spills_is_held_to_what_stays_on_it(monkeypatch):
     for limit_bytes, held_bytes in ((None, 1336 * MIB), (1400 * MIB, 1336 * MIB), (700 * MIB, 700 * MIB)):
         with device.cap(limit_bytes):
             assert device.fake.get_per_process_memory_fraction() * 2048 * MIB == held_bytes
-    held = device.fake.alloc(3000 * MIB)  # of which a part has spilled
+    held = device.fake.alloc(3000 * MIB)  # part of it has spilled
     assert device.available_bytes() == 2048 * MIB
     del held
 
 
-# --- budgets that are stated with a device ---
+# --- stated budgets ---
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_card_that_spills_is_held_to_what_stays_on_it(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_a_budget_after_the_device(cards, kind, text, index, size):
+def test_a_budget_is_read_after_the_device(cards, kind, text, index, size):
     cards.kind = kind
     device = choose_device(text.format(kind), WITHOUT_PARAMETERS)
     assert (device.torch_device, device.available_bytes()) == (torch.device(kind, index), size)
@@ -88,11 +88,11 @@ def test_a_budget_after_the_device(cards, kind, text, index, size):
         (":8GiB", "not a device that torch knows"),
     ],
 )
-def test_no_budget(cards, text, match):
+def test_an_invalid_budget_is_refused(cards, text, match):
     refused(text, match)
 
 
-# --- a device that shares the host's memory ---
+# --- memory shared with the host ---
 
 
 @pytest.mark.parametrize("name", ["is_integrated", "is_integrated_gpu"])
@@ -108,7 +108,7 @@ def test_shared_memory_needs_a_budget(cards, name, device, free, typed):
     assert line in map(describe_device, list_devices())
 
 
-def test_a_fraction_of_the_users_own_is_a_budget(cards):
+def test_a_fraction_set_by_the_user_is_a_budget(cards):
     cards.properties["is_integrated"] = True
     cards.fraction = 0.25
     assert choose_device("cuda", WITHOUT_PARAMETERS).available_bytes() == 256 * MIB
@@ -117,10 +117,10 @@ def test_a_fraction_of_the_users_own_is_a_budget(cards):
 
 
 @pytest.mark.parametrize(("is_integrated", "expected"), [(1, [150, 512]), (0, [512, 512])])
-def test_shared_memory_is_bounded_by_what_the_host_has(monkeypatch, is_integrated, expected):
+def test_shared_memory_is_bounded_by_free_host_memory(monkeypatch, is_integrated, expected):
     device = LedgerDevice(FakeModule(is_integrated=is_integrated), 512 * MIB)
     own, found = device.fake.alloc(50 * MIB), []  # the host counts this as used
-    for free_bytes in (100 * MIB, None):  # None: nobody says
+    for free_bytes in (100 * MIB, None):  # None: unknown
         monkeypatch.setattr(linux, "free_bytes", lambda free_bytes=free_bytes: free_bytes)
         found.append(device.available_bytes() // MIB)
     assert found == expected
@@ -133,7 +133,7 @@ def test_shared_memory_is_bounded_by_what_the_host_has(monkeypatch, is_integrate
 
 @pytest.fixture
 def metal(monkeypatch):
-    """`torch.mps` on a Mac with 16 GiB; returns the fractions that were set."""
+    """Imitate `torch.mps` on a Mac with 16 GiB, and return the list of fractions that are set."""
     fractions = []
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 16 * GIB)
     monkeypatch.setattr(torch.mps, "set_per_process_memory_fraction", fractions.append)
@@ -143,7 +143,7 @@ def metal(monkeypatch):
     return fractions
 
 
-def test_a_mac_is_held_to_what_metal_recommends(metal):
+def test_a_mac_is_limited_to_metals_recommendation(metal):
     device = MpsDevice()
     assert (device.available_bytes(), device.total_bytes) == (16 * GIB, 16 * GIB)
     assert "the working set that Metal recommends, 16.00 GiB" in device.notes[0]
@@ -153,13 +153,13 @@ def test_a_mac_is_held_to_what_metal_recommends(metal):
         assert metal[-1] == 1.7
 
 
-def test_a_mac_takes_no_budget(cards, metal):
+def test_a_budget_for_a_mac_is_refused(cards, metal):
     cards.kind = "mps"
     assert isinstance(choose_device("mps", WITHOUT_PARAMETERS), MpsDevice)
     refused("mps:0:8GiB", "mps takes no budget: lower memory_fraction")
 
 
-def test_torch_mps_has_what_is_used():
+def test_torch_mps_has_the_functions_used():
     used = set(re.findall(r"torch\.mps\.(\w+)", ast.unparse(ast.parse(Path(mps.__file__).read_text()))))
     assert len(used) > 4
     assert all(hasattr(torch.mps, name) for name in used)
