@@ -3,15 +3,14 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
-import textwrap
 import time
 from multiprocessing import Process
 from pathlib import Path
 
 import pytest
 import torch
+from test_linux import run_python
 from torch import nn
 
 import oomprobe
@@ -37,12 +36,6 @@ def linear(then=lambda batch_size: None):
         optimizer.step()
 
     return model, step
-
-
-def in_fresh_process(code):
-    """Run a probe without the free heap of earlier tests, which would serve blocks outside the budget."""
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 # --- the device ---
@@ -72,7 +65,7 @@ def test_a_budget_above_free_memory_is_refused(monkeypatch):
         HostDevice(8 * GIB)
 
 
-# --- answers ---
+# --- answers, in new processes: the free heap that earlier tests leave would serve blocks outside the budget ---
 
 
 def test_one_mebibyte_per_sample_gives_the_budget_in_mebibytes():
@@ -86,7 +79,7 @@ def test_one_mebibyte_per_sample_gives_the_budget_in_mebibytes():
         ]
         print(json.dumps([result.to_dict() for result in found]))
     """
-    found = [oomprobe.ProbeResult.from_dict(result) for result in json.loads(in_fresh_process(code))]
+    found = [oomprobe.ProbeResult.from_dict(result) for result in json.loads(run_python(code))]
     for result, budget_mib in zip(found, (115, 128, 115), strict=True):
         assert budget_mib - 14 <= result.batch_size <= budget_mib
         assert result.budget_bytes == int(result.options["memory_fraction"] * 128 * MIB)
@@ -109,7 +102,7 @@ def test_many_small_blocks_meet_the_budget():
 
         print(oomprobe.find_max_batch(model, in_small_blocks, resolution=0.02, **QUIET).batch_size)
     """
-    assert 85 <= int(in_fresh_process(code)) <= 120
+    assert 85 <= int(run_python(code)) <= 120
 
 
 def test_a_limit_set_by_the_user_bounds_the_answer():
@@ -122,7 +115,7 @@ def test_a_limit_set_by_the_user_bounds_the_answer():
         result = oomprobe.find_max_batch(*linear(), device="cpu:1GiB", resolution=0.02, progress="off")
         print(result.available_bytes // MIB, result.batch_size)
     """
-    available_mib, answer = map(int, in_fresh_process(code).split())
+    available_mib, answer = map(int, run_python(code).split())
     assert 100 <= available_mib <= 250
     assert 0.88 * available_mib - 30 <= answer <= 0.9 * available_mib
 
@@ -236,7 +229,9 @@ def test_live_children_are_refused():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 def test_a_compiled_step_compiles_in_children(tmp_path):
     """The threads of the compiler's process pool do not exist in a forked child."""
-    code = """
+    code = f"""
+        import os
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = {str(tmp_path)!r}
         import torch, oomprobe
         model = torch.compile(torch.nn.Linear(8, 8))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -247,10 +242,4 @@ def test_a_compiled_step_compiles_in_children(tmp_path):
         step(model, 3)
         print(oomprobe.check(model, step, 4, device="cpu:2GiB", time_limit_s=100, progress="off").batch_size)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "4\n", done.stderr
+    assert run_python(code, warnings="default") == "4\n"

@@ -22,17 +22,15 @@ HugePages_Total:       0
 
 
 def run_python(code, timeout_s=120, warnings="error", stdin=""):
-    """Run code in a new process and return its output."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-W", warnings, "-c", textwrap.dedent(code)]
+    """Run code in a new process, which can import the test modules, and return its output."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
     child = subprocess.run(
-        command,
+        [sys.executable, "-W", warnings, "-c", textwrap.dedent(code)],
         input=stdin,
         capture_output=True,
         text=True,
         timeout=timeout_s,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2"},
         cwd=REPOSITORY,
         check=False,
     )

@@ -1,13 +1,12 @@
-"""Global flags and generators."""
+"""Global flags and random number generators."""
 
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from ledger import LedgerDevice
+from test_linux import run_python
 from torch import nn
 
 import oomprobe
@@ -28,7 +27,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_flags_and_generators_come_back(name):
+def test_each_flag_and_generator_is_restored(name):
     kept = Surroundings("cpu")
     try:
         FLAGS[name]()
@@ -50,7 +49,7 @@ def test_a_probe_restores_every_flag_and_generator():
     assert kept.differences() == []
 
 
-MIXED = [  # what the user sets before, and what the step sets
+MIXED = [  # set by the user, and then by the step
     ("b.fp32_precision = 'ieee'", "b.fp32_precision = 'tf32'"),
     ("b.cudnn.conv.fp32_precision = 'ieee'", ""),
     ("", "b.cuda.matmul.fp32_precision = 'tf32'"),
@@ -60,7 +59,7 @@ MIXED = [  # what the user sets before, and what the step sets
     ("", "b.fp32_precision = 'tf32'; torch.set_float32_matmul_precision('high')"),
 ]
 SCRIPT = """
-import os, sys, torch
+import os, torch
 from oomprobe.state.surroundings import Surroundings
 b = torch.backends
 owners = (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn)
@@ -69,11 +68,11 @@ def run(before, step):
     then = [owner.fp32_precision for owner in owners]
     kept = Surroundings("cpu")
     exec(step)
-    assert bool(kept.differences()) == bool(step), "not seen to change"
+    assert bool(kept.differences()) == bool(step), "no difference found"
     assert kept.restore() == []
-    assert [owner.fp32_precision for owner in owners] == then, "not put back"
+    assert [owner.fp32_precision for owner in owners] == then, "not restored"
     assert kept.differences() == []
-for pair in eval(sys.argv[1]):
+for pair in {mixed}:
     child = os.fork()
     if not child:
         run(*pair)
@@ -82,7 +81,6 @@ for pair in eval(sys.argv[1]):
 """
 
 
-def test_mixed_precision_interfaces_come_back():
-    """Each in a process of its own, for what was set once cannot be made unset."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, repr(MIXED)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_mixed_precision_interfaces_are_restored():
+    """Each case runs in a new process, because a precision cannot be unset."""
+    run_python(SCRIPT.replace("{mixed}", repr(MIXED)), warnings="default")
