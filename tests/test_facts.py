@@ -11,7 +11,7 @@ from oomprobe.verdicts import Verdict
 
 
 def sentence(result, word):
-    """What the report says after a word, on however many lines."""
+    """Return the report's entry under a label, joined to one line."""
     [found] = re.findall(rf"^  {word}.*(?:\n {{16}}.*)*", page.text(result), re.MULTILINE)
     return re.sub(r"\s+", " ", found)
 
@@ -34,7 +34,7 @@ def timed(**speeds):
         ({"b32": 1000.0}, "1000 samples/s"),
     ],
 )
-def test_rates_are_compared_beyond_their_scatter(speeds, words):
+def test_throughputs_are_compared_beyond_their_scatter(speeds, words):
     said = sentence(timed(**speeds), "throughput")
     assert words in said
     assert ("spilling" in said) == ("spilling" in words)
@@ -43,18 +43,14 @@ def test_rates_are_compared_beyond_their_scatter(speeds, words):
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        (
-            (),
-            (a_trial(8, samples_per_s=1272.0),),
-            "is faster, 1272 samples/s, by more than 17 %",
-        ),
+        ((), (a_trial(8, samples_per_s=1272.0),), "is faster, 1272 samples/s, by more than 17 %"),
         ((a_trial(8, samples_per_s=1272.0),), (), "batch 8 comes within 17 %, the scatter"),
         ((), (a_trial(16, Verdict.OOM, samples_per_s=9e3),), "batch 8 is faster, 1060 samples/s"),
         ((), (a_trial(16, samples_per_s=9e3, accumulation_steps=2),), "batch 8 is faster, 1060 samples/s"),
     ],
     ids=["a faster repetition", "a slower one", "a failure", "accumulation"],
 )
-def test_the_scatter_is_that_of_repeated_trials(before, after, words):
+def test_repeated_trials_give_the_scatter(before, after, words):
     result = timed(b8=1060.0, b32=1000.0)
     again = dataclasses.replace(result, trials=(*before, *result.trials, *after))
     assert words in sentence(again, "throughput")
@@ -73,23 +69,23 @@ def test_without_a_speed_there_is_no_throughput_line():
         (5, (a_trial(5, Verdict.OOM, cap_bytes=90),), "too high, batch 5 failed"),
         (7, (a_trial(8, Verdict.OOM), a_trial(6, Verdict.OOM)), "too high, batch 6 failed"),
         (5, (a_trial(6, Verdict.OOM),), "above the answer, where nothing failed"),
-        # A failure that its recheck struck out shows nothing.
+        # A failure that passed its recheck does not count.
         (6, (a_trial(5, Verdict.OOM), a_trial(5, phase=Phase.RECHECK)), "above the answer, where nothing failed"),
     ],
 )
-def test_the_line_is_judged_by_what_failed(predicted, tried, words):
+def test_the_linear_fit_is_judged_by_the_failures(predicted, tried, words):
     fit = dataclasses.replace(a_result().fit, predicted_max_batch=predicted)
     line = sentence(a_result(fit=fit, trials=(a_trial(4), *tried)), "linear fit")
     assert f"{predicted}, not used: {words};" in line
 
 
-def test_how_far_off_the_line_is():
+def test_the_error_of_the_linear_fit_is_reported():
     for share, words in ((0.081, "up to 8.1 %"), (10.0, "up to 1000.0 %"), (9.4e6, "more than 1000 %")):
         fit = dataclasses.replace(a_result().fit, max_relative_error=share)
         assert sentence(a_result(fit=fit), "linear fit").endswith(f"; the fit is off by {words}")
 
 
-def test_the_line_keeps_to_multiple_of_like_the_search():
+def test_the_linear_fit_respects_multiple_of():
     fit = dataclasses.replace(a_result().fit, predicted_max_batch=7)
     assert "  4, not used: the same" in page.text(a_result(fit=fit, options={"multiple_of": 4}))
 
@@ -108,7 +104,7 @@ def test_the_line_keeps_to_multiple_of_like_the_search():
         ),
     ],
 )
-def test_what_limits_is_said_in_words(changes, words):
+def test_the_limit_is_described(changes, words):
     assert words in sentence(a_result(**changes), "limited by")
 
 
@@ -117,7 +113,7 @@ def checked(**changes):
     return a_result(batch_size=8, limit_batch_size=8, limited_by="max_batch", trials=trials, **changes)
 
 
-def test_a_check_asks_for_one_size_and_says_nothing_of_a_limit():
+def test_a_check_reports_no_limit():
     text = page.text(checked())
     assert "checked     batch 8 was asked for, and ran; no other size was tried\n" in text
     assert "max_batch, not memory" not in text
@@ -130,13 +126,13 @@ def test_a_search_that_tried_one_size_was_limited_by_max_batch():
     assert "max_batch, not memory" in page.text(dataclasses.replace(checked(), trials=grown))
 
 
-def test_a_plan_says_what_ran():
+def test_a_plan_tells_which_sizes_ran():
     text = page.text(gpu())
     assert re.search(r"1009 = 1 x 1009, exact; micro-batch 1: ran$", text, re.MULTILINE)
     assert re.search(r"= 91 x 11, near; micro-batch 91: not run$", text, re.MULTILINE)
     assert "192 = 48 x 2 x 2, exact; micro-batch 48: ran, also with accumulation" in page.text(host())
 
 
-def test_a_state_that_was_not_compared_is_not_called_restored():
+def test_state_that_was_not_compared_is_not_called_identical():
     assert "bit for bit: identical" in page.text(a_result(state_verified=True))
     assert "not compared" in page.text(a_result(state_verified=False))

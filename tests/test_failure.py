@@ -17,15 +17,15 @@ class FailsBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        raise ValueError("in backward")  # backward: a function of the user's own
+        raise ValueError("in backward")  # backward: a user's function
 
 
 class FailingSGD(torch.optim.SGD):
     def step(self, closure=None):
-        raise ValueError("in step")  # optimizer: one of the user's own
+        raise ValueError("in step")  # optimizer: a user's optimizer
 
 
-def in_own_function():
+def in_a_users_function():
     FailsBackward.apply(torch.ones(2, requires_grad=True)).sum().backward()
 
 
@@ -52,27 +52,27 @@ def in_an_optimizer():
     optimizer.step()  # optimizer: the state has another shape
 
 
-def in_own_optimizer():
+def in_a_users_optimizer():
     FailingSGD([torch.nn.Parameter(torch.ones(3))], lr=0.1).step()
 
 
 def backward():
-    raise ValueError("mine")  # forward: a function that is only called backward
+    raise ValueError("mine")  # forward: a function that happens to be named backward
 
 
 PLACES = {
     in_a_layer: "forward: a wrong shape",
     in_backward: "backward: not a scalar",
-    in_own_function: "backward: a function of the user's own",
+    in_a_users_function: "backward: a user's function",
     in_the_engine: "backward: the engine itself",
     in_an_optimizer: "optimizer: the state has another shape",
-    in_own_optimizer: "optimizer: one of the user's own",
-    backward: "forward: a function that is only called backward",
+    in_a_users_optimizer: "optimizer: a user's optimizer",
+    backward: "forward: a function that happens to be named backward",
 }
 
 
 def line_of(mark):
-    """The line of this file that ends in a comment."""
+    """Return the number of the line of this file that ends with a comment."""
     lines = Path(__file__).read_text().splitlines()
     [number] = [n for n, line in enumerate(lines, 1) if line.endswith(f"# {mark}")]
     return number
@@ -86,21 +86,20 @@ def failure_in(call):
     raise AssertionError("nothing was raised")
 
 
-# --- where ---
+# --- location ---
 
 
 @pytest.mark.parametrize("call", PLACES, ids=lambda call: call.__name__)
-def test_a_failure_is_placed_at_the_users_line(call):
+def test_the_location_is_the_users_line(call):
     part = PLACES[call].partition(":")[0]
     assert failure_in(call).where == f"{part}, {HERE}:{line_of(PLACES[call])}"
 
 
-def test_users_folders_may_be_called_like_torchs():
-    names = {"/home/me/torch/optim/train.py": "train", "/home/me/net/__init__.py": "backward"}
-    for path, function in names.items():
-        place = {}
-        exec(compile(f"def {function}():\n    raise ValueError", path, "exec"), place)
-        assert failure_in(place[function]).where == f"forward, {Path(path).name}:2"
+def test_folders_of_the_user_may_have_names_of_torch():
+    for path, function in {"/home/me/torch/optim/train.py": "train", "/home/me/net/__init__.py": "backward"}.items():
+        namespace = {}
+        exec(compile(f"def {function}():\n    raise ValueError", path, "exec"), namespace)
+        assert failure_in(namespace[function]).where == f"forward, {Path(path).name}:2"
 
 
 # --- text ---
@@ -121,16 +120,16 @@ class Speechless(Exception):
     ],
     ids=["a key", "no text", "fails", "long"],
 )
-def test_the_text_is_class_and_message(error, text):
+def test_the_text_is_the_class_and_the_message(error, text):
     assert (failure_of(error).text, failure_of(error).where) == (text, None)
     assert len(text) <= MAX_TEXT
 
 
-# --- nothing is kept alive ---
+# --- references ---
 
 
 class Activation:
-    """Something in a frame of the failed step that can be watched."""
+    """An object in a frame of the failed step that takes weak references."""
 
 
 @pytest.fixture
@@ -152,7 +151,7 @@ def test_a_failure_keeps_no_frames(keep, dies):
         try:
             raise KeyError("inner")
         except KeyError:
-            raise RuntimeError(f"with {type(activation).__name__} in the frame")  # noqa: B904 - a chain, too
+            raise RuntimeError(f"with {type(activation).__name__} in the frame")  # noqa: B904  an implicit chain
 
     try:
         step()

@@ -1,11 +1,11 @@
-"""What only CUDA can show: scripts/gpu-check runs these on a card, tests/cuda/test_gpu_check.py on the bed."""
+"""Tests that need CUDA: scripts/gpu-check runs them on a card, tests/cuda/test_gpu_check.py on the bed."""
 
 import gc
 import json
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer imports it, after the tests have frozen what was imported before
+import torch._dynamo  # otherwise the first optimizer imports it after the objects so far were frozen
 from test_linux import run_python
 from torch import nn
 
@@ -15,7 +15,7 @@ from oomprobe.devices.accelerator import AcceleratorDevice
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("default"),  # what drivers and libraries warn about differs from card to card
+    pytest.mark.filterwarnings("default"),  # warnings of drivers and libraries differ from card to card
 ]
 
 MIB = 2**20
@@ -36,7 +36,7 @@ def clean():
 
 @pytest.fixture
 def card():
-    """The card, made small by the fraction that a user would set, so that trials take no time."""
+    """The card, limited to 2 GiB by a memory fraction, so that trials are fast."""
     clean()
     before = fraction()
     device = AcceleratorDevice(CARD)
@@ -50,8 +50,8 @@ def bytes_on_card(size_bytes):
     return torch.empty(size_bytes, dtype=torch.uint8, device=CARD)
 
 
-def two_mebibytes_a_sample():
-    """A step whose memory is known: one block of the allocator's own granularity for each sample, and no cuBLAS."""
+def two_mebibytes_per_sample():
+    """Return a model and a step of known memory: one block of the allocator's granularity per sample, and no cuBLAS."""
     model = nn.Linear(8, 8).to(CARD)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -70,7 +70,7 @@ def two_mebibytes_a_sample():
 
 @pytest.mark.parametrize("memory_fraction", [0.9, 1.0])
 def test_a_step_of_known_memory_is_answered_to_the_segment(card, memory_fraction):
-    model, step = two_mebibytes_a_sample()
+    model, step = two_mebibytes_per_sample()
     result = find_max_batch(model, step, memory_fraction=memory_fraction, progress="off")
     held_bytes = torch.cuda.memory_reserved(CARD) + 8 * MIB  # small tensors live in segments of 2 MiB
     assert result.budget_bytes == pytest.approx(memory_fraction * SMALL_BYTES, abs=4)
@@ -95,7 +95,7 @@ def test_the_answer_ran_and_the_next_size_failed(card, build):
     assert all(t.leaked_bytes == 0 for t in result.trials)
 
 
-def test_everything_and_the_cards_generator_come_back(card):
+def test_the_state_and_the_cards_generator_are_restored(card):
     torch.cuda.manual_seed(7)
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 1)).to(CARD)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -118,10 +118,10 @@ def test_everything_and_the_cards_generator_come_back(card):
 
 
 @pytest.mark.needs_kernels
-def test_a_scaler_that_skips_steps_is_waited_for(card):
+def test_a_scaler_may_skip_the_first_steps(card):
     model = nn.Linear(64, 64).to(CARD)
     optimizer = torch.optim.AdamW(model.parameters())
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**30)  # far too large: several steps overflow and are skipped
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**30)  # so large that several steps overflow and are skipped
 
     def step(model, batch_size):
         optimizer.zero_grad()
@@ -139,10 +139,10 @@ def test_a_scaler_that_skips_steps_is_waited_for(card):
     assert result.state_verified
 
 
-# --- poison, in processes of their own ---
+# --- lost devices, in new processes ---
 
 
-def test_an_index_out_of_bounds_carries_the_state():
+def test_an_index_out_of_bounds_raises_with_a_snapshot():
     out = run_python(
         """
         import os
@@ -172,7 +172,7 @@ def test_an_index_out_of_bounds_carries_the_state():
             print("lost:", error, flush=True)
         else:
             print("not lost", flush=True)
-        os._exit(0)  # what a dead context does at exit is not our matter
+        os._exit(0)  # a lost context may hang at exit
         """,
         timeout_s=180,
         warnings="default",
@@ -210,36 +210,36 @@ RUN_LIMITS = """
 import json, os, sys, textwrap, torch
 from oomprobe import Evidence, classify_error
 for name, code in json.loads(sys.stdin.read()).items():
-    if pid := os.fork():  # a process of its own may be poisoned; CUDA has not been used here
+    if pid := os.fork():  # the child may be poisoned; CUDA has not been used here
         os.waitpid(pid, 0)
         continue
     try:
         exec(textwrap.dedent(code))
         torch.cuda.synchronize()
-        said = "PASSED"
+        outcome = "PASSED"
     except RuntimeError as error:
         verdict = classify_error(error, Evidence(smaller_size_passed=True, memory_pressure=False))
-        said = f"{verdict.name} | {error}"
-    print(json.dumps({name: said}), flush=True)
+        outcome = f"{verdict.name} | {error}"
+    print(json.dumps({name: outcome}), flush=True)
     os._exit(0)
 """
 
 
 @pytest.fixture(scope="module")
-def said_of_limits():
+def outcomes():
     if torch.cuda.mem_get_info(CARD)[0] < 48 * GIB:
         pytest.skip("needs 48 GiB, so that memory is not the limit")
     out = run_python(RUN_LIMITS, timeout_s=180, warnings="default", stdin=json.dumps(LIMITS_THAT_ARE_NOT_MEMORY))
-    return {name: said for line in out.splitlines() for name, said in json.loads(line).items()}
+    return {name: outcome for line in out.splitlines() for name, outcome in json.loads(line).items()}
 
 
 @pytest.mark.needs_kernels
 @pytest.mark.parametrize("name", LIMITS_THAT_ARE_NOT_MEMORY)
-def test_a_size_limit_is_neither_memory_nor_a_bug(name, said_of_limits):
-    said = said_of_limits[name]
-    if said == "PASSED":
+def test_a_size_limit_is_neither_memory_nor_a_bug(name, outcomes):
+    outcome = outcomes[name]
+    if outcome == "PASSED":
         pytest.skip("this torch has no such limit")
-    assert said.split(" | ")[0] in {"SIZE_LIMIT", "POISONED"}, said
+    assert outcome.split(" | ")[0] in {"SIZE_LIMIT", "POISONED"}, outcome
 
 
 RUN_TARGET = """

@@ -61,12 +61,12 @@ REACHED = {
 
 
 @pytest.mark.parametrize("way", REACHED)
-def test_a_step_reaches_what_it_holds(way, scheduler):
+def test_objects_that_a_step_holds_are_reached(way, scheduler):
     assert scheduler in reachable([REACHED[way](scheduler)])
     assert scheduler not in reachable([REACHED[way](Plain())])
 
 
-def test_data_sets_are_not_walked(scheduler):
+def test_data_sets_are_not_searched(scheduler):
     assert scheduler not in reachable([default([*range(30_000), scheduler])])
 
 
@@ -130,11 +130,11 @@ NAMES_IT = {
 
 
 @pytest.mark.parametrize("way", NAMES_IT)
-def test_a_step_reaches_what_own_code_names(way, train, scheduler):
+def test_objects_that_the_users_code_names_are_reached(way, train, scheduler):
     assert scheduler in reachable(NAMES_IT[way](train))
     assert scheduler not in reachable([train.names_nothing, nn.Linear(1, 1)])
 
 
-def test_code_of_libraries_is_not_walked(train, scheduler, monkeypatch):
+def test_library_code_is_not_searched(train, scheduler, monkeypatch):
     monkeypatch.setattr(train, "__file__", "/usr/lib/python3/site-packages/users_train.py")
     assert scheduler not in reachable([train.Calls(), type("Own", (train.Calls,), {})()])

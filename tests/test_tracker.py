@@ -15,7 +15,7 @@ def test_unusual_optimizer_state_is_read(state, count):
     assert len(list(state_tensors(optimizer))) == count
 
 
-def test_optimizers_are_known_once_each_and_not_kept_alive():
+def test_each_optimizer_is_tracked_once_and_not_kept_alive():
     model = nn.Linear(2, 2)
     known, late = (torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
     tracker = Tracker(model, [lambda model, n: known.step()])
@@ -26,7 +26,7 @@ def test_optimizers_are_known_once_each_and_not_kept_alive():
     assert tracker.optimizers == [known]
 
 
-def test_a_cold_start_drops_only_what_came_since():
+def test_a_cold_start_drops_only_later_state():
     model = nn.Linear(2, 2)
     known, late = torch.optim.Adam([model.weight]), torch.optim.SGD([model.bias], momentum=0.9)
 
