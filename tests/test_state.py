@@ -1,6 +1,6 @@
-"""Nothing of the user's has changed after a probe, however it ended.
+"""A probe restores the user's state.
 
-On a device in this process: trials on host memory run in children, and would prove nothing.
+The trials run in this process on a ledger device: trials on host memory run in children, and could not change anything.
 """
 
 import collections
@@ -34,7 +34,7 @@ def probe(model, step, **options):
 
 
 def bits(value):
-    """Everything in it as bytes, for an exact comparison (NaN payloads and signed zeros included)."""
+    """Convert a value to bytes for an exact comparison, including NaN payloads and signed zeros."""
     if isinstance(value, torch.Tensor):
         value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
         return (value.dtype, tuple(value.shape), value.contiguous().numpy().tobytes())
@@ -49,7 +49,7 @@ def bits(value):
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen BatchNorm in eval mode, a non-persistent buffer, a parameter without gradient."""
+    """A model with tied weights, a frozen BatchNorm, a non-persistent buffer and a parameter without gradient."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class Training:
         self.ema.update_parameters(model)
 
     def picture(self):
-        """Made without the package."""
+        """Describe the state without using the package."""
         model = self.model
         return {
             "parameters": [
@@ -105,19 +105,19 @@ class Training:
 
 
 @pytest.mark.parametrize("warm_steps", [0, 3], ids=["fresh", "mid-training"])
-def test_everything_comes_back(warm_steps):  # other ways out are in tests/faults
+def test_everything_is_restored(warm_steps):  # tests/faults has probes that end otherwise
     training = Training(warm_steps=warm_steps)
 
     def step(model, batch_size):
         training.step(model, max(2, batch_size))
-        model.train()  # flips the frozen BatchNorm, as careless code does
+        model.train()  # also switches the frozen BatchNorm, as careless code does
         model.count = model.count * 2  # replaces a buffer
 
     before = training.picture()
     assert probe(training.model, step).state_verified
     assert training.picture() == before
     step(training.model, 2)
-    assert training.picture() != before  # it sees a step
+    assert training.picture() != before  # a step changes the description
 
 
 SKIPPED = [(snapshot.Snapshot, "restore"), (snapshot.Surroundings, "restore"), (StorageCopy, "write")]
@@ -131,7 +131,7 @@ def test_a_skipped_restore_is_noticed(monkeypatch, owner, name):
         probe(training.model, training.step, min_batch=2)
 
 
-# --- one place after another ---
+# --- one kind of state after another ---
 
 
 def linear(**attributes):
@@ -169,7 +169,7 @@ def shared_and_expanded_buffers():
     return model, base.zero_, lambda: [(b.data_ptr(), b.stride(), bits(b)) for b in model.buffers()]
 
 
-def other_parameters_children_and_hooks():
+def replaced_parameters_children_and_hooks():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.register_forward_hook(lambda *_: None)
 
@@ -199,7 +199,7 @@ def gradients():
 
 
 def gradients_that_share_memory():
-    """As a bucket of DDP or of a flat optimizer has them."""
+    """Gradients in one buffer, as DDP and flat optimizers have them."""
     model, flat = linear(), torch.arange(6.0)
     model.weight.grad, model.bias.grad = flat[:4].view(2, 2), flat[4:]
     del flat
@@ -228,13 +228,13 @@ def a_wrapped_parameter():
     return model, change, lambda: [(part.data_ptr(), bits(part)) for part in (model.weight.a, model.weight.b)]
 
 
-def a_tensor_of_the_closure():
+def a_tensor_in_the_closure():
     scale = torch.ones(2, requires_grad=True)
     return linear(), lambda: scale.data.zero_(), lambda: bits(scale)
 
 
 class WithExtra(nn.Module):
-    """Its extra state is in an object that set_extra_state makes anew."""
+    """A module whose set_extra_state creates a new object for the extra state."""
 
     def __init__(self):
         super().__init__()
@@ -272,7 +272,7 @@ def an_optimizer():
 
 
 class Average:
-    """Tensors in a plain attribute, as an EMA has them."""
+    """An object with tensors in a plain attribute, such as an EMA."""
 
     def __init__(self):
         self.shadow = {"weight": torch.ones(3)}
@@ -290,7 +290,7 @@ def an_average():
 
 
 class Hidden:
-    """State behind an object that only its own state_dict knows."""
+    """An object whose state only its state_dict shows."""
 
     def __init__(self):
         self.inner = types.SimpleNamespace(mean=torch.zeros(1), seen=[1])
@@ -302,7 +302,7 @@ class Hidden:
         self.inner = types.SimpleNamespace(**state)
 
 
-def an_object_known_by_its_state_dict():
+def an_object_that_hides_its_state():
     hidden = Hidden()
 
     def change():
@@ -313,7 +313,7 @@ def an_object_known_by_its_state_dict():
 
 
 class Marks(set):
-    """As Lightning caches warnings."""
+    """A set subclass, such as Lightning's cache of warnings."""
 
 
 def attributes_of_a_module():
@@ -342,21 +342,21 @@ PLACES = [
     swapped_data,
     a_frozen_parameter,
     shared_and_expanded_buffers,
-    other_parameters_children_and_hooks,
+    replaced_parameters_children_and_hooks,
     gradients,
     gradients_that_share_memory,
     sparse_gradients,
     a_wrapped_parameter,
-    a_tensor_of_the_closure,
+    a_tensor_in_the_closure,
     extra_state,
     an_optimizer,
     an_average,
-    an_object_known_by_its_state_dict,
+    an_object_that_hides_its_state,
 ]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-def test_everything_a_step_changes_comes_back(place):
+def test_what_a_step_changes_is_restored(place):
     model, change, look = place()
     before, changed = look(), []
 
@@ -371,7 +371,7 @@ def test_everything_a_step_changes_comes_back(place):
 
 @pytest.mark.filterwarnings("ignore:.*norm.*is deprecated")
 @pytest.mark.parametrize("normed", [nn.utils.spectral_norm, nn.utils.weight_norm])
-def test_the_older_norms_leave_no_graph_behind(normed):
+def test_a_normed_weight_can_be_copied_afterwards(normed):
     model = nn.Sequential(normed(nn.Linear(3, 2)), nn.Linear(2, 1))
     before = bits(model[0].weight)
     assert probe(model, lambda model, n: model(torch.ones(n, 3)).sum().backward()).state_verified
@@ -379,7 +379,7 @@ def test_the_older_norms_leave_no_graph_behind(normed):
     copy.deepcopy(model)
 
 
-def test_python_flags_of_ddp_stay_with_its_cpp_objects():
+def test_python_attributes_of_ddp_are_not_restored():
     model = type("Parallel", (nn.Module,), {"__module__": "torch.nn.parallel.distributed"})()
     model.rebuilt = False
     assert probe(model, lambda model, n: setattr(model.eval(), "rebuilt", True)).state_verified
@@ -390,13 +390,13 @@ def test_python_flags_of_ddp_stay_with_its_cpp_objects():
 def test_tensors_that_a_step_replaces_are_not_kept_alive():
     model = linear(table=torch.ones(3))
     model(torch.ones(1, 2)).sum().backward()
-    died = [weakref.ref(one) for one in (model.table, model.weight.grad, model.weight.grad.untyped_storage())]
+    replaced = [weakref.ref(one) for one in (model.table, model.weight.grad, model.weight.grad.untyped_storage())]
     alive = []
 
     def step(model, batch_size):
         model.table = None
         model.zero_grad()
-        alive.append([one() for one in died if one() is not None])
+        alive.append([one() for one in replaced if one() is not None])
 
     probe(model, step)
     assert alive[0] == []
@@ -412,18 +412,18 @@ def test_preserve_takes_one_object_or_several():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "text"),
     [(3, "preserve is a int"), (object(), "preserve is a object"), ({"a": 1}, "preserve holds a str")],
 )
-def test_what_has_no_state_is_refused(given, said):
-    with pytest.raises(InvalidArgumentError, match=said):
+def test_preserving_an_object_without_state_is_refused(given, text):
+    with pytest.raises(InvalidArgumentError, match=text):
         probe(linear(), lambda model, batch_size: None, preserve=given)
 
 
-def test_preserved_tensors_and_objects_come_back():
+def test_preserved_tensors_and_objects_are_restored():
     tensor, average = torch.ones(3), Average()
     derived = torch.ones(3, requires_grad=True) * 1
-    hidden = itertools.repeat((tensor, derived, average))  # an iterator is not looked into
+    hidden = itertools.repeat((tensor, derived, average))  # iterators are not searched
 
     def step(model, batch_size):
         tensor, derived, average = next(hidden)
@@ -435,7 +435,7 @@ def test_preserved_tensors_and_objects_come_back():
     assert bits([tensor, derived, average.shadow]) == bits([torch.ones(3), torch.ones(3), {"weight": torch.ones(3)}])
 
 
-# --- optimizers that show themselves by stepping ---
+# --- optimizers that are found when they step ---
 
 
 def stepped(model, kind=torch.optim.Adam):
@@ -445,24 +445,24 @@ def stepped(model, kind=torch.optim.Adam):
     return optimizer
 
 
-def test_an_optimizer_made_in_the_first_step_is_restored():
-    model, made = nn.Linear(3, 3), []
-    hidden = itertools.repeat(made)
+def test_an_optimizer_created_in_the_first_step_is_restored():
+    model, created = nn.Linear(3, 3), []
+    hidden = itertools.repeat(created)
 
     def step(model, batch_size):
-        made = next(hidden)
-        made or made.append(torch.optim.Adam(model.parameters(), lr=0.5))
+        created = next(hidden)
+        created or created.append(torch.optim.Adam(model.parameters(), lr=0.5))
         model(torch.randn(batch_size, 3)).sum().backward()
-        made[0].step()
+        created[0].step()
 
     before = bits([*model.parameters()])
     assert probe(model, step).state_verified
     assert bits([*model.parameters()]) == before
-    assert not made[0].state
+    assert not created[0].state
     assert model.weight.grad is None
 
 
-def test_optimizers_first_seen_mid_training_are_restored():
+def test_optimizers_found_mid_training_are_restored():
     model = nn.Linear(3, 3)
     optimizers = [stepped(model), stepped(model, torch.optim.SGD), stepped(nn.Linear(3, 3))]
     hidden = itertools.repeat(optimizers)
@@ -480,22 +480,21 @@ def test_optimizers_first_seen_mid_training_are_restored():
     assert id(optimizers[0].state[model.weight]["exp_avg"]) == averages
 
 
-def test_objects_made_on_each_call_are_not_kept_alive():
-    made, alive = [], []
+def test_objects_created_in_each_call_are_not_kept_alive():
+    created, alive = [], []
 
     def step(model, batch_size):
-        alive.append(sum(one() is not None for one in made))
+        alive.append(sum(one() is not None for one in created))
         other = nn.Linear(3, 3)
         optimizer = stepped(other)
-        made.extend(map(weakref.ref, (other.weight, optimizer, optimizer.state[other.weight]["exp_avg"])))
+        created.extend(map(weakref.ref, (other.weight, optimizer, optimizer.state[other.weight]["exp_avg"])))
         model(torch.ones(1, 3))
 
-    model = nn.Linear(3, 3)
-    probe(model, step)
+    probe(nn.Linear(3, 3), step)
     assert set(alive) == {0}
 
 
-def test_copies_of_what_died_are_dropped():
+def test_copies_of_deleted_objects_are_dropped():
     kept = Snapshot(nn.Linear(3, 3), [], [], "cpu")
     before = len(kept._copies.storages), len(kept._kept), len(kept._tensors)
     for _ in range(5):
@@ -511,8 +510,8 @@ def test_copies_of_what_died_are_dropped():
     assert kept.differences() == []
 
 
-def test_weights_that_outlive_their_optimizer_come_back():
-    """A step makes an optimizer on each call, for a network that is not the model."""
+def test_weights_that_outlive_their_optimizer_are_restored():
+    """Each call of the step creates an optimizer for a network that is not the model."""
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     hidden = itertools.repeat(other)
     before = bits([*model.parameters(), *other.parameters()])
@@ -526,7 +525,7 @@ def test_weights_that_outlive_their_optimizer_come_back():
     assert [p.grad for p in (*model.parameters(), *other.parameters())] == [None] * 4
 
 
-# --- what cannot be kept or put back ---
+# --- state that cannot be saved or restored ---
 
 
 class Stubborn(Hidden):
@@ -614,11 +613,11 @@ def test_unchanged_host_memory_is_not_written(tmp_path):
     )
 
 
-# --- what survives a lost device ---
+# --- lost devices ---
 
 
 class Shell(torch.optim.Optimizer):
-    """The shape of accelerate's: everything belongs to another optimizer."""
+    """A wrapper like accelerate's: everything belongs to another optimizer."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -627,7 +626,7 @@ class Shell(torch.optim.Optimizer):
     state = property(lambda self: self.optimizer.state)
 
 
-def test_host_copy_is_a_state_dict_of_before():
+def test_host_copy_is_the_earlier_state_dict():
     training = Training(warm_steps=2)
     kept = Snapshot(training.model, [training.step], [Shell(training.optimizer)], "cpu")
     before = bits(training.model.state_dict()), bits(training.optimizer.state_dict())
@@ -651,17 +650,17 @@ def test_state_on_the_host_survives_a_lost_device():
     assert (bits(training.model.state_dict()), bits(torch.get_rng_state())) == (before, generator)
 
 
-# --- comparing what state_dict() tells ---
+# --- comparison ---
 
 
 class Plain:
-    """No comparison of its own."""
+    """A class without a comparison."""
 
     def __init__(self, value=0):
         self.value = value
 
 
-COMPARED = {  # one, and another that is not the same
+COMPARED = {  # a value, and another that differs
     "object": (lambda: Plain(3), lambda: Plain(4)),
     "object in an object": (lambda: Plain(Plain(np.float32("nan"))), lambda: Plain(Plain(np.float32(0)))),
     "array of objects": (lambda: np.array([Plain(1)]), lambda: np.array([Plain(2)])),
@@ -678,13 +677,13 @@ COMPARED = {  # one, and another that is not the same
 
 
 @pytest.mark.parametrize("kind", COMPARED)
-def test_equal_state_is_told_from_changed_state(kind):
+def test_only_changed_state_differs(kind):
     one, other = COMPARED[kind]
     assert same(one(), one())
     assert not same(one(), other())
 
 
-def test_incomparable_state_is_not_called_different():
+def test_incomparable_state_counts_as_equal():
     inside, again = [], []
     inside.append(inside)
     again.append(again)
