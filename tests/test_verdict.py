@@ -19,7 +19,7 @@ from oomprobe.verdicts.classify import MAX_LINKS, MAX_TEXT
 from oomprobe.verdicts.texts import ERROR_TEXTS
 
 DATA = Path(__file__).parent / "data"
-SAID_BY_PYTHON = {"ValueError": ValueError, "OSError": OSError, "ImportError": ImportError, "MemoryError": MemoryError}
+BUILTIN_CLASSES = {"ValueError": ValueError, "OSError": OSError, "ImportError": ImportError, "MemoryError": MemoryError}
 
 OOM_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 HOST_TEXT = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
@@ -30,7 +30,7 @@ EXECUTION_TEXT = "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"
 
 CORROBORATED = Evidence(smaller_size_passed=True, memory_pressure=True)
 UNCORROBORATED = Evidence(smaller_size_passed=False, memory_pressure=False)
-SICK = Evidence(smaller_size_passed=True, memory_pressure=True, healthy=False)
+UNHEALTHY = Evidence(smaller_size_passed=True, memory_pressure=True, healthy=False)
 ON_HOST = Evidence(smaller_size_passed=True, memory_pressure=True, on_host=True)
 ALL_EVIDENCE = [
     Evidence(smaller_size_passed=a, memory_pressure=b, healthy=c, on_host=d, integrated=e)
@@ -45,9 +45,6 @@ def every_message():
             yield pytest.param(row, id=f"{name[:4]}{number}-{row['verdict']}-{words}")
 
 
-MESSAGES = list(every_message())
-
-
 def as_raised(row):
     kind = row["exception"]
     if kind.startswith("torch.OutOfMemoryError") or kind == "torch.cuda.OutOfMemoryError":
@@ -56,12 +53,12 @@ def as_raised(row):
         return torch.AcceleratorError(row["message"])
     if kind.endswith("(MemoryError)"):
         return MemoryError(row["message"])
-    return SAID_BY_PYTHON.get(kind, RuntimeError)(row["message"])
+    return BUILTIN_CLASSES.get(kind, RuntimeError)(row["message"])
 
 
 def may_be_quoted(row):
-    """Whether the text alone tells, also inside another: not by its class, nor by being the whole text."""
-    return row["exception"] not in SAID_BY_PYTHON and row["message"] != "integer out of range"
+    """Return whether the text is recognised inside another: its class does not matter, and it need not be the whole text."""
+    return row["exception"] not in BUILTIN_CLASSES and row["message"] != "integer out of range"
 
 
 def caused(outer, inner):
@@ -76,7 +73,7 @@ def numbered(code):
 
 
 class TestTable:
-    @pytest.mark.parametrize("row", MESSAGES)
+    @pytest.mark.parametrize("row", [*every_message()])
     def test_each_message_gets_its_verdict(self, row):
         error = as_raised(row)
         assert classify_error(error).name == row["verdict"]
@@ -87,7 +84,7 @@ class TestTable:
             wrapped = RuntimeError(f'{text}  File "train.py", line 26\nRuntimeError: {row["message"]}')
             assert classify_error(wrapped).name == row["verdict"]
 
-    def test_rows_are_sourced_and_do_not_match_everything(self):
+    def test_rows_have_a_source_and_match_something_specific(self):
         for row in ERROR_TEXTS:
             assert len(row.source) > 5
             assert not row.pattern.search("mat1 and mat2 shapes cannot be multiplied (3x4 and 3x4)")
@@ -106,7 +103,7 @@ class TestTraps:
         ],
         ids=repr,
     )
-    def test_a_users_sentence_is_a_bug(self, error):
+    def test_a_users_own_wording_is_a_bug(self, error):
         assert classify_error(error) is Verdict.BUG
         assert classify_error(error, CORROBORATED) is Verdict.BUG
 
@@ -122,14 +119,14 @@ class TestTraps:
             ("unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)", Verdict.BUG),
         ],
     )
-    def test_a_text_that_sounds_like_another(self, text, verdict):
+    def test_a_text_that_resembles_another(self, text, verdict):
         assert classify_error(RuntimeError(text)) is verdict
 
-    def test_a_device_text_is_read_from_a_memory_error(self):
+    def test_a_memory_error_may_have_a_device_text(self):
         rmm = MemoryError("std::bad_alloc: out_of_memory: CUDA error at: rmm.hpp cudaErrorMemoryAllocation")
         assert classify_error(rmm, UNCORROBORATED) is Verdict.OOM
 
-    def test_the_ends_of_a_long_text_are_read(self):
+    def test_both_ends_of_a_long_text_are_read(self):
         for text in (OOM_TEXT + "x" * 10 * MAX_TEXT, "x" * 10 * MAX_TEXT + "\n" + OOM_TEXT):
             error = RuntimeError(text)
             assert classify_error(error) is Verdict.OOM
@@ -145,11 +142,11 @@ class TestCodes:
             *((code, Verdict.BUG) for code in (0, 209, 701, True, None, "700", 700.0)),
         ],
     )
-    def test_of_a_device(self, code, verdict):
+    def test_device_codes(self, code, verdict):
         assert classify_error(numbered(code)) is verdict
         assert classify_error(numbered(code), CORROBORATED) is verdict
 
-    def test_other_peoples_codes_do_not_count(self):
+    def test_codes_of_other_libraries_do_not_count(self):
         class RequestFailed(RuntimeError):
             error_code = 2
 
@@ -158,13 +155,13 @@ class TestCodes:
 
 class TestEvidence:
     @pytest.mark.parametrize("evidence", ALL_EVIDENCE)
-    def test_a_sick_process_is_poisoned_whatever_the_text(self, evidence):
+    def test_an_unhealthy_process_is_poisoned_whatever_the_text(self, evidence):
         for text in (OOM_TEXT, ENGINE_TEXT, "invalid configuration argument", "a bug"):
             verdict = classify_error(RuntimeError(text), evidence)
             assert (verdict is Verdict.POISONED) == (not evidence.healthy)
 
     @pytest.mark.parametrize("evidence", [e for e in ALL_EVIDENCE if e.healthy])
-    def test_rows_that_are_sure_ignore_it_and_others_need_it(self, evidence):
+    def test_only_ambiguous_rows_need_evidence(self, evidence):
         both = evidence.smaller_size_passed and evidence.memory_pressure
         for text, expected in {
             OOM_TEXT: Verdict.OOM,
@@ -186,12 +183,12 @@ class TestEvidence:
         [RuntimeError(HOST_TEXT), MemoryError(), RuntimeError("std::bad_alloc"), OSError(12, "Cannot allocate memory")],
         ids=repr,
     )
-    def test_whose_memory_it_was(self, error):
+    def test_host_memory_is_told_from_the_devices(self, error):
         assert classify_error(error) is Verdict.OOM
         assert classify_error(error, ON_HOST) is Verdict.OOM
         assert classify_error(error, UNCORROBORATED) is Verdict.HOST_OOM
 
-    def test_an_unsure_host_text_is_about_the_host(self):
+    def test_an_ambiguous_host_text_is_about_the_host(self):
         error = RuntimeError("could not create a primitive")
         assert classify_error(error, ON_HOST) is Verdict.OOM
         assert classify_error(error, CORROBORATED) is Verdict.HOST_OOM
@@ -234,7 +231,7 @@ class TestChain:
 
 
 class Hostile(RuntimeError):
-    """Whatever is asked of it, it raises."""
+    """An exception whose every attribute raises."""
 
     def __str__(self):
         raise ValueError("no text for you")
@@ -245,11 +242,11 @@ class Hostile(RuntimeError):
 
 class TestTotality:
     @pytest.mark.parametrize("thing", [None, OOM_TEXT, torch.OutOfMemoryError, []], ids=str)
-    def test_what_is_no_exception_is_a_bug(self, thing):
+    def test_other_objects_are_bugs(self, thing):
         assert classify_error(thing) is Verdict.BUG
-        assert classify_error(thing, SICK) is Verdict.POISONED
+        assert classify_error(thing, UNHEALTHY) is Verdict.POISONED
 
-    def test_an_exception_that_raises(self):
+    def test_an_exception_whose_attributes_raise(self):
         assert classify_error(Hostile()) is Verdict.BUG
         assert classify_error(ExceptionGroup("g", [Hostile(), RuntimeError(OOM_TEXT)])) is Verdict.OOM
 
@@ -291,7 +288,7 @@ def assert_plain(facts):
 
 class TestRealErrors:
     def provoke(self, act):
-        with pytest.raises(BaseException) as caught:  # noqa: PT011  what it raises is the question
+        with pytest.raises(BaseException) as caught:  # noqa: PT011  any exception may come
             act()
         return caught.value
 
@@ -310,17 +307,17 @@ class TestRealErrors:
             pytest.param(lambda: torch.empty(-5), Verdict.BUG, id="negative"),
         ],
     )
-    def test_provoked(self, act, verdict):
+    def test_provoked_errors(self, act, verdict):
         assert classify_error(self.provoke(act)) is verdict
 
-    def test_a_compiler_that_ran_out_of_memory(self):
+    def test_a_compiler_out_of_memory(self):
         from torch._dynamo.exc import BackendCompilerFailed
 
         memory = BackendCompilerFailed(lambda: None, torch.OutOfMemoryError("?"), None)
         assert not isinstance(memory, torch.OutOfMemoryError)
         assert classify_error(memory, UNCORROBORATED) is Verdict.OOM
 
-    def test_a_worker(self):
+    def test_a_data_loader_worker_out_of_memory(self):
         class Failing(torch.utils.data.Dataset):
             def __len__(self):
                 return 1
@@ -336,7 +333,7 @@ class TestRealErrors:
 
 @pytest.mark.parametrize("raised", [asyncio.CancelledError, KeyboardInterrupt, SystemExit, TimeUp])
 def test_an_exception_whose_text_cannot_be_read(raised):
-    """It is a bug; but a signal that comes meanwhile passes."""
+    """It is a bug, but a signal that arrives while the text is read is passed on."""
 
     class Silent(Exception):
         def __str__(self):
@@ -349,27 +346,27 @@ def test_an_exception_whose_text_cannot_be_read(raised):
             classify_error(Silent())
 
 
-# --- a probe inside a step: what it raises is the step's own exception, never an answer of the probe around it ---
+# --- a probe inside a step: its errors are exceptions of the step, not verdicts for the outer probe ---
 
-OURS = [
+PROBE_ERRORS = [
     oomprobe.NothingFitsError(f"batch 1: out of memory\n  OutOfMemoryError: {OOM_TEXT}"),
     oomprobe.UnreliableError("RuntimeError: CUDA error: out of memory"),
     oomprobe.StepFailedError("the step failed"),
 ]
 
 
-@pytest.mark.parametrize("error", OURS, ids=lambda error: type(error).__name__)
-def test_what_a_probe_raised_is_no_out_of_memory(error):
-    from_memory = caused(type(error)("failed"), torch.OutOfMemoryError(OOM_TEXT))  # which it has judged already
+@pytest.mark.parametrize("error", PROBE_ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_of_a_probe_is_a_bug(error):
+    from_memory = caused(type(error)("failed"), torch.OutOfMemoryError(OOM_TEXT))  # the inner probe has handled this
     for raised in (error, caused(KeyError("cache"), error), from_memory):
         assert classify_error(raised, CORROBORATED) is Verdict.BUG
-    assert classify_error(error, SICK) is Verdict.POISONED
-    # Beside it stands another error: that one counts.
+    assert classify_error(error, UNHEALTHY) is Verdict.POISONED
+    # Another error in the same group counts.
     both = ExceptionGroup("both", [from_memory, torch.OutOfMemoryError(OOM_TEXT)])
     assert classify_error(both, CORROBORATED) is Verdict.OOM
 
 
-def test_a_lost_device_is_lost_to_the_outer_probe_too():
+def test_a_lost_device_is_lost_to_the_outer_probe():
     lost = oomprobe.DeviceLostError("a sticky error (CUDA error: an illegal memory access was encountered)")
     assert classify_error(lost) is Verdict.POISONED
 

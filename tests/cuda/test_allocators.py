@@ -1,4 +1,4 @@
-"""Probes on each of CUDA's allocators, at the driver's edge, and on one of two devices."""
+"""Probes with each CUDA allocator, close to the driver's limit, and on the second of two devices."""
 
 import pytest
 import torch
@@ -33,10 +33,10 @@ def test_cuda_malloc_async(memory_fraction):
         PYTORCH_ALLOC_CONF="backend:cudaMallocAsync",
     )
     assert backend == "cudaMallocAsync"
-    assert before > 1  # where nobody has set one, it says 2^33
+    assert before > 1  # it reports 2^33 until one is set
     assert after == 1.0
     assert (result["limited_by"], result["state_verified"]) == ("memory", True)
-    # It limits what tensors take; what the driver's pool holds for them is a little more.
+    # This backend limits allocated memory; the driver's pool reserves a little more.
     assert 0.85 * result["budget_bytes"] <= result["trials"][-1]["peak_allocated_bytes"] <= result["budget_bytes"]
 
 
@@ -52,7 +52,7 @@ def test_an_allocator_without_a_cap_is_refused():
 @pytest.mark.parametrize(
     ("memory_fraction", "ceiling"), [(0.5, 2 * GIB - 256 * MIB), (0.95, 0.95 * 2 * GIB), (1.0, 2 * GIB)]
 )
-def test_no_trial_of_this_process_reaches_the_drivers_edge(memory_fraction, ceiling):
+def test_no_trial_of_this_process_reaches_the_drivers_limit(memory_fraction, ceiling):
     def probe():
         model, step = mlp()
         result = oomprobe.find_max_batch(model, step, memory_fraction=memory_fraction, resolution=0.1, **QUIET)
@@ -65,11 +65,11 @@ def test_no_trial_of_this_process_reaches_the_drivers_edge(memory_fraction, ceil
 def test_the_second_of_two_devices():
     def probe():
         with torch.cuda.device(1):
-            model, step = mlp()  # "cuda" in its steps is the current device
+            model, step = mlp()  # "cuda" in the step means the current device
             result = oomprobe.find_max_batch(model, step, resolution=0.05, **QUIET)
         return result.to_dict(), torch.cuda.memory_reserved(0), torch.cuda.current_device()
 
-    result, elsewhere, current = forked(probe, memory="1GiB,2GiB")
+    result, on_first, current = forked(probe, memory="1GiB,2GiB")
     assert result["environment"]["device"] == "cuda:1"
     assert result["available_bytes"] > GIB
-    assert (elsewhere, current) == (0, 0)
+    assert (on_first, current) == (0, 0)

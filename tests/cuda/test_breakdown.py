@@ -1,4 +1,4 @@
-"""Where the memory went, told from the history that torch's own CUDA allocator keeps."""
+"""The memory breakdown, from the history of torch's CUDA allocator."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_a_breakdown_adds_up_to_the_measured_peak(name):
     found, answer = result.breakdown, result.trials[-1]
     assert found.batch_size == result.batch_size
     assert sum(found.parts.values()) == found.peak_reserved_bytes
-    # What tensors asked for, counted from the history, against the allocator's own statistics of another trial.
+    # The sum of requests in the history must agree with the allocator's statistics of another trial.
     assert found.live_bytes == pytest.approx(answer.peak_allocated_bytes, rel=0.01)
     assert found.peak_reserved_bytes == pytest.approx(answer.peak_reserved_bytes, rel=0.01)
     assert found.parts[PARAMETERS] == model_bytes
@@ -37,7 +37,7 @@ def test_a_breakdown_adds_up_to_the_measured_peak(name):
 
 
 def of_one_layer():
-    """A step whose tensors at the peak, in tanh's backward, are known to the byte."""
+    """Break down a step whose tensors at the peak, in tanh's backward, are known to the byte."""
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False), torch.nn.Tanh()).cuda()
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -53,14 +53,14 @@ def of_one_layer():
     return large.breakdown, small.breakdown, history_is_off
 
 
-def test_each_part_is_what_the_model_makes_it():
+def test_each_part_has_the_size_that_the_model_implies():
     found, small, history_is_off = forked(of_one_layer, memory="1GiB")
     mib = {kind: nbytes / MIB for kind, nbytes in found.parts.items()}
     assert (mib[PARAMETERS], mib[STATE], round(mib[BACKWARD])) == (4, 8, 16)
-    assert mib[ACTIVATIONS] == pytest.approx(32)  # the batch, and what tanh keeps of its result; the loss
+    assert mib[ACTIVATIONS] == pytest.approx(32)  # the batch and tanh's output; the loss is small
     assert {m.name: m.activation_bytes // MIB for m in found.modules} == {"(outside the model)": 16, "1": 16}
     assert found.peak_in == "backward"
-    assert (small.peak_in, small.parts[GRADIENTS]) == ("optimizer", 4 * MIB)  # the batch is nothing beside them
+    assert (small.peak_in, small.parts[GRADIENTS]) == ("optimizer", 4 * MIB)  # the batch is tiny
     assert history_is_off
 
 
@@ -73,7 +73,7 @@ print(json.dumps([result.breakdown, result.notes]))
 """
 
 
-def test_an_allocator_without_a_history_is_named():
+def test_an_allocator_without_a_history_is_noted():
     breakdown, notes = run_on_bed(ASYNC, PYTORCH_ALLOC_CONF="backend:cudaMallocAsync")
     assert breakdown is None
     assert any(note.startswith("no breakdown: ") for note in notes)

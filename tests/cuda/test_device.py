@@ -1,4 +1,4 @@
-"""The device over torch's own CUDA allocator: what is available, caps, peaks, pressure and health."""
+"""`AcceleratorDevice` with torch's CUDA allocator: available memory, caps, peaks, pressure and health."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def take(mib):
     return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
 
 
-def holds(mib):
-    """Whether so much can be allocated now, and two MiB more cannot."""
+def is_limit(mib):
+    """Return whether `mib` can be allocated, but not two MiB more."""
     take(mib)
     torch.cuda.empty_cache()
     try:
@@ -31,13 +31,13 @@ def holds(mib):
     return False
 
 
-def test_available_is_what_is_free_and_our_own():
+def test_available_is_free_and_reserved_memory():
     def seen():
         device, kept = opened(), take(200)
         take(300)  # stays in the cache
         found = [device.available_bytes(), torch.cuda.memory_reserved(), device.outside_bytes(), device.live_bytes()]
         assert len(kept) == found.pop()
-        torch.cuda.set_per_process_memory_fraction(0.25)  # of the user's own
+        torch.cuda.set_per_process_memory_fraction(0.25)  # as the user might
         return [n // MIB for n in (*found, device.available_bytes())]
 
     assert forked(seen, context="100MiB") == [924, 200, 100, 256]
@@ -45,7 +45,7 @@ def test_available_is_what_is_free_and_our_own():
 
 @pytest.mark.parametrize("own", [1.0, 0.5, 1 / 3])
 @pytest.mark.parametrize("error", [None, RuntimeError("x"), KeyboardInterrupt()], ids=["none", "error", "Ctrl-C"])
-def test_a_cap_is_enforced_and_gives_way_to_the_users_own(own, error):
+def test_a_cap_is_enforced_below_the_users_fraction(own, error):
     def capped():
         device, most = opened(), int(own * 512) * 2
         torch.cuda.set_per_process_memory_fraction(own)
@@ -53,7 +53,7 @@ def test_a_cap_is_enforced_and_gives_way_to_the_users_own(own, error):
         for asked, held in ((100, 100), (most + 2, most), (None, most)):
             try:
                 with device.cap(None if asked is None else asked * MIB):
-                    assert holds(held)
+                    assert is_limit(held)
                     if error:
                         raise error
             except type(error) as raised:
@@ -67,11 +67,11 @@ def test_a_cap_is_enforced_and_gives_way_to_the_users_own(own, error):
     assert before == after
 
 
-def test_peaks_and_counters_are_those_since_the_trial_began():
+def test_peaks_and_counters_start_with_the_trial():
     def seen():
         device, kept = opened(), take(10)
         with device.cap(600 * MIB):
-            for mib in (400, 500):  # the second needs what the cache holds of the first
+            for mib in (400, 500):  # the second empties the cache that the first left
                 take(mib)
             device.release()
             device.start_trial()
@@ -90,7 +90,7 @@ def test_peaks_and_counters_are_those_since_the_trial_began():
 
 
 @pytest.mark.parametrize(("free_mib", "pressed"), [(11, False), (10, True), (0, True)])
-def test_next_to_nothing_free_is_pressure(tmp_path, free_mib, pressed):
+def test_a_full_card_is_under_pressure(tmp_path, free_mib, pressed):
     def seen():
         device = opened()
         device.start_trial()
@@ -106,20 +106,20 @@ def test_only_a_sticky_error_makes_it_unhealthy(code, healthy):
     def seen():
         device = AcceleratorDevice(torch.device("cuda"))
         with device.cap(1):
-            first = device.healthy()  # where the allocator has no byte more
+            first = device.healthy()  # the allocator has nothing left
         fail("launch", code=code)
         return first, device.healthy()
 
     assert forked(seen) == (True, healthy)
 
 
-def test_a_stated_budget_bounds_and_is_named(tmp_path):
+def test_a_stated_budget_is_a_limit_and_is_named(tmp_path):
     def seen():
         device = opened("cuda:0:256MiB")
         with device.cap(None):
-            assert holds(256)
+            assert is_limit(256)
         with device.cap(300 * MIB):
-            assert holds(256)
+            assert is_limit(256)
         found = [device.name, device.available_bytes() // MIB]
         (tmp_path / "held").write_text("900MiB")
         return [*found, device.available_bytes() // MIB, device.notes]

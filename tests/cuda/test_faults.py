@@ -1,4 +1,4 @@
-"""Faults of the device, neighbours on it, and processes that die, on torch's own CUDA code."""
+"""Device faults, other processes on the card, and processes that die, with torch's CUDA code."""
 
 import ctypes
 import itertools
@@ -23,12 +23,12 @@ ILLEGAL_ADDRESS, ASSERT, OUT_OF_MEMORY = 700, 710, 2
 
 
 def fail(what, *, in_calls=1, code=ILLEGAL_ADDRESS):
-    """Let the n-th call from now on fail as the driver would."""
+    """Make the driver's n-th call from now fail."""
     ctypes.CDLL("libcudart.so.13").cudastub_fail(what.encode(), ctypes.c_long(in_calls), code)
 
 
 def acting(act):
-    """The MLP's step, which first acts: `act(call, batch_size)`, calls being counted from 1."""
+    """Return the MLP and its step, which first calls `act(call, batch_size)`; calls are counted from 1."""
     model, inner = mlp()
     calls = itertools.count(1)
 
@@ -58,8 +58,8 @@ def test_a_sticky_error_ends_the_probe_with_a_snapshot(what, code):
 
 
 @pytest.mark.parametrize("in_calls", range(1, 40, 3))
-def test_a_device_lost_while_the_state_is_put_back(in_calls):
-    """Whichever copy or wait of the probe's own it is that fails, the trials and the snapshot are there."""
+def test_a_device_lost_while_the_state_is_restored(in_calls):
+    """The error has the trials and the snapshot, whichever copy of the probe fails."""
 
     def probe():
         model, step = mlp()
@@ -68,7 +68,7 @@ def test_a_device_lost_while_the_state_is_put_back(in_calls):
         def last(model, batch_size):
             step(model, batch_size)
             calls.append(batch_size)
-            if len(calls) == 3 + 6:  # the last of the confirmation
+            if len(calls) == 3 + 6:  # the last call of the confirmation
                 fail("memcpy", in_calls=in_calls)
 
         try:
@@ -81,7 +81,7 @@ def test_a_device_lost_while_the_state_is_put_back(in_calls):
     assert found == "ended" or found == (2, ["model", "optimizers"])
 
 
-def test_a_passing_out_of_memory_is_struck_out():
+def test_an_out_of_memory_that_does_not_recur_is_ignored():
     def probe():
         passing = acting(lambda call, size: call == 1 and fail("malloc", in_calls=2, code=OUT_OF_MEMORY))
         return oomprobe.find_max_batch(*passing, max_batch=64, **QUIET).batch_size
@@ -90,8 +90,8 @@ def test_a_passing_out_of_memory_is_struck_out():
 
 
 @pytest.mark.parametrize(("size", "trials"), [(4096, 1), (2**21, 2)])
-def test_own_kernels_are_no_neighbour(size, trials):
-    """A card of 8 GB, of which kernels take a tenth when they are first launched: nobody is waited for."""
+def test_memory_of_kernels_is_not_taken_for_a_neighbour(size, trials):
+    """On an 8 GiB card kernels take a tenth at their first launch, and the probe does not wait for it."""
 
     def probe():
         model, step = mlp()
@@ -116,14 +116,14 @@ def test_available_is_sampled_when_kernels_are_loaded():
 
 @pytest.fixture
 def neighbour(tmp_path):
-    """Where the bed reads how many bytes somebody else holds."""
+    """The file from which the bed reads how many bytes another process holds."""
     path = tmp_path / "held"
     path.write_text("0")
     return path
 
 
 def waiting(then=lambda: None):
-    """Let a probe wait for neighbours in no time; its waits so far."""
+    """Make probes wait for neighbours in no time, and return the list of waits."""
     slept = []
     session.WAIT = lambda state: slept.append(then()) or 0
     return slept
@@ -219,7 +219,7 @@ def target(tmp_path, fault="pass", name="mlp"):
 
 
 def isolated(target, **options):
-    """The result of an isolated probe, and whether the asking process kept away from CUDA."""
+    """Return a function that probes in workers; it returns the result and whether its own process initialised CUDA."""
 
     def probe():
         result = oomprobe.probe_target(target, device="cuda", **options, **QUIET)
@@ -228,19 +228,19 @@ def isolated(target, **options):
     return probe
 
 
-def test_isolated_trials_say_what_one_process_says(tmp_path):
+def test_isolated_trials_agree_with_one_process(tmp_path):
     result, initialised = forked(isolated(target(tmp_path, name="gpt")), limit_s=120)
 
-    def here():
+    def in_process():
         return oomprobe.find_max_batch(*MODELS["gpt"](), **QUIET).to_dict()
 
-    alone = forked(here)
+    expected = forked(in_process)
     assert not initialised
-    assert (result["batch_size"], result["budget_bytes"]) == (alone["batch_size"], alone["budget_bytes"])
+    assert (result["batch_size"], result["budget_bytes"]) == (expected["batch_size"], expected["budget_bytes"])
     assert not result["contaminated"]
 
 
-def test_children_that_meet_a_sticky_error_are_replaced(tmp_path):
+def test_workers_with_a_sticky_error_are_replaced(tmp_path):
     probe = isolated(target(tmp_path, "batch_size >= 1000 and fail('launch')"), resolution=0.1, max_batch=4096)
     result, _ = forked(probe, limit_s=240)
     assert result["limited_by"] == "size_limit"
