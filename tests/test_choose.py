@@ -128,25 +128,23 @@ def test_a_model_on_another_device_is_refused(cards):
     refused(InvalidArgumentError, text, "cuda", ON_CPU)
 
 
-@linux_only
-def test_meta_parameters_are_refused():
-    model = nn.Linear(2, 2, device="meta")
-    refused(InvalidArgumentError, "weight is on the meta device and has no memory: materialise the model", None, model)
-    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    refused(InvalidArgumentError, "1.weight is on the meta device", "cpu", mixed)
+LAZY = "is a lazy parameter without a shape yet: run one forward pass, then probe"
+META = nn.Linear(2, 2, device="meta")
 
 
-def test_a_model_on_two_devices_is_refused():
-    model = Elsewhere("cpu", "cuda:0")
-    text = "the model is on 2 devices (part_0 on cpu, part_1 on cuda:0): oomprobe measures one device's memory"
-    refused(InvalidArgumentError, text, None, model)
-
-
-@pytest.mark.parametrize("lazy", [nn.LazyLinear(3), nn.LazyBatchNorm1d()])
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: META, "weight is on the meta device and has no memory: materialise the model"),
+        (lambda: nn.Sequential(ON_CPU, META), "1.weight is on the meta device"),
+        (lambda: Elsewhere("cpu", "cuda:0"), "the model is on 2 devices (part_0 on cpu, part_1 on cuda:0): oomprobe"),
+        (lambda: nn.LazyLinear(3), LAZY),
+        (nn.LazyBatchNorm1d, LAZY),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_lazy_modules_are_refused(lazy):
-    text = "is a lazy parameter without a shape yet: run one forward pass, then probe"
-    refused(InvalidArgumentError, text, None, lazy)
+def test_a_model_that_is_not_on_one_device_is_refused(build, text):
+    refused(InvalidArgumentError, text, None, build())
 
 
 # --- the devices of this machine ---
