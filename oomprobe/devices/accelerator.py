@@ -63,7 +63,7 @@ class AcceleratorDevice:
         self.notes = tuple(filter(None, (why_spills, UNIFIED if self.integrated else None)))
         self._stated_bytes = stated_bytes
         self._must_cap = stated_bytes is not None or bool(self.notes)
-        # A driver that spills reports more free memory than can stay on the card: using all of it makes kernels fail or crawl.
+        # A driver that spills reports more free memory than stays on the card: using all of it makes kernels fail or crawl.
         self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if why_spills else 0
         self._has_released = False
         self._retries_before = 0  # the current trial
@@ -82,7 +82,7 @@ class AcceleratorDevice:
             raise UnreliableError(UNCAPPED.format(name=self.name, backend=backend))
 
     def budget_to_state(self) -> str | None:
-        """Return the ``device=`` text to suggest if the device shares the host's memory and has no limit; otherwise None."""
+        """Return the ``device=`` text to suggest if host memory is shared without a limit; otherwise None."""
         if not self.integrated or self._stated_bytes is not None or self._fraction() < 1:
             return None
         free_bytes = linux.free_bytes()

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Compared by identity.
 _ATOMS = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
 _default_eq: Any = object.__eq__  # inherited by classes that define no comparison
 
@@ -35,7 +34,7 @@ def _same(one: Any, other: Any) -> bool:
     kind: Any = type(one)
     if one is other:
         return True
-    if kind is not type(other) or isinstance(one, _ATOMS):
+    if kind is not type(other) or isinstance(one, _ATOMS):  # atoms are equal only if identical
         return False
     if isinstance(one, torch.Tensor):
         return same_tensors(one, other)

@@ -17,7 +17,7 @@ from oomprobe.state.tensors import HostCopies
 from oomprobe.state.tracker import Tracker, parameters_of
 from oomprobe.state.values import Attributes, has_bytes
 
-UNREAD = "state of {kind}: its state_dict() could not be read ({why}), so only its attributes were kept"
+UNREAD = "state of {kind}: its state_dict() could not be read ({why}), so only its attributes were saved"
 _MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # registries, hooks, the mode
 _OPTIMIZER_ATTRIBUTES = frozenset({"defaults", "param_groups", "state"})
 
@@ -56,7 +56,7 @@ class Snapshot:
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Save an optimizer that the search did not reach, just before its first step; forget it when it is deleted."""
-        if self.tracker.knows(optimizer):
+        if optimizer in self.tracker.optimizers:
             return
         self.tracker.add(optimizer)
         for parameter in parameters_of(optimizer):
@@ -251,10 +251,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def preserved(preserve: object) -> list[object]:
-    """Return the objects in `preserve` as a list; a single object gives a list of one.
-
-    Raises:
-        InvalidArgumentError: an object is neither a tensor nor has ``state_dict()`` and ``load_state_dict()``.
+    """Return `preserve` as a list; raise InvalidArgumentError for an object without state.
 
     Example:
         >>> preserved(None), [type(o).__name__ for o in preserved(torch.nn.Sequential())]

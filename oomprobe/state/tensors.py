@@ -22,7 +22,7 @@ HOST_SHARE = 0.9  # of the free host memory; the rest is for what the steps need
 class StorageCopy:
     """A copy of a storage's bytes, with a weak reference to the storage, so that a step can free it.
 
-    `there` recreates a freed storage once, so tensors that shared it share it again.
+    `find_or_create` recreates a freed storage once, so tensors that shared it share it again.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -54,7 +54,7 @@ class StorageCopy:
         storage = self.find()
         self.changed = storage is not None and not self._is_in(storage)
 
-    def there(self) -> torch.UntypedStorage:
+    def find_or_create(self) -> torch.UntypedStorage:
         """Return the storage, or a new one with the saved bytes if it was freed."""
         storage = self.find()
         if storage is None:
@@ -95,15 +95,15 @@ class TensorCopy:
         """Return the tensor, viewing its original memory again; `StorageCopy.write` restores the bytes."""
         tensor = self.find()
         if tensor is None:
-            tensor = self._view_of(self.storage.there())
+            tensor = self._view_of(self.storage.find_or_create())
             self.find = weakref.ref(tensor)
-        elif not self._looks_same(tensor):
-            tensor.data = self._view_of(self.storage.there()) if self._own is None else self._own
+        elif not self._is_same_view(tensor):
+            tensor.data = self._view_of(self.storage.find_or_create()) if self._own is None else self._own
         return _with_requires_grad(tensor, self._requires_grad)
 
     def differs(self, now: object) -> bool:
         """Return whether a value has other bits, another geometry or other memory than the tensor had."""
-        if not isinstance(now, torch.Tensor) or not self._looks_same(now):
+        if not isinstance(now, torch.Tensor) or not self._is_same_view(now):
             return True
         return is_learnable(now) != self._requires_grad or self.storage.changed
 
@@ -118,7 +118,7 @@ class TensorCopy:
     def _view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._geometry)
 
-    def _looks_same(self, tensor: torch.Tensor) -> bool:
+    def _is_same_view(self, tensor: torch.Tensor) -> bool:
         if not _is_strided(tensor) or tensor.dtype != self._dtype or tensor.device != self.device:
             return False
         geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())

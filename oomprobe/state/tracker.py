@@ -42,10 +42,9 @@ class Tracker:
         self._buffers = [(module, set(module._buffers)) for module in self.modules]
         self._leaves = [one for one in self.found if isinstance(one, torch.Tensor) and one.is_leaf]
         schedulers = [one for one in self.found if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
-        self._schedules = [Attributes(one, HostCopies()) for one in schedulers]
+        self._schedulers = [Attributes(one, HostCopies()) for one in schedulers]
         scalers = [one for one in self.found if isinstance(one, torch.amp.GradScaler) and one.is_enabled()]
-        # A scaler that has not scaled a loss yet has no scale.
-        self._scales: list[tuple[Any, Any]] = [
+        self._scalers: list[tuple[Any, Any]] = [  # a scaler that has not scaled a loss yet has no state
             (one, one.state_dict() if one._scale is not None else None) for one in scalers
         ]
         # For each live optimizer, the names of its initial state, by parameter id.
@@ -57,12 +56,8 @@ class Tracker:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The live optimizers, those found at the start first; processes that build the same target agree on the order."""
+        """Live optimizers, first those found at the start, in the same order in every process with the same target."""
         return list(self._initial_names)
-
-    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the optimizer was found or added."""
-        return optimizer in self._initial_names
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Track an optimizer that is about to step for the first time; it may be deleted after its step."""
@@ -93,14 +88,14 @@ class Tracker:
             for name in module._buffers.keys() - buffers:
                 delattr(module, name)
         # Otherwise schedulers would run past their end, and scalers would refuse to continue after a failed step.
-        for schedule in self._schedules:
-            schedule.restore()
-        for scaler, scale in self._scales:
+        for scheduler in self._schedulers:
+            scheduler.restore()
+        for scaler, state in self._scalers:
             scaler._per_optimizer_states.clear()
-            if scale is None:
+            if state is None:
                 scaler._scale = scaler._growth_tracker = None
             else:
-                scaler.load_state_dict(scale)
+                scaler.load_state_dict(state)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of modules and optimizers, and other leaf tensors, each once."""

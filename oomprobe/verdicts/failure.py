@@ -48,7 +48,7 @@ def clear_frames(error: BaseException) -> None:
 
 def _where(error: BaseException) -> str | None:
     frames = [
-        (_path(frame.f_code.co_filename), frame.f_code.co_name, line)
+        (Path(frame.f_code.co_filename), frame.f_code.co_name, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
     user_lines = [(path.name, line) for path, _, line in frames if not is_library(path)]
@@ -62,9 +62,6 @@ def _where(error: BaseException) -> str | None:
             part = "backward"
     name, line = user_lines[-1]
     return f"{part}, {name}:{line}"
-
-
-_path = cache(Path)  # tracebacks name the same few files again and again
 
 
 @cache
