@@ -60,11 +60,11 @@ def is_learnable(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
-def is_own(module_name: object) -> bool:
+def is_users_code(module_name: object) -> bool:
     """Return whether a module is the user's: neither Python's, nor torch's, nor installed from a package.
 
     Example:
-        >>> is_own("__main__"), is_own("torch.nn"), is_own("json")
+        >>> is_users_code("__main__"), is_users_code("torch.nn"), is_users_code("json")
         (True, False, False)
     """
     if not isinstance(module_name, str) or module_name == "__main__":
@@ -77,7 +77,7 @@ def is_own(module_name: object) -> bool:
 
 def _children(value: object) -> Iterator[object]:
     if isinstance(value, types.FunctionType):
-        yield from _of_function(value)
+        yield from _children_of_function(value)
     elif isinstance(value, types.MethodType):
         yield from (value.__self__, value.__func__)
     elif isinstance(value, functools.partial):
@@ -87,29 +87,29 @@ def _children(value: object) -> Iterator[object]:
             yield from dict.values(value) if isinstance(value, dict) else value
     elif isinstance(value, torch.nn.Module):
         for module in value.modules():
-            yield from _of_module(module)
+            yield from _children_of_module(module)
     elif isinstance(value, type):
         for base in value.__mro__:
-            if is_own(base.__module__):
+            if is_users_code(base.__module__):
                 for member in list(vars(base).values()):
                     yield getattr(member, "fget", getattr(member, "__func__", member))
     elif not isinstance(value, torch.Tensor) and type(value).__module__ not in {"builtins", "numpy"}:
-        if is_own(type(value).__module__):
+        if is_users_code(type(value).__module__):
             yield type(value)
         yield from list(getattr(value, "__dict__", {}).values())
 
 
-def _of_module(module: torch.nn.Module) -> Iterator[object]:
+def _children_of_module(module: torch.nn.Module) -> Iterator[object]:
     """Yield attributes other than modules, parameters and buffers, because a wrapper may keep its optimizer there."""
-    own = not type(module).__module__.startswith("torch.")
-    if own and is_own(type(module).__module__):
+    is_torchs = type(module).__module__.startswith("torch.")
+    if not is_torchs and is_users_code(type(module).__module__):
         yield type(module)
     for name, value in list(vars(module).items()):
-        if name not in _MODULE_NAMES and (own or not name.startswith("_")):
+        if name not in _MODULE_NAMES and not (is_torchs and name.startswith("_")):
             yield value
 
 
-def _of_function(function: types.FunctionType) -> Iterator[object]:
+def _children_of_function(function: types.FunctionType) -> Iterator[object]:
     if (function.__module__ or "").partition(".")[0] == "torch":
         return
     for cell in function.__closure__ or ():
@@ -124,7 +124,7 @@ def _of_function(function: types.FunctionType) -> Iterator[object]:
         value = function.__globals__[name]
         if not isinstance(value, types.ModuleType):
             yield value
-        elif is_own(value.__name__):
+        elif is_users_code(value.__name__):
             yield from (vars(value)[part] for part in names & vars(value).keys())
 
 
