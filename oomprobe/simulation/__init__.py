@@ -1,1 +1,1 @@
-"""What the simulated device is made of: a GPU that is not there, followed byte by byte."""
+"""Byte-accurate simulation of GPU memory, used by `oomprobe.devices.simulated`."""

@@ -1,10 +1,10 @@
-"""CUDA's caching allocator, without CUDA: the same blocks, the same segments, the same refusal.
+"""Model of CUDA's caching allocator: the same blocks, segments and out-of-memory errors, without CUDA.
 
-Memory is had from the driver in *segments* and handed out in *blocks*. A free block is cached, split for a smaller
-request, merged with free neighbours of its segment; only an unsplit segment goes back to the driver. What the driver
-would refuse is a matter of arithmetic, so a step that was recorded can be replayed against any capacity.
+The allocator reserves *segments* from the driver and hands out *blocks*. It caches free blocks, splits them for smaller
+requests and merges free neighbours; only an unsplit segment goes back to the driver. Driver refusals are pure arithmetic,
+so a recorded step can be replayed against any capacity.
 
-Not modelled: several streams, private pools (CUDA graphs), several processes.
+Not modelled: multiple streams, private pools (CUDA graphs), multiple processes.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch; constants from c10/core/AllocatorConfig.h of torch 2.13.
 """
@@ -21,23 +21,23 @@ MIB = 2**20
 SMALLEST_BLOCK = 512  # kMinBlockSize
 SMALL = MIB  # kSmallSize: the largest request of the small pool
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
-LARGE_SEGMENT = 20 * MIB  # kLargeBuffer: for requests up to `_OWN_SEGMENT`, and the page of large expandable segments
+LARGE_SEGMENT = 20 * MIB  # kLargeBuffer: for requests below `_OWN_SEGMENT`; page size of large expandable segments
 UNLIMITED = 2**63
-_OWN_SEGMENT = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own size
+_OWN_SEGMENT = 10 * MIB  # kMinLargeAlloc: requests of this size or more get a segment of their own size
 _SEGMENT_STEP = 2 * MIB  # kRoundLarge
-_NON_SPLIT_ROUNDING = 20 * MIB  # by less than this a block that is kept whole may be larger than the request
-_FIRST_ADDRESS = 0x7F00_0000_0000  # looks like one of CUDA's; any multiple of 20 MiB's pages would do
+_NON_SPLIT_ROUNDING = 20 * MIB  # an unsplittable block must exceed the request by less than this
+_FIRST_ADDRESS = 0x7F00_0000_0000  # resembles CUDA's addresses
 _DEFAULTS = AllocatorSettings()
 
 
 class AllocatorOutOfMemory(MemoryError):
-    """The memory could not be had; the text is that of ``torch.OutOfMemoryError``."""
+    """The allocator refused a request; the message is that of ``torch.OutOfMemoryError``."""
 
 
 class Block:
-    """A piece of a segment. ``free``: mapped and in its pool; neither free nor mapped: address space only."""
+    """A piece of a segment. ``free``: mapped and in its pool; neither ``free`` nor ``mapped``: address space only."""
 
-    __slots__ = ("address", "born", "free", "mapped", "next", "origin", "pool", "prev", "requested", "size")
+    __slots__ = ("address", "free", "freed_at", "mapped", "next", "origin", "pool", "prev", "requested", "size")
 
     def __init__(self, pool: Pool, address: int, size: int) -> None:
         self.pool = pool
@@ -47,23 +47,23 @@ class Block:
         self.next: Block | None = None
         self.free = False
         self.mapped = True
-        self.origin = -1  # where its expandable segment starts; -1: not in one
+        self.origin = -1  # start of its expandable segment; -1: not in one
         self.requested = 0
-        self.born = 0  # the clock when it was last freed, for the garbage collection
+        self.freed_at = 0  # allocator's clock when last freed, for garbage collection
 
     @property
     def is_whole_segment(self) -> bool:
-        """Whether the driver can have it back as it is."""
+        """Whether it can go back to the driver."""
         return self.prev is None and self.next is None and self.origin < 0
 
     @property
     def expandable_size(self) -> int:
-        """What a free block could grow to: the unmapped space behind it is its own."""
+        """Size that a free block can grow to by mapping the unmapped space after it."""
         following = self.next
         return self.size + (following.size if following is not None and not following.mapped else 0)
 
     def absorb(self, other: Block) -> None:
-        """Join a neighbour, which ends, to this one."""
+        """Merge a neighbour into this block."""
         if self.prev is other:
             self.address = other.address
             self.prev = other.prev
@@ -76,37 +76,37 @@ class Block:
         self.size += other.size
 
     def cut_after(self, nbytes: int) -> Block:
-        """Shorten it; what is cut off is returned, linked behind it and in no pool."""
-        rest = Block(self.pool, self.address + nbytes, self.size - nbytes)
-        rest.origin = self.origin
-        rest.prev, rest.next = self, self.next
-        if rest.next is not None:
-            rest.next.prev = rest
-        self.next = rest
+        """Shorten the block to `nbytes`; return the remainder, linked after it and in no pool."""
+        remainder = Block(self.pool, self.address + nbytes, self.size - nbytes)
+        remainder.origin = self.origin
+        remainder.prev, remainder.next = self, self.next
+        if remainder.next is not None:
+            remainder.next.prev = remainder
+        self.next = remainder
         self.size = nbytes
-        return rest
+        return remainder
 
     def twin(self, pool: Pool) -> Block:
-        """A copy for the pool of another allocator, without its links."""
+        """Return a copy for another allocator's pool, without links."""
         twin = Block(pool, self.address, self.size)
         twin.free = self.free
         twin.mapped = self.mapped
         twin.origin = self.origin
         twin.requested = self.requested
-        twin.born = self.born
+        twin.freed_at = self.freed_at
         return twin
 
 
 class Pool:
-    """The free blocks, small or large: best fit is the first entry not below a size."""
+    """Free blocks of the small or the large pool, sorted by size and address for best fit."""
 
-    __slots__ = ("free", "page", "smallest_rest", "split_below", "unmapped")
+    __slots__ = ("free", "page", "smallest_remainder", "split_below", "unmapped")
 
     def __init__(self, settings: AllocatorSettings, *, is_small: bool) -> None:
         expandable = settings.expandable_segments
         self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         # should_split: sizes are multiples of 512, so "more than 1 MiB" is "at least 1 MiB + 512"
-        self.smallest_rest = SMALLEST_BLOCK if is_small or expandable else SMALL + SMALLEST_BLOCK
+        self.smallest_remainder = SMALLEST_BLOCK if is_small or expandable else SMALL + SMALLEST_BLOCK
         self.split_below = UNLIMITED if is_small or expandable else settings.max_split_size_bytes or UNLIMITED
         self.free: list[tuple[int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []
@@ -128,8 +128,8 @@ class Pool:
         block.mapped = True
         del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
-    def lowest_room(self, size: int) -> Block | None:
-        """find_expandable_block: the first of a run of free and unmapped blocks that is long enough."""
+    def find_expandable(self, size: int) -> Block | None:
+        """find_expandable_block: the first block of the lowest run of free and unmapped blocks with room for `size`."""
         for _, block in self.unmapped:
             first = block.prev if block.prev is not None and block.prev.free else block
             room = 0
@@ -143,16 +143,16 @@ class Pool:
 
 
 class CachingAllocator:
-    """One device's allocator, for one process.
+    """Caching allocator of one device for one process.
 
     Args:
-        capacity_bytes: What the driver may hand out to this process's allocator, 0 or more: the card's memory less the
-            context, the libraries and other processes.
-        settings: What ``PYTORCH_ALLOC_CONF`` says, but for the process's fraction, which is for `limit_bytes` to state.
-        total_bytes: The card's whole memory, for the text of the error; default: the capacity.
+        capacity_bytes: Memory that the driver can give this allocator, 0 or more: the card's memory less the context,
+            the libraries and other processes.
+        settings: Settings from ``PYTORCH_ALLOC_CONF``; `limit_bytes` replaces the process's fraction.
+        total_bytes: The card's total memory, for error messages; default: the capacity.
 
-    Segments get increasing addresses and none is used twice, so among free blocks of one size the one whose segment
-    was had first is taken. The real driver reuses addresses: only the choice among equals may differ.
+    Segments get increasing addresses that are never reused, so the oldest segment wins among free blocks of one size.
+    The real driver reuses addresses: only the choice among equal blocks can differ.
 
     Example:
         >>> allocator = CachingAllocator(64 * 2**20)
@@ -165,7 +165,7 @@ class CachingAllocator:
         (0, 20971520)
     """
 
-    __slots__ = (  # without them a replay takes a fifth longer
+    __slots__ = (  # make replays a fifth faster
         "_clock", "_handles", "_live", "_max_split", "_next_address", "_pools", "_settings", "_threshold", "alloc_retries",
          "allocated_bytes", "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes",
         "peak_reserved_bytes", "requested_bytes", "reserved_bytes", "total_bytes",
@@ -184,14 +184,14 @@ class CachingAllocator:
         self._live: dict[int, Block] = {}
         self._handles = 0
         self._next_address = _FIRST_ADDRESS
-        self._clock = 0  # counts the searches in the large pool: the age of a cached block is measured in them
+        self._clock = 0  # searches in the large pool, the unit of a cached block's age
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.alloc_retries = self.ooms = 0
         self.log: list[tuple[int, int]] | None = None
 
     def malloc(self, nbytes: int) -> int:
-        """Hand out memory: a handle for `free`, never the same twice; 0 for no bytes."""
+        """Allocate a block; return a handle for `free`, never reused; 0 for no bytes."""
         if nbytes <= 0:
             return 0
         size = self._rounded(nbytes)
@@ -201,7 +201,7 @@ class CachingAllocator:
             self._clock += 1
         index = self._best_fit(pool, size)
         block = pool.free.pop(index)[2] if index >= 0 else self._block_from_driver(pool, size)
-        if block.size - size >= pool.smallest_rest and size < pool.split_below:
+        if block.size - size >= pool.smallest_remainder and size < pool.split_below:
             pool.add(block.cut_after(size))
         block.free = False
         block.requested = nbytes
@@ -216,7 +216,7 @@ class CachingAllocator:
         return handle
 
     def free(self, handle: int) -> None:
-        """Give a block back to its pool, merged with its free neighbours; the driver gets nothing. 0 is no memory."""
+        """Return a block to its pool, merged with its free neighbours; ignore handle 0."""
         if handle == 0:
             return
         block = self._live.pop(handle)
@@ -224,10 +224,10 @@ class CachingAllocator:
         self.requested_bytes -= block.requested
         if self.log is not None:
             self.log.append((handle, -block.requested))
-        self._cache(block)
+        self._return_to_pool(block)
 
     def malloc_all(self, sizes: Iterable[int]) -> list[int]:
-        """Hand out several blocks, or raise and hand out none."""
+        """Allocate several blocks; if one is refused, free the others and raise."""
         handles: list[int] = []
         try:
             for nbytes in sizes:
@@ -239,22 +239,22 @@ class CachingAllocator:
         return handles
 
     def borrow(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Take blocks together and give them back, one group after the other."""
+        """Allocate and free the blocks of each group together, one group after the other."""
         for sizes in groups:
             for handle in self.malloc_all(sizes):
                 self.free(handle)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether `malloc` would succeed now without giving the cache back. Changes nothing."""
+        """Whether `malloc` would succeed without releasing the cache."""
         if self.allocated_bytes + nbytes > self.capacity_bytes:
-            return False  # a copy takes a millisecond
+            return False  # saves the copy, which takes a millisecond
         twin = self.copy()
         with suppress(AllocatorOutOfMemory):
             twin.malloc(nbytes)
         return twin.alloc_retries == self.alloc_retries
 
     def empty_cache(self) -> None:
-        """release_cached_blocks: every cached segment, or page of one, that is not in use goes back to the driver."""
+        """release_cached_blocks: return every unused cached segment, or page of one, to the driver."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if block.origin >= 0:
@@ -263,21 +263,21 @@ class CachingAllocator:
                     self._release(block)
 
     def reset_peaks(self) -> None:
-        """Start the peaks anew from what is held now."""
+        """Set the peaks to the current figures."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
     @property
     def served(self) -> int:
-        """How many blocks were ever handed out."""
+        """Number of blocks ever allocated."""
         return self._handles
 
     def requested(self) -> dict[int, int]:
-        """What was asked for, by the handle of each block in use."""
+        """Return the requested bytes of each block in use, by handle."""
         return {handle: block.requested for handle, block in self._live.items()}
 
     def stats(self) -> dict[str, int]:
-        """Give the figures under the names of ``torch.cuda.memory_stats``; pools are not told apart."""
+        """Return figures by their names in ``torch.cuda.memory_stats``, for both pools together."""
         free = [block for pool in self._pools.values() for _, _, block in pool.free]
         split_bytes = sum(block.size for block in free if block.origin < 0 and not block.is_whole_segment)
         return {
@@ -293,12 +293,12 @@ class CachingAllocator:
             "num_ooms": self.ooms,
         }
 
-    def emptied(self) -> CachingAllocator:
-        """One like it with nothing in it."""
+    def empty_copy(self) -> CachingAllocator:
+        """Return an allocator with the same capacity and settings, and no blocks."""
         return CachingAllocator(self.capacity_bytes, self._settings, total_bytes=self.total_bytes)
 
     def copy(self) -> CachingAllocator:
-        """Make an independent allocator in the same state; the handles are valid in both."""
+        """Return an independent allocator in the same state; handles are valid in both."""
         twin = CachingAllocator.__new__(CachingAllocator)
         for name in CachingAllocator.__slots__:
             setattr(twin, name, getattr(self, name))
@@ -322,7 +322,7 @@ class CachingAllocator:
             yield from (entry[1] for entry in pool.unmapped)
 
     def _rounded(self, nbytes: int) -> int:
-        """round_size: what a request costs at least."""
+        """round_size: the smallest block for a request."""
         if self._settings.roundup_power2_divisions:
             divisions = self._settings.divisions(nbytes)
             if divisions > 1 and nbytes > SMALLEST_BLOCK * divisions:
@@ -331,7 +331,7 @@ class CachingAllocator:
         return (nbytes + 511) & -512
 
     def _segment_size(self, size: int) -> int:
-        """get_allocation_size: what the driver is asked for."""
+        """get_allocation_size: the size of a new segment."""
         if size <= SMALL:
             return SMALL_SEGMENT
         if size < _OWN_SEGMENT:
@@ -339,9 +339,9 @@ class CachingAllocator:
         return _rounded_up(size, _SEGMENT_STEP)
 
     def _best_fit(self, pool: Pool, size: int) -> int:
-        """get_free_block: where the block to take is in the pool; -1: none will do.
+        """get_free_block: the index of the block to use in the pool; -1: none fits.
 
-        With a max_split_size, large blocks are kept whole for requests of about their own size.
+        With a max_split_size, large blocks serve only requests of about their own size.
         """
         free = pool.free
         index = bisect_left(free, (size,))
@@ -355,18 +355,18 @@ class CachingAllocator:
             return index if free[index][0] < below else -1
         return index
 
-    def _cache(self, block: Block) -> None:
-        """Merge a block with its free neighbours and put it into its pool."""
+    def _return_to_pool(self, block: Block) -> None:
+        """Merge a block with its free neighbours and add it to its pool."""
         pool = block.pool
         for other in (block.prev, block.next):
             if other is not None and other.free:
                 pool.discard(other)
                 block.absorb(other)
-        block.born = self._clock
+        block.freed_at = self._clock
         pool.add(block)
 
     def _block_from_driver(self, pool: Pool, size: int) -> Block:
-        """Get a segment, giving back more and more of the cache until there is room for it."""
+        """Reserve a segment, releasing more and more of the cache until it fits."""
         if self._threshold and self.limit_bytes is not None:
             self._collect_garbage(self.limit_bytes)
         segment = self._segment_size(size)
@@ -379,11 +379,11 @@ class CachingAllocator:
             block = self._new_segment(pool, size, segment)
         if block is None:
             self.ooms += 1
-            raise AllocatorOutOfMemory(refusal(self, segment))
+            raise AllocatorOutOfMemory(oom_message(self, segment))
         return block
 
     def _new_segment(self, pool: Pool, size: int, segment: int) -> Block | None:
-        """alloc_block: a block of at least this size that is in no pool; None: refused."""
+        """alloc_block: a block of at least `size` that is in no pool; None: refused."""
         if self.limit_bytes is not None and self.reserved_bytes + segment > self.limit_bytes:
             return None
         if self._settings.expandable_segments:
@@ -391,9 +391,9 @@ class CachingAllocator:
         if self.reserved_bytes + segment > self.capacity_bytes:
             return None
         self._reserve(segment)
-        return Block(pool, self._addresses(segment), segment)
+        return Block(pool, self._next_range(segment), segment)
 
-    def _addresses(self, nbytes: int) -> int:
+    def _next_range(self, nbytes: int) -> int:
         address = self._next_address
         self._next_address += nbytes
         return address
@@ -403,30 +403,30 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _expanded(self, pool: Pool, size: int) -> Block | None:
-        """try_allocate_expandable_block: map pages at the lowest address where the block can lie.
+        """try_allocate_expandable_block: map pages at the lowest address with room for the block.
 
-        Pages mapped before one is refused stay mapped, in the pool.
+        If a page is refused, the pages already mapped stay in the pool.
         """
-        block = pool.lowest_room(size) or self._new_address_space(pool)
+        block = pool.find_expandable(size) or self._new_address_space(pool)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
             following = block.next
             if following is None or not self._map(following, min(size - block.size, following.size)):
                 return None
-            block = following  # which has absorbed the block
+            block = following  # has absorbed the previous block
         pool.discard(block)
         return block
 
     def _new_address_space(self, pool: Pool) -> Block:
         nbytes = _rounded_up(self.total_bytes + self.total_bytes // 8, pool.page)
-        block = Block(pool, self._addresses(nbytes), nbytes)
+        block = Block(pool, self._next_range(nbytes), nbytes)
         block.origin = block.address
         pool.add_unmapped(block)
         return block
 
     def _map(self, block: Block, nbytes: int) -> bool:
-        """Put whole pages under the front of an unmapped block, which then is a free one."""
+        """Map whole pages at the front of an unmapped block, which becomes free."""
         pool = block.pool
         mapped = _rounded_up(nbytes, pool.page)
         if self.reserved_bytes + mapped > self.capacity_bytes:
@@ -434,12 +434,12 @@ class CachingAllocator:
         pool.discard_unmapped(block)
         if mapped < block.size:
             pool.add_unmapped(block.cut_after(mapped))
-        self._cache(block)
+        self._return_to_pool(block)
         self._reserve(mapped)
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Take the whole pages inside a free block away from it."""
+        """Unmap the whole pages inside a free block."""
         pool, page, origin = block.pool, block.pool.page, block.origin
         begin = origin + _rounded_up(block.address - origin, page)
         end = block.address + block.size - (block.address + block.size - origin) % page
@@ -449,9 +449,9 @@ class CachingAllocator:
         if block.address + block.size > end:
             pool.add(block.cut_after(end - block.address))
         if block.address < begin:
-            rest = block.cut_after(begin - block.address)
+            remainder = block.cut_after(begin - block.address)
             pool.add(block)
-            block = rest
+            block = remainder
         self.reserved_bytes -= block.size
         for other in (block.prev, block.next):
             if other is not None and not other.mapped:
@@ -465,7 +465,7 @@ class CachingAllocator:
         self.reserved_bytes -= block.size
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """release_available_cached_blocks: one block too large to split, or several, the largest first."""
+        """release_available_cached_blocks: one unsplittable block that is large enough, or several, largest first."""
         if self._max_split == UNLIMITED or self._settings.expandable_segments:
             return False
         wanted = max(size, self._max_split)
@@ -480,21 +480,21 @@ class CachingAllocator:
         return released >= wanted
 
     def _collect_garbage(self, allowed: int) -> None:
-        """garbage_collect_cached_blocks: the large segments that have waited longest, until under the threshold."""
+        """garbage_collect_cached_blocks: release the large segments cached longest, until below the threshold."""
         target = self.reserved_bytes - int(self._threshold * allowed)
         blocks = [block for _, _, block in self._pools[False].free if block.is_whole_segment]
         while target > 0 and blocks:
-            mean_age = sum(self._clock - block.born for block in blocks) / len(blocks)
-            for block in [block for block in blocks if self._clock - block.born >= mean_age]:
+            mean_age = sum(self._clock - block.freed_at for block in blocks) / len(blocks)
+            for block in [block for block in blocks if self._clock - block.freed_at >= mean_age]:
                 target -= block.size
                 blocks.remove(block)
                 self._release(block)
 
 
-def refusal(allocator: CachingAllocator, segment: int) -> str:
-    """Write the text of ``torch.OutOfMemoryError``; everything outside the allocator counts as this process's.
+def oom_message(allocator: CachingAllocator, segment: int) -> str:
+    """Return the message of ``torch.OutOfMemoryError``, counting all memory outside the allocator as this process's.
 
-    Source: strings of libc10_cuda.so of torch 2.13.0; their order is in CUDACachingAllocator.cpp.
+    Source: strings in libc10_cuda.so of torch 2.13.0; their order is in CUDACachingAllocator.cpp.
     """
     reserved, allocated, total = allocator.reserved_bytes, allocator.allocated_bytes, allocator.total_bytes
     free = allocator.capacity_bytes - reserved
@@ -511,7 +511,7 @@ def refusal(allocator: CachingAllocator, segment: int) -> str:
 
 
 def _size_text(nbytes: int) -> str:
-    """format_size of c10."""
+    """format_size in c10."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes > factor:
             return f"{nbytes / factor:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""A GPU as a simulation knows it: what a card that is not here would leave to PyTorch's allocator."""
+"""Properties of a simulated GPU, and the memory it leaves to PyTorch's allocator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SMALL_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8  # ":4096:2:16:8"
 _LARGE_WORKSPACE_BYTES = 4096 * 8 * 1024
 _WORKSPACE = re.compile(r":(\d+):(\d+)")
 
-# Resident threads of a multiprocessor: "Technical Specifications per Compute Capability" in NVIDIA's CUDA programming guide.
+# Resident threads per multiprocessor. Source: "Technical Specifications per Compute Capability" in NVIDIA's CUDA programming guide.
 _MAX_THREADS: dict[tuple[int, int], int] = {
     (6, 0): 2048, (7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048,
     (11, 0): 1536, (12, 0): 1536,
@@ -23,13 +23,13 @@ _MAX_THREADS: dict[tuple[int, int], int] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A GPU as CUDA describes it, with what of its memory PyTorch's allocator cannot have.
+    """A GPU as CUDA describes it, and the memory that PyTorch's allocator cannot use.
 
     Args:
-        name: What follows ``sim:``, such as ``"H100-80GB"``.
-        full_name: As ``torch.cuda.get_device_properties`` names it.
-        total_bytes: As the same reports it, which is less than the size on the box.
-        context_bytes: What the CUDA context and lazily loaded kernels take of it.
+        name: Name after ``sim:``, such as ``"H100-80GB"``.
+        full_name: Name reported by ``torch.cuda.get_device_properties``.
+        total_bytes: Total memory reported by the same function; less than the advertised size.
+        context_bytes: Part of it taken by the CUDA context and lazily loaded kernels.
         compute_capability: Major and minor.
         multi_processor_count: Streaming multiprocessors.
 
@@ -47,24 +47,24 @@ class Card:
 
     @property
     def processors(self) -> Processors:
-        """What the sizes of temporary buffers are computed from: a kind that is not known is like the last one before it."""
+        """Processor data that determine scratch sizes; an unlisted capability uses the next lower one listed."""
         known = [capability for capability in _MAX_THREADS if capability <= self.compute_capability]
         return Processors(self.compute_capability, self.multi_processor_count, _MAX_THREADS[max(known, default=(6, 0))])
 
     @property
     def available_bytes(self) -> int:
-        """What the allocator may reserve when nothing else uses the card."""
+        """Memory that the allocator may reserve if nothing else uses the card."""
         return self.total_bytes - self.context_bytes
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """What torch sets aside for cuBLAS, for each thread, through its caching allocator.
+        """Size of the cuBLAS workspace that torch allocates for each thread through its caching allocator.
 
-        ``CUBLAS_WORKSPACE_CONFIG`` states it as pairs ``:SIZE:COUNT`` in KiB, which are summed; a text without a pair is
-        not understood, as in torch, and the default stays.
+        ``CUBLAS_WORKSPACE_CONFIG`` gives it as pairs ``:SIZE:COUNT`` in KiB, which are summed. As in torch, a value without
+        such a pair is ignored.
 
         Source: ``parseChosenWorkspaceSize`` in torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper, and on
-        what came after it since torch 2.12 to 2.14.
+        later cards since torch 2.12 to 2.14.
         """
         pairs = _WORKSPACE.findall(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
         if pairs:
@@ -73,13 +73,13 @@ class Card:
 
 
 def generic_card(total: int) -> Card:
-    """Make a card of which nothing is known but its memory, all of which the allocator may use.
+    """Return a card known only by its memory, all of which the allocator may use.
 
     Raises:
         InvalidArgumentError: The size is not positive.
     """
     if total < 1:
-        raise InvalidArgumentError(f"a card of {total} bytes is not possible: state a size such as 'sim:24GiB'")
+        raise InvalidArgumentError(f"a card of {total} bytes is not possible: give a size such as 'sim:24GiB'")
     unit, factor = byte_unit(total)
     name = f"{total / factor:.1f} {unit}"
     return Card(
@@ -87,6 +87,6 @@ def generic_card(total: int) -> Card:
         full_name=f"GPU, {name}",
         total_bytes=total,
         context_bytes=0,
-        compute_capability=(8, 6),  # the commonest kind: everything but fp8 is there
+        compute_capability=(8, 6),  # the most common one: supports everything except fp8
         multi_processor_count=82,  # of an RTX 3090
     )

@@ -1,18 +1,18 @@
-"""The cards that can be simulated by name: what real ones report, and, in comments, where each figure comes from.
+"""Catalogue of the cards that can be simulated by name; comments give the source of each figure.
 
-*Total* is what ``torch.cuda.get_device_properties(...).total_memory`` says, on Linux, in whole MiB: the card may have up
-to 1 MiB more. ``nvidia-smi`` shows 0.5 to 3 % more, Windows up to 2 % more, and each newer driver keeps a little more back
-(RTX 4090: 24,217, then 24,177, then 24,081 MiB). Where sources that name the card differ, the smallest is taken: a card
-must not be given memory that it has not. Where only rounded GiB are printed, the low end of the rounding is.
+*Total* is ``torch.cuda.get_device_properties(...).total_memory`` on Linux in whole MiB: the card may have up to 1 MiB
+more. ``nvidia-smi`` shows 0.5 to 3 % more, Windows up to 2 % more, and newer drivers withhold more (RTX 4090: 24,217, then
+24,177, then 24,081 MiB). If sources that name the card differ, the table has the smallest figure, so that no card gets
+memory it does not have; for figures rounded to GiB, it has the low end of the rounding.
 
-*Context* is what one process holds beyond PyTorch's allocator. An out-of-memory text says that "this process has X in
-use", of which A is allocated and B reserved but unallocated: X - A - B is the context with the kernels loaded by then.
-The numbers are printed to 0.01 GiB, so it is known to about 15 MiB. Only runs with lazy loading and one rank count, and
-what is printed by a card that the text does not name is taken for the card of that total. The rule: the largest of the
-card's own; for a card without, the largest of its compute capability.
+*Context* is the memory that one process holds outside PyTorch's allocator. An out-of-memory message says that "this process
+has X in use", of which A is allocated and B reserved but unallocated: X - A - B is the context plus the kernels loaded by
+then. Messages print 0.01 GiB, so the result is accurate to about 15 MiB. Only runs with lazy loading and one rank count. A
+message that does not name its card is attributed to the card with that total. The table has the largest figure for the card
+itself, or, if there is none, the largest for its compute capability.
 
 References: ``owner/name#1`` is an issue or pull request on GitHub; "log" is a file in a public repository that quotes the
-figure and whose address is not known. Multiprocessors are as printed with the total, or NVIDIA's specification.
+figure but whose address is unknown. Multiprocessor counts are printed with the total, or come from NVIDIA's specification.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _STATED_SIZE = re.compile(r"(?<![a-z0-9])(\d{1,4}) *g(?:i?b)?\b")
 _NOISE = re.compile(r"^ *sim *:|\b(?:nvidia|geforce|tesla|graphics|card|gpu)\b|\bhbm\d\w?|sxm\d?\b|[^a-z0-9]")
 
 _CONTEXT_MIB: dict[tuple[int, int], int] = {
-    (6, 0): 512,  # no figure of a Pascal card: the V100's
+    (6, 0): 512,  # no figure for a Pascal card: the V100's
     (6, 1): 512,
-    (7, 0): 512,  # 30.40 GiB - 29.53 GiB - 378.92 MiB on a card of 31.73 GiB, log; 379 MiB in three others
+    (7, 0): 512,  # 30.40 GiB - 29.53 GiB - 378.92 MiB on a card of 31.73 GiB: log; 379 MiB in three others
     (7, 5): 274,  # total less free with lazy loading, card not named: pytorch/pytorch#86509; more than the T4's own
     (8, 0): 502,  # 14.25 GiB - 12.87 GiB - 912.01 MiB on an A100-40GB: TianheWu/CoSeR#10
     (8, 6): 360,  # total less free less reserved, to the byte, on a card of an RTX 3090's total: log
@@ -47,7 +47,7 @@ def _card(
     name: str, full_name: str, total_mib: int, compute_capability: tuple[int, int], multi_processor_count: int,
     context_mib: int | None = None,
 ) -> Card:  # fmt: skip
-    """A card; without a measurement of its own it has its compute capability's context."""
+    """Return a card; the context defaults to that of its compute capability."""
     return Card(
         name=name,
         full_name=full_name,
@@ -140,13 +140,13 @@ CARDS: tuple[Card, ...] = (
 
 
 def find_card(name: str) -> Card:
-    """Look a card up by its name as people write it.
+    """Find a card by a name as people write it.
 
-    Case, spaces, dashes, ``sim:``, NVIDIA, GeForce, Tesla, SXM and RTX or GTX do not count. The memory may be left out
-    where one card has the name, and must be right where it is given.
+    Case, spaces, dashes, ``sim:``, NVIDIA, GeForce, Tesla, SXM and RTX or GTX are ignored. The memory size may be left out
+    if only one card has the name; if given, it must match.
 
     Raises:
-        NoDeviceError: No card has this name, or several have; the text lists those that are near.
+        NoDeviceError: No card, or more than one, has this name; the message lists similar ones.
 
     Example:
         >>> find_card("sim:RTX 4090").full_name, find_card("h100").name
@@ -157,14 +157,14 @@ def find_card(name: str) -> Card:
     if len(found) == 1:
         return found[0]
     if found:
-        problem = f"may be {' or '.join(card.name for card in found)}"
+        problem = f"is ambiguous: {' or '.join(card.name for card in found)}"
     else:
-        problem = f"is not a card of the catalogue; {_near(key)}"
-    raise NoDeviceError(f"{name!r} {problem}; 'sim:24GiB' states the memory itself")
+        problem = f"is not in the catalogue; {_similar(key)}"
+    raise NoDeviceError(f"{name!r} {problem}; or give the memory itself, such as 'sim:24GiB'")
 
 
 def _key(name: str) -> str:
-    """What of a name tells a card: ``"NVIDIA GeForce RTX 3080 10GB"`` -> ``"3080"``."""
+    """Return the distinctive part of a name: ``"NVIDIA GeForce RTX 3080 10GB"`` -> ``"3080"``."""
     return _NOISE.sub("", _STATED_SIZE.sub("", _words(name))).removeprefix("rtx").removeprefix("gtx")
 
 
@@ -173,13 +173,13 @@ def _words(name: str) -> str:
 
 
 def _fits(card: Card, stated: re.Match[str] | None) -> bool:
-    """Whether a size on a box may be this card's: what is reported is 0 to 9 % less (an A10 of 24 GB: 21.99 GiB)."""
+    """Whether an advertised size can be this card's; cards report 0 to 9 % less (a 24 GB A10: 21.99 GiB)."""
     return stated is None or 0.9 * int(stated[1]) <= card.total_bytes / 2**30 <= int(stated[1])
 
 
-def _near(key: str) -> str:
-    """The cards of a similar name, as the 4090 for the one in a laptop; else all."""
+def _similar(key: str) -> str:
+    """Name the cards with similar names (the RTX-4090 for a laptop 4090); if there are none, name all."""
     keys = {card.name: _key(card.name) for card in CARDS}
     close = difflib.get_close_matches(key, keys.values(), n=5, cutoff=0.55)
-    near = [name for name, other in keys.items() if other in close]
-    return f"near it: {', '.join(near)}" if near else f"it has {', '.join(keys)}"
+    similar = [name for name, other in keys.items() if other in close]
+    return f"similar cards: {', '.join(similar)}" if similar else f"it has {', '.join(keys)}"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, refusal
+from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, oom_message
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.scratch import Launch, needs_of
 from oomprobe.simulation.settings import AllocatorSettings
@@ -166,14 +166,14 @@ class Memory:
 
     def lay_out_anew(self) -> None:
         """Put what is on the card into fresh segments, so that none is held for the sake of a small rest."""
-        self.allocator = self.allocator.emptied()
+        self.allocator = self.allocator.empty_copy()
         self._workspaces = {thread: self.allocator.malloc(self._workspace_bytes) for thread in self._workspaces}
         for held in self._held.values():
             held.block = self.allocator.malloc(held.nbytes)
 
     def refusal(self) -> str:
         """What torch says of the smallest request now."""
-        return refusal(self.allocator, SMALL_SEGMENT)
+        return oom_message(self.allocator, SMALL_SEGMENT)
 
     # --- calls that are replayed ---
 

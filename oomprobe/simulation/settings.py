@@ -1,4 +1,4 @@
-"""The settings of CUDA's caching allocator, as ``PYTORCH_ALLOC_CONF`` writes them."""
+"""Settings of CUDA's caching allocator, parsed from ``PYTORCH_ALLOC_CONF``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from oomprobe.errors import InvalidArgumentError
 
 _MIB = 2**20
 _INTERVALS = 16  # kRoundUpPowerOfTwoIntervals: one for each power of two from 1 MiB
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's order: the first set
+_VARIABLES = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)  # torch reads the first one set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """What the allocator may be told; the defaults are CUDA's.
+    """Settings of the allocator; the defaults are CUDA's.
 
     Args:
-        expandable_segments: Grow one segment page by page instead of having many.
-        max_split_size_bytes: Blocks of this size or more are kept whole; None: every block may be split.
-        roundup_power2_divisions: Into how many steps powers of two are divided when a request is rounded up: one number
-            for each power of two from 1 MiB (which serves smaller sizes too) to 32 GiB (and larger ones); 0 and 1: not
-            rounded; empty: none is.
-        garbage_collection_threshold: Share of the limit, 0 to 1, from which on old cached segments are given back
-            before a new one is had; 0: never. Without a limit it does nothing.
-        per_process_memory_fraction: Share of the card's total, 0 to 1, this process may reserve; 1: no limit.
+        expandable_segments: Grow one segment page by page instead of reserving many.
+        max_split_size_bytes: Blocks of this size or more are never split; None: every block may be split.
+        roundup_power2_divisions: Number of steps between powers of two to which a request is rounded up: one number
+            per power of two from 1 MiB (and smaller) to 32 GiB (and larger). 0 or 1: no rounding; empty: none at any size.
+        garbage_collection_threshold: Fraction of the limit, 0 to 1, above which the allocator releases old cached
+            segments before it reserves a new one; 0: never. No effect without a limit.
+        per_process_memory_fraction: Fraction of the card's total that this process may reserve, 0 to 1; 1: no limit.
 
     Source: c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h of torch 2.13.
     """
@@ -40,14 +43,15 @@ class AllocatorSettings:
 
     @classmethod
     def from_text(cls, text: str) -> AllocatorSettings:
-        """Read a text such as ``"expandable_segments:True,max_split_size_mb:128"``; the last of two equal keys counts.
+        """Parse settings such as ``"expandable_segments:True,max_split_size_mb:128"``.
+
+        The last of two equal keys wins; unknown keys are ignored.
 
         Raises:
-            InvalidArgumentError: a value cannot be read, or changes the allocator in a way that is not simulated. An
-                unknown key is not an error.
+            InvalidArgumentError: a value is invalid, or the setting is not simulated.
         """
         fields = {}
-        for item in re.split(r",(?![^\[]*\])", "".join(text.split())):  # not at commas inside brackets
+        for item in re.split(r",(?![^\[]*\])", "".join(text.split())):  # but not at commas inside brackets
             key, _, value = item.partition(":")
             if key in _NOT_SIMULATED and item != "backend:native":
                 raise InvalidArgumentError(
@@ -63,7 +67,7 @@ class AllocatorSettings:
 
     @classmethod
     def from_environment(cls) -> AllocatorSettings:
-        """Read what torch would: the first that is set of ``PYTORCH_CUDA_ALLOC_CONF``, ``_HIP_`` and without either.
+        """Parse the environment variable that torch would read.
 
         Raises:
             InvalidArgumentError: see `from_text`.
@@ -71,17 +75,15 @@ class AllocatorSettings:
         return cls.from_text(next((os.environ[name] for name in _VARIABLES if name in os.environ), ""))
 
     def divisions(self, nbytes: int) -> int:
-        """Into how many steps the power of two below a size is divided; 0 or 1: it is not."""
-        if not self.roundup_power2_divisions:
-            return 0
+        """Return the number of rounding steps above the power of two below `nbytes`; 0 or 1: no rounding."""
         interval = max(nbytes.bit_length() - _MIB.bit_length(), 0)
         return self.roundup_power2_divisions[min(interval, _INTERVALS - 1)]
 
 
 def _divisions(text: str) -> tuple[int, ...]:
-    """One number for all sizes, or ``[256:1,512:2,>:4]``: for sizes of so many MiB, and above the last.
+    """Parse one number for all sizes, or one per size in MiB with ``>`` for larger sizes: ``[256:1,512:2,>:4]``.
 
-    As in torch the first number serves all smaller sizes too, and powers of two that are left out are not divided.
+    As in torch, the first number also applies to all smaller sizes, and sizes left out are not rounded.
     """
     if not text.startswith("["):
         return (_power_of_two(text),) * _INTERVALS

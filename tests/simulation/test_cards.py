@@ -50,17 +50,17 @@ def test_finds_cards_as_people_write_them(name):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("A100", "may be A100-40GB or A100-80GB; "),
-        ("RTX 4095", "is not a card of the catalogue; near it: .*RTX-4090"),
-        ("RTX 4090 Laptop GPU", "is not a card of the catalogue; near it: RTX-4090; "),  # 16 GB: another card
-        ("RTX 3080 12GB", "is not a card of the catalogue; near it: .*RTX-3080-10GB"),  # the memory is wrong
-        ("H800", "is not a card of the catalogue; near it: .*H100-80GB"),
-        ("", f"is not a card of the catalogue; it has {', '.join(card.name for card in CARDS)}; "),
-        ("80GB", "is not a card of the catalogue; it has P100-16GB, "),
+        ("A100", "is ambiguous: A100-40GB or A100-80GB; "),
+        ("RTX 4095", "is not in the catalogue; similar cards: .*RTX-4090"),
+        ("RTX 4090 Laptop GPU", "is not in the catalogue; similar cards: RTX-4090; "),  # 16 GB: another card
+        ("RTX 3080 12GB", "is not in the catalogue; similar cards: .*RTX-3080-10GB"),  # the memory is wrong
+        ("H800", "is not in the catalogue; similar cards: .*H100-80GB"),
+        ("", f"is not in the catalogue; it has {', '.join(card.name for card in CARDS)}; "),
+        ("80GB", "is not in the catalogue; it has P100-16GB, "),
     ],
 )
 def test_a_name_that_is_no_cards_lists_what_is_near(name, problem):
-    with pytest.raises(NoDeviceError, match=f"^{name!r} {problem}.*'sim:24GiB' states the memory itself$"):
+    with pytest.raises(NoDeviceError, match=f"^{name!r} {problem}.*or give the memory itself, such as 'sim:24GiB'$"):
         find_card(name)
 
 
