@@ -24,7 +24,7 @@ from oomprobe.simulation.catalogue import find_card
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.session import session
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import Alive, Call, Replayer, replay_call
+from oomprobe.simulation.tape import Call, LiveBlocks, Replayer, replay_call
 from oomprobe.simulation.unknown import refuse_address, wants_data
 from oomprobe.simulation.world import World
 from oomprobe.units import format_bytes, parse_bytes
@@ -78,7 +78,7 @@ class SimulatedDevice:
         self._full = False  # held to less than what is on it before a step begins
         self._world = World(self._memory)
         self._replayer = Replayer()
-        self._cold: tuple[CachingAllocator, Alive] | None = None  # what the last trial began with
+        self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # what the last trial began with
         self._calls: list[Call] = []
         self._trial_calls: list[Call] = []
 
@@ -87,9 +87,9 @@ class SimulatedDevice:
     @contextmanager
     def session(self) -> Iterator[None]:
         if self._full:
-            raise torch.OutOfMemoryError(self._memory.refusal())
+            raise torch.OutOfMemoryError(self._memory.oom_message())
         if self._cold is None:
-            self._cold = self._memory.allocator.copy(), self._memory.leftovers
+            self._cold = self._memory.allocator.copy(), self._memory.live_blocks
         self._memory.tape.start()
         self._world.begin()
         with session(self._world):
@@ -156,17 +156,17 @@ class SimulatedDevice:
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         memory, allowed_bytes = self._memory, self._memory.allowed(limit_bytes)
         if memory.allocator.reserved_bytes > allowed_bytes:
-            memory.lay_out_anew()  # as a process that is held to this from its start would have it
-        memory.hold_to(limit_bytes)
+            memory.defragment()  # as a process that is held to this from its start would have it
+        memory.set_limit(limit_bytes)
         self._full = memory.allocator.reserved_bytes > allowed_bytes
         try:
             yield
         finally:
             self._full = False
-            memory.hold_to(None)
+            memory.set_limit(None)
 
     def start_trial(self) -> None:
-        self._memory.begin()
+        self._memory.start_trial()
         self._cold = None
         self._calls, self._trial_calls = [], []
 
@@ -257,7 +257,7 @@ class SimulatedDevice:
         if calls is None or cold.reserved_bytes > self._memory.allowed(request.cap_bytes):
             return None
         allocator = cold.copy()
-        allocator.limit_bytes = self._memory.allocators_limit(request.cap_bytes)
+        allocator.limit_bytes = self._memory.allocator_limit(request.cap_bytes)
         error = None
         try:
             for call in calls:

@@ -63,25 +63,25 @@ class Fakes:
     def settle(self, tensor: torch.Tensor) -> None:
         """Put a real tensor, with all of its storage, on the card."""
         refuse_layout(tensor)
-        self._memory.take(self._storage_of(tensor))
+        self._memory.allocate(self._storage_of(tensor))
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         """Take a real storage off the card, which a tensor has left: what still looks at it goes back when it is used."""
         if storage in self._storages:
-            self._memory.drop(self._storages[storage])
+            self._memory.free(self._storages[storage])
 
     def move(self, tensor: torch.Tensor) -> None:
         """A host tensor meets the card: it, or a copy where it is only a part of a real data set, belongs there."""
         if isinstance(tensor, FakeTensor):
             tensor.fake_device = CARD
-            self._memory.take(tensor.untyped_storage())
+            self._memory.allocate(tensor.untyped_storage())
             return
         if tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes():
             self.settle(tensor)
             return
         with self._mode:
             copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CARD)
-        self._memory.take(copy.untyped_storage())
+        self._memory.allocate(copy.untyped_storage())
         key = id(tensor)
         self._copies[key] = (weakref.ref(tensor, lambda _: self._copies.pop(key, None)), copy)
 

@@ -1,4 +1,4 @@
-"""From storages that are born and die to an allocator, and to the tape of one call."""
+"""Memory of a simulated card: storages, the allocator that serves them, and the tape of the current call."""
 
 from __future__ import annotations
 
@@ -12,207 +12,206 @@ from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, C
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.scratch import Launch, needs_of
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import Alive, Call, Tape, replay_call
+from oomprobe.simulation.tape import Call, LiveBlocks, Tape, replay_call
 
-_Storage = Any  # torch.UntypedStorage, or a stand-in of one on the meta device
+_Storage = Any  # torch.UntypedStorage, on the host or the meta device
 
 
 @dataclass(slots=True)
-class _Held:
-    """A storage on the card: its block, and its name on the tape."""
+class _Allocation:
+    """A storage's block on the card, and its name on the tape."""
 
     nbytes: int
     block: int
     name: tuple[int, int]
-    watch: weakref.ref[_Storage]
+    on_death: weakref.ref[_Storage]
 
 
 class Memory:
-    """The memory of a simulated card: which storages are on it, and the allocator that serves them.
+    """Memory of a simulated card: its storages and its allocator.
 
     Attributes:
-        fraction: Of the card's total, what the process allows itself.
-        limit_bytes: What the process is held to besides; None: all there is.
-        largest_workspace_bytes: The most that a convolution of this trial would have liked, and had room for.
+        fraction: Fraction of the card's total that the process allows itself.
+        limit_bytes: Cap set by oomprobe; None: none.
+        largest_workspace_bytes: Largest workspace of a convolution in this trial for which there was room.
     """
 
     def __init__(self, card: Card, settings: AllocatorSettings) -> None:
         self.card = card
         self.allocator = CachingAllocator(card.available_bytes, settings, total_bytes=card.total_bytes)
         self.fraction = settings.per_process_memory_fraction
-        self.hold_to(None)
+        self.set_limit(None)
         self.largest_workspace_bytes = 0
         self.tape = Tape()
-        self._peaks_before = (0, 0)  # of this trial, before the step itself reset them
-        self._held: dict[int, _Held] = {}
+        self._peaks_before = (0, 0)  # of this trial, before the step reset them
+        self._allocations: dict[int, _Allocation] = {}
         self._workspace_bytes = card.cublas_workspace_bytes
-        self._workspaces: dict[bool, int] = {}  # of the main thread (False), and that of backward (True)
+        self._workspaces: dict[bool, int] = {}  # of the main thread (False) and the backward thread (True)
 
-    def begin(self) -> None:
-        """A trial begins: peaks start anew, and so do the names of what is there."""
+    def start_trial(self) -> None:
+        """Reset peaks, counters and the names of existing blocks."""
         self.allocator.reset_peaks()
         self.allocator.alloc_retries = self.allocator.ooms = 0
         self._peaks_before = (0, 0)
         self.largest_workspace_bytes = 0
-        for held, name in zip(self._held.values(), self.tape.begin(len(self._held)), strict=True):
-            held.name = name
+        names = self.tape.start_trial(len(self._allocations))
+        for allocation, name in zip(self._allocations.values(), names, strict=True):
+            allocation.name = name
 
     # --- limits and peaks ---
 
-    def hold_to(self, limit_bytes: int | None) -> None:
-        """Let the allocator reserve no more than this; None: all there is."""
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Cap what the allocator may reserve; None: no cap."""
         self.limit_bytes = limit_bytes
-        self.allocator.limit_bytes = self.allocators_limit(limit_bytes)
+        self.allocator.limit_bytes = self.allocator_limit(limit_bytes)
 
     def set_fraction(self, fraction: float) -> None:
-        """The step's, or the target's, own ``torch.cuda.set_per_process_memory_fraction``."""
+        """Answer ``torch.cuda.set_per_process_memory_fraction``."""
         self.fraction = fraction
-        self.hold_to(self.limit_bytes)
+        self.set_limit(self.limit_bytes)
 
     def allowed(self, limit_bytes: int | None) -> int:
-        """The least of what the card has, the process's own fraction of its total, as torch has it, and a limit."""
-        own = int(self.fraction * self.card.total_bytes)
-        return min(own, self.card.available_bytes if limit_bytes is None else limit_bytes)
+        """Return what the process may reserve under its own fraction, the card's memory and a cap."""
+        own_bytes = int(self.fraction * self.card.total_bytes)
+        return min(own_bytes, self.card.available_bytes if limit_bytes is None else limit_bytes)
 
-    def allocators_limit(self, limit_bytes: int | None) -> int | None:
-        """What the allocator is told: nothing where the card itself is the limit."""
+    def allocator_limit(self, limit_bytes: int | None) -> int | None:
+        """Return the allocator's own limit under a cap; None if only the card limits it."""
         allowed = self.allowed(limit_bytes)
         return None if allowed == self.card.available_bytes else allowed
 
     @property
     def peaks(self) -> tuple[int, int]:
-        """The most bytes of this trial that were allocated, and reserved."""
+        """Peak allocated and peak reserved bytes of this trial."""
         allocated, reserved = self._peaks_before
         return max(allocated, self.allocator.peak_allocated_bytes), max(reserved, self.allocator.peak_reserved_bytes)
 
     def reset_peaks(self) -> None:
-        """The step's own reset: the trial keeps what it saw before."""
+        """Answer the step's own reset; the trial keeps its earlier peaks."""
         self._peaks_before = self.peaks
         self.allocator.reset_peaks()
 
     # --- what is on the card ---
 
     def holds(self, storage: _Storage) -> bool:
-        """Whether a storage is on the card."""
-        return storage._cdata in self._held
+        return storage._cdata in self._allocations
 
     def block_of(self, storage: _Storage) -> int | None:
-        """The allocator's handle of the block that a storage is in; None where it is not on the card."""
-        held = self._held.get(storage._cdata)
-        return None if held is None else held.block
+        """Return the allocator's handle of a storage's block; None if it is not on the card."""
+        allocation = self._allocations.get(storage._cdata)
+        return None if allocation is None else allocation.block
 
-    def take(self, storage: _Storage, nbytes: int | None = None) -> None:
-        """Put a storage on the card, until it dies, where it takes so many bytes; None: its size."""
+    def allocate(self, storage: _Storage, nbytes: int | None = None) -> None:
+        """Put a storage on the card until it dies, with a block of `nbytes`; None: its own size."""
         key = storage._cdata
-        if key in self._held:
+        if key in self._allocations:
             return
         nbytes = storage.nbytes() if nbytes is None else nbytes
         block = self.allocator.malloc(nbytes)
-        watch = weakref.ref(storage, self._when_dead(key))
-        self._held[key] = _Held(nbytes, block, self.tape.born(nbytes), watch)
+        on_death = weakref.ref(storage, self._death_callback(key))
+        self._allocations[key] = _Allocation(nbytes, block, self.tape.born(nbytes), on_death)
 
-    def hand_over(self, storage: _Storage, to: _Storage) -> None:
-        """Give what a storage holds to another one: what was made anew here is changed in place on the card."""
-        held = self._held.pop(storage._cdata)
+    def transfer(self, storage: _Storage, to: _Storage) -> None:
+        """Move a block to another storage: the operator was faked out of place, but runs in place on the card."""
+        allocation = self._allocations.pop(storage._cdata)
         key = to._cdata
-        self._held[key] = replace(held, watch=weakref.ref(to, self._when_dead(key)))
+        self._allocations[key] = replace(allocation, on_death=weakref.ref(to, self._death_callback(key)))
 
-    def drop(self, storage: _Storage) -> None:
+    def free(self, storage: _Storage) -> None:
         """Take a storage off the card before it dies."""
-        self._release(storage._cdata)
+        self._free(storage._cdata)
 
-    def resized(self, storage: _Storage) -> None:
-        """Serve a storage anew that changed its size."""
-        self._release(storage._cdata)
-        self.take(storage)
+    def reallocate(self, storage: _Storage) -> None:
+        """Give a resized storage a new block."""
+        self._free(storage._cdata)
+        self.allocate(storage)
 
     def ensure_workspace(self, *, in_backward: bool) -> None:
-        """Each thread has a cuBLAS handle, and so a workspace, until these are cleared."""
+        """Allocate the thread's cuBLAS workspace on first use."""
         if self._workspace_bytes and in_backward not in self._workspaces:
             self._workspaces[in_backward] = self.allocator.malloc(self._workspace_bytes)
             self.tape.born(self._workspace_bytes)
 
     def clear_workspaces(self) -> None:
-        """Give the library's memory back."""
+        """Free the cuBLAS workspaces."""
         for block in self._workspaces.values():
             self.allocator.free(block)
         self._workspaces.clear()
 
     @contextmanager
     def running(self, launch: Launch) -> Iterator[None]:
-        """A kernel that takes memory for itself; inside, its results are made."""
+        """Hold a kernel's scratch memory while its results are allocated inside the context."""
         index = self.tape.started(launch.kernel, launch.numbers)
         needs = needs_of(launch.kernel, launch.numbers)
         held = self.allocator.malloc_all(needs.held)
         try:
             self.allocator.borrow(needs.before)
             yield
-            self.allocator.borrow(needs.groups)
+            self.allocator.borrow(needs.after)
         finally:
             for block in held:
                 self.allocator.free(block)
         self.tape.ended(launch.kernel, index)
 
-    def transient(self, nbytes: int) -> None:
-        """A workspace that a convolution may take where there is room, for the time of one kernel."""
+    def note_workspace(self, nbytes: int) -> None:
+        """Note a convolution's optional workspace if there is room for it."""
         if nbytes > self.largest_workspace_bytes and self.allocator.fits(nbytes):
             self.largest_workspace_bytes = nbytes
 
     def empty_cache(self, *, by_step: bool = False) -> None:
-        """Give cached memory back."""
+        """Release cached memory."""
         self.allocator.empty_cache()
         if by_step:
             self.tape.released()
 
-    def lay_out_anew(self) -> None:
-        """Put what is on the card into fresh segments, so that none is held for the sake of a small rest."""
+    def defragment(self) -> None:
+        """Move everything into fresh segments, so that no segment is reserved for one small block."""
         self.allocator = self.allocator.empty_copy()
         self._workspaces = {thread: self.allocator.malloc(self._workspace_bytes) for thread in self._workspaces}
-        for held in self._held.values():
-            held.block = self.allocator.malloc(held.nbytes)
+        for allocation in self._allocations.values():
+            allocation.block = self.allocator.malloc(allocation.nbytes)
 
-    def refusal(self) -> str:
-        """What torch says of the smallest request now."""
+    def oom_message(self) -> str:
+        """Return torch's message for refusing the smallest request now."""
         return oom_message(self.allocator, SMALL_SEGMENT)
 
     # --- calls that are replayed ---
 
     @property
-    def leftovers(self) -> Alive:
-        """Blocks of storages alive now, as the next call would name them."""
-        following = self.tape.call_number + 1
-        return {(following - held.name[0], held.name[1]): held.block for held in self._held.values()}
+    def live_blocks(self) -> LiveBlocks:
+        """Blocks of live storages, named for the next call."""
+        next_call = self.tape.call_number + 1
+        return {(next_call - one.name[0], one.name[1]): one.block for one in self._allocations.values()}
 
     def repeat(self, call: Call) -> None:
-        """Do to the allocator what this call would do once more; the storages alive get the blocks of that call.
+        """Replay a call on the allocator; live storages get the blocks of that call.
 
-        Where there is no room for it, nothing is changed but peaks and counts.
+        If there is no room for it, only peaks and counters change.
         """
         allocator = self.allocator.copy()
         try:
-            after = replay_call(allocator, call, self.leftovers)
+            after = replay_call(allocator, call, self.live_blocks)
         except AllocatorOutOfMemory:
-            for count in ("peak_allocated_bytes", "peak_reserved_bytes", "alloc_retries", "ooms"):
-                setattr(self.allocator, count, getattr(allocator, count))
+            for name in ("peak_allocated_bytes", "peak_reserved_bytes", "alloc_retries", "ooms"):
+                setattr(self.allocator, name, getattr(allocator, name))
             raise
         self.allocator = allocator
-        for held in self._held.values():
-            if held.name[0] == self.tape.call_number:
-                held.block = after[1, held.name[1]]
+        for allocation in self._allocations.values():
+            if allocation.name[0] == self.tape.call_number:
+                allocation.block = after[1, allocation.name[1]]
 
-    def _when_dead(self, key: int) -> Callable[[object], None]:
-        watched = weakref.ref(self)
+    def _death_callback(self, key: int) -> Callable[[object], None]:
+        this = weakref.ref(self)
 
         def died(_: object) -> None:
-            memory = watched()
+            memory = this()
             if memory is not None:
-                memory._release(key)
+                memory._free(key)
 
         return died
 
-    def _release(self, key: int) -> None:
-        held = self._held.pop(key, None)
-        if held is None:
-            return
-        self.allocator.free(held.block)
-        self.tape.died(held.name)
+    def _free(self, key: int) -> None:
+        allocation = self._allocations.pop(key, None)
+        if allocation is not None:
+            self.allocator.free(allocation.block)
+            self.tape.died(allocation.name)

@@ -1,11 +1,11 @@
-"""What a kernel takes of the card's memory for itself while it runs, beside its results.
+"""Scratch memory that kernels allocate while they run, in addition to their results.
 
-An operator's fake result says nothing of it. It is computed from the operator's arguments as torch's host code does,
-here and again when a call is replayed at another batch size: `Kernel` is the rule, and the numbers that go into it (sizes,
-strides) follow straight lines of the batch size where what comes out does not.
+A fake result does not reveal it, so it is computed from the operator's arguments, as torch's host code does. A replay at
+another batch size computes it again: the numbers that a rule takes (sizes, strides) are linear in the batch size, its
+result may not be.
 
-Rules are there for what takes MiB in the steps of transformers and convolutional nets. What sorts, layer norms and other
-losses than those below take for themselves is not counted.
+Rules cover what takes MiB in transformers and convolutional nets. The scratch memory of sorts, layer norms and losses not
+listed below is not counted.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _aten = torch.ops.aten
 
 
 class Needs(NamedTuple):
-    """Bytes that a kernel takes. What is in a group is taken together and freed together, one group after the other."""
+    """Bytes of a kernel's scratch blocks; blocks of a group are allocated and freed together, one group after the other."""
 
-    held: tuple[int, ...] = ()  # from before its results are made until it ends
-    groups: tuple[tuple[int, ...], ...] = ()  # after they are made
-    before: tuple[tuple[int, ...], ...] = ()  # before they are made
+    held: tuple[int, ...] = ()  # from before its results are allocated until it ends
+    after: tuple[tuple[int, ...], ...] = ()  # groups, after its results are allocated
+    before: tuple[tuple[int, ...], ...] = ()  # groups, before that
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A rule for what a kernel needs, called with what is fixed and `count` numbers that vary with the batch size."""
+    """A rule for a kernel's scratch memory; its arguments are fixed values and `count` numbers that vary with the batch."""
 
     rule: Callable[..., Needs]
     fixed: tuple[Any, ...]
@@ -42,12 +42,12 @@ class Kernel:
 
 @lru_cache(maxsize=4096)
 def needs_of(kernel: Kernel, numbers: tuple[int, ...]) -> Needs:
-    """What a kernel takes, for these numbers."""
+    """Return a kernel's scratch memory for these numbers."""
     return kernel.rule(*kernel.fixed, *numbers)
 
 
 class Launch(NamedTuple):
-    """A kernel with its numbers, and how many bytes its result takes; None: as many as it looks."""
+    """A kernel with its numbers, and the bytes of its result if they differ from its apparent size."""
 
     kernel: Kernel
     numbers: tuple[int, ...]
@@ -55,15 +55,15 @@ class Launch(NamedTuple):
 
 
 class _Operator(NamedTuple):
-    """An operator with its arguments, on the card."""
+    """An operator on the card, with its arguments."""
 
     processors: Processors
     func: Any
     args: Any
     kwargs: dict[str, Any]
 
-    def given(self, name: str) -> Any:
-        """An argument by its name; None where this overload has none of it."""
+    def argument(self, name: str) -> Any:
+        """Return an argument or its default; None if this overload does not have it."""
         position, default = _position(self.func, name)
         return self.kwargs.get(name, self.args[position] if position < len(self.args) else default)
 
@@ -75,17 +75,14 @@ def _position(func: Any, name: str) -> tuple[int, Any]:
     return next(found, (len(arguments), None))
 
 
-def launched(processors: Processors, func: Any, args: Any, kwargs: dict[str, Any]) -> Launch | None:
-    """What an operator launches that takes memory for itself; None for one that takes none, or of which nothing is known."""
+def find_launch(processors: Processors, func: Any, args: Any, kwargs: dict[str, Any]) -> Launch | None:
+    """Return the operator's kernel if a rule for its scratch memory is known."""
     rule = _RULES.get(func.overloadpacket)
     return None if rule is None else rule(_Operator(processors, func, args, kwargs))
 
 
 def _launch(
-    rule: Callable[..., Needs],
-    fixed: tuple[Any, ...],
-    numbers: tuple[int, ...],
-    result_bytes: int | None = None,
+    rule: Callable[..., Needs], fixed: tuple[Any, ...], numbers: tuple[int, ...], result_bytes: int | None = None
 ) -> Launch:
     return Launch(Kernel(rule, fixed, len(numbers)), numbers, result_bytes)
 
@@ -98,32 +95,32 @@ def _held(*nbytes: int) -> Needs:
 
 
 def _reduction(op: _Operator) -> Launch:
-    tensor, dims = op.args[0], op.given("dim")
+    tensor, dims = op.args[0], op.argument("dim")
     dtype = op.kwargs.get("dtype") or tensor.dtype
     dims = [dims] if isinstance(dims, int) else dims
     chosen = {d % max(1, tensor.dim()) for d in dims} if dims else set(range(tensor.dim()))
     reduced = tuple(d in chosen for d in range(tensor.dim()))
     kind = Reduction(op.processors, tensor.element_size(), dtype.itemsize, reduced)
-    return _launch(_of_reduction, (kind,), (tensor.storage_offset(), *tensor.shape, *tensor.stride()))
+    return _launch(_reduction_needs, (kind,), (tensor.storage_offset(), *tensor.shape, *tensor.stride()))
 
 
-def _of_reduction(kind: Reduction, offset: int, *layout: int) -> Needs:
+def _reduction_needs(kind: Reduction, offset: int, *layout: int) -> Needs:
     shape, strides = layout[: len(layout) // 2], layout[len(layout) // 2 :]
-    return Needs(groups=buffers(kind, shape, strides, offset))
+    return Needs(after=buffers(kind, shape, strides, offset))
 
 
 # --- losses ---
 
 
 def _loss(copies: int) -> Callable[[_Operator], Launch | None]:
-    """A loss of elements that ends in a mean or sum of its own, which no dispatcher sees.
+    """Return the rule of an elementwise loss that computes its mean or sum without dispatching an operator.
 
-    Its result is made for all elements, and keeps its storage when it becomes one number. Beside it the loss makes so many
-    copies of all elements.
+    Its result is allocated for all elements, and keeps that storage when reduced to one number. The loss also allocates
+    `copies` of all elements.
     """
 
     def launch(op: _Operator) -> Launch | None:
-        if op.given("reduction") == 0:
+        if op.argument("reduction") == 0:
             return None
         dtype = torch.promote_types(op.args[0].dtype, op.args[1].dtype)
         count = prod(torch.broadcast_shapes(op.args[0].shape, op.args[1].shape))  # type: ignore[no-untyped-call]
@@ -134,31 +131,31 @@ def _loss(copies: int) -> Callable[[_Operator], Launch | None]:
 
 
 def _afterwards(*nbytes: int) -> Needs:
-    return Needs(groups=(nbytes,))
+    return Needs(after=(nbytes,))
 
 
 # --- convolutions ---
 
 
 def _convolution(*positions: int) -> Callable[[_Operator], Launch | None]:
-    """Copies of those arguments that do not lie as the kernel reads them; the last two are the input and the weight.
+    """Return a rule that copies arguments not in the kernel's memory format; the last two are the input and the weight.
 
     Source: aten/src/ATen/native/Convolution.cpp (determine_backend_memory_format), cudnn/ConvShared.cpp.
     """
 
     def launch(op: _Operator) -> Launch | None:
         tensors = [op.args[position] for position in positions]
-        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensors[-1].dim())
-        wanted = torch.contiguous_format
-        if last is not None and any(_lies_only_in(tensor, last) for tensor in tensors[-2:]):
-            wanted = last
-        copies = tuple(t.numel() * t.element_size() for t in tensors if not t.is_contiguous(memory_format=wanted))
+        channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensors[-1].dim())
+        chosen = torch.contiguous_format
+        if channels_last is not None and any(_has_only_format(tensor, channels_last) for tensor in tensors[-2:]):
+            chosen = channels_last
+        copies = tuple(t.numel() * t.element_size() for t in tensors if not t.is_contiguous(memory_format=chosen))
         return _launch(_held, (), copies) if copies else None
 
     return launch
 
 
-def _lies_only_in(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
+def _has_only_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
     return tensor.is_contiguous(memory_format=memory_format) and not tensor.is_contiguous()
 
 
@@ -166,58 +163,58 @@ _CONVOLUTION_ARGUMENTS = {_aten.convolution.default: slice(9), _aten.convolution
 
 
 def convolution_workspace(func: Any, args: Any) -> int:
-    """Bytes that a convolution would like, at most: the patches of its input side by side; 0 for other operators.
+    """Return an upper bound on a convolution's workspace: its unfolded input patches; 0 for other operators.
 
-    cuDNN chooses among kernels by what is free, and knows ones that need nothing: this is an upper end, no prediction.
+    This is no prediction: cuDNN chooses among kernels by free memory, and some need no workspace.
     """
     arguments = _CONVOLUTION_ARGUMENTS.get(func)
     if arguments is None:
         return 0
     images, weight, _, stride, padding, dilation, transposed, _, groups = args[arguments]
-    kernel, places = weight.shape[2:], images.shape[2:]
+    kernel, positions = weight.shape[2:], images.shape[2:]
     if prod(kernel) == 1:
         return 0
-    if transposed:  # the patches are those of its output, one for each place of its input
+    if transposed:  # patches of its output, one for each position of its input
         channels = weight.shape[1] * groups
     else:
         dims = len(kernel)
         stride, padding, dilation = ((list(values) * dims)[:dims] for values in (stride, padding, dilation))
         channels = images.shape[1]
-        places = [
-            (places[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(dims)
+        positions = [
+            (positions[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(dims)
         ]
-    return int(images.shape[0] * channels * prod(kernel) * prod(places) * images.element_size())
+    return int(images.shape[0] * channels * prod(kernel) * prod(positions) * images.element_size())
 
 
 # --- embeddings ---
 
-_ATOMIC_AT_MOST = 3072  # indices up to which no sort is needed
+_MAX_UNSORTED_INDICES = 3072
 _ROWS_PER_PARTIAL = 10
-_SORTED_PER_TILE = 3840  # on an A100; other cards are within a third of it
+_INDICES_PER_SORT_TILE = 3840  # on an A100; within a third of it on other cards
 
 
 def _embedding_backward(op: _Operator) -> Launch | None:
     grad, indices, rows = op.args[:3]
     fixed = (indices.element_size(), rows, grad.is_contiguous(), grad.element_size())
-    return _launch(_of_embedding_backward, fixed, (indices.numel(), grad.shape[-1]))
+    return _launch(_embedding_backward_needs, fixed, (indices.numel(), grad.shape[-1]))
 
 
-def _of_embedding_backward(
+def _embedding_backward_needs(
     index_bytes: int, rows: int, contiguous: bool, grad_bytes: int, count: int, width: int
 ) -> Needs:
-    """Indices sorted by cub, with a state for each tile; then sums of up to ten rows each, which are added up in float32.
+    """Indices sorted by cub, with a state for each tile; then sums of up to ten rows each, accumulated in float32.
 
     Source: aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu; cub/device/dispatch/dispatch_radix_sort.cuh.
     """
     copy = () if contiguous else (count * width * grad_bytes,)
-    if count <= _ATOMIC_AT_MOST:
+    if count <= _MAX_UNSORTED_INDICES:
         return Needs(held=copy)
     column, segments = count * index_bytes, min(count, rows)
     partials = count // _ROWS_PER_PARTIAL + segments
     starts = (segments * index_bytes, segments * index_bytes)
     sums = (column, *starts, partials * index_bytes, partials * 4 * width)
-    sort = (column, 2 * column + -(-count // _SORTED_PER_TILE) * 1024)
-    return Needs(held=(*copy, column, column), before=(sort,), groups=(sums,))
+    sort = (column, 2 * column + -(-count // _INDICES_PER_SORT_TILE) * 1024)
+    return Needs(held=(*copy, column, column), before=(sort,), after=(sums,))
 
 
 # --- attention ---
@@ -226,34 +223,34 @@ def _of_embedding_backward(
 def _flash_backward(op: _Operator) -> Launch | None:
     grad_out, query, out = op.args[0], op.args[1], op.args[4]
     copied = sum(not tensor.transpose(1, 2).is_contiguous() for tensor in (grad_out, out))
-    return _launch(_of_flash_backward, (query.element_size(), copied), tuple(query.shape))
+    return _launch(_flash_backward_needs, (query.element_size(), copied), tuple(query.shape))
 
 
-def _of_flash_backward(item_bytes: int, copied: int, batch: int, heads: int, length: int, width: int) -> Needs:
-    """Copies that lie as the kernel reads them; the row sums, and the gradient of the query in float32.
+def _flash_backward_needs(item_bytes: int, copied: int, batch: int, heads: int, length: int, width: int) -> Needs:
+    """Copies in the kernel's layout; row sums and the query's gradient in float32.
 
     Source: flash_api.cpp (mha_bwd), aten/src/ATen/native/transformers/cuda/attention_backward.cu.
     """
     copies = (batch * heads * length * width * item_bytes,) * copied
     rows, step = batch * heads * -(-length // 128) * 128 * 4, 32 if width <= 128 else 64
-    return Needs(held=copies, groups=((rows, rows * -(-width // step) * step),))
+    return Needs(held=copies, after=((rows, rows * -(-width // step) * step),))
 
 
 def _efficient_backward(op: _Operator) -> Launch | None:
     grad_out, query, key = op.args[:3]
     copied = not grad_out.transpose(1, 2).is_contiguous()
     fixed = (op.processors.capability, query.element_size(), query.shape[3], copied)
-    return _launch(_of_efficient_backward, fixed, (*query.shape[:3], key.shape[2]))
+    return _launch(_efficient_backward_needs, fixed, (*query.shape[:3], key.shape[2]))
 
 
-def _of_efficient_backward(
+def _efficient_backward_needs(
     capability: tuple[int, int], item_bytes: int, width: int, copied: bool, batch: int, heads: int, length: int,
     keys: int,
 ) -> Needs:  # fmt: skip
-    """The gradient of the query in float32, in tiles with a lock each; in 16 bit, wide heads accumulate all three.
+    """The query's gradient in float32, in tiles with a lock each; wide 16-bit heads also accumulate key and value.
 
-    Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h; the tiles
-    are those that torch 2.14 chooses.
+    Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h; tile
+    sizes are those of torch 2.14.
     """
     half = item_bytes == 2
     tile = 128 if width > 64 and (half or capability >= (8, 0)) else 64

@@ -1,9 +1,9 @@
-"""What one call of a step asked of the allocator, as data: births, deaths, and the shape they have in common.
+"""Allocator events of each call of a step, and their prediction for other batch sizes.
 
-The events of a step are the same for every batch size but for their sizes, and those grow along straight lines. Two
-tapes of different sizes show the line, and from then on a size is tried by replaying its predicted tape on the allocator
-alone; every further size that is run checks the line. What does not follow one (a step that cuts its batch into chunks,
-a shape that is padded) is not predicted.
+The events of a step usually differ between batch sizes only in their sizes, which grow linearly. Tapes of two batch sizes
+determine the lines. Other batch sizes are then tried by replaying their predicted tape on the allocator alone, and each
+further batch size that runs checks the lines. Steps that do not follow lines (a batch split into chunks, a padded shape)
+are not predicted.
 """
 
 from __future__ import annotations
@@ -15,103 +15,103 @@ from typing import Any
 from oomprobe.simulation.allocator import CachingAllocator
 from oomprobe.simulation.scratch import Kernel, needs_of
 
-# An event is (kind, a, b): born (BORN, index, 0); died (DIED, calls ago, index); the cache given back (RELEASED, 0, 0); a
-# kernel that takes memory for itself begins (STARTED, index, kernel), and ends once its results were made (ENDED, index,
-# kernel). Sizes are kept apart, by index: of a kernel the numbers from which it computes what it takes.
+# Events: block allocated (BORN, index, 0) or freed (DIED, calls ago, index); cache released (RELEASED, 0, 0); a kernel with
+# scratch memory started (STARTED, index, kernel), and ended after its results were allocated (ENDED, index, kernel).
+# `index` points into a separate list of sizes; a kernel's are the numbers from which its rule computes its scratch memory.
 BORN, DIED, RELEASED, STARTED, ENDED = range(5)
 Event = tuple[int, int, Any]
-Alive = dict[tuple[int, int], int]  # blocks by (calls ago, index in that call)
+LiveBlocks = dict[tuple[int, int], int]  # handles by (calls ago, index in that call)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a step: the sequence of its events, and the bytes of those that have a size."""
+    """One call of a step: its events in order, and their sizes."""
 
     events: tuple[Event, ...]
     sizes: tuple[int, ...]
 
     @property
     def core(self) -> tuple[Event, ...]:
-        """The events without the deaths of what earlier calls left, which a clean-up in between may have taken."""
+        """Events except frees of earlier calls' blocks, which a clean-up between calls may already have freed."""
         return tuple(event for event in self.events if event[0] != DIED or event[1] == 0)
 
     @property
     def closed(self) -> bool:
-        """Whether a call like this one frees just what the one before it left, so that it can follow itself."""
+        """Whether the call frees exactly the blocks that an identical call before it leaves."""
         dead = {event[1:] for event in self.events if event[0] == DIED}
         left = {event[1] for event in self.events if event[0] == BORN and (0, event[1]) not in dead}
         return {(ago, index) for ago, index in dead if ago > 0} == {(1, index) for index in left}
 
 
 class Tape:
-    """Records one call after the other."""
+    """Recording of the current call."""
 
     def __init__(self) -> None:
         self.call_number = 0
         self._events: list[Event] = []
         self._sizes: list[int] = []
 
-    def begin(self, count: int) -> list[tuple[int, int]]:
-        """A trial begins: the names of as many blocks as there are, the same in every trial."""
+    def start_trial(self, count: int) -> list[tuple[int, int]]:
+        """Start a trial; return names for its `count` existing blocks, the same in every trial."""
         self.call_number = 0
         self._events, self._sizes = [], [0] * count
         return [(0, index) for index in range(count)]
 
     def start(self) -> None:
-        """A call begins; what happened since the last one is not part of either."""
+        """Start a call, dropping events since the last one."""
         self.call_number += 1
         self._events, self._sizes = [], []
 
     def born(self, nbytes: int) -> tuple[int, int]:
-        """A block was served; its name on the tapes."""
+        """Record an allocated block; return its name."""
         index = len(self._sizes)
         self._sizes.append(nbytes)
         self._events.append((BORN, index, 0))
         return self.call_number, index
 
     def died(self, name: tuple[int, int]) -> None:
-        """A block was freed."""
+        """Record a freed block."""
         call_number, index = name
         self._events.append((DIED, self.call_number - call_number, index))
 
     def started(self, kernel: Kernel, numbers: Sequence[int]) -> int:
-        """A kernel that takes memory for itself begins; the index of its numbers."""
+        """Record the start of a kernel with scratch memory; return the index of its numbers."""
         index = len(self._sizes)
         self._sizes.extend(numbers)
         self._events.append((STARTED, index, kernel))
         return index
 
     def ended(self, kernel: Kernel, index: int) -> None:
-        """Its results were made, and it has run."""
+        """Record the end of a kernel."""
         self._events.append((ENDED, index, kernel))
 
     def released(self) -> None:
-        """The step gave the cache back itself."""
+        """Record that the step released the cache."""
         self._events.append((RELEASED, 0, 0))
 
     def finish(self) -> Call:
-        """The call that ends here."""
+        """Return the recorded call."""
         return Call(tuple(self._events), tuple(self._sizes))
 
 
-def replay_call(allocator: CachingAllocator, call: Call, alive: Alive) -> Alive:
-    """Do to an allocator what a call did to it; it raises what the allocator raises.
+def replay_call(allocator: CachingAllocator, call: Call, live: LiveBlocks) -> LiveBlocks:
+    """Replay a call's events on an allocator, which is changed in place and may raise.
 
     Args:
-        allocator: Changed in place.
-        call: Its events.
-        alive: Blocks that earlier calls left, by (calls ago as the call that comes counts, index).
+        allocator: Allocator in the state before the call.
+        call: The call to replay.
+        live: Blocks left by earlier calls.
 
     Returns:
-        The blocks left now, named for the next call.
+        The blocks alive after the call, named for the next call.
     """
-    alive, held = dict(alive), dict[int, list[int]]()
+    live, held = dict(live), dict[int, list[int]]()
     sizes, malloc, free = call.sizes, allocator.malloc, allocator.free
     for kind, one, two in call.events:
         if kind == BORN:
-            alive[0, one] = malloc(sizes[one])
+            live[0, one] = malloc(sizes[one])
         elif kind == DIED:
-            block = alive.pop((one, two), None)
+            block = live.pop((one, two), None)
             if block is not None:
                 free(block)
         elif kind == STARTED:
@@ -119,29 +119,29 @@ def replay_call(allocator: CachingAllocator, call: Call, alive: Alive) -> Alive:
             held[one] = allocator.malloc_all(needs.held)
             allocator.borrow(needs.before)
         elif kind == ENDED:
-            allocator.borrow(needs_of(two, sizes[one : one + two.count]).groups)
+            allocator.borrow(needs_of(two, sizes[one : one + two.count]).after)
             for block in held.pop(one):
                 free(block)
         elif kind == RELEASED:
             allocator.empty_cache()
-    return {(ago + 1, index): block for (ago, index), block in alive.items()}
+    return {(ago + 1, index): block for (ago, index), block in live.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Calls that differ only in sizes, which are straight lines of the batch size."""
+    """A call whose sizes are linear in the batch size."""
 
     events: tuple[Event, ...]
-    fixed: tuple[int, ...]  # at batch 0
+    fixed: tuple[int, ...]
     per_sample: tuple[int, ...]
 
     def at(self, batch_size: int) -> Call:
-        """The call that this size would make."""
+        """Return the call predicted for a batch size."""
         return Call(self.events, tuple(a + b * batch_size for a, b in zip(self.fixed, self.per_sample, strict=True)))
 
 
 def lines_through(size: int, calls: Sequence[Call], other_size: int, other_calls: Sequence[Call]) -> list[Line] | None:
-    """The lines through calls of two sizes; None where they differ in more than sizes, or a sample takes parts of a byte.
+    """Return the lines through calls of two batch sizes; None if the events differ or a slope is not whole.
 
     Example:
         >>> events = ((BORN, 0, 0), (DIED, 0, 0))
@@ -164,13 +164,13 @@ def lines_through(size: int, calls: Sequence[Call], other_size: int, other_calls
 
 
 class Replayer:
-    """Learns the lines that the calls of a cold trial follow.
+    """Prediction of the calls of a cold trial.
 
-    A trial is its first call, which makes gradients, optimizer state and workspaces, those that follow until one is like
-    the one before, and that steady one as often as it likes.
+    A trial consists of a first call, which creates gradients, optimizer state and workspaces, of further calls until two
+    are equal, and of any number of repetitions of that steady call.
 
     Attributes:
-        lines: What was learned, one for each of these calls; None while they are not known, or were contradicted.
+        lines: One for each of these calls up to the steady one; None while unknown or after a contradiction.
     """
 
     def __init__(self, *, gives_up: bool = False) -> None:
@@ -179,7 +179,7 @@ class Replayer:
         self._given_up = gives_up
 
     def learn(self, batch_size: int, calls: Sequence[Call]) -> bool:
-        """Learn from a trial that was run; whether its calls are what the lines say, as far as there are any."""
+        """Learn from a trial that ran; return False if its calls contradict the lines."""
         steady = self.steady(calls)
         if steady is None or self._given_up:
             return True
@@ -196,7 +196,7 @@ class Replayer:
         return True
 
     def steady(self, calls: Sequence[Call]) -> Call | None:
-        """The call that the next one would be again: the last one, if it is like the one before or like a known one."""
+        """Return the call that would repeat: the last one if it equals the one before or a known steady call."""
         if not calls:
             return None
         last = calls[-1]
@@ -206,7 +206,7 @@ class Replayer:
         return None if known is None else Call(known.events, last.sizes)
 
     def calls(self, batch_size: int, count: int) -> list[Call] | None:
-        """So many calls of a cold trial of this size; None where they are not known."""
+        """Predict the first `count` calls of a cold trial; None if unknown."""
         if self.lines is None:
             return None
         trial = [line.at(batch_size) for line in self.lines]

@@ -140,14 +140,14 @@ class World(TorchDispatchMode):
         kwargs = {name: self._lowered(value) for name, value in kwargs.items()}
         accumulates = func is _aten.add.Tensor and _is_engines_own(args)
         to_card = found.on_card and kwargs.get("device") != HOST
-        launch = scratch.launched(self._processors, func, args, kwargs) if to_card else None
+        launch = scratch.find_launch(self._processors, func, args, kwargs) if to_card else None
         with nullcontext() if launch is None else self.memory.running(launch):
             with self.fake_mode:
                 result = func(*args, **kwargs)
             follow_truth(self._truths, func, args, result)
             if accumulates and self.memory.holds(args[0].untyped_storage()):
                 result.fake_device = CARD
-                self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
+                self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
             self._track(func, result, args, launch.result_bytes if launch else None, to_card=to_card)
         if func in _LINEAR_ALGEBRA:
             self.memory.ensure_workspace(in_backward=_in_backward())
@@ -176,14 +176,14 @@ class World(TorchDispatchMode):
     def _track(self, func: Any, result: Any, args: Any, result_bytes: int | None, *, to_card: bool) -> None:
         if func in _RESIZING:
             if self.is_on_card(args[0]):
-                self.memory.resized(args[0].untyped_storage())
+                self.memory.reallocate(args[0].untyped_storage())
             return
         workspace_bytes = scratch.convolution_workspace(func, args)
         if workspace_bytes:
-            self.memory.transient(workspace_bytes)
+            self.memory.note_workspace(workspace_bytes)
         if func in _IN_PLACE_ON_CUDA and self._is_fresh(args[0]):
             result.fake_device = CARD
-            self.memory.hand_over(args[0].untyped_storage(), result.untyped_storage())
+            self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
             return
         results = result if isinstance(result, list | tuple) else (result,)
         for value in reversed(results) if func is _aten.native_dropout.default else results:  # its mask is made first
@@ -193,7 +193,7 @@ class World(TorchDispatchMode):
                 value.fake_device = CARD
             if value.fake_device == CARD:
                 refuse_layout(value)
-                self.memory.take(value.untyped_storage(), result_bytes)
+                self.memory.allocate(value.untyped_storage(), result_bytes)
         if func in _MAKES_ZEROS and isinstance(result, FakeTensor):
             self._fresh = weakref.ref(result)
 

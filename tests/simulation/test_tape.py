@@ -134,13 +134,13 @@ def test_steady_is_what_came_twice_or_is_known():
 def test_a_refused_repeat_changes_only_counters():
     memory = Memory(generic_card(50 * MIB), AllocatorSettings())
     kept = torch.UntypedStorage(4 * MIB)
-    memory.take(kept)
-    memory.begin()
+    memory.allocate(kept)
+    memory.start_trial()
     events = ((BORN, 0, 0), (BORN, 1, 0), (DIED, 0, 0), (DIED, 0, 1))
     with pytest.raises(AllocatorOutOfMemory):
         memory.repeat(Call(events, (20 * MIB, 30 * MIB)))
     assert (memory.allocator.ooms, memory.allocator.alloc_retries) == (1, 1)
     assert memory.peaks == (24 * MIB, 40 * MIB)
     assert memory.allocator.allocated_bytes == 4 * MIB
-    memory.drop(kept)
+    memory.free(kept)
     assert memory.allocator.allocated_bytes == 0
