@@ -1,7 +1,7 @@
-"""A GPU that is not there: the step runs for real in Python, on tensors without data, against a model of CUDA's allocator.
+"""Simulated GPUs: the step runs in Python on tensors without data, against a model of CUDA's caching allocator.
 
-What a card would do with a step is known without the card, as far as memory is concerned: which storages live when, and
-how CUDA's caching allocator serves them. What only the card knows, such as the workspaces of cuDNN, is not guessed.
+The memory of a step follows from the lifetimes of its storages and the allocator's rules. What only the card knows, such as
+cuDNN workspaces, is not guessed.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from oomprobe.trial import Request
 
 NOT_COVERED = (
-    "workspaces of cuDNN, its attention among them: only the card knows them (the upper end of the peak allows for those "
-    "of convolutions)",
-    "what CUDA loads later, other processes on the card, NCCL",
+    "workspaces of cuDNN, including its attention: only the card knows them (the upper end of the peak includes those of "
+    "convolutions)",
+    "kernels that CUDA loads later, other processes on the card, NCCL",
 )
 
 
 class SimulatedDevice:
-    """A card to probe for without having it. Each object is one card, empty at first.
+    """A simulated card. Each object is one card, empty at first.
 
     Args:
-        card: A card of the catalogue (``"H100-80GB"``, see ``oomprobe devices``), a size in bytes or as text
-            (``"24GiB"``), which is all the allocator's, or a `Card` of your own.
-        settings: Of the allocator; None: what ``PYTORCH_ALLOC_CONF`` says.
+        card: Name in the catalogue (``"H100-80GB"``, see ``oomprobe devices``), a size in bytes or as text (``"24GiB"``),
+            all of which the allocator may use, or a `Card` of your own.
+        settings: Settings of the allocator; None: those in ``PYTORCH_ALLOC_CONF``.
 
     Raises:
         NoDeviceError: the catalogue has no such card.
-        InvalidArgumentError: the settings cannot be read.
+        InvalidArgumentError: the settings are invalid or not simulated.
 
     Example:
         >>> import torch, oomprobe
@@ -71,18 +71,16 @@ class SimulatedDevice:
 
     def __init__(self, card: str | int | Card, *, settings: AllocatorSettings | None = None) -> None:
         self.card = _card(card)
-        self.torch_device = torch.device("cpu")  # where the model is expected: it stays there
+        self.torch_device = torch.device("cpu")  # where the model stays
         self.name = f"simulated {self.card.full_name}"
         self.total_bytes = self.card.total_bytes
         self._memory = Memory(self.card, AllocatorSettings.from_environment() if settings is None else settings)
-        self._full = False  # held to less than what is on it before a step begins
+        self._full = False  # whether the cap is below what is already on the card
         self._world = World(self._memory)
         self._replayer = Replayer()
-        self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # what the last trial began with
+        self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # state before the trial's first call
         self._calls: list[Call] = []
         self._trial_calls: list[Call] = []
-
-    # --- the world ---
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -91,19 +89,19 @@ class SimulatedDevice:
         if self._cold is None:
             self._cold = self._memory.allocator.copy(), self._memory.live_blocks
         self._memory.tape.start()
-        self._world.begin()
+        self._world.start_call()
         with session(self._world):
             try:
                 yield
             except RuntimeError as error:
-                if wants_data(error):  # a kernel that torch does not dispatch
+                if wants_data(error):  # in a kernel that torch does not dispatch
                     refuse_address(error)
                 raise
-            gc.collect(0)  # cycles made in this call die with it, not at a random moment of the next
+            gc.collect(0)  # free this call's cycles now, not during the next call
         self._calls.append(self._memory.tape.finish())
 
     def building(self) -> AbstractContextManager[None]:
-        """Inside, code may build a model and move it to ``"cuda"``: it stays in host memory, and is counted on the card.
+        """Let code build a model and move it to ``"cuda"``; it stays in host memory and is counted on the card.
 
         Example:
             >>> import torch, oomprobe
@@ -116,38 +114,38 @@ class SimulatedDevice:
         return building(self._world)
 
     def begin_probe(self, poll: Callable[[], None], *, replays: bool = True) -> None:
-        """Forget what was learned of another step; call `poll`, which may raise, often while one runs."""
+        """Forget earlier steps; while a step runs, call `poll`, which may raise."""
         self._world.poll, self._world.notes = poll, {}
         self._replayer = Replayer(gives_up=not replays)
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Put on the card what training would have there: parameters, buffers, gradients, optimizer state.
+        """Put parameters, buffers, gradients and optimizer state on the card.
 
         Raises:
             InvalidArgumentError: a tensor is on a real accelerator.
-            NothingFitsError: the card is smaller than that.
+            NothingFitsError: they exceed the card's memory.
         """
-        tensors = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]  # those are there already
+        tensors = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]  # fakes are there already
         for tensor in tensors:
             if tensor.device.type != "cpu":
                 raise InvalidArgumentError(
-                    f"a tensor of the model is on {tensor.device}: a simulated card takes a model in host memory; build "
-                    "it there, or call model.cpu() before probing"
+                    f"a tensor of the model is on {tensor.device}: a simulated card needs the model in host memory: "
+                    "build it there, or call model.cpu() before probing"
                 )
         try:
             for tensor in tensors:
-                self._world.settle(tensor)
+                self._world.put_on_card(tensor)
         except AllocatorOutOfMemory:
             storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-            needed, there = sum(storages.values()), self.card.available_bytes
+            needed, available = sum(storages.values()), self.card.available_bytes
             raise NothingFitsError(
                 f"the model alone (parameters, buffers, and gradients and optimizer state where they exist) takes "
-                f"{format_bytes(needed)}, and {self.name} has {format_bytes(there)} for the allocator: "
-                f"{format_bytes(max(0, needed - there))} too little, before the first step. Take a larger card, a smaller "
-                "dtype, or shard the model"
+                f"{format_bytes(needed)}, and {self.name} has {format_bytes(available)} for the allocator: "
+                f"{format_bytes(max(0, needed - available))} too little, even before the first step. Use a larger card or "
+                "a smaller dtype, or shard the model"
             ) from None
 
-    # --- what a Device answers for ---
+    # --- the Device protocol ---
 
     def available_bytes(self) -> int:
         return self._memory.allowed(None)
@@ -156,7 +154,7 @@ class SimulatedDevice:
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         memory, allowed_bytes = self._memory, self._memory.allowed(limit_bytes)
         if memory.allocator.reserved_bytes > allowed_bytes:
-            memory.defragment()  # as a process that is held to this from its start would have it
+            memory.defragment()  # as if the process had started under this cap
         memory.set_limit(limit_bytes)
         self._full = memory.allocator.reserved_bytes > allowed_bytes
         try:
@@ -183,13 +181,13 @@ class SimulatedDevice:
         )
 
     def live_bytes(self) -> int:
-        return self._memory.allocator.requested_bytes  # the same gradient may lie in a larger block the next time
+        return self._memory.allocator.requested_bytes  # not the blocks, whose sizes may vary between calls
 
     def outside_bytes(self) -> None:
         return None
 
     def synchronize(self) -> None:
-        """Steps are done when they return."""
+        """Do nothing: simulated steps are complete when they return."""
 
     def release(self) -> None:
         self._memory.clear_workspaces()
@@ -200,12 +198,12 @@ class SimulatedDevice:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the simulation assumed on the way."""
+        """Assumptions made while simulating."""
         return tuple(self._world.notes)
 
     @contextmanager
     def history(self) -> Iterator[History]:
-        """Record each block that the allocator hands out; calls inside are run, not repeated."""
+        """Record every allocation and free; calls inside must run, not be repeated."""
         allocator = self._memory.allocator
         events: list[tuple[int, int]] = []
         allocator.log = events
@@ -219,10 +217,10 @@ class SimulatedDevice:
         finally:
             allocator.log = None
 
-    # --- calls that need not be run ---
+    # --- replay ---
 
     def repeat(self) -> bool:
-        """Do what the last call did once more, without running it, where that is known to be the same.
+        """Repeat the last call on the allocator without running it; return False if it may not be steady.
 
         Raises:
             torch.OutOfMemoryError: the card has no room for it.
@@ -237,11 +235,11 @@ class SimulatedDevice:
         return True
 
     def end_trial(self) -> None:
-        """What is called from here on does not belong to the trial."""
+        """Exclude later calls from the trial."""
         self._trial_calls, self._calls = self._calls, []
 
     def learn(self, trial: Trial) -> bool:
-        """Learn from a trial that was run what the step asks of the allocator; whether that contradicts what was replayed."""
+        """Learn the step's allocations from a trial that ran; return True if they contradict earlier replays."""
         if trial.accumulation_steps > 1:
             return False
         if not trial.passed:
@@ -249,10 +247,10 @@ class SimulatedDevice:
         return not self._replayer.learn(trial.batch_size, self._trial_calls)
 
     def replay(self, request: Request) -> Trial | None:
-        """Do to a copy of the allocator what a cold trial would do; None where that is not known, or must be run."""
+        """Replay a cold trial on a copy of the allocator; None if it cannot be predicted or must run."""
         if request.exact or self._cold is None:
             return None
-        cold, alive = self._cold
+        cold, live = self._cold
         calls = self._replayer.calls(request.batch_size, 1 + request.steps)
         if calls is None or cold.reserved_bytes > self._memory.allowed(request.cap_bytes):
             return None
@@ -261,7 +259,7 @@ class SimulatedDevice:
         error = None
         try:
             for call in calls:
-                alive = replay_call(allocator, call, alive)
+                live = replay_call(allocator, call, live)
         except AllocatorOutOfMemory as refusal:
             error = f"OutOfMemoryError: {refusal}"
         return Trial(
@@ -283,7 +281,7 @@ def _card(card: str | int | Card) -> Card:
     if isinstance(card, int):
         return generic_card(card)
     text = card.removeprefix("sim:").strip()
-    if text.isdecimal():  # "4090" is a card
+    if text.isdecimal():  # "4090" is a card, not a size
         return find_card(text)
     try:
         stated_bytes = parse_bytes(text)

@@ -1,12 +1,12 @@
-"""Where torch takes another path on CUDA than on a CPU, and the path matters for memory.
+"""CUDA's code paths, where they differ from the CPU's and the difference affects memory.
 
-The simulated world runs on CPU tensors, so these branches are put in below autograd, by the dispatcher, while it runs.
-``torch.autocast("cuda")`` is turned into the CPU's, which casts weights once, keeps them until the context ends, and
-catches operators that C++ calls itself; what its lists have otherwise than CUDA's is registered here.
+The simulation runs on CPU tensors, so these paths are registered with the dispatcher while a step runs.
+``torch.autocast("cuda")`` becomes the CPU's autocast, which casts weights once, keeps them until the context ends, and also
+applies to operators called from C++. The differences between its operator lists and CUDA's are registered here.
 
-Sources: of torch 2.13, aten/src/ATen/native/Dropout.cpp (a fused dropout keeps a mask of one byte),
-aten/src/ATen/autocast_mode.h (CUDA's lists), aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (which attention
-kernel is chosen, here simplified).
+Sources, torch 2.13: aten/src/ATen/native/Dropout.cpp (fused dropout keeps a mask of one byte per element),
+aten/src/ATen/autocast_mode.h (CUDA's lists), aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (choice of the attention
+kernel, simplified here).
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Choices:
-    """Registers CUDA's branches with the dispatcher.
+    """Registration of CUDA's code paths with the dispatcher.
 
-    Those of dropout, attention and softmax concern this thread only; another thread's calls go the way they always went.
-    The autocast lists hold for every thread while they are registered. `active` says whether the simulated world is
-    running in the calling thread, the card's compute capability decides on attention kernels.
+    Kernels are process-wide. Those of dropout, linear, attention and softmax use CUDA's path only in threads for which
+    `active` returns True; the autocast lists apply to every thread. The attention kernel depends on the compute capability.
     """
 
     def __init__(self, active: Callable[[], bool], capability: tuple[int, int]) -> None:
@@ -38,7 +37,7 @@ class Choices:
     def __enter__(self) -> Choices:
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says once that a kernel was registered over another one
+            warnings.simplefilter("ignore")  # torch warns once about overriding a kernel
             for key in ("AutogradCPU", "CPU"):
                 library.impl("dropout", self._dropout, key)
                 library.impl("scaled_dot_product_attention", self._attention, key)
@@ -61,13 +60,13 @@ class Choices:
         return torch.native_dropout(tensor, p, train)[0]
 
     def _linear(self, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Of an input with gaps, the bias is added in place; but for tensor subclasses, which fakes are."""
+        """Add the bias in place if the input is not contiguous; torch itself does not do so for fakes."""
         if not self._active() or bias is None or tensor.dim() < 3 or tensor.is_contiguous():
             return _composite(_aten.linear.default, tensor, weight, bias)  # type: ignore[no-any-return]
         return torch.matmul(tensor, weight.t()).add_(bias)
 
     def _softmax(self, name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """From 16 to 32 bits inside the kernel, where a CPU makes a copy first."""
+        """Convert 16 to 32 bits inside the kernel; the CPU makes a copy first."""
         if self._active() and tensor.dtype is torch.float16 and dtype is torch.float32:
             return getattr(_aten, f"_{name}")(tensor, dim, True)  # type: ignore[no-any-return]
         return _composite(getattr(_aten, name).int, tensor, dim, dtype)  # type: ignore[no-any-return]
@@ -79,7 +78,7 @@ class Choices:
 
 
 def _composite(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the operator does of itself, in C++, under the kernels that were put in its place here."""
+    """Call the operator's own C++ implementation, bypassing the kernels registered here."""
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
@@ -91,28 +90,28 @@ def _attend(
     attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """Run attention as the card would choose to; heads stand in dimension -3, and may be fewer of key and value."""
-    flash = _takes_flash(capability, query, key, attn_mask)
+    """Run the attention kernel that the card would choose; heads are in dimension -3."""
+    flash = _uses_flash(capability, query, key, attn_mask)
     if enable_gqa:
-        key, value = _repeated(query, key), _repeated(query, value)
+        key, value = _repeat_heads(query, key), _repeat_heads(query, value)
     if flash:
         head = query.shape[-1]
-        query, key, value = (_padded(tensor, 8) for tensor in (query, key, value))
+        query, key, value = (_pad(tensor, 8) for tensor in (query, key, value))
         scale = head**-0.5 if scale is None else scale
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out[..., :head]
-    if _takes_efficient(capability, query, key, value):
+    if _uses_efficient(capability, query, key, value):
         bias = _bias(attn_mask, query, key)
-        keeps = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        compute_log_sumexp = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         return _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, keeps, dropout_p, is_causal, scale=scale
+            query, key, value, bias, compute_log_sumexp, dropout_p, is_causal, scale=scale
         )[0]
     return _aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
     )[0]
 
 
-def _takes_flash(
+def _uses_flash(
     capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> bool:
     return (
@@ -126,7 +125,7 @@ def _takes_flash(
     )
 
 
-def _takes_efficient(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _uses_efficient(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     multiple = 8 if query.dtype in _HALF else 4
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
@@ -139,24 +138,24 @@ def _takes_efficient(capability: tuple[int, int], query: torch.Tensor, key: torc
     )
 
 
-def _repeated(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _repeat_heads(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     times = query.shape[-3] // tensor.shape[-3]
     return tensor.repeat_interleave(times, -3) if times > 1 else tensor
 
 
-def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+def _pad(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     missing = -tensor.shape[-1] % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """A mask as the kernel wants it: additive, expanded, its rows aligned to 16 elements."""
+    """Return the mask in the kernel's form: additive, expanded, rows aligned to 16 elements."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     length = mask.shape[-1]
-    mask = _padded(mask, 16)
+    mask = _pad(mask, 16)
     return mask[..., :length].expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
@@ -182,12 +181,12 @@ _PROMOTED = [
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 ]  # fmt: skip
-_IN_LOW_PRECISION = ["addmv", "addr", "mv", "convolution"]  # beside those that the CPU's own list has
+_IN_LOW_PRECISION = ["addmv", "addr", "mv", "convolution"]  # in addition to the CPU's own list
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 def _autocast_kernels() -> Iterator[tuple[str, Any]]:
-    """Names of operators, each with the kernel that does what CUDA's autocast does."""
+    """Yield operator names, each with a kernel that does what CUDA's autocast does."""
     for names, kernel in (
         (_IN_FLOAT32, _in_float32),
         (_FLOAT32_RESULT, _with_float32_result),
@@ -203,14 +202,14 @@ def _autocast_kernels() -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _cpu_extras() -> tuple[str, ...]:
-    """Operators that the CPU's autocast treats and CUDA's does not."""
-    ours = {*_IN_FLOAT32, *_FLOAT32_RESULT, *_PROMOTED}
+    """Return operators that the CPU's autocast handles and CUDA's does not."""
+    registered = {*_IN_FLOAT32, *_FLOAT32_RESULT, *_PROMOTED}
     names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     return tuple(
         name
         for name in names
-        if name not in ours
-        and not name.startswith("conv")  # with padding="same": CUDA casts in what they call
+        if name not in registered
+        and not name.startswith("conv")  # with padding="same", CUDA casts in the operators that these call
         and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
         and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
     )
@@ -223,8 +222,8 @@ def _without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _in_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-        raised = _cast(args, _HALF, torch.float32)
-        return op(*raised, **{name: _cast(value, _HALF, torch.float32) for name, value in kwargs.items()})
+        widened = _cast(args, _HALF, torch.float32)
+        return op(*widened, **{name: _cast(value, _HALF, torch.float32) for name, value in kwargs.items()})
 
 
 def _in_low_precision(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +231,7 @@ def _in_low_precision(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_float32_result(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """These raise their input inside the kernel, where no copy of it is made."""
+    """Widen the input inside the kernel, without a copy."""
     index = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
     stated = kwargs.get("dtype", args[index] if index < len(args) else None)
     if args[0].dtype in _HALF and stated is None:
@@ -241,12 +240,12 @@ def _with_float32_result(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _promoted(op: Any, *args: Any, **kwargs: Any) -> Any:
-    one_is_wide = any(value.dtype is torch.float32 for value in _tensors(args))
-    return (_in_float32 if one_is_wide else _without_autocast)(op, *args, **kwargs)
+    any_float32 = any(value.dtype is torch.float32 for value in _tensors(args))
+    return (_in_float32 if any_float32 else _without_autocast)(op, *args, **kwargs)
 
 
 def _cast(value: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
-    """A value in which tensors of these dtypes have another one."""
+    """Cast the tensors of certain dtypes in a nested value."""
     if type(value) in (list, tuple):
         return type(value)(_cast(one, dtypes, to) for one in value)
     return value.to(to) if isinstance(value, torch.Tensor) and value.dtype in dtypes else value

@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` answers in a simulated world: a table, put in place while a step runs."""
+"""Replacements for functions of ``torch.cuda`` while a step is simulated."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 
 
-class Done:
-    """A stream or an event: there is one stream, and it is always done. Kernels take no time here."""
+class CompletedStream:
+    """A stream or an event: there is only one stream, and its work is always done."""
 
     device, device_index, cuda_stream, stream_id = SEEN_CARD, 0, 0, 0
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
-    def __enter__(self) -> Done:
+    def __enter__(self) -> CompletedStream:
         return self
 
     def __exit__(self, *_: object) -> None: ...
@@ -33,7 +33,7 @@ class Done:
     record = synchronize = wait_stream = wait_event = wait
 
     def record_event(self, event: Any = None) -> Any:
-        return event or Done()
+        return event or CompletedStream()
 
     def query(self) -> bool:
         return True
@@ -41,12 +41,12 @@ class Done:
     def is_capturing(self) -> bool:
         return False
 
-    def elapsed_time(self, _: Done) -> float:
-        return 1.0  # what is divided by it stays finite
+    def elapsed_time(self, _: CompletedStream) -> float:
+        return 1.0  # not 0: steps divide by it
 
 
 def replacements(memory: Memory) -> dict[str, Any]:
-    """Functions by the name they have in ``torch.cuda`` and ``torch.accelerator``."""
+    """Return replacements by their names in ``torch.cuda`` and ``torch.accelerator``."""
     card = memory.card
     major, minor = card.compute_capability
     properties = SimpleNamespace(
@@ -65,9 +65,9 @@ def replacements(memory: Memory) -> dict[str, Any]:
         **dict.fromkeys(("is_available", "is_initialized"), constant(True)),
         **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), constant(major >= 8)),
         **dict.fromkeys(("current_device", "current_device_index"), constant(0)),
-        **dict.fromkeys(("current_stream", "default_stream"), constant(Done())),
+        **dict.fromkeys(("current_stream", "default_stream"), constant(CompletedStream())),
         **dict.fromkeys(("device", "device_of", "stream"), contextlib.nullcontext),
-        **dict.fromkeys(("Stream", "Event"), Done),
+        **dict.fromkeys(("Stream", "Event"), CompletedStream),
         **dict.fromkeys(("mem_get_info", "get_memory_info"), mem_get_info),
         "current_accelerator": constant(torch.device("cuda")),
         "is_current_stream_capturing": constant(False),
@@ -85,5 +85,5 @@ def replacements(memory: Memory) -> dict[str, Any]:
         "memory_stats": lambda *_, **__: memory.allocator.stats(),
         "memory_summary": lambda *_, **__: str(memory.allocator.stats()),
         "get_per_process_memory_fraction": lambda *_: memory.fraction,
-        "set_per_process_memory_fraction": lambda share, *_: memory.set_fraction(share),
+        "set_per_process_memory_fraction": lambda fraction, *_: memory.set_fraction(fraction),
     }

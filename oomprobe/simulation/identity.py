@@ -1,4 +1,4 @@
-"""What code sees: tensors that say they are on ``cuda:0``, and functions that take ``"cuda"`` for an answer."""
+"""Device identity: simulated tensors report ``cuda:0``, and torch's functions accept ``"cuda"``."""
 
 from __future__ import annotations
 
@@ -9,32 +9,30 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from oomprobe.simulation.fakes import CARD, HOST, SEEN_CARD, STATED_HOST, place_of
+from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, SEEN_CARD, requested_device
 from oomprobe.simulation.unknown import refuse_address
 from oomprobe.simulation.world import World
 
 _T = torch.Tensor
 RECURRENT = (
-    "recurrent nets are simulated one time step after the other, as CUDA computes them without cuDNN: with cuDNN they take "
-    "less memory"
+    "recurrent networks are simulated one time step at a time, as CUDA runs them without cuDNN; with cuDNN they take less "
+    "memory"
 )
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 class Identity(TorchFunctionMode):
-    """Answers questions about devices, and takes a "cuda" device for the simulated card."""
+    """Function mode that answers questions about devices and maps "cuda" to the simulated card."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
         self._handlers: dict[Any, Any] = {
             _T.to: self._to,
-            _T.cuda: lambda tensor, *_, memory_format=None, **__: self._moved(
-                tensor, CARD, memory_format=memory_format
-            ),
-            _T.cpu: lambda tensor, memory_format=None: self._moved(tensor, STATED_HOST, memory_format=memory_format),
+            _T.cuda: lambda tensor, *_, memory_format=None, **__: self._move(tensor, CARD, memory_format=memory_format),
+            _T.cpu: lambda tensor, memory_format=None: self._move(tensor, EXPLICIT_HOST, memory_format=memory_format),
             _T.numpy: self._numpy,
-            _T.tolist: self.values_of,
+            _T.tolist: self.to_list,
             _T.pin_memory: lambda tensor, *_, **__: tensor,
             _T.get_device: lambda tensor: 0 if world.is_on_card(tensor) else -1,
             _T.backward: self._backward,
@@ -57,11 +55,11 @@ class Identity(TorchFunctionMode):
             return self._set_data(func, *args)
         if func.__name__ in _RECURRENT:
             self._world.notes[RECURRENT] = None
-        place = place_of(kwargs.get("device"))
-        return func(*args, **kwargs) if place is None else self._made(func, args, kwargs, place)
+        device = requested_device(kwargs.get("device"))
+        return func(*args, **kwargs) if device is None else self._create(func, args, kwargs, device)
 
-    def _made(self, func: Any, args: Any, kwargs: dict[str, Any], place: torch.device) -> Any:
-        return func(*args, **{**kwargs, "device": place})
+    def _create(self, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
+        return func(*args, **{**kwargs, "device": device})
 
     def _property(self, getter: Any, tensor: torch.Tensor) -> Any:
         name = getattr(getter.__self__, "__name__", "")
@@ -78,7 +76,7 @@ class Identity(TorchFunctionMode):
         before = tensor.untyped_storage()
         setter(tensor, value)
         if not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata != before._cdata:
-            self._world.forget(before)
+            self._world.take_off_card(before)
 
     # --- moving ---
 
@@ -94,33 +92,33 @@ class Identity(TorchFunctionMode):
             args = (SEEN_CARD, *args[1:])
         copy = bool(kwargs.pop("copy", False))
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        return self._moved(tensor, place_of(device), dtype, copy=copy, memory_format=memory_format)
+        return self._move(tensor, requested_device(device), dtype, copy=copy, memory_format=memory_format)
 
-    def _moved(
-        self, tensor: torch.Tensor, place: torch.device | None, dtype: torch.dtype | None = None, *, copy: bool = False,
+    def _move(
+        self, tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None = None, *, copy: bool = False,
         memory_format: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        here = CARD if self._world.is_on_card(tensor) else STATED_HOST
-        if place in (None, here):
+        current = CARD if self._world.is_on_card(tensor) else EXPLICIT_HOST
+        if device in (None, current):
             return tensor.to(tensor.dtype if dtype is None else dtype, copy=copy, memory_format=memory_format)
-        made: torch.Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, device=place, memory_format=memory_format)
-        return made
+        created: torch.Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, device=device, memory_format=memory_format)
+        return created
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, torch.dtype):
-            return self._moved(tensor, None, dtype)
+            return self._move(tensor, None, dtype)
         return tensor.type(dtype, *args, **kwargs)
 
     def _from_data(self, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        place = place_of(kwargs.pop("device", None))
+        device = requested_device(kwargs.pop("device", None))
         if isinstance(data, torch.Tensor):
-            made = self._moved(data, place, kwargs.get("dtype"))
+            created = self._move(data, device, kwargs.get("dtype"))
         else:
-            made = torch.as_tensor(data, *args, **{k: v for k, v in kwargs.items() if k == "dtype"})
-            made = self._moved(made, place)
-        return made.requires_grad_() if kwargs.get("requires_grad") else made
+            created = torch.as_tensor(data, *args, **{k: v for k, v in kwargs.items() if k == "dtype"})
+            created = self._move(created, device)
+        return created.requires_grad_() if kwargs.get("requires_grad") else created
 
-    # --- values that are not there ---
+    # --- values ---
 
     def _address(self, tensor: torch.Tensor) -> int:
         if not self._has_values(tensor):
@@ -135,19 +133,20 @@ class Identity(TorchFunctionMode):
     def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         return tensor.numpy(**kwargs) if self._has_values(tensor) else self._array(tensor)
 
-    def values_of(self, tensor: torch.Tensor) -> Any:
-        """`tolist`, of a fake too, whose own would read one value after the other."""
+    def to_list(self, tensor: torch.Tensor) -> Any:
+        """Answer `tolist`; for a fake, torch would read one value at a time."""
         return tensor.tolist() if self._has_values(tensor) else self._array(tensor).tolist()
 
     def _has_values(self, tensor: torch.Tensor) -> bool:
         return not isinstance(tensor, FakeTensor) and not self._world.is_on_card(tensor)
 
     def _array(self, tensor: torch.Tensor) -> Any:
-        one = self._world._scalar(torch.empty((), dtype=tensor.dtype, device="meta"))
-        kind = torch.empty(0, dtype=tensor.dtype if tensor.dtype is not torch.bfloat16 else torch.float32).numpy().dtype
-        return np.broadcast_to(kind.type(one), tuple(tensor.shape))  # of any size, without memory
+        value = self._world._scalar(torch.empty((), dtype=tensor.dtype, device="meta"))
+        dtype = torch.float32 if tensor.dtype is torch.bfloat16 else tensor.dtype
+        numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+        return np.broadcast_to(numpy_dtype.type(value), tuple(tensor.shape))  # any size, no memory
 
-    # --- what torch writes in Python, where a mode would be switched off inside ---
+    # --- torch functions written in Python, inside which the mode would be off ---
 
     def _backward(
         self, tensor: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,

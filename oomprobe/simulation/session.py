@@ -1,4 +1,4 @@
-"""Everything that makes code believe in the simulated card, put in place for the time of one call."""
+"""Patches and modes that present the simulated card to one call of a step."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from oomprobe.simulation.identity import Identity
 from oomprobe.simulation.unknown import user_line
 from oomprobe.simulation.world import World
 
-_DEVICE: Any = FakeTensor.device  # the property as torch made it
+_DEVICE: Any = FakeTensor.device  # torch's own property
 
 
 @contextmanager
 def session(world: World) -> Iterator[None]:
-    """Run what is inside in the simulated world, in this thread."""
+    """Simulate the code inside, in this thread."""
     thread = threading.get_ident()
     with ExitStack() as stack:
         if gc.isenabled():
-            # Cycles die before a call, not at a random moment inside it: the same call is to make the same tape.
+            # The collector must not free cycles at random moments: identical calls must make identical tapes.
             stack.callback(gc.enable)
             gc.disable()
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
@@ -41,15 +41,15 @@ def session(world: World) -> Iterator[None]:
         for owner, name, value in patches(world):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(patch.object(torch, "save", _refuse_save))
-        # oneDNN's recurrent nets are one operator, which does not say what it keeps for backward.
+        # oneDNN runs a recurrent network as one operator, which hides what it keeps for backward.
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
         torch._C._set_mkldnn_enabled(False)
-        # Weights that autocast cast before are real, and none of the card's; those that it casts inside are fakes.
+        # Weights that autocast has already cast are real tensors on the host; those it casts inside are fakes.
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         identity = Identity(world)
-        stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: identity.values_of(tensor)))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler would want real devices
+        stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: identity.to_list(tensor)))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compilers need real devices
         stack.enter_context(world.fake_mode)
         stack.enter_context(world)
         stack.enter_context(identity)
@@ -57,17 +57,17 @@ def session(world: World) -> Iterator[None]:
 
 
 def patches(world: World) -> Iterator[tuple[Any, str, Any]]:
-    """What is put in place of functions of torch, each with its owner and name."""
+    """Yield replacements for torch's attributes, each with its owner and name."""
     for name, function in replacements(world.memory).items():
         for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator):
             if hasattr(owner, name):
                 yield owner, name, function
-    yield FakeTensor, "device", property(_seen_device(world), _DEVICE.fset)
-    yield torch.nn.Module, "_apply", _applied(world, torch.nn.Module._apply)
+    yield FakeTensor, "device", property(_device_getter(world), _DEVICE.fset)
+    yield torch.nn.Module, "_apply", _wrap_apply(world, torch.nn.Module._apply)
     yield GradScaler, "_maybe_opt_step", _always_step
-    yield autocast_mode.autocast, "__init__", _on_cpu(autocast_mode.autocast.__init__)
+    yield autocast_mode.autocast, "__init__", _redirect_autocast(autocast_mode.autocast.__init__)
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
-        yield torch, name, _asked_of_cpu(getattr(torch, name))
+        yield torch, name, _query_cpu(getattr(torch, name))
     yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")
     yield torch.nn.DataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)  # one card
     yield torch.Tensor, "record_stream", lambda *_: None
@@ -75,13 +75,13 @@ def patches(world: World) -> Iterator[tuple[Any, str, Any]]:
     for name in ("range_push", "range_pop", "mark"):
         yield torch.cuda.nvtx, name, lambda *_, **__: 0
     checks = checkpoint._allowed_determinism_checks_to_fns
-    yield checkpoint, "_allowed_determinism_checks_to_fns", {**checks, "default": _look}
+    yield checkpoint, "_allowed_determinism_checks_to_fns", {**checks, "default": _metadata}
 
 
 def _refuse_save(*_: Any, **__: Any) -> None:
     raise SimulationError(
         f"{user_line()} saves a checkpoint, and a simulated card has nothing to save: leave that out of the step (it takes "
-        "no memory of the card), or probe on a real device"
+        "no memory on the card), or probe on a real device"
     )
 
 
@@ -91,18 +91,18 @@ class _AnyGenerator(type):
 
 
 class _Generator(metaclass=_AnyGenerator):
-    """One for the card is one of the host: it only has to be there."""
+    """Host generator for any device; random values do not exist on the card."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return torch._C.Generator("cpu")
 
 
-def _look(tensor: torch.Tensor) -> dict[str, Any]:
-    """What checkpointing compares of a tensor that was saved and made again: where it is depends on who asks."""
+def _metadata(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what checkpointing compares of a recomputed tensor; without its device, which depends on the caller."""
     return {"shape": tensor.shape, "dtype": tensor.dtype}
 
 
-def _seen_device(world: World) -> Any:
+def _device_getter(world: World) -> Any:
     def device(tensor: FakeTensor) -> torch.device:
         if tensor.fake_mode is not world.fake_mode or world.depth or tensor.fake_mode.in_kernel_invocation:
             return _DEVICE.fget(tensor)  # type: ignore[no-any-return]
@@ -111,8 +111,8 @@ def _seen_device(world: World) -> Any:
     return device
 
 
-def _applied(world: World, apply: Any) -> Any:
-    """A module that is moved to the card is already there, or is put there as it is."""
+def _wrap_apply(world: World, apply: Any) -> Any:
+    """Move a module to the card without replacing its tensors."""
 
     def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         tensors = [*module.parameters(), *module.buffers()]
@@ -126,18 +126,18 @@ def _applied(world: World, apply: Any) -> Any:
         if probe.device == SEEN_CARD:
             for tensor in tensors:
                 if not world.is_on_card(tensor):
-                    world.settle(tensor)
+                    world.put_on_card(tensor)
         return module
 
     return _apply
 
 
 def _always_step(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gradients without values are finite: a skipped step would leave the optimizer's state out of the peak."""
+    """Step without checking gradients for infinities; a skipped step would create no optimizer state."""
     return optimizer.step(*args, **kwargs)
 
 
-def _on_cpu(init: Any) -> Any:
+def _redirect_autocast(init: Any) -> Any:
     def __init__(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.float16
@@ -146,7 +146,7 @@ def _on_cpu(init: Any) -> Any:
     return __init__
 
 
-def _asked_of_cpu(function: Any) -> Any:
+def _query_cpu(function: Any) -> Any:
     def asked(*args: Any, **kwargs: Any) -> Any:
         args = tuple("cpu" if arg == "cuda" else arg for arg in args)
         return function(*(args or ("cpu",)), **kwargs)

@@ -55,7 +55,7 @@ class AllocatorSettings:
             key, _, value = item.partition(":")
             if key in _NOT_SIMULATED and item != "backend:native":
                 raise InvalidArgumentError(
-                    f"a simulated card does not know {item!r} of PYTORCH_ALLOC_CONF: leave it out, or probe on a real device"
+                    f"a simulated card does not support {item!r} in PYTORCH_ALLOC_CONF: leave it out, or probe on a real device"
                 )
             if key in _READERS:
                 name, read = _READERS[key]

@@ -1,8 +1,8 @@
-"""What the simulated world cannot know, as its tensors have no values: what is answered instead, and what is refused.
+"""Answers to questions about values, which simulated tensors do not have, and errors for what cannot be simulated.
 
-A step that asks `torch.isfinite(loss)` or `loss < best` is to go the way that training goes. So comparisons are answered
-as if every element were 1, which is what `.item()` gives, and the answer goes along with its tensor until it is read.
-What is refused is named, with the line of the user's file, and what to do instead.
+A step that asks `torch.isfinite(loss)` or `loss < best` should take the path that training takes. So comparisons are
+answered as if every element were 1, which is also what `.item()` returns; the answer follows its tensor until it is read.
+Errors name the line of the user's file and an alternative.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from oomprobe.verdicts.failure import is_library
 
 # --- answers ---
 
-Truths = weakref.WeakKeyDictionary[torch.UntypedStorage, float]  # by storage; booleans are 0 and 1
+KnownBools = weakref.WeakKeyDictionary[torch.UntypedStorage, bool]  # values of boolean tensors, by storage
 
 _CONSTANT = {"isfinite": True, "isnan": False, "isinf": False}
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
@@ -37,19 +37,19 @@ _SAME = {
 _NOT = {"logical_not", "bitwise_not"}
 
 
-def follow_truth(truths: Truths, func: Any, args: Any, result: Any) -> None:
-    """Note what the result of an operator is true or false, where that follows from its arguments."""
+def propagate_bool(known: KnownBools, func: Any, args: Any, result: Any) -> None:
+    """Record the value of a boolean result if it follows from the operator's arguments."""
     if not isinstance(result, torch.Tensor) or result.dtype is not torch.bool:
         return
-    truth = _truth(truths, func.overloadpacket.__name__, args)
-    if truth is not None:
-        truths[result.untyped_storage()] = truth
+    value = _bool_result(known, func.overloadpacket.__name__, args)
+    if value is not None:
+        known[result.untyped_storage()] = value
 
 
-def _truth(truths: Truths, name: str, args: Any) -> bool | None:
+def _bool_result(known: KnownBools, name: str, args: Any) -> bool | None:
     if name in _CONSTANT:
         return _CONSTANT[name]
-    values = [_value(truths, arg) for arg in args[:2]]
+    values = [_value(known, arg) for arg in args[:2]]
     if None in values or not values:
         return None
     if name in _SAME:
@@ -59,26 +59,26 @@ def _truth(truths: Truths, name: str, args: Any) -> bool | None:
     return bool(_COMPARE[name](*values)) if name in _COMPARE and len(values) == 2 else None
 
 
-def _value(truths: Truths, arg: Any) -> Any:
-    """What an argument is, everywhere; None where nobody knows."""
+def _value(known: KnownBools, arg: Any) -> Any:
+    """Return the value of all elements of an argument; None if unknown."""
     if not isinstance(arg, torch.Tensor):
         return arg if isinstance(arg, int | float) else 0
     if arg.dtype is torch.bool:
-        return truths.get(arg.untyped_storage())
+        return known.get(arg.untyped_storage())
     return 1
 
 
 def read_value(tensor: torch.Tensor, notes: dict[str, None]) -> Any:
-    """A finite number that is not zero for a loss, 1 for a count, False for a question; these two with a note."""
+    """Return 1.0 for a floating-point tensor; 1 for an integer and False for a boolean one, with a note."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return 1.0
     if tensor.dtype is torch.bool:
         value: int = False
-        did = "asks a tensor without data for yes or no: the answer was no. Where the step then does less"
+        problem = "reads a boolean from a tensor without data and gets False. If the step then does less work"
     else:
         value = 1
-        did = "reads a whole number from a tensor without data: it was given 1. Where a size depends on it"
-    notes[f"{user_line()} {did}, this answer is wrong"] = None
+        problem = "reads an integer from a tensor without data and gets 1. If a size depends on it"
+    notes[f"{user_line()} {problem}, this answer is wrong"] = None
     return value
 
 
@@ -87,24 +87,24 @@ def read_value(tensor: torch.Tensor, notes: dict[str, None]) -> Any:
 _INSTEAD = {
     "aten::nonzero": "use torch.where(mask, a, b), or multiply by the mask",
     "aten::masked_select": "multiply by the mask, or use torch.where(mask, a, b)",
-    "aten::index": "a boolean mask selects a number of rows that only data knows: multiply by the mask",
+    "aten::index": "the number of rows that a boolean mask selects depends on data: multiply by the mask",
     "aten::_unique2": "pass the number of classes instead of counting them",
 }
 _WANTS_DATA = ("no fake impl registered", "Cannot access data pointer of Tensor")
 
 
 def wants_data(error: RuntimeError) -> bool:
-    """Whether torch says that code asked a tensor without data for it."""
+    """Whether torch reports that code needs the data of a tensor without data."""
     return not isinstance(error, SimulationError) and any(text in str(error) for text in _WANTS_DATA)
 
 
-def is_of_the_host(error: RuntimeError) -> bool:
-    """Whether the CPU lacks a kernel that CUDA may well have: simulated tensors are CPU tensors to torch."""
+def lacks_cpu_kernel(error: RuntimeError) -> bool:
+    """Whether only the CPU lacks the kernel; torch treats simulated tensors as CPU tensors."""
     return '_cpu" not implemented for' in str(error)
 
 
 def refuse_operator(func: Any) -> NoReturn:
-    """Raise for an operator whose result depends on values."""
+    """Raise for an operator whose output shape depends on values."""
     name = func.name().partition(".")[0]
     instead = _INSTEAD.get(name, "make it from shapes, not from values")
     raise SimulationError(
@@ -114,15 +114,15 @@ def refuse_operator(func: Any) -> NoReturn:
 
 
 def refuse_missing_kernel(func: Any, why: BaseException) -> NoReturn:
-    """Raise for a custom operator that does not say what shapes it makes."""
+    """Raise for an operator without a fake implementation."""
     raise SimulationError(
-        f"{func} at {user_line()} cannot run without data ({type(why).__name__}: {why}). Register what it returns with "
+        f"{func} at {user_line()} cannot run without data ({type(why).__name__}: {why}). Register its output shapes with "
         "torch.library.register_fake, or probe on a real device"
     )
 
 
 def refuse_address(why: BaseException | None = None) -> NoReturn:
-    """Raise for code that wants to know where the data of a tensor is, as kernels of its own do."""
+    """Raise for code that asks for a tensor's data pointer, as custom kernels do."""
     where = user_line() if why is None else _raised_at(why)
     raise SimulationError(
         f"{where} asks for the address of a tensor's data, and a simulated card has none: a custom kernel needs "
@@ -131,28 +131,28 @@ def refuse_address(why: BaseException | None = None) -> NoReturn:
 
 
 def refuse_layout(tensor: torch.Tensor) -> None:
-    """Raise for tensors whose memory the simulation does not know."""
+    """Raise if the tensor is sparse or quantised."""
     if tensor.is_quantized or tensor.layout is not torch.strided:
         kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise SimulationError(
-            f"a {kind} tensor of shape {tuple(tensor.shape)} at {user_line()}: a simulated card knows dense tensors "
-            "only; probe on a real device"
+            f"a {kind} tensor of shape {tuple(tensor.shape)} at {user_line()}: a simulated card supports dense "
+            "tensors only; probe on a real device"
         )
 
 
 def user_line() -> str:
-    """File and line of the innermost frame that is neither torch's nor oomprobe's."""
+    """Return file and line of the innermost frame in the user's code."""
     return _innermost(traceback.walk_stack(sys._getframe())) or "an unknown line"
 
 
 def _raised_at(error: BaseException) -> str:
-    """File and line where a user's code raised an error, or called what did."""
+    """Return file and line of the innermost frame in the user's code in a traceback."""
     return _innermost(reversed(list(traceback.walk_tb(error.__traceback__)))) or "the step"
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)
-        if not is_library(path) and path.exists():  # a generated one has no line to look at
+        if not is_library(path) and path.exists():  # generated code has no file
             return f"{path.name}:{line}"
     return None

@@ -294,10 +294,10 @@ def test_what_a_refused_repetition_saw_is_told():
 def test_a_card_forgets_the_previous_model():
     card = SimulatedDevice("300MiB")
     first = probe(nn.Linear(256, 256), lambda m, n: (m(torch.zeros(n, 256, device="cuda")) > 5).sum().item(), card)
-    assert any("whole number" in note for note in first.notes)
+    assert any("reads an integer" in note for note in first.notes)
     model = conv_net()
     second, fresh = probe(model, trained(model), card), probe(model, trained(model), "sim:300MiB")
-    assert not any("whole number" in note for note in second.notes)
+    assert not any("reads an integer" in note for note in second.notes)
     tried = [[(t.batch_size, t.phase, t.passed, t.replayed) for t in result.trials] for result in (second, fresh)]
     assert tried[0] == tried[1]
 

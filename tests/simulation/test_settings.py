@@ -50,7 +50,7 @@ def test_refuses_what_it_cannot_read(item):
     "item", ["backend:cudaMallocAsync", "large_segment_size_mb:64", "max_non_split_rounding_mb:64"]
 )
 def test_refuses_what_is_not_simulated(item):
-    with pytest.raises(InvalidArgumentError, match=rf"does not know '{item}' .* probe on a real device"):
+    with pytest.raises(InvalidArgumentError, match=rf"does not support '{item}' .* probe on a real device"):
         AllocatorSettings.from_text(item)
 
 
