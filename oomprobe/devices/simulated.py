@@ -134,7 +134,7 @@ class SimulatedDevice:
                 )
         try:
             for tensor in tensors:
-                self._world.put_on_card(tensor)
+                self._world.fakes.put_on_card(tensor)
         except AllocatorOutOfMemory:
             storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
             needed, available = sum(storages.values()), self.card.available_bytes
@@ -212,7 +212,7 @@ class SimulatedDevice:
                 base=allocator.requested(),
                 events=events,
                 count=lambda: allocator.served,
-                address=self._world.block_of,
+                address=self._world.fakes.block_of,
             )
         finally:
             allocator.log = None

@@ -67,4 +67,4 @@ class _Building(Identity):
 
     def _put_on_card(self, tensor: torch.Tensor) -> None:
         with suppress(AllocatorOutOfMemory):  # reported with the total when the probe begins
-            self._world.put_on_card(tensor)
+            self._world.fakes.put_on_card(tensor)

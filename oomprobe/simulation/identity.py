@@ -76,7 +76,7 @@ class Identity(TorchFunctionMode):
         before = tensor.untyped_storage()
         setter(tensor, value)
         if not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata != before._cdata:
-            self._world.take_off_card(before)
+            self._world.fakes.take_off_card(before)
 
     # --- moving ---
 

@@ -126,7 +126,7 @@ def _wrap_apply(world: World, apply: Any) -> Any:
         if probe.device == SEEN_CARD:
             for tensor in tensors:
                 if not world.is_on_card(tensor):
-                    world.put_on_card(tensor)
+                    world.fakes.put_on_card(tensor)
         return module
 
     return _apply

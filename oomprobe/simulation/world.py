@@ -71,12 +71,7 @@ class World(TorchDispatchMode):
         self.poll: Callable[[], None] = lambda: None
         self.notes: dict[str, None] = {}
         self._processors = memory.card.processors
-        self._fakes = Fakes(self.fake_mode, memory)
-        self.put_on_card, self.block_of, self.take_off_card = (
-            self._fakes.put_on_card,
-            self._fakes.block_of,
-            self._fakes.take_off_card,
-        )
+        self.fakes = Fakes(self.fake_mode, memory)
         self._known_bools: KnownBools = weakref.WeakKeyDictionary()
         self._last_zeros: Callable[[], FakeTensor | None] = lambda: None
 
@@ -89,7 +84,7 @@ class World(TorchDispatchMode):
         """Whether a tensor, real or fake, is on the card."""
         if isinstance(tensor, FakeTensor):
             return tensor.fake_device == CARD or self.memory.holds(tensor.untyped_storage())
-        return self._fakes.on_card(tensor)
+        return self.fakes.on_card(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -133,7 +128,7 @@ class World(TorchDispatchMode):
             return self._run_on_host(func, args, kwargs, has_tensors=operands.any)
         if operands.on_card:
             for tensor in operands.on_host:
-                self._fakes.move_to_card(tensor)
+                self.fakes.move_to_card(tensor)
         args = self._faked(args)
         kwargs = {name: self._faked(value) for name, value in kwargs.items()}
         accumulates = func is _aten.add.Tensor and _adds_in_place(args)
@@ -182,12 +177,12 @@ class World(TorchDispatchMode):
             self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
             return
         results = result if isinstance(result, list | tuple) else (result,)
-        for value in (
-            reversed(results) if func is _aten.native_dropout.default else results
-        ):  # the mask is allocated first
+        if func is _aten.native_dropout.default:
+            results = results[::-1]  # the mask is allocated first
+        for value in results:
             if not isinstance(value, FakeTensor):
                 continue
-            if to_card and not (args and value is args[0]):  # unless in place on a host scalar
+            if to_card and not (args and value is args[0]):  # an in-place result stays where it is
                 value.fake_device = CARD
             if value.fake_device == CARD:
                 refuse_layout(value)
@@ -201,7 +196,7 @@ class World(TorchDispatchMode):
 
     def _faked(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._fakes.fake(value)
+            return self.fakes.fake(value)
         if type(value) in (list, tuple):
             return type(value)(self._faked(one) for one in value)
         return value
