@@ -18,11 +18,10 @@ from oomprobe.devices.base import History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.result import Phase, Trial
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.building import building
 from oomprobe.simulation.cards import Card, generic_card
 from oomprobe.simulation.catalogue import find_card
 from oomprobe.simulation.memory import Memory
-from oomprobe.simulation.session import session
+from oomprobe.simulation.session import building, session
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import Call, LiveBlocks, Replayer, replay_call
 from oomprobe.simulation.unknown import refuse_address, wants_data

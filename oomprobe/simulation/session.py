@@ -20,7 +20,7 @@ from oomprobe.errors import SimulationError
 from oomprobe.simulation.choices import Choices
 from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.fakes import CARD, HOST, SEEN_CARD
-from oomprobe.simulation.identity import Identity
+from oomprobe.simulation.identity import BuildingIdentity, Identity
 from oomprobe.simulation.unknown import user_line
 from oomprobe.simulation.world import World
 
@@ -38,7 +38,7 @@ def session(world: World) -> Iterator[None]:
             gc.disable()
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(Choices(lambda: threading.get_ident() == thread, world.memory.card.compute_capability))
-        for owner, name, value in patches(world):
+        for owner, name, value in _patches(world):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(patch.object(torch, "save", _refuse_save))
         # oneDNN runs a recurrent network as one operator, which hides what it keeps for backward.
@@ -56,7 +56,19 @@ def session(world: World) -> Iterator[None]:
         yield
 
 
-def patches(world: World) -> Iterator[tuple[Any, str, Any]]:
+@contextmanager
+def building(world: World) -> Iterator[None]:
+    """Run code that builds a model and moves it to ``"cuda"``; its tensors stay real, in host memory."""
+    with ExitStack() as stack:
+        for owner, name, value in _patches(world):
+            stack.enter_context(patch.object(owner, name, value))
+        identity = BuildingIdentity(world)
+        stack.enter_context(patch.object(torch, "load", identity.wrap_load(torch.load)))
+        stack.enter_context(identity)
+        yield
+
+
+def _patches(world: World) -> Iterator[tuple[Any, str, Any]]:
     """Yield replacements for torch's attributes, each with its owner and name."""
     for name, function in replacements(world.memory).items():
         for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator):
