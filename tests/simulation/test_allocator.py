@@ -1,4 +1,4 @@
-"""The rules, by hand, and what holds whatever happens; tests/cuda/test_simulated.py compares with torch's own allocator."""
+"""Hand-computed cases and invariants; tests/cuda/test_simulated.py compares with torch's own allocator."""
 
 import contextlib
 import itertools
@@ -35,11 +35,11 @@ def an_allocator(text="", capacity_bytes=GIB):
         (CUBLAS_WORKSPACE, CUBLAS_WORKSPACE, 20 * MIB),
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),
-        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # 1 MiB + 512 are left: split
-        (11 * MIB, 12 * MIB, 12 * MIB),  # 1 MiB is left: handed out whole
+        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # remainder of 1 MiB + 512: split
+        (11 * MIB, 12 * MIB, 12 * MIB),  # remainder of 1 MiB: not split
     ],
 )
-def test_what_a_first_request_costs(nbytes, allocated_bytes, reserved_bytes):
+def test_first_request(nbytes, allocated_bytes, reserved_bytes):
     allocator = an_allocator()
     handle = allocator.malloc(nbytes)
     assert (allocator.requested_bytes, allocator.allocated_bytes) == (nbytes, allocated_bytes)
@@ -49,25 +49,25 @@ def test_what_a_first_request_costs(nbytes, allocated_bytes, reserved_bytes):
     assert (allocator.requested_bytes, allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0, 0)
 
 
-# Positive numbers allocate so many MiB, negative ones free the nth allocation, 0 empties the cache: what is reserved then,
-# in MiB, and how often the cache was given back on the way.
+# Settings, capacity in MiB, operations, then reserved MiB and retries. Of the operations, positive numbers allocate that
+# many MiB, negative ones free the nth allocation, and 0 empties the cache.
 RULES = {
     "a segment of 20 MiB serves several requests": ("", 1000, [5, 5, 5, 5], 20, 0),
-    "small and large requests do not share segments": ("", 1000, [5, -1, 0.5], 22, 0),
-    "freed neighbours become one block": ("", 1000, [5, 5, 5, 5, -2, -4, -3, 9], 20, 0),
-    "a segment with a block in use stays": ("", 1000, [8, 8, -1, 0], 20, 0),
-    "cached segments are given back when memory is short": ("", 100, [60, -1, 80], 80, 1),
-    "below max_split_size a large block is kept whole": ("max_split_size_mb:32", 70, [50, -1, 5], 70, 0),
-    "above it, it serves requests of about its size": ("max_split_size_mb:32", 70, [50, -1, 32], 50, 0),
-    "a block 20 MiB too large does not": ("max_split_size_mb:32", 60, [60, -1, 40], 40, 0),
-    "one large block is given back before everything is": (
+    "small and large requests use different segments": ("", 1000, [5, -1, 0.5], 22, 0),
+    "free neighbours merge": ("", 1000, [5, 5, 5, 5, -2, -4, -3, 9], 20, 0),
+    "a segment with a live block stays reserved": ("", 1000, [8, 8, -1, 0], 20, 0),
+    "cached segments are released when memory runs out": ("", 100, [60, -1, 80], 80, 1),
+    "a small request does not use a block above max_split_size": ("max_split_size_mb:32", 70, [50, -1, 5], 70, 0),
+    "a request of about its size does": ("max_split_size_mb:32", 70, [50, -1, 32], 50, 0),
+    "a block 20 MiB larger than the request is not used": ("max_split_size_mb:32", 60, [60, -1, 40], 40, 0),
+    "one large block is released before the whole cache": (
         "max_split_size_mb:32", 110, [20, 40, 50, -1, -2, -3, 30], 100, 0
     ),
-    "or several, the largest first": ("max_split_size_mb:32", 142, [20, 32, 40, 50, -1, -2, -3, -4, 76], 128, 0),
-    "without a limit no garbage is collected": ("garbage_collection_threshold:0.1", 1000, [100, -1, 200, -2, 300], 600, 0),
+    "several large blocks are released, largest first": ("max_split_size_mb:32", 142, [20, 32, 40, 50, -1, -2, -3, -4, 76], 128, 0),
+    "no garbage collection without a limit": ("garbage_collection_threshold:0.1", 1000, [100, -1, 200, -2, 300], 600, 0),
     "an expandable segment grows by pages": (EXPANDABLE, 1000, [0.5, 15, 15], 42, 0),
     "only whole pages are unmapped": (EXPANDABLE, 1000, [15, 50, 5, -2, 0], 40, 0),
-    "and a request goes back into the gap": (EXPANDABLE, 1000, [15, 50, 5, -2, 0, 45], 80, 0),
+    "unmapped pages are mapped again": (EXPANDABLE, 1000, [15, 50, 5, -2, 0, 45], 80, 0),
 }  # fmt: skip
 
 
@@ -95,7 +95,7 @@ STEPS = st.lists(
 
 
 def played(allocator, steps):
-    """Yield after each step the handles alive; frees the handle that the size points at."""
+    """Yield the live handles after each step."""
     handles = []
     for kind, number in steps:
         if kind == "malloc":
@@ -109,7 +109,7 @@ def played(allocator, steps):
 
 
 @given(STEPS, st.sampled_from(ALLOCATOR_SETTINGS))
-def test_the_books_balance(steps, text):
+def test_invariants_hold_after_every_step(steps, text):
     allocator = an_allocator(text, 200 * MIB)
     handles = []
     for handles in played(allocator, steps):  # noqa: B007
@@ -120,7 +120,7 @@ def test_the_books_balance(steps, text):
         assert allocator.requested_bytes == sum(block.requested for block in live)
         assert allocator.reserved_bytes == sum(block.size for block in blocks if block.mapped)
         assert allocator.requested_bytes <= allocator.allocated_bytes <= allocator.reserved_bytes <= 200 * MIB
-        for block in blocks:  # linked in order, and merged where both are free
+        for block in blocks:  # linked in order, free neighbours merged
             if block.next is not None:
                 assert block.next.prev is block
                 assert block.next.address == block.address + block.size
@@ -136,7 +136,7 @@ def test_the_books_balance(steps, text):
 
 
 @given(STEPS, STEPS, st.sampled_from(ALLOCATOR_SETTINGS))
-def test_a_copy_goes_on_the_same_way_and_alone(steps, more, text):
+def test_a_copy_behaves_the_same_and_is_independent(steps, more, text):
     allocator = an_allocator(text, 200 * MIB)
     for _ in played(allocator, steps):
         pass
@@ -150,7 +150,7 @@ def test_a_copy_goes_on_the_same_way_and_alone(steps, more, text):
     assert twin.allocated_bytes == twin.requested_bytes == 0
 
 
-def test_garbage_is_what_has_waited_longest_in_a_copy_too():
+def test_garbage_collection_releases_the_oldest_blocks():
     allocator = an_allocator("garbage_collection_threshold:0.5,per_process_memory_fraction:0.8", 1000 * MIB)
     busy, old, young, _ = [allocator.malloc(size * MIB) for size in (20, 150, 160, 170)]
     allocator.free(busy)
@@ -163,19 +163,9 @@ def test_garbage_is_what_has_waited_longest_in_a_copy_too():
         assert (one.reserved_bytes, one.alloc_retries) == ((20 + 160 + 170 + 200) * MIB, 0)
 
 
-def test_fits_foretells_and_changes_nothing():
+def test_fits_predicts_malloc_and_changes_nothing():
     allocator = an_allocator(capacity_bytes=100 * MIB)
     allocator.free(allocator.malloc(60 * MIB))
     before = allocator.stats()
     assert [allocator.fits(size * MIB) for size in (60, 40, 70, 101)] == [True, True, False, False]
     assert allocator.stats() == before
-
-
-def test_peaks_start_anew():
-    allocator = an_allocator()
-    allocator.malloc(3 * MIB)
-    allocator.free(allocator.malloc(100 * MIB))
-    allocator.empty_cache()
-    assert (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes) == (103 * MIB, 120 * MIB)
-    allocator.reset_peaks()
-    assert (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes) == (3 * MIB, 20 * MIB)

@@ -25,7 +25,7 @@ EXPANDABLE = {"expandable_segments": True}
         ("backend:native,pinned_num_register_threads:8,new:[1,2]", {}),
     ],
 )
-def test_reads(text, fields):
+def test_parses_settings(text, fields):
     assert AllocatorSettings.from_text(text) == AllocatorSettings(**fields)
 
 
@@ -40,7 +40,7 @@ def test_reads(text, fields):
         "roundup_power2_divisions:[64]",
     ],
 )
-def test_refuses_what_it_cannot_read(item):
+def test_refuses_invalid_settings(item):
     with pytest.raises(InvalidArgumentError) as caught:
         AllocatorSettings.from_text(f"{item},new:1")
     assert str(caught.value) == f"{item!r} in PYTORCH_ALLOC_CONF cannot be read"
@@ -49,12 +49,12 @@ def test_refuses_what_it_cannot_read(item):
 @pytest.mark.parametrize(
     "item", ["backend:cudaMallocAsync", "large_segment_size_mb:64", "max_non_split_rounding_mb:64"]
 )
-def test_refuses_what_is_not_simulated(item):
+def test_refuses_settings_that_are_not_simulated(item):
     with pytest.raises(InvalidArgumentError, match=rf"does not support '{item}' .* probe on a real device"):
         AllocatorSettings.from_text(item)
 
 
-def test_the_environment_is_read_in_torchs_order(monkeypatch):
+def test_reads_the_environment_in_torchs_order(monkeypatch):
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     for name in names:
         monkeypatch.delenv(name, raising=False)

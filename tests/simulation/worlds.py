@@ -1,6 +1,4 @@
-"""A simulated card for tests: place a model on it, run steps, and ask what they took."""
-
-import contextlib
+"""A simulated card for tests: place a model on it, run steps, measure them."""
 
 from oomprobe.devices.simulated import SimulatedDevice
 
@@ -17,7 +15,7 @@ ALLOCATOR_SETTINGS = [  # as PYTORCH_ALLOC_CONF writes them
 
 
 class Bench:
-    """One card, one model; `run` calls a step in the simulated world and gives back what it returns."""
+    """One card and one model; `run` simulates a step and returns its result."""
 
     def __init__(self, model=None, card="8GiB", **options):
         self.device = SimulatedDevice(card, **options)
@@ -27,11 +25,9 @@ class Bench:
         self.device.start_trial()
 
     def run(self, step, times=1):
-        with contextlib.ExitStack() as stack:
-            for _ in range(times):
-                with self.device.session():
-                    result = step()
-            stack.pop_all()
+        for _ in range(times):
+            with self.device.session():
+                result = step()
         return result
 
     @property
