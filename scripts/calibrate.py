@@ -1,10 +1,10 @@
-"""Published measurements of GPU memory beside what `oomprobe.SimulatedDevice` answers: `scripts/calibrate`.
+"""Compare published measurements of GPU memory with `oomprobe.SimulatedDevice`: `scripts/calibrate`.
 
-Four families, each described with its source in its module under scripts/calibration: bert-large on a V100, timm's
-training benchmark on an RTX 3090, litgpt's LoRA table on an A100, and cuBLAS's workspace on an A10G. Nothing is fitted
-here: what differs from today's torch is a switch of the row, named there.
+There are four families, each described with its source in its module under scripts/calibration: bert-large on a V100,
+timm's training benchmark on an RTX 3090, litgpt's LoRA table on an A100, and cuBLAS's workspace on an A10G. Nothing is fitted
+here: each row names the switches that imitate an older torch.
 
-    scripts/calibrate                        all, with 20 rows of timm: about ten minutes on one core
+    scripts/calibrate                        all families, 20 rows of timm: about ten minutes on one core
     scripts/calibrate timm --rows 61 --sweep
 """
 
@@ -31,11 +31,17 @@ def main():
 
 def arguments_of():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}; default: all")
-    parser.add_argument("--rows", type=int, default=20, help="of timm, evenly spaced; 0: all (default: 20)")
-    parser.add_argument("--capacity", type=int, metavar="MIB", help="of the RTX 3090 for the allocator (22,000 MiB)")
-    parser.add_argument("--sweep", action="store_true", help="hits at other capacities too")
-    parser.add_argument("--torch", choices=("1.9", "1.10", "new"), default="1.9", help="that made bert's rows (1.9)")
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY", help=f"one or more of {', '.join(FAMILIES)} (default: all)"
+    )
+    parser.add_argument("--rows", type=int, default=20, help="rows of timm, evenly spaced; 0: all (default: 20)")
+    parser.add_argument(
+        "--capacity", type=int, metavar="MIB", help="allocator capacity of the RTX 3090 (default: 22,000)"
+    )
+    parser.add_argument("--sweep", action="store_true", help="count hits at other capacities too")
+    parser.add_argument(
+        "--torch", choices=("1.9", "1.10", "new"), default="1.9", help="torch version imitated for bert (default: 1.9)"
+    )
     arguments = parser.parse_args()
     unknown = [name for name in arguments.families if name not in FAMILIES]
     if unknown:
@@ -44,7 +50,7 @@ def arguments_of():
 
 
 def quiet():
-    """Deprecations and hints of transformers and timm say nothing about memory."""
+    """Silence deprecations and hints of transformers and timm."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
@@ -87,7 +93,7 @@ def litgpt(_):
     from calibration.litgpt import compare
     from calibration.rows import GB, shown_figures
 
-    yield "litgpt, LoRA, bf16-true, A100-40GB: peak allocated, GB; models and loop are ours, not litgpt's"
+    yield "litgpt, LoRA, bf16-true, A100-40GB: peak allocated, GB; models and training loop are reimplemented"
     yield from shown_figures(list(compare()), "GB", GB, 2)
 
 
@@ -95,7 +101,7 @@ def cublas(_):
     from calibration.cublas import compare
     from calibration.rows import shown_figures
 
-    yield "Linear(1, 1), A10G: what stays allocated, bytes"
+    yield "Linear(1, 1), A10G: bytes still allocated at the end"
     yield from shown_figures(list(compare()), "bytes", 1, 0)
 
 

@@ -1,4 +1,4 @@
-"""The simulated card beside torch's own allocator: single requests, peaks of steps from a cold start, and answers."""
+"""The simulated card compared with torch's own allocator: requests, kernels, cold steps and answers."""
 
 import random
 
@@ -30,7 +30,7 @@ STATS = [
 
 
 def operations(seed, count):
-    """Allocations, frees, emptied caches and limits, as a run of growing and shrinking phases."""
+    """Yield random operations in phases of growing and shrinking memory."""
     draw = random.Random(seed).random
     sizes = [int(2 ** (draw() * 27)) for _ in range(30)]
     sizes += [1, 512, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 8_519_680, 21 * MIB]
@@ -51,17 +51,16 @@ def operations(seed, count):
 
 
 def outcomes(malloc, free, empty_cache, limit, stats):
-    """The figures after each operation, with what was said where memory was refused."""
-    handles, outcomes = {}, []
+    """Return the figures and any error message after each operation."""
+    handles, results = {}, []
     for kind, number, nbytes in operations(7, 3000):
-        said = ""
+        message = ""
         if kind == "malloc":
             try:
                 handles[number] = malloc(nbytes)
             except (torch.OutOfMemoryError, AllocatorOutOfMemory) as error:
-                said = str(error).partition(" If reserved but")[
-                    0
-                ]  # torch 2.14 has no such advice for expandable segments
+                # Without its advice, which torch 2.14 does not give for expandable segments.
+                message = str(error).partition(" If reserved but")[0]
         elif kind == "free" and number in handles:
             free(handles.pop(number))
         elif kind == "empty":
@@ -69,8 +68,8 @@ def outcomes(malloc, free, empty_cache, limit, stats):
         elif kind == "limit":
             limit(number)
         figures = stats()
-        outcomes.append(([figures[name] for name in STATS], said))
-    return outcomes
+        results.append(([figures[name] for name in STATS], message))
+    return results
 
 
 def torchs_outcomes(text):
@@ -84,9 +83,9 @@ def torchs_outcomes(text):
 
 
 @pytest.mark.parametrize("text", ALLOCATOR_SETTINGS)
-def test_requests_are_served_as_torch_serves_them(text):
+def test_requests_have_the_same_outcome_as_in_torch(text):
     settings = AllocatorSettings.from_text(text)
-    # A total that is larger by far: an expandable segment has room for all, and no second one is placed by the driver.
+    # The large total gives an expandable segment room for everything; the driver would place a second one elsewhere.
     allocator = CachingAllocator(290 * MIB, settings, total_bytes=3000 * MIB)
 
     def limit(fraction):
@@ -139,7 +138,7 @@ def simulated_bytes(name, card):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_take_what_torchs_take(name):
+def test_backward_allocates_as_much_as_in_torch(name):
     taken = forked(backward_bytes, name, memory="40GiB", card=A100)
     assert forked(simulated_bytes, name, A100) == pytest.approx(taken, rel=0.002)
 
@@ -173,7 +172,7 @@ def cross_entropy(model, x, y):
 
 
 def mlp(dtype=None, make=torch.optim.AdamW):
-    """Few rows of weights, many of data: the bias gradients take more than anything else."""
+    """Few weights, much data: bias gradients take the most memory."""
     layers = nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Dropout(0.1), nn.Linear(1024, 1024), nn.ReLU()
     return trained(nn.Sequential(*layers, nn.Linear(1024, 10)), labelled(256), cross_entropy, dtype=dtype, make=make)
 
@@ -190,7 +189,7 @@ class LanguageModel(nn.Module):
 
 
 def language_model(dtype=None):
-    """Sorted embedding gradients, attention in float32 or 16 bit, a loss over a vocabulary."""
+    """Sorted embedding gradients, attention, a loss over a vocabulary."""
     return trained(
         LanguageModel(),
         lambda b: (torch.randint(8000, (b, 64), device="cuda"),),
@@ -224,7 +223,7 @@ class Routed(nn.Module):
 
 
 def routed():
-    """Gradients that are scattered, a mean inside a loss."""
+    """Scattered gradients, and a loss that computes its own mean."""
     return trained(Routed(), lambda b: (torch.randn(b, 64, device="cuda"),), lambda model, x: model(x))
 
 
@@ -272,7 +271,7 @@ def peaks(make, size):
         (routed, 30_000, A100),
     ],
 )
-def test_peaks_are_those_of_torchs_allocator(make, size, card):
+def test_peaks_match_torchs_allocator(make, size, card):
     allocated, reserved = forked(peaks, make, size, memory="40GiB", card=card)
     assert forked(simulated_peaks, make, size, card) == (
         pytest.approx(allocated, rel=0.001),
@@ -303,7 +302,7 @@ def runs(make, size, fraction):
     ("make", "card", "memory"),
     [(mlp, A100, "4GiB"), (lambda: mlp(torch.bfloat16), RTX_4090, "1GiB"), (language_model, RTX_3090, "1GiB"), (conv_net, T4, "600MiB")],
 )  # fmt: skip
-def test_answers_are_those_of_fresh_processes(make, card, memory):
+def test_answers_match_fresh_processes(make, card, memory):
     size, fraction = forked(simulated_answer, make, card, memory, memory=memory, card=card)
     tried = [forked(runs, make, int(size * share), fraction, memory=memory, card=card) for share in (0.99, 1, 1.011)]
     assert tried == [True, True, False]

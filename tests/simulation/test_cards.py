@@ -23,7 +23,7 @@ def test_every_card_is_plausible_and_found_by_both_names(card):
         assert find_card(name) is card
 
 
-def test_a_measured_context_overrides_that_of_the_compute_capability():
+def test_a_measured_context_overrides_the_default():
     assert find_card("T4").context_bytes == 144 * 2**20 < find_card("2080 Ti").context_bytes
 
 

@@ -26,7 +26,7 @@ def conv_net():
     )  # fmt: skip
 
 
-def trained(model, device=None):
+def conv_step(model, device=None):
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(model, batch_size):
@@ -41,12 +41,13 @@ def trained(model, device=None):
     return step
 
 
-def trained_on(model, width, make=torch.optim.AdamW):
+def linear_step(model, width, make=torch.optim.AdamW, inputs=lambda x: [x]):
     optimizer = make(model.parameters())
 
     def step(model, batch_size):
         optimizer.zero_grad()
-        model(torch.randn(batch_size, width)).square().mean().backward()
+        for x in inputs(torch.randn(batch_size, width, device="cuda")):
+            model(x).square().mean().backward()
         optimizer.step()
 
     return step
@@ -60,7 +61,7 @@ def check(model, step, batch_size, device="sim:1GiB", **options):
     return oomprobe.check(model, step, batch_size, device=device, progress="off", **options)
 
 
-def was_run(result):
+def answer_ran(result):
     return any(
         t.batch_size == result.batch_size and t.phase == "confirm" and t.passed and not t.replayed
         for t in result.trials
@@ -71,11 +72,11 @@ def was_run(result):
 
 
 @pytest.mark.parametrize(("device", "memory_fraction"), [(None, 0.9), ("cuda", 1.0)])
-def test_the_answer_was_run(device, memory_fraction):
+def test_the_answer_ran(device, memory_fraction):
     model = conv_net()
-    step = trained(model, device)
+    step = conv_step(model, device)
     result = probe(model, step, memory_fraction=memory_fraction)
-    assert was_run(result)
+    assert answer_ran(result)
     with pytest.raises(NothingFitsError):
         check(model, step, result.batch_size + 1, memory_fraction=memory_fraction)
     assert result.state_verified
@@ -83,25 +84,25 @@ def test_the_answer_was_run(device, memory_fraction):
     assert result.available_bytes == 1024 * MIB
     assert sum(t.replayed for t in result.trials) > 8
     assert all(t.peak_reserved_bytes <= t.cap_bytes for t in result.trials if t.passed and t.cap_bytes is not None)
-    assert all(t.step_s is None for t in result.trials)  # the time of fakes is nobody's
+    assert all(t.step_s is None for t in result.trials)  # fake steps have no meaningful time
 
 
-def test_replaying_answers_what_running_answers(monkeypatch):
+def test_replays_and_runs_agree(monkeypatch):
     model = conv_net()
-    quick, slow = trained(model), trained(model)
+    quick, slow = conv_step(model), conv_step(model)
     replayed = probe(model, quick, "sim:600MiB")
     monkeypatch.setattr(SimulatedDevice, "replay", lambda *_: None)
     ran = probe(model, slow, "sim:600MiB")
     assert replayed.batch_size == ran.batch_size
     assert not any(t.replayed for t in ran.trials)
     assert quick.calls <= 14 < slow.calls
-    peaks, seen = (
+    run_peaks, replay_peaks = (
         {(t.batch_size, t.cap_bytes): (t.peak_allocated_bytes, t.peak_reserved_bytes) for t in result.trials if t.passed}
         for result in (ran, replayed)
     )  # fmt: skip
-    both = [size for size in peaks if size in seen]
+    both = run_peaks.keys() & replay_peaks.keys()
     assert len(both) > 5
-    assert [peaks[size] for size in both] == [seen[size] for size in both]
+    assert all(run_peaks[size] == replay_peaks[size] for size in both)
 
 
 def evaluated(model, batch_size):
@@ -110,57 +111,40 @@ def evaluated(model, batch_size):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_steps_that_follow_no_line_are_run_at_every_size(several):
+def test_nonlinear_steps_run_at_every_size(several):
     model = nn.Linear(256, 256)
-    optimizer = torch.optim.SGD(model.parameters())
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        x = torch.randn(batch_size, 256, device="cuda")
-        for chunk in [x] if several else x.split(32):
-            model(chunk).square().mean().backward()
-        optimizer.step()
-
+    step = linear_step(model, 256, torch.optim.SGD, lambda x: [x] if several else x.split(32))
     result = probe(model, {"train": step, "eval": evaluated} if several else step, "sim:64MiB", max_batch=512)
     assert result.batch_size == 512
-    assert not any(t.replayed for t in result.trials)  # those that were replayed before it showed are gone
+    assert not any(t.replayed for t in result.trials)  # earlier replays are discarded
 
 
-def test_a_step_that_changes_course_is_searched_again(monkeypatch):
-    """Replays that three small sizes promise, and a larger one does not keep."""
+def test_a_contradicted_replay_restarts_the_search(monkeypatch):
+    """Three small sizes follow a line that a larger one leaves."""
     model = nn.Linear(256, 256)
-    optimizer = torch.optim.SGD(model.parameters())
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        x = torch.randn(batch_size, 256, device="cuda")
-        if batch_size > 1000:
-            x = torch.cat([x, x, x, x])
-        model(x).square().mean().backward()
-        optimizer.step()
-
+    step = linear_step(model, 256, torch.optim.SGD, lambda x: [torch.cat([x] * 4) if len(x) > 1000 else x])
     result = probe(model, step, "sim:64MiB")
     monkeypatch.setattr(SimulatedDevice, "replay", lambda *_: None)
     assert result.batch_size == probe(model, step, "sim:64MiB").batch_size
-    assert was_run(result)
+    assert answer_ran(result)
 
 
-def test_a_limit_on_the_size_and_the_plan_are_run():
+def test_max_batch_and_the_plan_run():
     model = conv_net()
-    result = probe(model, trained(model), max_batch=100, steps=9, global_batch=10_000)
+    result = probe(model, conv_step(model), max_batch=100, steps=9, global_batch=10_000)
     assert (result.batch_size, result.limited_by) == (100, "max_batch")
-    assert was_run(result)
+    assert answer_ran(result)
     assert {t.steps for t in result.trials if not t.replayed and t.accumulation_steps == 1} == {10}
     assert result.plan(10_000)[0].ran_accumulated
     assert not any(t.replayed and t.accumulation_steps > 1 for t in result.trials)
 
 
-# --- everything as it was ---
+# --- nothing changes ---
 
 
-def test_nothing_of_the_users_is_changed():
+def test_the_users_objects_are_unchanged():
     model = conv_net()
-    step = trained(model)
+    step = conv_step(model)
     for _ in range(3):
         step(model, 4)  # mid-life
     before = copy.deepcopy((model.state_dict(), step.optimizer.state_dict()))
@@ -176,15 +160,15 @@ def test_nothing_of_the_users_is_changed():
         torch.equal(p.grad, g) and type(p.grad) is torch.Tensor for p, g in zip(model.parameters(), grads, strict=True)
     )
     assert torch.equal(torch.get_rng_state(), rng)
-    step(model, 4)  # and training goes on
+    step(model, 4)  # training can continue
 
 
 @pytest.mark.parametrize(
     ("stop", "error"), [(KeyError("mine"), StepFailedError), (KeyboardInterrupt(), KeyboardInterrupt)]
 )
-def test_every_way_out_leaves_the_world_as_it_was(stop, error):
+def test_every_exit_restores_everything(stop, error):
     model = conv_net()
-    step = trained(model)
+    step = conv_step(model)
 
     def stopping(model, batch_size):
         step(model, batch_size)
@@ -200,7 +184,7 @@ def test_every_way_out_leaves_the_world_as_it_was(stop, error):
     assert type(torch.randn(3)) is torch.Tensor
 
 
-def test_a_leak_is_told():
+def test_a_leak_is_reported():
     model, kept = conv_net(), []
     with pytest.raises(UnreliableError, match="did not come back"):
         probe(model, lambda m, n: kept.append(m(torch.randn(n, 3, 32, 32)).mean()), "sim:64MiB")
@@ -236,20 +220,20 @@ print("stopped", stopped)
 
 
 @pytest.mark.slow
-def test_time_limits_at_any_moment_leave_everything_as_it_was():
-    """An exception in a function that torch's C++ calls would end the process: it waits for a place where it can leave."""
+def test_a_time_limit_at_any_moment_restores_everything():
+    """An exception in a function called from torch's C++ would end the process, so it is raised at a safe point."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, "1"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) > 3
 
 
-def test_optimizers_of_other_threads_are_their_own():
+def test_optimizers_in_other_threads_are_ignored():
     model, other = nn.Linear(64, 64), nn.Linear(8, 8)
-    go_on = threading.Event()
+    stop = threading.Event()
 
     def train():
         optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-        while not go_on.is_set():
+        while not stop.is_set():
             other.weight.grad = torch.ones(8, 8)
             optimizer.step()
             time.sleep(0.001)
@@ -258,20 +242,20 @@ def test_optimizers_of_other_threads_are_their_own():
     before = other.weight.detach().clone()
     thread.start()
     try:
-        result = probe(model, trained_on(model, 64), "sim:64MiB")
+        result = probe(model, linear_step(model, 64), "sim:64MiB")
     finally:
-        go_on.set()
+        stop.set()
         thread.join()
     assert result.state_verified
-    assert not torch.equal(other.weight, before)  # it was not rolled back
+    assert not torch.equal(other.weight, before)  # not restored
 
 
-# --- what is said ---
+# --- reports ---
 
 
 def test_the_report_says_that_it_is_simulated():
     model = conv_net()
-    result = probe(model, trained(model))
+    result = probe(model, conv_step(model))
     text = str(result)
     assert "simulated: no kernel ran" in " ".join(text.split())
     assert "workspaces of cuDNN" in text
@@ -281,10 +265,10 @@ def test_the_report_says_that_it_is_simulated():
     assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
 
 
-def test_what_a_refused_repetition_saw_is_told():
-    """The first call fits, its repetition does not: fragments of the first are in its way."""
+def test_retries_before_a_failed_second_call_are_reported():
+    """The first call fits; fragmentation makes the second one fail."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
-    step, card = trained_on(model, 512), "sim:100MiB"
+    step, card = linear_step(model, 512), "sim:100MiB"
     result = probe(model, step, card)
     with pytest.raises(NothingFitsError) as error:
         check(model, step, result.batch_size + 1, card)
@@ -296,7 +280,7 @@ def test_a_card_forgets_the_previous_model():
     first = probe(nn.Linear(256, 256), lambda m, n: (m(torch.zeros(n, 256, device="cuda")) > 5).sum().item(), card)
     assert any("reads an integer" in note for note in first.notes)
     model = conv_net()
-    second, fresh = probe(model, trained(model), card), probe(model, trained(model), "sim:300MiB")
+    second, fresh = probe(model, conv_step(model), card), probe(model, conv_step(model), "sim:300MiB")
     assert not any("reads an integer" in note for note in second.notes)
     tried = [[(t.batch_size, t.phase, t.passed, t.replayed) for t in result.trials] for result in (second, fresh)]
     assert tried[0] == tried[1]
@@ -321,14 +305,14 @@ def test_a_card_smaller_than_the_model_says_by_how_much():
         probe(model, lambda m, n: m(torch.randn(n, 4096)).sum(), "sim:48MiB")
 
 
-def test_a_model_elsewhere_is_refused():
+def test_a_model_on_the_meta_device_is_refused():
     with pytest.raises(InvalidArgumentError, match="on the meta device"):
         probe(nn.Linear(4, 4, device="meta"), lambda m, n: None)
 
 
-def test_settings_of_the_allocator_are_honoured(monkeypatch):
+def test_allocator_settings_apply(monkeypatch):
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
-    step = trained_on(model, 1024, torch.optim.SGD)
+    step = linear_step(model, 1024, torch.optim.SGD)
 
     def answer(**options):
         return probe(model, step, SimulatedDevice("200MiB", **options), memory_fraction=1.0).batch_size
@@ -339,7 +323,7 @@ def test_settings_of_the_allocator_are_honoured(monkeypatch):
     assert answer() == expandable
 
 
-def test_the_fraction_of_the_process_is_a_limit():
+def test_the_process_memory_fraction_is_a_limit():
     card = SimulatedDevice("1GiB", settings=AllocatorSettings(per_process_memory_fraction=0.75))
     assert card.available_bytes() == 768 * MIB
     with card.building():
@@ -350,28 +334,28 @@ def test_the_fraction_of_the_process_is_a_limit():
     assert card._memory.allocator.limit_bytes is None
 
 
-def test_a_cap_below_what_segments_hold_but_above_what_lives():
-    """A process that is held to the cap from its start would never have had those segments."""
+def test_a_cap_between_live_and_reserved_memory():
+    """A process that starts under this cap would not have reserved those segments."""
     card, kept = SimulatedDevice("1GiB"), []
     with card.session():
         parts = [torch.empty(5 * MIB, dtype=torch.uint8, device="cuda") for _ in range(32)]
         kept += parts[::4]
         del parts
     card.release()
-    assert card._memory.allocator.reserved_bytes == 160 * MIB  # of each segment of 20 MiB a quarter
+    assert card._memory.allocator.reserved_bytes == 160 * MIB  # a quarter of each 20 MiB segment is live
     with card.cap(100 * MIB), card.session():
         assert torch.cuda.memory_reserved() == 40 * MIB
         torch.empty(50 * MIB, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError), card.cap(39 * MIB), card.session():
-        pass  # not even what lives
+        pass  # less than the live memory
 
 
-def test_what_is_live_is_what_was_asked_for():
-    """The same gradient may lie in a block that is up to 1 MiB larger the next time: no leak of the step's."""
+def test_live_bytes_are_requested_bytes():
+    """A block may be up to 1 MiB larger for the same gradient in the next call, which is no leak."""
     card, kept = SimulatedDevice("1GiB"), []
     with card.session():
         kept.append(torch.empty(11 * MIB, dtype=torch.uint8, device="cuda"))
-        assert torch.cuda.memory_allocated() == 12 * MIB  # its own segment, too little over to be split
+        assert torch.cuda.memory_allocated() == 12 * MIB  # own segment, remainder too small to split
     assert card.live_bytes() == 11 * MIB
 
 
@@ -390,17 +374,17 @@ def test_a_model_built_for_cuda():
     assert type(model[0].weight) is nn.Parameter
     assert model[0].weight.device.type == "cpu"
     assert card.live_bytes() == 4 * MIB + sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
-    assert probe(model, trained(model, "cuda"), card).state_verified
+    assert probe(model, conv_step(model, "cuda"), card).state_verified
 
 
 def test_values_are_there_while_a_model_is_built():
-    """Nothing is faked yet: initialisation may read what it has made."""
+    """Initialisation may read the tensors it creates."""
     with SimulatedDevice("1GiB").building():
-        made = torch.tensor([1.0, 2.0, 3.0], device="cuda")
-        assert str(made.device) == "cuda:0"
-        assert [float(one) for one in made] == made.tolist() == made.cpu().numpy().tolist() == [1.0, 2.0, 3.0]
-        assert made[1].item() == 2.0
-        assert made.data_ptr() == made.view(3).data_ptr()
+        x = torch.tensor([1.0, 2.0, 3.0], device="cuda")
+        assert str(x.device) == "cuda:0"
+        assert [float(value) for value in x] == x.tolist() == x.cpu().numpy().tolist() == [1.0, 2.0, 3.0]
+        assert x[1].item() == 2.0
+        assert x.data_ptr() == x.view(3).data_ptr()
 
 
 def test_targets_are_built_on_the_card(tmp_path):
@@ -421,7 +405,7 @@ def test_targets_are_built_on_the_card(tmp_path):
     assert "T4" in result.device
 
 
-def test_checkpoints_of_a_card_load_onto_it(tmp_path):
+def test_checkpoints_load_onto_the_card(tmp_path):
     path = tmp_path / "model.pt"
     torch.save(nn.Linear(512, 512).state_dict(), path)
     card = SimulatedDevice("1GiB")
@@ -434,7 +418,7 @@ def test_checkpoints_of_a_card_load_onto_it(tmp_path):
     assert model.weight.device.type == "cpu"
 
 
-def test_loading_weights_in_a_step_keeps_the_host_copy():
+def test_a_step_can_load_weights_from_the_host():
     model, kept = nn.Linear(512, 512), {k: v.clone() for k, v in nn.Linear(512, 512).state_dict().items()}
     card = SimulatedDevice("1GiB")
     card.place([*model.parameters()])
@@ -447,14 +431,14 @@ def test_loading_weights_in_a_step_keeps_the_host_copy():
 # --- breakdowns ---
 
 
-def taking(kib):
-    """A step that takes so much for each sample."""
+def step_using(kib):
+    """Return a step that allocates this much per sample."""
     return lambda model, n: torch.ones(n, kib, 256, device="cuda").sum() + model(torch.ones(2, 8)).sum()
 
 
 @pytest.mark.parametrize("kibs", [(1, 64), (64, 1)])
-def test_a_breakdown_is_of_the_step_that_needs_the_most(kibs):
-    steps = {f"{kib} KiB": taking(kib) for kib in kibs}
+def test_the_breakdown_is_of_the_largest_step(kibs):
+    steps = {f"{kib} KiB": step_using(kib) for kib in kibs}
     breakdown = check(nn.Linear(8, 8), steps, 64, breakdown=True).breakdown
     assert breakdown.step_name == "64 KiB"
     assert sum(breakdown.parts.values()) == breakdown.peak_reserved_bytes
@@ -475,13 +459,13 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_who_recomputes_already_is_not_told_to(checkpointed):
+def test_checkpointing_is_not_suggested_twice(checkpointed):
     model = Blocks(checkpointed=checkpointed)
-    result = check(model, trained_on(model, 256), 4096, breakdown=True)
+    result = check(model, linear_step(model, 256), 4096, breakdown=True)
     assert (result.breakdown.repeated is None) == checkpointed
 
 
-def test_a_breakdown_that_fails_costs_no_answer():
+def test_a_failed_breakdown_keeps_the_answer():
     calls = []
 
     def step(model, batch_size):

@@ -1,4 +1,4 @@
-"""What kernels take for themselves; the numbers are what torch 2.14.1 asked of its own allocator for the same call."""
+"""Scratch memory of kernels; expected numbers are the requests of torch 2.14.1 to its own allocator for the same call."""
 
 import pytest
 import torch
@@ -31,14 +31,14 @@ def test_partial_results_of_reductions(card, item, shape, strides, reduced, expe
 
 
 @pytest.mark.parametrize("reduce", [lambda x: x.sum(0), lambda x: torch.sum(x, dim=0), lambda x: x.mean(dim=[0])])
-def test_a_step_that_reduces_takes_them(reduce):
+def test_reductions_in_a_step_allocate_partial_results(reduce):
     bench = Bench(None, "A100-80GB")
     bench.run(lambda: reduce(torch.zeros(20000, 1024, device="cuda")))
     assert bench.peak_bytes == 20000 * 1024 * 4 + 1024 * 4 + 113246208 + 512
 
 
 @pytest.mark.parametrize(("loss", "copies"), [(F.mse_loss, 1), (F.smooth_l1_loss, 1), (F.binary_cross_entropy, 0)])
-def test_a_mean_inside_a_loss(loss, copies):
+def test_a_loss_that_computes_its_own_mean(loss, copies):
     bench = Bench(None, "1GiB")
     nbytes = 4 << 20
 
@@ -47,13 +47,13 @@ def test_a_mean_inside_a_loss(loss, copies):
         return loss(x, x)
 
     value = bench.run(step)
-    assert bench.allocated_bytes == nbytes  # the one number keeps the storage of all elements
+    assert bench.allocated_bytes == nbytes  # the scalar keeps the storage of all elements
     assert bench.peak_bytes == (2 + copies) * nbytes
     del value
 
 
 def allocations(keep):
-    """Of a step in which two gradients for one tensor meet."""
+    """Count the allocations of a step that adds two gradients of one tensor."""
     bench, kept = Bench(None, "1GiB"), []
 
     def step():
@@ -66,11 +66,11 @@ def allocations(keep):
     return bench.device._memory.allocator.served
 
 
-def test_autograd_adds_up_in_place_what_only_it_holds():
+def test_autograd_adds_gradients_in_place_if_only_it_holds_them():
     assert allocations(keep=True) == allocations(keep=False) + 1
 
 
-# --- workspaces that convolutions would like ---
+# --- workspaces of convolutions ---
 
 
 def forward(images, weight, stride=(1, 1), padding=(0, 0), dilation=(1, 1), *, transposed=False, groups=1):
@@ -84,13 +84,13 @@ def backward(images, weight, *, transposed=False, groups=1):
 
 
 @pytest.mark.parametrize(
-    ("asked", "values"),
+    ("workspace", "values"),
     [
         (lambda x: forward(x, torch.empty(16, 8, 3, 3)), 2 * 8 * 9 * 8 * 8),
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), padding=(1, 1)), 2 * 8 * 9 * 10 * 10),
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), stride=(2, 2)), 2 * 8 * 9 * 4 * 4),
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), dilation=(2, 2)), 2 * 8 * 9 * 6 * 6),
-        (lambda x: forward(x, torch.empty(16, 8, 1, 1)), 0),  # a product of matrices
+        (lambda x: forward(x, torch.empty(16, 8, 1, 1)), 0),  # a matrix product
         (lambda x: forward(x, torch.empty(8, 4, 3, 3), transposed=True), 2 * 4 * 9 * 10 * 10),
         (lambda x: forward(x, torch.empty(8, 4, 3, 3), transposed=True, groups=2), 2 * 8 * 9 * 10 * 10),
         (lambda x: backward(x, torch.empty(16, 8, 3, 3)), 2 * 8 * 9 * 8 * 8),
@@ -98,6 +98,6 @@ def backward(images, weight, *, transposed=False, groups=1):
         (lambda x: convolution_workspace(torch.ops.aten.mm.default, (x, x)), 0),
     ],
 )
-def test_the_patches_of_images_of_ten_by_ten(asked, values):
-    assert asked(torch.empty(2, 8, 10, 10)) == 4 * values
-    assert asked(torch.empty(2, 8, 10, 10, dtype=torch.float16)) == 2 * values
+def test_unfolded_patches_of_10x10_images(workspace, values):
+    assert workspace(torch.empty(2, 8, 10, 10)) == 4 * values
+    assert workspace(torch.empty(2, 8, 10, 10, dtype=torch.float16)) == 2 * values

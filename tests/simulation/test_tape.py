@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def a_call(*sizes, leave=0, dead=()):
-    """Blocks are born and die at once, but for the last ones; `dead` are those of the call before."""
+    """Return a call that frees its blocks at once, except the last `leave`, and the `dead` blocks of the previous call."""
     events = [(DIED, 1, index) for index in dead]
     for index in range(len(sizes)):
         events.append((BORN, index, 0))
@@ -22,10 +22,10 @@ def a_call(*sizes, leave=0, dead=()):
     return Call(tuple(events), tuple(sizes))
 
 
-def test_closed_calls_free_what_they_left():
+def test_closed_calls_free_what_the_previous_one_left():
     assert a_call(1, 2, leave=1, dead=[1]).closed
     assert not a_call(1, 2, leave=1).closed  # leaves a block each time
-    assert not a_call(1, 2, leave=1, dead=[0]).closed  # frees another one than it left
+    assert not a_call(1, 2, leave=1, dead=[0]).closed  # frees a different block
     assert a_call(1, 2).closed
     assert a_call(1, 2, leave=1, dead=[1]).core == a_call(1, 2, leave=1).core
 
@@ -50,28 +50,28 @@ def test_lines_are_found_and_followed_exactly(blocks, sizes, further):
 @pytest.mark.parametrize(
     "others",
     [
-        [a_call(21)],  # half a byte a sample
+        [a_call(21)],  # half a byte per sample
         [a_call(20, 1)],  # another sequence
         [a_call(20, leave=1)],
         [a_call(20), a_call(20)],
     ],
 )
-def test_what_follows_no_line_is_not_predicted(others):
+def test_calls_that_follow_no_line_are_not_predicted(others):
     assert lines_through(2, [a_call(10)], 4, others) is None
 
 
-# --- what is replayed ---
+# --- replay ---
 
 
 def step(batch_size, dead=(2,)):
-    """Two activations, and a gradient that stays until the next call."""
+    """Return a call with two activations and a gradient that lives until the next call."""
     born = (BORN, 0, 0), (BORN, 1, 0), (BORN, 2, 0)
     events = (*((DIED, 1, index) for index in dead), *born, (DIED, 0, 0), (DIED, 0, 1))
     return Call(events, (batch_size * MIB, 2 * batch_size * MIB, 4 * MIB))
 
 
 def first(batch_size):
-    """Cold: no gradient is there, and a workspace is taken."""
+    """Return the cold call: no gradient to free, and a workspace to allocate."""
     call = step(batch_size, dead=())
     return Call((*call.events, (BORN, 3, 0)), (*call.sizes, 8 * MIB))
 
@@ -87,21 +87,20 @@ def taught(*sizes):
     return replayer
 
 
-def test_a_cache_that_the_step_gives_back():
+def test_a_step_that_releases_the_cache():
     allocator = CachingAllocator(1024 * MIB)
     replay_call(allocator, Call(((BORN, 0, 0), (DIED, 0, 0), (RELEASED, 0, 0)), (64 * MIB,)), {})
     assert allocator.reserved_bytes == 0
 
 
-def test_two_sizes_show_a_cold_trial():
-    """It is its first call, and steady ones."""
+def test_two_sizes_predict_the_calls_of_a_cold_trial():
     assert taught(1).calls(100, 9) is None
     assert taught(1, 2).calls(100, 1) == [first(100)]
     assert taught(1, 2).calls(100, 4) == [first(100), step(100), step(100), step(100)]
 
 
-def test_the_last_sizes_count():
-    """Batch 1 often goes another way: a transposed tensor of one row needs no copy."""
+def test_the_last_two_sizes_determine_the_line():
+    """Batch size 1 often differs: a transposed tensor of one row needs no copy."""
     replayer = Replayer()
     odd = Call((*step(1).events, (BORN, 3, 0), (DIED, 0, 3)), (*step(1).sizes, MIB))
     for size, calls in ((1, [first(1), odd, odd]), (2, cold(2))):
@@ -111,7 +110,7 @@ def test_the_last_sizes_count():
     assert replayer.lines is not None
 
 
-def test_a_size_that_leaves_the_line_ends_it():
+def test_a_size_off_the_line_ends_replays():
     replayer = taught(1, 2, 4)
     assert not replayer.learn(8, [first(8), *[Call(step(8).events, (1, 2, 3))] * 2])
     for size in (16, 32, 64):
@@ -119,7 +118,7 @@ def test_a_size_that_leaves_the_line_ends_it():
         assert replayer.lines is None
 
 
-def test_steady_is_what_came_twice_or_is_known():
+def test_a_call_is_steady_if_repeated_or_known():
     replayer = taught(1, 2, 4)
     fresh = Replayer()
     assert fresh.steady([step(8)]) is None
@@ -128,10 +127,10 @@ def test_steady_is_what_came_twice_or_is_known():
     leaking = step(8, dead=())
     assert fresh.steady([leaking, leaking]) is None
     assert replayer.steady([step(8)]) == step(8)
-    assert replayer.steady([leaking]) == step(8)  # after a failure the gradients were dropped: the same call
+    assert replayer.steady([leaking]) == step(8)  # same call, after a failure that dropped the gradients
 
 
-def test_a_refused_repeat_changes_only_counters():
+def test_a_repeat_without_room_changes_only_counters():
     memory = Memory(generic_card(50 * MIB), AllocatorSettings())
     kept = torch.UntypedStorage(4 * MIB)
     memory.allocate(kept)

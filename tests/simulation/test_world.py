@@ -34,7 +34,7 @@ def train(model, optimizer, batch_size, device=None, **options):
     return step
 
 
-# --- nothing real is touched ---
+# --- nothing real changes ---
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])
@@ -43,7 +43,7 @@ def test_a_step_changes_no_real_tensor(device, foreach):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
     F.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.randint(10, (4,))).backward()
-    optimizer.step()  # mid-life: real state
+    optimizer.step()  # real optimizer state
     optimizer.zero_grad()
     kept = [(t, t.detach().clone()) for t in [*model.parameters(), *model.buffers()]]
     state = copy.deepcopy(optimizer.state_dict())
@@ -64,21 +64,24 @@ def test_a_step_changes_no_real_tensor(device, foreach):
         assert all(torch.equal(after[name], before[name]) for name in ("exp_avg", "exp_avg_sq"))
 
 
-def test_what_was_put_in_place_is_gone_afterwards():
-    before = (torch.cuda.is_available, torch.Tensor.backward, torch.amp.autocast.__init__, nn.Module._apply)
+def test_patches_are_removed_after_an_error():
+    def patched():
+        return torch.cuda.is_available, torch.amp.autocast.__init__, nn.Module._apply, torch.Generator, torch.save
+
+    before = patched()
     bench = Bench(net())
     with pytest.raises(KeyError, match="mine"):
         bench.run(lambda: {}["mine"])
-    assert before == (torch.cuda.is_available, torch.Tensor.backward, torch.amp.autocast.__init__, nn.Module._apply)
+    assert patched() == before
     x = torch.randn(4, 4, requires_grad=True)
     y = F.dropout(x, 0.5)
-    assert "NativeDropout" not in type(y.grad_fn).__name__  # the CPU's own branch again
+    assert "NativeDropout" not in type(y.grad_fn).__name__  # the CPU's own path again
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.stack([x.bfloat16(), x]).dtype is torch.float32  # of the CPU's list
+        assert torch.stack([x.bfloat16(), x]).dtype is torch.float32  # by the CPU's list
 
 
 @pytest.mark.parametrize("cast_before", [False, True])
-def test_weights_that_autocast_has_cast_stay_on_their_side(cast_before):
+def test_autocast_caches_inside_and_outside_are_separate(cast_before):
     models, x = (net(), net()), torch.randn(2, 64)
     alone, around = map(Bench, models)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -94,32 +97,32 @@ def test_weights_that_autocast_has_cast_stay_on_their_side(cast_before):
 # --- what is counted ---
 
 
-def test_parameters_buffers_and_state_are_counted_to_the_block():
+def test_parameters_gradients_and_state_are_counted():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     bench = Bench(model)
     weights = bytes_of(*model.parameters())
     assert bench.allocated_bytes == weights
     bench.run(train(model, optimizer, 32, "cuda"), times=2)
-    workspaces = 2 * 8_519_680  # the main thread's and backward's
-    assert bench.allocated_bytes == 4 * weights + workspaces  # with gradients and two moments; steps stay on the host
+    workspaces = 2 * 8_519_680  # of the main and the backward thread
+    assert bench.allocated_bytes == 4 * weights + workspaces  # gradients and two moments; step counts stay on the host
     optimizer.zero_grad()
     assert bench.allocated_bytes == 3 * weights + workspaces
 
 
-def an_activation():
+def activation():
     x = torch.zeros(MIB, device="cuda")
     y = x + 1
     del x
     return y * 2
 
 
-def a_shared_storage():
+def views():
     x = torch.zeros(MIB, device="cuda")
     return x, x[:10], x.view(2, -1), x.detach(), x.to("cuda")
 
 
-def a_copy():
+def copied():
     x = torch.zeros(MIB, device="cuda")
     return x, x.to("cuda", copy=True)
 
@@ -127,16 +130,16 @@ def a_copy():
 @pytest.mark.parametrize(
     ("make", "left_mib", "peak_mib"),
     [
-        (an_activation, 4, 8),
-        (a_shared_storage, 4, 4),
-        (a_copy, 8, 8),
-        (lambda: torch.zeros(16, device="cuda").resize_(MIB), 4, 4),  # served anew
+        (activation, 4, 8),
+        (views, 4, 4),
+        (copied, 8, 8),
+        (lambda: torch.zeros(16, device="cuda").resize_(MIB), 4, 4),  # a new block
         (lambda: torch.zeros(MIB, device="cuda").to("cpu"), 0, 4),
         (lambda: torch.zeros(MIB, device="cuda").detach().cpu().clone(), 0, 4),
         (lambda: torch.empty(MIB, pin_memory=True).pin_memory(), 0, 0),
     ],
 )
-def test_storages_count_while_they_are_alive(make, left_mib, peak_mib):
+def test_storages_count_while_alive(make, left_mib, peak_mib):
     def step():
         made = make()
         return torch.cuda.memory_allocated(), made
@@ -153,11 +156,11 @@ DATA = torch.zeros(4096, 64)
 
 def moved(model):
     x = torch.randn(MIB, 64)
-    assert torch.cuda.memory_allocated() == bytes_of(*model.parameters())  # the host's
+    assert torch.cuda.memory_allocated() == bytes_of(*model.parameters())  # x is on the host
     return x.to("cuda")
 
 
-def met(model):
+def used(model):
     x = torch.randn(MIB, 64)
     model[0](x)
     assert x.is_cuda
@@ -167,15 +170,15 @@ def met(model):
 def sliced(model):
     x = DATA[:128]
     model[0](x)
-    model[0](x)  # moved once
+    model[0](x)  # moved only once
     return x
 
 
 @pytest.mark.parametrize(
     ("batch", "nbytes"),
-    [(moved, 256 * MIB), (met, 256 * MIB + 8_519_680), (sliced, 128 * 64 * 4 + 8_519_680)],
+    [(moved, 256 * MIB), (used, 256 * MIB + 8_519_680), (sliced, 128 * 64 * 4 + 8_519_680)],
 )
-def test_a_host_batch_counts_once_it_meets_the_card(batch, nbytes):
+def test_a_host_batch_counts_once_used_with_the_card(batch, nbytes):
     model = net()
     bench = Bench(model)
     weights = bench.allocated_bytes
@@ -208,10 +211,10 @@ def test_checkpointing_saves_memory():
         assert peak(functools.partial(checkpoint, use_reentrant=reentrant)) < 0.5 * plain
 
 
-# --- what code sees ---
+# --- what the step sees ---
 
 
-def test_devices_as_code_sees_them():
+def test_devices_as_the_step_sees_them():
     model = net()
 
     def step():
@@ -235,7 +238,7 @@ def test_devices_as_code_sees_them():
     assert kinds == [(True, False, 0), (True, False, 0), (False, True, -1)]
 
 
-def test_a_module_made_or_moved_inside():
+def test_modules_created_or_moved_in_a_step():
     model = net()
 
     def step():
@@ -277,16 +280,16 @@ def test_torch_cuda_answers_from_the_simulation():
         True, 1, 0, "cuda", True, card.full_name, card.total_bytes, 0, 4 * MIB, 20 * MIB, card.available_bytes - 20 * MIB,
         4 * MIB, True, True, 0, 0,
     ]  # fmt: skip
-    assert bench.peak_bytes == 4 * MIB  # the trial's own peak is not the step's to reset
+    assert bench.peak_bytes == 4 * MIB  # the trial keeps its own peak
 
 
-# --- values that are not there ---
+# --- values ---
 
 
 def test_scalars():
     def step():
         loss, total = torch.zeros((), device="cuda") + 1, torch.zeros(())
-        total += loss  # of the host: it goes to the card
+        total += loss  # a host scalar
         return (
             loss.item(), np.isfinite(float(total)), bool(torch.isnan(loss)), torch.tensor(3.5).item(), torch.arange(5)[2].item(),
             f"{loss:.3f} {torch.ones(3)}",
@@ -295,10 +298,10 @@ def test_scalars():
     assert Bench().run(step) == (1.0, True, False, 3.5, 2, "1.000 tensor([1., 1., 1.])")
 
 
-def test_metrics_come_to_the_host():
+def test_metrics_can_be_read_on_the_host():
     def step():
         many = torch.zeros(5, device="cuda")
-        large = torch.zeros(2**20, 2**20, device="cpu").numpy()  # 4 TiB cost nothing
+        large = torch.zeros(2**20, 2**20, device="cpu").numpy()  # 4 TiB, without memory
         return many[0].detach().cpu().numpy(), many.cpu().numpy(), many.tolist(), many.cpu().tolist(), large.shape
 
     loss, many, listed, listed_at_host, large = Bench().run(step)
@@ -318,7 +321,7 @@ def test_metrics_come_to_the_host():
         ),
     ],
 )
-def test_what_is_made_up_is_noted_with_the_line(ask, answer, note):
+def test_invented_values_are_noted_with_the_line(ask, answer, note):
     bench = Bench()
     assert bench.run(ask) == answer
     assert re.search(note, bench.notes)
@@ -337,19 +340,19 @@ def twice(x: torch.Tensor) -> torch.Tensor:
         ("aten::masked_select at LINE", lambda x: x.masked_select(x > 0)),
         ("aten::_unique2 at LINE", lambda x: x.unique()),
         ("LINE asks for the address", lambda x: x.data_ptr()),
-        ("LINE asks for the address", lambda x: x.untyped_storage().data_ptr()),  # nothing that torch dispatches
+        ("LINE asks for the address", lambda x: x.untyped_storage().data_ptr()),  # not dispatched by torch
         ("sparse_coo tensor .* at LINE", lambda x: x.to_sparse()),
         ("oomprobe_tests.twice.* at LINE cannot run without data .*register_fake", lambda x: twice(x)),
         ("LINE saves a checkpoint", lambda x: torch.save(x, "never.pt")),
     ],
 )
-def test_what_is_refused_with_the_line(message, act):
+def test_refusals_name_the_line(message, act):
     line = act.__code__.co_firstlineno
     with pytest.raises(UnreliableError, match=message.replace("LINE", rf"test_world\.py:{line}\b")):
         Bench().run(lambda: act(torch.zeros(5, device="cuda")))
 
 
-def test_a_bug_of_the_step_stays_its_own():
+def test_a_bug_in_the_step_keeps_its_exception():
     bench = Bench(net())
     with pytest.raises(RuntimeError, match="must have same reduction dim"):
         bench.run(lambda: bench.model(torch.zeros(4, 63, device="cuda")))
@@ -358,7 +361,7 @@ def test_a_bug_of_the_step_stays_its_own():
 # --- out of memory ---
 
 
-def test_out_of_memory_is_torchs_own_and_leaves_nothing():
+def test_out_of_memory_is_torchs_own_and_leaks_nothing():
     model = net()
     bench = Bench(model, card="64MiB")
     weights = bench.allocated_bytes
@@ -410,22 +413,7 @@ def test_optimizers_run(make):
     assert all(torch.equal(p, k) for p, k in zip(model.parameters(), kept, strict=True))
 
 
-def test_foreach_is_chosen_as_on_a_card():
-    """A loop needs one temporary of the largest parameter at a time, foreach one of them all."""
-    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
-
-    def peak(**options):
-        bench = Bench(model)
-        optimizer = torch.optim.AdamW(model.parameters(), **options)
-        bench.run(lambda: (model(torch.zeros(1, 1024, device="cuda")).sum().backward(), optimizer.step()), times=2)
-        for parameter in model.parameters():
-            parameter.grad = None
-        return bench.peak_bytes
-
-    assert peak() == peak(foreach=True) > peak(foreach=False)
-
-
-def test_a_scaler_steps_from_the_first_call():
+def test_a_grad_scaler_steps_from_the_first_call():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -447,7 +435,7 @@ def test_a_scaler_steps_from_the_first_call():
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
-def test_the_same_call_twice_makes_the_same_tape():
+def test_identical_calls_make_identical_tapes():
     model = net()
     bench = Bench(model)
     bench.run(train(model, torch.optim.AdamW(model.parameters()), 32), times=4)
@@ -455,13 +443,11 @@ def test_the_same_call_twice_makes_the_same_tape():
     assert (second.core, second.sizes) == (third.core, third.sizes)
     assert third == fourth
     assert third.closed
-    assert not second.closed  # it freed gradients that the first call had made among its optimizer state
+    assert not second.closed  # gradients have other indices in the first call's tape
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_cycles_die_with_the_call_that_made_them(enabled):
-    """Not at a random moment of it or of the next: the same call is to make the same tape."""
-
+def test_cycles_are_freed_at_the_end_of_their_call(enabled):
     def step():
         cycle = [torch.zeros(MIB, device="cuda")]
         cycle.append(cycle)
@@ -476,7 +462,7 @@ def test_cycles_die_with_the_call_that_made_them(enabled):
         gc.enable()
 
 
-def test_a_custom_operator_with_a_fake_runs():
+def test_a_custom_operator_with_a_fake_implementation_runs():
     @torch.library.custom_op("oomprobe_tests::thrice", mutates_args=())
     def thrice(x: torch.Tensor) -> torch.Tensor:
         return x * 3
@@ -486,7 +472,7 @@ def test_a_custom_operator_with_a_fake_runs():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_quantised_tensors_are_named():
+def test_quantised_tensors_are_refused():
     weight = torch.quantize_per_tensor(torch.zeros(4, 4), 1.0, 0, torch.qint8)
     with pytest.raises(UnreliableError, match="quantised"):
         Bench().device.place([weight])
@@ -500,7 +486,7 @@ MODELS = {
         lambda: nn.Transformer(64, 4, 1, 1, 128, batch_first=True),
         lambda m, x: m(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(10, device="cuda")),
     ),
-    # Its weights are real parameters, which say where they are only to those who ask from outside.
+    # Checkpointing asks for the device of real parameters inside the dispatch mode.
     "checkpointed norm": (
         lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Dropout(0.1)),
         lambda m, x: checkpoint(m, x.requires_grad_(), use_reentrant=False),
@@ -517,17 +503,14 @@ def test_models_that_run(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_model_runs_as_it_was_written():
+def test_a_compiled_model_runs_eagerly():
     model = net()
     compiled = torch.compile(model)
     assert Bench(model).run(lambda: compiled(torch.zeros(4, 64, device="cuda")).shape) == (4, 10)
 
 
-# --- questions ---
-
-
 @pytest.mark.parametrize(
-    ("ask", "answer"),
+    ("question", "answer"),
     [
         (lambda loss: torch.isfinite(loss), True),
         (lambda loss: torch.isfinite(loss).all(), True),
@@ -542,17 +525,17 @@ def test_a_compiled_model_runs_as_it_was_written():
         (lambda loss: torch.equal(loss, loss), True),
     ],
 )
-def test_questions_are_answered_as_the_loss_reads(ask, answer):
+def test_comparisons_follow_the_value_of_the_loss(question, answer):
     bench = Bench()
-    assert bench.run(lambda: bool(ask(torch.zeros((), device="cuda") + 3))) is answer
+    assert bench.run(lambda: bool(question(torch.zeros((), device="cuda") + 3))) is answer
     assert bench.notes == ""
 
 
-# --- memory that is easily missed ---
+# --- easily missed memory ---
 
 
-def test_recurrent_nets_keep_their_gates():
-    """Four gates, the cell and the output of each time step are saved: 6 * batch * length * width * 4 bytes at least."""
+def test_recurrent_networks_keep_their_gates():
+    """Each time step saves four gates, the cell and the output: at least 6 * batch * length * width * 4 bytes."""
     model = nn.LSTM(32, 64, batch_first=True)
     bench = Bench(model)
     bench.run(lambda: model(torch.zeros(256, 20, 32, device="cuda"))[0].sum().backward())
@@ -560,7 +543,7 @@ def test_recurrent_nets_keep_their_gates():
     assert "recurrent" in bench.notes
 
 
-def test_data_that_is_replaced_counts_once():
+def test_replaced_parameter_data_counts_once():
     model = nn.Linear(1024, 1024, bias=False)
 
     def step():
@@ -570,7 +553,7 @@ def test_data_that_is_replaced_counts_once():
             p.grad = None
 
     bench = Bench(model)
-    kept = model.weight.data  # as a snapshot keeps it
+    kept = model.weight.data  # as a snapshot does
     bench.run(step, times=3)
     assert bench.allocated_bytes == 4 * MIB + 2 * 8_519_680
     model.weight.data = kept
@@ -592,10 +575,10 @@ def test_host_tensors_keep_their_values():
     assert Bench().run(step) == (5, 12, 12, 7.0, 7.0, True, 100_000, 10_000)
 
 
-# --- what CUDA code calls ---
+# --- CUDA only ---
 
 
-def test_what_only_cuda_knows():
+def test_calls_that_only_cuda_supports():
     def step():
         x = torch.zeros(4, device="cuda")
         x.record_stream(torch.cuda.current_stream())
@@ -605,7 +588,7 @@ def test_what_only_cuda_knows():
         torch.cuda.nvtx.range_pop()
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
             (x.requires_grad_() * x).sum().backward()
-        counts = torch.histc(torch.zeros(5, dtype=torch.int32, device="cuda"), bins=8)  # not on a CPU
+        counts = torch.histc(torch.zeros(5, dtype=torch.int32, device="cuda"), bins=8)  # not implemented on the CPU
         return y.device.type, isinstance(generator, torch.Generator), counts.shape, counts.dtype
 
     assert Bench().run(step) == ("cuda", True, (8,), torch.int32)
@@ -614,8 +597,8 @@ def test_what_only_cuda_knows():
 # --- interrupts ---
 
 
-def test_a_signal_in_a_library_waits_for_an_operator():
-    """Not where it came, where it could leave the library half-done; and not only when the call is over."""
+def test_a_signal_in_a_library_waits_for_the_next_operator():
+    """It must neither leave the library half-done nor wait until the call ends."""
     model, passed = nn.Linear(4, 4), []
 
     def step(model, batch_size):
