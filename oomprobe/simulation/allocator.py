@@ -148,7 +148,7 @@ class CachingAllocator:
     Args:
         capacity_bytes: Memory that the driver can give this allocator, 0 or more: the card's memory less the context,
             the libraries and other processes.
-        settings: Settings from ``PYTORCH_ALLOC_CONF``; `limit_bytes` replaces the process's fraction.
+        settings: Settings from ``PYTORCH_ALLOC_CONF``; the process's fraction is ignored, set `limit_bytes` instead.
         total_bytes: The card's total memory, for error messages; default: the capacity.
 
     Segments get increasing addresses that are never reused, so the oldest segment wins among free blocks of one size.
@@ -167,7 +167,7 @@ class CachingAllocator:
 
     __slots__ = (  # make replays a fifth faster
         "_clock", "_handles", "_live", "_max_split", "_next_address", "_pools", "_settings", "_threshold", "alloc_retries",
-         "allocated_bytes", "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes",
+        "allocated_bytes", "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes",
         "peak_reserved_bytes", "requested_bytes", "reserved_bytes", "total_bytes",
     )  # fmt: skip
 

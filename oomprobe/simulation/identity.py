@@ -67,9 +67,7 @@ class Identity(TorchFunctionMode):
 
     def _property(self, getter: Any, tensor: torch.Tensor) -> Any:
         name = getattr(getter.__self__, "__name__", "")
-        if name not in ("device", "is_cuda", "is_cpu"):
-            return getter(tensor)
-        if tensor.is_meta and not isinstance(tensor, FakeTensor):
+        if name not in ("device", "is_cuda", "is_cpu") or (tensor.is_meta and not isinstance(tensor, FakeTensor)):
             return getter(tensor)
         on_card = self._world.is_on_card(tensor)
         if name == "device":
@@ -105,8 +103,7 @@ class Identity(TorchFunctionMode):
         current = CARD if self._world.is_on_card(tensor) else EXPLICIT_HOST
         if device in (None, current):
             return tensor.to(tensor.dtype if dtype is None else dtype, copy=copy, memory_format=memory_format)
-        created: torch.Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, device=device, memory_format=memory_format)
-        return created
+        return torch.ops.aten._to_copy(tensor, dtype=dtype, device=device, memory_format=memory_format)  # type: ignore[no-any-return]
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, torch.dtype):

@@ -91,7 +91,7 @@ class Memory:
         self._peaks_before = self.peaks
         self.allocator.reset_peaks()
 
-    # --- what is on the card ---
+    # --- storages on the card ---
 
     def holds(self, storage: _Storage) -> bool:
         return storage._cdata in self._allocations
@@ -109,7 +109,7 @@ class Memory:
         nbytes = storage.nbytes() if nbytes is None else nbytes
         block = self.allocator.malloc(nbytes)
         on_death = weakref.ref(storage, self._death_callback(key))
-        self._allocations[key] = _Allocation(nbytes, block, self.tape.born(nbytes), on_death)
+        self._allocations[key] = _Allocation(nbytes, block, self.tape.allocated(nbytes), on_death)
 
     def transfer(self, storage: _Storage, to: _Storage) -> None:
         """Move a block to another storage: the operator was faked out of place, but runs in place on the card."""
@@ -130,7 +130,7 @@ class Memory:
         """Allocate the thread's cuBLAS workspace on first use."""
         if self._workspace_bytes and in_backward not in self._workspaces:
             self._workspaces[in_backward] = self.allocator.malloc(self._workspace_bytes)
-            self.tape.born(self._workspace_bytes)
+            self.tape.allocated(self._workspace_bytes)
 
     def clear_workspaces(self) -> None:
         """Free the cuBLAS workspaces."""
@@ -141,7 +141,7 @@ class Memory:
     @contextmanager
     def running(self, launch: Launch) -> Iterator[None]:
         """Hold a kernel's scratch memory while its results are allocated inside the context."""
-        index = self.tape.started(launch.kernel, launch.numbers)
+        index = self.tape.kernel_started(launch.kernel, launch.numbers)
         needs = needs_of(launch.kernel, launch.numbers)
         held = self.allocator.malloc_all(needs.held)
         try:
@@ -151,7 +151,7 @@ class Memory:
         finally:
             for block in held:
                 self.allocator.free(block)
-        self.tape.ended(launch.kernel, index)
+        self.tape.kernel_ended(launch.kernel, index)
 
     def note_workspace(self, nbytes: int) -> None:
         """Note a convolution's optional workspace if there is room for it."""
@@ -162,7 +162,7 @@ class Memory:
         """Release cached memory."""
         self.allocator.empty_cache()
         if by_step:
-            self.tape.released()
+            self.tape.cache_released()
 
     def defragment(self) -> None:
         """Move everything into fresh segments, so that no segment is reserved for one small block."""
@@ -175,7 +175,7 @@ class Memory:
         """Return torch's message for refusing the smallest request now."""
         return oom_message(self.allocator, SMALL_SEGMENT)
 
-    # --- calls that are replayed ---
+    # --- replay ---
 
     @property
     def live_blocks(self) -> LiveBlocks:
@@ -214,4 +214,4 @@ class Memory:
         allocation = self._allocations.pop(key, None)
         if allocation is not None:
             self.allocator.free(allocation.block)
-            self.tape.died(allocation.name)
+            self.tape.freed(allocation.name)

@@ -4,7 +4,7 @@ A fake result does not reveal it, so it is computed from the operator's argument
 another batch size computes it again: the numbers that a rule takes (sizes, strides) are linear in the batch size, its
 result may not be.
 
-Rules cover what takes MiB in transformers and convolutional nets. The scratch memory of sorts, layer norms and losses not
+Rules cover kernels that take MiB in transformers and convolutional networks. The scratch memory of sorts, layer norms and losses not
 listed below is not counted.
 """
 

@@ -38,8 +38,8 @@ def session(world: World) -> Iterator[None]:
             gc.disable()
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(Choices(lambda: threading.get_ident() == thread, world.memory.card.compute_capability))
-        for owner, name, value in _patches(world):
-            stack.enter_context(patch.object(owner, name, value))
+        for patched in _patches(world):
+            stack.enter_context(patch.object(*patched))
         stack.enter_context(patch.object(torch, "save", _refuse_save))
         # oneDNN runs a recurrent network as one operator, which hides what it keeps for backward.
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
@@ -60,8 +60,8 @@ def session(world: World) -> Iterator[None]:
 def building(world: World) -> Iterator[None]:
     """Run code that builds a model and moves it to ``"cuda"``; its tensors stay real, in host memory."""
     with ExitStack() as stack:
-        for owner, name, value in _patches(world):
-            stack.enter_context(patch.object(owner, name, value))
+        for patched in _patches(world):
+            stack.enter_context(patch.object(*patched))
         identity = BuildingIdentity(world)
         stack.enter_context(patch.object(torch, "load", identity.wrap_load(torch.load)))
         stack.enter_context(identity)
@@ -159,8 +159,8 @@ def _redirect_autocast(init: Any) -> Any:
 
 
 def _query_cpu(function: Any) -> Any:
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def query(*args: Any, **kwargs: Any) -> Any:
         args = tuple("cpu" if arg == "cuda" else arg for arg in args)
         return function(*(args or ("cpu",)), **kwargs)
 
-    return asked
+    return query

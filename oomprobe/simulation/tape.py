@@ -15,10 +15,10 @@ from typing import Any
 from oomprobe.simulation.allocator import CachingAllocator
 from oomprobe.simulation.scratch import Kernel, needs_of
 
-# Events: block allocated (BORN, index, 0) or freed (DIED, calls ago, index); cache released (RELEASED, 0, 0); a kernel with
-# scratch memory started (STARTED, index, kernel), and ended after its results were allocated (ENDED, index, kernel).
-# `index` points into a separate list of sizes; a kernel's are the numbers from which its rule computes its scratch memory.
-BORN, DIED, RELEASED, STARTED, ENDED = range(5)
+# Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, 0, 0) for the cache, and, for a kernel with scratch
+# memory, (KERNEL_STARTED, index, kernel) and, after its results are allocated, (KERNEL_ENDED, index, kernel). An index points
+# into the list of sizes; a kernel's sizes are the numbers from which its rule computes its scratch memory.
+ALLOCATED, FREED, RELEASED, KERNEL_STARTED, KERNEL_ENDED = range(5)
 Event = tuple[int, int, Any]
 LiveBlocks = dict[tuple[int, int], int]  # handles by (calls ago, index in that call)
 
@@ -33,18 +33,18 @@ class Call:
     @property
     def core(self) -> tuple[Event, ...]:
         """Events except frees of earlier calls' blocks, which a clean-up between calls may already have freed."""
-        return tuple(event for event in self.events if event[0] != DIED or event[1] == 0)
+        return tuple(event for event in self.events if event[0] != FREED or event[1] == 0)
 
     @property
     def closed(self) -> bool:
         """Whether the call frees exactly the blocks that an identical call before it leaves."""
-        dead = {event[1:] for event in self.events if event[0] == DIED}
-        left = {event[1] for event in self.events if event[0] == BORN and (0, event[1]) not in dead}
+        dead = {event[1:] for event in self.events if event[0] == FREED}
+        left = {event[1] for event in self.events if event[0] == ALLOCATED and (0, event[1]) not in dead}
         return {(ago, index) for ago, index in dead if ago > 0} == {(1, index) for index in left}
 
 
 class Tape:
-    """Recording of the current call."""
+    """Recorder of the current call."""
 
     def __init__(self) -> None:
         self.call_number = 0
@@ -62,30 +62,30 @@ class Tape:
         self.call_number += 1
         self._events, self._sizes = [], []
 
-    def born(self, nbytes: int) -> tuple[int, int]:
+    def allocated(self, nbytes: int) -> tuple[int, int]:
         """Record an allocated block; return its name."""
         index = len(self._sizes)
         self._sizes.append(nbytes)
-        self._events.append((BORN, index, 0))
+        self._events.append((ALLOCATED, index, 0))
         return self.call_number, index
 
-    def died(self, name: tuple[int, int]) -> None:
+    def freed(self, name: tuple[int, int]) -> None:
         """Record a freed block."""
         call_number, index = name
-        self._events.append((DIED, self.call_number - call_number, index))
+        self._events.append((FREED, self.call_number - call_number, index))
 
-    def started(self, kernel: Kernel, numbers: Sequence[int]) -> int:
+    def kernel_started(self, kernel: Kernel, numbers: Sequence[int]) -> int:
         """Record the start of a kernel with scratch memory; return the index of its numbers."""
         index = len(self._sizes)
         self._sizes.extend(numbers)
-        self._events.append((STARTED, index, kernel))
+        self._events.append((KERNEL_STARTED, index, kernel))
         return index
 
-    def ended(self, kernel: Kernel, index: int) -> None:
+    def kernel_ended(self, kernel: Kernel, index: int) -> None:
         """Record the end of a kernel."""
-        self._events.append((ENDED, index, kernel))
+        self._events.append((KERNEL_ENDED, index, kernel))
 
-    def released(self) -> None:
+    def cache_released(self) -> None:
         """Record that the step released the cache."""
         self._events.append((RELEASED, 0, 0))
 
@@ -107,20 +107,18 @@ def replay_call(allocator: CachingAllocator, call: Call, live: LiveBlocks) -> Li
     """
     live, held = dict(live), dict[int, list[int]]()
     sizes, malloc, free = call.sizes, allocator.malloc, allocator.free
-    for kind, one, two in call.events:
-        if kind == BORN:
-            live[0, one] = malloc(sizes[one])
-        elif kind == DIED:
-            block = live.pop((one, two), None)
-            if block is not None:
-                free(block)
-        elif kind == STARTED:
-            needs = needs_of(two, sizes[one : one + two.count])
-            held[one] = allocator.malloc_all(needs.held)
+    for kind, index, detail in call.events:
+        if kind == ALLOCATED:
+            live[0, index] = malloc(sizes[index])
+        elif kind == FREED:
+            free(live.pop((index, detail), 0))  # `index` is calls ago; 0 is no block
+        elif kind == KERNEL_STARTED:
+            needs = needs_of(detail, sizes[index : index + detail.count])
+            held[index] = allocator.malloc_all(needs.held)
             allocator.borrow(needs.before)
-        elif kind == ENDED:
-            allocator.borrow(needs_of(two, sizes[one : one + two.count]).after)
-            for block in held.pop(one):
+        elif kind == KERNEL_ENDED:
+            allocator.borrow(needs_of(detail, sizes[index : index + detail.count]).after)
+            for block in held.pop(index):
                 free(block)
         elif kind == RELEASED:
             allocator.empty_cache()
@@ -144,7 +142,7 @@ def lines_through(size: int, calls: Sequence[Call], other_size: int, other_calls
     """Return the lines through calls of two batch sizes; None if the events differ or a slope is not whole.
 
     Example:
-        >>> events = ((BORN, 0, 0), (DIED, 0, 0))
+        >>> events = ((ALLOCATED, 0, 0), (FREED, 0, 0))
         >>> lines_through(1, [Call(events, (12,))], 2, [Call(events, (16,))])[0].at(100).sizes
         (408,)
     """

@@ -7,18 +7,18 @@ from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import generic_card
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import BORN, DIED, RELEASED, Call, Replayer, lines_through, replay_call
+from oomprobe.simulation.tape import ALLOCATED, FREED, RELEASED, Call, Replayer, lines_through, replay_call
 
 MIB = 2**20
 
 
 def a_call(*sizes, leave=0, dead=()):
     """Return a call that frees its blocks at once, except the last `leave`, and the `dead` blocks of the previous call."""
-    events = [(DIED, 1, index) for index in dead]
+    events = [(FREED, 1, index) for index in dead]
     for index in range(len(sizes)):
-        events.append((BORN, index, 0))
+        events.append((ALLOCATED, index, 0))
         if index < len(sizes) - leave:
-            events.append((DIED, 0, index))
+            events.append((FREED, 0, index))
     return Call(tuple(events), tuple(sizes))
 
 
@@ -65,15 +65,15 @@ def test_calls_that_follow_no_line_are_not_predicted(others):
 
 def step(batch_size, dead=(2,)):
     """Return a call with two activations and a gradient that lives until the next call."""
-    born = (BORN, 0, 0), (BORN, 1, 0), (BORN, 2, 0)
-    events = (*((DIED, 1, index) for index in dead), *born, (DIED, 0, 0), (DIED, 0, 1))
+    born = (ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (ALLOCATED, 2, 0)
+    events = (*((FREED, 1, index) for index in dead), *born, (FREED, 0, 0), (FREED, 0, 1))
     return Call(events, (batch_size * MIB, 2 * batch_size * MIB, 4 * MIB))
 
 
 def first(batch_size):
     """Return the cold call: no gradient to free, and a workspace to allocate."""
     call = step(batch_size, dead=())
-    return Call((*call.events, (BORN, 3, 0)), (*call.sizes, 8 * MIB))
+    return Call((*call.events, (ALLOCATED, 3, 0)), (*call.sizes, 8 * MIB))
 
 
 def cold(batch_size):
@@ -89,7 +89,7 @@ def taught(*sizes):
 
 def test_a_step_that_releases_the_cache():
     allocator = CachingAllocator(1024 * MIB)
-    replay_call(allocator, Call(((BORN, 0, 0), (DIED, 0, 0), (RELEASED, 0, 0)), (64 * MIB,)), {})
+    replay_call(allocator, Call(((ALLOCATED, 0, 0), (FREED, 0, 0), (RELEASED, 0, 0)), (64 * MIB,)), {})
     assert allocator.reserved_bytes == 0
 
 
@@ -102,7 +102,7 @@ def test_two_sizes_predict_the_calls_of_a_cold_trial():
 def test_the_last_two_sizes_determine_the_line():
     """Batch size 1 often differs: a transposed tensor of one row needs no copy."""
     replayer = Replayer()
-    odd = Call((*step(1).events, (BORN, 3, 0), (DIED, 0, 3)), (*step(1).sizes, MIB))
+    odd = Call((*step(1).events, (ALLOCATED, 3, 0), (FREED, 0, 3)), (*step(1).sizes, MIB))
     for size, calls in ((1, [first(1), odd, odd]), (2, cold(2))):
         assert replayer.learn(size, calls)
         assert replayer.lines is None
@@ -135,7 +135,7 @@ def test_a_repeat_without_room_changes_only_counters():
     kept = torch.UntypedStorage(4 * MIB)
     memory.allocate(kept)
     memory.start_trial()
-    events = ((BORN, 0, 0), (BORN, 1, 0), (DIED, 0, 0), (DIED, 0, 1))
+    events = ((ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (FREED, 0, 0), (FREED, 0, 1))
     with pytest.raises(AllocatorOutOfMemory):
         memory.repeat(Call(events, (20 * MIB, 30 * MIB)))
     assert (memory.allocator.ooms, memory.allocator.alloc_retries) == (1, 1)
