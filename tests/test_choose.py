@@ -78,7 +78,7 @@ def test_simulated_devices(text, gib):
     assert chosen.available_bytes() // GIB == gib
 
 
-def test_a_card_nobody_makes():
+def test_an_unknown_card_is_refused():
     refused(NoDeviceError, "similar cards: P100-16GB, V100-16GB", "sim:H1000")
     refused(NoDeviceError, "it has P100-16GB, V100-16GB", "sim")
 
