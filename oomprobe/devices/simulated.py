@@ -32,12 +32,6 @@ from oomprobe.verdicts import Verdict
 if TYPE_CHECKING:
     from oomprobe.trial import Request
 
-NOT_COVERED = (
-    "workspaces of cuDNN, including its attention: only the card knows them (the upper end of the peak includes those of "
-    "convolutions)",
-    "kernels that CUDA loads later, other processes on the card, NCCL",
-)
-
 
 class SimulatedDevice:
     """A simulated card. Each object is one card, empty at first.
@@ -66,7 +60,11 @@ class SimulatedDevice:
     """
 
     on_host = False
-    not_covered = NOT_COVERED
+    not_covered = (
+        "workspaces of cuDNN, including its attention: only the card knows them (the upper end of the peak includes those "
+        "of convolutions)",
+        "kernels that CUDA loads later, other processes on the card, NCCL",
+    )
 
     def __init__(self, card: str | int | Card, *, settings: AllocatorSettings | None = None) -> None:
         self.card = _card(card)

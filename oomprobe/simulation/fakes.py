@@ -89,9 +89,9 @@ class Fakes:
         """Return the fake of a tensor; a fake is returned as it is."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        viewed, copy = self._copies.get(id(tensor), (None, None))
-        if viewed is not None and copy is not None and viewed() is tensor:
-            return copy
+        copied = self._copies.get(id(tensor))
+        if copied is not None and copied[0]() is tensor:
+            return copied[1]
         refuse_layout(tensor)
         if _has_fake_storage(tensor):
             return self._make_fake(tensor)

@@ -229,7 +229,7 @@ def _adds_in_place(args: Sequence[Any]) -> bool:
 
 @functools.cache
 def _only_writes_lists(func: Any) -> bool:
-    """Whether an operator only writes to lists of tensors, as optimizers do; slow to fake and allocates nothing."""
+    """Whether an operator only writes to lists of tensors, as optimizers do: slow to fake, without results."""
     return not func._schema.returns and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
 
 
@@ -261,6 +261,5 @@ def _target_device(requested: torch.device, operands: _Operands) -> torch.device
         return CARD
     if requested == EXPLICIT_HOST:
         return HOST
-    return (
-        CARD if operands.on_card and requested == HOST else requested
-    )  # HOST: the default of functions like zeros_like
+    is_default = requested == HOST  # of functions such as zeros_like
+    return CARD if is_default and operands.on_card else requested

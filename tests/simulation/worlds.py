@@ -17,8 +17,8 @@ ALLOCATOR_SETTINGS = [  # as PYTORCH_ALLOC_CONF writes them
 class Bench:
     """One card and one model; `run` simulates a step and returns its result."""
 
-    def __init__(self, model=None, card="8GiB", **options):
-        self.device = SimulatedDevice(card, **options)
+    def __init__(self, model=None, card="8GiB"):
+        self.device = SimulatedDevice(card)
         self.model = model
         if model is not None:
             self.device.place([*model.parameters(), *model.buffers()])
