@@ -1,5 +1,7 @@
 """A simulated card for tests: place a model on it, run steps, measure them."""
 
+from torch import nn
+
 from oomprobe.devices.simulated import SimulatedDevice
 
 EXPANDABLE = "expandable_segments:True"
@@ -12,6 +14,22 @@ ALLOCATOR_SETTINGS = [  # as PYTORCH_ALLOC_CONF writes them
     "roundup_power2_divisions:4",
     "roundup_power2_divisions:[1:8,4:2,64:4,>:16]",
 ]
+
+
+class Blocks(nn.Module):
+    """Four MLP blocks, each called through `call`, which may recompute it in backward."""
+
+    def __init__(self, call=lambda block, x: block(x)):
+        super().__init__()
+        self.call = call
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
 
 
 class Bench:
