@@ -1,6 +1,6 @@
 """Trials in processes that may die.
 
-On an accelerator a *worker*, a program of its own, builds the target and goes from trial to trial for as long as it is
-healthy. On host memory each trial is a *child*, forked from the process that has the model: the user's, or a worker that
-has built the target. They exchange JSON messages with their parent, and `serve` answers in both.
+On an accelerator a *worker*, a separate program, builds the target and runs trial after trial while it is healthy. On host
+memory each trial runs in a *child* forked from the process that holds the model: the user's, or a worker that has built the
+target. Both answer their parent with JSON messages.
 """

@@ -1,23 +1,23 @@
-"""From how a process ended to a verdict on the size it ran."""
+"""Exit status of a trial's process, and the verdict that follows from it."""
 
 from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from oomprobe.devices.host import PRESSURE_SHARE
 from oomprobe.verdicts import Evidence, Link, Verdict, classify
 from oomprobe.verdicts.failure import is_library
 
-LAST_WORDS = 2000  # characters of stderr that are shown
-LAST_LINES = 5  # of it that can be about the end
+SHOWN_CHARACTERS = 2000  # of stderr, in the error of the trial
+LAST_LINES = 5  # of stderr that are searched for the cause of the exit
 TRACE_LINES = 8
 _TRACE = "(most recent call first):"  # Python's faulthandler
 _CURRENT = "Current thread "
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
-# What C libraries print before they leave the process for want of memory.
+# Printed by C libraries before they exit because memory ran out.
 _HOST_LIBRARIES = re.compile(
     r"std::bad_alloc"  # libstdc++, through std::terminate
     r"|libgomp: Out of memory|libgomp: Thread creation failed"  # libgomp/error.c, team.c
@@ -30,59 +30,60 @@ _ANY_LIBRARY = re.compile(r"out of memory|failed to allocate|memory allocation f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitStatus:
-    """How a process of trials ended without an answer."""
+    """How a trial's process ended without an answer."""
 
-    signal: int | None  # that ended it
-    code: int | None  # that it left with
-    why: str | None  # what it was ended for: "timed out", "stuck"; None: it ended by itself
-    stderr: str  # the end of what it wrote there
+    signal: int | None  # that terminated it
+    code: int | None  # that it exited with
+    why: str | None  # its parent terminated it: "timed out" or "stuck"; None: it ended by itself
+    stderr: str  # the last part
     peak_resident_bytes: int
-    oom_kills: int  # of the whole system, while it ran
+    oom_kills: int  # by the system's OOM killer while it ran, of any process
 
     @property
     def is_hang(self) -> bool:
-        """Whether it did not end by itself."""
+        """Whether its parent had to terminate it."""
         return self.why is not None
 
     def text(self) -> str:
-        """The error of the trial: how it ended, the end of stderr, and the innermost lines of faulthandler's trace."""
+        """Return the trial's error: how the process ended, the end of its stderr, and the innermost frames of its trace."""
         if self.is_hang:
-            what = f"the process of the trial {self.why} and was ended"
+            what = f"the trial's process {self.why} and was terminated"
         elif self.signal is None:
-            what = f"the process of the trial left with exit code {self.code} before it answered"
+            what = f"the trial's process exited with code {self.code} before it answered"
         else:
-            what = f"the process of the trial was ended by {_name(self.signal)}"
+            what = f"the trial's process was killed by {_name(self.signal)}"
         if self.signal == signal.SIGKILL and not self.is_hang:
-            killed = "the OOM killer of the system was at work" if self.oom_kills else "not by the system's OOM killer"
-            what += f" ({killed})"
-        said, mark, trace = self.stderr.partition(_TRACE)
-        words = said[-LAST_WORDS:] + mark + "\n".join(trace.splitlines()[:TRACE_LINES])
-        return f"{what}\nthe end of its stderr:\n{words}" if words else what
+            what += " (the system's OOM killer was active)" if self.oom_kills else " (not by the system's OOM killer)"
+        output, mark, trace = self.stderr.partition(_TRACE)
+        shown = output[-SHOWN_CHARACTERS:] + mark + "\n".join(trace.splitlines()[:TRACE_LINES])
+        return f"{what}\nthe end of its stderr:\n{shown}" if shown else what
 
     def where(self) -> str | None:
-        """The line of the user's code that it was at, where Python's faulthandler could still tell; None: not known."""
+        """Return the line of the user's code that was running, from faulthandler's trace; None if unknown."""
         trace = self.stderr.partition(_CURRENT)[2].partition("\n\n")[0].partition("\nThread ")[0]  # of one thread
         lines = ((Path(file), number) for file, number in _FRAME.findall(trace))
         return next((f"{file.name}:{number}" for file, number in lines if not is_library(file)), None)
 
 
-def classify_exit(status: ExitStatus, evidence: Evidence, *, used_bytes: int, cap_bytes: int | None) -> Verdict:
-    """What a status says of the size: CRASHED where there is no evidence for more.
+def classify_exit(
+    status: ExitStatus, *, smaller_passed: bool, on_host: bool, used_bytes: int, cap_bytes: int | None
+) -> Verdict:
+    """Return the verdict on the size; CRASHED without evidence for anything else.
 
-    The pressure on memory is judged here: `used_bytes` is what the process had come to use beyond what it had with the
-    model in it, `cap_bytes` what it was held to.
+    `used_bytes` is the process's peak beyond what it held with the model loaded, and `cap_bytes` is its limit.
     """
     if status.is_hang:
         return Verdict.TIMED_OUT
     if status.signal == signal.SIGKILL:
         return Verdict.HOST_OOM if status.oom_kills else Verdict.CRASHED
-    if status.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # somebody's will
+    if status.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # sent on purpose
         return Verdict.CRASHED
-    full = evidence.on_host and cap_bytes is not None and used_bytes >= PRESSURE_SHARE * cap_bytes
-    spoken = _classify_words(_last_lines(status.stderr), replace(evidence, memory_pressure=full))
-    if spoken is not None:
-        return spoken
-    return Verdict.OOM if full and evidence.smaller_size_passed else Verdict.CRASHED
+    full = on_host and cap_bytes is not None and used_bytes >= PRESSURE_SHARE * cap_bytes
+    evidence = Evidence(smaller_size_passed=smaller_passed, memory_pressure=full, on_host=on_host)
+    verdict = _classify_words(_last_lines(status.stderr), evidence)
+    if verdict is not None:
+        return verdict
+    return Verdict.OOM if full and smaller_passed else Verdict.CRASHED
 
 
 def _classify_words(words: str, evidence: Evidence) -> Verdict | None:
@@ -95,9 +96,9 @@ def _classify_words(words: str, evidence: Evidence) -> Verdict | None:
 
 
 def _last_lines(stderr: str) -> str:
-    """The last lines of stderr before faulthandler's traceback."""
-    said = stderr.partition("Fatal Python error")[0].splitlines()
-    return "\n".join([line for line in said if line.strip()][-LAST_LINES:])
+    """Return the last lines of stderr before faulthandler's trace."""
+    lines = stderr.partition("Fatal Python error")[0].splitlines()
+    return "\n".join([line for line in lines if line.strip()][-LAST_LINES:])
 
 
 def _name(number: int) -> str:

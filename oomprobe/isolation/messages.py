@@ -1,6 +1,6 @@
-"""Messages between the processes of a probe: JSON, so that reading one imports nothing of the target.
+"""Messages between the processes of a probe: JSON, because unpickling could import the target.
 
-What failed in a child is told to its parent as a message, and raised there as the error that it was.
+A failure in a child is sent to its parent as a message, and raised there as the original error.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Message = dict[str, Any]
 
 
 def send(wire: Connection, message: Message) -> None:
-    """Send a message; an OSError where the other end is closed."""
+    """Send a message; raise OSError if the other end is closed."""
     wire.send_bytes(json.dumps(message, default=str).encode())
 
 
 def receive(wire: Connection) -> Message | None:
-    """Wait for a message; None where the other end is closed."""
+    """Wait for a message; return None if the other end is closed."""
     try:
         message: Message = json.loads(wire.recv_bytes())
     except (EOFError, ConnectionError):
@@ -33,15 +33,15 @@ def receive(wire: Connection) -> Message | None:
     return message
 
 
-def told(error: BaseException, *, building: str | None) -> Message:
-    """An exception as a message; `building` is the target, while that was being built."""
+def failure_message(error: BaseException, *, building: str | None) -> Message:
+    """Turn an exception into a message; `building` names the target if it was raised while building it."""
     cause = error.__cause__ if isinstance(error, errors.StepFailedError) and error.__cause__ is not None else error
     text = failure_of(cause).text
-    is_plain = all(isinstance(one, str | int | float | None) for one in cause.args)
+    is_plain = all(isinstance(argument, str | int | float | None) for argument in cause.args)
     return {
         "failed": {
             "kind": type(error).__name__ if isinstance(error, errors.OomProbeError) else None,
-            "left": isinstance(error, SystemExit),
+            "exited": isinstance(error, SystemExit),
             "text": errors.text_of(error)[:LONGEST_TEXT],
             "building": building,
             "cause": {
@@ -56,16 +56,16 @@ def told(error: BaseException, *, building: str | None) -> Message:
 
 
 def raise_failure(failed: dict[str, Any], batch_size: int) -> NoReturn:
-    """Raise the error that a child reported at this size; errors of oomprobe's own keep their class."""
-    cause = _rebuilt(failed["cause"])
+    """Raise the error that a child reported at this size; oomprobe's errors keep their class."""
+    cause = _rebuild(failed["cause"])
     if failed["kind"] == "StepFailedError":
         raise errors.StepFailedError(failed["text"], batch_size=batch_size) from cause
     if failed["kind"] is not None:
         raise getattr(errors, failed["kind"], errors.OomProbeError)(failed["text"]) from cause
-    if failed["left"]:
+    if failed["exited"]:
         where = f"the target {failed['building']}" if failed["building"] else f"the step at batch size {batch_size}"
         raise errors.StepFailedError(
-            f"{where} left the process, sys.exit({failed['text']}), and gave no answer. Take the call out",
+            f"{where} left the process, sys.exit({failed['text']}), without an answer. Remove that call",
             batch_size=batch_size,
         ) from cause
     if failed["building"] is not None:
@@ -73,12 +73,12 @@ def raise_failure(failed: dict[str, Any], batch_size: int) -> NoReturn:
     raise cause
 
 
-def _rebuilt(cause: dict[str, Any]) -> BaseException:
-    """An exception like the one in the child: of the same class where that is known here without importing anything."""
+def _rebuild(cause: dict[str, Any]) -> BaseException:
+    """Rebuild the child's exception, with its own class if that is already imported here."""
     kind = getattr(sys.modules.get(cause["module"]), cause["name"], None)
     error: BaseException = RuntimeError(cause["text"])
     if isinstance(kind, type) and issubclass(kind, BaseException):
-        with suppress(Exception):  # it may take other arguments
+        with suppress(Exception):  # its constructor may take other arguments
             error = kind(*cause["arguments"])
-    error.add_note(f"in the process of the trial:\n{cause['traceback']}")
+    error.add_note(f"in the trial's process:\n{cause['traceback']}")
     return error

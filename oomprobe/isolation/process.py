@@ -1,4 +1,4 @@
-"""A process that runs trials, as its parent sees it: started, asked, listened to, ended, and nothing of it left."""
+"""A process that runs trials, seen from its parent: start it, ask it, listen to it, and end it with all its descendants."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from oomprobe.isolation import system
 from oomprobe.isolation.exit_status import ExitStatus
 from oomprobe.isolation.messages import Message, receive, send
 
-TAIL_BYTES = 2**14  # of what a process wrote to stderr, kept for the trial's record
+TAIL_BYTES = 2**14  # of stderr, kept for the trial's error
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
-TICK_S = 0.05  # between looks whether a process has ended while others hold its pipes open
-LOOK_S = 1.0  # between looks at the processor time of a session
+TICK_S = 0.05  # between checks whether a process has ended while others hold its pipes open
+LOOK_S = 1.0  # between readings of a session's processor time
 NO_FORK = (
-    "no process could be started for a trial ({error}): the machine, or its cgroup, has no memory or no process to spare. "
+    "no process could be started for a trial ({error}): the machine or its cgroup has run out of memory or processes. "
     "Free some, or state a smaller budget, such as device='cpu:1GiB'"
 )
 _COMMAND = (
@@ -36,11 +36,11 @@ _COMMAND = (
 
 
 class Process:
-    """One process that runs trials, leader of a session of its own."""
+    """A process that runs trials and leads its own session."""
 
     def __init__(self, start: Callable[[Connection, int], int], mark: str = "") -> None:
-        """`start` is given its end of the wire and the descriptor of its stderr, and returns its number."""
-        self._oom_kills, self._mark, self._said = linux.oom_kills(), mark, b""
+        """Start the process: `start` gets its end of the wire and the descriptor for its stderr, and returns its pid."""
+        self._oom_kills, self._mark, self._stderr_tail = linux.oom_kills(), mark, b""
         self._wire, theirs = Pipe()
         self._stderr, writing = os.pipe()
         os.set_blocking(self._stderr, False)
@@ -56,12 +56,12 @@ class Process:
 
     @classmethod
     def forked(cls, serve: Callable[[Connection], None]) -> Process:
-        """Fork this process; `serve` runs in the child until it ends."""
+        """Fork this process, and run `serve` in the child."""
         parent = os.getpid()
 
         def start(wire: Connection, stderr: int) -> int:
             with warnings.catch_warnings():
-                # Python 3.12 warns of threads, which libraries have; a child that waits for one is noticed.
+                # Python 3.12 warns if there are threads, and libraries start some. `listen` notices a child that waits for one.
                 warnings.simplefilter("ignore")
                 pid = os.fork()
             if not pid:
@@ -72,9 +72,9 @@ class Process:
 
     @classmethod
     def spawned(cls) -> Process:
-        """Start a worker, a program of its own, and return while it still imports torch."""
+        """Start a worker, a separate program, and return while it is still importing torch."""
         mark = secrets.token_hex(8)
-        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python's import ignores others
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # import ignores all others
         options = [part for option in sys.warnoptions for part in ("-W", option)]
 
         def start(wire: Connection, stderr: int) -> int:
@@ -94,18 +94,18 @@ class Process:
         return cls(start, mark)
 
     def tell(self, message: Message) -> None:
-        """Send; a process that is gone shows itself when it is listened to."""
+        """Send a message; if the process is gone, `listen` reports it."""
         with suppress(OSError):
             send(self._wire, message)
 
     def listen(self, *, deadline_s: float | None, stuck_s: float | None = None) -> Message | ExitStatus:
-        """Wait for a message until `deadline_s` on the monotonic clock; the exit status if the process ends before.
+        """Return the next message, or the exit status if the process ends first.
 
-        After `stuck_s` without any processor time it is taken to hang.
+        The process is ended at `deadline_s` on the monotonic clock, and after `stuck_s` without any processor time.
         """
         idle = _Idle(self.pid)
         while True:
-            has_ended = system.has_ended(self.pid)  # first: what it said before that still counts
+            has_ended = system.has_ended(self.pid)  # checked first: a message sent before the end still counts
             ready = wait([self._wire, self._stderr], TICK_S)
             if self._stderr in ready:
                 self._read_stderr(pass_on=True)
@@ -120,15 +120,15 @@ class Process:
 
     def _read_stderr(self, *, pass_on: bool) -> None:
         with suppress(BlockingIOError):
-            while said := os.read(self._stderr, 2**16):
-                self._said = (self._said + said)[-TAIL_BYTES:]
+            while output := os.read(self._stderr, 2**16):
+                self._stderr_tail = (self._stderr_tail + output)[-TAIL_BYTES:]
                 if pass_on:
                     with suppress(OSError):
-                        os.write(2, said)
+                        os.write(2, output)
 
     def end(self, why: str | None = None, *, hung_up: bool = False) -> ExitStatus:
-        """End it, and whatever it started. Where it has `hung_up`, it may still be dumping where it was."""
-        if why is not None:  # SIGTERM first: it makes Python say where it hangs
+        """End the process and all that it started. If it has `hung_up`, let it finish dumping its stack first."""
+        if why is not None:  # SIGTERM first: faulthandler then writes where it hangs
             with suppress(OSError):
                 os.kill(self.pid, signal.SIGTERM)
         until_s = time.monotonic() + (GRACE_S if why is not None or hung_up else 0)
@@ -144,7 +144,7 @@ class Process:
             signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
             code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
             why=why,
-            stderr=self._said.decode(errors="replace").strip(),
+            stderr=self._stderr_tail.decode(errors="replace").strip(),
             peak_resident_bytes=used.ru_maxrss * 1024,
             oom_kills=0 if kills is None or self._oom_kills is None else kills - self._oom_kills,
         )
@@ -155,7 +155,7 @@ class Process:
 
 
 class _Idle:
-    """How long a process has used no processor."""
+    """How long a session has used no processor time."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._cpu_s = pid, -1.0
@@ -172,7 +172,7 @@ class _Idle:
 
 
 def begin() -> None:
-    """What every process of trials does first: say where it is when it is ended, and leave Ctrl-C to the probe."""
+    """Prepare a process for trials: it dumps its stack when it is terminated or crashes, and leaves Ctrl-C to its parent."""
     system.prefer_to_be_killed()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -181,7 +181,7 @@ def begin() -> None:
 
 
 def _live(parent: int, stderr: int, serve: Callable[[], None]) -> None:
-    """What a forked child does, and its end: nothing of its parent's is run on the way out."""
+    """Run a forked child from start to end; no exit handler of its parent runs in it."""
     code = 0
     try:
         os.setsid()

@@ -1,4 +1,4 @@
-"""Runs trials in processes that may die: workers that build the target, or children forked from this process."""
+"""Run trials in processes that may die: workers that build the target, or children forked from this process."""
 
 from __future__ import annotations
 
@@ -24,38 +24,37 @@ from oomprobe.result import SECOND_OPINIONS, Phase, Trial, trial_from_dict
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Tracker
 from oomprobe.trial import Measured, Outcome, Request
-from oomprobe.verdicts import Evidence, Verdict
+from oomprobe.verdicts import Verdict
 
-STUCK_S = 10.0  # a child that is not ready yet and uses no processor waits for threads that are not there
-STUCK_IN_STEP_S = 60.0  # the same in a step, which may wait for data
-# Beyond the limit of a trial: a worker has ended its child by then, or hangs itself.
-WORKER_GRACE_S = GRACE_S + 30.0
+STUCK_S = 10.0  # a starting child that uses no processor time for so long waits for threads that were not forked
+STUCK_IN_STEP_S = 60.0  # the same inside a step, which may wait for data
+WORKER_GRACE_S = GRACE_S + 30.0  # beyond a trial's limit: a worker that has not ended its child by then hangs itself
 STUCK = (
-    "a child forked for a trial hangs at {where}: it waits for a thread, or a lock, of the process that has the model (call "
-    "torch.set_num_threads(1) before the first operation there, and start other threads in the step). A script that has "
-    "computed already is probed in processes that start afresh: oomprobe run path/to/train.py:build"
+    "a child forked for a trial hangs at {where}: it waits for a thread or a lock of the process that holds the model. Call "
+    "torch.set_num_threads(1) before the first operation in that process, and start other threads in the step. If a script "
+    "has already computed something, probe in fresh processes: oomprobe run path/to/train.py:build"
 )
 LIVE_CHILDREN = (
-    "host memory is probed in children forked from the process that has the model, and that has live child processes "
-    "({names}), such as the workers of a data loader: a forked step would read batches meant for it. End them (del the "
-    "iterator of the loader), start them in the step, or, from a script, probe in processes that start afresh: "
+    "host memory is probed in children forked from the process that holds the model, but that process has live child "
+    "processes ({names}), such as data loader workers: a forked step would read batches meant for its parent. End them "
+    "(del the loader's iterator), start them in the step, or, from a script, probe in fresh processes: "
     "oomprobe run path/to/train.py:build"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where processes of trials come from."""
+    """How to start the processes that run trials."""
 
     start: Callable[[], Process]
-    target: str | None = None  # what workers build; None: children forked from this process, which has the model
-    task: Message | None = None  # told to a worker when it is to build
+    target: str | None = None  # that workers build; None: children are forked from this process, which holds the model
+    task: Message | None = None  # the first message to a worker: what to build
 
 
 def forks(
     model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, options: Options
 ) -> Source:
-    """Children of this process, which has the model: each runs one trial on host memory."""
+    """Return a source of children forked from this process; each runs one trial on host memory."""
     if living := multiprocessing.active_children():
         raise errors.InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
     preload_dynamo()
@@ -67,7 +66,7 @@ def forks(
 
 
 def workers(target: str, device: Any, options: Options) -> Source:
-    """Programs that build a target."""
+    """Return a source of workers that build a target."""
     try:
         pickled_device = pickle.dumps(device).hex()
     except Exception as error:
@@ -80,7 +79,7 @@ def workers(target: str, device: Any, options: Options) -> Source:
 
 
 class ProcessRunner:
-    """Runs trials in other processes. The next worker is started ahead, so that its imports cost nothing."""
+    """Runs trials in other processes, and starts the next worker early so that its imports cost no time."""
 
     replaceable = True
 
@@ -88,22 +87,22 @@ class ProcessRunner:
         self._source, self._clock, self._interrupts = source, clock, interrupts
         self._ends_with_trial = source.target is None
         self._process: Process | None = None
-        self._spare: Process | None = None  # has been told nothing yet
-        self._before_s = 0.0  # in steps, in the processes before this one
-        self._has_run = False  # whether the process has run a trial
+        self._spare: Process | None = None  # started, but with no task yet
+        self._before_s = 0.0  # time in steps of earlier processes
+        self._has_run = False  # whether the current process has run a trial
         self.in_steps_s = 0.0
         self.notes: dict[str, None] = {}
         self.device_notes: tuple[str, ...] = ()
         self.learned: dict[str, list[int]] = {}
 
     def open(self) -> None:
-        """Start the first process, and learn what is probed."""
+        """Start the first process and take over what it reports of the device and the steps."""
         ended = self._ready()
         if ended is not None:
             raise self._refusal(ended)
 
     def _ready(self) -> ExitStatus | None:
-        """Start a process where there is none; how it died, or None."""
+        """Start a process if there is none; return its exit status if it died, otherwise None."""
         if self._process is not None:
             return None
         self._process, self._spare = self._spare or self._source.start(), None
@@ -121,12 +120,12 @@ class ProcessRunner:
         self.step_names: list[str] = hello["step_names"]
         self.threads: int = hello["threads"]
         self._resident_bytes: int = hello["resident_bytes"]
-        self._has_children: bool = hello["has_children"]  # whether each trial runs in a child of the process
-        self._available_bytes: int | None = hello["available_bytes"]  # where it does not change between trials
+        self._has_children: bool = hello["has_children"]  # whether the process forks a child for each trial
+        self._available_bytes: int | None = hello["available_bytes"]  # None: it changes between trials
         return None
 
     def _ask(self, message: Message, deadline_s: float | None) -> Message | ExitStatus:
-        """Ask a process, after starting one where there is none; what it raised is raised here."""
+        """Send a message, to a new process if there is none, and return its answer; raise the error that it reports."""
         ended = self._ready()
         if ended is not None:
             return ended
@@ -146,7 +145,7 @@ class ProcessRunner:
         return answer
 
     def _wait(self, deadline_s: float | None, stuck_s: float) -> Message | ExitStatus:
-        """Listen to the process; a forked child hangs if it waits for a thread or lock that was not forked with it."""
+        """Listen to the process, and raise UnreliableError if it is a forked child that hangs."""
         assert self._process is not None
         try:
             with self._interrupts.allowed(None):
@@ -167,7 +166,7 @@ class ProcessRunner:
         self.learned = answer["learned"] or self.learned
 
     def end(self) -> None:
-        """End every process, and all that they started."""
+        """End all processes and their descendants."""
         self._end_process()
         self._process, self._spare = self._spare, None
         self._end_process()
@@ -177,11 +176,11 @@ class ProcessRunner:
         if last is not None:
             last.end()
 
-    # --- what a session asks ---
+    # --- the Runner protocol ---
 
     def run(self, request: Request) -> Outcome:
         if self._has_run and request.phase in SECOND_OPINIONS:
-            self.renew()  # asked of a process that has run nothing else
+            self.renew()  # a second opinion comes from a process that has run nothing else
         answer = self._ready() or self._answer(request)
         if isinstance(answer, ExitStatus):
             return Outcome(trial=self._died(request, answer))
@@ -197,17 +196,17 @@ class ProcessRunner:
         # At the driver's edge a failed mapping may have broken torch's allocator, which a health check may miss.
         at_edge = request.phase is Phase.GROW and request.cap_bytes is None
         if at_edge or trial.leaked_bytes or trial.verdict is Verdict.POISONED:
-            self.renew()  # what the trial left goes with its process
+            self.renew()
         return replace(outcome, refusal=None)
 
     def _answer(self, request: Request) -> Message | ExitStatus:
-        """Ask the process that is ready: building the target takes seconds, which are not the trial's."""
+        """Run a trial in the process that is ready; its time limit starts now, after the target was built."""
         self._has_run = True
         request = replace(request, deadline_s=self._clock.deadline_s())
         question = {"do": "run", "request": asdict(request), "learned": self.learned}
         try:
             return self._ask(question, request.deadline_s)
-        except errors.NotTrainedError:  # trials have trained the weights; a new process has those of the beginning
+        except errors.NotTrainedError:  # earlier trials trained the weights; a new process has the original ones
             if self._ends_with_trial or self._has_children:
                 raise
             self.renew()
@@ -228,30 +227,29 @@ class ProcessRunner:
         self.learned = {name: list(places) for name, places in learned.items()}
 
     def renew(self) -> None:
-        """Let the next trial run in a new process; where each is a child of its own, it does already."""
+        """Run the next trial in a new process; if each trial has its own child, it does so anyway."""
         if not self._has_children:
             self._end_process()
 
     # --- deaths ---
 
     def _refusal(self, ended: ExitStatus) -> errors.OomProbeError:
-        """The error for a process that died before there was a trial."""
+        """Return the error for a process that died outside a trial."""
         if ended.is_hang:
             return self._clock.time_is_up(self._clock.options.min_batch, ())
         target = self._source.target
-        what = "a forked child of this process" if target is None else f"the target {target}"
+        if target is None:
+            return errors.StepFailedError(f"a child forked from this process died before its trial: {ended.text()}")
         return errors.StepFailedError(
-            f"the process in which {what} was to be built and run died: {ended.text()}\n"
-            "Nothing was probed. Import the file and call the function by itself to see it"
+            f"the process that was to build and run the target {target} died: {ended.text()}\n"
+            "Nothing was probed. To see the error without oomprobe, import the file and call the function"
         )
 
     def _died(self, request: Request, ended: ExitStatus) -> Trial:
-        evidence = Evidence(
-            smaller_size_passed=request.smaller_passed, memory_pressure=False, on_host=self.device.on_host
-        )
         verdict = classify_exit(
             ended,
-            evidence,
+            smaller_passed=request.smaller_passed,
+            on_host=self.device.on_host,
             used_bytes=ended.peak_resident_bytes - self._resident_bytes,
             cap_bytes=request.cap_bytes or self._available_bytes,
         )

@@ -1,4 +1,4 @@
-"""Answer for a runner over a wire: what a process of trials does, forked or spawned."""
+"""What a trial's process does, forked or spawned: run trials on request and send the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oomprobe import errors
 from oomprobe.devices import Device, is_host, linux, raised_by
 from oomprobe.hooks import OptimizerWatch
 from oomprobe.isolation import system
-from oomprobe.isolation.messages import Message, receive, send, told
+from oomprobe.isolation.messages import Message, failure_message, receive, send
 from oomprobe.options import Options, Step
 from oomprobe.result import Phase
 from oomprobe.signals import Interrupts
@@ -23,22 +23,21 @@ from oomprobe.state import Tracker
 from oomprobe.trial import LocalRunner, Request, Runner
 
 NO_BACKWARD = (
-    "host memory is probed in children forked from this process, and they cannot run a backward here, because this process "
-    "has run one where an accelerator is visible. Probe in processes that start afresh: "
+    "host memory is probed in children forked from this process, but they cannot run a backward pass: this process has "
+    "already run one while an accelerator was visible. Probe in fresh processes: "
     "oomprobe run path/to/train.py:build --device cpu"
 )
 
 
 def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], building: str | None = None) -> None:
-    """Answer for a runner until the other end is closed.
+    """Answer requests with a runner until the other end is closed.
 
-    `make` returns the runner, and the device if trials run in this process, otherwise None. `building` is the target that it
-    builds.
+    `make` returns the runner, and the device if trials run in this process, otherwise None. `building` is the target it builds.
     """
     try:
         runner, device = make()
     except BaseException as error:
-        _answer(wire, told(error, building=building))
+        _answer(wire, failure_message(error, building=building))
         return
     hello = {
         "device": asdict(runner.device),
@@ -51,9 +50,9 @@ def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], bu
     _answer(wire, {"hello": hello})
     while (message := receive(wire)) is not None:
         try:
-            answer = _done(runner, message)
+            answer = _carry_out(runner, message)
         except BaseException as error:
-            answer = told(_blamed_on_device(error, device), building=None)
+            answer = failure_message(_blame_device(error, device), building=None)
         _answer(wire, answer)
 
 
@@ -62,7 +61,7 @@ def _answer(wire: Connection, answer: Message) -> None:
     send(wire, answer)
 
 
-def _done(runner: Runner, message: Message) -> Message:
+def _carry_out(runner: Runner, message: Message) -> Message:
     answer: Message
     if message["do"] == "run":
         if not runner.learned:
@@ -80,8 +79,8 @@ def _done(runner: Runner, message: Message) -> Message:
     }
 
 
-def _blamed_on_device(error: BaseException, device: Device | None) -> BaseException:
-    """An error outside a step may come from the device: then it becomes DeviceLostError or UnreliableError."""
+def _blame_device(error: BaseException, device: Device | None) -> BaseException:
+    """Return a DeviceLostError or UnreliableError instead of an error that the device raised outside a step."""
     if device is None or isinstance(error, errors.OomProbeError) or not isinstance(error, Exception):
         return error
     if not device.healthy():
@@ -92,29 +91,29 @@ def _blamed_on_device(error: BaseException, device: Device | None) -> BaseExcept
 def local_runner(
     model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, options: Options
 ) -> LocalRunner:
-    """Make what runs trials here, without a snapshot: the process ends with what they changed."""
+    """Make a runner of trials in this process, without a snapshot: the changed state ends with the process."""
     if is_host(device):
-        torch.set_num_threads(1)  # the threads of the process it was forked from are not there any more
+        torch.set_num_threads(1)  # the threads of the parent were not forked
         _compile_here()
         _try_backward()
     gc.collect()
-    gc.freeze()  # trials collect what they made
+    gc.freeze()  # so that trials collect only what they created
     watch = OptimizerWatch(tracker.add, model)
-    watch.__enter__()  # for as long as this process lives
+    watch.__enter__()  # until this process ends
     return LocalRunner(
         device,
         model,
         steps,
         tracker,
         watch,
-        Interrupts(),  # whoever waits for an answer ends what hangs
+        Interrupts(),  # the parent ends a process that hangs
         smallest=options.sizes.first,
         ends_with_trial=is_host(device),
     )
 
 
 def _compile_here() -> None:
-    """Let torch.compile compile in this process: the threads that talk to its pool of workers are not there any more."""
+    """Make torch.compile compile in this process: the threads that serve its worker pool were not forked."""
     config = sys.modules.get("torch._inductor.config")
     if config is None:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -123,7 +122,7 @@ def _compile_here() -> None:
 
 
 def _try_backward() -> None:
-    """Raise where no backward can run: autograd cannot start its threads anew after a fork (torch/csrc/autograd/engine.cpp)."""
+    """Raise if no backward pass can run: autograd cannot restart its threads after a fork (torch/csrc/autograd/engine.cpp)."""
     try:
         torch.ones(1, device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:

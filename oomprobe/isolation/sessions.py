@@ -18,8 +18,8 @@ from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Tracker
 
 ON_THE_CPU = (
-    "THE MODEL IS ON THE CPU and an accelerator is here: this number is about host memory. Call model.to('cuda') before "
-    "probing"
+    "THE MODEL IS ON THE CPU, but an accelerator is available: this number is about host memory. Call model.to('cuda') "
+    "before probing"
 )
 ON_HOST_MEMORY = (
     ", which is slow: the model is on the CPU. Build it on the GPU, or simulate one with --device sim:24GiB (in Python "
@@ -29,9 +29,9 @@ ON_HOST_MEMORY = (
 
 @contextmanager
 def open_isolated(target: str, device: Any, options: Options, progress: Progress) -> Iterator[Session]:
-    """A session whose trials run in workers; on every way out no process of it is left."""
+    """Open a session whose trials run in workers; none of its processes is left afterwards."""
     with _opened(workers(target, device, options), options, progress, "" if device else ON_HOST_MEMORY) as session:
-        session.state_verified = True  # nothing of the caller's was there to be changed
+        session.state_verified = True  # the caller's process has no state that a trial could change
         yield session
 
 
@@ -46,9 +46,9 @@ def open_forked(
     *,
     was_chosen: bool,
 ) -> Iterator[Session]:
-    """A session on host memory: each trial is a child forked from this process, which has the model.
+    """Open a session on host memory: each trial runs in a child forked from this process, which holds the model.
 
-    What a child changes is its own, but for tensors in shared memory: those are put back.
+    A child changes only its own copy of the state, except for tensors in shared memory, which are restored at the end.
     """
     tracker = Tracker(model, [step.run for step in steps.values()], preserve)
     source = forks(model, steps, tracker, device, options)

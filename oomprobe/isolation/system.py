@@ -1,4 +1,4 @@
-"""What is asked of Linux about processes: death with the parent, sessions, and whatever carries the mark of a probe."""
+"""Linux process control: dying with the parent, processor time of a session, and killing all descendants."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-MARK = "OOMPROBE_WORKER"  # in the environment of a worker, and of whatever it starts
+MARK = "OOMPROBE_WORKER"  # environment variable that a worker and its descendants carry
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_REAP_S = 5.0  # a killed process goes at once, unless it waits in the kernel
+_REAP_S = 5.0  # a killed process ends at once, unless it waits in the kernel
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the thread that made it ends (prctl(2)); now, where it has ended already."""
+    """Let the kernel kill this process when the thread that created it ends (prctl(2)); exit now if it has already ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 
 
 def prefer_to_be_killed() -> None:
-    """Let the system's OOM killer choose this process before any other (proc_pid_oom_score_adj(5))."""
+    """Make the system's OOM killer choose this process before any other (proc_pid_oom_score_adj(5))."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def flush() -> None:
-    """Write what is buffered for the standard streams; a daemon may have closed them."""
+    """Flush the standard streams; a daemon may have closed them."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
 
 
 def cpu_s(session: int) -> float:
-    """Processor time that the processes of a session have used; a data loader's workers too."""
+    """Return the processor time of all processes in a session, including data loader workers."""
     ticks = sum(int(stat[11]) + int(stat[12]) for _, stat in _processes() if stat[3] == str(session))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def kill_started(leader: int, mark: str) -> None:
-    """Kill a process, its session, and whatever carries its mark: orphans, and leaders of sessions of their own."""
+    """Kill a process, its session, and all processes with its mark: orphans, and those in other sessions."""
     until_s = time.monotonic() + _REAP_S
     while (living := list(_started(leader, mark))) and time.monotonic() < until_s:
         for pid in living:
@@ -54,20 +54,20 @@ def kill_started(leader: int, mark: str) -> None:
 
 def _started(leader: int, mark: str) -> Iterator[int]:
     for pid, stat in _processes():
-        # It may not lead a session yet. A zombie has ended.
+        # The leader is listed by its pid because it may not have started its session yet. Zombies have ended.
         if stat[0] != "Z" and (pid == leader or stat[3] == str(leader) or (mark and _is_marked(pid, mark))):
             yield pid
 
 
 def _is_marked(pid: int, mark: str) -> bool:
-    """What a process was started with can be read by its owner (proc_pid_environ(5))."""
+    """Return whether a process was started with the mark in its environment (proc_pid_environ(5))."""
     with suppress(OSError):
         return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return False
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:
-    """Each process, and fields of proc_pid_stat(5) from the third on: state, parent, group, session."""
+    """Yield each pid with the fields of proc_pid_stat(5) from the third on: state, parent, group, session, ..."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(OSError):
@@ -75,5 +75,5 @@ def _processes() -> Iterator[tuple[int, list[str]]]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a child has ended; it stays a zombie, so that its number cannot be anybody else's."""
+    """Return whether a child has ended; it stays a zombie, so that its pid is not reused."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

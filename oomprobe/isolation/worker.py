@@ -1,4 +1,4 @@
-"""The program of a worker: build a target, and answer for whoever runs its trials."""
+"""The program of a worker: build a target and run its trials on request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from oomprobe.trial import Runner
 
 
 def main(descriptor: int) -> None:
-    """Serve the process at the other end of a wire, until that closes it."""
+    """Serve the parent over the inherited descriptor until it closes its end."""
     sys.argv = [""]
     begin()
     wire = Connection(descriptor)
@@ -35,7 +35,7 @@ def main(descriptor: int) -> None:
 
 
 def _runner_of(task: Message) -> tuple[Runner, Device | None]:
-    """Build the target, and make what runs its trials: here, or on host memory in children."""
+    """Build the target and return the runner of its trials, with the device if they run in this process."""
     model, step_fn = build(task["target"])
     check_model(model)
     steps = named_steps(step_fn)
@@ -48,7 +48,7 @@ def _runner_of(task: Message) -> tuple[Runner, Device | None]:
         return local_runner(model, steps, tracker, device, options), device
     source = forks(model, steps, tracker, device, options)
     gc.collect()
-    gc.freeze()  # forked children then neither scan nor copy what is here
+    gc.freeze()  # so that forked children neither scan nor copy existing objects
     children = ProcessRunner(source, Clock(options), Interrupts())
     children.open()
     return children, None

@@ -87,8 +87,8 @@ def left():
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        (killed, "ended by SIGKILL (not by the system's OOM killer)"),
-        (left, "left with exit code 1 before it answered\nthe end of its stderr:\na library: licence server not found"),
+        (killed, "killed by SIGKILL (not by the system's OOM killer)"),
+        (left, "exited with code 1 before it answered\nthe end of its stderr:\na library: licence server not found"),
     ],
 )
 def test_row_16_a_death_that_is_not_of_memory_is_no_ceiling(target, said):

@@ -1,7 +1,7 @@
 import pytest
 
 from oomprobe import errors
-from oomprobe.isolation.messages import raise_failure, told
+from oomprobe.isolation.messages import failure_message, raise_failure
 
 
 class StrangeError(Exception):
@@ -14,29 +14,29 @@ class MuteError(Exception):
         raise RuntimeError("mute")
 
 
-def told_again(error, *, building=None, **changes):
-    """An error of a child as its parent raises it; `changes` are to what is told of its cause."""
+def sent_to_parent(error, *, building=None, **changes):
+    """Return a child's error as its parent raises it; `changes` replace parts of the message about its cause."""
     try:
         raise error
-    except BaseException as one:
-        failed = told(one, building=building)["failed"]
+    except BaseException as raised:
+        failed = failure_message(raised, building=building)["failed"]
     failed["cause"] |= changes
     with pytest.raises((errors.OomProbeError, KeyError)) as caught:
         raise_failure(failed, 16)
     return caught.value
 
 
-def of_step(error, **given):
+def step_failure(error, **options):
     try:
         raise error
-    except Exception as own:
-        failed = errors.step_failed(own, batch_size=16, **given)
-        failed.__cause__ = own
-    return told_again(failed)
+    except Exception as cause:
+        failed = errors.step_failed(cause, batch_size=16, **options)
+        failed.__cause__ = cause
+    return sent_to_parent(failed)
 
 
-def test_a_bug_of_the_step_has_its_own_exception_as_cause():
-    failed = of_step(KeyError("labels"), largest_passed=8)
+def test_a_bug_in_the_step_keeps_its_exception_as_the_cause():
+    failed = step_failure(KeyError("labels"), largest_passed=8)
     assert type(failed) is errors.StepFailedError
     assert isinstance(failed.__cause__, KeyError)
     assert failed.__cause__.args == ("labels",)
@@ -50,12 +50,12 @@ def test_a_bug_of_the_step_has_its_own_exception_as_cause():
     [StrangeError(1, "x"), StrangeError(object(), 2), MuteError(), ExceptionGroup("two", [ValueError("a")])],
     ids=["two arguments", "an object", "mute", "group"],
 )
-def test_odd_exceptions_have_their_name(error):
-    assert type(error).__name__ in str(of_step(error))
+def test_an_unusual_exception_is_named(error):
+    assert type(error).__name__ in str(step_failure(error))
 
 
-def test_a_class_that_is_not_known_here_is_named():
-    failed = told_again(ValueError("x"), building="t.py:b", module="their_train", text="Theirs: x")
+def test_a_class_that_the_parent_has_not_imported_is_named():
+    failed = sent_to_parent(ValueError("x"), building="t.py:b", module="their_train", text="Theirs: x")
     assert type(failed.__cause__) is RuntimeError
     assert "Theirs: x" in str(failed)
 
@@ -63,21 +63,21 @@ def test_a_class_that_is_not_known_here_is_named():
 @pytest.mark.parametrize(
     "error", [errors.InvalidArgumentError("the model is on two devices"), KeyError("no such thing in the child")]
 )
-def test_an_error_that_is_not_the_steps_stays_what_it_is(error):
-    failed = told_again(error)
+def test_an_error_from_outside_the_step_keeps_class_and_text(error):
+    failed = sent_to_parent(error)
     assert type(failed) is type(error)
     assert str(failed) == str(error)
 
 
 @pytest.mark.parametrize(
-    ("error", "building", "said"),
+    ("error", "building", "words"),
     [
         (SystemExit(3), None, "the step at batch size 16 left the process, sys.exit(3)"),
         (SystemExit(3), "t.py:b", "the target t.py:b left the process"),
         (OSError("no data"), "t.py:b", "the target t.py:b failed with OSError"),
     ],
 )
-def test_leaving_and_building(error, building, said):
-    failed = told_again(error, building=building)
+def test_an_exit_or_a_failed_build_is_a_failed_step(error, building, words):
+    failed = sent_to_parent(error, building=building)
     assert type(failed) is errors.StepFailedError
-    assert said in str(failed)
+    assert words in str(failed)
