@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING
 import oomprobe
 from oomprobe import errors
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.report import page
+from oomprobe.report import text
 from oomprobe.report.plot import new_figure
 from oomprobe.report.table import trials_table
 from oomprobe.units import format_bytes
@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.world_size > 1 or arguments.global_batch:
             plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size}
             result = dataclasses.replace(result, options={**result.options, **plan_options})
-        write(sys.stderr if machine_reads else stdout, page.text(result, verbose=arguments.verbose))
+        write(sys.stderr if machine_reads else stdout, text.report(result, verbose=arguments.verbose))
         if arguments.json == STDOUT:
             write(stdout, result.to_json())
         elif arguments.quiet and not result.contaminated:
@@ -115,14 +115,14 @@ def _demo(arguments: argparse.Namespace) -> int:
     for title, build, device, multiple_of in (on_card, on_host if here == "cpu" else on_accelerator):
         print(f"--- {title} ---", flush=True)
         result = find_max_batch(*build(), device=device, multiple_of=multiple_of, progress=arguments.progress)
-        print(page.brief(result), flush=True)
+        print(text.brief(result), flush=True)
     print("Next: oomprobe run train.py:build, where build() returns (model, step_fn)")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     result = _read(arguments.result)
-    print(page.text(result, verbose=arguments.verbose), end="")
+    print(text.report(result, verbose=arguments.verbose), end="")
     _save(result.to_html, arguments.html)
     return 0
 

@@ -231,9 +231,9 @@ class ProbeResult:
         return notebook(self)
 
     def __str__(self) -> str:
-        from oomprobe.report.page import text
+        from oomprobe.report.text import report
 
-        return text(self)
+        return report(self)
 
 
 def trial_from_dict(data: Mapping[str, Any]) -> Trial:

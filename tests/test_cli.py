@@ -122,7 +122,7 @@ def test_an_answer(capsys, target, options):
     code, out, _ = run(capsys, "run", f"{target}:up_to_five", *options)
     assert code == 0
     assert re.search(r"^verdict: batch (\d+)", out, re.MULTILINE)[1] == "5"
-    assert "trials ran in processes of their own: nothing here was touched" in out
+    assert "trials ran in separate processes: nothing in this process was changed" in out
 
 
 def test_without_isolation_trials_run_here(capsys, target, monkeypatch):

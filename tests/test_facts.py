@@ -5,14 +5,14 @@ import pytest
 from example_results import gpu, host
 from test_result import a_result, a_trial
 
-from oomprobe.report import page
+from oomprobe.report.text import report
 from oomprobe.result import Phase
 from oomprobe.verdicts import Verdict
 
 
 def sentence(result, word):
-    """Return the report's entry under a label, joined to one line."""
-    [found] = re.findall(rf"^  {word}.*(?:\n {{16}}.*)*", page.text(result), re.MULTILINE)
+    """What the report says after a word, on however many lines."""
+    [found] = re.findall(rf"^  {word}.*(?:\n {{16}}.*)*", report(result), re.MULTILINE)
     return re.sub(r"\s+", " ", found)
 
 
@@ -25,16 +25,19 @@ def timed(**speeds):
 @pytest.mark.parametrize(
     ("speeds", "words"),
     [
-        ({"b4": 500.0, "b8": 970.0, "b16": 960.0, "b32": 1000.0}, "; batch 8 comes within 5 %, the scatter"),
+        (
+            {"b4": 500.0, "b8": 970.0, "b16": 960.0, "b32": 1000.0},
+            "; batch 8 is as fast, within the timing noise of 5 %",
+        ),
         ({"b4": 1100.0, "b8": 1200.0, "b32": 1000.0}, "; batch 8 is faster, 1200 samples/s"),
         ({"b4": 2100.0, "b8": 1200.0, "b32": 1000.0}, "Memory may be spilling to the host"),
-        ({"b8": 949.0, "b32": 1000.0}, "; no smaller size that ran comes within 5 %, the scatter"),
-        ({"b8": 950.0, "b32": 1000.0}, "; batch 8 comes within 5 %, the scatter"),
-        ({"b8": 1060.0, "b32": 1000.0}, "; batch 8 is faster, 1060 samples/s, by more than 5 %, the scatter"),
+        ({"b8": 949.0, "b32": 1000.0}, "; every smaller size that ran is slower by more than the timing noise of 5 %"),
+        ({"b8": 950.0, "b32": 1000.0}, "; batch 8 is as fast, within the timing noise of 5 %"),
+        ({"b8": 1060.0, "b32": 1000.0}, "; batch 8 is faster, 1060 samples/s, by more than the timing noise of 5 %"),
         ({"b32": 1000.0}, "1000 samples/s"),
     ],
 )
-def test_throughputs_are_compared_beyond_their_scatter(speeds, words):
+def test_rates_are_compared_beyond_the_timing_noise(speeds, words):
     said = sentence(timed(**speeds), "throughput")
     assert words in said
     assert ("spilling" in said) == ("spilling" in words)
@@ -43,14 +46,18 @@ def test_throughputs_are_compared_beyond_their_scatter(speeds, words):
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ((), (a_trial(8, samples_per_s=1272.0),), "is faster, 1272 samples/s, by more than 17 %"),
-        ((a_trial(8, samples_per_s=1272.0),), (), "batch 8 comes within 17 %, the scatter"),
+        (
+            (),
+            (a_trial(8, samples_per_s=1272.0),),
+            "is faster, 1272 samples/s, by more than the timing noise of 17 %",
+        ),
+        ((a_trial(8, samples_per_s=1272.0),), (), "batch 8 is as fast, within the timing noise of 17 %"),
         ((), (a_trial(16, Verdict.OOM, samples_per_s=9e3),), "batch 8 is faster, 1060 samples/s"),
         ((), (a_trial(16, samples_per_s=9e3, accumulation_steps=2),), "batch 8 is faster, 1060 samples/s"),
     ],
     ids=["a faster repetition", "a slower one", "a failure", "accumulation"],
 )
-def test_repeated_trials_give_the_scatter(before, after, words):
+def test_the_timing_noise_is_the_spread_of_repeated_trials(before, after, words):
     result = timed(b8=1060.0, b32=1000.0)
     again = dataclasses.replace(result, trials=(*before, *result.trials, *after))
     assert words in sentence(again, "throughput")
@@ -58,7 +65,7 @@ def test_repeated_trials_give_the_scatter(before, after, words):
 
 def test_without_a_speed_there_is_no_throughput_line():
     for speeds in ({"b8": 5.0}, {"b8": 5.0, "b32": 0.0}, {"b32": None}):
-        assert "throughput" not in page.text(timed(**speeds))
+        assert "throughput" not in report(timed(**speeds))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +94,7 @@ def test_the_error_of_the_linear_fit_is_reported():
 
 def test_the_linear_fit_respects_multiple_of():
     fit = dataclasses.replace(a_result().fit, predicted_max_batch=7)
-    assert "  4, not used: the same" in page.text(a_result(fit=fit, options={"multiple_of": 4}))
+    assert "  4, not used: the same" in report(a_result(fit=fit, options={"multiple_of": 4}))
 
 
 @pytest.mark.parametrize(
@@ -97,10 +104,10 @@ def test_the_linear_fit_respects_multiple_of():
         ({"limited_by": "max_batch"}, "max_batch, not memory"),
         ({"limited_by": "size_limit"}, "a size limit that is not memory"),
         ({"limiting_step": "eval"}, "memory, in step 'eval'; batch"),
-        ({}, "batch 4 is the largest that ran, batch 5 failed"),
+        ({}, "batch 4 is the largest that ran; batch 5 failed with all available memory"),
         (
             {"trials": (a_trial(4, replayed=True), a_trial(5, Verdict.OOM))},
-            "batch 4 is the largest that passed a replay, batch 5 failed",
+            "batch 4 is the largest that passed a replay; batch 5 failed",
         ),
     ],
 )
@@ -113,26 +120,26 @@ def checked(**changes):
     return a_result(batch_size=8, limit_batch_size=8, limited_by="max_batch", trials=trials, **changes)
 
 
-def test_a_check_reports_no_limit():
-    text = page.text(checked())
+def test_a_check_asks_for_one_size_and_says_nothing_of_a_limit():
+    text = report(checked())
     assert "checked     batch 8 was asked for, and ran; no other size was tried\n" in text
     assert "max_batch, not memory" not in text
     assert "is the largest that ran" not in text
-    assert "and ran; step 'eval' takes the most memory; no other" in page.text(checked(limiting_step="eval"))
+    assert "and ran; step 'eval' takes the most memory; no other" in report(checked(limiting_step="eval"))
 
 
 def test_a_search_that_tried_one_size_was_limited_by_max_batch():
     grown = (a_trial(8, phase=Phase.GROW), a_trial(8, phase=Phase.CONFIRM))
-    assert "max_batch, not memory" in page.text(dataclasses.replace(checked(), trials=grown))
+    assert "max_batch, not memory" in report(dataclasses.replace(checked(), trials=grown))
 
 
-def test_a_plan_tells_which_sizes_ran():
-    text = page.text(gpu())
+def test_a_plan_says_what_ran():
+    text = report(gpu())
     assert re.search(r"1009 = 1 x 1009, exact; micro-batch 1: ran$", text, re.MULTILINE)
     assert re.search(r"= 91 x 11, near; micro-batch 91: not run$", text, re.MULTILINE)
-    assert "192 = 48 x 2 x 2, exact; micro-batch 48: ran, also with accumulation" in page.text(host())
+    assert "192 = 48 x 2 x 2, exact; micro-batch 48: ran, also with accumulation" in report(host())
 
 
-def test_state_that_was_not_compared_is_not_called_identical():
-    assert "bit for bit: identical" in page.text(a_result(state_verified=True))
-    assert "not compared" in page.text(a_result(state_verified=False))
+def test_a_state_that_was_not_compared_is_not_called_restored():
+    assert "bit for bit: identical" in report(a_result(state_verified=True))
+    assert "not compared" in report(a_result(state_verified=False))

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_result import a_result, a_trial, results
 
-from oomprobe.report import page
 from oomprobe.report.fit import fit_line
 from oomprobe.report.table import trial_line
+from oomprobe.report.text import report
 from oomprobe.verdicts import Verdict
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,7 +23,7 @@ every_example = pytest.mark.parametrize("name", EXAMPLES)
 @every_example
 def test_golden(name, verbose):
     """Run with OVERWRITE_GOLDEN=1 after a change of the report, and read the difference."""
-    same_as_golden(page.text(EXAMPLES[name](), verbose=verbose), f"report_{name}{'_verbose' * verbose}.txt")
+    same_as_golden(report(EXAMPLES[name](), verbose=verbose), f"report_{name}{'_verbose' * verbose}.txt")
 
 
 def same_as_golden(text, name):
@@ -39,9 +39,9 @@ def same_as_golden(text, name):
 @every_example
 def test_a_report_is_short_lines_of_ascii_after_one_verdict(name):
     result = EXAMPLES[name]()
-    facts = page.text(result).split("\n\n")[2]
+    facts = report(result).split("\n\n")[2]
     assert len(re.findall(r"^  \w", facts, re.MULTILINE)) <= 8
-    text = page.text(result, verbose=True)
+    text = report(result, verbose=True)
     assert max(map(len, text.splitlines())) <= 100
     assert all(" " <= c <= "~" or c == "\n" for c in text)
     assert not re.search(r" $", text, re.MULTILINE)
@@ -51,7 +51,7 @@ def test_a_report_is_short_lines_of_ascii_after_one_verdict(name):
 
 @given(results)
 def test_no_result_makes_it_raise_or_say_two_verdicts(result):
-    text = page.text(result)
+    text = report(result)
     assert VERDICT.findall(text) == [str(result.batch_size)]
     assert text.isascii()
 
@@ -82,13 +82,13 @@ def test_extreme_values_do_not_make_it_raise(data):
         elapsed_s=data.draw(floats) or 0.0,
         estimates={"a rule": data.draw(floats)},
     )
-    assert len(VERDICT.findall(page.text(result))) == 1
+    assert len(VERDICT.findall(report(result))) == 1
     assert "\n" not in trial_line(trial)
 
 
 def test_contamination_is_loud_and_next_to_the_verdict():
-    verdict, *loud = page.text(a_result(contaminated=True)).partition("\n\n")[0].splitlines()
+    verdict, *loud = report(a_result(contaminated=True)).partition("\n\n")[0].splitlines()
     assert loud[0].startswith("!! WARNING: ")
     assert all(line.startswith("!! ") for line in loud)
     assert verdict.startswith("verdict")
-    assert "WARNING" not in page.text(a_result())
+    assert "WARNING" not in report(a_result())

@@ -9,9 +9,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from oomprobe.report.breakdown import advice, breakdown_rows
-from oomprobe.report.page import facts, verdict_line, warning_lines
 from oomprobe.report.plot import bracket_figure, result_figure
 from oomprobe.report.table import TEXT_COLUMNS, table_cells
+from oomprobe.report.text import facts, verdict_line, warning_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

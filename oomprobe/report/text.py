@@ -1,4 +1,4 @@
-"""The report an engineer reads in a job log: plain ASCII, at most 100 columns, returned and never printed."""
+"""The report for a job log: plain ASCII of at most 100 columns, returned and never printed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from oomprobe.report.plan import PlanEntry
     from oomprobe.result import ProbeResult
 
-SCATTER = 0.05  # of a rate: what repeated trials of a size differ by, unless those of this probe differed by more
-SLOW_FACTOR = 2.0  # a sample that takes this much longer than at a smaller size hints at paging
-_LABEL = 14  # columns of the label before a fact
+TIMING_NOISE = 0.05  # smallest spread assumed between the rates of repeated trials
+SPILL_FACTOR = 2.0  # a size that is slower than a smaller one by more than this may be spilling memory to the host
+_LABEL_WIDTH = 14
 _LIMITS = {
     "memory": "memory",
     "host_memory": "host memory",
@@ -26,10 +26,10 @@ _LIMITS = {
 }
 
 
-def text(result: ProbeResult, *, verbose: bool = False) -> str:
-    """Render a result as lines of ASCII; the first one, and only that, is the verdict: ``verdict: batch 96 fits ...``.
+def report(result: ProbeResult, *, verbose: bool = False) -> str:
+    """Render a result; only the first line begins with ``verdict:``, as in ``verdict: batch 96 fits ...``.
 
-    The verbose report has the coefficients of the fit, the estimates, the whole plan and all of each thing that no trial covered.
+    The verbose report adds the coefficients of the fit, the estimates, an example plan, and details of what was not covered.
     """
     blocks = (
         [verdict_line(result), *warning_lines(result)],
@@ -43,12 +43,12 @@ def text(result: ProbeResult, *, verbose: bool = False) -> str:
 
 
 def brief(result: ProbeResult) -> str:
-    """The verdict and the table alone."""
+    """Render only the verdict, the warning and the table of trials."""
     return "\n".join([verdict_line(result), *warning_lines(result), trials_table(result.trials)]) + "\n"
 
 
 def verdict_line(result: ProbeResult) -> str:
-    """The answer, in one line of at most 100 columns."""
+    """Return the answer in one line."""
     fraction = result.options.get("memory_fraction") or result.budget_bytes / max(1, result.available_bytes)
     share = f"{100 * fraction:.3g} % of {format_bytes(result.available_bytes)} on "
     line = f"verdict: batch {result.batch_size} fits in {format_bytes(result.budget_bytes)} ({share}"
@@ -56,12 +56,12 @@ def verdict_line(result: ProbeResult) -> str:
 
 
 def warning_lines(result: ProbeResult) -> list[str]:
-    """What makes the answer doubtful; none where nothing does."""
+    """Return a warning if other memory on the device changed during the probe, otherwise nothing."""
     if not result.contaminated:
         return []
     return wrap(
-        "WARNING: memory outside this process's allocator moved while probing. Another process, or a library "
-        "of this one, took or gave back memory: the number holds for that moment only. "
+        "WARNING: memory outside this process's allocator changed while probing. Another process, or a library "
+        "in this one, allocated or freed memory, so the number holds for that moment only. "
         "Probe again on an idle device.",
         first="!! ",
         rest="!! ",
@@ -69,18 +69,18 @@ def warning_lines(result: ProbeResult) -> list[str]:
 
 
 def _not_covered(items: tuple[str, ...]) -> list[str]:
-    """One sentence: what stands before the details of each item."""
-    heads = [re.split(r" \(|: |, ", item, maxsplit=1)[0] for item in items]
-    return wrap(f"not covered: {'; '.join(heads)}", rest="  ") if heads else []
+    """List the items in one sentence, without the details that follow a bracket, colon or comma."""
+    short = [re.split(r" \(|: |, ", item, maxsplit=1)[0] for item in items]
+    return wrap(f"not covered: {'; '.join(short)}", rest="  ") if short else []
 
 
 def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
-    """What there is to say: sentences by their label."""
+    """Return the sentences of the report under each label."""
     return {
         "checked" if _is_check(result) else "limited by": [_limit(result)],
         "holds for": [_holds_for(result)],
         "throughput": _throughput(result),
-        "linear fit": _line(result, verbose=verbose),
+        "linear fit": _linear_fit(result, verbose=verbose),
         "estimates": _estimates(result) if verbose else [],
         "plan": _plan(result, verbose=verbose),
         "state": [_state(result)],
@@ -92,8 +92,8 @@ def _fact_lines(result: ProbeResult, *, verbose: bool) -> list[str]:
     lines = []
     for label, sentences in facts(result, verbose=verbose).items():
         for number, sentence in enumerate(sentences):
-            first = f"  {'' if number else label}".ljust(_LABEL)
-            lines += wrap(sentence, first=first, rest=" " * (_LABEL + 2))
+            first = f"  {'' if number else label}".ljust(_LABEL_WIDTH)
+            lines += wrap(sentence, first=first, rest=" " * (_LABEL_WIDTH + 2))
     return lines
 
 
@@ -103,7 +103,7 @@ def _limit(result: ProbeResult) -> str:
         return f"batch {result.batch_size} was asked for, and ran{step}; no other size was tried"
     step = "" if result.limiting_step is None else f", in step {result.limiting_step!r}"
     failing = result.first_failing_batch_size
-    failed = "" if failing is None else f", batch {failing} failed with all the memory"
+    failed = "" if failing is None else f"; batch {failing} failed with all available memory"
     limit = _LIMITS.get(result.limited_by, result.limited_by)
     of_limit = [t for t in result.trials if t.batch_size == result.limit_batch_size and t.passed]
     passed = "passed a replay" if of_limit and all(t.replayed for t in of_limit) else "ran"
@@ -111,7 +111,7 @@ def _limit(result: ProbeResult) -> str:
 
 
 def _is_check(result: ProbeResult) -> bool:
-    """Whether one size was checked, without a search, which would begin by growing."""
+    """Return whether only one size was checked; a search would begin by growing."""
     return {t.batch_size for t in result.trials} == {result.batch_size} and not any(
         t.phase in ("grow", "bisect") for t in result.trials
     )
@@ -126,7 +126,7 @@ def _holds_for(result: ProbeResult) -> str:
 
 
 def _throughput(result: ProbeResult) -> list[str]:
-    """Compare rates only where they differ by more than repeated trials of one size do."""
+    """State the rate, and compare it with the smaller sizes by the spread of repeated trials."""
     rates: dict[int, list[float]] = defaultdict(list)
     for trial in result.trials:
         if trial.passed and trial.accumulation_steps == 1 and trial.samples_per_s:
@@ -135,59 +135,59 @@ def _throughput(result: ProbeResult) -> list[str]:
         return []
     answer = rates[result.batch_size][-1]  # its confirmation, with the most steps
     alone = f"{rate(answer)} samples/s"
-    smaller = {size: of_size[-1] for size, of_size in rates.items() if size < result.batch_size}
+    smaller = {size: repeated[-1] for size, repeated in rates.items() if size < result.batch_size}
     if not smaller:
         return [alone]
-    scatter = max(SCATTER, *(1 - min(of_size) / max(of_size) for of_size in rates.values()))
-    within = f"{100 * scatter:.0f} %, the scatter of these times"
+    noise = max(TIMING_NOISE, *(1 - min(repeated) / max(repeated) for repeated in rates.values()))
+    by_noise = f"the timing noise of {100 * noise:.0f} %"
     fastest = max(smaller, key=lambda size: smaller[size])
-    if smaller[fastest] * (1 - scatter) > answer:
-        spilling = ". Memory may be spilling to the host" if smaller[fastest] > SLOW_FACTOR * answer else ""
-        faster = f"batch {fastest} is faster, {rate(smaller[fastest])} samples/s, by more than {within}"
+    if smaller[fastest] * (1 - noise) > answer:
+        spilling = ". Memory may be spilling to the host" if smaller[fastest] > SPILL_FACTOR * answer else ""
+        faster = f"batch {fastest} is faster, {rate(smaller[fastest])} samples/s, by more than {by_noise}"
         return [f"{alone}; {faster}{spilling}"]
-    close = min((size for size, speed in smaller.items() if speed >= (1 - scatter) * answer), default=None)
-    named = "no smaller size that ran" if close is None else f"batch {close}"
-    return [f"{alone}; {named} comes within {within}"]
+    as_fast = min((size for size, speed in smaller.items() if speed >= (1 - noise) * answer), default=None)
+    if as_fast is None:
+        return [f"{alone}; every smaller size that ran is slower by more than {by_noise}"]
+    return [f"{alone}; batch {as_fast} is as fast, within {by_noise}"]
 
 
-def _line(result: ProbeResult, *, verbose: bool) -> list[str]:
-    """The straight line, a diagnostic."""
+def _linear_fit(result: ProbeResult, *, verbose: bool) -> list[str]:
     fit = result.fit
     if fit is None:
         return ["none: fewer than three sizes ran"]
     if fit.predicted_max_batch is None:
-        said = "does not rise: no answer"
+        prediction = "no prediction: the line does not rise"
     else:
         predicted = fit.predicted_max_batch - fit.predicted_max_batch % result.options.get("multiple_of", 1)
-        said = f"{predicted}, not used: {_judgement(result, predicted)}"
+        prediction = f"{predicted}, not used: {_judge(result, predicted)}"
     off = "more than 1000 %" if fit.max_relative_error > 10 else f"up to {100 * fit.max_relative_error:.1f} %"
     coefficients = f"{format_bytes(fit.fixed_bytes)} fixed + {format_bytes(fit.bytes_per_sample)} per sample"
-    return [f"{said}; the fit is off by {off}", *([f"{coefficients}, r2 {fit.r_squared:.4f}"] if verbose else [])]
+    return [f"{prediction}; the fit is off by {off}", *([f"{coefficients}, r2 {fit.r_squared:.4f}"] if verbose else [])]
 
 
-def _judgement(result: ProbeResult, predicted: int) -> str:
-    """Call a prediction too high only where a failure shows it: max_batch, say, leaves sizes untried."""
+def _judge(result: ProbeResult, predicted: int) -> str:
+    """Compare a prediction with the trials; without a failure it is not too high, because max_batch may end a search."""
     if predicted <= result.batch_size:
         return "the same as the answer" if predicted == result.batch_size else "too low"
-    passed = {t.batch_size: t.passed for t in result.trials}  # in the last trial of each size
+    passed = {t.batch_size: t.passed for t in result.trials}  # the last trial of each size counts
     failed = [size for size, ran in passed.items() if result.batch_size < size <= predicted and not ran]
     return f"too high, batch {min(failed)} failed" if failed else "above the answer, where nothing failed"
 
 
 def _estimates(result: ProbeResult) -> list[str]:
-    told = [f"{name}: {'none' if size is None else f'{size:.0f}'}" for name, size in result.estimates.items()]
-    return [f"never used; {result.batch_size} was measured:", *told] if told else []
+    lines = [f"{name}: {'none' if size is None else f'{size:.0f}'}" for name, size in result.estimates.items()]
+    return [f"never used; {result.batch_size} was measured:", *lines] if lines else []
 
 
 def _plan(result: ProbeResult, *, verbose: bool) -> list[str]:
-    """Splits of the global batch; where none was asked for, an example for those who want the details."""
+    """List the splits of the global batch; if none was requested, the verbose report shows an example."""
     wanted, world_size = result.options.get("global_batch"), result.options.get("world_size") or 1
     ranks = "" if world_size == 1 else f" x {world_size} ranks"
     if wanted:
         title, entries = f"global batch {wanted}", result.plan(wanted, world_size)
     elif verbose:
         example = 1 << (4 * result.batch_size - 1).bit_length()
-        title, entries = f"for example global batch {example}", result.plan(example, world_size)[:2]
+        title, entries = f"for example, global batch {example}", result.plan(example, world_size)[:2]
     else:
         return []
     return [f"{title} = micro-batch x accumulation steps{ranks}", *map(_entry, entries)]
@@ -202,7 +202,7 @@ def _entry(entry: PlanEntry) -> str:
 
 def _state(result: ProbeResult) -> str:
     if result.environment.get("isolated"):
-        return "trials ran in processes of their own: nothing here was touched"
+        return "trials ran in separate processes: nothing in this process was changed"
     if result.state_verified:
         return "restored and compared bit for bit: identical"
     return "not compared bit for bit: this result makes no claim about it"
