@@ -166,7 +166,7 @@ def test_paths_are_relative_to_where_the_command_started(capsys, target, tmp_pat
         (["no/such/file.py:build"], 2, "there is no file"),
         (["{}:bug"], 3, "raise KeyError(\"labels\")\nKeyError: 'labels'"),
         (["{}:fits", "--device", "cuda:7"], 4, "no device 'cuda:7' here"),
-        (["{}:up_to_five", "--require", "6"], 5, "batch 6 does not survive"),
+        (["{}:up_to_five", "--require", "6"], 5, "batch 6 does not fit"),
         (["{}:fits", "--time-limit", "1e-9"], 6, "time passed"),
     ],
 )

@@ -50,13 +50,13 @@ def result(*trials, found=None, **fields):
         (
             [trial(1, passed=False)],
             {},
-            "batch 1, the smallest allowed, does not fit on a device with all the memory there is: out of memory",
+            "batch 1, the smallest allowed, does not fit on a device with all available memory: out of memory",
             ["memory_fraction"],
         ),
         (
             [trial(1, passed=False, cap_bytes=95 * MIB)],
             {},
-            "batch 1, the smallest allowed, does not fit on a device with all the memory there is: out of memory",
+            "batch 1, the smallest allowed, does not fit on a device with all available memory: out of memory",
             ["memory_fraction"],
         ),
         (
@@ -69,7 +69,7 @@ def result(*trials, found=None, **fields):
         (
             [trial(250, passed=False, cap_bytes=90 * MIB, phase=Phase.CONFIRM)],
             {"min_batch": 250, "max_batch": 250},
-            "batch 250 does not survive on a device within a budget of 90.00 MiB (memory_fraction=0.9): out of memory",
+            "batch 250 does not fit on a device within a budget of 90.00 MiB (memory_fraction=0.9): out of memory",
             ["smallest", "min_batch"],
         ),
     ],
@@ -104,7 +104,7 @@ def test_growth_that_no_cap_counts_is_noted(held, said):
     session = bench(trial(1))
     session.neighbours.held_bytes = held
     notes = summary.result_of(session, Found(batch_size=1)).notes
-    assert [note[:40] for note in notes] == ["3.00 MiB outside this process's allocato"] * said
+    assert [note[:60] for note in notes] == ["memory outside this process's allocator grew by 3.00 MiB whi"][:said]
 
 
 LEAKING = {"phase": Phase.CONFIRM, "step_leaked_bytes": MIB}
@@ -127,7 +127,7 @@ def test_a_leak_says_how_long_the_free_memory_lasts(fields, more, steps):
     found = Found(batch_size=2)
     [note] = [line for line in result(trial(1), confirmed, *more, found=found).notes if line.startswith("leak")]
     assert note == (
-        f"leak: each step at batch 2 keeps 1.00 MiB, and what is left free lasts for about {steps} of them; something "
+        f"leak: each step at batch 2 keeps 1.00 MiB, so the free memory lasts for about {steps} steps; something "
         "keeps tensors of each step"
     )
 

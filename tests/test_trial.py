@@ -235,8 +235,8 @@ def test_a_leak_that_soon_fills_the_memory_is_an_error():
 @pytest.mark.parametrize(
     ("size", "kept_bytes", "memory_fraction", "told"),
     [
-        (4, MIB // 4, 0.9, "keeps 256.00 KiB, and what is left free lasts for about 2364"),
-        (2, 5 * MIB // 4, 1.0, "keeps 1.25 MiB, and what is left free lasts for about 604 of them"),
+        (4, MIB // 4, 0.9, "keeps 256.00 KiB, so the free memory lasts for about 2364 steps"),
+        (2, 5 * MIB // 4, 1.0, "keeps 1.25 MiB, so the free memory lasts for about 604 steps"),
     ],
 )
 def test_a_slow_leak_says_how_long_the_free_memory_lasts(size, kept_bytes, memory_fraction, told):

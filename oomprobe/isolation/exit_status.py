@@ -39,21 +39,18 @@ class ExitStatus:
     peak_resident_bytes: int
     oom_kills: int  # by the system's OOM killer while it ran, of any process
 
-    @property
-    def is_hang(self) -> bool:
-        """Whether its parent had to terminate it."""
-        return self.why is not None
-
     def text(self) -> str:
         """Return the trial's error: how the process ended, the end of its stderr, and the innermost frames of its trace."""
-        if self.is_hang:
+        if self.why is not None:
             what = f"the trial's process {self.why} and was terminated"
         elif self.signal is None:
             what = f"the trial's process exited with code {self.code} before it answered"
         else:
-            what = f"the trial's process was killed by {_name(self.signal)}"
-        if self.signal == signal.SIGKILL and not self.is_hang:
-            what += " (the system's OOM killer was active)" if self.oom_kills else " (not by the system's OOM killer)"
+            what = f"the trial's process was killed by {signal.Signals(self.signal).name}"
+            if self.signal == signal.SIGKILL:
+                what += (
+                    " (the system's OOM killer was active)" if self.oom_kills else " (not by the system's OOM killer)"
+                )
         output, mark, trace = self.stderr.partition(_TRACE)
         shown = output[-SHOWN_CHARACTERS:] + mark + "\n".join(trace.splitlines()[:TRACE_LINES])
         return f"{what}\nthe end of its stderr:\n{shown}" if shown else what
@@ -72,7 +69,7 @@ def classify_exit(
 
     `used_bytes` is the process's peak beyond what it held with the model loaded, and `cap_bytes` is its limit.
     """
-    if status.is_hang:
+    if status.why is not None:
         return Verdict.TIMED_OUT
     if status.signal == signal.SIGKILL:
         return Verdict.HOST_OOM if status.oom_kills else Verdict.CRASHED
@@ -99,10 +96,3 @@ def _last_lines(stderr: str) -> str:
     """Return the last lines of stderr before faulthandler's trace."""
     lines = stderr.partition("Fatal Python error")[0].splitlines()
     return "\n".join([line for line in lines if line.strip()][-LAST_LINES:])
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -47,8 +47,9 @@ class Source:
     """How to start the processes that run trials."""
 
     start: Callable[[], Process]
-    target: str | None = None  # that workers build; None: children are forked from this process, which holds the model
-    task: Message | None = None  # the first message to a worker: what to build
+    task: Message | None = (
+        None  # what a worker is to build; None: children are forked from this process, which holds the model
+    )
 
 
 def forks(
@@ -75,7 +76,7 @@ def workers(target: str, device: Any, options: Options) -> Source:
             "name it by a string such as 'cuda:1', or pass isolate=False"
         ) from None
     task = {"target": target, "device": pickled_device, "options": asdict(options)}
-    return Source(start=Process.spawned, target=target, task=task)
+    return Source(start=Process.spawned, task=task)
 
 
 class ProcessRunner:
@@ -85,7 +86,7 @@ class ProcessRunner:
 
     def __init__(self, source: Source, clock: Clock, interrupts: Interrupts) -> None:
         self._source, self._clock, self._interrupts = source, clock, interrupts
-        self._ends_with_trial = source.target is None
+        self._ends_with_trial = source.task is None
         self._process: Process | None = None
         self._spare: Process | None = None  # started, but with no task yet
         self._before_s = 0.0  # time in steps of earlier processes
@@ -137,7 +138,10 @@ class ProcessRunner:
         if isinstance(answer, ExitStatus):
             return answer
         if "failed" not in answer:
-            self._heed(answer)
+            self.notes |= dict.fromkeys(answer["notes"])
+            self.device_notes = tuple(answer["device_notes"])
+            self.in_steps_s = self._before_s + answer["in_steps_s"]
+            self.learned = answer["learned"] or self.learned
         if self._ends_with_trial:
             self._end_process()
         if "failed" in answer:
@@ -159,14 +163,7 @@ class ProcessRunner:
                 raise errors.UnreliableError(STUCK.format(where=answer.where() or "an unknown place"))
         return answer
 
-    def _heed(self, answer: Message) -> None:
-        self.notes |= dict.fromkeys(answer["notes"])
-        self.device_notes = tuple(answer["device_notes"])
-        self.in_steps_s = self._before_s + answer["in_steps_s"]
-        self.learned = answer["learned"] or self.learned
-
     def end(self) -> None:
-        """End all processes and their descendants."""
         self._end_process()
         self._process, self._spare = self._spare, None
         self._end_process()
@@ -235,13 +232,12 @@ class ProcessRunner:
 
     def _refusal(self, ended: ExitStatus) -> errors.OomProbeError:
         """Return the error for a process that died outside a trial."""
-        if ended.is_hang:
+        if ended.why is not None:
             return self._clock.time_is_up(self._clock.options.min_batch, ())
-        target = self._source.target
-        if target is None:
+        if self._source.task is None:
             return errors.StepFailedError(f"a child forked from this process died before its trial: {ended.text()}")
         return errors.StepFailedError(
-            f"the process that was to build and run the target {target} died: {ended.text()}\n"
+            f"the process that was to build and run the target {self._source.task['target']} died: {ended.text()}\n"
             "Nothing was probed. To see the error without oomprobe, import the file and call the function"
         )
 

@@ -1,1 +1,1 @@
-"""What people read: the report, live progress, plans, the line through the peaks."""
+"""Reports: text, HTML, plots, live progress, plans for gradient accumulation, and the linear fit."""

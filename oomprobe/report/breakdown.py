@@ -1,4 +1,4 @@
-"""Where the memory went: what held it at the peak of a step, and what to do about it."""
+"""Where the memory went: what held it at the peak of a step, and advice on how to use less."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ PARAMETERS, GRADIENTS, STATE, ACTIVATIONS = "parameters", "gradients", "optimize
 BACKWARD, STEPPING, WORKSPACES = "backward temporaries", "optimizer temporaries", "workspaces"
 FRAGMENTATION = "fragmentation"
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, BACKWARD, STEPPING, WORKSPACES, FRAGMENTATION)
-LARGE, SMALL = 0.25, 0.1  # shares of the peak that are worth a word
+LARGE, SMALL = 0.25, 0.1  # shares of the peak above which advice is given
 MOST_ADVICE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleMemory:
-    """Activation memory that modules of one place hold at the peak.
+    """Activation memory that the modules at one place in the model hold at the peak.
 
     Attributes:
-        name: Where in the model, an index as ``*``: ``"layers.*.linear1"``.
+        name: Place in the model, with ``*`` for an index: ``"layers.*.linear1"``.
         kind: Class of the modules.
         count: How many of them hold memory.
-        activation_bytes: What they allocated in forward, and still hold at the peak; without what their submodules did.
+        activation_bytes: Allocated in their forward and still held at the peak, without that of their submodules.
     """
 
     name: str
@@ -39,20 +39,20 @@ class Breakdown:
     """What held the memory of a steady step at its peak.
 
     Attributes:
-        batch_size: The size of the step.
-        peak_allocated_bytes: The allocator's own peak of the trial, in live tensors.
-        peak_reserved_bytes: The same of what the allocator held. `parts` add up to it.
+        batch_size: Batch size of the step.
+        peak_allocated_bytes: Peak of the trial in live tensors, from the allocator's statistics.
+        peak_reserved_bytes: Peak of the memory that the allocator held: the sum of `parts`.
         parts: Bytes by kind: "parameters" (and buffers), "gradients", "optimizer state", "activations" (allocated
-            outside backward and the optimizer, the batch included), "backward temporaries", "optimizer temporaries",
-            "workspaces" (of libraries, and whatever else was there before the step), "fragmentation" (reserved by the
-            allocator and in no tensor: rounding and cache).
-        peak_in: "forward", "backward" or "optimizer": what ran at the peak.
+            outside backward and the optimizer, including the batch), "backward temporaries", "optimizer temporaries",
+            "workspaces" (of libraries, and everything else that existed before the step), "fragmentation" (reserved by
+            the allocator but in no tensor: rounding and cache).
+        peak_in: The phase at the peak: "forward", "backward" or "optimizer".
         step_name: Which of several named steps; None for a single one.
-        modules: At most ten places in the model, those that hold the most activation memory first.
-        repeated: Class of the model's repeated blocks, how many there are, and the activation memory they hold with all
-            their submodules; None where the model has no such list, or recomputes modules in backward already.
+        modules: At most ten places in the model, the one with the most activation memory first.
+        repeated: Class of the model's repeated blocks, their number, and the activation memory they hold including
+            submodules; None if the model has no such list, or already recomputes modules in backward.
         autocast: Whether autocast was on in the forward pass.
-        parameter_dtype: Of most parameters, such as ``"float32"``.
+        parameter_dtype: That of most parameters, such as ``"float32"``.
     """
 
     batch_size: int
@@ -68,7 +68,7 @@ class Breakdown:
 
     @property
     def live_bytes(self) -> int:
-        """What was in tensors at the peak."""
+        """Bytes in tensors at the peak."""
         return sum(self.parts.values()) - self.parts[FRAGMENTATION]
 
     @classmethod
@@ -92,7 +92,7 @@ def breakdown_lines(breakdown: Breakdown) -> list[str]:
 
 
 def breakdown_rows(breakdown: Breakdown) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """Size, share of the peak and name: of each part with the sum last, and of modules that hold a thousandth of it."""
+    """Return rows of size, share of the peak and name: of the parts and their sum, and of modules with 0.1 % or more."""
     peak_bytes = max(1, breakdown.peak_reserved_bytes)
 
     def row(nbytes: int, what: str) -> tuple[str, str, str]:
@@ -108,13 +108,13 @@ def breakdown_rows(breakdown: Breakdown) -> tuple[list[tuple[str, str, str]], li
 
 
 def advice(breakdown: Breakdown) -> tuple[str, ...]:
-    """At most five things to try, each with the number that caused it and what to type."""
+    """Return at most five suggestions, each with the number that caused it and what to type."""
     parts, peak_bytes = breakdown.parts, max(1, breakdown.peak_reserved_bytes)
     kind, count, repeated_bytes = breakdown.repeated or ("", 0, 0)
     in_full_precision = breakdown.parameter_dtype == "float32" and not breakdown.autocast
     single = [m for m in breakdown.modules if m.count == 1 and not m.name.startswith("(")]
     largest = max(single, key=lambda m: m.activation_bytes, default=None)
-    # Bytes, the share of the peak from which they are worth a word, and the words around them.
+    # Bytes, the share of the peak above which to mention them, and the text around them.
     causes = (
         (
             repeated_bytes, LARGE, f"{count} {kind} blocks hold ",
@@ -123,7 +123,7 @@ def advice(breakdown: Breakdown) -> tuple[str, ...]:
         ),
         (
             parts[ACTIVATIONS] + parts[BACKWARD] if in_full_precision else 0, LARGE, "activations and their gradients take ",
-            ', without autocast: about half with torch.autocast("cuda", torch.bfloat16) around the forward pass',
+            ', without autocast: run the forward pass under torch.autocast("cuda", torch.bfloat16) for about half of that',
         ),
         (
             parts[STEPPING] if breakdown.peak_in == "optimizer" else 0, SMALL,
@@ -136,12 +136,11 @@ def advice(breakdown: Breakdown) -> tuple[str, ...]:
         ),
         (
             largest.activation_bytes if largest else 0, LARGE, f"{largest.name if largest else ''} alone holds ",
-            " of activations: compute it, and the loss after it, in chunks of the batch under "
-            "torch.utils.checkpoint.checkpoint",
+            " of activations: compute it and the loss in chunks of the batch, under torch.utils.checkpoint.checkpoint",
         ),
         (
             parts[FRAGMENTATION], SMALL, "",
-            ", are reserved and in no tensor: set PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts",
+            ", are reserved but in no tensor: set PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts",
         ),
     )  # fmt: skip
     advised = (

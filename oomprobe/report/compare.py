@@ -1,4 +1,4 @@
-"""Two results side by side: before and after a change, two cards, two versions."""
+"""Two results side by side, such as before and after a change."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NAME_WIDTH, CELL_WIDTH = 24, 30
 
 
 def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) -> str:
-    """The answers, what they took, where the memory went, and what else differs; `names` are of the files."""
+    """Compare answers, memory, times, breakdowns, options and environments; `names` are the file names."""
     both = first, second
     answers = [
         [t for t in r.trials if t.passed and t.batch_size == r.batch_size and t.accumulation_steps == 1] for r in both
     ]
     confirmed = [trials[-1] if trials else None for trials in answers]
     lines = [
-        _line("", [name[-CELL_WIDTH:] for name in names]),  # their ends tell long names apart
+        _line("", [name[-CELL_WIDTH:] for name in names]),  # long paths differ at their ends
         _line("device", [result.device for result in both]),
         _line("batch size", [result.batch_size for result in both]),
         _line("limited by", [result.limited_by for result in both]),
@@ -39,9 +39,9 @@ def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) 
         lines += ["", "memory at the answer"]
         lines += [_line(f"  {kind}", [part.get(kind) for part in parts], format_bytes) for kind in kinds]
     changes = []
-    for known, other in ((first.options, second.options), (first.environment, second.environment)):
-        differing = (name for name in sorted({*known, *other}) if known.get(name) != other.get(name))
-        changes += [f"{name}: {known.get(name)} -> {other.get(name)}" for name in differing]
+    for old, new in ((first.options, second.options), (first.environment, second.environment)):
+        differing = (name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
+        changes += [f"{name}: {old.get(name)} -> {new.get(name)}" for name in differing]
     if changes:
         lines += ["", "other differences"]
         lines += [line for change in changes for line in wrap(change, first="  ", rest="    ")]
@@ -49,13 +49,13 @@ def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) 
 
 
 def _each(things: Sequence[object], name: str) -> list[Any]:
-    """An attribute of each; None of what is not there."""
+    """Return an attribute of each; None if it is missing."""
     return [getattr(thing, name, None) for thing in things]
 
 
-def _line(name: str, values: Sequence[Any], written: Callable[[Any], str] = str) -> str:
-    """Two values, and the ratio of two numbers."""
-    cells = (clip(clean("-" if value is None else written(value)), CELL_WIDTH) for value in values)
+def _line(name: str, values: Sequence[Any], write: Callable[[Any], str] = str) -> str:
+    """Render two values, and their ratio if they are numbers."""
+    cells = (clip(clean("-" if value is None else write(value)), CELL_WIDTH) for value in values)
     is_ratio = all(isinstance(value, int | float) and value for value in values)
     ratio = f"x {values[1] / values[0]:.3g}" if is_ratio else ""
     line = "  ".join([f"{name:<{NAME_WIDTH}}", *(f"{cell:<{CELL_WIDTH}}" for cell in cells), ratio])

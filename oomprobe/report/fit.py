@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-SMALLEST = 16  # sizes up to this make the line through the smallest: 1, 2, 4, 8, 16
+SMALLEST = 16  # the line through the smallest sizes uses sizes up to this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,11 +15,11 @@ class LinearFit:
     """``peak = fixed_bytes + bytes_per_sample * batch_size``, by least squares.
 
     Attributes:
-        fixed_bytes: Peak at batch size zero, as the line has it (may be negative).
+        fixed_bytes: Peak that the line predicts at batch size zero; may be negative.
         bytes_per_sample: Slope.
         r_squared: Share of the variance explained, at most 1.
         max_relative_error: Largest distance of a measured peak from the line, as a share of that peak.
-        predicted_max_batch: Where the line meets the budget; None when it never does.
+        predicted_max_batch: Size at which the line reaches the budget; None if the line does not rise.
     """
 
     fixed_bytes: float
@@ -30,7 +30,7 @@ class LinearFit:
 
 
 def fit_line(points: Iterable[tuple[int, int]], budget_bytes: int) -> LinearFit | None:
-    """Fit the line through batch sizes and peaks in bytes; None for fewer than three sizes: two are always on a line.
+    """Fit a line through (batch size, peak in bytes); None for fewer than three sizes, because two are always on a line.
 
     Example:
         >>> line = fit_line([(1, 110), (2, 120), (4, 140)], budget_bytes=1105)
@@ -40,7 +40,7 @@ def fit_line(points: Iterable[tuple[int, int]], budget_bytes: int) -> LinearFit 
     pairs = sorted(set(points))
     if len({size for size, _ in pairs}) < 3:
         return None
-    # In exact fractions, since a rounded slope moves the size at which the line meets the budget.
+    # Exact fractions, because a rounded slope would move the size at which the line reaches the budget.
     mean_size = Fraction(sum(size for size, _ in pairs), len(pairs))
     mean_peak = Fraction(sum(peak for _, peak in pairs), len(pairs))
     covariance = sum((size - mean_size) * (peak - mean_peak) for size, peak in pairs)
@@ -58,15 +58,16 @@ def fit_line(points: Iterable[tuple[int, int]], budget_bytes: int) -> LinearFit 
 
 
 def estimates(points: Iterable[tuple[int, int]], *, budget_bytes: int) -> dict[str, float | None]:
-    """What straight lines would have answered, by name; the first is what Ultralytics' AutoBatch fits.
+    """Return what straight lines would have answered, by name; Ultralytics' AutoBatch fits the first.
 
     Example:
         >>> estimates([(1, 110), (2, 120), (4, 140), (32, 400)], budget_bytes=1100)
         {'straight line through the smallest sizes': 100, 'straight line through all peaks': 107}
     """
     points = list(points)
-    small, line = (fit_line(some, budget_bytes) for some in ([p for p in points if p[0] <= SMALLEST], points))
-    return {
-        "straight line through the smallest sizes": small.predicted_max_batch if small else None,
-        "straight line through all peaks": line.predicted_max_batch if line else None,
+    selected = {
+        "straight line through the smallest sizes": [point for point in points if point[0] <= SMALLEST],
+        "straight line through all peaks": points,
     }
+    lines = {name: fit_line(some, budget_bytes) for name, some in selected.items()}
+    return {name: line.predicted_max_batch if line else None for name, line in lines.items()}

@@ -1,4 +1,4 @@
-"""A result as one HTML file to send to a colleague: no scripts, nothing loaded from elsewhere."""
+"""A result as one HTML file without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def page(result: ProbeResult) -> str:
     """Render a result as an HTML document."""
     verdict = verdict_line(result).removeprefix("verdict: ")
     warning = " ".join(warning_lines(result)).replace("!! ", "")
-    environment = {name: [_text(value)] for name, value in result.environment.items() if value not in (None, {}, "")}
+    environment = {name: [_value(value)] for name, value in result.environment.items() if value not in (None, {}, "")}
     parts = [
         f"<h1>{escape(verdict[:1].upper() + verdict[1:])}</h1>",
         *([f'<p class="warning">{escape(warning)}</p>'] if warning else []),
@@ -44,7 +44,7 @@ def page(result: ProbeResult) -> str:
         f'<div class="pictures">{_svg(result_figure(result), "peak memory and throughput against batch size")}'
         f"{_svg(bracket_figure(result), 'each trial in order, closing in on the answer')}</div>",
         "<h2>Trials</h2>",
-        table(result),
+        _trials(result),
         *_breakdown(result),
         *_list("Notes", result.notes),
         *_list("Not covered by the trials", result.not_covered),
@@ -61,12 +61,11 @@ def page(result: ProbeResult) -> str:
 
 
 def notebook(result: ProbeResult) -> str:
-    """The verdict and the table, for a notebook, which styles tables itself."""
-    return f"<p><b>{escape(verdict_line(result))}</b></p>{table(result)}"
+    """Render the verdict and the table for a notebook, which has its own style for tables."""
+    return f"<p><b>{escape(verdict_line(result))}</b></p>{_trials(result)}"
 
 
-def table(result: ProbeResult) -> str:
-    """The trials as an HTML table."""
+def _trials(result: ProbeResult) -> str:
     title, heads, rows = table_cells(result.trials)
     lines = [f'<div class="scroll"><table><caption>{escape(title)}</caption>', f"<tr>{_cells('th', heads, heads)}</tr>"]
     for trial, cells, remark in rows:
@@ -91,14 +90,14 @@ def _breakdown(result: ProbeResult) -> list[str]:
         f"Where the memory went, at the peak in {result.breakdown.peak_in}",
         "Modules that hold the most activation memory",
     )
-    found = []
+    tables = []
     for title, rows in zip(titles, (parts, modules), strict=True):
         lines = (
             f'<tr><td>{size}</td><td>{share}</td><td class="text">{escape(what)}</td></tr>'
             for size, share, what in rows
         )
-        found.append(f'<h2>{title}</h2><div class="scroll"><table>{"".join(lines)}</table></div>')
-    return [*found, *_list("Advice", advice(result.breakdown))]
+        tables.append(f'<h2>{title}</h2><div class="scroll"><table>{"".join(lines)}</table></div>')
+    return [*tables, *_list("Advice", advice(result.breakdown))]
 
 
 def _list(title: str, items: Iterable[str]) -> list[str]:
@@ -114,16 +113,16 @@ def _definitions(sentences_of: Mapping[str, Iterable[str]]) -> str:
     return f"<dl>{''.join(lines)}</dl>"
 
 
-def _text(value: Any) -> str:
+def _value(value: Any) -> str:
     return ", ".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, Mapping) else str(value)
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """A picture as inline SVG, without the prolog that only a file of its own has."""
+    """Render a figure as inline SVG, without the prolog of a separate file."""
     from matplotlib import rc_context
 
     stream = io.StringIO()
-    with rc_context({"svg.hashsalt": "oomprobe"}):  # otherwise ids are random, and the same result another file
+    with rc_context({"svg.hashsalt": "oomprobe"}):  # without it ids are random, and the file differs each time
         figure.savefig(stream, format="svg", metadata={"Date": None})
     svg = stream.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from oomprobe.errors import check_size
 
-GOOD_SHARE = 0.5  # a micro-batch under half of what fits wastes more on launches than an exact split is worth
+GOOD_SHARE = (
+    0.5  # a micro-batch under half of what fits wastes more time on kernel launches than an exact split is worth
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +18,13 @@ class PlanEntry:
     """``micro_batch * accumulation_steps * world_size == global_batch``.
 
     Attributes:
-        micro_batch: Samples a rank handles at once; at most the size that fits.
-        accumulation_steps: Micro-batches for one optimizer step.
+        micro_batch: Samples that a rank handles at once; at most the size that fits.
+        accumulation_steps: Micro-batches per optimizer step and rank.
         world_size: Ranks.
-        global_batch: Samples for one optimizer step over all ranks.
-        exact: Whether `global_batch` is the one asked for.
-        ran: Whether the probe executed this micro-batch and it passed. A plan is arithmetic until then.
-        ran_accumulated: Whether it was also executed with gradients accumulating over micro-batches.
+        global_batch: Samples per optimizer step over all ranks.
+        exact: Whether `global_batch` is the one that was requested.
+        ran: Whether the probe ran this micro-batch and it passed; otherwise the entry is only arithmetic.
+        ran_accumulated: Whether it also ran with gradients accumulating over micro-batches.
     """
 
     micro_batch: int
@@ -43,10 +45,10 @@ def plan(
     multiple_of: int = 1,
     ran: Set[tuple[int, int]] = frozenset(),
 ) -> tuple[PlanEntry, ...]:
-    """List ways to reach a global batch, best first; `ran` are the pairs of micro-batch and steps that passed.
+    """List ways to reach a global batch, best first; `ran` holds (micro-batch, accumulation steps) that passed.
 
-    An exact split comes first when its micro-batch is at least half of what fits, and not one sample at a time;
-    otherwise the nearest global batches that split well do, and the exact one closes the list.
+    An exact split comes first if its micro-batch is at least half of what fits and more than one sample. Otherwise the
+    nearest global batches that split well come first, and the exact split last.
 
     Example:
         >>> for entry in plan(1009, world_size=1, max_micro_batch=64):
@@ -80,7 +82,7 @@ def plan(
 
 
 def _exact_split(global_batch: int, world_size: int, fitting: range) -> tuple[int, int] | None:
-    """The largest micro-batch that divides the share of a rank, and its steps."""
+    """Return the largest micro-batch that divides a rank's share, and its steps."""
     share, left = divmod(global_batch, world_size)
     if left:
         return None
@@ -90,9 +92,9 @@ def _exact_split(global_batch: int, world_size: int, fitting: range) -> tuple[in
 
 
 def _near_splits(global_batch: int, world_size: int, fitting: range) -> list[tuple[int, int]]:
-    """With as few accumulation steps as possible: the micro-batches around an even split, nearest first.
+    """Return the micro-batches around an even split with the fewest accumulation steps, nearest global batch first.
 
-    Where those are smaller than wanted, the ends of what fits are taken: with one step less, and with as many.
+    If neither is in `fitting`, use its largest micro-batch with one step less, and its smallest with as many.
     """
     if not fitting:
         return []
@@ -106,6 +108,6 @@ def _near_splits(global_batch: int, world_size: int, fitting: range) -> list[tup
 
 
 def _one_by_one(split: tuple[int, int]) -> bool:
-    """A sample at a time: what accumulation is not for, while two fit."""
+    """Return whether a split accumulates single samples."""
     micro, steps = split
     return micro == 1 and steps > 1

@@ -1,4 +1,4 @@
-"""Pictures of a result: memory and throughput against batch size, and the bracket closing. Drawn by matplotlib."""
+"""Plots of a result with matplotlib: memory and throughput against batch size, and the search."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from oomprobe.result import ProbeResult, Trial
 
 COLUMN_INCHES = 3.5  # one column of a paper, or a phone
-DARK, LIGHT, GREY = "#1b4f8a", "#e08a2e", "0.45"  # apart in greyscale too
-KNEE_SHARE = 0.95  # of the best rate: the smallest batch that reaches it is the knee
-SMALL = 7  # points
+DARK, LIGHT, GREY = "#1b4f8a", "#e08a2e", "0.45"  # distinct in greyscale too
+KNEE_SHARE = 0.95  # the knee is the smallest batch with this share of the best rate
+SMALL = 7  # font size in points
 PADDING = 1.08
 
 
 def new_figure(height_inches: float) -> Figure:
-    """An empty figure; nothing global of matplotlib's is touched."""
+    """Make an empty figure without pyplot, whose state is global."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -30,7 +30,7 @@ def new_figure(height_inches: float) -> Figure:
 
 
 def result_figure(result: ProbeResult) -> Figure:
-    """Peaks against batch size, with budget and capacity; below it the throughput, where it was measured."""
+    """Plot peaks against batch size with budget and available memory, and throughput below if it was measured."""
     timed = [t for t in _plain(result) if t.passed and t.samples_per_s]
     figure = new_figure(4.4 if timed else 3.2)
     if timed:
@@ -44,7 +44,7 @@ def result_figure(result: ProbeResult) -> Figure:
 
 
 def bracket_figure(result: ProbeResult) -> Figure:
-    """Each trial in order: what ran and what failed, closing in on the answer."""
+    """Plot the batch size of each trial in order, with the answer as a line."""
     figure = new_figure(2.2)
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""What is shown while a probe runs: one status line on a terminal, elsewhere a line before and a line after each trial."""
+"""Progress while a probe runs: a status line on a terminal, otherwise a line before and after each trial."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 Progress = str | Callable[["Trial"], object]
 _GREEN, _RED, _NORMAL = "\x1b[32m", "\x1b[31m", "\x1b[0m"
 _ERASE = "\r\x1b[K"  # back to the first column, erase to the end: ECMA-48, 8.3.41 (EL)
-LAST_TRIALS = 2  # after bisecting: the failure that decided once more, and the confirmation
-ROWS_BELOW = 3  # of a screen that the table of trials leaves free
+LAST_TRIALS = 2  # after bisecting: the recheck of the smallest failure, and the confirmation
+FREE_ROWS = 3  # of the screen, below the table of trials
 
 
-def _nothing(*told: object) -> None:
+def _ignore(*arguments: object) -> None:
     pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporter:
-    """What is called as the probe goes on."""
+    """Callbacks for the progress of a probe."""
 
-    opened: Callable[[str, Options], object] = _nothing  # with the name of the device, before the first trial
-    started: Callable[[int, Phase], object] = _nothing  # before each trial
-    finished: Callable[[Trial], object] = _nothing  # with each trial that ended, in whatever way
-    close: Callable[[], object] = _nothing  # after the last one: nothing temporary stays on the screen
+    opened: Callable[[str, Options], object] = _ignore  # with the device name, before the first trial
+    started: Callable[[int, Phase], object] = _ignore  # before each trial
+    finished: Callable[[Trial], object] = _ignore  # with each trial that ended, passed or not
+    close: Callable[[], object] = _ignore  # after the last trial: removes the status line from the screen
 
 
 def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> Reporter:
-    """Choose how a probe reports.
+    """Return the reporter for the `progress` option.
 
-    ``"auto"``: on a terminal a status line, and with rich installed a table above it; otherwise as plain. ``"plain"``: a line
-    before each trial, which tells what ran when a machine froze, and one after it. ``"off"``. Or a callable that takes each
-    `Trial`; what it raises is not caught.
+    ``"auto"`` shows a status line on a terminal, and a table above it if rich is installed; elsewhere it is ``"plain"``.
+    ``"plain"`` writes a line after each trial, and one before it, which names the size if the machine freezes. ``"off"``
+    writes nothing. A callable gets each `Trial`, and what it raises is not caught.
     """
     if callable(progress):
         return Reporter(finished=progress)
@@ -68,7 +68,7 @@ def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic)
 
 def _write_trial(trial: Trial) -> None:
     line = trial_line(trial)
-    if os.environ.get("FORCE_COLOR") and not os.environ.get("NO_COLOR"):  # of logs that show colours, such as CI's
+    if os.environ.get("FORCE_COLOR") and not os.environ.get("NO_COLOR"):  # set for logs that show colours, such as CI's
         line = f"{_GREEN if trial.passed else _RED}{line}{_NORMAL}"
     _write(line + "\n")
 
@@ -77,7 +77,7 @@ _Show = Callable[[str, "Sequence[Trial]"], None]
 
 
 class _StatusLine:
-    """One line: what runs now, the bracket, the time, and how many trials a bracket of that width takes."""
+    """One line: the current trial, the bracket, the elapsed time, and how many trials are left."""
 
     def __init__(self, show: _Show, clock: Callable[[], float]) -> None:
         self._show, self._clock, self._start_s = show, clock, clock()
@@ -88,14 +88,14 @@ class _StatusLine:
         self._step, self._resolution = options.multiple_of, options.resolution
 
     def started(self, batch_size: int, phase: Phase) -> None:
-        self._tell(f"{phase}  batch {batch_size} ...", phase)
+        self._update(f"{phase}  batch {batch_size} ...", phase)
 
     def finished(self, trial: Trial) -> None:
         self._trials.append(trial)
-        self._tell(f"{trial.phase}  batch {trial.batch_size} {trial.verdict}", trial.phase)
+        self._update(f"{trial.phase}  batch {trial.batch_size} {trial.verdict}", trial.phase)
 
-    def _tell(self, doing: str, phase: Phase) -> None:
-        # The cap comes and goes between trials: the last verdict on a size counts, and a failure below a size that ran.
+    def _update(self, doing: str, phase: Phase) -> None:
+        # A size that ran without a cap may fail under it, so the last verdict on each size counts.
         passed = {trial.batch_size: trial.passed for trial in self._trials}
         failing = min((size for size in passed if not passed[size]), default=None)
         good = max((size for size in passed if passed[size] and size < (failing or math.inf)), default=None)
@@ -112,12 +112,12 @@ class _StatusLine:
 
 
 def _show_line(line: str, trials: Sequence[Trial]) -> None:
-    # One column stays free: a full line makes some terminals wrap.
+    # Leave the last column free: some terminals wrap a full line.
     _write(_ERASE + line[: max(0, shutil.get_terminal_size().columns - 1)])
 
 
 def _rich_screen() -> tuple[_Show, Callable[[], object]] | None:
-    """The latest trials above the line, coloured, and what takes them off the screen; None without rich."""
+    """Return functions that show the latest trials in colour above the line, and that clear them; None without rich."""
     try:
         from rich.console import Console
         from rich.live import Live
@@ -125,16 +125,16 @@ def _rich_screen() -> tuple[_Show, Callable[[], object]] | None:
     except ImportError:
         return None
     console = Console(file=sys.stderr)
-    # Drawn when something happens: a thread that draws would be copied into forked children.
+    # No automatic refresh, because its thread would hold locks that forked children inherit.
     live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
 
     def show(line: str, trials: Sequence[Trial]) -> None:
         width = console.width - 1
         rows = [
             Text(clip(trial_line(trial), width), style="green" if trial.passed else "red", no_wrap=True)
-            for trial in trials[-max(1, console.height - ROWS_BELOW) :]
+            for trial in trials[-max(1, console.height - FREE_ROWS) :]
         ]
-        with suppress(OSError, ValueError):  # a closed terminal must not kill the probe that writes to it
+        with suppress(OSError, ValueError):  # a closed terminal must not end the probe
             live.start()
             live.update(Text("\n").join([*rows, Text(clip(line, width))]), refresh=True)
 
@@ -148,12 +148,12 @@ def _rich_screen() -> tuple[_Show, Callable[[], object]] | None:
 def _is_terminal() -> bool:
     try:
         return os.environ.get("TERM") != "dumb" and sys.stderr.isatty()
-    except (AttributeError, ValueError):  # no stderr at all, or one that is closed
+    except (AttributeError, ValueError):  # stderr is None, or closed
         return False
 
 
-def _write(words: str) -> None:
-    """Write what can be written: a closed log must not kill the probe that writes to it."""
-    with suppress(AttributeError, OSError, ValueError):  # no stderr at all, a broken pipe, a closed file
-        sys.stderr.write(words)
+def _write(text: str) -> None:
+    """Write to stderr; an error there must not end the probe."""
+    with suppress(AttributeError, OSError, ValueError):  # stderr is None, a broken pipe, or closed
+        sys.stderr.write(text)
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""From the trials of a finished probe to its result, or to the error that says why there is none."""
+"""The result of a finished probe, with its notes, or the error that nothing fits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-NOT_RESTORED = "state that is not restored: other Python attributes, generators of your own, positions of data loaders"
+NOT_RESTORED = "state that is not restored: other Python attributes, your own generators, data loader positions"
 NOT_COVERED = (
     "longest sequence or largest sample, unless the step makes such batches",
     "saving and resuming checkpoints",
@@ -33,8 +33,17 @@ NOT_COVERED = (
     "data loader workers and their host memory",
 )
 NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
-EVALUATING = {"eval", "evaluate", "evaluation", "val", "valid", "validate", "validation", "test"}  # in a step's name
-# A crash that repeats at one size is a limit of that size, but not shown to be memory.
+EVALUATING = {
+    "eval",
+    "evaluate",
+    "evaluation",
+    "val",
+    "valid",
+    "validate",
+    "validation",
+    "test",
+}  # words in a step's name
+# For all other verdicts, "memory". A sticky error that recurs at one size limits the size, but is not shown to be memory.
 _LIMITED_BY = {
     Verdict.SIZE_LIMIT: "size_limit",
     Verdict.POISONED: "size_limit",
@@ -43,7 +52,7 @@ _LIMITED_BY = {
 
 
 def result_of(session: Session, found: Found) -> ProbeResult:
-    """Put together what was found."""
+    """Make the result from the trials of a session."""
     assert found.batch_size is not None
     answer = _last(session.trials, found.batch_size, passed=True)
     deciding = None if found.deciding is None else _last(session.trials, found.deciding, passed=False)
@@ -78,32 +87,30 @@ def result_of(session: Session, found: Found) -> ProbeResult:
 
 
 def nothing_fits(session: Session) -> NothingFitsError:
-    """Say that not even the smallest size runs, and by how much."""
-    last = next(trial for trial in reversed(session.trials) if not trial.passed)
+    """Return the error for a probe in which not even the smallest size ran."""
+    options, last = session.options, next(trial for trial in reversed(session.trials) if not trial.passed)
     is_capped = last.cap_bytes is not None and last.cap_bytes <= session.budget_bytes
-    with_all = not is_capped or session.options.memory_fraction == 1
-    one_size = session.options.min_batch == session.options.max_batch
-    cap = format_bytes(last.cap_bytes or 0)
-    room = "with all the memory there is" if with_all else f"within a budget of {cap}"
-    margin = "" if with_all else f" (memory_fraction={session.options.memory_fraction})"
+    with_all = not is_capped or options.memory_fraction == 1
+    one_size = options.min_batch == options.max_batch
+    budget = f"within a budget of {format_bytes(last.cap_bytes or 0)} (memory_fraction={options.memory_fraction})"
     advice = [
         "a smaller model or sample, activation checkpointing or lower precision",
-        *([] if one_size or session.options.min_batch == 1 else [f"min_batch below {session.options.min_batch}"]),
+        *([] if one_size or options.min_batch == 1 else [f"min_batch below {options.min_batch}"]),
         *([] if with_all else ["a larger memory_fraction"]),
     ]
     tenants = session.tenants()
-    held = f"Others are on the device: {tenants}.\n" if tenants else ""
-    what = " does not survive" if one_size else ", the smallest allowed, does not fit"
+    others = f"Other processes are on the device: {tenants}.\n" if tenants else ""
+    which = "" if one_size else ", the smallest allowed,"
+    where = f" ({last.where})" if last.where else ""
     return NothingFitsError(
-        f"batch {last.batch_size}{what} on {session.device.name} {room}{margin}: "
-        f"{last.verdict} {f'in the {last.where}' if last.where else ''}\n  {shortened(last.error)}\n{held}"
-        f"Try {'; or '.join(advice)}.",
+        f"batch {last.batch_size}{which} does not fit on {session.device.name} "
+        f"{'with all available memory' if with_all else budget}: {last.verdict}{where}\n"
+        f"  {shortened(last.error)}\n{others}Try {'; or '.join(advice)}.",
         trials=tuple(session.trials),
     )
 
 
 def _environment(session: Session) -> dict[str, Any]:
-    """What the number holds for."""
     return {
         "oomprobe": oomprobe.__version__,
         "torch": str(torch.__version__),
@@ -121,7 +128,7 @@ def _environment(session: Session) -> dict[str, Any]:
 
 
 def _first_failing(session: Session, found: Found) -> int | None:
-    """The upper end of the bracket: above the limit also where failures do not grow with the size."""
+    """Return the smallest size above the limit that failed; smaller sizes may have failed too, for example by fragmentation."""
     limit = found.limit or found.batch_size or 0
     if found.first_failing is None or found.first_failing > limit:
         return found.first_failing
@@ -140,17 +147,17 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
     for size in found.transient:
         yield f"transient failure: batch {size} failed once and passed when tried again"
     if found.unconfirmed:
-        yield f"passed as a trial and failed in confirmation: batch {', '.join(map(str, found.unconfirmed))}"
+        yield f"passed a trial but failed confirmation: batch {', '.join(map(str, found.unconfirmed))}"
     if session.device.is_simulated:
-        yield _simulated(answer)
+        yield _simulation_note(answer)
     yield from session.runner.device_notes
     yield from _leaks(session, answer)
     yield from _pressure(session.trials, answer)
     held = session.neighbours.held_bytes or [0]
     if held[-1] > held[0]:
         yield (
-            f"{format_bytes(held[-1] - held[0])} outside this process's allocator came while probing (kernels loaded, "
-            "library handles, other processes): the cap does not count it, and it eats into the margin"
+            f"memory outside this process's allocator grew by {format_bytes(held[-1] - held[0])} while probing (loaded "
+            "kernels, library handles, other processes): the cap does not count it, and it eats into the margin"
         )
     if found.deciding is not None and found.deciding - answer.batch_size > session.options.multiple_of:
         yield f"not exact: sizes between {answer.batch_size} and {found.deciding} were not tried"
@@ -161,41 +168,41 @@ def _leaks(session: Session, answer: Trial) -> Iterator[str]:
     if leaking:
         worst = max(leaking, key=lambda t: t.leaked_bytes)
         yield (
-            f"leak: {format_bytes(worst.leaked_bytes)} had not come back after batch {worst.batch_size}, even after "
-            "collecting garbage; something keeps tensors of past steps, and the answer is smaller by as much"
+            f"leak: {format_bytes(worst.leaked_bytes)} was not freed after batch {worst.batch_size}, even by garbage "
+            "collection; something keeps tensors of earlier steps, which makes the answer smaller"
         )
     kept_bytes, free_bytes = session.leak_of_step(answer.batch_size)
     if kept_bytes:
         yield (
-            f"leak: each step at batch {answer.batch_size} keeps {format_bytes(kept_bytes)}, and what is left free "
-            f"lasts for about {free_bytes // kept_bytes} of them; something keeps tensors of each step"
+            f"leak: each step at batch {answer.batch_size} keeps {format_bytes(kept_bytes)}, so the free memory lasts for "
+            f"about {free_bytes // kept_bytes} steps; something keeps tensors of each step"
         )
 
 
-def _simulated(answer: Trial) -> str:
-    said = "simulated: no kernel ran, and tensors had no values"
+def _simulation_note(answer: Trial) -> str:
+    note = "simulated: no kernel ran, and tensors had no values"
     peak_bytes, upper_bytes = answer.peak_reserved_bytes or 0, answer.peak_upper_bytes or 0
     if upper_bytes <= peak_bytes:
-        return said
+        return note
     return (
-        f"{said}. At batch {answer.batch_size} the allocator reserves {format_bytes(peak_bytes)}, and up to "
-        f"{format_bytes(upper_bytes)} with the largest workspace that a convolution would take if there is room"
+        f"{note}. At batch {answer.batch_size} the allocator reserves {format_bytes(peak_bytes)}, or up to "
+        f"{format_bytes(upper_bytes)} if convolutions use the largest workspace that fits"
     )
 
 
 def _pressure(trials: Iterable[Trial], answer: Trial) -> Iterator[str]:
-    """Name the size to take instead: where the cache is given back in each step, steps are slow, and chance decides."""
+    """Name a size to use instead if the answer needed allocator retries: they are slow, and may fail elsewhere."""
     if not answer.alloc_retries:
         return
-    within_bytes = answer.cap_bytes or 0
-    at_ease = [
+    cap_bytes = answer.cap_bytes or 0
+    unpressed = [
         t.batch_size
         for t in trials
-        if t.passed and not t.alloc_retries and 0 < (t.peak_reserved_bytes or 0) <= within_bytes
+        if t.passed and not t.alloc_retries and 0 < (t.peak_reserved_bytes or 0) <= cap_bytes
     ]
-    instead = f"; batch {max(at_ease)} ran without this" if at_ease else ""
+    instead = f"; batch {max(unpressed)} ran without this" if unpressed else ""
     yield (
-        f"marginal: batch {answer.batch_size} fits only because the allocator gave its cache back "
+        f"marginal: batch {answer.batch_size} fits only because the allocator released its cache "
         f"{count(answer.alloc_retries, 'time', 'times')}, which is slow and may fail within the same budget "
         f"elsewhere{instead}"
     )

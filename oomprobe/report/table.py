@@ -1,4 +1,4 @@
-"""Trials as a table, and one trial as a line."""
+"""The table of trials, and one trial as a line."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from oomprobe.result import Trial
 
 _STEP_NAME = "step name"
-TEXT_COLUMNS = ("phase", "verdict", _STEP_NAME)  # the others hold numbers
+TEXT_COLUMNS = ("phase", "verdict", _STEP_NAME)  # all others hold numbers
 
 
 def trials_table(trials: Iterable[Trial]) -> str:
-    """Trials as a table, with what there is to say about one on the line under it; no final newline."""
+    """Render trials as a table, each followed by a line with its remarks, if any; no final newline."""
     title, heads, rows = table_cells(trials)
     if not rows:
         return "no trial was run"
@@ -30,7 +30,7 @@ def trials_table(trials: Iterable[Trial]) -> str:
 
 
 def table_cells(trials: Iterable[Trial]) -> tuple[str, list[str], list[tuple[Trial, list[str], str]]]:
-    """The title, the heads, and of each trial its cells and a remark; columns that no trial measured are left out."""
+    """Return the title, the heads, and the cells and remark of each trial; omit columns that no trial measured."""
     trials = tuple(trials)
     sizes = [size for t in trials for size in (t.peak_allocated_bytes, t.peak_reserved_bytes, t.cap_bytes) if size]
     unit, factor = byte_unit(max(sizes, default=0))
@@ -39,14 +39,14 @@ def table_cells(trials: Iterable[Trial]) -> tuple[str, list[str], list[tuple[Tri
     rows, shown = [], set()
     for trial in trials:
         failure = "" if trial.verdict in shown else _failure(trial)
-        remark = "; ".join(one for one in (*_remarks(trial), failure) if one)
+        remark = "; ".join(part for part in (*_remarks(trial), failure) if part)
         rows.append((trial, [cell(trial) or "-" for cell in columns.values()], remark))
         shown.add(trial.verdict)
     return title, list(columns), rows
 
 
 def trial_line(trial: Trial) -> str:
-    """One trial as one line, for a log that is read while the probe runs."""
+    """Render one trial as one line for the progress log."""
     peaks = [b for b in (trial.peak_allocated_bytes, trial.peak_reserved_bytes) if b is not None]
     parts = (
         f"batch {trial.batch_size}",
@@ -82,7 +82,7 @@ def _columns(factor: int) -> dict[str, Callable[[Trial], str | None]]:
 
 
 def _widths(heads: list[str], rows: list[list[str]]) -> list[int]:
-    """Widths that fit in a line: the names of the steps, which are the user's, give way."""
+    """Return column widths; the step names, which may be long, are shortened to fit the line."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     excess = sum(2 + width for width in widths) - WIDTH
     if excess > 0 and heads[-1] == _STEP_NAME:
@@ -110,5 +110,5 @@ def _remarks(trial: Trial) -> list[str]:
 
 
 def _failure(trial: Trial) -> str:
-    """Where and why."""
+    """Say where and why the trial failed."""
     return ": ".join(part for part in (clean(trial.where or ""), clean(shortened(trial.error))) if part)

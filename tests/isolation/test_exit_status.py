@@ -86,7 +86,6 @@ def test_a_process_ended_on_purpose_tells_nothing_about_memory(ended, verdict):
         (exited(signal=signal.SIGKILL, oom_kills=2), "killed by SIGKILL (the system's OOM killer was active)"),
         (exited(code=3), "exited with code 3 before it answered"),
         (exited(signal=15, why="timed out"), "the trial's process timed out and was terminated"),
-        (exited(signal=63), "killed by signal 63"),
     ],
 )
 def test_the_text_of_an_exit_status(status, text):
