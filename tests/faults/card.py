@@ -1,6 +1,6 @@
-"""A card that is not there, and that other processes can open: the probe's device and the target's step meet in it.
+"""A fake card shared by the probe's device and the target's step; each process has its own.
 
-Every process has one of its own. Its books are exact: `ROOM` samples fit, or a share of them under a margin.
+Exactly `ROOM` samples fit, or a share of them under a margin.
 """
 
 import torch
@@ -20,9 +20,9 @@ CARD = Card(FakeModule(total_bytes=ROOM * SAMPLE_BYTES))
 
 
 def trained(fault=None):
-    """A target: a step of known memory, in the middle of which `fault` is called with the batch size.
+    """Return a model and a step of known memory that calls `fault(batch_size)`.
 
-    It has no optimizer: the first step of one imports the compiler, which costs every new process two seconds.
+    It has no optimizer, because the first optimizer step imports the compiler, which costs each new process two seconds.
     """
     model = nn.Linear(2, 2)
 
@@ -37,5 +37,5 @@ def trained(fault=None):
 
 
 def scanned(fits, largest=ROOM):
-    """The truth, by trying every size: the largest that fits and has none below it, down to 1, that does not."""
+    """Try every size and return the largest with no failure at or below it."""
     return max((size for size in range(1, largest + 1) if all(fits(n) for n in range(1, size + 1))), default=0)

@@ -1,4 +1,4 @@
-"""After every test here: no process, no open file, no temporary file and no changed setting is left of its probes."""
+"""Check after every test that its probes left no process, open file, temporary file or changed setting."""
 
 import gc
 import os
@@ -14,7 +14,6 @@ from faults.processes import MARK, children, marked, open_files
 
 
 def settings():
-    """Beside those that are looked at after every test."""
     return {
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -33,7 +32,7 @@ def leftovers(mark):
 
 @pytest.fixture
 def mark(tmp_path):
-    """By which the processes of one test are known."""
+    """Identify the processes of one test."""
     return f"{tmp_path.name}-{random.SystemRandom().getrandbits(64):x}"
 
 
@@ -53,7 +52,7 @@ def nothing_left(mark, tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def new_card(monkeypatch):
-    """Probes in this process find the card unused."""
+    """Give each test an unused card."""
     fresh = card.FakeModule(total_bytes=card.ROOM * card.SAMPLE_BYTES)
     monkeypatch.setattr(card.CARD, "fake", fresh)
     monkeypatch.setattr(card.CARD, "_torch", fresh)

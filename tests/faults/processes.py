@@ -1,4 +1,4 @@
-"""Processes as /proc tells of them, without a word from the package."""
+"""Processes as listed in /proc, without help from the package."""
 
 import contextlib
 import os
@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-MARK = "OOMPROBE_FAULT_TEST"  # in the environment of whatever a test starts, and of what that starts
+MARK = "OOMPROBE_FAULT_TEST"  # environment variable of all processes that descend from a test
 PATIENCE_S = 90
 
 
 def environment(mark, **more):
-    """For a process of its own that finds the package and these modules."""
+    """Return an environment in which a new process finds the package and these modules."""
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     return {**os.environ, "PYTHONPATH": paths, MARK: mark, **more}
 
 
 def marked(mark):
-    """What runs with this mark: {pid: command}. Nothing of a zombie can be read, so it is not among them."""
+    """Return {pid: command} of running processes with this mark; zombies are not listed."""
     wanted = f"{MARK}={mark}".encode()
     found = {}
     for entry in Path("/proc").iterdir():
@@ -30,7 +30,7 @@ def marked(mark):
 
 
 def is_gone(pid):
-    """Whether it has ended; a zombie has."""
+    """Return whether a process has ended; a zombie has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -38,7 +38,7 @@ def is_gone(pid):
 
 
 def children():
-    """Of this process, zombies too."""
+    """Return {pid: state} of this process's children, including zombies."""
     found = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -50,7 +50,7 @@ def children():
 
 
 def open_files():
-    """File descriptors of this process, and what they are of."""
+    """Return {descriptor: file} of this process."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -59,10 +59,10 @@ def open_files():
 
 
 def until(happens, *, within_s=PATIENCE_S):
-    """Wait for something; its value."""
-    end = time.monotonic() + within_s
+    """Wait until `happens()` is true, and return its value."""
+    end_s = time.monotonic() + within_s
     while not (value := happens()):
-        if time.monotonic() > end:
+        if time.monotonic() > end_s:
             pytest.fail(f"nothing within {within_s} s")
         time.sleep(0.05)
     return value

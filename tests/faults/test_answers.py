@@ -1,4 +1,4 @@
-"""What is returned: sizes that were run, under a margin that is memory. The truth comes from trying every size."""
+"""Answers under faults: the size ran, the margin is memory, and the report says what is doubtful."""
 
 import pytest
 import torch
@@ -9,19 +9,14 @@ from ledger import LedgerDevice
 from torch import nn
 
 from faults.card import CARD, ROOM, SAMPLE_BYTES, trained
-from oomprobe import (
-    NothingFitsError,
-    UnreliableError,
-    Verdict,
-    find_max_batch,
-)
+from oomprobe import NothingFitsError, UnreliableError, Verdict, find_max_batch
 from oomprobe.report import fit
 
 QUIET = {"progress": "off"}
 
 
 def oracle(fits):
-    """A device, a model, a step that runs where `fits` says so, and the sizes that it ran at to the end."""
+    """Return a device, a model, a step that succeeds if `fits(batch_size)`, and the list of sizes that succeeded."""
     device, ran = LedgerDevice(), []
 
     def step(model, batch_size):
@@ -32,24 +27,17 @@ def oracle(fits):
     return device, nn.Linear(1, 1), step, ran
 
 
-# --- 1: the answer was run ---
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(failing=st.sets(st.integers(1, 40), max_size=12), last=st.integers(1, 48))
-def test_row_01_whatever_fails_the_answer_ran(failing, last):
+def test_whatever_fails_the_answer_ran(failing, last):
     device, model, step, ran = oracle(lambda size: size not in failing)
     try:
         result = find_max_batch(model, step, device=device, max_batch=last, **QUIET)
     except NothingFitsError:
         assert 1 in failing
         return
-    assert ran[-2] == result.batch_size  # after it only what rules of thumb count, in a call at the smallest size
-    assert result.batch_size <= last
+    assert ran[-1] == result.batch_size <= last
     assert [t.verdict for t in result.trials if t.batch_size == result.batch_size][-1] is Verdict.FITS
-
-
-# --- 2: a trial that did no work ---
 
 
 def does_nothing(model, batch_size):
@@ -61,34 +49,27 @@ def ignores_its_size(model, batch_size):
 
 
 @pytest.mark.parametrize("step", [does_nothing, ignores_its_size])
-def test_row_02_a_step_that_does_no_work_has_no_answer(step):
+def test_a_step_that_does_no_work_has_no_answer(step):
     with pytest.raises(UnreliableError, match=r"no torch operator|ignores batch_size"):
         find_max_batch(nn.Linear(2, 2), step, device="cpu:1GiB", **QUIET)
 
 
-# --- 15: the line decides nothing ---
-
-
-def test_row_15_a_line_that_lies_changes_no_answer(monkeypatch):
-    lie = fit.LinearFit(
+def test_a_wrong_linear_fit_changes_no_answer(monkeypatch):
+    wrong = fit.LinearFit(
         fixed_bytes=0, bytes_per_sample=1e-9, r_squared=1, max_relative_error=0, predicted_max_batch=253731
     )
-    monkeypatch.setattr("oomprobe.report.summary.fit_line", lambda points, budget: lie)
-    model, step = trained()
-    result = find_max_batch(model, step, device=CARD, memory_fraction=1.0, **QUIET)
-    assert (result.batch_size, result.fit) == (ROOM, lie)
-
-
-# --- 20: sizes that pass only under pressure ---
+    monkeypatch.setattr("oomprobe.report.summary.fit_line", lambda points, budget: wrong)
+    result = find_max_batch(*trained(), device=CARD, memory_fraction=1.0, **QUIET)
+    assert (result.batch_size, result.fit) == (ROOM, wrong)
 
 
 @pytest.mark.parametrize("pressed", [True, False])
-def test_row_20_a_size_that_needed_retries_is_marginal(pressed):
+def test_an_answer_that_needed_allocator_retries_is_marginal(pressed):
     model = nn.Linear(2, 2)
 
     def step(model, batch_size):
         first = CARD.fake.alloc(SAMPLE_BYTES * batch_size)
-        del first  # cached, and of no use for the next
+        del first  # cached: only an allocation of the same size reuses it
         second = CARD.fake.alloc(SAMPLE_BYTES * batch_size - (MIB if pressed else 0))
         model(torch.randn(batch_size, 2)).sum().backward()
         return second
@@ -98,12 +79,7 @@ def test_row_20_a_size_that_needed_retries_is_marginal(pressed):
     assert any(note.startswith("marginal: ") for note in result.notes) is pressed
 
 
-# --- 27: calls that know of each other ---
-
-
-def test_row_27_a_second_call_knows_nothing_of_the_first():
-    first = [find_max_batch(*trained(), device=CARD, max_batch=4, **QUIET).batch_size for _ in range(2)]
-    assert first == [4, 4]
+def test_a_second_call_knows_nothing_of_the_first():
     room = {"samples": 9}
     device, model, step, _ = oracle(lambda size: size <= room["samples"])
     assert find_max_batch(model, step, device=device, **QUIET).batch_size == 9

@@ -1,4 +1,4 @@
-"""Failures told apart: memory, a limit of the size, a poisoned process, a bug. All texts are in tests/test_verdict.py."""
+"""Failures are told apart: memory, a size limit, a bug. All error texts are in tests/test_verdict.py."""
 
 import contextlib
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from faults.card import CARD, trained
-from oomprobe import DeviceLostError, StepFailedError, find_max_batch, probe_target
+from oomprobe import StepFailedError, find_max_batch, probe_target
 
 FAILS_FROM = 6
 CAPTURE = torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
-FAILURES = {  # what is raised, whether memory really ran out before, and what limits the answer
+FAILURES = {  # the error, whether memory ran out before it, and what limits the answer
     "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), True, "memory"),
     "memory of a library": (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), True, "memory"),
     "memory of the host": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True, "host_memory"),
@@ -18,33 +18,28 @@ FAILURES = {  # what is raised, whether memory really ran out before, and what l
     "size": (RuntimeError("CUDA error: invalid configuration argument"), False, "size_limit"),
     "capture": (CAPTURE, False, StepFailedError),
     "bug": (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 2x2)"), False, StepFailedError),
-    "sticky": (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False, DeviceLostError),
 }
 
 
-@pytest.mark.parametrize("kind", FAILURES)
-def test_row_06_a_failure_is_a_limit_of_its_kind_or_an_error(kind):
-    error, pressed, expected = FAILURES[kind]
-
+@pytest.mark.parametrize(("error", "pressed", "limited_by"), FAILURES.values(), ids=FAILURES)
+def test_a_failure_is_a_limit_of_its_kind_or_an_error(error, pressed, limited_by):
     def fault(batch_size):
         if batch_size < FAILS_FROM:
             return
         if pressed:
             with contextlib.suppress(torch.OutOfMemoryError):
                 CARD.fake.alloc(2 * CARD.total_bytes)
-        if kind == "sticky":
-            CARD.fake.poison()
-        raise type(error)(*error.args)  # a new one: a kept exception keeps the step
+        raise type(error)(*error.args)  # a new exception, because a kept one would hold the step's frame
 
-    probed = {"device": CARD, "memory_fraction": 1.0, "progress": "off"}
-    if isinstance(expected, type):
-        with pytest.raises(expected) as failed:
-            find_max_batch(*trained(fault), **probed)
+    options = {"device": CARD, "memory_fraction": 1.0, "progress": "off"}
+    if limited_by is StepFailedError:
+        with pytest.raises(StepFailedError) as failed:
+            find_max_batch(*trained(fault), **options)
         assert str(error) in str(failed.value)
         return
-    result = find_max_batch(*trained(fault), **probed)
+    result = find_max_batch(*trained(fault), **options)
     assert (result.batch_size, result.first_failing_batch_size) == (FAILS_FROM - 1, FAILS_FROM)
-    assert result.limited_by == expected
+    assert result.limited_by == limited_by
 
 
 def mistaken():
@@ -56,7 +51,7 @@ def mistaken():
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-def test_row_04_a_bug_is_raised_as_itself(isolate):
+def test_a_bug_keeps_its_exception_as_the_cause(isolate):
     with pytest.raises(StepFailedError, match="labels") as failed:
         probe_target(mistaken, isolate=isolate, device=CARD, progress="off")
     assert failed.value.batch_size == 4

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGKILL for a command that runs: what it says, and that nothing of it is left."""
+"""Ctrl-C, SIGTERM and SIGKILL while a command runs: its output, and that no process is left."""
 
 import contextlib
 import fcntl
@@ -34,7 +34,7 @@ def build():
 
 
 class Terminal:
-    """A command whose controlling terminal is ours: what is typed here reaches it as from a keyboard."""
+    """A command on a pseudo-terminal; `type` reaches it as a keyboard would."""
 
     def __init__(self, command, env, cwd):
         self._ours, theirs = os.openpty()
@@ -58,8 +58,9 @@ class Terminal:
     def type(self, keys):
         os.write(self._ours, keys)
 
-    def status(self):
-        return until(lambda: (self.shows(""), self.process.poll())[1] is not None) and self.process.returncode
+    def exit_code(self):
+        until(lambda: (self.shows(""), self.process.poll())[1] is not None)
+        return self.process.returncode
 
     def close(self):
         if self.process.poll() is None:
@@ -70,7 +71,7 @@ class Terminal:
 
 @pytest.fixture
 def command(tmp_path, mark):
-    """A probe that sleeps in batch 4; typed on a terminal, or started without one."""
+    """Start a probe that sleeps in batch 4, with or without a terminal."""
     (tmp_path / "slow_target.py").write_text(TARGET)
     line = [sys.executable, "-m", "oomprobe", "run", f"{tmp_path}/slow_target.py:build", "--device", "cpu:1GiB"]
     env = environment(mark, TMPDIR=str(tmp_path / "temporary"), NO_COLOR="1")
@@ -95,21 +96,20 @@ def command(tmp_path, mark):
 
 
 def asleep(process):
-    """Wait until the step sleeps; what stderr has said so far."""
-    said = []
-    while not said or said[-1] != "asleep\n":
-        said.append(process.stderr.readline().decode())
-        assert said[-1], said
-    return "".join(said)
+    """Wait until the step sleeps."""
+    lines = []
+    while not lines or lines[-1] != b"asleep\n":
+        lines.append(process.stderr.readline())
+        assert lines[-1], lines
 
 
 @pytest.mark.parametrize("where", [[], ["--in-process"]])
-def test_row_18_ctrl_c_at_a_terminal(command, mark, where):
+def test_ctrl_c_at_a_terminal(command, mark, where):
     terminal = command("--progress", "off", *where, terminal=True)
     until(lambda: terminal.shows("asleep"))
     assert len(marked(mark)) == (2 if where else 3)
     terminal.type(b"\x03")
-    assert terminal.status() == 130
+    assert terminal.exit_code() == 130
     assert "interrupted" in terminal.shown
     assert "trials so far" in terminal.shown
     table = terminal.shown.partition("trials so far")[2].splitlines()
@@ -118,7 +118,7 @@ def test_row_18_ctrl_c_at_a_terminal(command, mark, where):
     until(lambda: not marked(mark), within_s=5)
 
 
-def test_row_18_sigterm(command, mark):
+def test_sigterm(command, mark):
     process = command("--progress", "off", terminal=False)
     asleep(process)
     process.terminate()
@@ -130,7 +130,7 @@ def test_row_18_sigterm(command, mark):
     until(lambda: not marked(mark), within_s=5)
 
 
-def test_row_18_sigkill_takes_the_workers_too(command, mark):
+def test_sigkill_ends_the_workers_too(command, mark):
     process = command("--progress", "off", terminal=False)
     asleep(process)
     assert len(marked(mark)) == 3

@@ -1,4 +1,4 @@
-"""What a probe leaves: nothing in the model, in the process, in memory or in logs."""
+"""A probe leaves nothing behind: not in the model, the process, memory or logs."""
 
 import contextlib
 import gc
@@ -11,9 +11,8 @@ import weakref
 import pytest
 import torch
 from test_state import Training
-from torch import nn
 
-from faults.card import CARD, ROOM, SAMPLE_BYTES, trained
+from faults.card import CARD, SAMPLE_BYTES, trained
 from oomprobe import (
     NothingFitsError,
     OomProbeError,
@@ -39,9 +38,6 @@ def sleeps(batch_size):
         time.sleep(60)
 
 
-# --- 3: the model, the optimizer, the schedule and the random numbers ---
-
-
 @pytest.mark.parametrize(
     ("fault", "options", "ends"),
     [
@@ -54,7 +50,7 @@ def sleeps(batch_size):
     ],
     ids=["answer", "nothing fits", "bug", "ctrl-c", "exit", "time limit"],
 )
-def test_row_03_everything_is_as_it_was(fault, options, ends):
+def test_training_state_is_restored_however_a_probe_ends(fault, options, ends):
     training = Training(warm_steps=1)
     before = training.picture()
     CARD.fake.set_per_process_memory_fraction(0.75)
@@ -68,40 +64,7 @@ def test_row_03_everything_is_as_it_was(fault, options, ends):
     with pytest.raises(ends) if ends else contextlib.nullcontext():
         find_max_batch(training.model, step, device=CARD, min_batch=2, **QUIET, **options)
     assert training.picture() == before
-    assert CARD.fake.get_per_process_memory_fraction() == 0.75  # row 28 too
-
-
-# --- 7: memory of a trial that failed ---
-
-
-def test_row_07_no_failed_trial_is_alive_in_the_next():
-    """Without the garbage collector: what is held is held by a name."""
-    alive, before = [], []
-    model = nn.Linear(2, 2)
-
-    class Activations:
-        pass
-
-    def step(model, batch_size):
-        before.append(sum(one() is not None for one in alive))
-        activations = Activations()
-        activations.held = CARD.fake.alloc(SAMPLE_BYTES * batch_size) if batch_size <= ROOM else None
-        alive.append(weakref.ref(activations))
-        if batch_size > ROOM:
-            CARD.fake.alloc(SAMPLE_BYTES * batch_size)
-        model(torch.randn(batch_size, 2)).sum().backward()
-
-    gc.disable()
-    try:
-        result = find_max_batch(model, step, device=CARD, memory_fraction=1.0, **QUIET)
-    finally:
-        gc.enable()
-    assert result.batch_size == ROOM
-    assert any(not t.passed for t in result.trials)
-    assert set(before) == {0}
-
-
-# --- 28: settings of the process and of the card (those of the process are in the fixture of all tests here) ---
+    assert CARD.fake.get_per_process_memory_fraction() == 0.75
 
 
 def sets_everything():
@@ -112,37 +75,37 @@ def sets_everything():
     return trained()
 
 
-def test_row_28_a_targets_settings_stay_in_its_process():
-    result = probe_target(sets_everything, device=CARD, max_batch=2, **QUIET)
+def test_a_targets_settings_stay_in_its_process():
+    result = probe_target(sets_everything, device=CARD, max_batch=2, **QUIET)  # the fixture compares the settings
     assert (result.batch_size, result.state_verified) == (2, True)
 
 
-# --- 32: logs ---
-
-
-def test_row_32_records_hold_texts_alone():
-    """Whatever a program hoards of a probe (its trials, its error, log records) holds no memory of a step."""
-    hoard, log, made = [], logging.handlers.MemoryHandler(10**6, flushLevel=100), []
+def test_no_trial_error_or_log_record_holds_memory_of_a_step():
+    kept, log, activations, alive = [], logging.handlers.MemoryHandler(10**6, flushLevel=100), [], []
     logging.getLogger().addHandler(log)
     model, step = trained()
 
     def failing(model, batch_size):
+        alive.extend(reference() for reference in activations if reference() is not None)
         held = step(model, batch_size)
-        made.append(weakref.ref(held))
+        activations.append(weakref.ref(held))
         if batch_size > 2:
             CARD.fake.alloc(2 * CARD.total_bytes)
         return held
 
+    gc.disable()  # so that a reference cycle is not collected by chance
     try:
-        result = find_max_batch(model, failing, device=CARD, memory_fraction=1.0, progress=hoard.append)
+        result = find_max_batch(model, failing, device=CARD, memory_fraction=1.0, progress=kept.append)
         assert result.batch_size == 2
-        assert any(not trial.passed for trial in hoard)
-        assert not any(one() for one in made)
+        assert any(not trial.passed for trial in kept)
+        assert not any(reference() for reference in activations)
         assert not any(record.exc_info for record in log.buffer)
         with pytest.raises(OomProbeError) as error:
             find_max_batch(model, failing, device=CARD, min_batch=3, progress="off")
-        hoard.append(error.value)
+        kept.append(error.value)
         del error
-        assert not any(one() for one in made)
+        assert not any(reference() for reference in activations)
+        assert not alive  # in the next trial
     finally:
+        gc.enable()
         logging.getLogger().removeHandler(log)

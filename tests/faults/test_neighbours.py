@@ -1,4 +1,4 @@
-"""Others on the card, who take and return memory, and whom a fault would kill."""
+"""Other processes on the card that take and return memory."""
 
 import weakref
 
@@ -18,32 +18,23 @@ def at_once(monkeypatch):
     monkeypatch.setattr("oomprobe.session.WAIT", tenacity.wait_none())
 
 
-def alone():
-    return scanned(lambda n: FIXED + n * SAMPLE <= int(0.9 * TOTAL), largest=64)
-
-
-def shared_with(schedule):
-    """A card whose other user holds `schedule(call number, batch size)` bytes."""
-
-    def move(fake, batch_size, number):
-        fake.outside_bytes = schedule(number, batch_size)
-
-    return ledger(total_bytes=TOTAL, fixed_bytes=FIXED, per_sample_bytes=SAMPLE, before_alloc=move)
-
-
 @pytest.mark.parametrize("first", [4, 12, 20])
-def test_row_11_a_passing_neighbour_changes_no_answer(first):
-    device, model, step, called = shared_with(lambda number, _: 600 * MIB if first <= number < first + 3 else 0)
+def test_a_neighbour_for_three_calls_changes_no_answer(first):
+    def share(fake, batch_size, call):
+        fake.outside_bytes = 600 * MIB if first <= call < first + 3 else 0
+
+    device, model, step, called = ledger(FIXED, SAMPLE, before_alloc=share, total_bytes=TOTAL)
     result = find_max_batch(model, step, device=device, **QUIET)
     assert len(called) > first
-    assert (result.batch_size, result.contaminated) == (alone(), False)
+    alone = scanned(lambda n: FIXED + n * SAMPLE <= int(0.9 * TOTAL), largest=64)
+    assert (result.batch_size, result.contaminated) == (alone, False)
 
 
-def test_row_29_a_waiting_trial_keeps_nothing_alive(monkeypatch):
-    kept, alive = [], []
+def test_nothing_of_a_trial_is_alive_while_its_repetition_waits(monkeypatch):
+    activations, alive = [], []
 
     def wait(state):
-        alive.append([one() for one in kept if one() is not None])
+        alive.append([reference() for reference in activations if reference() is not None])
         CARD.fake.outside_bytes = 0
         return 0
 
@@ -52,7 +43,7 @@ def test_row_29_a_waiting_trial_keeps_nothing_alive(monkeypatch):
 
     def watched(model, batch_size):
         held = step(model, batch_size)
-        kept.append(weakref.ref(held))
+        activations.append(weakref.ref(held))
         if batch_size == 4 and CARD.fake.outside_bytes == 0 and not alive:
             CARD.fake.outside_bytes = 600 * MIB
             CARD.fake.alloc(2 * CARD.total_bytes)
