@@ -1,8 +1,7 @@
-"""Scenes with a child in them, each played in a process of its own.
+"""Run scenes that fork children, each in its own process.
 
-Children are forked, and in the process that tests run in others have started threads. So one process imports what is
-needed, starts no thread, and forks a player for each scene that it is told: ``{"scene": name, "given": {...}}``, a line
-each. The player answers with a line.
+Pytest's process has threads, so it must not fork. A stage is a process that imports what is needed, starts no thread, and
+forks a player for each scene: it reads ``{"scene": name, "given": {...}}`` and writes the scene's result, a line each.
 """
 
 import contextlib
@@ -19,32 +18,32 @@ TESTS = Path(__file__).parents[1]
 
 
 def main(module):
-    """Play scenes of a module until none comes."""
+    """Play scenes of a module until stdin ends."""
     scenes = importlib.import_module(module)
     for line in sys.stdin:
-        told = json.loads(line)
+        request = json.loads(line)
         pid = os.fork()
         if not pid:
             signal.alarm(LONGEST_S)
-            _say(getattr(scenes, told["scene"])(**told["given"]))
+            _write(getattr(scenes, request["scene"])(**request["given"]))
             os._exit(0)
         if os.waitpid(pid, 0)[1]:
-            _say(None)
+            _write(None)
 
 
-def _say(shown):
-    sys.stdout.write(json.dumps(shown) + "\n")
+def _write(result):
+    sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
 
 
 class Stage:
-    """That process, as a test sees it."""
+    """That process, seen from a test."""
 
-    def __init__(self, module, said):
+    def __init__(self, module, log):
         code = f"from isolation import stage; stage.main({module!r})"
         paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-        self._said = said
-        with said.open("w") as stderr:
+        self._log = log
+        with log.open("w") as stderr:
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-c", code],
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
@@ -55,19 +54,18 @@ class Stage:
             )
 
     def play(self, scene, **given):
-        """What a scene returns."""
+        """Return the result of a scene."""
         self._process.stdin.write(json.dumps({"scene": scene.__name__, "given": given}) + "\n")
         self._process.stdin.flush()
-        shown = json.loads(self._process.stdout.readline())
-        assert shown is not None, self.said
-        return shown
+        result = json.loads(self._process.stdout.readline())
+        assert result is not None, self.stderr
+        return result
 
     @property
-    def said(self):
-        """What came on stderr so far."""
-        return self._said.read_text()
+    def stderr(self):
+        return self._log.read_text()
 
     def close(self):
-        with contextlib.closing(self._process.stdout):  # to its end others may hold it open
+        with contextlib.closing(self._process.stdout):  # without reading to its end, because others may hold it open
             self._process.stdin.close()
             self._process.wait()
