@@ -9,7 +9,7 @@ peaks = st.integers(0, 2**45)
 
 
 @given(sizes, peaks, st.integers(1, 2**28), st.integers(1, 2**40))
-def test_an_exact_line_meets_the_budget_at_its_size(xs, fixed, slope, largest):
+def test_an_exact_line_predicts_the_size_at_the_budget(xs, fixed, slope, largest):
     points = [(x, fixed + slope * x) for x in xs]
     line = fit_line(points, budget_bytes=fixed + slope * largest)
     assert (line.fixed_bytes, line.bytes_per_sample, line.predicted_max_batch) == (fixed, slope, largest)
@@ -18,7 +18,7 @@ def test_an_exact_line_meets_the_budget_at_its_size(xs, fixed, slope, largest):
 
 
 @pytest.mark.parametrize("points", [[], [(1, 10)], [(1, 10), (2, 20)], [(1, 10), (2, 20), (2, 21), (1, 11)]])
-def test_fewer_than_three_sizes_are_no_line(points):
+def test_fewer_than_three_sizes_have_no_fit(points):
     assert fit_line(points, budget_bytes=100) is None
 
 
@@ -31,9 +31,8 @@ def test_fewer_than_three_sizes_are_no_line(points):
     ],
     ids=["falling peaks", "constant peaks", "a budget under the fixed part"],
 )
-def test_where_no_size_is_predicted(points, budget_bytes, predicted):
-    line = fit_line(points, budget_bytes)
-    assert line.predicted_max_batch == predicted
+def test_a_line_that_predicts_no_size(points, budget_bytes, predicted):
+    assert fit_line(points, budget_bytes).predicted_max_batch == predicted
 
 
 def test_the_error_is_a_share_of_the_measured_peak():
@@ -44,8 +43,7 @@ def test_the_error_is_a_share_of_the_measured_peak():
     assert line.r_squared == pytest.approx(0.6)
 
 
-def test_a_line_through_the_smallest_sizes_is_another_one():
-    """A net whose peaks bend."""
+def test_estimates_differ_if_the_peaks_are_not_on_a_line():
     straight = [(size, 10**6 + 1000 * size) for size in (1, 2, 4, 8, 16)]
     bent = [(32, 10**6 + 64_000), (64, 10**6 + 256_000)]
     smallest, line = estimates(straight + bent, budget_bytes=2 * 10**6).values()

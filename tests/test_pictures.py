@@ -1,4 +1,4 @@
-"""Plots and the HTML page of a result, and two results side by side."""
+"""Plots, the HTML page, the memory breakdown and the comparison of results."""
 
 import html
 import re
@@ -68,11 +68,11 @@ def test_a_plot_shows_peaks_lines_and_throughput(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "count"), [("host", 2), ("trouble", 1)])
-def test_every_result_can_be_drawn(name, count):
+def test_a_plot_has_a_second_part_if_throughput_was_measured(name, count):
     assert len(EXAMPLES[name]().plot().axes) == count
 
 
-def test_without_matplotlib_it_says_what_to_type(monkeypatch, tmp_path):
+def test_without_matplotlib_the_error_says_what_to_type(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for draw in (gpu().plot, lambda: gpu().to_html(tmp_path / "page.html")):
         with pytest.raises(oomprobe.InvalidArgumentError, match=r"pip install 'oomprobe\[plot\]'"):
@@ -88,15 +88,14 @@ def test_a_page_has_everything_and_loads_nothing():
     text = page(result)
     assert text.count("<svg") == 2
     assert len(re.findall(r'<tr class="(?:failed|passed|answer)"', text)) == len(result.trials)
-    said = html.unescape(text)
     for words in ("Batch 98 fits in 21.60 GiB", *result.notes, *result.not_covered, "Environment"):
-        assert words in said
+        assert words in html.unescape(text)
     assert not re.search(r"<script|<link|<img|@import|url\(\s*['\"]?http", text)
     addresses = set(re.findall(r"https?://[^\"'<> ]+", text))
-    assert all(address.startswith("http://www.w3.org/") for address in addresses)  # names of XML, not places
+    assert all(address.startswith("http://www.w3.org/") for address in addresses)  # XML namespaces, not links
 
 
-def test_foreign_words_are_escaped():
+def test_text_from_outside_is_escaped():
     trials = (a_trial(4, step_name="<script>"),)
     text = page(a_result(device="<script>alert(1)</script>", notes=("a & b <b>",), trials=trials))
     assert "<script" not in text
@@ -105,7 +104,7 @@ def test_foreign_words_are_escaped():
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [390, 1200])
-def test_a_browser_shows_it_without_scrolling_sideways(tmp_path, width):
+def test_a_browser_shows_the_page_without_horizontal_scrolling(tmp_path, width):
     shown = html.escape(page(gpu()), quote=True)
     tell = (
         "f=>{let d=f.contentDocument;document.title=[d.documentElement.scrollWidth,d.querySelectorAll('svg').length]}"
@@ -129,7 +128,7 @@ def test_the_command_line_writes_a_page(tmp_path):
 # --- where the memory went ---
 
 
-def test_a_breakdown_reads_as_it_did_also_from_json():
+def test_a_breakdown_equals_its_golden_file_and_survives_json():
     result = a_result(breakdown=a_breakdown())
     assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
     same_as_golden("\n".join(breakdown_lines(a_breakdown())) + "\n", "breakdown.txt")
@@ -158,10 +157,8 @@ def parts(**gib):
         ({"parts": parts(parameters=4), "repeated": None, "modules": ()}, []),
     ],
 )
-def test_advice_has_the_number_that_caused_it(changes, advised):
-    found = advice(a_breakdown(**changes))
-    assert len(found) == len(advised)
-    for sentence, words in zip(found, advised, strict=True):
+def test_advice_names_the_number_that_caused_it(changes, advised):
+    for sentence, words in zip(advice(a_breakdown(**changes)), advised, strict=True):
         assert words in sentence
         assert re.search(r"\d GiB, \d+ % of the peak", sentence)
 
@@ -169,9 +166,8 @@ def test_advice_has_the_number_that_caused_it(changes, advised):
 # --- two results ---
 
 
-def test_a_comparison_reads_as_it_did():
-    faster = gpu()
-    trials = tuple(t for t in faster.trials if t.batch_size <= 64)
+def test_a_comparison_equals_its_golden_file():
+    trials = tuple(t for t in gpu().trials if t.batch_size <= 64)
     other = a_result(
         trials=trials, batch_size=64, device="H100", environment={"torch": "2.14.1"}, breakdown=a_breakdown()
     )

@@ -13,39 +13,28 @@ def entries(shape, **options):
     return plan(global_batch, world_size=world_size, max_micro_batch=largest, multiple_of=multiple_of, **options)
 
 
-@given(shapes)
-def test_entries_are_possible_right_and_listed_once(shape):
+@given(shapes, st.just(1) | st.integers(1, 300))
+def test_entries_are_possible_correct_and_unique(shape, smallest):
     global_batch, world_size, max_micro_batch, multiple_of = shape
-    listed = entries(shape)
+    listed = entries(shape, min_micro_batch=smallest)
     assert len(set(listed)) == len(listed)
+    assert bool(listed) == any(micro % multiple_of == 0 for micro in range(smallest, max_micro_batch + 1))
     for entry in listed:
         assert entry.micro_batch * entry.accumulation_steps * entry.world_size == entry.global_batch
         assert entry.world_size == world_size
-        assert 1 <= entry.micro_batch <= max_micro_batch
+        assert smallest <= entry.micro_batch <= max_micro_batch
         assert entry.micro_batch % multiple_of == 0
         assert entry.accumulation_steps >= 1
         assert entry.exact == (entry.global_batch == global_batch)
 
 
 @given(shapes)
-def test_the_exact_entry_is_the_largest_there_is(shape):
+def test_the_exact_entry_has_the_largest_possible_micro_batch(shape):
     global_batch, world_size, max_micro_batch, multiple_of = shape
-    scan = [
-        micro
-        for micro in range(multiple_of, max_micro_batch + 1, multiple_of)
-        if global_batch % (micro * world_size) == 0
-    ]
+    sizes = range(multiple_of, max_micro_batch + 1, multiple_of)
+    scan = [micro for micro in sizes if global_batch % (micro * world_size) == 0]
     exact = [entry.micro_batch for entry in entries(shape) if entry.exact]
     assert max(exact, default=None) == max(scan, default=None)
-
-
-@given(shapes, st.integers(1, 300))
-def test_micro_batches_respect_the_smallest_wanted(shape, smallest):
-    _, _, max_micro_batch, multiple_of = shape
-    listed = entries(shape, min_micro_batch=smallest)
-    assert all(smallest <= entry.micro_batch <= max_micro_batch for entry in listed)
-    assert all(entry.micro_batch % multiple_of == 0 and entry.accumulation_steps >= 1 for entry in listed)
-    assert bool(listed) == any(micro % multiple_of == 0 for micro in range(smallest, max_micro_batch + 1))
 
 
 @pytest.mark.parametrize(
@@ -71,14 +60,14 @@ def test_the_first_entry(global_batch, smallest, largest, expected):
 
 
 @given(shapes, st.sets(st.tuples(st.integers(1, 300), st.integers(1, 3)), max_size=20))
-def test_ran_is_said_of_sizes_that_ran_and_of_no_other(shape, ran):
+def test_only_sizes_that_ran_are_marked_as_ran(shape, ran):
     for entry in entries(shape, ran=ran):
         assert entry.ran == (entry.micro_batch in {size for size, _ in ran})
         assert entry.ran_accumulated == (entry.micro_batch in {size for size, steps in ran if steps > 1})
 
 
 @pytest.mark.parametrize("name", ["global_batch", "world_size"])
-def test_a_size_that_is_no_positive_integer_is_named(name):
+def test_a_size_that_is_not_a_positive_integer_is_named(name):
     sizes = {"global_batch": 8, "world_size": 1, "max_micro_batch": 4, name: 0}
     with pytest.raises(InvalidArgumentError, match=f"{name} must be an integer of at least 1, not 0"):
         plan(sizes.pop("global_batch"), **sizes)

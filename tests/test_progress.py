@@ -26,20 +26,21 @@ from oomprobe.verdicts import Verdict
 
 
 class Terminal(io.StringIO):
-    """A terminal of one line: what a person sees after the last write."""
+    """A terminal of one line."""
 
     def isatty(self):
         return True
 
     @property
     def screen(self):
+        """What is visible after the last write."""
         lines = self.getvalue().split("\r\x1b[K")
         assert all("\n" not in line and "\r" not in line for line in lines)
         return lines[-1]
 
 
 @pytest.fixture(autouse=True)
-def plain_world(monkeypatch):
+def without_rich(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
@@ -47,7 +48,7 @@ def plain_world(monkeypatch):
 
 
 def write_to(monkeypatch, stream):
-    """As if it were stderr, which pytest puts back before each test."""
+    """Replace stderr in the module only, because pytest replaces sys.stderr itself."""
     monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=stream))
 
 
@@ -58,7 +59,7 @@ def terminal(monkeypatch):
     return stream
 
 
-def tell(told, *trials):
+def play(told, *trials):
     for trial in trials:
         told.started(trial.batch_size, trial.phase)
         told.finished(trial)
@@ -91,11 +92,10 @@ def test_the_status_line_says_trial_bracket_and_time(terminal):
     [
         ([], "last good --, first failing --"),
         ([a_trial(9, Verdict.OOM), a_trial(7, Verdict.OOM), a_trial(8)], "last good --, first failing 7"),
-        # Under the cap less fits than before.
         ([a_trial(4), a_trial(8), a_trial(16, Verdict.OOM), a_trial(8, Verdict.OOM)], "last good 4, first failing 8"),
-        # A failure that its recheck strikes out.
         ([a_trial(16, Verdict.OOM), a_trial(9, Verdict.OOM), a_trial(9)], "last good 9, first failing 16"),
     ],
+    ids=["no trial", "a failure below a size that ran", "a size fails under the cap", "a size passes its recheck"],
 )
 def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
     told = reporter("auto")
@@ -109,7 +109,7 @@ def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
     ("good", "bad", "options", "left"),
     [(64, 128, {}, 8), (64, 65, {}, 2), (64, 128, {"multiple_of": 8}, 5), (64, 128, {"resolution": 0.25}, 4)],
 )
-def test_the_bracket_says_how_many_trials_are_left(terminal, good, bad, options, left):
+def test_bisecting_says_how_many_trials_are_left(terminal, good, bad, options, left):
     told = reporter("auto")
     told.opened("a device", Options(**options))
     told.finished(a_trial(good))
@@ -120,7 +120,7 @@ def test_the_bracket_says_how_many_trials_are_left(terminal, good, bad, options,
 
 
 @pytest.mark.parametrize("columns", [1, 40])
-def test_the_status_line_keeps_a_column_free(terminal, monkeypatch, columns):
+def test_the_status_line_leaves_the_last_column_free(terminal, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     told = reporter("auto")
     told.started(128, Phase.GROW)
@@ -128,83 +128,59 @@ def test_the_status_line_keeps_a_column_free(terminal, monkeypatch, columns):
 
 
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
-def test_a_log_has_colours_only_where_they_are_forced(monkeypatch, capsys, no_color, coloured):
+def test_force_color_colours_a_log_unless_no_color_is_set(monkeypatch, capsys, no_color, coloured):
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    tell(reporter("auto"), GOOD, BAD)
+    play(reporter("auto"), GOOD, BAD)
     written = capsys.readouterr().err
     assert ("\x1b[32mbatch 64  fits" in written) == coloured
     assert ("\x1b[31mbatch 128  out of memory" in written) == coloured
 
 
 @pytest.mark.parametrize(("progress", "written"), [("auto", True), ("plain", True), ("off", False)])
-def test_off_a_terminal_there_are_plain_lines_on_stderr(capsys, progress, written):
-    tell(reporter(progress), GOOD, BAD)
+def test_without_a_terminal_plain_lines_go_to_stderr(capsys, progress, written):
+    play(reporter(progress), GOOD, BAD)
     assert capsys.readouterr() == ("", (lines(GOOD) + lines(BAD)) * written)
 
 
 @pytest.mark.parametrize(("progress", "kind"), [("auto", "dumb"), ("plain", "xterm")])
-def test_plain_lines_on_a_terminal(terminal, monkeypatch, progress, kind):
-    """Where it cannot erase a line, and where they are asked for."""
+def test_plain_lines_on_a_dumb_terminal_or_on_request(terminal, monkeypatch, progress, kind):
     monkeypatch.setenv("TERM", kind)
-    tell(reporter(progress), GOOD)
+    play(reporter(progress), GOOD)
     assert terminal.getvalue() == lines(GOOD)
 
 
 def test_a_callable_gets_each_trial_once_and_may_raise(capsys):
-    heard = []
-    tell(reporter(heard.append), GOOD, BAD)
-    assert heard == [GOOD, BAD]
+    received = []
+    play(reporter(received.append), GOOD, BAD)
+    assert received == [GOOD, BAD]
     assert capsys.readouterr() == ("", "")
     with pytest.raises(TypeError):
         reporter(lambda: None).finished(GOOD)
 
 
-class Broken(io.StringIO):
-    """A terminal that cannot be written to."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def isatty(self):
-        return True
-
+class BrokenTerminal(Terminal):
     def write(self, text):
-        raise self.error
-
-
-def closed():
-    stream = io.StringIO()
-    stream.close()
-    return stream
-
-
-UNWRITABLE = {
-    "no stderr": None,
-    "closed": closed(),
-    "nobody reads": Broken(BrokenPipeError()),
-    "full": Broken(OSError(28)),
-}
+        raise BrokenPipeError
 
 
 @pytest.mark.parametrize("progress", ["auto", "plain"])
-@pytest.mark.parametrize("kind", UNWRITABLE)
+@pytest.mark.parametrize("kind", ["missing", "closed", "broken"])
 def test_a_broken_stderr_does_not_end_a_probe(monkeypatch, progress, kind):
-    write_to(monkeypatch, UNWRITABLE[kind])
-    tell(reporter(progress), GOOD, BAD)
+    stream = {"missing": None, "closed": io.StringIO(), "broken": BrokenTerminal()}[kind]
+    if kind == "closed":
+        stream.close()
+    write_to(monkeypatch, stream)
+    play(reporter(progress), GOOD, BAD)
 
 
-@pytest.mark.parametrize("progress", ["AUTO", None])
-def test_an_unknown_value_is_answered_with_the_known_ones(progress):
-    words = f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}"
+def test_an_unknown_value_is_refused():
+    words = "progress must be 'auto', 'plain', 'off' or a callable, not 'AUTO'"
     with pytest.raises(InvalidArgumentError, match=re.escape(words)):
-        reporter(progress)
+        reporter("AUTO")
 
 
 def test_the_log_names_the_size_before_its_step_runs(monkeypatch):
-    """Whatever the machine does then, its log says which size did it."""
-
     def step(model, batch_size):
         assert raw.getvalue().decode().splitlines()[-1].startswith(f"batch {batch_size}  ")
         torch.ones(batch_size)
@@ -221,7 +197,7 @@ def test_the_log_names_the_size_before_its_step_runs(monkeypatch):
 
 @pytest.fixture
 def pseudo():
-    """The two ends of a terminal of 60 columns: what was written, and a file to write to."""
+    """Yield a function that reads what a terminal of 60 columns received, and a file to write to it."""
     screen, end = os.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 60, 0, 0))
 
@@ -248,13 +224,13 @@ def test_rich_shows_the_trials_and_the_line(pseudo, monkeypatch, no_color):
     threads, told = threading.active_count(), reporter("auto")
     told.finished(GOOD)
     told.finished(BAD)
-    assert threading.active_count() == threads  # one that draws would be copied into forked children
+    assert threading.active_count() == threads  # no refresh thread, because trials may be forked
     told.close()
     text = shown()
     assert "batch 64  fits" in text
     assert ("\x1b[32m" in text) is (not no_color)
     assert "oomprobe: grow  batch 128 out of memory" in text
-    rows = re.split(r"[\r\n]+|\x1b\[\d*[AK]", text)  # the cursor goes up, and a row is erased
+    rows = re.split(r"[\r\n]+|\x1b\[\d*[AK]", text)  # at line ends, cursor up, and erase line
     assert max(len(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", row)) for row in rows) < 60
 
 

@@ -19,21 +19,18 @@ VERDICT = re.compile(r"^verdict: batch (\d+)", re.MULTILINE)
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-@every_example
-def test_golden(name, verbose):
-    """Run with OVERWRITE_GOLDEN=1 after a change of the report, and read the difference."""
-    same_as_golden(report(EXAMPLES[name](), verbose=verbose), f"report_{name}{'_verbose' * verbose}.txt")
-
-
 def same_as_golden(text, name):
+    """Compare with a file in tests/golden, or overwrite it if OVERWRITE_GOLDEN is set: then review the difference."""
     path = GOLDEN / name
     if os.environ.get("OVERWRITE_GOLDEN"):
         path.write_text(text, encoding="ascii", newline="\n")
     assert text == path.read_text(encoding="ascii")
 
 
-# What holds for every report.
+@pytest.mark.parametrize("verbose", [False, True])
+@every_example
+def test_the_report_equals_its_golden_file(name, verbose):
+    same_as_golden(report(EXAMPLES[name](), verbose=verbose), f"report_{name}{'_verbose' * verbose}.txt")
 
 
 @every_example
@@ -50,7 +47,7 @@ def test_a_report_is_short_lines_of_ascii_after_one_verdict(name):
 
 
 @given(results)
-def test_no_result_makes_it_raise_or_say_two_verdicts(result):
+def test_any_result_has_a_report_with_one_verdict(result):
     text = report(result)
     assert VERDICT.findall(text) == [str(result.batch_size)]
     assert text.isascii()
@@ -61,7 +58,7 @@ floats = st.sampled_from([None, 0.0, -1.0, 1e-300, 5e-324, 1e300, float("inf"), 
 
 
 @given(st.data())
-def test_extreme_values_do_not_make_it_raise(data):
+def test_a_result_with_extreme_values_has_a_report(data):
     trial = a_trial(
         data.draw(numbers),
         data.draw(st.sampled_from(Verdict)),
@@ -86,9 +83,9 @@ def test_extreme_values_do_not_make_it_raise(data):
     assert "\n" not in trial_line(trial)
 
 
-def test_contamination_is_loud_and_next_to_the_verdict():
-    verdict, *loud = report(a_result(contaminated=True)).partition("\n\n")[0].splitlines()
-    assert loud[0].startswith("!! WARNING: ")
-    assert all(line.startswith("!! ") for line in loud)
+def test_contamination_is_a_warning_below_the_verdict():
+    verdict, *warning = report(a_result(contaminated=True)).partition("\n\n")[0].splitlines()
+    assert warning[0].startswith("!! WARNING: ")
+    assert all(line.startswith("!! ") for line in warning)
     assert verdict.startswith("verdict")
     assert "WARNING" not in report(a_result())

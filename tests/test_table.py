@@ -1,4 +1,4 @@
-"""The table of trials, beside the reports in tests/golden, and the line for one trial."""
+"""The table of trials, and the line for one trial."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from oomprobe.verdicts import Verdict
 
 
 def remarks(*some):
-    """What stands under the rows, by the number of the row."""
+    """Return the remarks below the rows by row number."""
     found, row = {}, -1
     for line in trials_table(some).splitlines()[2:]:
         if line.lstrip().startswith("^"):
@@ -34,7 +34,7 @@ def remarks(*some):
         ("step name", {"step_name": "x"}, "x"),
     ],
 )
-def test_a_column_is_there_where_one_trial_measured_it(head, measured, shown):
+def test_a_column_is_shown_if_one_trial_measured_it(head, measured, shown):
     _, heads, row, other = trials_table([a_trial(**measured), a_trial()]).splitlines()
     assert heads.split() == ["batch", "phase", "verdict", "steps", *head.split()]
     assert row.endswith(f"  {shown}")
@@ -42,17 +42,17 @@ def test_a_column_is_there_where_one_trial_measured_it(head, measured, shown):
 
 
 @pytest.mark.parametrize(("largest", "unit"), [(1023, "B"), (1024, "KiB"), (3 * GIB, "GiB")])
-def test_the_largest_number_chooses_the_unit_of_the_table(largest, unit):
+def test_the_largest_number_determines_the_unit(largest, unit):
     table = trials_table([a_trial(peak_allocated_bytes=1), a_trial(cap_bytes=largest)])
     assert table.startswith(f"trials (memory in {unit};")
 
 
 def test_a_leak_shows_before_a_long_error():
     leaking = dataclasses.replace(gpu_oom(4), error="x" * 500, leaked_bytes=5 * MIB)
-    told = remarks(leaking, leaking)
-    assert told[0].startswith("LEAKED 5.00 MiB; backward, model.py:142: xxx")
-    assert told[0].endswith("...")
-    assert told[1] == "LEAKED 5.00 MiB"
+    first, second = remarks(leaking, leaking).values()
+    assert first.startswith("LEAKED 5.00 MiB; backward, model.py:142: xxx")
+    assert first.endswith("...")
+    assert second == "LEAKED 5.00 MiB"
 
 
 def test_each_kind_of_error_is_shown_once_and_in_one_line():
@@ -64,7 +64,7 @@ def test_each_kind_of_error_is_shown_once_and_in_one_line():
     }
 
 
-def test_all_columns_fit_in_100_and_the_step_name_gives_way():
+def test_a_long_step_name_is_shortened_to_fit_the_line():
     full = dataclasses.replace(gpu_oom(10**5, cap=24 * GIB), step_name="n" * 40, step_s=1.0, samples_per_s=9.0)
     lines = trials_table([full]).splitlines()
     assert max(map(len, lines)) <= 100
@@ -92,8 +92,8 @@ def test_any_trial_is_one_line_and_one_row(trial):
     assert table.isascii()
 
 
-def test_a_trial_has_no_field_that_the_table_forgets():
-    """Every field of `Trial` changes the table: a new field needs a column, a remark, or a line here."""
+def test_every_field_of_a_trial_shows_in_the_table():
+    """A new field needs a column, a remark, or an entry here."""
     plain = a_trial()
     changed = {
         "batch_size": 2, "verdict": Verdict.BUG, "phase": Phase.CONFIRM, "steps": 9, "cap_bytes": 1,
@@ -101,8 +101,8 @@ def test_a_trial_has_no_field_that_the_table_forgets():
         "alloc_retries": 1, "leaked_bytes": 1, "error": "x", "where": "x", "step_name": "x",
         "accumulation_steps": 2, "replayed": True,
     }  # fmt: skip
-    told_elsewhere = {"peak_upper_bytes", "step_leaked_bytes"}  # among the notes
-    assert set(changed) == {field.name for field in dataclasses.fields(Trial)} - told_elsewhere
+    in_notes = {"peak_upper_bytes", "step_leaked_bytes"}
+    assert set(changed) == {field.name for field in dataclasses.fields(Trial)} - in_notes
     for name, value in changed.items():
         assert trials_table([dataclasses.replace(plain, **{name: value})]) != trials_table([plain])
     assert trials_table([]) == "no trial was run"
