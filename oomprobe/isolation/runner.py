@@ -198,16 +198,15 @@ class ProcessRunner:
 
     def _answer(self, request: Request) -> Message | ExitStatus:
         """Run a trial in the process that is ready; its time limit starts now, after the target was built."""
-        self._has_run = True
+        is_first, self._has_run = not self._has_run, True
         request = replace(request, deadline_s=self._clock.deadline_s())
-        question = {"do": "run", "request": asdict(request), "learned": self.learned}
         try:
-            return self._ask(question, request.deadline_s)
+            return self._ask({"do": "run", "request": asdict(request), "learned": self.learned}, request.deadline_s)
         except errors.NotTrainedError:  # earlier trials trained the weights; a new process has the original ones
-            if self._ends_with_trial or self._has_children:
+            if is_first or self._has_children:
                 raise
             self.renew()
-            return self._ready() or self._ask(question, self._clock.deadline_s())
+            return self._ready() or self._answer(request)
 
     def measure(self) -> Measured:
         if self._available_bytes is not None:

@@ -56,6 +56,26 @@ def test_a_new_process_replaces_a_poisoned_one():
     assert {t.batch_size for t in result.trials if t.verdict is Verdict.POISONED} == {6}
 
 
+def worn_out():
+    """Return a step whose optimizer does not step any more after eight calls in one process."""
+    model = torch.nn.Linear(2, 2)
+    optimizer, calls = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def step(model, batch_size):
+        calls.append(batch_size)
+        model(torch.randn(batch_size, 2)).sum().backward()
+        if len(calls) <= 8:
+            optimizer.step()
+
+    return model, step
+
+
+@pytest.mark.slow
+def test_a_size_that_stops_training_runs_again_in_a_new_process():
+    result = probe_target(worn_out, max_batch=4, **isolated)
+    assert [(t.batch_size, t.verdict) for t in result.trials] == [(n, Verdict.FITS) for n in (1, 2, 4, 4)]
+
+
 # --- processes that die ---
 
 
