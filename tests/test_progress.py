@@ -59,11 +59,11 @@ def terminal(monkeypatch):
     return stream
 
 
-def play(told, *trials):
+def play(status, *trials):
     for trial in trials:
-        told.started(trial.batch_size, trial.phase)
-        told.finished(trial)
-    told.close()
+        status.started(trial.batch_size, trial.phase)
+        status.finished(trial)
+    status.close()
 
 
 GOOD, BAD = a_trial(64), a_trial(128, Verdict.OOM)
@@ -74,16 +74,16 @@ def lines(trial):
 
 
 def test_the_status_line_says_trial_bracket_and_time(terminal):
-    told = reporter("auto", clock=iter([100, 100.2, 103, 112.5, 114]).__next__)
-    told.started(64, Phase.GROW)
+    status = reporter("auto", clock=iter([100, 100.2, 103, 112.5, 114]).__next__)
+    status.started(64, Phase.GROW)
     assert terminal.screen == "oomprobe: grow  batch 64 ... | last good --, first failing -- | 0 s"
-    told.finished(GOOD)
+    status.finished(GOOD)
     assert terminal.screen == "oomprobe: grow  batch 64 fits | last good 64, first failing -- | 3 s"
-    told.started(128, Phase.GROW)
+    status.started(128, Phase.GROW)
     assert terminal.screen == "oomprobe: grow  batch 128 ... | last good 64, first failing -- | 12 s"
-    told.finished(BAD)
+    status.finished(BAD)
     assert terminal.screen == "oomprobe: grow  batch 128 out of memory | last good 64, first failing 128 | 14 s"
-    told.close()
+    status.close()
     assert terminal.screen == ""
 
 
@@ -98,10 +98,10 @@ def test_the_status_line_says_trial_bracket_and_time(terminal):
     ids=["no trial", "a failure below a size that ran", "a size fails under the cap", "a size passes its recheck"],
 )
 def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
-    told = reporter("auto")
+    status = reporter("auto")
     for trial in trials:
-        told.finished(trial)
-    told.started(1, Phase.CONFIRM)
+        status.finished(trial)
+    status.started(1, Phase.CONFIRM)
     assert f"| {bracket} |" in terminal.screen
 
 
@@ -110,20 +110,20 @@ def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
     [(64, 128, {}, 8), (64, 65, {}, 2), (64, 128, {"multiple_of": 8}, 5), (64, 128, {"resolution": 0.25}, 4)],
 )
 def test_bisecting_says_how_many_trials_are_left(terminal, good, bad, options, left):
-    told = reporter("auto")
-    told.opened("a device", Options(**options))
-    told.finished(a_trial(good))
-    told.finished(a_trial(bad, Verdict.OOM))
+    status = reporter("auto")
+    status.opened("a device", Options(**options))
+    status.finished(a_trial(good))
+    status.finished(a_trial(bad, Verdict.OOM))
     assert "left" not in terminal.screen
-    told.started(96, Phase.BISECT)
+    status.started(96, Phase.BISECT)
     assert terminal.screen.endswith(f"| about {left} trials left")
 
 
 @pytest.mark.parametrize("columns", [1, 40])
 def test_the_status_line_leaves_the_last_column_free(terminal, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    told = reporter("auto")
-    told.started(128, Phase.GROW)
+    status = reporter("auto")
+    status.started(128, Phase.GROW)
     assert len(terminal.screen) <= columns - 1
 
 
@@ -221,11 +221,11 @@ def test_rich_shows_the_trials_and_the_line(pseudo, monkeypatch, no_color):
     monkeypatch.setenv("TERM", "xterm-256color")
     shown, file = pseudo
     write_to(monkeypatch, file)
-    threads, told = threading.active_count(), reporter("auto")
-    told.finished(GOOD)
-    told.finished(BAD)
+    threads, status = threading.active_count(), reporter("auto")
+    status.finished(GOOD)
+    status.finished(BAD)
     assert threading.active_count() == threads  # no refresh thread, because trials may be forked
-    told.close()
+    status.close()
     text = shown()
     assert "batch 64  fits" in text
     assert ("\x1b[32m" in text) is (not no_color)

@@ -34,10 +34,10 @@ class ExitStatus:
 
     signal: int | None  # that terminated it
     code: int | None  # that it exited with
-    why: str | None  # its parent terminated it: "timed out" or "stuck"; None: it ended by itself
-    stderr: str  # the last part
+    why: str | None  # why its parent terminated it: "timed out" or "stuck"; None: it ended by itself
+    stderr: str  # the end of it
     peak_resident_bytes: int
-    oom_kills: int  # by the system's OOM killer while it ran, of any process
+    oom_kills: int  # of any process on the system while it ran
 
     def text(self) -> str:
         """Return the trial's error: how the process ended, the end of its stderr, and the innermost frames of its trace."""
@@ -48,9 +48,8 @@ class ExitStatus:
         else:
             what = f"the trial's process was killed by {signal.Signals(self.signal).name}"
             if self.signal == signal.SIGKILL:
-                what += (
-                    " (the system's OOM killer was active)" if self.oom_kills else " (not by the system's OOM killer)"
-                )
+                killer = "the system's OOM killer was active" if self.oom_kills else "not by the system's OOM killer"
+                what += f" ({killer})"
         output, mark, trace = self.stderr.partition(_TRACE)
         shown = output[-SHOWN_CHARACTERS:] + mark + "\n".join(trace.splitlines()[:TRACE_LINES])
         return f"{what}\nthe end of its stderr:\n{shown}" if shown else what

@@ -28,7 +28,7 @@ from oomprobe.verdicts import Verdict
 
 STUCK_S = 10.0  # a starting child that uses no processor time for so long waits for threads that were not forked
 STUCK_IN_STEP_S = 60.0  # the same inside a step, which may wait for data
-WORKER_GRACE_S = GRACE_S + 30.0  # beyond a trial's limit: a worker that has not ended its child by then hangs itself
+WORKER_GRACE_S = GRACE_S + 30.0  # beyond a trial's limit: time for a worker to end its child and answer
 STUCK = (
     "a child forked for a trial hangs at {where}: it waits for a thread or a lock of the process that holds the model. Call "
     "torch.set_num_threads(1) before the first operation in that process, and start other threads in the step. If a script "

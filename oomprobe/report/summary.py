@@ -33,16 +33,8 @@ NOT_COVERED = (
     "data loader workers and their host memory",
 )
 NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
-EVALUATING = {
-    "eval",
-    "evaluate",
-    "evaluation",
-    "val",
-    "valid",
-    "validate",
-    "validation",
-    "test",
-}  # words in a step's name
+# Words in a step's name.
+EVALUATING = {"eval", "evaluate", "evaluation", "val", "valid", "validate", "validation", "test"}
 # For all other verdicts, "memory". A sticky error that recurs at one size limits the size, but is not shown to be memory.
 _LIMITED_BY = {
     Verdict.SIZE_LIMIT: "size_limit",
