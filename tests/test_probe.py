@@ -80,7 +80,7 @@ def test_sizes_that_fail_once_or_in_confirmation_are_noted():
     result = probe(device, step, memory_fraction=1.0)
     assert result.batch_size == 99
     assert any("transient failure" in note for note in result.notes)
-    assert any("failed in confirmation" in note for note in result.notes)
+    assert any("failed confirmation" in note for note in result.notes)
 
 
 def test_min_batch_max_batch_multiple_of_and_resolution():
