@@ -1,6 +1,6 @@
-"""accelerate: a drop-in `find_executable_batch_size` that bisects where accelerate's own shrinks by tenths.
+"""accelerate: a drop-in `find_executable_batch_size` that bisects, while accelerate's own shrinks by tenths.
 
-Change the import, and the call stays as it is::
+Only the import changes::
 
     from oomprobe.integrations.accelerate import find_executable_batch_size
 
@@ -11,9 +11,9 @@ Change the import, and the call stays as it is::
     train(model, optimizer)      # probed, then trained once, at the largest size that fits
     train.result                 # the ProbeResult: the trials, the margin, what limited
 
-A trial leaves the function once each of its optimizers has made a few steps; by then, training has reached its peak
-memory. After the last trial the function is called once for good. What `Accelerator.prepare` returned is probed by the plain
-`oomprobe.find_max_batch`, in `unchanged`, which restores the Accelerator's own counters.
+A trial interrupts the function once each of its optimizers has made a few steps; by then, training has reached its peak
+memory. After the last trial the function is called once more and runs to its end. To probe what `Accelerator.prepare`
+returned, call `oomprobe.find_max_batch` within `unchanged`, which restores the Accelerator's counters.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from oomprobe import probe
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
-from oomprobe.integrations.framework import count_calls
+from oomprobe.integrations.framework import steps_to_calls
 from oomprobe.options import Step, check_size
 from oomprobe.verdicts import Verdict, classify_error
 
-SHARED = ("PartialState", "AcceleratorState", "GradientState")  # of accelerate.state, each one for the whole process
-PATIENCE = 8  # An optimizer that steps so many times more rarely than another is not waited for.
+SHARED_STATES = ("PartialState", "AcceleratorState", "GradientState")  # process-wide, in accelerate.state
+MAX_STEP_RATIO = 8  # a trial does not wait for an optimizer that steps less often than another by this factor
 
 
 def find_executable_batch_size(
@@ -49,26 +49,26 @@ def find_executable_batch_size(
     trial_steps: int = 2,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Call a training function with the largest batch size that truly fits, found by running it.
+    """Call a training function with the largest batch size that fits, found by running it.
 
-    **The function is called many times.** A trial leaves it after `trial_steps` steps of its optimizers; whatever it does
-    until then (loading, logging, opening files) happens in each trial. What it does later (evaluation, checkpoints) happens
-    only in the call for good. A function that never steps an optimizer of torch runs to its end in each trial.
+    **The function is called many times.** A trial interrupts it after `trial_steps` steps of its optimizers; whatever it
+    does until then (loading, logging, opening files) happens in each trial. What it does later (evaluation, checkpoints)
+    happens only in the final call. A function that never steps an optimizer of torch runs to its end in each trial.
 
-    Models, optimizers, accelerate's own state and the random numbers of torch, numpy and Python come back bit for bit before
-    the call for good. Not restored: generators and iterators of your own, and tensors in plain containers that the function
-    changes in place (pass objects with ``state_dict`` in `preserve`).
+    Models, optimizers, accelerate's own state and the random numbers of torch, numpy and Python are restored bit for bit
+    before the final call. Not restored: generators and iterators of your own, and tensors in plain containers that the
+    function changes in place (pass objects with ``state_dict`` in `preserve`).
 
     Args:
-        function: Takes the batch size as its first argument, a method before ``self``; you call it without.
+        function: Takes the batch size as its first argument (a method: before ``self``); you call it without.
         starting_batch_size: Largest size to try, at least 1; None: until memory runs out.
-        reduce_batch_size_fn: Only None: bisection needs no rule for shrinking.
+        reduce_batch_size_fn: Must be None: bisection needs no rule for shrinking.
         trial_steps: Steps that each optimizer makes in one call of a trial, at least 1.
-        options: Those of `oomprobe.find_max_batch`, except global_batch and max_batch, which starting_batch_size is.
-            `device` None is the current accelerator, or host memory where there is none.
+        options: Those of `oomprobe.find_max_batch`, except global_batch, and max_batch, which is starting_batch_size.
+            `device` None is the current accelerator, or host memory without one.
 
     Returns:
-        The decorated function. It probes anew at each call; its attribute ``result`` is the `ProbeResult` of the last.
+        The decorated function. Each call probes again; its attribute ``result`` is the last `ProbeResult`.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -76,8 +76,8 @@ def find_executable_batch_size(
     """
     if reduce_batch_size_fn is not None:
         raise InvalidArgumentError(
-            "reduce_batch_size_fn says how to shrink after a failure, and this bisects: leave it out, and pass multiple_of "
-            "or min_batch for the sizes that you want"
+            "reduce_batch_size_fn says how to shrink after a failure, but oomprobe bisects: leave it out, and pass multiple_of "
+            "or min_batch to choose sizes"
         )
     if "global_batch" in options:
         raise InvalidArgumentError(
@@ -90,12 +90,12 @@ def find_executable_batch_size(
         return functools.partial(
             find_executable_batch_size, starting_batch_size=starting_batch_size, trial_steps=trial_steps, **options
         )
-    count_calls(options, trial_steps)
+    steps_to_calls(options, trial_steps)
     name = str(getattr(function, "__name__", function))
     signature = inspect.signature(function)
     if next(iter(signature.parameters), None) in (None, "self", "cls"):
         raise InvalidArgumentError(
-            f"{name}{signature} cannot be probed: as with accelerate, the batch size is passed before everything else. "
+            f"{name}{signature} cannot be probed: as with accelerate, the batch size is the first argument. "
             f"Write def {name}(batch_size, ...), or def {name}(batch_size, self, ...), and call it without the batch size"
         )
 
@@ -104,7 +104,7 @@ def find_executable_batch_size(
         trials = _Trials(name, lambda batch_size: function(batch_size, *args, **kwargs), trial_steps)
         step = Step(
             run=trials,
-            max_calls=1,  # a call without an optimizer step ran to the end: another would do the same
+            max_calls=1,  # a call without an optimizer step ran to its end, and another would too
             caller=Caller(
                 alone=f"call {name}.__wrapped__({{batch_size}}, ...), the function without the decorator",
                 limit="starting_batch_size",
@@ -120,9 +120,9 @@ def find_executable_batch_size(
         except Exception as error:
             if classify_error(error) in (Verdict.OOM, Verdict.HOST_OOM):
                 error.add_note(
-                    f"oomprobe: batch {result.batch_size} ran in the probe and failed in the call for good, which met what "
-                    "the first steps do not (a longer sample, evaluation, a checkpoint). Let the first batches be the "
-                    "largest, or lower memory_fraction"
+                    f"oomprobe: batch {result.batch_size} ran in the probe and failed in the final call, which did what the "
+                    "first steps do not (a longer sample, evaluation, a checkpoint). Put the largest batches first, or "
+                    "lower memory_fraction"
                 )
             raise
 
@@ -130,31 +130,31 @@ def find_executable_batch_size(
     return call
 
 
-class _Left(BaseException):
-    """Raised in the function to leave it; not an Exception, so that its own handlers do not take it for a failure."""
+class _TrialDone(BaseException):
+    """Interrupts the function at the end of a trial; not an Exception, so that the function's own handlers ignore it."""
 
 
 class _Trials:
-    """The step that is probed: one call of the function, left when its optimizers have stepped."""
+    """The probed step: one call of the function, interrupted when its optimizers have stepped."""
 
     def __init__(self, name: str, train: Callable[[int], object], trial_steps: int) -> None:
         self._name, self._train, self._trial_steps = name, train, trial_steps
         self._calls = 0
         self._largest_stepped = 0  # largest size at which an optimizer stepped
-        self._made_in: Any = WeakTensorKeyDictionary()  # parameters, with the number of the call that made them
+        self._made_in: Any = WeakTensorKeyDictionary()  # by parameter: the number of the call that made it
         _collect()
         objects = gc.get_objects()
         module = sys.modules.get("accelerate.accelerator")
-        # All that exist: the function may reach its own through globals of functions that it calls.
+        # All Accelerators and scalers: the function may use some through globals of the functions that it calls.
         self._accelerators = [] if module is None else _of_type(objects, module.Accelerator)
         self._scalers = [one for one in _of_type(objects, torch.amp.GradScaler) if one.is_enabled()]
-        # Tensors that existed before, by id. None: unknown, since the collector does not list frozen objects.
+        # Ids of the tensors that exist already. None: unknown, because gc does not list frozen objects.
         self._existed = set(map(id, _of_type(objects, torch.Tensor))) if gc.get_freeze_count() == 0 else None
 
     def __call__(self, model: torch.nn.Module, batch_size: int) -> None:
-        _collect()  # models and loaders are cycles, and two of them at once are no trial of one
+        _collect()  # models and loaders are cycles: those of the last call must not share memory with the next
         self._calls += 1
-        steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # by optimizers still alive
+        steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # of optimizers still alive
         has_stepped = False
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -162,38 +162,38 @@ class _Trials:
             has_stepped = True
             steps[optimizer] = steps.get(optimizer, 0) + 1
             counts = list(steps.values())
-            if min(counts) >= self._trial_steps or max(counts) >= PATIENCE * self._trial_steps:
-                raise _Left
+            if min(counts) >= self._trial_steps or max(counts) >= MAX_STEP_RATIO * self._trial_steps:
+                raise _TrialDone
 
         handle = register_optimizer_step_post_hook(after_step)
         try:
             with unchanged(*self._accelerators):
                 self._train(batch_size)
-        except _Left:
+        except _TrialDone:
             pass
         finally:
             handle.remove()
-            # A scaler left inside its step refuses the next; its only public way out, update(), changes the scale.
+            # A scaler interrupted within step() refuses the next one; its only public reset, update(), changes the scale.
             for scaler in self._scalers:
                 scaler._per_optimizer_states.clear()
         if has_stepped:
             self._largest_stepped = max(self._largest_stepped, batch_size)
         elif self._largest_stepped:
             raise NotRunError(
-                f"at batch {batch_size} {self._name} ended without an optimizer step, and at batch {self._largest_stepped} "
-                "it made some. If it handles an out-of-memory error itself, have it raise that again; if the loader drops a "
-                "last batch that is not full, pass the number of examples as starting_batch_size"
+                f"at batch {batch_size} {self._name} ended without an optimizer step, but at batch {self._largest_stepped} "
+                "it made some. If it handles out-of-memory errors itself, have it raise them again; if the loader drops an "
+                "incomplete last batch, pass the number of examples as starting_batch_size"
             )
 
     def has_made(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the current call made all that an optimizer trains, so that nothing of it needs restoring."""
+        """Whether the current call made all parameters of the optimizer, so that none of them needs restoring."""
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._existed is None or any(id(one) in self._existed for one in parameters):
             return False
         if any(self._made_in.setdefault(one, self._calls) != self._calls for one in parameters):
             raise NotRunError(
                 f"{self._name} trains a model that an earlier call made and kept (in a global, in a cache): the trials "
-                "have trained it, and its initial weights are not known. Make it before the first call, or anew in each"
+                "have trained it, and its initial weights are lost. Make it before the first call, or anew in each"
             )
         return True
 
@@ -205,23 +205,23 @@ def _collect() -> None:
 
 
 def _of_type(objects: list[Any], kind: type) -> list[Any]:
-    return [one for one in objects if issubclass(type(one), kind)]  # isinstance would make lazy modules import
+    return [one for one in objects if issubclass(type(one), kind)]  # isinstance would import lazy modules
 
 
 @contextmanager
 def unchanged(*accelerators: Any) -> Iterator[None]:
-    """Restore Accelerators, and the state that all of a process share, on the way out.
+    """Restore Accelerators, and the state that they share, on exit.
 
-    An Accelerator counts micro-batches and lists what it prepared, outside any ``state_dict``: after a probe that ended in
-    the middle of an accumulation, training would step at other micro-batches.
+    An Accelerator counts micro-batches and lists what it prepared, in no ``state_dict``: after a probe that ended in the
+    middle of an accumulation, training would step at other micro-batches.
 
     Args:
-        accelerators: Of `accelerate.Accelerator`.
+        accelerators: Instances of `accelerate.Accelerator`.
     """
     states: list[dict[str, Any]] = [one.__dict__ for one in accelerators]
     if module := sys.modules.get("accelerate.state"):
-        # Their public constructors would create the state.
-        states += [getattr(module, name)._shared_state for name in SHARED]
+        # The public constructors would create the state.
+        states += [getattr(module, name)._shared_state for name in SHARED_STATES]
     before = [(state, dict(state)) for state in states]
     lists = [(value, list(value)) for state in states for value in state.values() if isinstance(value, list)]
     try:
@@ -230,5 +230,5 @@ def unchanged(*accelerators: Any) -> Iterator[None]:
         for state, values in before:
             state.clear()
             state.update(values)
-        for filled, items in lists:  # accelerate fills them in place
+        for filled, items in lists:  # accelerate changes them in place
             filled[:] = items

@@ -1,4 +1,4 @@
-"""What the adapters share: a framework that must be new enough, loops as steps, objects that come back as they were."""
+"""What the adapters share: framework version checks, a training loop as a step, and restoring the user's objects."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from oomprobe.options import check_size
 from oomprobe.result import ProbeResult
 from oomprobe.state.surroundings import generators
 
-LOOP_STEPS = 2  # optimizer steps of one call of a framework's loop: the second finds what the first left
+LOOP_STEPS = 2  # optimizer steps in one call of a framework's loop: the second runs with the state the first created
 GENERATORS: Any = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-PARTS = (Dataset, DataLoader, Sampler, *GENERATORS)  # followed under any name; anything else under these names
-NAMES = ("dataset", "datasets", "transform", "transforms", "sampler", "batch_sampler", "collate_fn")
+FOLLOWED_TYPES = (Dataset, DataLoader, Sampler, *GENERATORS)  # under any attribute name
+FOLLOWED_NAMES = ("dataset", "datasets", "transform", "transforms", "sampler", "batch_sampler", "collate_fn")
 
 
 class FrameworkError(OomProbeError, ImportError):
-    """A framework is not installed, or is too old."""
+    """A framework is missing or too old."""
 
 
 def framework(name: str, *, minimum: str, extra: str) -> Any:
-    """Import a module of a framework, at least of the version `minimum`, which the optional dependency `extra` installs."""
+    """Import the module `name`; raise FrameworkError, naming the pip extra, unless its package is `minimum` or newer."""
     package = name.partition(".")[0]
     install = f"pip install 'oomprobe[{extra}]'"
     try:
@@ -49,31 +49,31 @@ def framework(name: str, *, minimum: str, extra: str) -> Any:
     return importlib.import_module(name)
 
 
-def refuse_several(what: str, ranks: int) -> None:
-    """Refuse a set-up of several ranks, which wait for each other: one that ran out of memory would hang the rest."""
+def refuse_ranks(what: str, ranks: int) -> None:
+    """Raise InvalidArgumentError for more than one rank: if one ran out of memory, the others would hang."""
     if ranks > 1:
         raise InvalidArgumentError(
             f"{what} trains on {ranks} ranks: an out-of-memory error on one would leave the others waiting in a collective. "
-            "Ranks are not supported yet: probe with one device, and keep room for what the strategy adds (DDP: buckets as "
-            "large as the gradients), by a smaller memory_fraction"
+            "Several ranks are not supported yet: probe on one device, with a smaller memory_fraction that leaves room for "
+            "what the strategy adds (DDP: buckets as large as the gradients)"
         )
 
 
-def uncalled(callbacks: Iterable[object], harmless: tuple[type, ...]) -> str:
-    """Names of callbacks that do more than show and save: trials call none."""
+def skipped_callbacks(callbacks: Iterable[object], harmless: tuple[type, ...]) -> str:
+    """Return the names of callbacks that are not harmless: trials call none of them."""
     return ", ".join(sorted({type(one).__name__ for one in callbacks if not isinstance(one, harmless)}))
 
 
-def count_calls(options: dict[str, Any], steps_of_a_call: int = LOOP_STEPS) -> None:
-    """Turn the optimizer steps that a user asks for in `options` into calls that make so many each, rounded up."""
+def steps_to_calls(options: dict[str, Any], steps_per_call: int = LOOP_STEPS) -> None:
+    """Convert the optimizer steps in `options` to calls of `steps_per_call` steps each, rounded up."""
     for name, default in (("steps", 2), ("confirm_steps", 5)):
         asked = options.get(name, default)
         check_size(name, asked)
-        options[name] = -(-asked // steps_of_a_call)
+        options[name] = -(-asked // steps_per_call)
 
 
 def limit_to_data(options: dict[str, Any], count: int) -> None:
-    """Have a search end at a data set's `count` examples."""
+    """Limit the search to the `count` examples of the data set."""
     asked = options.get("max_batch")
     if asked is not None:
         check_size("max_batch", asked)
@@ -81,24 +81,24 @@ def limit_to_data(options: dict[str, Any], count: int) -> None:
     sizes = {name: options[name] for name in ("min_batch", "multiple_of") if options.get(name) is not None}
     if any(isinstance(size, int) and size > count for size in sizes.values()):
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise InvalidArgumentError(f"the data set has {count} examples, and no batch that {listed} asks for")
+        raise InvalidArgumentError(f"the data set has {count} examples, too few for {listed}")
 
 
 def notes_of_data(result: ProbeResult, count: int | None) -> list[str]:
-    """Say so where a data set of `count` examples ended the search."""
+    """Return a note if the search ended at the `count` examples of the data set."""
     if result.limited_by != "max_batch" or result.options["max_batch"] != count:
         return []
-    return [f"the data set ends the search: it has {count} examples, and no larger batch is possible"]
+    return [f"the data set limits the batch size: it has {count} examples"]
 
 
 def untimed(result: ProbeResult) -> ProbeResult:
-    """Leave out samples a second: a call takes several steps and sets up a loop, so the core's number is too low."""
+    """Drop samples per second: a call takes several steps and sets up a loop, so the measured rate is too low."""
     return replace(result, trials=tuple(replace(trial, samples_per_s=None) for trial in result.trials))
 
 
 @contextmanager
 def quiet_loggers(*names: str) -> Iterator[None]:
-    """Have loggers pass on errors only."""
+    """Set loggers to pass errors only."""
     with ExitStack() as stack:
         for name in names:
             logger = logging.getLogger(name)
@@ -109,10 +109,10 @@ def quiet_loggers(*names: str) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(owners: Iterable[object]) -> Iterator[None]:
-    """Restore the attributes of objects, the random number generators in them, and the host's default ones.
+    """Restore the attributes of `owners` on exit, the random number generators they hold, and the host's default ones.
 
-    Data sets, loaders, samplers, transforms and collate functions in the owners are followed. What an attribute holds is
-    not looked into: a list that changed in place stays changed.
+    Follows data sets, loaders, samplers, transforms and collate functions. A list or dict that was changed in place stays
+    changed.
     """
     restores: list[Callable[[], object]] = [partial(put, get()) for get, put in generators("cpu").values()]
     seen: dict[int, Any] = {}
@@ -134,9 +134,9 @@ def attributes_kept(owners: Iterable[object]) -> Iterator[None]:
             attributes.append((vars(one), dict(vars(one))))
             waiting += [one.func, *one.args, *one.keywords.values()] if isinstance(one, partial) else []
             for name, value in vars(one).items():
-                if name in NAMES:
+                if name in FOLLOWED_NAMES:
                     waiting += value if isinstance(value, list | tuple) else [value]
-                elif isinstance(value, PARTS):
+                elif isinstance(value, FOLLOWED_TYPES):
                     waiting.append(value)
     try:
         yield

@@ -1,4 +1,4 @@
-"""`find_max_batch` for Lightning: a Trainer, a LightningModule and its data, as they are before ``trainer.fit``.
+"""`find_max_batch` for Lightning: takes a Trainer, a LightningModule and its data, as ``trainer.fit`` does.
 
 Each trial is Lightning's own fit, by a private Trainer with logging, checkpoints and callbacks disabled.
 """
@@ -27,13 +27,13 @@ from oomprobe.errors import Caller, DeviceLostError, InvalidArgumentError, NotRu
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
     attributes_kept,
-    count_calls,
     framework,
     limit_to_data,
     notes_of_data,
     quiet_loggers,
-    refuse_several,
-    uncalled,
+    refuse_ranks,
+    skipped_callbacks,
+    steps_to_calls,
     untimed,
 )
 from oomprobe.integrations.worst_case import LargestFirst, largest_first
@@ -41,11 +41,11 @@ from oomprobe.options import Step, check_seconds
 from oomprobe.result import ProbeResult
 from oomprobe.state import Snapshot
 
-TRAIN, EVAL = "train_dataloader", "val_dataloader"  # methods; the arguments of Trainer.fit have an s more
+TRAIN, EVAL = "train_dataloader", "val_dataloader"  # methods; the arguments of Trainer.fit end in "s"
 KIND = {TRAIN: "training data", EVAL: "validation data"}
-MICRO_BATCHES = 2  # the second meets the gradients of the first; further ones are like it
+MICRO_BATCHES = 2  # the second runs with the gradients of the first; later ones need no more
 EVAL_BATCHES = 2
-MANUAL_BATCHES = 64  # within which a module with manual optimization must have stepped
+MANUAL_BATCHES = 64  # a module with manual optimization must step within these
 HARMLESS = ("ProgressBar", "ModelSummary", "Checkpoint", "LearningRateMonitor", "DeviceStatsMonitor")  # callbacks
 Hook = Callable[..., Any]
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -63,29 +63,29 @@ def find_max_batch(
     scan_s: float = 30.0,
     **options: Any,
 ) -> ProbeResult:
-    """Find the largest batch size that this training fits with, by running it; call it before ``trainer.fit``.
+    """Find the largest batch size that fits, by running the training; call it before ``trainer.fit``.
 
     Each call of the step is one `Trainer.fit` for two optimizer steps on batches of the largest examples, with the Trainer's
     accelerator, precision plugin, gradient clipping and accumulation. If the module validates, two validation batches
     follow. ``prepare_data``, ``setup`` and ``teardown`` run once.
 
-    As with ``fast_dev_run``, callbacks are not called, and the module finds Lightning's `DummyLogger` in place of its
-    loggers. What it writes into ``log_dir`` is deleted when the probe ends.
+    As with ``fast_dev_run``, callbacks are not called, and Lightning's `DummyLogger` replaces the loggers. Files written to
+    ``log_dir`` are deleted when the probe ends.
 
-    The module, the data module and random number generators, also those of data sets and collate functions, are restored:
-    training gives the losses of training without a probe. Objects without ``state_dict`` that the module changes in place
-    are not restored.
+    The module, the data module and random number generators, including those of data sets and collate functions, are
+    restored: training gives the same losses as without a probe. Objects without ``state_dict`` that the module changes in
+    place are not restored.
 
     Args:
         trainer: The ``Trainer`` that will train, on one device. Its settings are read; it never runs.
-        module: A ``LightningModule``, maybe compiled.
+        module: A ``LightningModule``; it may be compiled.
         datamodule: A ``LightningDataModule``; None: the loaders are the module's own, or passed below.
-        train_dataloaders: A DataLoader, or dicts and lists of some. Each is made again at each size.
+        train_dataloaders: A DataLoader, or nested dicts and lists of DataLoaders. Each is rebuilt at each size.
         val_dataloaders: The same for validation; they keep their batch size.
         batch_size_name: Attribute of the module, the data module or the hyperparameters of either, that
             ``train_dataloader()`` reads.
         write_back: Set that attribute to the answer, wherever Lightning's own finder would.
-        scan_s: Seconds to look for the largest examples of each data set; at least 0.
+        scan_s: Seconds to scan each data set for its largest examples; at least 0.
         options: Those of `oomprobe.find_max_batch`. `device` defaults to the Trainer's.
 
     Returns:
@@ -94,78 +94,78 @@ def find_max_batch(
     Raises:
         FrameworkError: Lightning is not installed or too old.
         InvalidArgumentError: the Trainer, the loaders or an option cannot be probed; nothing was trained.
-        UnreliableError: the loaders did not give batches of the size asked for, or a fit did not train.
+        UnreliableError: the loaders did not yield batches of the requested size, or a fit did not train.
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
     check_seconds("scan_s", scan_s)
-    # The two packages have the same classes under different names.
+    # lightning and pytorch_lightning define the same classes separately.
     roots = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
     package = "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
     pl = framework(package, minimum="2.5", extra="lightning")
     if not isinstance(trainer, pl.Trainer):
         raise InvalidArgumentError(f"trainer must be a {package}.Trainer, not {type(trainer).__name__}")
-    own = getattr(module, "_orig_mod", module)  # where torch.compile keeps the module
-    if not isinstance(own, pl.LightningModule):
-        raise InvalidArgumentError(f"module must be a LightningModule of {package}, not {type(own).__name__}")
+    plain = getattr(module, "_orig_mod", module)  # torch.compile wraps the module
+    if not isinstance(plain, pl.LightningModule):
+        raise InvalidArgumentError(f"module must be a LightningModule of {package}, not {type(plain).__name__}")
     if datamodule is not None and not isinstance(datamodule, pl.LightningDataModule):
         raise InvalidArgumentError(
             f"datamodule must be a LightningDataModule of {package}, not {datamodule!r:.60}: pass loaders as "
             "train_dataloaders=..., val_dataloaders=..."
         )
     strategy = f"Trainer(strategy={type(trainer.strategy).__name__})"
-    refuse_several(strategy, trainer.world_size)
+    refuse_ranks(strategy, trainer.world_size)
     if not isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy):
-        raise InvalidArgumentError(f"{strategy} adds buffers that trials would lack: probe with strategy='auto'")
-    owners = [own] if datamodule is None else [datamodule, own]  # in the order in which Lightning calls their hooks
-    makers = _makers(pl, trainer, own, owners[0], {TRAIN: train_dataloaders, EVAL: val_dataloaders})
-    is_handed_in = train_dataloaders is not None
+        raise InvalidArgumentError(f"{strategy} adds buffers that trials would not have: probe with strategy='auto'")
+    owners = [plain] if datamodule is None else [datamodule, plain]  # in the order of Lightning's hook calls
+    makers = _makers(pl, trainer, plain, owners[0], {TRAIN: train_dataloaders, EVAL: val_dataloaders})
+    loaders_passed = train_dataloaders is not None
     device = _device_of(trainer, options.pop("device", None))
     accumulates = options.get("global_batch") is not None or trainer.accumulate_grad_batches > 1
-    micro = MICRO_BATCHES if accumulates and own.automatic_optimization else 1
+    micro = MICRO_BATCHES if accumulates and plain.automatic_optimization else 1
     with (
         _quiet(),
-        attributes_kept([*own.modules(), *owners]),
-        _undone(own, owners, options.get("preserve", ()), device.torch_device.type),
+        attributes_kept([*plain.modules(), *owners]),
+        _restored(plain, owners, options.get("preserve", ()), device.torch_device.type),
         tempfile.TemporaryDirectory(prefix="oomprobe-", ignore_cleanup_errors=True) as folder,
     ):
         arguments = _trial_arguments(pl, trainer, micro, folder, validates=EVAL in makers)
         training = Training(
             pl=pl, module=module, owners=owners, makers=makers, arguments=arguments, micro=micro, name=batch_size_name,
-            places=[] if is_handed_in else _places_of(batch_size_name, owners),
+            size_owners=[] if loaders_passed else _size_owners(batch_size_name, owners),
         )  # fmt: skip
-        with _set_up(training):
-            result = _probe(training, device, options, scan_s)
+        with _hooks_run_once(training):
+            result = _search(training, device, options, scan_s)
     if write_back:
         training.set_size(result.batch_size)
-    notes = [f"nothing was set: make your DataLoader with batch_size={result.batch_size}"] * is_handed_in
-    missed = []
-    if names := uncalled(trainer.callbacks, tuple(getattr(pl.callbacks, name) for name in HARMLESS)):
-        missed = [f"callbacks, which trials do not call: {names} (weight averaging keeps a copy)"]
-    return replace(untimed(result), notes=(*result.notes, *notes), not_covered=(*result.not_covered, *missed))
+    notes = [f"nothing was set: create your DataLoader with batch_size={result.batch_size}"] * loaders_passed
+    skipped = []
+    if names := skipped_callbacks(trainer.callbacks, tuple(getattr(pl.callbacks, name) for name in HARMLESS)):
+        skipped = [f"callbacks, which trials do not call: {names} (weight averaging keeps a copy of the weights)"]
+    return replace(untimed(result), notes=(*result.notes, *notes), not_covered=(*result.not_covered, *skipped))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What the user passes to ``Trainer.fit``, and the settings of a trial's Trainer."""
+    """The user's arguments of ``Trainer.fit``, and the settings of a trial's Trainer."""
 
     pl: Any  # lightning.pytorch or pytorch_lightning
-    module: Any  # as it was passed, maybe compiled
-    owners: Sequence[Any]  # of hooks: the data module, where there is one, and the LightningModule
-    makers: Mapping[str, Hook]  # return the user's loaders, by TRAIN and EVAL
+    module: Any  # as passed, possibly compiled
+    owners: Sequence[Any]  # of hooks: the data module, if any, and then the LightningModule
+    makers: Mapping[str, Hook]  # by TRAIN and EVAL; each returns the user's loaders
     arguments: Mapping[str, Any]
-    micro: int  # batches for one optimizer step
-    name: str  # of the batch size attribute
-    places: Sequence[Any]  # objects that have it; none where loaders were handed in
+    micro: int  # batches per optimizer step
+    name: str  # batch size attribute
+    size_owners: Sequence[Any]  # objects with that attribute; empty if loaders were passed
 
     def set_size(self, batch_size: int) -> None:
         """Set the attribute that the user's ``train_dataloader()`` reads."""
-        for place in self.places:
-            setattr(place, self.name, batch_size)
+        for owner in self.size_owners:
+            setattr(owner, self.name, batch_size)
 
 
 @contextmanager
-def _set_up(training: Training) -> Iterator[None]:
-    """Call the hooks that Lightning calls once for a training, and have trials not call them again."""
+def _hooks_run_once(training: Training) -> Iterator[None]:
+    """Call the hooks that Lightning calls once per training, and disable them in trials."""
     trainer, stage = training.pl.Trainer(**training.arguments), training.pl.trainer.states.TrainerFn.FITTING
     for owner in training.owners:
         owner.trainer = trainer
@@ -174,7 +174,7 @@ def _set_up(training: Training) -> Iterator[None]:
     for owner in training.owners:
         owner.setup(stage=stage)
     teardowns = [owner.teardown for owner in training.owners]
-    for owner in training.owners:  # the caller's `attributes_kept` puts this back
+    for owner in training.owners:  # undone by the caller's `attributes_kept`
         vars(owner).update(prepare_data=_nothing, setup=_nothing, teardown=_nothing)
     vars(training.owners[-1]).update(configure_callbacks=list)
     try:
@@ -186,12 +186,12 @@ def _set_up(training: Training) -> Iterator[None]:
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """Do nothing, in the place of a hook."""
+    """Replace a hook."""
 
 
-def _probe(training: Training, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
-    """Look at the data, and search."""
-    count_calls(options)
+def _search(training: Training, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
+    """Scan the data, search, and describe what the trials covered."""
+    steps_to_calls(options)
     training.set_size(1)
     loaders = {name: _loaders_at(training, name, 1)[0] for name in training.makers}
     with attributes_kept([loader for found in loaders.values() for loader in found]):
@@ -202,29 +202,29 @@ def _probe(training: Training, device: Device, options: dict[str, Any], scan_s: 
         def run(model: object, batch_size: int) -> None:
             _run_trial(training, orders, batch_size)
 
-        size_is = f"{training.name} = " if training.places else "loaders of batch_size="
+        size_is = f"{training.name} = " if training.size_owners else "loaders of batch_size="
         caller = Caller(
             alone=f"run trainer.fit with {size_is}{{batch_size}}",
             more="As with fast_dev_run, the loggers of a trial are Lightning's DummyLogger, and no callback is called.",
         )
         result = oomprobe.find_max_batch(training.module, Step(run=run, caller=caller), device=device, **options)
-    micro = f" of {training.micro} accumulated batches each" if training.micro > 1 else ""
-    more = f", and {EVAL_BATCHES} validation batches" if EVAL in training.makers else ""
-    notes = [f"one step of a trial is Trainer.fit for {LOOP_STEPS} optimizer steps{micro}{more}"]
-    of_each = [(order, name) for name, found in orders.items() for order in found]
-    notes += [note for order, name in of_each for note in order.notes(scan_s, KIND[name])]
-    are_largest = all(order.leads(result.batch_size) for order, _ in of_each)
-    covered = ("longest sequence",) * are_largest + ("evaluation between epochs",) * (EVAL in training.makers)
+    accumulated = f" of {training.micro} accumulated batches each" if training.micro > 1 else ""
+    validated = f", and {EVAL_BATCHES} validation batches" if EVAL in training.makers else ""
+    notes = [f"one step of a trial is Trainer.fit for {LOOP_STEPS} optimizer steps{accumulated}{validated}"]
+    scanned = [(order, name) for name, found in orders.items() for order in found]
+    notes += [note for order, name in scanned for note in order.notes(scan_s, KIND[name])]
+    has_largest = all(order.has_largest(result.batch_size) for order, _ in scanned)
+    covered = ("longest sequence",) * has_largest + ("evaluation between epochs",) * (EVAL in training.makers)
     not_covered = [item for item in result.not_covered if not item.startswith(covered)]
     notes += notes_of_data(result, count)
     return replace(result, notes=(*result.notes, *notes), not_covered=tuple(not_covered))
 
 
 def _run_trial(training: Training, orders: Mapping[str, list[LargestFirst]], batch_size: int) -> None:
-    """Fit for two optimizer steps of that batch size, then validate where the module does."""
+    """Fit for two optimizer steps of that batch size, then validate if the module does."""
     batches = 0
     wanted = LOOP_STEPS * training.micro
-    # With manual optimization, only the module knows how many batches make a step.
+    # With manual optimization, only the module decides how many batches make a step.
     most = wanted if training.owners[-1].automatic_optimization else max(wanted, MANUAL_BATCHES)
 
     def trained(trainer: Any, *_: object) -> None:
@@ -234,18 +234,18 @@ def _run_trial(training: Training, orders: Mapping[str, list[LargestFirst]], bat
             trainer.should_stop = True
 
     def make(name: str) -> Any:
-        found, shape = _loaders_at(training, name, batch_size)
+        found, structure = _loaders_at(training, name, batch_size)
         pairs = zip(found, orders[name], strict=True)
         if name == TRAIN:
             made = [_trial_loader(loader, order, batch_size, most) for loader, order in pairs]
         else:
             made = [_trial_loader(loader, order, _size_of(loader), EVAL_BATCHES) for loader, order in pairs]
-        return tree_unflatten(made, shape)
+        return tree_unflatten(made, structure)
 
     _fit(training, batch_size, make, trained)
     if batches < wanted:
         raise NotRunError(
-            f"at batch {batch_size} Lightning ran {batches} training batches of the {wanted} that make a trial: look whether "
+            f"at batch {batch_size} Lightning ran {batches} training batches of the {wanted} that make a trial: check whether "
             "the module stops the Trainer, raises StopIteration, or skips batches in on_train_batch_start"
         )
 
@@ -253,7 +253,7 @@ def _run_trial(training: Training, orders: Mapping[str, list[LargestFirst]], bat
 def _fit(training: Training, batch_size: int, make: Callable[[str], Any], after_batch: Hook) -> None:
     """Run ``Trainer.fit`` of a private Trainer on the loaders that ``make(name)`` returns."""
     training.set_size(batch_size)
-    # Lightning looks for the code of a hook to tell it from its own: only a function has some.
+    # These must be functions: Lightning compares a hook's __code__ with that of its own default.
     vars(training.owners[0]).update({name: lambda name=name: make(name) for name in training.makers})
     on_ctrl_c = signal.getsignal(signal.SIGINT)
     trainer = training.pl.Trainer(**training.arguments)
@@ -262,24 +262,24 @@ def _fit(training: Training, batch_size: int, make: Callable[[str], Any], after_
     try:
         trainer.fit(training.module, datamodule=training.owners[0] if len(training.owners) > 1 else None)
     except SystemExit as ended:
-        # Lightning answers Ctrl-C by leaving the process; here the caller handles it.
+        # Lightning exits on Ctrl-C; here the caller handles it.
         if isinstance(ended.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
         raise
     finally:
-        # Lightning ignores Ctrl-C from the first one on, and may not get to undo that.
+        # After a Ctrl-C Lightning ignores further ones, and may not restore the handler.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, on_ctrl_c)
-        # A Trainer is part of reference cycles: it would hold its optimizers until garbage is collected.
+        # A Trainer is in reference cycles, and would keep its optimizers alive until garbage is collected.
         trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs, trainer.callbacks = [], [], []
         for owner in training.owners:
             owner.trainer = None
 
 
 def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str, *, validates: bool) -> dict[str, Any]:
-    """Arguments of a Trainer that takes the same steps as the user's and writes into `folder` only.
+    """Return arguments for a Trainer that takes the same steps as the user's and writes only to `folder`.
 
-    The lengths (epochs, steps) are the user's own, since schedulers are made for them; a trial stops itself.
+    The numbers of epochs and steps are the user's own, since schedulers depend on them; a trial stops itself.
     """
     index = trainer.strategy.root_device.index
     fabric = "lightning_fabric" if pl.__name__ == "pytorch_lightning" else "lightning.fabric"
@@ -289,14 +289,14 @@ def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str, *, validate
     return {
         "accelerator": trainer.accelerator,
         "devices": 1 if index is None else [index],
-        # Lightning would look for a cluster otherwise, and take over the signals of a job that may be requeued.
+        # Otherwise Lightning would detect a cluster, and handle the signals that requeue a job.
         "plugins": [trainer.precision_plugin, environments.LightningEnvironment()],
         "max_epochs": trainer.max_epochs if trainer.max_epochs == -1 else max(1, trainer.max_epochs or 1),
         "max_steps": trainer.max_steps if trainer.max_steps == -1 else max(LOOP_STEPS, trainer.max_steps),
         "accumulate_grad_batches": micro,
         "gradient_clip_val": trainer.gradient_clip_val,
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-        "detect_anomaly": trainer._detect_anomaly,  # has no public name; it keeps a traceback for each operator
+        "detect_anomaly": trainer._detect_anomaly,  # not public; anomaly detection keeps a traceback per operator
         "inference_mode": trainer.validate_loop.inference_mode,
         "logger": [logger() for _ in trainer.loggers] or False,
         "num_sanity_val_steps": 0,
@@ -306,56 +306,56 @@ def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str, *, validate
 
 
 def _loaders_at(training: Training, name: str, batch_size: int) -> tuple[list[Any], Any]:
-    """The loaders that the user makes at that size, checked, and the shape of their collection."""
-    found, shape = tree_flatten(training.makers[name]())
+    """Return the user's loaders at that batch size, checked, and the structure that holds them."""
+    found, structure = tree_flatten(training.makers[name]())
     for loader in found:
         size = _size_of(loader)
         if size is None:
             raise InvalidArgumentError(
-                f"the {type(loader).__name__} of the {KIND[name]} cannot be made again with the largest examples: it has a "
-                f"batch_sampler or an __iter__ of its own. Pass {name}s=DataLoader(dataset, batch_size=...)"
+                f"the {type(loader).__name__} of the {KIND[name]} cannot be rebuilt with the largest examples: it has its "
+                f"own batch_sampler or __iter__. Pass {name}s=DataLoader(dataset, batch_size=...)"
             )
-        if name == TRAIN and training.places and size != batch_size:
+        if name == TRAIN and training.size_owners and size != batch_size:
             raise NotRunError(
-                f"train_dataloader() made batches of {size} where {training.name}={batch_size} was set: write "
+                f"train_dataloader() made batches of {size} although {training.name}={batch_size} was set: write "
                 f"DataLoader(..., batch_size=self.{training.name}), or pass batch_size_name=, the name of the attribute "
                 "that it reads"
             )
-    return found, shape
+    return found, structure
 
 
 def _size_of(loader: Any) -> Any:
-    """The batch size of a loader that can be made again at any other; None for one that cannot."""
+    """Return the batch size of a loader that can be rebuilt at another size, or None if it cannot."""
     if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
         return None
     return loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else None
 
 
 def _order_of(loader: Any, scan_s: float) -> LargestFirst:
-    """The loader's examples, largest first."""
+    """Return the loader's examples, largest first."""
     subset = getattr(loader.sampler, "indices", None)
     return largest_first(loader.dataset, scan_s, None if subset is None else [int(index) for index in subset])
 
 
-def _trial_loader(loader: Any, order: LargestFirst, size: int, least: int) -> Any:
-    """A loader of at least so many batches of that size with the largest examples first.
+def _trial_loader(loader: Any, order: LargestFirst, size: int, count: int) -> Any:
+    """Return a loader of the same data whose first `count` batches hold the largest examples.
 
-    It has no workers: starting them takes longer than a trial, and their memory is not the step's.
+    It has no workers: starting them takes longer than a trial, and their memory is not part of the step.
     """
     size = min(size, len(order.indices))
-    largest = [index for number in range(least) for index in order.batch(size, number)]
-    # The rest gives the loader its real length: schedulers and loops ask.
+    largest = [index for number in range(count) for index in order.batch(size, number)]
+    # The remaining examples give the loader its real length, on which schedulers depend.
     sampler = [*largest, *order.indices[len(largest) :]]
     return DataLoader(loader.dataset, size, sampler=sampler, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory)
 
 
-def _makers(pl: Any, trainer: Any, own: Any, holder: Any, handed_in: Mapping[str, Any]) -> dict[str, Hook]:
-    """What returns the user's loaders, by TRAIN and EVAL: those handed in, or else the methods of `holder`."""
+def _makers(pl: Any, trainer: Any, plain: Any, holder: Any, passed: Mapping[str, Any]) -> dict[str, Hook]:
+    """Return functions that return the user's loaders, by TRAIN and EVAL: those passed, or methods of `holder`."""
     overrides = pl.utilities.model_helpers.is_overridden
     makers: dict[str, Hook] = {}
-    for name, loaders in handed_in.items():
+    for name, loaders in passed.items():
         if loaders is not None:
-            makers[name] = partial(handed_in.get, name)
+            makers[name] = partial(passed.get, name)
         elif overrides(name, holder):
             makers[name] = getattr(holder, name)
     if TRAIN not in makers:
@@ -363,42 +363,41 @@ def _makers(pl: Any, trainer: Any, own: Any, holder: Any, handed_in: Mapping[str
             f"there is no training data: {type(holder).__name__} has no train_dataloader(); pass datamodule=... or "
             "train_dataloaders=..."
         )
-    if trainer.limit_val_batches == 0 or not overrides("validation_step", own):
+    if trainer.limit_val_batches == 0 or not overrides("validation_step", plain):
         makers.pop(EVAL, None)
     return makers
 
 
-def _places_of(name: str, owners: list[Any]) -> list[Any]:
-    """The objects where Lightning's own finder sets the batch size: module, data module and the hyperparameters of each."""
-    places = [owner for owner in owners if hasattr(owner, name)]
-    places += [owner.hparams for owner in owners if name in getattr(owner, "hparams", ())]
-    if not places:
+def _size_owners(name: str, owners: list[Any]) -> list[Any]:
+    """Return the objects on which Lightning's own finder sets the batch size: modules and their hyperparameters."""
+    found = [owner for owner in owners if hasattr(owner, name)]
+    found += [owner.hparams for owner in owners if name in getattr(owner, "hparams", ())]
+    if not found:
         raise InvalidArgumentError(
             f"neither {' nor '.join(type(owner).__name__ for owner in owners)} nor their hyperparameters have {name!r}: "
             f"write self.{name} = 1 in __init__ and DataLoader(..., batch_size=self.{name}) in train_dataloader(), or pass "
             "batch_size_name=, the name of the attribute that it reads"
         )
-    return places
+    return found
 
 
 def _device_of(trainer: Any, device: object) -> Device:
-    """Where the Trainer trains, not where the parameters are: each fit moves them there and back."""
+    """Return the device on which the Trainer trains; each fit moves the parameters there and back."""
     root = trainer.strategy.root_device
     chosen = choose_device(str(root) if device is None else device, torch.nn.Module())
-    there = chosen.torch_device
-    if replay_of(chosen) is None and (there.type, there.index or 0) != (root.type, root.index or 0):
+    asked = chosen.torch_device
+    if replay_of(chosen) is None and (asked.type, asked.index or 0) != (root.type, root.index or 0):
         raise InvalidArgumentError(
-            f"device={device!r}, but the Trainer trains on {root}: leave it out, or pass Trainer(accelerator={there.type!r})"
+            f"device={device!r}, but the Trainer trains on {root}: leave it out, or pass Trainer(accelerator={asked.type!r})"
         )
     return chosen
 
 
 @contextmanager
-def _undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, device_type: str) -> Iterator[None]:
-    """Undo what is done inside: ``setup()`` and other hooks run before the probe itself keeps anything.
+def _restored(module: torch.nn.Module, others: Iterable[Any], preserve: object, device_type: str) -> Iterator[None]:
+    """Restore the state on exit, including what ``setup()`` changed before the probe took its own snapshot.
 
-    The module stays in host memory, where Lightning puts it after each fit: a snapshot on the device would need room that
-    training has.
+    The module stays in host memory, where Lightning puts it after each fit, so that the snapshot takes no device memory.
     """
     home, lost = model_device(module) or torch.device("cpu"), False
     module.cpu()
@@ -417,7 +416,7 @@ def _undone(module: torch.nn.Module, others: Iterable[Any], preserve: object, de
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what Lightning says of the trials' settings, and would say again when the user trains."""
+    """Silence Lightning's messages about the trials' settings; the user sees them when training."""
     with warnings.catch_warnings(), quiet_loggers(*PACKAGES, "lightning.pytorch", "lightning.fabric"):
         warnings.filterwarnings("ignore", module=rf"({'|'.join(PACKAGES)})(\.|$)")
         yield

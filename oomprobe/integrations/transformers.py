@@ -1,4 +1,4 @@
-"""transformers: the largest per-device batch of a `Trainer`, found by its own training loop on its longest examples."""
+"""transformers: the largest per-device batch of a `Trainer`, found by running its own training loop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from oomprobe.integrations.accelerate import unchanged
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
     attributes_kept,
-    count_calls,
     framework,
     limit_to_data,
     notes_of_data,
-    refuse_several,
-    uncalled,
+    refuse_ranks,
+    skipped_callbacks,
+    steps_to_calls,
     untimed,
 )
 from oomprobe.integrations.worst_case import LargestFirst, largest_first
@@ -30,8 +30,8 @@ from oomprobe.options import Step, check_seconds, check_size
 from oomprobe.report.plan import PlanEntry, plan
 from oomprobe.result import ProbeResult
 
-SEARCH_ACCUMULATION = 2  # micro-batches: the second runs beside the gradients of the first
-# Whatever a training run writes, reports, evaluates or decides by itself.
+SEARCH_ACCUMULATION = 2  # micro-batches: the second runs with the gradients of the first; later ones need no more
+# Disable what training writes, reports, evaluates or decides by itself.
 QUIET: dict[str, Any] = {
     "logging_strategy": "no",
     "eval_strategy": "no",
@@ -58,7 +58,7 @@ def find_max_batch(
     global_batch: int | None = None,
     **options: Any,
 ) -> ProbeResult:
-    """Find the largest ``per_device_train_batch_size`` with which a `transformers.Trainer` really trains.
+    """Find the largest ``per_device_train_batch_size`` with which a `transformers.Trainer` trains.
 
     Each call of the step is the Trainer's own loop for two optimizer steps: its optimizer, collator, precision, loss,
     gradient checkpointing and accumulation, on a batch of the longest examples of its data set. If evaluation is on, each
@@ -71,8 +71,8 @@ def find_max_batch(
         trainer: Set up as for ``trainer.train()``.
         write_back: Set ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` in ``trainer.args``: the split
             with the fewest accumulation steps that keeps the global batch, after one confirmed trial of it.
-        scan_s: Seconds for looking for the longest examples.
-        global_batch: Samples for one optimizer step; None: the product of the two arguments as they are.
+        scan_s: Seconds to scan each data set for its longest examples.
+        global_batch: Samples per optimizer step; None: the product of the two arguments above.
         options: The other options of `oomprobe.find_max_batch`; steps are rounded up to whole loops of two, and no batch is
             larger than the data set.
 
@@ -81,7 +81,7 @@ def find_max_batch(
 
     Raises:
         FrameworkError: transformers is not installed, or too old.
-        InvalidArgumentError: an argument, or what the Trainer was set up with, cannot be probed.
+        InvalidArgumentError: an argument or the Trainer's set-up cannot be probed.
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
     framework("transformers", minimum="5.0", extra="transformers")
@@ -89,8 +89,8 @@ def find_max_batch(
     if global_batch is not None:
         check_size("global_batch", global_batch)
     check_seconds("scan_s", scan_s)
-    count_calls(options)
-    whole = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    steps_to_calls(options)
+    total = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
     accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     evaluated_on = _values(trainer.eval_dataset) if evaluates else []
@@ -102,36 +102,36 @@ def find_max_batch(
         loop = _Loop(trainer=copied, longest=longest, evaluated=evaluated, collate=trainer.data_collator, collated=[])
         copied.data_collator = loop.counted
         result = probe.find_max_batch(trainer.model, loop.steps(accumulation), **options)
-        split, note = _split_that_runs(trainer, loop, whole, result, options) if write_back else (None, "")
+        split, note = _split_that_runs(trainer, loop, total, result, options) if write_back else (None, "")
     if split is not None:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
-        trainer._train_batch_size = args.train_batch_size  # its own copy, made at the start
-    notes = [one for one in result.notes if not (one.startswith("no optimizer stepped") and "'eval'" in one)]
+        trainer._train_batch_size = args.train_batch_size  # the Trainer copies it when it is created
+    notes = [note for note in result.notes if not (note.startswith("no optimizer stepped") and "'eval'" in note)]
     notes += [note for one in (longest, *evaluated) for note in one.notes(scan_s)]
-    notes.append(f"a trial is the Trainer's own loop for {LOOP_STEPS} optimizer steps a call, on its longest examples")
+    notes.append(f"one step of a trial is the Trainer's loop for {LOOP_STEPS} optimizer steps, on its longest examples")
     if args.gradient_accumulation_steps > accumulation:
-        notes.append(f"the search accumulated {accumulation} micro-batches: later ones need no more memory")
+        notes.append(f"the search accumulated {accumulation} micro-batches: further ones need no more memory")
     notes += notes_of_data(result, len(longest.indices))
     notes += [note] if write_back else []
-    are_longest = longest.leads(result.batch_size)
-    covered = [one for one in result.not_covered if not (are_longest and one.startswith("longest sequence"))]
-    return replace(untimed(result), notes=tuple(notes), not_covered=(*covered, *_not_covered(trainer, evaluates)))
+    has_longest = longest.has_largest(result.batch_size)
+    missed = [item for item in result.not_covered if not (has_longest and item.startswith("longest sequence"))]
+    return replace(untimed(result), notes=tuple(notes), not_covered=(*missed, *_not_covered(trainer, evaluates)))
 
 
 def _checked(trainer: Any) -> Any:
     args = getattr(trainer, "args", None)
     if args is None or not hasattr(trainer, "train_dataset"):
         raise InvalidArgumentError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
-    refuse_several("torchrun, or accelerate launch,", args.world_size)
-    refuse_several(f"torch.nn.DataParallel (n_gpu={args.n_gpu}; hide the others by CUDA_VISIBLE_DEVICES=0)", args.n_gpu)
+    refuse_ranks("torchrun, or accelerate launch,", args.world_size)
+    refuse_ranks(f"torch.nn.DataParallel (n_gpu={args.n_gpu}; hide the others by CUDA_VISIBLE_DEVICES=0)", args.n_gpu)
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise InvalidArgumentError(
-                f"{name}={getattr(args, name)!r} spreads the model over ranks, and ranks are not supported yet: probe "
+                f"{name}={getattr(args, name)!r} spreads the model over ranks, which is not supported yet: probe "
                 "without it, on one device"
             )
     if trainer.train_dataset is None:
-        raise InvalidArgumentError("the Trainer has no train_dataset: make it with train_dataset=...")
+        raise InvalidArgumentError("the Trainer has no train_dataset: create it with train_dataset=...")
     return args
 
 
@@ -140,10 +140,10 @@ def _values(datasets: Any) -> list[Any]:
 
 
 def _shared(trainer: Any) -> list[Any]:
-    """What a copy of the Trainer shares with it, and may change or draw random numbers from as it trains."""
+    """Return the objects that a copy of the Trainer shares with it, and whose attributes or generators training changes."""
     modules = trainer.model.modules() if isinstance(trainer.model, torch.nn.Module) else ()
     configs = [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
-    # Those that it was given, or has trained with, without accelerate's wrappers.
+    # Without the wrappers that accelerate adds once the Trainer has trained.
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     data = [trainer.data_collator, trainer.train_dataset, *_values(trainer.eval_dataset)]
@@ -151,44 +151,44 @@ def _shared(trainer: Any) -> list[Any]:
 
 
 def _copied(trainer: Any, *, simulated: bool) -> Any:
-    """A copy of the Trainer with logging, saving and callbacks disabled."""
+    """Return a copy of the Trainer with logging, saving and callbacks disabled."""
     copied = copy.copy(trainer)
     copied.args = copy.copy(trainer.args)
     for name, value in QUIET.items():
         if hasattr(copied.args, name):
             setattr(copied.args, name, value)
     if simulated:
-        vars(copied.args)["_setup_devices"] = torch.device("cuda", 0)  # what args.device returns once it has been asked
+        vars(copied.args)["_setup_devices"] = torch.device("cuda", 0)  # the cached property behind args.device
     copied.args.accelerator_config = copy.deepcopy(trainer.args.accelerator_config)
     kwargs = getattr(copied.args.accelerator_config, "gradient_accumulation_kwargs", None)
-    if kwargs:  # the Trainer itself put it there, and refuses to find it
+    if kwargs:  # the Trainer adds it, and raises if it is already there
         kwargs.pop("num_steps", None)
     copied.create_accelerator_and_postprocess()
-    # A sampler of the Trainer's own knows another data set; here the order is ours.
+    # The Trainer's own sampler was made for its whole data set; a trial reads its batches in order.
     copied._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(copied.train_dataset)
     copied.model_init, copied.model_wrapped = None, trainer.model
     copied.control = type(trainer.control)()
     copied.callback_handler = copy.copy(trainer.callback_handler)
     copied.callback_handler.callbacks = [importlib.import_module("transformers").DefaultFlowCallback()]
-    if trainer.compute_metrics is not None:  # predictions are gathered for it as in training, and it is not called
+    if trainer.compute_metrics is not None:  # predictions are still gathered, as in training
         copied.compute_metrics = lambda *_, **__: {}
     return copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loop:
-    """The loop of a copied Trainer, on the longest examples."""
+    """The training loop of a copied Trainer, on the longest examples."""
 
     trainer: Any
     longest: LargestFirst
-    evaluated: list[LargestFirst]  # one for each data set that the Trainer evaluates on
+    evaluated: list[LargestFirst]  # one for each evaluation data set
     collate: Callable[[Any], Any]
-    collated: list[int]  # sizes of the batches of the current call
+    collated: list[int]  # batch sizes of the current call
 
     def steps(self, accumulation: int) -> dict[str, Step]:
-        """The training step, and the evaluation where there is one, by name."""
+        """Return the training step, and the evaluation step if the Trainer evaluates, by name."""
         more = (
-            "A trial begins with the longest examples, which a Trainer may meet late, and calls none of its callbacks."
+            "A trial begins with the longest examples, which training may reach late, and calls none of the callbacks."
         )
 
         def train(model: torch.nn.Module, batch_size: int) -> None:
@@ -198,11 +198,11 @@ class _Loop:
             for longest in self.evaluated:
                 self._evaluate(longest)
 
-        alone = "make the Trainer with per_device_train_batch_size={batch_size} and run trainer.train()"
+        alone = "create the Trainer with per_device_train_batch_size={batch_size} and run trainer.train()"
         steps = {"train": Step(run=train, caller=Caller(alone=alone, more=more))}
-        if self.evaluated:  # it has no optimizer to wait for
+        if self.evaluated:  # no optimizer to wait for
             size = self.trainer.args.per_device_eval_batch_size
-            alone = f"run trainer.evaluate(), which is at per_device_eval_batch_size={size}"
+            alone = f"run trainer.evaluate() with per_device_eval_batch_size={size}"
             steps["eval"] = Step(run=evaluate, caller=Caller(alone=alone, more=more), max_calls=1)
         return steps
 
@@ -214,60 +214,59 @@ class _Loop:
         self._run(batch_size, trainer.train)
         if trainer.state.global_step != LOOP_STEPS:
             raise NotRunError(
-                f"at batch {batch_size} the Trainer's loop made {trainer.state.global_step} optimizer steps where "
-                f"{LOOP_STEPS} were asked for: look what in your Trainer ends it early"
+                f"at batch {batch_size} the Trainer's loop made {trainer.state.global_step} of {LOOP_STEPS} optimizer steps: "
+                "check what in your Trainer ends it early"
             )
 
     def _evaluate(self, longest: LargestFirst) -> None:
         trainer, args = self.trainer, self.trainer.args
-        own = args.per_device_eval_batch_size
-        size = min(own, len(longest.indices))
+        batch_size = args.per_device_eval_batch_size
+        size = min(batch_size, len(longest.indices))
         batches = longest.batches(size, LOOP_STEPS)
-        trainer.is_in_train, args.per_device_eval_batch_size = True, size  # outside training, full_eval casts the model
+        trainer.is_in_train, args.per_device_eval_batch_size = True, size  # else full_eval would cast the model
         try:
             self._run(size, lambda: trainer.evaluate(batches))
         finally:
-            trainer.is_in_train, args.per_device_eval_batch_size = False, own
+            trainer.is_in_train, args.per_device_eval_batch_size = False, batch_size
 
     def _run(self, batch_size: int, loop: Callable[[], object]) -> None:
         self.collated.clear()
         try:
-            with unchanged():  # a loop that failed leaves its loader in what all accelerators share
+            with unchanged():  # a failed loop leaves its loader in the state that accelerators share
                 loop()
         finally:
-            # The sum of losses of this call would take another block from the next, which then is not cold: near the limit
-            # a block of 512 bytes decides.
+            # Drop this call's sum of losses: a block of 512 bytes that a cold start does not have can decide near the limit.
             for name in [name for name, value in vars(self.trainer).items() if isinstance(value, torch.Tensor)]:
                 delattr(self.trainer, name)
-            noise = vars(self.trainer).pop("neftune_hook_handle", None)
-            if noise is not None:  # a loop that failed leaves its hook, and the next would add another
-                noise.remove()
+            hook = vars(self.trainer).pop("neftune_hook_handle", None)
+            if hook is not None:  # a failed loop leaves its hook, and the next would add another
+                hook.remove()
         if set(self.collated) != {batch_size}:
             raise NotRunError(
-                f"batches of {sorted(set(self.collated)) or 'no'} examples were collated where {batch_size} were asked for: "
-                "in your get_train_dataloader or get_eval_dataloader, use self.data_collator and self._train_batch_size"
+                f"batches of {sorted(set(self.collated)) or 'no'} examples were collated instead of {batch_size}: in your "
+                "get_train_dataloader or get_eval_dataloader, use self.data_collator and self._train_batch_size"
             )
 
     def counted(self, examples: Any) -> Any:
-        """Collate, and record how many examples there were."""
+        """Collate, and record the number of examples."""
         self.collated.append(len(examples))
         return self.collate(examples)
 
 
 def _split_that_runs(
-    trainer: Any, loop: _Loop, whole: int, result: ProbeResult, options: dict[str, Any]
+    trainer: Any, loop: _Loop, total: int, result: ProbeResult, options: dict[str, Any]
 ) -> tuple[PlanEntry | None, str]:
-    """The split of the global batch with the fewest accumulation steps, if it runs, and what to say of it."""
+    """Return the split of the global batch with the fewest accumulation steps, None unless it runs, and a note."""
     args = trainer.args
     before = (
         f"per_device_train_batch_size={args.per_device_train_batch_size}, "
         f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
     )
     sizes = {"min_micro_batch": options.get("min_batch", 1), "multiple_of": options.get("multiple_of", 1)}
-    splits = plan(whole, world_size=1, max_micro_batch=result.batch_size, **sizes)
+    splits = plan(total, world_size=1, max_micro_batch=result.batch_size, **sizes)
     split = next((one for one in splits if one.exact), None)
     if split is None:
-        return None, f"nothing was written back: no size up to {result.batch_size} divides the global batch of {whole}"
+        return None, f"nothing was written back: no size up to {result.batch_size} divides the global batch of {total}"
     names = ("device", "memory_fraction", "confirm_steps", "preserve", "time_limit_s", "progress")
     options = {name: options[name] for name in names if name in options}
     if options.get("time_limit_s") is not None:
@@ -276,23 +275,23 @@ def _split_that_runs(
         probe.check(trainer.model, loop.steps(split.accumulation_steps), split.micro_batch, **options)
     except (NothingFitsError, TimeLimitError) as error:
         tried = f"{split.micro_batch} x {split.accumulation_steps}"
-        return None, f"nothing was written back, {before} stay: {tried} did not run ({error})"
+        return None, f"nothing was written back, {before} stay: {tried} failed ({error})"
     return split, (
         f"written back: per_device_train_batch_size={split.micro_batch}, gradient_accumulation_steps="
-        f"{split.accumulation_steps} (before: {before}); the global batch is {whole}, and this split was run"
+        f"{split.accumulation_steps} (before: {before}); the global batch is {total}, and this split ran"
     )
 
 
 def _not_covered(trainer: Any, evaluates: bool) -> list[str]:
-    """What training does, and no trial did."""
+    """Return what training does but no trial did."""
     args, kinds = trainer.args, importlib.import_module("transformers.trainer_callback")
     harmless = (kinds.DefaultFlowCallback, kinds.ProgressCallback, kinds.PrinterCallback)
-    missed = uncalled(trainer.callback_handler.callbacks, harmless)
-    found = [f"callbacks of the Trainer, which were not called: {missed}"] if missed else []
+    skipped = skipped_callbacks(trainer.callback_handler.callbacks, harmless)
+    found = [f"callbacks of the Trainer, which trials do not call: {skipped}"] if skipped else []
     drops = args.prediction_loss_only or args.batch_eval_metrics or args.eval_accumulation_steps is not None
     if evaluates and trainer.compute_metrics is not None and not drops:
         found.append(
-            "the predictions of the whole evaluation set, which stay on the device until its end: set "
-            "eval_accumulation_steps to have them moved"
+            "the predictions of the whole evaluation set, which stay on the device until evaluation ends: set "
+            "eval_accumulation_steps to move them to the host earlier"
         )
     return found

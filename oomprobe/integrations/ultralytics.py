@@ -1,7 +1,7 @@
-"""Ultralytics' AutoBatch, by running the batch: the real loss and optimizer on worst-case targets.
+"""Ultralytics' AutoBatch, replaced by running batches: the real loss and optimizer on worst-case targets.
 
-`find_max_batch` returns all that was measured. `install` makes the trainer use `check_train_batch_size`, and so the largest
-batch whose step runs in 60 % of the free memory::
+`find_max_batch` returns everything that was measured. `install` makes the trainer call `check_train_batch_size`, and so use
+the largest batch that runs in 60 % of the free memory::
 
     with install():
         YOLO("yolo11n.yaml").train(data="coco8.yaml", batch=-1)
@@ -26,26 +26,26 @@ from oomprobe.integrations.framework import framework, limit_to_data, notes_of_d
 from oomprobe.options import Step, check_size
 from oomprobe.result import ProbeResult
 
-GRID = 32  # pixels: the least that the trainer makes images a multiple of
-SIDE = 0.5  # of an object, as a share of the image's side; see `_worst_batch`
-MASKS_IN_A_BYTE = 255  # objects that an overlapping mask of 8 bits can number
-CLIPPED_NORM = 10.0  # what the trainer clips gradients to
+GRID = 32  # pixels: the trainer rounds images up to a multiple of this at least
+OBJECT_SIDE = 0.5  # as a share of the image's side; see `_worst_batch`
+MAX_UINT8_MASKS = 255  # objects that an overlapping mask of 8 bits can number
+CLIPPED_NORM = 10.0  # to which the trainer clips gradients
 DEFAULT_FRACTION, DEFAULT_BATCH = 0.6, 16  # of Ultralytics' own `check_train_batch_size`
-ASSIGNED = ("detect", "segment", "pose", "obb")  # tasks whose losses match anchors with objects
+ASSIGNED = ("detect", "segment", "pose", "obb")  # tasks whose losses assign anchors to objects
 TASKS = (*ASSIGNED, "classify", "semantic", "depth")
-AUTOCAST: dict[object, torch.dtype | None] = {  # of what `amp` may be
+AUTOCAST: dict[object, torch.dtype | None] = {  # by the values that `amp` takes
     True: torch.float16, "fp16": torch.float16, torch.float16: torch.float16,
     "bf16": torch.bfloat16, torch.bfloat16: torch.bfloat16,
     False: None, "fp32": None,
 }  # fmt: skip
 NOT_COVERED = (
-    "validation during training: batches twice as large (but for obb, semantic and depth), without gradients",
+    "validation during training: batches twice as large (except for obb, semantic and depth), without gradients",
     "augmentations that add objects beyond max_num_obj (mixup, cutmix, copy_paste), and multi_scale beyond imgsz",
 )
 
 
-def _part(name: str) -> Any:
-    """A module of Ultralytics."""
+def _import(name: str) -> Any:
+    """Import a module of Ultralytics."""
     return framework(f"ultralytics.{name}", minimum="8.4", extra="ultralytics")
 
 
@@ -62,34 +62,34 @@ def find_max_batch(
     device: Any = None,
     **options: Any,
 ) -> ProbeResult:
-    """Find the largest batch that a model of Ultralytics trains with, by training.
+    """Find the largest batch size with which an Ultralytics model trains, by training it.
 
     Runs the model's own loss on images with `max_num_obj` objects each, backward, gradient clipping and the optimizer
-    that the trainer would build. A copy of the model is trained; the model that you pass is only read, and its memory
-    stands for the averaged weights that the trainer keeps.
+    that the trainer would build. A copy of the model is trained; the model that you pass is only read, and takes the place
+    of the averaged weights that the trainer keeps in memory.
 
     Args:
         model: Such as ``YOLO("yolo11n.yaml").model``; it is trained in float32.
         imgsz: Height and width of an image, pixels, rounded up to the model's stride.
         amp: Mixed precision, or its dtype (torch.float16, torch.bfloat16, "fp16", "bf16", "fp32"). As in training, it has
             no effect on the CPU and MPS.
-        max_num_obj: Objects in an image, as the trainer counts them: four times those of the fullest image of the data
-            set, since a mosaic is made of four.
+        max_num_obj: Objects in an image, as the trainer counts them: four times those of the fullest image in the data
+            set, since a mosaic combines four images.
         dataset_size: Images in the training set, the largest batch to try; ``optimizer=auto`` depends on it. 0: unknown.
-        device: As for `oomprobe.find_max_batch`, but for simulated cards.
-        **options: The others of `oomprobe.find_max_batch`, such as ``memory_fraction`` and ``time_limit_s``.
+        device: As for `oomprobe.find_max_batch`, except simulated cards.
+        **options: The other options of `oomprobe.find_max_batch`, such as ``memory_fraction`` and ``time_limit_s``.
 
     Returns:
-        The answer and everything it rests on.
+        The result, with the answer and the trials.
 
     Raises:
-        InvalidArgumentError: an argument is wrong, or no batch can be made for the model's task.
+        InvalidArgumentError: an argument is wrong, or oomprobe has no batches for the model's task.
         FrameworkError: Ultralytics is not installed, or older than 8.4.
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
-    if isinstance(model, _part("engine.model").Model) or not hasattr(_unwrapped(model), "init_criterion"):
+    if isinstance(model, _import("engine.model").Model) or not hasattr(_unwrapped(model), "init_criterion"):
         raise InvalidArgumentError(
-            f"model must be a model of Ultralytics, such as YOLO('yolo11n.yaml').model, not {type(model).__name__}: pass "
+            f"model must be an Ultralytics model, such as YOLO('yolo11n.yaml').model, not {type(model).__name__}: pass "
             "the .model of a YOLO object"
         )
     check_size("imgsz", imgsz)
@@ -101,15 +101,15 @@ def find_max_batch(
     chosen = choose_device(device, model)
     if replay_of(chosen) is not None:
         raise InvalidArgumentError(
-            "a simulated card cannot run Ultralytics' losses, which select by values that do not exist there: probe on the "
-            "card itself, or in host memory with device='cpu:8GiB'"
+            "a simulated card cannot run Ultralytics' losses, which select by values, and a simulated card has none: probe on "
+            "the card itself, or in host memory with device='cpu:8GiB'"
         )
     stride = getattr(_unwrapped(model), "stride", None)
-    grid = GRID if stride is None else max(GRID, int(stride.max()))  # the pixels of a point of the coarsest feature map
+    grid = GRID if stride is None else max(GRID, int(stride.max()))  # pixels per point of the coarsest feature map
     pixels = math.ceil(imgsz / grid) * grid
     trained, step, notes = _training(model, chosen, pixels, AUTOCAST[amp], max(1, max_num_obj), dataset_size)
     if pixels == grid and dataset_size != 1:
-        options.setdefault("min_batch", 2)  # the last feature map is a point, and batch norm cannot train on one image
+        options.setdefault("min_batch", 2)  # batch norm cannot train on one image with a last feature map of one point
     if dataset_size:
         check_size("dataset_size", dataset_size)
         limit_to_data(options, dataset_size)
@@ -119,36 +119,36 @@ def find_max_batch(
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model itself, where it was compiled or wrapped."""
-    return _part("utils.torch_utils").unwrap_model(model)
+    """Return the model without the wrapper of torch.compile or data parallelism."""
+    return _import("utils.torch_utils").unwrap_model(model)
 
 
 def _training(
     model: torch.nn.Module, device: Device, imgsz: int, dtype: torch.dtype | None, objects: int, dataset_size: int
 ) -> tuple[torch.nn.Module, Step, list[str]]:
-    """A copy of the model, the step that trains it as the trainer would, and what to say of it."""
+    """Return a copy of the model, the step that trains it as the trainer would, and notes."""
     kind = device.torch_device.type
-    with quiet_loggers("ultralytics"):  # it logs the optimizer that it builds, which is not the one of your training
+    with quiet_loggers("ultralytics"):  # else it would log an optimizer that only the trials use
         trained = copy.deepcopy(model).float().train()
-        if not any(parameter.requires_grad for parameter in trained.parameters()):  # as in a checkpoint
+        if not any(parameter.requires_grad for parameter in trained.parameters()):  # loaded from a checkpoint
             for name, parameter in trained.named_parameters():
                 parameter.requires_grad_(parameter.is_floating_point() and ".dfl" not in name)
         net = _unwrapped(trained)
-        if isinstance(getattr(net, "args", {}), dict):  # a model that no trainer has had yet
-            utils = _part("utils")
+        if isinstance(getattr(net, "args", {}), dict):  # no trainer has set the model up yet
+            utils = _import("utils")
             net.args = utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **getattr(net, "args", {})})
-        task = str(_part("nn.tasks").guess_model_task(net))
+        task = str(_import("nn.tasks").guess_model_task(net))
         if task not in TASKS:
             raise InvalidArgumentError(
-                f"a model for the task {task!r}: this makes batches for {', '.join(TASKS)}. Write a step of your own, and "
-                "call oomprobe.find_max_batch(model, step_fn)"
+                f"the model's task is {task!r}, and oomprobe has batches only for {', '.join(TASKS)}: write your own step, "
+                "and call oomprobe.find_max_batch(model, step_fn)"
             )
         net.criterion = net.init_criterion()
-        for criterion in (net.criterion, *vars(net.criterion).values()):  # an end-to-end loss has two
+        for criterion in (net.criterion, *vars(net.criterion).values()):  # an end-to-end loss contains two
             if hasattr(criterion, "assigner"):
-                _match_as_many_as_can_be(criterion.assigner)
+                _match_all_anchors(criterion.assigner)
         optimizer = _optimizer(trained, net, dataset_size)
-    if kind in ("cpu", "mps"):  # where the trainer switches autocast off
+    if kind in ("cpu", "mps"):  # the trainer disables autocast there
         dtype = None
     scaler: Any = torch.amp.GradScaler(kind, enabled=dtype is torch.float16)
 
@@ -168,17 +168,17 @@ def _training(
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=CLIPPED_NORM)
         scaler.step(optimizer)
         scaler.update()
-        # Kept rather than freed: while the trainer accumulates, they are there during the next forward pass.
+        # Keep the gradients: they exist during the next forward pass while the trainer accumulates.
         optimizer.zero_grad(set_to_none=False)
 
     caller = Caller(
         alone=f"train with YOLO(...).train(batch={{batch_size}}, imgsz={imgsz})",
-        more="A trial makes its own images and objects, and calls none of the trainer's callbacks.",
+        more="A trial creates its own images and objects, and calls none of the trainer's callbacks.",
     )
     cast = "no autocast" if dtype is None else f"autocast to {str(dtype).removeprefix('torch.')}"
     notes = [
-        f"Ultralytics' loss for {task} at imgsz {imgsz}, {type(optimizer).__name__}, {cast}, and the second copy of the "
-        "model that the trainer averages into"
+        f"Ultralytics' loss for {task} at imgsz {imgsz}, {type(optimizer).__name__}, {cast}, and a second copy of the "
+        "model, as the trainer keeps for averaged weights"
     ]
     if task in ASSIGNED:
         notes.append(
@@ -189,10 +189,10 @@ def _training(
 
 
 def _optimizer(model: torch.nn.Module, net: Any, dataset_size: int) -> torch.optim.Optimizer:
-    """The one that the trainer would build. It learns nothing, so that every size meets the same weights."""
+    """Return the trainer's optimizer, with learning rates of 0 so that every size runs with the same weights."""
     args = net.args
     trainer = SimpleNamespace(args=copy.copy(args), data={"nc": int(getattr(net.model[-1], "nc", 0)) or 10})
-    optimizer: torch.optim.Optimizer = _part("engine.trainer").BaseTrainer.build_optimizer(
+    optimizer: torch.optim.Optimizer = _import("engine.trainer").BaseTrainer.build_optimizer(
         trainer,
         model,
         name=args.optimizer,
@@ -210,16 +210,16 @@ def _optimizer(model: torch.nn.Module, net: Any, dataset_size: int) -> torch.opt
 
 
 def _worst_batch(net: Any, task: str, batch_size: int, *, imgsz: int, objects: int) -> dict[str, torch.Tensor]:
-    """A batch as the trainer hands it to the loss, with as many objects in every image as there can be.
+    """Return a batch as the trainer passes it to the loss, with the largest number of objects in every image.
 
-    `objects`, the trainer's max_num_obj, is four times those of the fullest image, and no point of a mosaic lies in more
-    objects than one image has. So each object covers a quarter of the image, and the assigner meets as many pairs of object
-    and anchor as a batch can have.
+    `objects`, the trainer's max_num_obj, is four times the number in the fullest image, and no point of a mosaic lies in
+    more objects than one image has. So each object covers a quarter of the image, and the assigner gets as many pairs of
+    object and anchor as a batch can have.
     """
     head = net.model[-1]
     classes = max(1, int(getattr(head, "nc", 0) or len(getattr(net, "names", None) or ())))
     shape = (batch_size, int(net.yaml.get("channels", 3)), imgsz, imgsz)
-    if task == "classify":  # its data set hands out floating point
+    if task == "classify":  # its data set yields floats
         return {"img": torch.rand(shape), "cls": torch.arange(batch_size) % classes}
     batch = {"img": torch.randint(256, shape, dtype=torch.uint8).float() / 255}
     if task == "semantic":
@@ -228,19 +228,19 @@ def _worst_batch(net: Any, task: str, batch_size: int, *, imgsz: int, objects: i
         return {**batch, "depth": torch.ones(batch_size, imgsz, imgsz)}
     rows = math.ceil(math.sqrt(objects))
     place = torch.arange(objects)
-    middles = (torch.stack((place % rows, place // rows), 1) + 0.5) * SIDE / rows + SIDE / 2
+    middles = (torch.stack((place % rows, place // rows), 1) + 0.5) * OBJECT_SIDE / rows + OBJECT_SIDE / 2
     angles = torch.zeros(objects, 1 if task == "obb" else 0)
-    boxes = torch.cat((middles, torch.full((objects, 2), SIDE), angles), 1)
+    boxes = torch.cat((middles, torch.full((objects, 2), OBJECT_SIDE), angles), 1)
     batch |= {
         "batch_idx": torch.arange(batch_size).repeat_interleave(objects).float(),
         "cls": (place % classes).float().repeat(batch_size)[:, None],
         "bboxes": boxes.repeat(batch_size, 1),
     }
-    if hasattr(net, "txt_feats"):  # it reads texts beside each image
+    if hasattr(net, "txt_feats"):  # the model reads texts with each image
         batch["txt_feats"] = torch.ones(batch_size, *net.txt_feats.shape[1:])
     if task == "segment":
         overlap, side = net.args.overlap_mask, imgsz // int(net.args.mask_ratio)
-        dtype = torch.int32 if overlap and objects > MASKS_IN_A_BYTE else torch.uint8
+        dtype = torch.int32 if overlap and objects > MAX_UINT8_MASKS else torch.uint8
         batch["masks"] = torch.ones(batch_size if overlap else batch_size * objects, side, side, dtype=dtype)
         batch["sem_masks"] = torch.zeros(batch_size, side, side)
     if task == "pose":
@@ -249,14 +249,14 @@ def _worst_batch(net: Any, task: str, batch_size: int, *, imgsz: int, objects: i
 
 
 class _EscapedError(Exception):
-    """Takes an out-of-memory error, its argument, past a handler that would go on image by image."""
+    """Carries an out-of-memory error, its argument, past a handler that would continue image by image."""
 
 
-def _match_as_many_as_can_be(assigner: Any) -> None:
-    """Have a `TaskAlignedAssigner` match as many anchors as it can, and let its out-of-memory errors out.
+def _match_all_anchors(assigner: Any) -> None:
+    """Make a `TaskAlignedAssigner` match as many anchors as it may, and raise its out-of-memory errors.
 
-    It chooses anchors by what the net predicts, and a trained net chooses more of them than random weights do. Its `forward`
-    catches what `_forward` raises and goes on image by image; a size at which that happens in every step does not fit.
+    It selects anchors by the model's predictions, and selects more for a trained model than for random weights. Its
+    `forward` catches out-of-memory errors of `_forward` and continues image by image; such a size does not fit.
     """
     inner = assigner._forward
 
@@ -286,9 +286,9 @@ def check_train_batch_size(
     device: Any = None,
     **options: Any,
 ) -> int:
-    """Find the batch to train with; a drop-in for the function of that name that Ultralytics' trainer calls.
+    """Find the batch size for training; a drop-in for the function that Ultralytics' trainer calls.
 
-    For a model on the CPU or MPS while `device` is None it returns 16, as the original does, with a warning.
+    If the model is on the CPU or MPS and `device` is None, return 16 as the original does, with a warning.
 
     Args:
         model: As for `find_max_batch`.
@@ -297,7 +297,7 @@ def check_train_batch_size(
         batch: Share of the available memory that training may use, in (0, 1); any other number means 0.6.
         max_num_obj: As for `find_max_batch`.
         dataset_size: As for `find_max_batch`.
-        device: As for `find_max_batch`, such as ``"cpu:4GiB"``. None: where the model is.
+        device: As for `find_max_batch`, such as ``"cpu:4GiB"``. None: the model's device.
         **options: As for `find_max_batch`.
 
     Returns:
@@ -307,12 +307,12 @@ def check_train_batch_size(
         OomProbeError: as for `find_max_batch`.
     """
     options = {"memory_fraction": batch if 0.0 < batch < 1.0 else DEFAULT_FRACTION, **options}
-    utils = _part("utils")
+    utils = _import("utils")
     prefix, home = utils.colorstr("AutoBatch: "), next(model.parameters()).device.type
     if device is None and home in ("cpu", "mps"):
         utils.LOGGER.warning(
-            f"{prefix}the model is on the {home}, where Ultralytics asks for the default: using batch-size {DEFAULT_BATCH}, "
-            "WHICH WAS NOT RUN. To probe, say where: device='cpu:8GiB' (so much of host memory), or 'mps', here or in "
+            f"{prefix}the model is on the {home}, where Ultralytics uses its default: using batch-size {DEFAULT_BATCH}, "
+            "WHICH WAS NOT RUN. To probe, pass device='cpu:8GiB' (that much host memory) or device='mps', here or in "
             "install(device=...)"
         )
         return DEFAULT_BATCH
@@ -326,20 +326,20 @@ def check_train_batch_size(
 
 
 def install(*, device: Any = None, **options: Any) -> ExitStack:
-    """Make ``YOLO(...).train(batch=-1)`` find its batch here, until it is undone.
+    """Make ``YOLO(...).train(batch=-1)`` use `check_train_batch_size` of this module, until undone.
 
     Args:
-        device: None: where the trainer has put the model. A trainer on the CPU probes with ``"cpu:8GiB"``.
-        **options: Others of `oomprobe.find_max_batch`. Without ``memory_fraction``, it is the trainer's ``batch``
-            (``batch=0.8``; -1 means 0.6).
+        device: None: the trainer's device. To probe with a trainer on the CPU, pass ``"cpu:8GiB"``.
+        **options: Other options of `oomprobe.find_max_batch`. ``memory_fraction`` defaults to the trainer's ``batch``
+            (such as ``batch=0.8``; -1 means 0.6).
 
     Returns:
-        What puts the trainer's own function back at the end of a ``with`` statement, or by its ``close()``.
+        An ExitStack that restores the trainer's function at the end of a ``with`` statement, or by ``close()``.
 
     Raises:
         FrameworkError: Ultralytics is not installed, or older than 8.4.
     """
-    undo, trainer = ExitStack(), _part("engine.trainer")
+    undo, trainer = ExitStack(), _import("engine.trainer")
     undo.callback(setattr, trainer, "check_train_batch_size", trainer.check_train_batch_size)
     trainer.check_train_batch_size = partial(check_train_batch_size, device=device, **options)
     return undo

@@ -1,4 +1,4 @@
-"""The worst batch a data set can make: its largest examples, all in one."""
+"""The largest batch that a data set can produce, made of its largest examples."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from oomprobe.errors import InvalidArgumentError
 
-# If so many examples all have one shape, of three dimensions or more, the data set holds images of one size.
-ALIKE = 64
+SAME_SHAPE_EXAMPLES = 64  # with this many of one shape, and IMAGE_DIMENSIONS or more, it is a data set of equal images
 IMAGE_DIMENSIONS = 3
 
 Shape = tuple[int, ...]
@@ -24,45 +23,45 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestFirst:
-    """Examples of a data set by size."""
+    """The examples of a data set, largest first."""
 
     dataset: Any
-    indices: Sequence[int]  # largest first; those that were not looked at come last
-    seen: int  # how many were looked at
-    complete: bool  # no other can be larger: all were seen, or they are images of one size
-    known: bool  # something about their size could be told
-    leaders: int  # how many stand first because a field of theirs is the largest of its kind
+    indices: Sequence[int]  # the largest example of each field, then by size, then examples that were not scanned
+    scanned: int  # number of examples whose size was read
+    complete: bool  # all were scanned, or they are images of one size
+    known: bool  # at least one example has a size
+    leaders: int  # number of examples at the front that are the largest in some field
 
     def batch(self, size: int, number: int) -> list[int]:
-        """Indices of the batch of that number: each begins with the leaders that the one before had no room for."""
+        """Return the indices of batch `number`, which begins with the leaders that did not fit into the batch before."""
         first = number * size % self.leaders
         led = [*self.indices[first : self.leaders], *self.indices[:first]]
         return [*led, *self.indices[self.leaders : max(size, self.leaders)]][:size]
 
     def batches(self, size: int, count: int) -> Subset[Any]:
-        """`count` batches as a data set to be read in order; smaller data sets are repeated."""
+        """Return `count` batches as a data set to read in order; a data set smaller than `size` is repeated."""
         batches = (self.batch(size, number) for number in range(count))
-        return Subset(self.dataset, [batch[place % len(batch)] for batch in batches for place in range(size)])
+        return Subset(self.dataset, [batch[i % len(batch)] for batch in batches for i in range(size)])
 
-    def leads(self, size: int) -> bool:
-        """Whether a trial, which takes at least two batches of that size, meets the largest examples that there are."""
+    def has_largest(self, size: int) -> bool:
+        """Whether two batches of that size, the least that a trial runs, contain the largest example of every field."""
         return self.complete and self.known and self.leaders <= 2 * size
 
     def notes(self, scan_s: float, what: str = "data set") -> Iterator[str]:
-        """What a reader of the result should know."""
+        """Yield notes about sizes that remain unknown."""
         if not self.complete:
             yield (
-                f"{self.seen} of {len(self.indices)} examples of the {what} were looked at in {scan_s:g} s, and the largest "
+                f"{self.scanned} of {len(self.indices)} examples of the {what} were scanned in {scan_s:g} s, and the largest "
                 "of them made the batches: a larger one may follow (allow more time with scan_s)"
             )
         if not self.known:
-            yield f"the size of examples of the {what} could not be told: a trial may have lacked the largest"
+            yield f"the examples of the {what} have no size that can be read: trials may have run without the largest"
 
 
 def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | None = None) -> LargestFirst:
-    """Look at the examples, in random order and for `scan_s` seconds, and sort them by their number of elements.
+    """Scan examples in random order for at most `scan_s` seconds, and sort them by their number of elements.
 
-    The largest of each field comes before all others: a batch is padded to it, whichever example has it.
+    The largest example of each field comes before all others: batches are padded to it.
 
     Example:
         >>> data = [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [1]}]
@@ -71,12 +70,12 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise InvalidArgumentError(
-            "the data set is a stream, so its largest examples, which decide, cannot be known: probe with a list of them "
-            "as the data set"
+            "the data set is a stream, so its largest examples, which decide the answer, are unknown: probe with a list of "
+            "them as the data set"
         )
     indices = range(len(dataset)) if indices is None else indices
     if not indices:
-        raise InvalidArgumentError("the data set is empty: there is no example to make a batch of")
+        raise InvalidArgumentError("the data set is empty: there are no examples to make a batch of")
     until = time.monotonic() + scan_s
     shuffled = list(indices)
     random.Random(0).shuffle(shuffled)
@@ -91,10 +90,10 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
             raise
         sizes[index] = {key: sum(math.prod(one) for one in found) for key, found in shapes.items()}
         kinds.add(tuple(shapes.items()))
-        are_images = len(sizes) >= ALIKE and _images_of_one_size(kinds)
+        are_images = len(sizes) >= SAME_SHAPE_EXAMPLES and _images_of_one_size(kinds)
         if time.monotonic() >= until or are_images:
             break
-    # Sorting is stable: where all are alike, the order is the data set's own.
+    # Sorting is stable: examples of equal size keep the order of the data set.
     by_size = sorted(indices, key=lambda index: -sum(sizes[index].values()) if index in sizes else 1)
     largest: dict[Any, int] = {}
     for index in by_size:
@@ -106,14 +105,14 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
         dataset=dataset,
         indices=sorted(by_size, key=lambda index: index not in leaders),
         leaders=max(1, len(leaders)),
-        seen=len(sizes),
+        scanned=len(sizes),
         complete=are_images or len(sizes) == len(shuffled),
         known=any(size for fields in sizes.values() for size in fields.values()),
     )
 
 
 def shapes_of(example: Any) -> dict[Any, tuple[Shape, ...]]:
-    """The shapes in each field of an example; a text counts only where there is nothing but texts."""
+    """Return the shapes in each field of an example; texts count only if every field is a text."""
     if isinstance(example, Mapping):
         fields: dict[Any, Any] = dict(example)
     elif isinstance(example, tuple | list) and not _is_numbers(example):
@@ -129,7 +128,7 @@ def _images_of_one_size(kinds: set[tuple[Any, ...]]) -> bool:
 
 
 def _shapes(value: Any) -> tuple[Shape, ...]:
-    """Of everything in it that has one; a text and a list of numbers have their length, a picture its sides."""
+    """Return the shapes found in a value: the length of a text or list of numbers, the sides of a picture."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return (tuple(value.shape),)
     if isinstance(value, str | bytes) or (isinstance(value, list | tuple) and _is_numbers(value)):
@@ -142,7 +141,7 @@ def _shapes(value: Any) -> tuple[Shape, ...]:
 
 
 def _is_numbers(values: Any) -> bool:
-    """Whether each is one element of a sequence: of Python, of numpy, or a tensor without dimensions."""
+    """Whether all values are scalars: of Python, of numpy, or tensors without dimensions."""
     return bool(values) and all(
         isinstance(one, int | float | np.number | np.bool_) or (isinstance(one, torch.Tensor) and one.dim() == 0)
         for one in values

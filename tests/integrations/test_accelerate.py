@@ -230,7 +230,7 @@ def handles_out_of_memory_itself(batch_size):
 @pytest.mark.parametrize("function", [drops_a_batch_that_is_not_full, handles_out_of_memory_itself])
 def test_a_size_that_makes_no_step_is_told(function):
     train = find_executable_batch_size(function, starting_batch_size=8, **HOST)
-    said = rf"at batch 8 {function.__name__} ended without an optimizer step.*at batch 4.* have it raise that again; .*last"
+    said = rf"at batch 8 {function.__name__} ended without an optimizer step.*at batch 4.* have it raise them again; .*last"
     with pytest.raises(oomprobe.UnreliableError, match=said):
         train()
 

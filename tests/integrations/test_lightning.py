@@ -115,12 +115,14 @@ def test_an_attribute_of_another_name():
         def train_dataloader(self):
             return DataLoader(self.train_set, batch_size=min(self.hparams.bs, 30))
 
-    said = r"made batches of 24 where batch_size=1 was set.*batch_size_name="
+    said = r"made batches of 24 although batch_size=1 was set.*batch_size_name="
     refused(said, datamodule=Other(), error=oomprobe.UnreliableError)
     datamodule = Other()
     found = probed(Module(ledger(9)), datamodule, batch_size_name="bs")
     assert (found.batch_size, datamodule.hparams.bs, datamodule.batch_size) == (9, 9, 4)
-    with pytest.raises(oomprobe.UnreliableError, match="made batches of 30 where bs=32 was set"):  # it stops following
+    with pytest.raises(
+        oomprobe.UnreliableError, match="made batches of 30 although bs=32 was set"
+    ):  # it stops following
         probed(Module(ledger(50)), Other(), batch_size_name="bs")
 
 
@@ -129,7 +131,7 @@ def test_loaders_handed_in_are_made_again_at_each_size():
     for datamodule in (None, Data(val_batch_size=5)):  # whose training loader is not asked for
         result = probed(module, datamodule, train_dataloaders=loader)
         assert (result.batch_size, module.batch_size, loader.batch_size) == (11, 4, 3)
-        assert "nothing was set: make your DataLoader with batch_size=11" in result.notes
+        assert "nothing was set: create your DataLoader with batch_size=11" in result.notes
     assert set(module.told.validated) == {5}
     subset = DataLoader(data(100), sampler=torch.utils.data.SubsetRandomSampler(range(30)), batch_size=2)
     assert probed(Module(ledger(1000)), train_dataloaders=subset).batch_size == 30
@@ -284,7 +286,7 @@ def test_the_longest_examples_make_the_batch():
 def test_what_was_not_looked_at_in_time_is_said():
     loader = DataLoader(Sentences(list(range(1, 41))), batch_size=2, collate_fn=padded)
     result = probed(Padded(ledger(1000)), train_dataloaders=loader, max_batch=4, scan_s=0)
-    assert any("1 of 40 examples of the training data were looked at in 0 s" in note for note in result.notes)
+    assert any("1 of 40 examples of the training data were scanned in 0 s" in note for note in result.notes)
     assert any("longest sequence" in item for item in result.not_covered)
 
 
@@ -380,7 +382,7 @@ class Stream(IterableDataset):
 
 
 BATCHED = DataLoader(data(9), batch_sampler=[[0, 1], [2]])
-REMADE = r"of the training data cannot be made again .* Pass train_dataloaders=DataLoader\(dataset, batch_size="
+REMADE = r"of the training data cannot be rebuilt .* Pass train_dataloaders=DataLoader\(dataset, batch_size="
 
 
 @pytest.mark.parametrize(
@@ -395,7 +397,7 @@ REMADE = r"of the training data cannot be made again .* Pass train_dataloaders=D
             {"batch_size_name": "bs"},
             "neither Data nor Module nor their hyper.* have 'bs': write self.bs = 1 in __init__",
         ),
-        ({"datamodule": Data(5), "multiple_of": 8}, "5 examples, and no batch that multiple_of=8 asks for"),
+        ({"datamodule": Data(5), "multiple_of": 8}, "5 examples, too few for multiple_of=8"),
         ({"train_dataloaders": BATCHED}, REMADE),
         ({"train_dataloaders": Chunks(data(9))}, REMADE),
         ({"train_dataloaders": data(9)}, REMADE),
@@ -410,7 +412,7 @@ def test_arguments_are_refused_with_what_to_type(options, said):
 
 def test_strategies_and_devices_of_others():
     refused("trains on 2 ranks", trainer=quiet_trainer(devices=2, strategy="ddp_spawn"), datamodule=Data())
-    said = "adds buffers that trials would lack: probe with strategy='auto'"
+    said = "adds buffers that trials would not have: probe with strategy='auto'"
     refused(said, trainer=quiet_trainer(devices=1, strategy="ddp"), datamodule=Data())
     elsewhere = ledger(9)
     elsewhere.torch_device = torch.device("cuda", 1)

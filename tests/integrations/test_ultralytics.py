@@ -263,7 +263,7 @@ def test_a_bug_is_told_and_leaves_the_model_as_it_was(nano):
     before = state_of(nano)
     with pytest.raises(oomprobe.StepFailedError, match="batch 2 ran: pass max_batch=2") as caught:
         find_max_batch(nano, **HOST)
-    said = "comes without oomprobe, train with YOLO(...).train(batch=4, imgsz=64). A trial makes its own images"
+    said = "comes without oomprobe, train with YOLO(...).train(batch=4, imgsz=64). A trial creates its own images"
     assert said in str(caught.value)
     assert state_of(nano) == before
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomprobe import InvalidArgumentError
-from oomprobe.integrations.worst_case import ALIKE, largest_first, shapes_of
+from oomprobe.integrations.worst_case import SAME_SHAPE_EXAMPLES, largest_first, shapes_of
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 40), st.integers(1, 3))
@@ -27,8 +27,8 @@ def test_two_batches_that_lead_hold_the_largest_of_each_field(sizes, batch_size)
     order = largest_first(data)
     batches = [order.batch(batch_size, number) for number in range(2)]
     assert all(len(batch) == len(set(batch)) == min(batch_size, len(data)) for batch in batches)
-    assert order.leads(3) is any(map(any, sizes))
-    if order.leads(batch_size):
+    assert order.has_largest(3) is any(map(any, sizes))
+    if order.has_largest(batch_size):
         seen = [data[index] for batch in batches for index in batch]
         for place, name in enumerate("abc"):
             assert max(len(one[name]) for one in seen) == max(one[place] for one in sizes)
@@ -63,19 +63,19 @@ def test_pictures_have_their_sides():
     ("data", "scan_s", "told"),
     [
         ([[1]] * 50, 30.0, None),
-        ([[1]] * 50, 0.0, "1 of 50 examples of the data set were looked at in 0 s"),
-        ([None, None], 30.0, "could not be told"),
+        ([[1]] * 50, 0.0, "1 of 50 examples of the data set were scanned in 0 s"),
+        ([None, None], 30.0, "have no size that can be read"),
     ],
     ids=["all seen", "no time", "no size"],
 )
 def test_what_is_not_known_is_told(data, scan_s, told):
     order = largest_first(data, scan_s)
     assert sorted(order.indices) == list(range(len(data)))
-    assert order.leads(1) is (told is None)
+    assert order.has_largest(1) is (told is None)
     assert [told in note for note in order.notes(scan_s)] == ([] if told is None else [True])
 
 
-def test_images_of_one_size_are_not_all_looked_at():
+def test_images_of_one_size_are_not_all_scanned():
     looked = []
 
     class Images(list):
@@ -84,7 +84,7 @@ def test_images_of_one_size_are_not_all_looked_at():
             return torch.zeros(3, 8, 8), index
 
     order = largest_first(Images(range(1000)))
-    assert (order.seen, len(looked), order.complete) == (ALIKE, ALIKE, True)
+    assert (order.scanned, len(looked), order.complete) == (SAME_SHAPE_EXAMPLES, SAME_SHAPE_EXAMPLES, True)
     assert sorted(order.indices) == list(range(1000))
 
 
