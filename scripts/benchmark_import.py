@@ -1,4 +1,4 @@
-"""What `import oomprobe` adds to `import torch`, as a ratio of whole processes. Target: under 5 %.
+"""Measure what `import oomprobe` adds to `import torch`, as a ratio of whole processes. Target: under 5 %.
 
 python scripts/benchmark_import.py [--runs 11]
 """
@@ -11,7 +11,7 @@ import time
 CASES = {
     "torch": "import torch",
     "torch, then oomprobe": "import torch, oomprobe",
-    "torch, then all that a probe needs": "import torch; from oomprobe import find_max_batch",
+    "torch, then find_max_batch": "import torch; from oomprobe import find_max_batch",
 }
 
 
@@ -26,10 +26,10 @@ def main():
     parser.add_argument("--runs", type=int, default=11)
     runs = parser.parse_args().runs
     times = {name: [] for name in CASES}
-    for _ in range(runs):  # interleaved, so that a slow minute falls on all of them
+    for _ in range(runs):  # interleaved, so that a slow minute affects all of them
         for name, code in CASES.items():
             times[name].append(seconds(code))
-    base = min(times["torch"])  # the fastest run of each is the one that was least disturbed
+    base = min(times["torch"])  # the fastest run is the least disturbed one
     for name, values in times.items():
         print(f"{name:36} fastest {min(values):.3f} s  ratio {min(values) / base:.3f}")
 

@@ -1,7 +1,7 @@
-"""How much of a probe's time is spent outside the user's steps, on a CUDA card or the bed of stubs.
+"""Measure how much of a probe's time is spent outside the user's steps, on a CUDA card or the CUDA bed.
 
-The steps sleep, so that their time is the same at every size; frameworks are imported and the garbage collector is left
-alone, as in a user's process. Targets: 3 % at steps of 100 ms, 10 % at steps of 10 ms.
+The steps sleep, so their time is the same at every size. Frameworks are imported and the garbage collector is not
+frozen, as in a user's process. Targets: 3 % at steps of 100 ms, 10 % at steps of 10 ms.
 
     .venv-cuda/bin/python scripts/benchmark_overhead.py [--step-ms 100 10]
 """
@@ -19,7 +19,7 @@ FRAMEWORKS = ("transformers", "lightning", "accelerate", "ultralytics")
 
 
 def sleeping_mlp(step_s):
-    """A model of 40 MiB whose answer takes a dozen doublings to find."""
+    """Return a model of 32 MiB that takes a dozen doublings to probe, and a step that sleeps."""
     model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
 

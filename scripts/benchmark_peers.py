@@ -1,13 +1,13 @@
-"""oomprobe beside other tools that find batch sizes, on torch's CUDA allocator.
+"""Compare oomprobe with other tools that find batch sizes, on torch's CUDA allocator.
 
     .venv-cuda/bin/pip install --no-deps -r scripts/peers/requirements.txt    # once, after scripts/cuda-bed
     .venv-cuda/bin/python scripts/benchmark_peers.py --bed [--only WORD ...] [--models NAME ...]
-    python scripts/benchmark_peers.py --device cuda     # the same on a real card, as large as it is
+    python scripts/benchmark_peers.py --device cuda     # the same on a real card, at its own size
     python scripts/benchmark_peers.py --docs
 
-Each call runs in a process of its own. Its answer then runs for fifty steps in a fresh process that has the whole card, and is
-compared with the cold frontier: the largest size that runs ten steps in a fresh process. Rows measured anew replace those
-in the evidence; `--only oomprobe` keeps the rows of all other tools.
+Each call runs in its own process. Its answer then runs for fifty steps in a fresh process that has the whole card, and is
+compared with the cold frontier: the largest size that runs ten steps in a fresh process. New rows replace those in the
+evidence; `--only oomprobe` keeps the rows of all other tools.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BED_CARDS_GIB = (1, 4, 24)
 
 
 def own_version():
-    """The commit, with a "+" where the code differs from it; the release, where there is no repository."""
+    """Return the commit, with a "+" if the code differs from it; the release outside a repository."""
     import oomprobe
 
     try:
@@ -46,7 +46,7 @@ def version(package):
 
 
 def measure(path, tools, models):
-    """Measure on the card that this process sees, and put each row into the evidence as soon as it is there."""
+    """Measure on the card that this process sees, and write each row to the evidence at once."""
     import torch
     from peers import measuring
     from peers.tools import TOOLS
@@ -56,7 +56,7 @@ def measure(path, tools, models):
     modules = ["torch", *(TOOLS[tool].imports for tool in tools)]
     for module in [*modules, "ultralytics.nn.tasks"]:
         importlib.import_module(module)
-    gc.freeze()  # processes are forked from here on, and need not look through all that was imported
+    gc.freeze()  # forked processes need not collect what was imported here
     results = json.loads(path.read_text()) if path.exists() else {"versions": {}, "rows": []}
     versions = {package: version(package) for package in dict.fromkeys(module.partition(".")[0] for module in modules)}
     if results["versions"].get("torch", versions["torch"]) != versions["torch"]:
@@ -79,7 +79,7 @@ def measure(path, tools, models):
 
 
 def replaced(rows, row):
-    """The rows with this one in the place of the one it repeats, in order."""
+    """Return the rows in order, with `row` in place of the row of the same case."""
 
     def case(row):
         return row["card_gib"], row["model"], row["tool"]
@@ -99,15 +99,15 @@ def main():
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--bed", action="store_true", help="on the test bed, with cards of 1, 4 and 24 GiB")
     what.add_argument("--device", choices=["cuda"], help="on this machine's own card")
-    what.add_argument("--docs", action="store_true", help="put the tables into docs/evidence.md, run nothing")
+    what.add_argument("--docs", action="store_true", help="write the tables to docs/evidence.md, run nothing")
     parser.add_argument(
-        "--only", nargs="+", metavar="WORD", default=[""], help="tools whose names contain one of these"
+        "--only", nargs="+", metavar="WORD", default=[""], help="only tools whose names contain one of these"
     )
     parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all")
     asked = parser.parse_args()
     if asked.docs:
         return table.into_page(ROOT / "docs" / "evidence.md", EVIDENCE)
-    if asked.bed and "CUDASTUB_MEMORY" not in os.environ:  # the stub reads it once, when it is loaded
+    if asked.bed and "CUDASTUB_MEMORY" not in os.environ:  # the stub reads it once, when loaded
         for gib in BED_CARDS_GIB:
             cards = {"CUDASTUB_MEMORY": f"{gib}GiB", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
             subprocess.run([sys.executable, "-W", "ignore", *sys.argv], env={**os.environ, **cards}, check=True)

@@ -1,14 +1,14 @@
-"""What oomprobe answers on a real card, beside the truth, as one JSON file of evidence.
+"""Compare oomprobe's answers on a real card with the truth, and write one JSON file of evidence.
 
-For each demo model, on a card made small by the user's fraction and on the whole card: the answer of `find_max_batch`,
-then sizes around it, each run cold in a process of its own under the same cap (ten steps), then the answer without the
-cap (fifty). Then the tests marked gpu, in the time that is left.
+For each demo model, on a card limited by the user's memory fraction and on the whole card: the answer of `find_max_batch`,
+then the answer without the cap (fifty steps) and sizes around it under the same cap (ten steps), each run cold in its own
+process. Then the tests marked gpu, in the remaining time.
 
     scripts/gpu-check [EVIDENCE.json]       default: tests/evidence/<card>-torch<version>.json
 
-Made for nine minutes of a card. The file is written after each step, so it holds what was found when the check is cut off;
-what the tests say stands beside it, in .tests.txt.
-Exit codes: 0 all as promised; 1 a test failed, an answer was wrong, or there was none; 2 no CUDA device here, or no torch.
+Takes nine minutes of a card. The file is written after each step, so an interrupted check keeps its findings; the output
+of the tests is next to it, in .tests.txt.
+Exit codes: 0 all promises kept; 1 a test failed, or an answer was wrong or missing; 2 no CUDA device here, or no torch.
 """
 
 import argparse
@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT))
 SMALL = {"limit_bytes": 4 * 2**30, "resolution": 0.0, "time_limit_s": 40, "cold_s": 25}
 WHOLE = {"limit_bytes": None, "resolution": 0.02, "time_limit_s": 60, "cold_s": 40}
 PARTS = [{"model": model, **kind} for kind in (SMALL, WHOLE) for model in ("conv_net", "small_gpt")]
-START_S = 20  # beyond these limits: on a card a child needs 5 to 10 s for its context and its libraries
+START_S = 20  # on top of these limits: a child on a card needs 5 to 10 s for its context and libraries
 COLD_STEPS, WHOLE_CARD_STEPS = 10, 50
-# The limits of all parts add up to 330 s, and START_S for each child that is slow; the tests get the rest of 500 s.
+# The limits of all parts add up to 330 s, plus START_S for each slow child; the tests get the rest of 500 s.
 CHECK_S, TESTS_AT_LEAST_S = 500, 60
 
 
@@ -44,11 +44,14 @@ def main():
     parser.add_argument("--without-tests", action="store_true", help="leave out the tests marked gpu")
     arguments = parser.parse_args()
     try:
-        import torch._dynamo  # the first optimizer imports it: 3 s in each child otherwise
+        import torch._dynamo  # otherwise the first optimizer imports it in each child, in 3 s
 
         import oomprobe.demo  # noqa: F401
     except ImportError as error:
-        print(f"gpu-check: {sys.executable}: {error}; name one that has torch: PYTHON=... gpu-check", file=sys.stderr)
+        print(
+            f"gpu-check: {sys.executable}: {error}; choose a Python that has torch: PYTHON=... gpu-check",
+            file=sys.stderr,
+        )
         return 2
 
     started = time.monotonic()
@@ -83,7 +86,7 @@ NOT_RUN = {"ran": False, "summary": "not run"}
 
 
 def in_child(function, *args, limit_s):
-    """Return the dict that `function(*args)` returns in a process of its own, or {"error": how that ended}."""
+    """Return the dict that `function(*args)` returns in a child process, or {"error": how the process ended}."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.Process(target=_answer, args=(sender, function, *args))
     process.start()
@@ -106,7 +109,7 @@ def _answer(sender, function, *args):
 
 
 def within(command, timeout_s, **options):
-    """Run it, and after the time end all that it started too: that would go on, and keep the card's memory."""
+    """Run a command; on time-out, also kill the processes it started, which would keep the card's memory."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     with subprocess.Popen(command, start_new_session=True, text=True, **options) as process:
         try:
@@ -117,11 +120,11 @@ def within(command, timeout_s, **options):
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-# --- what this is ---
+# --- the machine ---
 
 
 def find_card():
-    # A forked child starts in 60 ms, but it cannot use CUDA where an import of this process has used it already.
+    # A forked child starts in 60 ms, but cannot use CUDA if an import in this process has used it.
     for method in ("fork", "spawn"):
         multiprocessing.set_start_method(method, force=True)
         card = in_child(describe_card, limit_s=120)
@@ -190,11 +193,11 @@ def default_path(evidence):
     return ROOT / "tests" / "evidence" / f"{card}-torch{version}.json"
 
 
-# --- a part: one model, one size of card ---
+# --- one part: a model and a card size ---
 
 
 def measure(part):
-    """Add to the part what is found; yield whenever there is something to keep."""
+    """Add findings to the part; yield after each of them."""
     progress(f"{part['model']} on the {card_of(part)}")
     part.update(in_child(probe, part, limit_s=part["time_limit_s"] + START_S))
     yield
@@ -225,7 +228,7 @@ def measure(part):
 
 
 def probe(part):
-    """The answer, on a card made small where that is asked for."""
+    """Return the answer, on a card limited to `limit_bytes`."""
     import oomprobe
 
     hold_to(part["limit_bytes"])
@@ -246,7 +249,7 @@ def probe(part):
 
 
 def train(model_name, batch_size, steps, cap_bytes):
-    """So many steps, as a training script would begin."""
+    """Run steps as at the start of a training script."""
     import torch
 
     import oomprobe.demo
@@ -262,7 +265,7 @@ def train(model_name, batch_size, steps, cap_bytes):
 def user_fraction():
     import torch
 
-    return min(1.0, torch.cuda.get_per_process_memory_fraction(0))  # cudaMallocAsync says 2^33 where nobody set one
+    return min(1.0, torch.cuda.get_per_process_memory_fraction(0))  # cudaMallocAsync returns 2^33 if none was set
 
 
 def hold_to(cap_bytes):
@@ -270,12 +273,12 @@ def hold_to(cap_bytes):
 
     if cap_bytes is not None:
         fraction = cap_bytes / torch.cuda.get_device_properties(0).total_memory
-        # Torch rounds down to whole bytes.
+        # torch rounds down to whole bytes.
         torch.cuda.set_per_process_memory_fraction(min(1.0, math.nextafter(fraction, 1.0)), 0)
 
 
 def search_around(answer, stride, runs):
-    """Run sizes, the answer first, until the largest that runs is known to a tenth of the stride; yield that after each."""
+    """Run sizes, the answer first; after each yield the largest that ran, until it is known to a tenth of the stride."""
     good, bad, size, closed = 0, None, answer, max(1, stride // 10)
     while bad is None or bad - good > closed:
         if runs(size):
@@ -294,7 +297,7 @@ def search_around(answer, stride, runs):
 
 
 def run_tests(limit_s, log):
-    """Run the tests marked gpu; what they say is in the log from the first on."""
+    """Run the tests marked gpu, and write their output to the log as they run."""
     if importlib.util.find_spec("pytest") is None:
         return {"ran": False, "summary": "pytest is not installed here: the tests marked gpu were not run"}
     options = ["-m", "gpu", "-v", "-rfEs", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
@@ -310,11 +313,11 @@ def run_tests(limit_s, log):
     return {"ran": True, "exit_code": status, "summary": "".join(lines[-1:]), "not_passed": not_passed}
 
 
-# --- what is wrong, and what to print ---
+# --- broken promises, and the summary ---
 
 
 def wrong(evidence):
-    """Promises that this card did not see kept."""
+    """Return the promises that were broken on this card."""
     found = []
     if evidence["tests"]["ran"] and evidence["tests"]["exit_code"] != 0:
         found.append(f"tests marked gpu: {evidence['tests']['summary']}")
@@ -356,5 +359,5 @@ def print_summary(evidence, path):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it started ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes end too
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""Records what a real card's allocator is asked for in three training steps, and what the simulated card says of them.
+"""Record the requests to a real card's allocator in three training steps, and the peaks that a simulated card predicts.
 
 python scripts/gpu_traces.py [FOLDER]        default: tests/data/traces
 
-Writes one gzipped JSON for each step: the events of the allocator (action, address, size, stream), the true peaks, and
-the peaks of the same step on a simulated card of the same name. Exit code 2: no CUDA device here.
+Writes one gzipped JSON file per model: the events of the allocator (action, address, size, stream), the true peaks, and
+the peaks of the same steps on a simulated card of that size. Exit code 2: no CUDA device here.
 """
 
 import gzip
@@ -61,7 +61,7 @@ def record(name):
 
 
 def simulate(name, total_bytes, capability):
-    """The peaks of the same calls, simulated; weights and optimizer state are there from the start, as they were."""
+    """Return the simulated peaks of the same calls, with weights in place from the start, as on the card."""
     card = oomprobe.SimulatedDevice(total_bytes)
     with card.building():
         model, step = build(name)

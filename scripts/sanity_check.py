@@ -1,6 +1,6 @@
-"""Before a long run: will the configured batch fit? Copy this file, and put your model and data in place of these.
+"""Check before a long run that the configured batch size fits. Copy this file and put in your own model and data.
 
-python sanity_check.py --batch-size 64 --require    # exit 5 when 64 does not fit, 4 without the device; as `oomprobe run`
+python sanity_check.py --batch-size 64 --require    # exit 5 if 64 does not fit, 4 without the device, as `oomprobe run`
 """
 
 import argparse
@@ -14,13 +14,13 @@ from oomprobe.cli import explained
 from oomprobe.devices import choose_device
 
 parser = argparse.ArgumentParser(description="Probe the batch size, then train with it.")
-parser.add_argument("--batch-size", type=int, default=64, help="the configured one")
-parser.add_argument("--require", action="store_true", help="exit when it does not fit, instead of training with less")
+parser.add_argument("--batch-size", type=int, default=64, help="the configured batch size")
+parser.add_argument("--require", action="store_true", help="exit if it does not fit, instead of training with less")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu:1GiB")
 parser.add_argument("--steps", type=int, default=20)
 args = parser.parse_args()
 
-# --- the training, as it is without the check ---
+# --- the training, unchanged by the check ---
 with explained():
     device = choose_device(args.device, nn.Identity()).torch_device
 mixed = device.type == "cuda"
@@ -31,7 +31,7 @@ scaler = torch.amp.GradScaler(device.type, enabled=mixed)
 
 
 def make_batch(size):
-    """As large as any that training will meet: full resolution, the longest sequence."""
+    """The largest batch that training will see: full resolution, the longest sequence."""
     return torch.randn(size, 3, 64, 64, device=device), torch.randint(10, (size,), device=device)
 
 
@@ -46,7 +46,7 @@ def step(model, batch_size):
     return loss.item()
 
 
-# --- the check: when it has ended, everything above is as it was ---
+# --- the check, which restores everything above ---
 sizes = {"min_batch": min(2, args.batch_size), "max_batch": args.batch_size}
 with explained(required=args.require):
     result = oomprobe.find_max_batch(model, step, device=args.device, **sizes)

@@ -1,1 +1,1 @@
-"""Published measurements of GPU memory, beside what `oomprobe.SimulatedDevice` answers. Nothing here is fitted."""
+"""Published measurements of GPU memory, compared with `oomprobe.SimulatedDevice`. Nothing here is fitted."""

@@ -1,14 +1,14 @@
 """bert-large with sequences of 512 on a V100-16GB: memory of the whole process, MiB.
 
 Source: transformers' documentation of 2022, "Performance and scalability: how to fit a bigger model and train it
-faster": NVML after training, 1343 MiB of it the context before anything was loaded. So the simulated figure is peak
-reserved and those 1343 MiB. No operator here has a workspace of cuDNN's, so the interval is a point.
+faster": NVML after training, of which 1343 MiB are the context before anything was loaded. So the simulated figure is
+peak reserved plus those 1343 MiB. No operator here has a cuDNN workspace, so the interval is a point.
 
-The loop is Trainer's by hand: dummy token ids and labels, no mask, gradients zeroed and not freed, no scaler, and the
-AdamW that was Trainer's default. The documentation does not say which torch made the rows. What two versions did
-otherwise is a switch of each row, and ``--torch`` turns them off: softmax kept its input up to 1.10, and autocast ran
-gelu in 32 bits up to 1.9. That 1.9 or older made them is an inference from these same rows, which are explained by it
-and not predicted.
+The loop is Trainer's, written by hand: dummy token ids and labels, no mask, gradients zeroed and not freed, no scaler,
+and the AdamW that was Trainer's default. The documentation does not name the torch version. Two versions differ in ways
+that are switches of each row, and ``--torch`` turns them off: softmax kept its input up to 1.10, and autocast ran gelu
+in 32 bits up to 1.9. That the version was 1.9 or older is inferred from these same rows: they are explained by it, not
+predicted.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ RUNS = (
 
 
 def compare(*, torch_version="1.9"):
-    """Yield a row for each run, as torch 1.9, 1.10 or a new one would save for backward."""
+    """Yield a row for each run, with what torch 1.9, 1.10 or a new version saves for backward."""
     torchvision_names.declare()
     for run in RUNS:
         with bert_old.functions(
@@ -77,12 +77,12 @@ def compare(*, torch_version="1.9"):
             published_bytes=published,
             simulated_bytes=low,
             interval_bytes=(low, upper),
-            rounding_bytes=MIB,  # whole MiB, cut off
+            rounding_bytes=MIB,  # whole MiB, rounded down
         )
 
 
 def measure(run):
-    """Usage of a run, or None where it does not fit."""
+    """Return the usage of a run, or None if it does not fit."""
     model = running.without_values(partial(build, run))
     device = SimulatedDevice("V100-16GB")
     running.place(device, model)
@@ -90,7 +90,7 @@ def measure(run):
 
 
 def build(run):
-    """bert-large-uncased for two classes, attention written out."""
+    """Build bert-large-uncased for two classes, with eager attention."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -108,7 +108,7 @@ def build(run):
 
 
 def optimizer_of(run, model):
-    """What Trainer made of ``optim="adamw_hf"`` and ``"adafactor"``."""
+    """Return the optimizer of Trainer for ``optim="adamw_hf"`` or ``"adafactor"``."""
     if not run.adafactor:
         return bert_old.AdamW(model.parameters())
     from transformers.optimization import Adafactor
@@ -117,7 +117,7 @@ def optimizer_of(run, model):
 
 
 def step(run, model, optimizer):
-    """One optimizer step, of one or more micro-batches."""
+    """Take one optimizer step of one or more micro-batches."""
     for _ in range(run.accumulated):
         ids = torch.randint(100, 30000, (run.batch_size, LENGTH), device="cuda")
         labels = torch.zeros(run.batch_size, dtype=torch.long, device="cuda")

@@ -1,4 +1,4 @@
-"""What torch and transformers did in 2021 and 2022, and do no more, as far as memory is concerned."""
+"""Memory behaviour that torch and transformers had in 2021 and 2022 and have since changed."""
 
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -9,7 +9,7 @@ _softmax, _gelu = torch.nn.functional.softmax, torch.nn.functional.gelu
 
 
 class SoftmaxKeepingInput(torch.autograd.Function):
-    """Softmax as torch up to 1.10 saved it for backward: its input too (pytorch/pytorch#49600, changed by #65242)."""
+    """Softmax that also saves its input for backward, as up to torch 1.10 (pytorch/pytorch#49600, changed by #65242)."""
 
     @staticmethod
     def forward(ctx, scores, dim):
@@ -33,16 +33,16 @@ def _gelu_in_float32(tensor, approximate="none"):
 
 
 def _in_float32(tensor):
-    """As autocast casts for operators of its 32 bit list."""
+    """Cast as autocast does for operators in its float32 list."""
     return tensor.float() if torch.is_autocast_enabled("cuda") and tensor.dtype is torch.float16 else tensor
 
 
 @contextmanager
 def functions(*, softmax_keeps_input, gelu_in_float32):
-    """Inside, functions of `torch.nn.functional` save what they saved then, where wanted.
+    """Make functions of `torch.nn.functional` save what they saved then.
 
     softmax: up to torch 1.10. gelu: autocast ran it in 32 bits up to torch 1.9 (``KERNEL(ADD_NS(gelu), "gelu", ...,
-    fp32)`` in aten/src/ATen/autocast_mode.cpp; pytorch/pytorch#59639 took it out).
+    fp32)`` in aten/src/ATen/autocast_mode.cpp, removed by pytorch/pytorch#59639).
     """
     with ExitStack() as stack:
         if softmax_keeps_input:
@@ -53,9 +53,9 @@ def functions(*, softmax_keeps_input, gelu_in_float32):
 
 
 class AdamW(torch.optim.Optimizer):
-    """The AdamW that transformers' Trainer took by default: a loop with one temporary for each parameter in turn.
+    """The former default AdamW of transformers' Trainer: a loop with one temporary for each parameter in turn.
 
-    torch's own loop has two at a time, and which blocks are free for the next gradients depends on that.
+    torch's own loop has two at a time, which changes the blocks that are free for the next gradients.
     """
 
     def __init__(self, parameters):

@@ -1,8 +1,8 @@
-"""What cuBLAS keeps: Linear(1, 1) on an A10G leaves 8,519,680 bytes after everything is freed.
+"""The cuBLAS workspace: Linear(1, 1) on an A10G leaves 8,519,680 bytes after everything is freed.
 
-Source: pytorch/pytorch#95668 (2.0.0.dev20230227), whose script runs a forward only, in one thread: one workspace.
-Beside it the same with a backward, which another thread runs with a workspace of its own: twice as much. Nobody
-published that second figure; it is what the rule (one for each thread and stream) says.
+Source: pytorch/pytorch#95668 (2.0.0.dev20230227), whose script runs only a forward, in one thread: one workspace. A
+second row adds a backward, which runs in another thread with its own workspace: twice as much. That figure was not
+published; it follows from the rule (one workspace for each thread and stream).
 """
 
 import torch
@@ -14,7 +14,7 @@ ONE_BYTES = 8_519_680
 
 
 def compare():
-    """Yield a row for the forward, and one for forward and backward."""
+    """Yield a row for the forward, and one with the backward."""
     yield Figure(name="forward", published_bytes=ONE_BYTES, simulated_bytes=left(backward=False))
     both = left(backward=True)
     remark = f"rule, not published, not counted: {both / ONE_BYTES:g} workspaces"
@@ -24,7 +24,7 @@ def compare():
 
 
 def left(*, backward):
-    """Bytes allocated when all tensors are gone."""
+    """Return the bytes allocated once all tensors are freed."""
     device = SimulatedDevice("A10G")
     device.start_trial()
     with device.session():
@@ -33,7 +33,7 @@ def left(*, backward):
 
 
 def run(*, backward):
-    """The script of the issue."""
+    """Run the script of the issue."""
     model = torch.nn.Linear(1, 1, device="cuda")
     result = model(torch.randn(1, 1, device="cuda"))
     if backward:

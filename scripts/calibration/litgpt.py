@@ -1,12 +1,13 @@
 """litgpt's resource table: LoRA fine-tuning in bf16-true on an A100-40GB, ``torch.cuda.max_memory_allocated() / 1e9``.
 
 Source: Lightning-AI/litgpt, tutorials/resource-tables.md of 2023-10-20 (torch 2.1, commit 8641822), first table. Its
-count of trainable parameters says what LoRA was on: 1,572,864 for phi-1.5 are queries and values of rank 8, keys not.
-The models of `calibration.litgpt_model` have the sizes of litgpt's and save the same things, to our knowledge; neither
-they nor this loop are litgpt's own. The longest example comes in the first micro-batch, and the peak with it: one call.
+count of trainable parameters shows where LoRA was applied: 1,572,864 for phi-1.5 are queries and values of rank 8,
+without keys. The models of `calibration.litgpt_model` have the sizes of litgpt's and, as far as is known, save the same
+tensors; neither they nor this loop are litgpt's code. The longest example is in the first micro-batch, and so is the
+peak: one call.
 
-Llama is run a second time with norms in 32 bits, as litgpt has them from 6178c7c of 2023-10-24 on, three days before
-the table was merged. That its figures are from then is an inference from them: those rows are not counted.
+Llama runs a second time with norms in 32 bits, as in litgpt since 6178c7c of 2023-10-24, three days before the table
+was merged. That its figures were made after that commit is inferred from the figures: those rows are not counted.
 """
 
 from dataclasses import dataclass, replace
@@ -19,12 +20,12 @@ from calibration.litgpt_model import GPT, Sizes
 from calibration.rows import GB, Figure
 from oomprobe.devices.simulated import SimulatedDevice
 
-CHUNK = 128  # tokens for which logits are made at a time
+CHUNK = 128  # tokens per chunk of logits
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of one model: published GB by micro-batch (None: out of memory), and LoRA's parameters."""
+    """Rows of one model: published GB by micro-batch (None: out of memory), and the number of LoRA parameters."""
 
     name: str
     sizes: Sizes
@@ -64,7 +65,7 @@ def compare():
 
 
 def figure(table, micro_batch, usage):
-    """A row; the interval ends with what is reserved, as the simulation states no upper end of what is allocated."""
+    """Return a row; its interval ends at peak reserved, since the simulation has no upper end for allocated memory."""
     published_gb = table.published_gb[micro_batch]
     return Figure(
         name=f"{table.name}, {micro_batch}",
@@ -78,7 +79,7 @@ def figure(table, micro_batch, usage):
 
 
 def build(sizes):
-    """A model in bf16, of which only LoRA's matrices are trained."""
+    """Build a model in bf16 of which only LoRA's matrices are trained."""
     model = running.without_values(partial(GPT, sizes)).to_bfloat16()
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "lora" in name
@@ -86,7 +87,7 @@ def build(sizes):
 
 
 def measure(model, tokens, micro_batch):
-    """Usage of one micro-batch of the longest example, or None where it does not fit."""
+    """Return the usage of one micro-batch of the longest example, or None if it does not fit."""
     model.zero_grad()
     device = SimulatedDevice("A100-40GB")
     running.place(device, model)
@@ -95,9 +96,9 @@ def measure(model, tokens, micro_batch):
 
 
 def step(model, optimizer, tokens, micro_batch):
-    """One micro-batch and one optimizer step: logits in chunks, each with its own loss."""
+    """Run one micro-batch and one optimizer step, with the loss of chunks of logits."""
     ids = torch.randint(0, 32000, (micro_batch, tokens), device="cuda")
-    logits = [part.float() for part in model(ids, CHUNK)]  # Fabric's bf16-true gives a module's output back in 32 bits
+    logits = [part.float() for part in model(ids, CHUNK)]  # Fabric's bf16-true returns module outputs in 32 bits
     logits[-1] = logits[-1][:, :-1]
     loss = loss_of(logits, ids[:, 1:])
     loss.backward()
@@ -106,7 +107,7 @@ def step(model, optimizer, tokens, micro_batch):
 
 
 def loss_of(logits, targets):
-    """Cross-entropy of each chunk, then the mean."""
+    """Return the mean of the cross-entropies of all chunks."""
     chunks = zip(logits, targets.split(CHUNK, dim=1), strict=True)
     losses = [
         torch.nn.functional.cross_entropy(chunk.reshape(-1, chunk.shape[-1]), target.reshape(-1), reduction="none")

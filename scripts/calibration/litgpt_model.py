@@ -1,8 +1,8 @@
-"""A decoder with LoRA on queries and values, of the sizes of the models in litgpt's table. Written for `litgpt.py`.
+"""A decoder with LoRA on queries and values, with the sizes of the models in litgpt's table. Used by `litgpt.py`.
 
-It saves for backward what litgpt's of October 2023 does: one projection for queries, keys and values; LoRA on a dropped
-copy of its input, by a grouped convolution, written into zeros where keys are; rotary embedding in 32 bits; attention
-by torch's kernels; a residual that is parallel (GPT-NeoX, phi) or not (Llama).
+It saves for backward what litgpt's models of October 2023 save: one projection for queries, keys and values; LoRA on a
+dropped-out copy of its input, by a grouped convolution, padded with zeros for the keys; rotary embedding in 32 bits;
+attention by torch's kernels; a residual that is parallel (GPT-NeoX, phi) or sequential (Llama).
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ RANK, ALPHA, DROPOUT = 8, 16, 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a model.
+    """The sizes and variants of a model.
 
     Attributes:
-        layers: Blocks.
+        layers: Number of blocks.
         width: Elements of an embedding.
-        hidden: Elements inside an MLP.
-        heads: Of attention.
+        hidden: Elements of the hidden layer of an MLP.
+        heads: Attention heads.
         vocabulary: Tokens, padded as litgpt pads them.
-        rotary: How many of a head's elements are rotated.
-        shared_norm: Attention and MLP have one norm, as in phi.
-        head_bias: Of the layer that makes logits.
-        llama: Llama's norms and MLP, no biases, and a residual that is not parallel.
-        norm_in_float32: Of Llama's norms.
+        rotary: Rotated elements of each head.
+        shared_norm: Attention and MLP share one norm, as in phi.
+        head_bias: The layer that computes logits has a bias.
+        llama: Llama's norms and MLP, no biases, and a sequential residual.
+        norm_in_float32: Llama's norms run in 32 bits.
     """
 
     layers: int
@@ -44,7 +44,7 @@ class Sizes:
 
 
 class GPT(nn.Module):
-    """Tokens of shape ``(batch, length)`` to a list of logits ``(batch, chunk, vocabulary)``."""
+    """Maps tokens of shape ``(batch, length)`` to a list of logits of shape ``(batch, chunk, vocabulary)``."""
 
     def __init__(self, sizes):
         super().__init__()
@@ -55,7 +55,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=sizes.head_bias)
 
     def to_bfloat16(self):
-        """In place, without writing to the weights: there may not be memory for them."""
+        """Convert in place without writing to the weights, for which there may be no memory."""
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=torch.bfloat16)))
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Of many heads, with rotary embedding of a part of each."""
+    """Multi-head attention with rotary embedding of a part of each head."""
 
     def __init__(self, sizes):
         super().__init__()
@@ -117,7 +117,7 @@ class Attention(nn.Module):
 
 
 class LoRALinear(nn.Module):
-    """Queries, keys and values in one product; low rank additions to the first and the last third."""
+    """Queries, keys and values in one product, with low-rank additions to queries and values."""
 
     def __init__(self, width, *, bias):
         super().__init__()
@@ -136,7 +136,7 @@ class LoRALinear(nn.Module):
 
 
 class MLP(nn.Module):
-    """GPT-NeoX's and phi's."""
+    """The MLP of GPT-NeoX and phi."""
 
     def __init__(self, sizes):
         super().__init__()
@@ -147,7 +147,7 @@ class MLP(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """Llama's."""
+    """The MLP of Llama."""
 
     def __init__(self, sizes):
         super().__init__()
@@ -159,7 +159,7 @@ class LlamaMLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Llama's; in the dtype of its input, as litgpt had it first, or in 32 bits."""
+    """The norm of Llama, in the dtype of its input, as first in litgpt, or in 32 bits."""
 
     def __init__(self, width, *, in_float32):
         super().__init__()
@@ -173,5 +173,5 @@ class RMSNorm(nn.Module):
 
 
 def norm(sizes):
-    """The normalisation of a model."""
+    """Return the norm of a model."""
     return RMSNorm(sizes.width, in_float32=sizes.norm_in_float32) if sizes.llama else nn.LayerNorm(sizes.width)

@@ -1,4 +1,4 @@
-"""What a comparison is, as data, and as lines of text."""
+"""Comparisons as data, and as lines of text."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -8,16 +8,16 @@ MIB, GB = 2**20, 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A published peak beside a simulated one.
+    """A published peak and a simulated one.
 
     Attributes:
         name: What was run.
-        published_bytes: None where the publication says that it did not fit.
-        simulated_bytes: What the same measurement would read in the simulation; None where it does not fit.
-        interval_bytes: What the simulation says the peak is between.
-        rounding_bytes: Half of the last digit published.
-        remark: What a reader has to know about this row.
-        counted: Whether it is among the rows of the family, and not beside them for explanation.
+        published_bytes: None if it did not fit, according to the publication.
+        simulated_bytes: The same measurement in the simulation; None if it does not fit.
+        interval_bytes: Bounds of the peak in the simulation.
+        rounding_bytes: Half of the last published digit.
+        remark: Note for the reader.
+        counted: Whether the summary counts it; other rows explain.
     """
 
     name: str
@@ -30,14 +30,14 @@ class Figure:
 
     @property
     def error(self):
-        """Relative; negative where the simulation is too low, which is the dangerous side. None without two figures."""
+        """Relative error, negative if the simulation is too low, which is dangerous; None without both figures."""
         if self.published_bytes is None or self.simulated_bytes is None:
             return None
         return self.simulated_bytes / self.published_bytes - 1
 
     @property
     def inside(self):
-        """Whether the published figure, which was rounded, lies in the simulated interval."""
+        """Whether the published, rounded figure lies in the simulated interval."""
         if self.published_bytes is None or self.interval_bytes is None:
             return None
         low, upper = self.interval_bytes
@@ -45,25 +45,25 @@ class Figure:
 
     @property
     def too_low(self):
-        """Whether the simulation promises what did not hold: a lower peak, or a fit where there was none."""
-        if self.published_bytes is None:
+        """Whether the simulation is too optimistic: a lower peak, or a fit although the real run did not fit."""
+        if self.published_bytes is None or self.simulated_bytes is None:
             return self.simulated_bytes is not None
-        return self.simulated_bytes is not None and self.simulated_bytes < self.published_bytes - self.rounding_bytes
+        return self.simulated_bytes < self.published_bytes - self.rounding_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bracket:
-    """A batch size that ran and one that did not, beside what the simulation says of both.
+    """A batch size that ran and one that failed, with the simulation of both.
 
     Attributes:
-        name: Of the model.
-        ran: Batch size published as the largest that ran.
-        failed: Batch size published as failed: the next on the publication's ladder.
-        ran_fits: Whether the first fits in the simulation.
-        failed_fits: Whether the second does.
-        ran_bytes: What the first reserves at its peak, without a limit; the upper end has room for convolutions.
-        failed_bytes: The same for the second.
-        retries: Times the allocator gave its cache back for the larger of those that fit: more than 0 is marginal.
+        name: Model and image size.
+        ran: Largest batch size that ran, as published.
+        failed: Next larger batch size in the publication, which failed.
+        ran_fits: Whether `ran` fits in the simulation.
+        failed_fits: Whether `failed` fits in the simulation.
+        ran_bytes: Bounds of peak reserved for `ran`, without a limit; the upper one includes convolution workspaces.
+        failed_bytes: The same for `failed`.
+        retries: Times the allocator freed its cache for the larger size that fits; above 0 is marginal.
     """
 
     name: str
@@ -77,14 +77,14 @@ class Bracket:
 
     @property
     def verdict(self):
-        """HIT; OVER where what ran is refused (safe); UNDER where what failed is let through (dangerous)."""
+        """HIT; OVER if `ran` does not fit (safe); UNDER if `failed` fits (dangerous)."""
         if not self.ran_fits:
             return "OVER"
         return "UNDER" if self.failed_fits else "HIT"
 
 
 def shown_figures(rows, unit, unit_bytes, digits):
-    """Lines of a table of figures; the unit is one of the publication."""
+    """Yield the lines of a table of figures, in the unit of the publication."""
 
     def number(nbytes):
         return f"{nbytes / unit_bytes:,.{digits}f}"
@@ -98,11 +98,7 @@ def shown_figures(rows, unit, unit_bytes, digits):
         inside = {True: "has it", False: "misses it", None: ""}[row.inside]
         line = f"{row.name:32} {published:>10} {simulated:>10} {error:>8}  {between:20} {inside:9} {row.remark}"
         yield line.rstrip()
-    yield from summary_of_figures([row for row in rows if row.counted])
-
-
-def summary_of_figures(rows):
-    """Median, worst, and how often too low."""
+    rows = [row for row in rows if row.counted]
     compared = [row for row in rows if row.error is not None]
     if compared:
         worst = max(compared, key=lambda row: abs(row.error))
@@ -115,17 +111,12 @@ def summary_of_figures(rows):
 
 
 def shown_brackets(rows):
-    """Lines of a table of brackets."""
+    """Yield the lines of a table of brackets."""
     yield f"{'':36} {'ran':>4} {'failed':>6}  {'verdict':8} peak reserved without a limit, MiB: ran; failed"
     for row in rows:
         between = "; ".join(f"[{low / MIB:,.0f}, {up / MIB:,.0f}]" for low, up in (row.ran_bytes, row.failed_bytes))
         marginal = f"  marginal: {row.retries} retries" if row.retries else ""
         yield f"{row.name:36} {row.ran:4} {row.failed:6}  {row.verdict:8} {between}{marginal}"
-    yield from summary_of_brackets(rows)
-
-
-def summary_of_brackets(rows):
-    """Shares of hits, and of each kind of miss."""
     verdicts = [row.verdict for row in rows]
     yield f"brackets hit: {_share(verdict == 'HIT' for verdict in verdicts)}"
     yield f"under-estimates (lets through what failed): {_share(verdict == 'UNDER' for verdict in verdicts)}"

@@ -1,16 +1,16 @@
-"""A step, run on a simulated card."""
+"""Run steps on a simulated card."""
 
 import torch
 
 
 def place(device, model):
-    """The model is on the card before anything is measured, and a measurement begins."""
+    """Put the model on the card, then begin to measure."""
     device.place([*model.parameters(), *model.buffers()])
     device.start_trial()
 
 
 def call(device, step, times):
-    """Run a step so many times; returns the usage, or None where it does not fit."""
+    """Run a step `times` times; return the usage, or None if it does not fit."""
     try:
         for _ in range(times):
             with device.session():
@@ -21,7 +21,7 @@ def call(device, step, times):
 
 
 def without_values(build):
-    """Build a model in host memory that nobody writes to, and so none of it is used: 7 billion parameters are fine."""
+    """Build a model whose memory is never written, and so takes no host memory, even at 7 billion parameters."""
     with torch.device("meta"):
         model = build()
     return model.to_empty(device="cpu")

@@ -1,11 +1,11 @@
-"""The timm training benchmark on an RTX 3090: the largest batch size that ran, and the next one, which did not.
+"""The timm training benchmark on an RTX 3090: the largest batch size that ran, and the next one, which failed.
 
 Source: huggingface/pytorch-image-models, results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv (Apache-2.0), kept in
 tests/data. Recipe: torch 1.12, CUDA 11.3, channels first, fp16 autocast around the loss, no scaler, SGD with Nesterov
-momentum as a loop over parameters, random images, cross-entropy. Attention is written out, as timm had it then.
+momentum as a loop over parameters, random images, cross-entropy. Attention is not fused, as in timm then.
 
-Each size is run without a limit and recorded, two calls; whether it fits is then asked of the allocator alone, at any
-capacity, as the first call of a real run would meet it.
+Two calls of each size are recorded without a limit. Replaying the recording on the allocator alone then tells whether
+it fits a capacity.
 """
 
 import json
@@ -22,7 +22,7 @@ from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.tape import Call, replay_call
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "timm_rtx3090_train_amp_nchw.json"
-CAPACITY_MIB = 22_000  # stated in simulation.md, where it was chosen on rows of this file
+CAPACITY_MIB = 22_000  # chosen on rows of this file
 SWEEP_MIB = range(21_000, 23_001, 250)
 UNLIMITED = 2**44  # bytes
 CALLS = 2
@@ -30,7 +30,7 @@ CALLS = 2
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A batch size, run without a limit: its blocks in the order it asked for them, and its peak."""
+    """A batch size, run without a limit: its allocations in order, and its peak."""
 
     placed_bytes: tuple[int, ...]
     calls: tuple[Call, ...]
@@ -38,7 +38,7 @@ class Recorded:
 
 
 def rows(count):
-    """As many rows as wanted, evenly spaced over those whose models the installed timm still has; None: all."""
+    """Return `count` rows, evenly spaced over those whose models the installed timm still has; None: all."""
     torchvision_names.declare()
     import timm
 
@@ -49,7 +49,7 @@ def rows(count):
 
 
 def record(row):
-    """Both sizes of a row."""
+    """Record both sizes of a row."""
     import timm
 
     timm.layers.set_fused_attn(False)
@@ -58,7 +58,7 @@ def record(row):
 
 
 def record_size(model, image_size, size):
-    """One batch size on a card without end."""
+    """Record one batch size on a card without a limit."""
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, foreach=False)
     device = SimulatedDevice(UNLIMITED)
@@ -69,7 +69,7 @@ def record_size(model, image_size, size):
 
 
 def step(model, optimizer, image_size, size):
-    """One step of timm's benchmark.py."""
+    """Take one step as timm's benchmark.py does."""
     images = torch.randn(size, 3, image_size, image_size, device="cuda")
     target = torch.randint(0, 1000, (size,), device="cuda")
     optimizer.zero_grad()
@@ -80,7 +80,7 @@ def step(model, optimizer, image_size, size):
 
 
 def fits(recorded, capacity_mib):
-    """Whether a recorded size fits, and how often the allocator had to give its cache back."""
+    """Return whether a recorded size fits, and how often the allocator freed its cache."""
     allocator = CachingAllocator(capacity_mib * MIB)
     try:
         alive = {(1, index): allocator.malloc(nbytes) for index, nbytes in enumerate(recorded.placed_bytes)}
@@ -92,7 +92,7 @@ def fits(recorded, capacity_mib):
 
 
 def bracket(row, sizes, capacity_mib):
-    """What the simulation says of a row at a capacity."""
+    """Simulate a row at a capacity."""
     ran, failed = sizes[row["ran"]], sizes[row["failed"]]
     (ran_fits, ran_retries), (failed_fits, failed_retries) = (fits(size, capacity_mib) for size in (ran, failed))
     return Bracket(

@@ -1,7 +1,7 @@
-"""Import torchvision where its binary operators do not load, as beside a torch without CUDA.
+"""Make torchvision importable if its binary operators do not load, as with a torch without CUDA.
 
-timm imports torchvision, and torchvision registers how its operators act on tensors without data as it is imported:
-for that they must have names. No model here runs one of them.
+timm imports torchvision, which on import registers fake implementations of its operators: for that they must be
+declared. No model here runs any of them.
 """
 
 import torch
@@ -10,11 +10,11 @@ SCHEMAS = (
     "nms(Tensor boxes, Tensor scores, float threshold) -> Tensor",
     "qnms(Tensor boxes, Tensor scores, float threshold) -> Tensor",
 )
-_kept = []  # a library forgets its names when it dies
+_kept = []  # a Library drops its declarations when it is freed
 
 
 def declare():
-    """Give the operators names, unless torchvision brings them, or is not here."""
+    """Declare the operators unless torchvision does, or is not installed."""
     try:
         import torchvision  # noqa: F401
     except ModuleNotFoundError:

@@ -1,1 +1,1 @@
-"""Parts of scripts/benchmark_peers.py: what is trained, the tools, how their answers are judged, the table."""
+"""Parts of scripts/benchmark_peers.py: the models, the tools, the measurements, the table."""

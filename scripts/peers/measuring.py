@@ -1,6 +1,6 @@
-"""One tool on one model, in a process forked before CUDA was initialised: its answer, what it ran and what it left.
+"""Run one tool on one model in a process forked before CUDA was initialised: its answer, what it ran and changed.
 
-The same kind of process says what is true: the cold frontier, and whether an answer lasts.
+The cold frontier, and whether an answer lasts, are measured in such processes too.
 """
 
 import gc
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy
 import torch
-import torch._dynamo  # optimizers import it in their first step: once here, instead of in each process
+import torch._dynamo  # imported by the first optimizer step: once here instead of in each process
 import torch.utils.checkpoint
 
 from peers.models import LOG_VARIABLE, WORKLOADS
@@ -27,7 +27,7 @@ LONGEST_S = 300
 
 
 def forked(function, *arguments):
-    """What the function returns in a process of its own, or `ChildError` with the way it ended."""
+    """Return what the function returns in a child process; raise ChildError with how it ended otherwise."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -63,7 +63,7 @@ def card_gib():
 
 @cache
 def lasts(name, batch_size, steps):
-    """Whether a fresh process with the whole card runs so many steps."""
+    """Whether a fresh process with the whole card runs that many steps."""
     return forked(_runs, name, batch_size, steps)
 
 
@@ -79,9 +79,9 @@ def _runs(name, batch_size, steps):
 
 
 def cold_frontier(name):
-    """The largest batch size that runs ten steps in a fresh process, by doubling and bisection to a part in 500.
+    """Return the largest batch size that runs ten steps in a fresh process, by doubling and bisection to 1/500.
 
-    Some sizes fail below others that run, so doubling ends only where a size and an odd one a sixteenth above it fail.
+    Some sizes fail below others that run, so doubling ends only if a size and an odd one a sixteenth above it both fail.
     """
 
     def runs(size):
@@ -97,7 +97,7 @@ def cold_frontier(name):
 
 
 def row(tool_name, name, frontier):
-    """Everything measured of one tool on one model."""
+    """Return all measurements of one tool on one model."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             told = forked(_ask, tool_name, name, 2 ** frontier.bit_length(), folder)
@@ -139,13 +139,13 @@ def _ask(tool_name, name, start, folder):
 
 
 def memory():
-    """What this process's tensors, and its allocator, hold of the card."""
+    """Return the bytes held by this process's tensors and by its allocator."""
     gc.collect()
     return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
 
 
 def state(model, optimizer):
-    """A digest of each part of the training state."""
+    """Return a digest of each part of the training state."""
     generators = [torch.get_rng_state(), torch.cuda.get_rng_state(), numpy.random.get_state(), random.getstate()]
     parts = {"generators": generators}
     if model is not None:

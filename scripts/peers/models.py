@@ -1,7 +1,7 @@
-"""What is trained: small models whose ``forward`` gives the loss, so that every tool can run them.
+"""Small models whose ``forward`` returns the loss, so that every tool can train them.
 
-No step reads a value back from the device, because on the test bed kernels compute nothing. Each name below is also a
-function of this module that builds ``(model, step)``, which is what `oomprobe.probe_target` asks for.
+No step reads a value back from the device, because kernels on the test bed compute nothing. Each workload is also a
+function of this module that builds ``(model, step)``, as `oomprobe.probe_target` requires.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
-LOG_VARIABLE = "PEERS_LOG"  # names a file that records every batch, also of processes that a tool starts
+LOG_VARIABLE = "PEERS_LOG"  # path of a file that records every batch, including those of processes that a tool starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,10 @@ class Workload:
 
     Attributes:
         module: Builds the model.
-        sample: Shape of one example; floats, or token ids where the module takes ``input_ids``.
+        sample: Shape of one example.
         optimizer: Takes the parameters.
-        clip: Norm that gradients are clipped to.
+        tokens: The module takes token ids, as ``input_ids``; otherwise floats.
+        clip: Norm to which gradients are clipped.
     """
 
     module: Callable[[], nn.Module]
@@ -62,7 +63,7 @@ class Workload:
 
 
 def recorded(model):
-    """Record every batch size that the model, or a copy of it, is given."""
+    """Record every batch size that the model, or a copy of it, receives."""
     getattr(model, "detector", model).register_forward_pre_hook(entered, with_kwargs=True)
     return model
 
@@ -134,7 +135,7 @@ class GPT(nn.Module):
 
 
 class Yolo11n(nn.Module):
-    """Ultralytics' smallest detector; its own loss reads values back, so the mean square of its outputs stands for it."""
+    """Ultralytics' smallest detector; its own loss reads values back, so this one is the mean square of its outputs."""
 
     def __init__(self):
         from ultralytics.nn.tasks import DetectionModel

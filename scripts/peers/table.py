@@ -1,4 +1,4 @@
-"""The evidence as tables in a page: a line for each tool."""
+"""Render the evidence as tables in a page, one line per tool."""
 
 import json
 import re
@@ -15,7 +15,7 @@ HEAD = (
 
 
 def line(rows):
-    """The cells of one tool: shares are of the answers that last, sizes tried is a median."""
+    """Return the cells of one tool; shares are of the answers that last."""
     answers = [row for row in rows if row.get("answer") is not None]
     dies = sum(not row["lasts"] for row in answers)
     shares = [row["answer"] / row["frontier"] for row in answers if row["lasts"]]
@@ -46,7 +46,7 @@ def table(title, results):
 
 
 def into_page(page, evidence):
-    """Put a table for each evidence file that exists between the page's markers."""
+    """Write a table for each existing evidence file between the page's markers."""
     tables = [table(TITLES[name], json.loads(path.read_text())) for name, path in evidence.items() if path.exists()]
     section = "\n\n".join([BEGIN, *tables, END])
     text, found = re.subn(f"{BEGIN}.*?{END}", lambda _: section, page.read_text(), flags=re.DOTALL)

@@ -1,7 +1,7 @@
-"""Each tool, called as its documentation shows.
+"""The tools, each called as its documentation shows.
 
-A tool takes a `Call` and gives its answer. Tools that shrink a size are started at the first power of two above the truth,
-which is kinder than a user's guess; those that wrap a training function are given one of ten steps.
+A tool takes a `Call` and returns its answer. Tools that shrink a size start at the first power of two above the truth,
+closer than a user's guess; those that wrap a training function get one of ten steps.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ TRAINING_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a tool is given; `model` and `optimizer` are None for tools that build their own."""
+    """The arguments of a tool; `model` and `optimizer` are None for tools that build their own."""
 
     name: str
     workload: Any
@@ -116,7 +116,7 @@ def batch_probe_step(call):
 
 
 def batch_finder(call):
-    """In this process: its workers are local functions, which "spawn" cannot pickle, so it goes on here by itself."""
+    """Runs in this process: "spawn" cannot pickle its workers, which are local functions."""
     from batch_finder import find_max_minibatch
 
     options = {"forward_params": [call.argument], "use_subprocess": False, "delay": 0}
