@@ -48,10 +48,7 @@ def main():
 
         import oomprobe.demo  # noqa: F401
     except ImportError as error:
-        print(
-            f"gpu-check: {sys.executable}: {error}; choose a Python that has torch: PYTHON=... gpu-check",
-            file=sys.stderr,
-        )
+        print(f"gpu-check: {sys.executable}: {error}; use one that has torch: PYTHON=... gpu-check", file=sys.stderr)
         return 2
 
     started = time.monotonic()

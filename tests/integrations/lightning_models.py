@@ -1,4 +1,4 @@
-"""Lightning modules and data for the tests, each with what it is a test of."""
+"""Lightning modules and data for the tests."""
 
 import random
 from typing import ClassVar
@@ -13,7 +13,7 @@ pl = pytest.importorskip("lightning.pytorch")
 torchmetrics = pytest.importorskip("torchmetrics")
 
 WIDTH = 8
-# What Lightning itself says of torch 2.13, of a Trainer without workers, and of short runs.
+# Lightning's own warnings about torch 2.13, loaders without workers, and short runs.
 FRAMEWORK_WARNINGS = (
     "ignore:.*(does not have many workers|smaller than the logging interval|early stopping|GPU available but not used):",
     "ignore:.*(Trying to infer the `batch_size`|Checkpoint directory .* exists|but have no `val_dataloader`):",
@@ -34,7 +34,7 @@ def quiet_trainer(**settings):
 
 
 class Module(pl.LightningModule):
-    """Notes which batch sizes trained and validated; `ledger` serves or refuses `MIB` a training example."""
+    """Records the batch sizes of training and validation; `ledger` serves or refuses `MIB` per training example."""
 
     def __init__(self, ledger=None, *, eval_mib=0, batch_size=4, examples=None, manual=False):
         super().__init__()
@@ -72,21 +72,21 @@ class Module(pl.LightningModule):
 
 
 class Told:
-    """What a module notes: an object that a probe does not look into, so that its trials can be seen."""
+    """Records of a module: a probe does not restore attributes of this object, so trials leave a trace."""
 
     def __init__(self):
         self.trained, self.validated, self.losses = [], [], []
 
 
 class OwnLoaders(Module):
-    """With train_dataloader() of its own."""
+    """Has its own train_dataloader()."""
 
     def train_dataloader(self):
         return DataLoader(data(self.examples), batch_size=self.batch_size, shuffle=True)
 
 
 class Data(pl.LightningDataModule):
-    """Reads `batch_size`; notes its hooks."""
+    """Records its hooks in HOOKS."""
 
     def __init__(self, examples=64, *, batch_size=4, val_batch_size=None):
         super().__init__()
@@ -110,7 +110,7 @@ class Data(pl.LightningDataModule):
         return DataLoader(self.train_set, batch_size=self.val_batch_size or self.batch_size)
 
 
-HOOKS: list[str] = []  # no attribute, which a probe would put back
+HOOKS: list[str] = []  # not an attribute, which a probe would restore
 
 
 def data(examples):
@@ -118,7 +118,7 @@ def data(examples):
 
 
 class Sentences(Dataset):
-    """Sequences of the lengths given, with the length as the value."""
+    """Sequences of the given lengths, filled with the length."""
 
     def __init__(self, lengths):
         self.lengths = lengths
@@ -135,7 +135,7 @@ def padded(sentences):
 
 
 class Padded(Module):
-    """Takes `MIB` an element; notes shapes."""
+    """Takes `MIB` per element; records shapes."""
 
     def training_step(self, batch, batch_idx):
         self.told.trained.append(tuple(batch.shape))
@@ -144,7 +144,7 @@ class Padded(Module):
 
 
 class Drawing(Dataset):
-    """Draws from generators of its own and from all that there are, as it gives an example."""
+    """Draws from its own and from all global generators for each example."""
 
     def __init__(self, count):
         self.count = count
@@ -159,7 +159,7 @@ class Drawing(Dataset):
 
 
 class DrawingData(Data):
-    """Draws from a generator of its own as it is set up."""
+    """Draws from its own generator in setup()."""
 
     def __init__(self):
         super().__init__()
@@ -180,18 +180,19 @@ class DrawingData(Data):
 
 
 class Noisy(Module):
-    """Draws from one of its own as it trains."""
+    """Draws from its own generator in training_step()."""
 
     def __init__(self, ledger):
         super().__init__(ledger)
         self.generator = torch.Generator().manual_seed(4)
 
     def training_step(self, batch, batch_idx):
-        return super().training_step([batch[0] + torch.rand(batch[0].shape, generator=self.generator)], batch_idx)
+        noise = torch.rand(batch[0].shape, generator=self.generator).to(batch[0])
+        return super().training_step([batch[0] + noise], batch_idx)
 
 
 class Listening(pl.Callback):
-    """Notes each hook that is called."""
+    """Records each hook that is called."""
 
     heard: ClassVar[list] = []
 
