@@ -1,6 +1,6 @@
-"""The frameworks, as they come from the registry."""
+"""Makes torchvision importable for the frameworks."""
 
 from calibration import torchvision_names
 
-# Beside a torch without CUDA the operators of torchvision do not load, and with them whatever imports it.
+# Its operators do not load with a torch without CUDA, and then imports of torchvision fail.
 torchvision_names.declare()

@@ -15,7 +15,7 @@ import oomprobe
 from oomprobe.integrations.accelerate import find_executable_batch_size, unchanged
 
 pytestmark = pytest.mark.filterwarnings(
-    # torch's own, of the autocast that accelerate enters with bf16 on a CPU
+    # from the autocast that accelerate enters with bf16 on a CPU
     "ignore:.*torch.cpu.amp.autocast.*:FutureWarning"
 )
 HOST = {"device": HERE, "progress": "off"}
@@ -23,7 +23,7 @@ HOST = {"device": HERE, "progress": "off"}
 
 @pytest.fixture(autouse=True)
 def unfrozen(monkeypatch):
-    """The imports are frozen, for speed, and no tensor that matters: the decorator may trust what the collector knows."""
+    """conftest freezes only imports, so the decorator may rely on what gc lists."""
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
 
 
@@ -46,13 +46,13 @@ def steps_of(batch_size, *, optimizer=torch.optim.SGD, number=50, model=None, ca
 # --- the call style ---
 
 
-def test_what_it_takes_is_what_accelerate_takes():
+def test_signature_matches_accelerate():
     ours, theirs = (list(inspect.signature(one).parameters.values()) for one in (find_executable_batch_size, shrinking))
     assert [(p.name, p.default, p.kind) for p in ours[:3]] == [(p.name, p.default, p.kind) for p in theirs]
     assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in ours[3:])
 
 
-def test_it_is_used_with_parentheses_and_without(monkeypatch):
+def test_with_and_without_parentheses(monkeypatch):
     def train(batch_size, factor, *, added=0):
         """Train."""
         steps_of(batch_size, number=3)
@@ -75,7 +75,7 @@ def test_it_is_used_with_parentheses_and_without(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "said"),
     [
         ({"reduce_batch_size_fn": lambda: 1}, "bisects: leave it out"),
         ({"global_batch": 64}, "accumulates gradients itself"),
@@ -86,8 +86,8 @@ def test_it_is_used_with_parentheses_and_without(monkeypatch):
         ({"function": lambda batch_size: None, "steps": "2"}, "steps must be"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, told):
-    with pytest.raises(oomprobe.InvalidArgumentError, match=told):
+def test_wrong_arguments_are_refused(arguments, said):
+    with pytest.raises(oomprobe.InvalidArgumentError, match=said):
         find_executable_batch_size(**arguments)
 
 
@@ -101,30 +101,29 @@ def test_a_method_takes_the_batch_size_before_self():
         scale = 10
 
     assert Runner().train(3) == 60
-    assert Runner.train.result.batch_size == 2
 
 
 # --- trials ---
 
 
 def test_it_bisects_to_the_size_that_fits_and_trains_once():
-    calls, for_good = [], []
+    calls, finished = [], []
 
     @find_executable_batch_size(starting_batch_size=128, **HOST)
     def train(batch_size):
         fail_above(37, batch_size)
         steps_of(batch_size, calls=calls)
-        for_good.append(batch_size)  # what is after the training is met once
+        finished.append(batch_size)  # code after the training runs once
         return f"trained at {batch_size}"
 
     assert train() == "trained at 37"
-    assert for_good == [37]
+    assert finished == [37]
     assert calls[-50:] == [37] * 50
     assert (train.result.batch_size, train.result.limit_batch_size) == (37, 37)
     assert {t.batch_size for t in train.result.trials if not t.passed} >= {38, 64}
-    assert train.result.limited_by == "host_memory"  # the error is one of host memory
+    assert train.result.limited_by == "host_memory"  # the error is about host memory
     trials = {t.batch_size for t in train.result.trials}
-    assert len(trials) <= 15  # accelerate's would be 13 runs, and end at 33: below the limit
+    assert len(trials) <= 15  # accelerate needs 13 runs and ends at 33, below the limit
     assert "first seen when it stepped" not in str(train.result)
 
 
@@ -134,7 +133,7 @@ def test_every_optimizer_makes_its_steps(trial_steps, left_after):
 
     @find_executable_batch_size(starting_batch_size=1, trial_steps=trial_steps, **HOST)
     def train(batch_size):
-        models = {name: torch.nn.Linear(4, 1) for name in "cg"}  # critic and generator
+        models = {name: torch.nn.Linear(4, 1) for name in "cg"}  # critic, generator
         optimizers = {name: torch.optim.Adam(one.parameters()) for name, one in models.items()}
         made.append("")
         for number in range(40):
@@ -148,7 +147,7 @@ def test_every_optimizer_makes_its_steps(trial_steps, left_after):
 
 
 @pytest.mark.parametrize(("kept", "left_after"), [(True, 15), (False, 1)])
-def test_an_optimizer_that_stepped_for_once_is_not_waited_for(kept, left_after):
+def test_trials_do_not_wait_for_an_optimizer_that_stepped_once(kept, left_after):
     longest = []
 
     @find_executable_batch_size(starting_batch_size=1, **HOST)
@@ -165,7 +164,7 @@ def test_an_optimizer_that_stepped_for_once_is_not_waited_for(kept, left_after):
     assert {len(one) for one in longest[:-1]} == {left_after}
 
 
-def test_nothing_of_a_call_is_alive_in_the_next():
+def test_objects_of_a_call_are_freed_before_the_next():
     models, alive = [], []
 
     @find_executable_batch_size(starting_batch_size=16, **HOST)
@@ -187,8 +186,8 @@ def test_nothing_of_a_call_is_alive_in_the_next():
     assert len(alive) > 10
 
 
-def test_nothing_is_copied_of_what_a_call_makes(monkeypatch):
-    """In the midst of a trial: on a host the copy would count against the budget, and the answer be a fraction."""
+def test_objects_made_by_a_call_are_not_copied(monkeypatch):
+    """On a host a copy during a trial would count against the budget, and reduce the answer."""
     monkeypatch.setattr("oomprobe.state.Snapshot.add", lambda self, optimizer: pytest.fail("kept"))
 
     @find_executable_batch_size(starting_batch_size=2, **HOST)
@@ -213,7 +212,7 @@ def test_a_function_that_ends_before_its_steps_fits(steps):
         return batch_size
 
     assert train() == 4
-    assert calls.count(1) < 10  # not 32 runs of a whole data set in search of an optimizer
+    assert calls.count(1) < 10  # it does not run 32 times in search of an optimizer
     assert any("no optimizer stepped" in note for note in train.result.notes) is (steps == 0)
 
 
@@ -228,7 +227,7 @@ def handles_out_of_memory_itself(batch_size):
 
 
 @pytest.mark.parametrize("function", [drops_a_batch_that_is_not_full, handles_out_of_memory_itself])
-def test_a_size_that_makes_no_step_is_told(function):
+def test_a_size_without_a_step_is_reported(function):
     train = find_executable_batch_size(function, starting_batch_size=8, **HOST)
     said = rf"at batch 8 {function.__name__} ended without an optimizer step.*at batch 4.* have it raise them again; .*last"
     with pytest.raises(oomprobe.UnreliableError, match=said):
@@ -238,7 +237,7 @@ def test_a_size_that_makes_no_step_is_told(function):
 # --- failures ---
 
 
-def test_a_bug_is_told_with_what_to_type():
+def test_a_bug_is_reported_with_the_call_to_make():
     @find_executable_batch_size(starting_batch_size=8, **HOST)
     def train(batch_size):
         steps_of([1, 2][batch_size - 1])
@@ -249,7 +248,7 @@ def test_a_bug_is_told_with_what_to_type():
     assert train.result is None
 
 
-def test_memory_that_ends_in_the_call_for_good_is_told():
+def test_running_out_of_memory_in_the_final_call():
     calls = []
 
     @find_executable_batch_size(starting_batch_size=2, **HOST)
@@ -265,11 +264,11 @@ def test_memory_that_ends_in_the_call_for_good_is_told():
     assert calls.count(2) < 14
 
 
-# --- what is given back ---
+# --- what is restored ---
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_training_is_bit_equal_to_training_at_that_size_alone(enabled):
+def test_training_is_bit_equal_to_training_without_a_probe(enabled):
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, enabled=enabled)
@@ -283,7 +282,7 @@ def test_training_is_bit_equal_to_training_at_that_size_alone(enabled):
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)  # a trial ends in here
+            scaler.step(optimizer)  # trials end in this call
             scaler.update()
             scheduler.step()
             losses.append(loss.item())
@@ -307,7 +306,7 @@ def test_training_is_bit_equal_to_training_at_that_size_alone(enabled):
         assert torch.equal(one, other)
 
 
-def test_a_model_that_is_kept_from_call_to_call_is_refused():
+def test_a_model_kept_from_call_to_call_is_refused():
     @functools.cache
     def model_of_all_calls():
         return torch.nn.Linear(4, 1)
@@ -318,10 +317,10 @@ def test_a_model_that_is_kept_from_call_to_call_is_refused():
 
     with pytest.raises(oomprobe.UnreliableError, match=r"train trains a model that an earlier call made and kept"):
         train()
-    assert train() is None  # now it was there before, and comes back
+    assert train() is None  # now it exists before the first call, and is restored
 
 
-def test_everything_is_as_it_was_after_ctrl_c():
+def test_everything_is_restored_after_ctrl_c():
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = torch.nn.Linear(4, 1)
     before = copy.deepcopy(model.state_dict())
@@ -344,8 +343,8 @@ def test_everything_is_as_it_was_after_ctrl_c():
     assert same(model.state_dict(), before)
 
 
-def test_the_loop_of_the_documentation_of_accelerate():
-    """An Accelerator outside, and everything else made and prepared inside."""
+def test_the_loop_of_accelerates_documentation():
+    """An Accelerator outside the function; everything else is made and prepared inside."""
     seen, accelerator = [], accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
 
     @find_executable_batch_size(starting_batch_size=32, **HOST)
@@ -366,7 +365,7 @@ def test_the_loop_of_the_documentation_of_accelerate():
 
     assert inner() == 9
     assert set(seen) == {(0, 0, None)}
-    assert len(accelerator._models) == 1  # of the call for good
+    assert len(accelerator._models) == 1  # of the final call
 
 
 def test_an_accelerator_made_inside():
@@ -425,11 +424,11 @@ def same(one, other):
     return one == other
 
 
-def test_what_was_prepared_trains_on_bit_equal():
+def test_prepared_objects_train_on_bit_equal():
     accelerator, model, micro_batch, trained = prepared()
     with unchanged(accelerator):
         result = oomprobe.find_max_batch(model, micro_batch, min_batch=2, **HOST)
     assert (result.batch_size, result.state_verified) == (20, True)
-    assert max(trial.steps for trial in result.trials) <= 2 * (5 + 1)  # the wrapper of the optimizer is not waited for
+    assert max(trial.steps for trial in result.trials) <= 2 * (5 + 1)  # trials do not wait for the optimizer's wrapper
     found = trained()
     assert same(found, prepared()[-1]())

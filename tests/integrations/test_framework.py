@@ -12,21 +12,21 @@ import oomprobe
 from oomprobe.integrations.framework import FrameworkError, attributes_kept, framework
 
 
-def test_a_framework_that_is_not_there_says_what_to_type(tmp_path, monkeypatch):
+def test_a_missing_framework_names_the_command(tmp_path, monkeypatch):
     with pytest.raises(
         FrameworkError, match=r"nothere 3.1 or newer, and it is not installed: pip .*'oomprobe\[x\]'"
     ) as caught:
         framework("nothere.part", minimum="3.1", extra="x")
     assert isinstance(caught.value, ImportError)
     assert isinstance(caught.value, oomprobe.OomProbeError)
-    (tmp_path / "lacking.py").write_text("import what_it_lacks")
+    (tmp_path / "lacking.py").write_text("import its_dependency")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'what_it_lacks'$"):
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'its_dependency'$"):
         framework("lacking", minimum="1", extra="x")
 
 
 @pytest.mark.parametrize("version", ["8.3.9", "8.4", "8.4.190+cpu", "8.10.0rc1", "9.0.dev2"])
-def test_one_that_is_too_old_is_refused(monkeypatch, version):
+def test_an_old_framework_is_refused(monkeypatch, version):
     module = types.SimpleNamespace(__version__=version)
     monkeypatch.setitem(sys.modules, "someframe", module)
     if version != "8.3.9":
@@ -67,7 +67,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_generator_goes_on_where_it_was(kind):
+def test_generators_are_restored(kind):
     make, draw = KINDS[kind]
     owner = Owner(own=make())
     drawn = []
@@ -101,15 +101,15 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_is_found_wherever_data_draw_from_it(way):
+def test_generators_are_found_in_data_objects(way):
     inner = Owner(own=random.Random(7))
-    outer = inner.dataset = WAYS[way](inner)  # a circle ends
+    outer = inner.dataset = WAYS[way](inner)  # a cycle is followed once
     with attributes_kept([outer]):
         first = inner.own.random()
     assert inner.own.random() == first
 
 
-def test_each_attribute_is_what_it_was():
+def test_attributes_are_restored():
     generator = random.Random(7)
     owner = Owner(own=generator, number=7)
     with attributes_kept([owner]):

@@ -1,4 +1,4 @@
-"""A real Trainer, probed: what it answers, and that it then trains as if nothing had been."""
+"""Probes of a real Trainer: the answers, and that training afterwards is the same as without a probe."""
 
 import random
 import time
@@ -87,7 +87,7 @@ def same(one, other):
     return one[0] == other[0] and len(one[0]) > 3 and torch.equal(one[1], other[1])
 
 
-def with_an_optimizer_of_its_own(make):
+def with_a_given_optimizer(make):
     model = language_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return make(model=model, given={"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))})
@@ -122,7 +122,7 @@ class DrawingTrainer(transformers.Trainer):
 
 
 class DrawingSentences(Sentences):
-    """Draws as it gives an example, as data sets of images do."""
+    """Draws random numbers for each example, as image data sets do."""
 
     def __init__(self, **rest):
         super().__init__(**rest)
@@ -134,8 +134,8 @@ class DrawingSentences(Sentences):
         return {"input_ids": ids, "labels": ids}
 
 
-def with_all_that_draws(make):
-    random.seed(5)  # which a Trainer does only once, and before its model is made
+def with_generators(make):
+    random.seed(5)  # a Trainer seeds only once, before its model is created
     dataset = torch.utils.data.Subset(DrawingSentences(), range(40))
     given = {"data_collator": DrawingCollator(), "eval_dataset": {"a": DrawingSentences(count=6)}}
     return make(kind=DrawingTrainer, dataset=dataset, given=given, eval_strategy="steps", eval_steps=4)
@@ -144,7 +144,7 @@ def with_all_that_draws(make):
 def with_a_tokenizer(make):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "a": 1}, unk_token="<pad>"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
-    return make(given={"processing_class": tokenizer})  # with which the loop aligns the model's special tokens
+    return make(given={"processing_class": tokenizer})  # the loop aligns the model's special tokens with it
 
 
 SET_UPS = {
@@ -152,15 +152,15 @@ SET_UPS = {
     "bf16": lambda make: make(bf16=True, gradient_accumulation_steps=3, gradient_checkpointing=True),
     "evaluated": lambda make: make(given={"eval_dataset": Sentences(12)}, eval_strategy="steps", eval_steps=3),
     "by length": lambda make: make(train_sampling_strategy="group_by_length", neftune_noise_alpha=5.0),
-    "an optimizer of its own": with_an_optimizer_of_its_own,
+    "a given optimizer": with_a_given_optimizer,
     "model_init": with_model_init,
     "a tokenizer": with_a_tokenizer,
-    "all that draws": with_all_that_draws,
+    "generators": with_generators,
 }
 
 
 @pytest.mark.parametrize("name", SET_UPS)
-def test_a_trainer_that_was_probed_trains_to_the_same_bits(trainer, name):
+def test_a_probed_trainer_trains_to_the_same_bits(trainer, name):
     expected, probed = trained(SET_UPS[name](trainer)), SET_UPS[name](trainer)
     before = dict(vars(probed)), dict(vars(probed.args)), [dict(vars(module)) for module in probed.model.modules()]
     configs = [probed.model.config, probed.model.generation_config]
@@ -197,7 +197,7 @@ def test_a_trainer_trains_to_the_same_bits_after_an_error(trainer, error, raised
     assert same(trained(probed), expected)
 
 
-def test_a_bug_is_told_with_what_to_type_and_what_a_trial_lacks(trainer):
+def test_a_bug_is_reported_with_the_call_to_make(trainer):
     def of_two(examples):
         if len(examples) > 2:
             raise KeyError("labels")
@@ -215,7 +215,7 @@ def test_a_bug_is_told_with_what_to_type_and_what_a_trial_lacks(trainer):
     assert "run trainer.evaluate() with per_device_eval_batch_size=5. A trial" in str(caught.value)
 
 
-def test_a_trainer_that_has_trained_goes_on_as_it_would_have(trainer):
+def test_a_trainer_that_has_trained_continues_as_without_a_probe(trainer):
     results = []
     for is_probed in (False, True):
         one = trainer()
@@ -227,7 +227,7 @@ def test_a_trainer_that_has_trained_goes_on_as_it_would_have(trainer):
     assert same(*results)
 
 
-def test_no_file_no_line_and_no_callback(trainer, tmp_path, capsys):
+def test_no_file_is_written_nothing_printed_no_callback_called(trainer, tmp_path, capsys):
     heard = []
 
     class Listener(transformers.TrainerCallback):
@@ -246,7 +246,7 @@ def test_no_file_no_line_and_no_callback(trainer, tmp_path, capsys):
     assert any("Listener" in one for one in result.not_covered)
 
 
-def test_a_loop_that_failed_leaves_no_noise_for_the_next(trainer):
+def test_a_failed_loop_leaves_no_neftune_hook(trainer):
     probed, hooks = trainer(neftune_noise_alpha=5.0), []
     embeddings = probed.model.get_input_embeddings()
 
@@ -262,7 +262,7 @@ def test_a_loop_that_failed_leaves_no_noise_for_the_next(trainer):
     assert not embeddings._forward_hooks
 
 
-# --- what is written back ---
+# --- writing back ---
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_loop_that_failed_leaves_no_noise_for_the_next(trainer):
         ((4, 1), {"global_batch": 7, "multiple_of": 4}, None),
     ],
 )
-def test_the_global_batch_stays(trainer, split, options, written):
+def test_the_global_batch_is_kept(trainer, split, options, written):
     probed, ran = trainer(per_device_train_batch_size=split[0], gradient_accumulation_steps=split[1]), []
     steps = probed.training_step
 
@@ -299,17 +299,17 @@ def test_the_global_batch_stays(trainer, split, options, written):
     assert any(said in note for note in result.notes)
 
 
-def test_a_time_limit_is_for_all_of_it(trainer):
+def test_a_time_limit_includes_the_split(trainer):
     started_s = time.monotonic()
     probed = trainer(per_device_train_batch_size=4, gradient_accumulation_steps=30)
     result = find(probed, time_limit_s=8.0, max_batch=4)
     assert time.monotonic() - started_s < 12
     assert result.batch_size == 4
-    assert result.trials[0].samples_per_s is None  # of a loop with its preparations it would be too low
+    assert result.trials[0].samples_per_s is None  # a rate that includes the loop's set-up would be too low
 
 
 def test_a_split_that_does_not_run_is_not_written(trainer):
-    """Batch 8 runs alone, and fails in a loop of more than two micro-batches to a step."""
+    """Batch 8 runs in the search, and fails with more than two micro-batches per step."""
 
     class Fails(transformers.Trainer):
         def training_step(self, *args, **kwargs):
@@ -324,8 +324,8 @@ def test_a_split_that_does_not_run_is_not_written(trainer):
     assert any("stay: 8 x 3 failed" in note for note in result.notes)
 
 
-def test_what_is_in_preserve_is_given_back(trainer):
-    """An average of the weights that nothing of the Trainer holds."""
+def test_objects_in_preserve_are_restored(trainer):
+    """Here, an average of the weights to which the Trainer has only a weak reference."""
 
     class Averages(transformers.Trainer):
         def training_step(self, *args, **kwargs):
@@ -347,7 +347,7 @@ def test_what_is_in_preserve_is_given_back(trainer):
 
 
 class Hungry(torch.nn.Module):
-    """Takes 24 MiB for each example: the ones, their product with the weight, and its gradient."""
+    """Takes 24 MiB per example: the ones, their product with the weight, and its gradient."""
 
     def __init__(self):
         super().__init__()
@@ -357,40 +357,44 @@ class Hungry(torch.nn.Module):
         return {"loss": (torch.ones(len(input_ids), 2**21) * self.weight).mean()}
 
 
-def test_nothing_fits_is_an_error_and_nothing_is_written(trainer):
+def test_if_nothing_fits_nothing_is_written(trainer):
     probed = trainer(model=Hungry(), per_device_train_batch_size=64)
     with pytest.raises(oomprobe.NothingFitsError):
         find(probed, min_batch=40, max_batch=40, device="cpu:64MiB")
     assert probed.args.per_device_train_batch_size == 64
 
 
-def test_a_card_that_is_not_there(trainer):
+def test_a_simulated_card(trainer):
     result = find(trainer(dataset=Sentences(12, longest=200)), device="sim:300MiB", max_batch=100, write_back=False)
     assert result.device.startswith("simulated GPU")
     assert (result.batch_size, result.limited_by, result.state_verified) == (12, "max_batch", True)
     assert "the data set limits the batch size: it has 12 examples" in result.notes
 
 
-# --- lies ---
+# --- loops that do not run as asked ---
 
 
-def test_a_trainer_that_makes_batches_of_its_own_is_refused(trainer):
-    class Stubborn(transformers.Trainer):
-        def get_train_dataloader(self):
-            return torch.utils.data.DataLoader(Sentences(), batch_size=2, collate_fn=self.data_collator)
-
-    with pytest.raises(oomprobe.UnreliableError, match=r"batches of \[2\] examples.*get_train_dataloader"):
-        find(trainer(kind=Stubborn))
+class OwnBatches(transformers.Trainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(Sentences(), batch_size=2, collate_fn=self.data_collator)
 
 
-def test_a_trainer_that_stops_early_is_refused(trainer):
-    class Lazy(transformers.Trainer):
-        def training_step(self, *args, **kwargs):
-            self.control.should_training_stop = True
-            return super().training_step(*args, **kwargs)
+class StopsEarly(transformers.Trainer):
+    def training_step(self, *args, **kwargs):
+        self.control.should_training_stop = True
+        return super().training_step(*args, **kwargs)
 
-    with pytest.raises(oomprobe.UnreliableError, match="made 1 of 2 optimizer steps"):
-        find(trainer(kind=Lazy))
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (OwnBatches, r"batches of \[2\] examples were collated instead of 1: .*get_train_dataloader"),
+        (StopsEarly, "made 1 of 2 optimizer steps"),
+    ],
+)
+def test_a_loop_that_does_not_run_as_asked_is_an_error(trainer, kind, said):
+    with pytest.raises(oomprobe.UnreliableError, match=said):
+        find(trainer(kind=kind))
 
 
 def test_evaluation_runs_on_the_longest_as_in_training(trainer):
@@ -404,24 +408,24 @@ def test_evaluation_runs_on_the_longest_as_in_training(trainer):
 
     probed.model.forward = watched
     result = find(probed, max_batch=2)
-    assert {shape for trains, shape, _ in seen if not trains} == {(5, 24), (3, 60)}  # no larger than the data set
+    assert {shape for trains, shape, _ in seen if not trains} == {(5, 24), (3, 60)}  # at most the size of the data set
     assert {shape for trains, shape, _ in seen if trains} == {(1, 24), (2, 24)}
-    assert {dtype for *_, dtype in seen} == {torch.float32}  # not cast, as it would be outside training
+    assert {dtype for *_, dtype in seen} == {torch.float32}  # outside training it would be cast
     assert not any("no optimizer" in note for note in result.notes)
 
 
-def test_what_evaluation_does_beyond_a_trial_is_said(trainer):
-    given = {"eval_dataset": Sentences(6), "compute_metrics": lambda _: pytest.fail("it heard of a trial")}
+def test_predictions_kept_on_the_device_are_reported(trainer):
+    given = {"eval_dataset": Sentences(6), "compute_metrics": lambda _: pytest.fail("called in a trial")}
     listed = " ".join(find(trainer(given=given, eval_on_start=True)).not_covered)
     assert "eval_accumulation_steps" in listed
-    told = find(trainer(given=given, eval_strategy="epoch", eval_accumulation_steps=1)).not_covered
-    assert not any("eval_accumulation_steps" in one for one in told)
+    listed = " ".join(find(trainer(given=given, eval_strategy="epoch", eval_accumulation_steps=1)).not_covered)
+    assert "eval_accumulation_steps" not in listed
 
 
-# --- bad input ---
+# --- refusals ---
 
 
-def test_what_is_no_trainer_or_has_no_data(trainer):
+def test_another_object_or_no_data_is_refused(trainer):
     with pytest.raises(oomprobe.InvalidArgumentError, match=r"must be a transformers\.Trainer, not Linear"):
         find(torch.nn.Linear(1, 1))
     with pytest.raises(oomprobe.InvalidArgumentError, match="no train_dataset"):
@@ -429,7 +433,7 @@ def test_what_is_no_trainer_or_has_no_data(trainer):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "said"),
     [
         ({"steps": 0}, "steps must be"),
         ({"global_batch": "8"}, "global_batch must be"),
@@ -437,13 +441,13 @@ def test_what_is_no_trainer_or_has_no_data(trainer):
         ({"preserve": 5}, "preserve"),
     ],
 )
-def test_wrong_arguments_are_refused(trainer, options, told):
-    with pytest.raises(oomprobe.InvalidArgumentError, match=told):
+def test_wrong_arguments_are_refused(trainer, options, said):
+    with pytest.raises(oomprobe.InvalidArgumentError, match=said):
         find(trainer(), **options)
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value", "told"),
+    ("attribute", "value", "said"),
     [
         ("deepspeed", "a config", "deepspeed='a config' spreads the model over ranks"),
         ("fsdp", "a config", "fsdp='a config' spreads the model over ranks"),
@@ -451,8 +455,8 @@ def test_wrong_arguments_are_refused(trainer, options, told):
         ("world_size", 3, "3 ranks"),
     ],
 )
-def test_several_ranks_are_refused(trainer, monkeypatch, attribute, value, told):
+def test_several_ranks_are_refused(trainer, monkeypatch, attribute, value, said):
     probed = trainer()
     monkeypatch.setattr(type(probed.args), attribute, property(lambda _: value))
-    with pytest.raises(oomprobe.InvalidArgumentError, match=told):
+    with pytest.raises(oomprobe.InvalidArgumentError, match=said):
         find(probed)

@@ -1,4 +1,4 @@
-"""The drop-in for Ultralytics' AutoBatch, against the real Ultralytics; no weights and no data sets are fetched."""
+"""The drop-in for Ultralytics' AutoBatch, with the real Ultralytics; nothing is downloaded."""
 
 import copy
 import inspect
@@ -55,22 +55,22 @@ def nano(built):
 
 
 @pytest.fixture
-def told(ultralytics):
-    """What Ultralytics' logger was told, as (level, text)."""
+def logged(ultralytics):
+    """The records of Ultralytics' logger, as (level, text)."""
     logger = logging.getLogger("ultralytics")
-    said = []
+    records = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
+    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    yield said
+    yield records
     logger.removeHandler(handler)
     logger.setLevel(level)
 
 
 def prepared(model, *, imgsz=64, objects=1, dataset_size=0):
-    """The copy that is trained, its step, and the notes."""
+    """Return the trained copy, its step, and the notes."""
     return adapter._training(model, choose_device("cpu:1GiB", model), imgsz, torch.float16, objects, dataset_size)
 
 
@@ -79,7 +79,7 @@ def criteria(trained):
 
 
 def state_of(model):
-    """Everything that could have changed, tensors as bytes."""
+    """Return everything that a probe could change, tensors as bytes."""
     return {
         "tensors": {name: value.numpy().tobytes() for name, value in model.state_dict().items()},
         "parameters": [(id(p), p.grad, p.requires_grad) for p in model.parameters()],
@@ -94,7 +94,7 @@ def state_of(model):
 # --- signatures ---
 
 
-def test_whoever_calls_the_original_may_call_ours(ultralytics):
+def test_signature_matches_the_original(ultralytics):
     original = framework("ultralytics.utils.autobatch", minimum="8.4", extra="ultralytics").check_train_batch_size
     theirs = [(p.name, p.kind, p.default) for p in inspect.signature(original).parameters.values()]
     parameters = list(inspect.signature(check_train_batch_size).parameters.values())
@@ -110,7 +110,7 @@ TASKS = ["yolo11n-seg", "yolo11n-pose", "yolo11n-obb", "yolo11n-cls", "yolo26n",
 
 
 @pytest.mark.parametrize("name", [*TASKS, "yolo26n-sem", "yolo26n-depth", "yolov8s-world"])
-def test_models_of_every_task_run_on_host_memory(built, name):
+def test_models_of_every_task(built, name):
     model = built(name)
     before = state_of(model)
     result = find_max_batch(model, **{**HOST, "max_batch": 2})
@@ -132,7 +132,7 @@ def batch_of(task, batch_size, *, objects=1, channels=3, **arguments):
     return adapter._worst_batch(net, task, batch_size, imgsz=64, objects=objects)
 
 
-def test_every_image_has_all_objects_and_a_quarter_of_all_pairs():
+def test_every_image_has_all_objects_of_a_quarter_each():
     batch = batch_of("detect", 3, objects=12, channels=1)
     assert batch["img"].shape == (3, 1, 64, 64)
     assert 0 <= batch["img"].min() < batch["img"].max() <= 1
@@ -149,31 +149,31 @@ def test_every_image_has_all_objects_and_a_quarter_of_all_pairs():
     ("objects", "arguments", "shape", "dtype"),
     [
         (255, {}, (2, 16, 16), torch.uint8),
-        (256, {}, (2, 16, 16), torch.int32),  # more than 8 bits can number
+        (256, {}, (2, 16, 16), torch.int32),  # too many for 8 bits
         (256, {"overlap_mask": False, "mask_ratio": 2}, (512, 32, 32), torch.uint8),
     ],
 )
-def test_masks_are_those_of_the_trainers_data(objects, arguments, shape, dtype):
+def test_masks_match_the_trainers_data(objects, arguments, shape, dtype):
     masks = batch_of("segment", 2, objects=objects, **arguments)["masks"]
     assert (tuple(masks.shape), masks.dtype) == (shape, dtype)
 
 
 @pytest.mark.parametrize(("name", "matched"), [("yolo11n", [40]), ("yolo26n", [40, 4])])
-def test_objects_meet_and_match_as_many_anchors_as_can_be(built, name, matched):
-    """A quarter of all pairs; and of four objects 10 anchors each, and 1 in the second loss of an end-to-end model."""
+def test_as_many_anchors_as_possible_are_matched(built, name, matched):
+    """A quarter of all pairs; 10 anchors for each of four objects, 1 in the second loss of an end-to-end model."""
     trained, step, _ = prepared(built(name), imgsz=256, objects=4)
-    met, seen = [], []
+    pairs_of, matched_of = [], []
     for criterion in criteria(trained):
         pairs, loss = criterion.assigner.get_box_metrics, criterion.bbox_loss.forward
-        criterion.assigner.get_box_metrics = lambda *a, pairs=pairs: (met.append(a[4].bool()), pairs(*a))[1]
-        criterion.bbox_loss.forward = lambda *a, loss=loss: (seen.append(a[6].sum(1).tolist()), loss(*a))[1]
+        criterion.assigner.get_box_metrics = lambda *a, pairs=pairs: (pairs_of.append(a[4].bool()), pairs(*a))[1]
+        criterion.bbox_loss.forward = lambda *a, loss=loss: (matched_of.append(a[6].sum(1).tolist()), loss(*a))[1]
     step.run(trained, 3)
-    assert met[0].shape == (3, 4, 32 * 32 + 16 * 16 + 8 * 8)
-    assert met[0].float().mean().item() == pytest.approx(0.25, rel=0.1)
-    assert seen == [[count] * 3 for count in matched]
+    assert pairs_of[0].shape == (3, 4, 32 * 32 + 16 * 16 + 8 * 8)
+    assert pairs_of[0].float().mean().item() == pytest.approx(0.25, rel=0.1)
+    assert matched_of == [[count] * 3 for count in matched]
 
 
-def test_an_assigner_does_not_go_on_image_by_image(nano, monkeypatch):
+def test_an_assigner_does_not_continue_image_by_image(nano, monkeypatch):
     def refuse_two(assigner, scores, *_):
         if len(scores) > 1:
             raise RuntimeError("CUDA out of memory. Tried to allocate")
@@ -183,7 +183,9 @@ def test_an_assigner_does_not_go_on_image_by_image(nano, monkeypatch):
     monkeypatch.setattr(kind, "_forward", refuse_two)
     anchors = torch.rand(84, 2)
     targets = torch.zeros(2, 1, 1), torch.rand(2, 1, 4), torch.ones(2, 1, 1)
-    assert len(kind()(torch.rand(2, 84, 80), torch.rand(2, 84, 4), anchors, *targets)) == 5  # which is why
+    assert (
+        len(kind()(torch.rand(2, 84, 80), torch.rand(2, 84, 4), anchors, *targets)) == 5
+    )  # the original swallows the error
     trained, step, _ = prepared(nano)
     with pytest.raises(RuntimeError, match="CUDA out of memory"):
         step.run(trained, 2)
@@ -202,13 +204,13 @@ def test_the_optimizer_is_the_one_of_the_trainer(nano):
     assert "SGD" in built_for(optimizer="SGD", dataset_size=640)
 
 
-def test_its_weights_do_not_move_so_that_no_size_diverges(nano):
+def test_the_optimizer_does_not_change_weights(nano):
     trained, step, _ = prepared(nano, objects=4)
     before = [p.clone() for p in trained.parameters()]
     for _ in range(3):
         step.run(trained, 2)
     assert all(torch.equal(p, was) for p, was in zip(trained.parameters(), before, strict=True))
-    assert all(p.grad is not None for p in trained.parameters() if p.requires_grad)  # as while it accumulates
+    assert all(p.grad is not None for p in trained.parameters() if p.requires_grad)  # as between accumulated steps
 
 
 def test_no_batch_is_larger_than_the_data_set(nano):
@@ -217,7 +219,7 @@ def test_no_batch_is_larger_than_the_data_set(nano):
     assert any("it has 3 examples" in note for note in result.notes)
 
 
-def test_where_batch_norm_needs_two_images_two_are_the_least(nano):
+def test_min_batch_is_two_if_batch_norm_needs_it(nano):
     assert find_max_batch(nano, **{**HOST, "imgsz": 32}).batch_size == 4
     assert check_train_batch_size(nano, 32, dataset_size=2, device="cpu:1GiB") == 2
 
@@ -225,7 +227,7 @@ def test_where_batch_norm_needs_two_images_two_are_the_least(nano):
 # --- the model ---
 
 
-def with_modes_of_its_own(model, settings):
+def partly_frozen(model, settings):
     model.model[3].eval()
     next(model.parameters()).requires_grad_(False)
 
@@ -239,8 +241,8 @@ def trained_before(model, settings):
     model.criterion = model.init_criterion()
 
 
-@pytest.mark.parametrize("prepare", [with_modes_of_its_own, as_in_a_checkpoint, trained_before])
-def test_the_model_is_as_it_was_after_an_answer(nano, settings, prepare):
+@pytest.mark.parametrize("prepare", [partly_frozen, as_in_a_checkpoint, trained_before])
+def test_the_model_is_unchanged_after_an_answer(nano, settings, prepare):
     prepare(nano, settings)
     before, criterion = state_of(nano), getattr(nano, "criterion", None)
     result = find_max_batch(nano, **HOST)
@@ -254,7 +256,7 @@ def test_the_model_is_as_it_was_after_an_answer(nano, settings, prepare):
     assert "mixup" in listed
 
 
-def test_a_bug_is_told_and_leaves_the_model_as_it_was(nano):
+def test_a_bug_is_reported_and_leaves_the_model_unchanged(nano):
     def fail_of_three(module, args):
         if isinstance(args[0], dict) and len(args[0]["img"]) > 2:
             raise KeyError("labels")
@@ -268,17 +270,17 @@ def test_a_bug_is_told_and_leaves_the_model_as_it_was(nano):
     assert state_of(nano) == before
 
 
-# --- the contract of the drop-in ---
+# --- check_train_batch_size ---
 
 
-def test_a_model_on_the_cpu_gets_the_default_and_a_warning(nano, told):
+def test_a_model_on_the_cpu_gets_the_default_and_a_warning(nano, logged):
     assert check_train_batch_size(nano) == 16
-    (warning,) = [text for level, text in told if level == "WARNING"]
+    (warning,) = [text for level, text in logged if level == "WARNING"]
     assert "WHICH WAS NOT RUN" in warning
     assert "device='cpu:8GiB'" in warning
 
 
-def test_where_nothing_fits_there_is_no_default(nano):
+def test_if_nothing_fits_there_is_no_default(nano):
     with pytest.raises(oomprobe.NothingFitsError, match="smallest allowed"):
         check_train_batch_size(nano, 1280, device="cpu:32MiB")
 
@@ -295,7 +297,7 @@ def test_where_nothing_fits_there_is_no_default(nano):
     ],
     ids=str,
 )
-def test_a_wrong_argument_is_an_error_and_no_default(nano, wrong):
+def test_a_wrong_argument_is_an_error(nano, wrong):
     with pytest.raises(oomprobe.InvalidArgumentError, match=f"^{next(iter(wrong))} must be .*, not "):
         check_train_batch_size(nano, **{"imgsz": 64, "device": "cpu:1GiB", **wrong})
 
@@ -310,7 +312,7 @@ def test_a_wrong_argument_is_an_error_and_no_default(nano, wrong):
         ({"imgsz": 65, "amp": torch.bfloat16, "stride": 64.0}, 128, torch.bfloat16),
     ],
 )
-def test_sizes_and_precisions_are_those_of_the_trainer(nano, settings, monkeypatch, arguments, imgsz, dtype):
+def test_sizes_and_precisions_match_the_trainer(nano, settings, monkeypatch, arguments, imgsz, dtype):
     def find(model, device, *taken):
         assert taken[:2] == (imgsz, dtype)
         raise oomprobe.NothingFitsError("")
@@ -329,9 +331,9 @@ def test_sizes_and_precisions_are_those_of_the_trainer(nano, settings, monkeypat
         ([96, torch.bfloat16, 0.8, 3, 50], [96, torch.bfloat16, 0.8, 3, 50]),
         ([640, True, 16], [640, True, 0.6, 1, 0]),
     ],
-    ids=["a share", "no share"],
+    ids=["a fraction", "a batch size"],
 )
-def test_a_share_and_a_precision_reach_the_probe(nano, monkeypatch, arguments, asked):
+def test_arguments_reach_the_probe(nano, monkeypatch, arguments, asked):
     def find(model, **options):
         names = ("imgsz", "amp", "memory_fraction", "max_num_obj", "dataset_size")
         assert options == {"device": "cpu:1GiB", **dict(zip(names, asked, strict=True))}
@@ -342,12 +344,12 @@ def test_a_share_and_a_precision_reach_the_probe(nano, monkeypatch, arguments, a
         check_train_batch_size(nano, *arguments, device="cpu:1GiB")
 
 
-def test_the_log_has_the_answer_and_no_file_is_made(nano, told, tmp_path, monkeypatch):
+def test_the_answer_is_logged_and_no_file_is_written(nano, logged, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     answer = check_train_batch_size(nano, 64, dataset_size=4, device="cpu:1GiB")
-    (line,) = [text for level, text in told if level == "INFO" and "AutoBatch" in text]
+    (line,) = [text for level, text in logged if level == "INFO" and "AutoBatch" in text]
     assert f"Using batch-size {answer}, which ran" in line
-    assert not any("optimizer:" in text for _, text in told)  # that of the probe is nobody's
+    assert not any("optimizer:" in text for _, text in logged)  # the trials' optimizer is not logged
     assert list(tmp_path.iterdir()) == []
 
 
@@ -373,7 +375,7 @@ sys.path[:0] = {paths!r}
 from calibration import torchvision_names
 torchvision_names.declare()
 import torch, torchvision
-# Where its operators do not load, validation, which every training ends with, has none either.
+# If the operators of torchvision do not load, the validation at the end of training needs this one.
 torchvision.ops.nms = lambda boxes, scores, threshold: scores.argsort(descending=True)[:10]
 from ultralytics import YOLO
 from ultralytics.engine import trainer
@@ -383,14 +385,14 @@ common = dict(data="tiny.yaml", imgsz=64, epochs=2, device="cpu", workers=0, plo
               project={project!r}, verbose=False)
 with install(device="cpu:1GiB", max_batch=6, progress="off"):
     YOLO("yolo11n.yaml").train(batch=-1, name="probed", **common)
-trainer.check_train_batch_size = lambda **_: int(sys.argv[1])  # the same way through the trainer, without a probe
+trainer.check_train_batch_size = lambda **_: int(sys.argv[1])  # the same path through the trainer, without a probe
 YOLO("yolo11n.yaml").train(batch=-1, name="plain", **common)
 """
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Eight made-up images with two objects each."""
+    """Eight random images with two objects each."""
     from PIL import Image
 
     place = tmp_path_factory.mktemp("tiny")
@@ -405,7 +407,7 @@ def tiny(tmp_path_factory):
     return place
 
 
-def test_training_is_as_if_the_batch_had_been_given(tiny, request):
+def test_training_matches_training_with_that_batch(tiny, request):
     root = request.config.rootpath
     script = TRAINING.format(paths=[str(root), str(root / "scripts")], project=str(tiny / "runs"))
     environment = {"PATH": "", "YOLO_CONFIG_DIR": str(tiny), "HOME": str(tiny), "OMP_NUM_THREADS": "1"}
@@ -421,7 +423,7 @@ def test_training_is_as_if_the_batch_had_been_given(tiny, request):
     assert math.isfinite(float(losses[0][0][0]))
 
 
-def test_what_is_no_model_is_refused(ultralytics):
+def test_other_objects_are_refused(ultralytics):
     wrapper = ultralytics.YOLO("yolo11n.yaml")
     wrapper.train = lambda *_, **__: pytest.fail("it trains")
     for model in (wrapper, torch.nn.Linear(1, 1)):

@@ -9,7 +9,7 @@ from oomprobe.integrations.worst_case import SAME_SHAPE_EXAMPLES, largest_first,
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 40), st.integers(1, 3))
-def test_each_batch_has_the_longest_there_are(lengths, batch_size, count):
+def test_each_batch_holds_the_longest_examples(lengths, batch_size, count):
     batches = largest_first([{"x": list(range(length))} for length in lengths]).batches(batch_size, count)
     assert len(batches) == batch_size * count
     for start in range(0, len(batches), batch_size):
@@ -21,8 +21,8 @@ def test_each_batch_has_the_longest_there_are(lengths, batch_size, count):
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=12), st.integers(1, 6))
-def test_two_batches_that_lead_hold_the_largest_of_each_field(sizes, batch_size):
-    """A batch is padded to the longest of each field, whichever example has it."""
+def test_two_batches_hold_the_largest_of_each_field(sizes, batch_size):
+    """A batch is padded to the longest of each field."""
     data = [{name: [0] * count for name, count in zip("abc", one, strict=True)} for one in sizes]
     order = largest_first(data)
     batches = [order.batch(batch_size, number) for number in range(2)]
@@ -44,7 +44,7 @@ def test_two_batches_that_lead_hold_the_largest_of_each_field(sizes, batch_size)
         ({"a": [np.float32(1), 2], "b": np.int64(1), "c": [np.bool_(1)] * 3}, {"a": ((2,),), "b": (), "c": ((3,),)}),
         ({"a": [torch.tensor(1)] * 4, "b": [[np.int64(1)]] * 2}, {"a": ((4,),), "b": ((1,), (1,))}),
         (["a", np.str_("abc")], {0: ((1,),), 1: ((3,),)}),
-        ({"ids": [1, 2], "text": "a text beside numbers"}, {"ids": ((2,),)}),
+        ({"ids": [1, 2], "text": "not counted next to numbers"}, {"ids": ((2,),)}),
         (None, {0: ()}),
         ([], {}),
     ],
@@ -60,7 +60,7 @@ def test_pictures_have_their_sides():
 
 
 @pytest.mark.parametrize(
-    ("data", "scan_s", "told"),
+    ("data", "scan_s", "said"),
     [
         ([[1]] * 50, 30.0, None),
         ([[1]] * 50, 0.0, "1 of 50 examples of the data set were scanned in 0 s"),
@@ -68,11 +68,11 @@ def test_pictures_have_their_sides():
     ],
     ids=["all seen", "no time", "no size"],
 )
-def test_what_is_not_known_is_told(data, scan_s, told):
+def test_unknown_sizes_are_reported(data, scan_s, said):
     order = largest_first(data, scan_s)
     assert sorted(order.indices) == list(range(len(data)))
-    assert order.has_largest(1) is (told is None)
-    assert [told in note for note in order.notes(scan_s)] == ([] if told is None else [True])
+    assert order.has_largest(1) is (said is None)
+    assert [said in note for note in order.notes(scan_s)] == ([] if said is None else [True])
 
 
 def test_images_of_one_size_are_not_all_scanned():
@@ -97,16 +97,16 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "told"),
+    ("dataset", "said"),
     [(Stream(), "is a stream"), (iter([1]), "probe with a list of them"), ([], "no example")],
     ids=["stream with a length", "iterator", "empty"],
 )
-def test_data_without_a_largest_example_are_refused(dataset, told):
-    with pytest.raises(InvalidArgumentError, match=told):
+def test_data_without_a_known_largest_example_are_refused(dataset, said):
+    with pytest.raises(InvalidArgumentError, match=said):
         largest_first(dataset)
 
 
-def test_an_example_that_cannot_be_read_is_named():
+def test_an_example_that_raises_is_named():
     class Broken(list):
         def __getitem__(self, index):
             return super().__getitem__(index) if index != 2 else 1 / 0
