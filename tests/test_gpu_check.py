@@ -1,4 +1,4 @@
-"""scripts/gpu-check where there is no card: what it keeps, and that nothing outlives its limits."""
+"""scripts/gpu-check without a card: what it writes, and that no process outlives its limit."""
 
 import json
 import multiprocessing
@@ -28,7 +28,7 @@ def alive(pid):
         return False
 
 
-def test_grandchildren_end_when_time_is_up():
+def test_grandchildren_end_on_time_out():
     with pytest.raises(subprocess.TimeoutExpired) as raised:
         gpu_check.within([sys.executable, "-c", STARTS_ANOTHER], 1.0)
     child = int(raised.value.stdout)
@@ -46,16 +46,16 @@ def test_grandchildren_end_when_time_is_up():
         (lambda: os._exit(5), {"error": "exit code 5 without an answer"}),
         (lambda: time.sleep(60), {"error": "not done in 0 s"}),
     ],
-    ids=["answers", "raises", "leaves", "hangs"],
+    ids=["answers", "raises", "exits", "hangs"],
 )
-def test_a_child_answers_or_tells_how_it_ended(monkeypatch, function, said):
+def test_a_child_answers_or_its_end_is_reported(monkeypatch, function, said):
     monkeypatch.setattr(gpu_check, "multiprocessing", multiprocessing.get_context("fork"))
     assert gpu_check.in_child(function, limit_s=0.2 if "not done" in str(said) else 60) == said
 
 
 @pytest.mark.parametrize("answer", [1, 2, 99, 100, 101, 150, 999])
 @pytest.mark.parametrize("frontier", [0, 1, 100])
-def test_sizes_around_an_answer_end_at_the_largest_that_runs(answer, frontier):
+def test_the_search_around_an_answer_ends_at_the_frontier(answer, frontier):
     tried = []
 
     def runs(size):
@@ -75,13 +75,13 @@ RESULT = {"budget_bytes": 10, "state_verified": True, "trials": []}
 
 @pytest.fixture
 def check(monkeypatch, tmp_path):
-    """Runs the check where each child says what the test wants; returns its exit code and what it kept."""
+    """Runs the check with given answers of the children; returns its exit code and evidence."""
     path = tmp_path / "evidence.json"
 
     def run(answers):
         def in_child(function, *args, limit_s):
-            said = answers[function.__name__]
-            return said(*args) if callable(said) else said
+            answer = answers[function.__name__]
+            return answer(*args) if callable(answer) else answer
 
         monkeypatch.setattr(gpu_check, "find_card", lambda: {"card": "Card"})
         monkeypatch.setattr(gpu_check, "surroundings", lambda: {"torch": "0", "driver": "0"})
@@ -101,7 +101,7 @@ def check(monkeypatch, tmp_path):
 FOUND = {"answer": 7, "fraction_restored": True, "outside_steps_s": 0.1, "result": RESULT}
 
 
-def test_an_answer_that_runs_cold_is_as_promised(check):
+def test_an_answer_that_runs_cold(check):
     status, kept = check({"probe": FOUND, "train": lambda model, size, *_: {} if size <= 8 else {"error": "OOM"}})
     [part] = kept["parts"]
     assert (status, kept["wrong"], kept["tests"]["summary"]) == (0, [], "9 passed")
@@ -121,7 +121,7 @@ def test_an_answer_that_runs_cold_is_as_promised(check):
     ],
     ids=["dies capped", "dies on the whole card", "no answer", "fraction", "state"],
 )
-def test_a_broken_promise_is_wrong(check, found, dies_after, said):
+def test_broken_promises_are_reported(check, found, dies_after, said):
     def train(model, size, steps, cap_bytes):
         dies = size > 7 or (size == 7 and steps == dies_after)
         return {"error": "OutOfMemoryError: x"} if dies else {}
@@ -130,7 +130,7 @@ def test_a_broken_promise_is_wrong(check, found, dies_after, said):
     assert (status, kept["wrong"]) == (1, [f"conv_net, whole card: {said}"])
 
 
-def test_what_was_found_is_kept_when_the_rest_is_cut_off(check):
+def test_an_interrupted_check_keeps_its_findings(check):
     def train(*_):
         raise KeyboardInterrupt
 
@@ -141,7 +141,7 @@ def test_what_was_found_is_kept_when_the_rest_is_cut_off(check):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
 @pytest.mark.parametrize("name", ["gpu_check.py", "gpu_traces.py"])
-def test_nothing_has_to_be_installed_or_on_the_path(name):
+def test_the_scripts_run_without_installation(name):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, CHECK.with_name(name)], capture_output=True, text=True, env=environment, check=False

@@ -1,4 +1,4 @@
-"""The house: how far it is from the call to the step, imports without a circle, and one door to memory."""
+"""Structure of the package: few frames from the call to the step, no import cycles, device classes used in one place."""
 
 import ast
 import sys
@@ -19,8 +19,8 @@ MODULES = {
 DEVICE_CLASSES = {"SimulatedDevice", "HostDevice", "AcceleratorDevice", "MpsDevice"}
 
 
-def walked(**options):
-    """Frames of the package between the call of `find_max_batch` and each call of the step, outermost first."""
+def frames_to_the_step(**options):
+    """Return the package's frames from `find_max_batch` to each call of the step, outermost first."""
     seen = []
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -42,20 +42,20 @@ def walked(**options):
 
 @pytest.mark.parametrize("options", [{}, {"global_batch": 64}, {"memory_fraction": 1.0}])
 def test_the_step_is_near_the_call(options):
-    for frames in walked(**options):
+    for frames in frames_to_the_step(**options):
         assert frames[0] == ("probe.py", "find_max_batch")
         assert len(frames) <= 9, frames
         assert len({file for file, _ in frames}) <= 5, frames
 
 
-def test_the_heart_of_a_trial_is_one_function_of_60_lines():
+def test_run_cold_has_at_most_60_lines():
     tree = ast.parse((HOUSE / "trial.py").read_text())
-    [heart] = [node for node in ast.walk(tree) if getattr(node, "name", "") == "_run_cold"]
-    assert heart.end_lineno - heart.lineno < 60
+    [function] = [node for node in ast.walk(tree) if getattr(node, "name", "") == "_run_cold"]
+    assert function.end_lineno - function.lineno < 60
 
 
 def imports_of(name, path):
-    """Modules of the package that a module imports, wherever in it, but for type checkers."""
+    """Yield the package's modules that a module imports anywhere, except for type checkers."""
     tree = ast.parse(path.read_text())
     for guard in [
         node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
@@ -69,16 +69,16 @@ def imports_of(name, path):
             yield from submodules or {node.module}
 
 
-def test_imports_make_no_circle():
+def test_imports_have_no_cycle():
     TopologicalSorter({name: set(imports_of(name, path)) for name, path in MODULES.items()}).prepare()
 
 
-def test_the_top_has_at_most_20_names():
+def test_the_package_has_at_most_20_top_level_names():
     top = {name.split(".")[1] for name in MODULES if "." in name and not name.endswith("__main__")}
     assert len(top) <= 20, sorted(top)
 
 
-def test_nobody_outside_the_devices_asks_for_their_class():
+def test_only_devices_test_for_device_classes():
     asked = [
         f"{name}: {ast.unparse(node)}"
         for name, path in MODULES.items()

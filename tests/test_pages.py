@@ -1,4 +1,4 @@
-"""README and docs: their code runs, the outputs they show are real, and what they claim about files holds."""
+"""README and docs: their code runs, their outputs are real, and the files and options they name exist."""
 
 import json
 import re
@@ -88,7 +88,7 @@ def test_no_cuda_claim_without_evidence():
     assert bool(of_a_card) != ("oomprobe has not run on a physical GPU yet" in README.read_text(encoding="utf-8"))
 
 
-def test_the_table_of_the_peers_is_what_was_measured(tmp_path):
+def test_the_peers_table_matches_the_evidence(tmp_path):
     page = ROOT / "docs" / "evidence.md"
     copy = tmp_path / page.name
     copy.write_text(page.read_text())
@@ -96,7 +96,7 @@ def test_the_table_of_the_peers_is_what_was_measured(tmp_path):
     assert copy.read_text() == page.read_text(), "run python scripts/benchmark_peers.py --docs"
 
 
-def test_the_short_table_of_the_peers_is_what_was_measured():
+def test_the_short_peers_table_matches_the_evidence():
     rows = json.loads(benchmark_peers.EVIDENCE["cuda_bed"].read_text())["rows"]
     told = re.findall(r"^\| ([^|]+) \| (\d+ / \d+) \| (\d+) \| ([\d.]+) \|$", README.read_text(), re.MULTILINE)
     assert len(told) == 7

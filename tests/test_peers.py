@@ -1,4 +1,4 @@
-"""The benchmark beside the peers, as far as it needs no device: the truth's search, the evidence and its table."""
+"""The parts of scripts/benchmark_peers.py that need no device: the cold frontier, the evidence and its table."""
 
 import benchmark_peers
 import pytest
@@ -10,7 +10,7 @@ from peers import measuring, table
     [(0, 0, 0), (1, 0, 1), (3, 0, 3), (8, 0, 8), (499, 0, 499), (100, 64, 100), (1000, 0, 998), (837632, 0, 835957)],
 )
 def test_the_cold_frontier_is_the_last_size_that_runs(limit, hole, least, monkeypatch):
-    """A large one is known to a part in 500; doubling goes on where a single size fails."""
+    """Large ones are exact to 1/500; doubling continues past a single size that fails."""
     monkeypatch.setattr(measuring, "lasts", lambda _, size, steps: size <= limit and size != hole)
     assert least <= measuring.cold_frontier("mlp_adamw") <= limit
 
@@ -38,7 +38,7 @@ def test_a_line_of_the_table(rows, cells):
     assert table.line(rows) == cells
 
 
-def test_a_row_measured_anew_replaces_its_own_alone():
+def test_a_new_row_replaces_only_its_own_case():
     others = [row(card_gib=4), row(model="gpt"), row(tool="toma")]
     rows = benchmark_peers.replaced([row(50), *others], row(90))
     assert len(rows) == 4

@@ -1,4 +1,4 @@
-"""The script that people copy, run as they run it."""
+"""scripts/sanity_check.py, copied and run as users do."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ SOURCE = SCRIPT.read_text(encoding="utf-8")
 
 
 def run(tmp_path, *arguments, source=SOURCE):
-    """A copy of it, somewhere else: it needs nothing but torch and oomprobe."""
+    """Run a copy of the script elsewhere: it needs nothing but torch and oomprobe."""
     copy = tmp_path / "train.py"
     copy.write_text(source, encoding="utf-8")
     return subprocess.run([sys.executable, copy, *arguments], capture_output=True, text=True, check=False)
@@ -51,7 +51,7 @@ def test_an_oversized_batch_names_one_that_fits(tmp_path, require):
     ],
     ids=["nothing fits", "nothing fits, not required", "bug", "no such device", "usage"],
 )
-def test_where_there_is_no_answer_it_does_not_train(tmp_path, arguments, source, code, said):
+def test_without_an_answer_it_does_not_train(tmp_path, arguments, source, code, said):
     done = run(tmp_path, "--batch-size", "4", *arguments, source=source)
     assert (done.returncode, done.stdout) == (code, "")
     assert said in done.stderr

@@ -7,9 +7,9 @@
     assert forked(peak, 1000, memory="2GiB", context="300MiB") == 4096
     assert run_on_bed("print(json.dumps(torch.cuda.device_count()))", memory="1GiB,1GiB") == 2
 
-Options in lower case are the bed's own (context="300MiB" sets CUDASTUB_CONTEXT), names in upper case are environment
-variables. tests/cuda_bed/README.md says what each does. The library reads them when it is loaded, so the process that
-runs the tests must not use CUDA itself, nor run a backward: autograd could not start its threads in the children.
+Options in lower case are the bed's (context="300MiB" sets CUDASTUB_CONTEXT), names in upper case are environment variables;
+tests/cuda_bed/README.md describes them. The process that runs the tests must not use CUDA, since the library reads the
+options only once, nor run a backward, since autograd could not start its threads in the children.
 """
 
 import contextlib
@@ -28,39 +28,39 @@ import traceback
 import warnings
 
 import torch
-import torch._dynamo  # the first optimizer imports it: 3 s in each child otherwise
+import torch._dynamo  # otherwise the first optimizer imports it in each child, in 3 s
 
 OPTIONS = ("card", "shared", "context", "lazy", "neighbour", "fail", "scribble", "log")
 
 
 class ChildDiedError(Exception):
-    """A child was ended by a signal, or left without an answer; `signal` is the signal's number or None."""
+    """A child was killed by a signal, or exited without an answer; `signal` is the signal's number or None."""
 
     signal = None
 
 
 def forked(function, *args, limit_s=60, **options):
-    """Return what `function(*args)` returns in a child that has a bed of its own; raise what it raises.
+    """Return what `function(*args)` returns in a child with its own bed; raise what it raises.
 
     The function may be a lambda or a closure; only its result and its errors are pickled. An error has the child's
     traceback as its cause and its stderr as a note.
 
     Raises:
-        ChildDiedError: it was ended by a signal, or left by os._exit.
+        ChildDiedError: it was killed by a signal, or exited by os._exit.
         TimeoutError: it ran longer than `limit_s`; it and the processes it started (its process group) are killed.
     """
     return start(function, *args, **options).result(limit_s=limit_s)
 
 
 def start(function, *args, **options):
-    """As `forked`, but return while the child runs, for tests with several processes."""
+    """Start a child as `forked` does, and return while it runs, for tests with several processes."""
     environment = _environment(**options)
-    # Files, as a pipe could fill up, or stay open in a grandchild.
+    # Files, because a pipe could fill up, or stay open in a grandchild.
     answer, output = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-xdist's threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forking while pytest-xdist has threads
         pid = os.fork()
     if pid:
         return Child(pid, answer, output)
@@ -74,17 +74,17 @@ def start(function, *args, **options):
 
 def _in_child(function, args, environment, answer, output):
     os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the tests
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the tests
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
-    faulthandler.enable()  # a crash shows its frames there
+    faulthandler.enable()  # a crash prints its frames
     try:
         os.environ.clear()
         os.environ.update(environment)
         if ctypes.CDLL("libcuda.so.1").cudastub_configure():
             raise RuntimeError("CUDA was used in this process before the fork: torch may remember other devices")
-        torch.set_num_threads(1)  # the pool of the parent is not there any more
+        torch.set_num_threads(1)  # the parent's thread pool does not exist here
         outcome = pickle.dumps((function(*args), None, None))
     except BaseException as error:
         outcome = _pickled_error(error)
@@ -98,7 +98,7 @@ def _pickled_error(error):
     text = "".join(traceback.format_exception(error))
     try:
         outcome = pickle.dumps((None, error, text))
-        pickle.loads(outcome)  # some errors pickle and cannot be made again
+        pickle.loads(outcome)  # some errors pickle but do not unpickle
     except Exception:
         outcome = pickle.dumps((None, RuntimeError(f"{type(error).__qualname__}: {error}"), text))
     return outcome
@@ -113,35 +113,37 @@ def _environment(*, memory="1GiB", **options):
 
 
 class Child:
-    """A function that runs in a forked process."""
+    """A function running in a forked process."""
 
     def __init__(self, pid, answer, output):
         self.pid, self._answer, self._output, self._ended = pid, answer, output, os.pidfd_open(pid)
-        with contextlib.suppress(OSError):  # the child does it too: whoever comes first
+        with contextlib.suppress(OSError):  # the child does it too, whichever is first
             os.setpgid(pid, pid)
 
     def result(self, *, limit_s=60):
-        """Wait for the end and return the function's result, or raise its error."""
+        """Wait for the child, and return the function's result or raise its error."""
         try:
             ended, _, _ = select.select([self._ended], [], [], limit_s)
-        finally:  # with Ctrl-C too
+        finally:  # on Ctrl-C too
             status = self._end()
-        said = self._read(self._output).decode(errors="replace")
+        printed = self._read(self._output).decode(errors="replace")
         answer = self._read(self._answer)
-        sys.stderr.write(said)
+        sys.stderr.write(printed)
         if not ended:
             error = TimeoutError(f"the child ran longer than {limit_s} s")
         elif os.WIFSIGNALED(status):
-            error = ChildDiedError(f"the child was ended by {signal.Signals(os.WTERMSIG(status)).name}")
+            error = ChildDiedError(f"the child was killed by {signal.Signals(os.WTERMSIG(status)).name}")
             error.signal = os.WTERMSIG(status)
         elif not answer:
-            error = ChildDiedError(f"the child left without an answer, exit status {os.waitstatus_to_exitcode(status)}")
+            error = ChildDiedError(
+                f"the child exited without an answer, exit status {os.waitstatus_to_exitcode(status)}"
+            )
         else:
             value, error, text = pickle.loads(answer)
             if error is None:
                 return value
             error.__cause__ = Exception(f"in the child:\n{text}")
-        error.add_note(f"stdout and stderr of the child:\n{said or '(nothing)'}")
+        error.add_note(f"stdout and stderr of the child:\n{printed or '(nothing)'}")
         raise error
 
     def is_running(self):
@@ -151,9 +153,9 @@ class Child:
         os.kill(self.pid, signal_number)
 
     def _end(self):
-        self.kill()  # where it has ended, its status stays as it is
+        self.kill()  # if it has ended, its status does not change
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # what it left running
+            os.killpg(self.pid, signal.SIGKILL)  # processes that it left running
         os.close(self._ended)
         return os.waitpid(self.pid, 0)[1]
 
@@ -167,7 +169,7 @@ class Child:
 def run_on_bed(code, *, limit_s=120, **options):
     """Run Python code in a new interpreter, with torch and json imported; return the JSON on the last line it prints.
 
-    For what torch decides while it is loaded, as PYTORCH_ALLOC_CONF="backend:cudaMallocAsync".
+    For settings that torch reads while it is loaded, such as PYTORCH_ALLOC_CONF="backend:cudaMallocAsync".
     """
 
     def run():

@@ -7,4 +7,4 @@ import torch
 @pytest.fixture(autouse=True)
 def no_cuda_in_this_process():
     yield
-    assert not torch.cuda.is_initialized(), "use `forked`: a process that has used CUDA cannot fork for other tests"
+    assert not torch.cuda.is_initialized(), "use `forked`: after using CUDA, this process cannot fork for other tests"

@@ -1,4 +1,4 @@
-"""Models whose steps read no value back, for kernels on the bed compute none: each build() returns (model, step)."""
+"""Models whose steps read no value back, because kernels on the bed compute none; each returns (model, step)."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ CLASSES = 10
 
 
 def classifier(model, optimizer, *, amp=None, scaler=None, clip=False, accumulate=1, sample=(256,), layout=None):
-    """One training step on random samples; with `accumulate`, the optimizer steps at each n-th call."""
+    """Return the model and a training step on random samples; the optimizer steps at every `accumulate`-th call."""
     calls = 0
 
     def step(model, batch_size):
@@ -91,7 +91,7 @@ class Gpt(nn.Module):
 
 
 def language_model(model, optimizer, *, bf16=False, shortest=None):
-    """With `shortest`, the length varies from step to step, up to the whole context."""
+    """Return the model and a training step; with `shortest`, lengths vary from that to the whole context."""
 
     def step(model, batch_size):
         length = model.context if shortest is None else int(torch.randint(shortest, model.context + 1, ()))
@@ -111,7 +111,7 @@ def gpt(layers=2, *, bf16=False, shortest=None, **options):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a trained low-rank one beside it."""
+    """A frozen linear layer plus a trained low-rank one."""
 
     def __init__(self, base, rank=8):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Answers, held against fresh processes on torch's own CUDA allocator."""
+"""Answers, compared with fresh processes on torch's own CUDA allocator."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from .models import MODELS, gpt
 
 SEGMENT_BYTES = 20 * 2**20
 FORK = {"limit_s": 120}
-# Not with torch's own convolution in bfloat16, which really copies so much.
+# torch's own convolution in bfloat16 copies too much data for large cards.
 SLOW = [("conv bf16 channels_last", memory) for memory in ("4GiB", "24GiB")]
 CASES = [(*case, {}) for case in itertools.product(MODELS, ["1GiB", "4GiB", "24GiB"]) if case not in SLOW]
 CASES.append(("gpt", "1GiB", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}))
@@ -26,7 +26,7 @@ def held_to(cap_bytes):
 
 
 def runs(build, batch_size, *, steps, cap_bytes=None):
-    """Whether a process that has done nothing else runs so many steps."""
+    """Whether this process, which has done nothing else, runs that many steps."""
     model, step = build()
     held_to(cap_bytes)
     try:
@@ -39,7 +39,7 @@ def runs(build, batch_size, *, steps, cap_bytes=None):
 
 
 def cold_frontier(passes, hint):
-    """The largest size that runs in a fresh process, by doubling and bisection around a hint, to 1/500 of it."""
+    """Return the largest size that passes, to 1/500, by doubling and bisection around a hint."""
     low, stride = hint, max(1, hint // 64)
     if passes(low):
         while passes(low + stride):
@@ -59,7 +59,7 @@ def tensors_of(model):
 
 
 def probed(name):
-    """An answer, and what the process is like afterwards."""
+    """Return an answer and the state of the process afterwards; then run ten more steps."""
     model, step = MODELS[name]()
     torch.cuda.synchronize()
     before = tensors_of(model), torch.cuda.get_rng_state(), torch.cuda.get_per_process_memory_fraction()
@@ -83,7 +83,7 @@ def probed(name):
 )
 def test_an_answer_is_the_cold_frontier_and_survives(name, memory, settings):
     bed = {"memory": memory, "limit_s": 120, **settings}
-    found = forked(probed, name, **bed)  # and ten more steps there
+    found = forked(probed, name, **bed)
     answer, cap_bytes = found["batch_size"], found["budget_bytes"]
     assert (found["state_verified"], found["unchanged"], found["contaminated"]) == (True, True, False)
     assert found["left_bytes"] <= SEGMENT_BYTES
@@ -100,7 +100,7 @@ def test_an_answer_is_the_cold_frontier_and_survives(name, memory, settings):
 
 
 def varying(seed=0):
-    torch.manual_seed(seed)  # lengths are drawn: what is found here is found again
+    torch.manual_seed(seed)  # lengths are random; the seed makes them repeatable
     return gpt(shortest=32)
 
 

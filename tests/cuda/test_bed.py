@@ -1,4 +1,4 @@
-"""What the other tests on the bed rely on: torch believes in its devices, and they run out of memory as torch's allocator says."""
+"""What the other tests rely on: torch uses the bed's devices, and its allocator runs out of memory on them."""
 
 import ctypes
 import os
@@ -118,7 +118,7 @@ def test_sticky_fault():
     assert forked(seen) == ["", "", text, text]
 
 
-def test_passing_fault():
+def test_transient_fault():
     def retried():
         return allocate(1).device.type, torch.cuda.memory_stats()["num_alloc_retries"]
 

@@ -1,4 +1,4 @@
-"""What a trial finds, and what a probe leaves: nothing of earlier trials, however the step makes its state."""
+"""Each trial starts cold, however the step creates its state, and a probe leaves nothing behind."""
 
 import gc
 
@@ -22,7 +22,7 @@ def reserved():
     return torch.cuda.memory_reserved()
 
 
-def made_in_the_step():
+def created_in_each_step():
     model, _ = mlp()
 
     def step(model, batch_size):
@@ -31,7 +31,7 @@ def made_in_the_step():
     return model, step
 
 
-def made_at_the_first_step():
+def created_in_the_first_step():
     model, made = mlp()[0], []
 
     def step(model, batch_size):
@@ -42,7 +42,7 @@ def made_at_the_first_step():
 
 
 def in_backward():
-    """torch's own recipe to save the memory of gradients; on a GPU its hooks run on a thread of autograd's."""
+    """torch's recipe to save the memory of gradients; on a GPU the hooks run on a thread of autograd."""
     model, _ = mlp()
     optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in model.parameters()}
 
@@ -60,7 +60,7 @@ def in_backward():
 
 
 def in_use():
-    """As it is when a process has trained already: state and gradients exist, and belong to every trial."""
+    """A process that has trained already: state and gradients exist, and are part of every trial."""
     model, step = mlp()
     for _ in range(3):
         step(model, 64)
@@ -89,8 +89,8 @@ def compiled(backend="aot_eager"):
 
 
 WAYS = {
-    "made in the step": made_in_the_step,
-    "made at the first step": made_at_the_first_step,
+    "created in each step": created_in_each_step,
+    "created in the first step": created_in_the_first_step,
     "in backward": in_backward,
     "in use": in_use,
     "lazy buffer": lazy_buffer,
@@ -105,10 +105,10 @@ def test_every_trial_starts_cold(way):
 
     def probe():
         model, step = build()
-        before, held, ended = reserved(), [], ["nothing before it"]
+        before, held, ended = reserved(), [], ["no trial yet"]
 
         def watched(model, batch_size):
-            if ended:  # the trial before: this call is the first of the next
+            if ended:  # this call is the first of a trial
                 held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
                 ended.clear()
             step(model, batch_size)
@@ -117,9 +117,10 @@ def test_every_trial_starts_cold(way):
         assert reserved() <= before
         allocated, in_segments = zip(*held, strict=True)
         assert len(held) == len(result.trials)
-        assert max(allocated) - min(allocated) <= 1024  # torch keeps that much for random numbers in CUDA graphs,
-        assert max(in_segments) - min(in_segments) <= 2 * MIB  # in a segment of its own
-        # A warm trial's allocator has more than the model in it before the first step: so do its peaks.
+        # torch keeps 1024 bytes for random numbers in CUDA graphs, in a segment of 2 MiB.
+        assert max(allocated) - min(allocated) <= 1024
+        assert max(in_segments) - min(in_segments) <= 2 * MIB
+        # A warm trial would hold more before its first step, and so reach a higher peak.
         again = oomprobe.check(model, step, result.batch_size, **QUIET)
         assert reserved() <= before
         return result.to_dict(), result.trials[-1].peak_reserved_bytes, again.trials[-1].peak_reserved_bytes
@@ -157,14 +158,14 @@ def too_large(model, batch_size):
 )
 def test_nothing_stays_reserved(step, error):
     def probe():
-        gc.unfreeze()  # what the tests have frozen
+        gc.unfreeze()  # conftest has frozen objects
         model, own_step = MODELS["gpt"]()
         before = reserved()
         caught = None
         try:
             oomprobe.find_max_batch(model, step or own_step, resolution=0.05, **QUIET)
         except BaseException as raised:
-            caught = raised  # with its traceback, as a debugger would keep it
+            caught = raised  # with its traceback, as a debugger keeps it
         held = torch.cuda.memory_allocated()
         return before, reserved(), held, error is None or isinstance(caught, error), gc.get_freeze_count()
 
@@ -188,5 +189,5 @@ def test_workspaces_stay_under_a_captured_graph():
         return held, torch.cuda.memory_allocated(), result.notes
 
     before, after, notes = forked(probe)
-    assert after >= before  # the graph's workspace among it
+    assert after >= before  # including the graph's workspace
     assert any(note.startswith("not fully cold") for note in notes)

@@ -11,7 +11,7 @@ from .test_faults import target
 
 
 def typed(*arguments, memory="1GiB", **options):
-    """Exit status, stdout and stderr of `oomprobe ...` on the bed."""
+    """Return exit status, stdout and stderr of `oomprobe ...` on the bed."""
 
     def run():
         command = [sys.executable, "-m", "oomprobe", *arguments]

@@ -1,4 +1,4 @@
-"""What runs on a real card first, on the bed: the tests marked gpu, and scripts/gpu-check."""
+"""The checks for a real card, run on the bed: the tests marked gpu, and scripts/gpu-check."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ def output_of(*arguments, limit_s=300, **options):
 
 
 def test_tests_marked_gpu(tmp_path):
-    # Not that of children, which tests/cuda/test_faults.py has on the bed: it takes long.
+    # Without the slow test of children, which tests/cuda/test_faults.py covers on the bed.
     which = ["-m", "gpu and not needs_kernels", "-k", "not children_are_replaced", "tests/test_gpu.py"]
     options = ["-q", "-p", "no:cacheprovider", "--tb=short", *which]
     status, said = output_of("-m", "pytest", *options, card=H100, shared=tmp_path / "device")
@@ -42,7 +42,7 @@ def test_gpu_check(tmp_path):
 
 
 def test_gpu_traces(tmp_path):
-    # An A100: torch's attention in low precision on an H100 is cuDNN's, which is not on the bed.
+    # As an A100: on an H100 torch's attention in low precision is cuDNN's, which is not on the bed.
     status, said = output_of("scripts/gpu_traces.py", str(tmp_path))
     assert status == 0
     assert said.count("simulated / true peak 1.0000") == 3, said

@@ -1,4 +1,4 @@
-"""Host memory beside a card: a child forked from a process whose autograd has started threads for the card has none."""
+"""Probes of host memory on a machine with a card: a child forked after a backward has no autograd threads."""
 
 import pytest
 import torch
@@ -25,6 +25,6 @@ def test_a_process_that_has_run_no_backward_forks():
     assert (answer, cuda) == (4, False)
 
 
-def test_one_that_has_is_refused_with_what_to_type():
+def test_a_process_that_has_run_a_backward_is_refused():
     with pytest.raises(oomprobe.InvalidArgumentError, match=r"cannot run a backward here.*oomprobe run"):
         forked(lambda: probed(after_a_backward=True))

@@ -1,4 +1,4 @@
-"""The benchmark beside the peers on the bed: its models run, a row says what a tool did, and each change is seen."""
+"""scripts/benchmark_peers.py on the bed: its models run, rows say what a tool did, and changes of state are seen."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Probes on the bed, trial for trial as they were recorded: a change that means to alter no answer alters none.
+"""Probes on the bed run the recorded trials, so a change cannot alter an answer unnoticed.
 
-After a change that means to, look at the difference and record anew: RECORD=1 scripts/test tests/cuda/test_recorded.py
+After an intended change, look at the difference and record again: RECORD=1 scripts/test tests/cuda/test_recorded.py
 """
 
 import json
@@ -53,7 +53,7 @@ def record_of(result):
 
 @pytest.mark.skipif(not torch.__version__.startswith(RECORDED_WITH), reason=f"recorded with torch {RECORDED_WITH}")
 @pytest.mark.parametrize("name", PROBES)
-def test_a_probe_goes_as_recorded(name):
+def test_a_probe_runs_the_recorded_trials(name):
     now = forked(lambda: record_of(PROBES[name]()), memory="1GiB", limit_s=120)
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if os.environ.get("RECORD"):

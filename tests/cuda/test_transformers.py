@@ -1,4 +1,4 @@
-"""A transformers Trainer on torch's own CUDA allocator: what it answers trains in a fresh process."""
+"""A transformers Trainer on torch's own CUDA allocator: the answer trains in a fresh process."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
-"""Compile the stub of the CUDA libraries for the torch of this interpreter, and lay it where torch looks for them.
+"""Compile the stub of the CUDA libraries for this interpreter's torch, and install it where torch looks for them.
 
-torch's libraries say which functions they want of which library, in which version (readelf). The C files define what
-tests need; a function that only succeeds is generated for each of the others. One shared object lies under the names of
-all libraries, in the directory that torch's RPATH names: no variable has to be set.
+readelf shows which functions, in which version, torch's libraries need of which library. The C files define those that
+tests need; for each of the others a function that only returns success is generated. One shared object is linked under
+the names of all libraries, in the directory that torch's RPATH names, so no environment variable has to be set.
 """
 
 import re
@@ -26,7 +26,7 @@ def lines(*command):
 
 
 def wanted_by_torch():
-    """Functions with the version that torch's libraries ask for, and the names of the libraries."""
+    """Return the functions that torch needs, with their versions, and the names of the libraries."""
     functions, libraries = {}, {"libcuda.so.1", "libnvidia-ml.so.1"}
     for library in TORCH_LIBRARIES.glob("lib*.so"):
         for line in lines("readelf", "--dynamic", "--dyn-syms", "--wide", library):
@@ -37,7 +37,7 @@ def wanted_by_torch():
                 name, _, version = field[7].partition("@")
                 functions[name] = version
     for name in re.findall(rb"\0(nvml[A-Z]\w+)\0", (TORCH_LIBRARIES / "libc10_cuda.so").read_bytes()):
-        functions.setdefault(name.decode(), "")  # looked up by name while torch runs
+        functions.setdefault(name.decode(), "")  # looked up by name at run time
     return functions, libraries
 
 
@@ -49,7 +49,7 @@ def defined_in(object_file):
 def generated(name):
     if RETURNS_TEXT.search(name):
         return f'const char *{name}(void) {{ return "stub"; }}\n'
-    is_cuda = int(bool(re.match("cuda|cu[A-Z]", name)))  # a poisoned process hears of it from all of these
+    is_cuda = int(bool(re.match("cuda|cu[A-Z]", name)))  # in a poisoned process all of these fail
     return f'int {name}(void) {{ return cudastub_missing("{name}", {is_cuda}); }}\n'
 
 
@@ -88,7 +88,7 @@ def main():
     for name in sorted(libraries):
         (INTO / name).unlink(missing_ok=True)
         (INTO / name).symlink_to(STUB.name)
-    Path(f"{STUB}.new").replace(STUB)  # last and at once: scripts/cuda-bed compares its time with the sources'
+    Path(f"{STUB}.new").replace(STUB)  # atomically, when everything else is in place
 
 
 if __name__ == "__main__":
