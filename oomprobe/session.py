@@ -113,16 +113,17 @@ class Session:
         """Run one size under the cap. Rerun it if it failed, or if the cap shrank below its peak once kernels were loaded."""
         self._budget_from(self.runner.measure())
         first_budget_bytes = self.budget_bytes
-        steps = self.options.confirm_steps
-        trial = self.run(size, Phase.CONFIRM, cap_bytes=self.cap_bytes, steps=steps)
+        trial = first = self.run(size, Phase.CONFIRM, cap_bytes=self.cap_bytes)
         again = not trial.passed
         if trial.passed:
             self._take(self.runner.measure())
             peak_bytes = trial.peak_reserved_bytes
             again = self.budget_bytes < first_budget_bytes and (peak_bytes is None or peak_bytes > self.budget_bytes)
         if again:
-            trial = self.run(size, Phase.RECHECK, cap_bytes=self.cap_bytes, steps=steps)
-        return Found(batch_size=size if trial.passed else None, limit=size if trial.passed else None)
+            trial = self.run(size, Phase.CONFIRM, cap_bytes=self.cap_bytes)
+        if not trial.passed:
+            return Found(batch_size=None)
+        return Found(batch_size=size, limit=size, transient=() if first.passed else (size,))
 
     def run_plan(self, batch_size: int) -> None:
         """Run the micro-batch planned for `global_batch` with gradient accumulation; shrink it while that fails."""
@@ -138,13 +139,12 @@ class Session:
                 multiple_of=self.options.multiple_of,
             )
             entry = next(iter(entries), None)
-            if entry is None or entry.accumulation_steps == 1:
+            if entry is None or (entry.accumulation_steps == 1 and entry.micro_batch == batch_size):
                 return
             calls = min(entry.accumulation_steps, MAX_CALLS)
             try:
-                trial = self.run(
-                    entry.micro_batch, Phase.CONFIRM, cap_bytes=self.cap_bytes, steps=1, accumulation_steps=calls
-                )
+                size = entry.micro_batch
+                trial = self.run(size, Phase.CONFIRM, cap_bytes=self.cap_bytes, accumulation_steps=calls)
             except (TimeLimitError, StepFailedError) as error:
                 reason = str(error).splitlines()[0]
                 self.notes[f"the plan for global_batch was not run to completion ({reason})"] = None
@@ -152,6 +152,7 @@ class Session:
             if trial.passed:
                 return
             largest = int(PLAN_SHRINK * entry.micro_batch)
+        self.notes["no plan for global_batch: none of the micro-batches tried fits with gradient accumulation"] = None
 
     def break_down(self, batch_size: int) -> None:
         """Run one more step at the answer, which is not recorded as a trial, to find what held the memory."""
@@ -206,23 +207,12 @@ class Session:
 
     # --- one trial, with retries ---
 
-    def run(
-        self,
-        size: int,
-        phase: Phase,
-        *,
-        cap_bytes: int | None,
-        steps: int | None = None,
-        accumulation_steps: int = 1,
-    ) -> Trial:
-        """Run one trial. Rerun it if other processes disturbed it, or once in a new process if it ended its own.
-
-        `steps` defaults to the number for the phase.
-        """
+    def run(self, size: int, phase: Phase, *, cap_bytes: int | None, accumulation_steps: int = 1) -> Trial:
+        """Run one trial. Rerun it if other processes disturbed it, or once in a new process if it ended its own."""
         request = Request(
             batch_size=size,
             phase=phase,
-            steps=self._steps(phase) if steps is None else steps,
+            steps=self._steps(phase),
             cap_bytes=cap_bytes,
             accumulation_steps=accumulation_steps,
             exact=phase is Phase.CONFIRM or not self._replays,
@@ -326,6 +316,8 @@ class Session:
             and served.get(now.batch_size) == served.get(then.batch_size)
         )
         if is_flat or now.batch_size >= ENDLESS_BATCH:
+            if now.replayed:
+                raise ContradictedError  # the two sizes it was predicted from may have had different lengths
             smaller = grown[0] if then is None else then
             raise UnreliableError(
                 f"batch {now.batch_size} needs no more memory than batch {smaller.batch_size}, so memory does not limit the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
@@ -26,8 +26,12 @@ from oomprobe.verdicts import Evidence, Verdict, classify
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
 NO_OPTIMIZER = (
-    "no optimizer stepped in {calls} calls of {step!r}: the result covers only what the step did, "
+    "no optimizer stepped in {calls} calls of {steps}: the result covers only what the step did, "
     "perhaps just a forward pass"
+)
+IDLE = (
+    "{count} of the step's optimizers did not step in {calls} calls of {steps}, so the result does not cover their state: let "
+    "the step function step every optimizer that training has"
 )
 STOPPED_STEPPING = (
     "at batch {size} the optimizer that stepped at smaller sizes did not step in {calls} calls, so this size was not "
@@ -138,7 +142,8 @@ class _Record:
     served_bytes: dict[str, list[int]] = field(default_factory=dict)
     live_bytes: dict[str, list[int]] = field(default_factory=dict)
     step_leaked_bytes: int = 0
-    peaks: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0  # of several steps, the highest
+    limiting_step: str = ""  # that reached it
     failure: Failure | None = None
     verdict: Verdict = Verdict.FITS
     usage: Usage = field(default_factory=Usage)
@@ -178,6 +183,8 @@ class LocalRunner:
         self.step_names, self.threads = list(steps), torch.get_num_threads()
         self._expected: dict[str, set[int]] = {}  # ids of the optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # ids of those that stepped in the last call that was not replayed
+        self._idle: set[int] = set()  # ids of the optimizers that were found and did not step
+        self._steps_each_call = False  # whether a full step is one call
         self._is_cold = False  # whether nothing has run since the last clean-up
         self._baseline = Baseline(device, clean=self._start_cold, flush=self._flush)
         self.compiled = Compiled()
@@ -201,6 +208,8 @@ class LocalRunner:
             record = self._run_cold(request)
         if self.compiled.is_used:
             self.notes[COMPILED] = None
+        if record.verdict is Verdict.FITS:
+            self._note_optimizers()
         trial = _make_trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
             return Outcome(trial=trial)
@@ -229,32 +238,21 @@ class LocalRunner:
         self._device.start_trial()
         try:
             with self._device.cap(request.cap_bytes):
-                # Training resumes after evaluation, in a cache that evaluation has split up: several steps take two turns each.
-                for name, step in [*self._steps.items()] * min(len(self._steps), 2):
-                    record.step_name = name
-                    self._tracker.restore_modes()
-                    if name in record.peaks:
-                        for _ in range(request.steps):
-                            self._full_step(name, step, request, record)
-                        continue
-                    if self._expected.get(name) != set():  # its optimizer state exists only once it has stepped
+                for name, step in self._turns(record):
+                    if self._expected.get(name) != set():  # the first full step creates optimizer state
                         self._full_step(name, step, request, record)
-                        record.durations_s.pop(name, None)  # the first step, which makes that state, is not timed
+                        record.durations_s.pop(name, None)  # so it is slower and not timed
                     if request.accumulation_steps > 1:
                         with accumulating(self._tracker.optimizers, self._model):
                             for _ in range(request.accumulation_steps):
                                 self._call(step, request, record)
                     else:
-                        if self._expected.get(name) != set():  # the first full step creates optimizer state
-                            self._full_step(name, step, request, record)
-                            record.durations_s.pop(name, None)  # so it is slower and not timed
                         self._sample(name, request, record)
                         while self._needs_step(name, request, record):
                             self._full_step(name, step, request, record)
                             self._sample(name, request, record)
                         if request.breakdown:
                             self._break_down(name, step, request, record)
-                    record.peaks[name] = self._usage().peak_allocated_bytes or 0
             if self._replay is not None:
                 self._replay.end_trial()
         except TimeUp:
@@ -283,6 +281,18 @@ class LocalRunner:
             record.verdict = Verdict.POISONED
         return record
 
+    def _turns(self, record: _Record) -> Iterator[tuple[str, Step]]:
+        """Iterate over the steps; over several of them twice, because training resumes after evaluation.
+
+        Evaluation splits cached blocks, and only in the second turn does the state of every step's optimizers exist.
+        """
+        for name, step in [*self._steps.items()] * min(len(self._steps), 2):
+            record.step_name = name
+            for samples in (record.served_bytes, record.live_bytes):
+                samples.pop(name, None)
+            self._tracker.restore_modes()
+            yield name, step
+
     def _start_cold(self) -> None:
         """Drop everything earlier calls left, so that the next call starts as training does: with only the model in memory."""
         self._tracker.start_cold()
@@ -298,11 +308,14 @@ class LocalRunner:
         is_known, stepped = name in self._expected, self._watch.stepped
         if is_known:
             wanted = self._expected[name]
-        else:  # 0 is no optimizer's id: if none exists yet, the first that steps ends the loop
-            wanted = {id(one) for one in self._tracker.optimizers if not _wraps_another(one)} or {0}
+        else:
+            found = {id(one) for one in self._tracker.optimizers if not _wraps_another(one)}
+            elsewhere = set[int]().union(*self._expected.values())  # optimizers of other steps
+            # 0 is no optimizer's id: if none exists yet, the first that steps ends the loop.
+            wanted = found - elsewhere if elsewhere else found or {0}
         stepped.clear()
-        for _ in range(step.max_calls if wanted else 1):
-            self._call(step, request, record, may_repeat=len(self._steps) == 1)
+        for nth in range(step.max_calls if wanted else 1):
+            self._call(step, request, record, may_repeat=len(self._steps) == 1 and nth == 0 and self._steps_each_call)
             alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
             # A step may build its optimizer on each call: then as many new ones must step.
             if stepped and (stepped >= alive or (bool(stepped - wanted) and len(stepped) >= len(wanted))):
@@ -312,8 +325,19 @@ class LocalRunner:
                 raise NotTrainedError(STOPPED_STEPPING.format(calls=step.max_calls, size=request.batch_size))
         if not is_known:
             self._expected[name] = set(stepped)  # only here: if a call raises, the next trial learns it
-            if not stepped:
-                self.notes[NO_OPTIMIZER.format(calls=step.max_calls, step=name)] = None
+            self._idle = (self._idle | wanted) - stepped - {0}
+        self._steps_each_call = nth == 0
+        if len(self._steps) > 1 and (peak_bytes := self._usage().peak_allocated_bytes or 0) > record.peak_bytes:
+            record.peak_bytes, record.limiting_step = peak_bytes, name
+
+    def _note_optimizers(self) -> None:
+        """Note that no optimizer stepped, or that one did not: its state is not in the measured memory."""
+        steps = " and ".join(map(repr, self._steps))
+        calls = max(step.max_calls for step in self._steps.values())
+        if not any(self._expected.values()):
+            self.notes[NO_OPTIMIZER.format(calls=calls, steps=steps)] = None
+        elif self._idle:
+            self.notes[IDLE.format(count=len(self._idle), calls=calls, steps=steps)] = None
 
     def _break_down(self, name: str, step: Step, request: Request, record: _Record) -> None:
         """Run one more full step and record its allocations; of several steps, keep the one with the highest peak."""
@@ -335,7 +359,8 @@ class LocalRunner:
 
     def _call(self, step: Step, request: Request, record: _Record, *, may_repeat: bool = False) -> None:
         """Call the step once. If `may_repeat`, a simulated device may repeat the last call from its recording instead."""
-        if may_repeat and not request.breakdown and self._replay is not None and record.calls and self._replay.repeat():
+        may_repeat = may_repeat and record.calls > 0 and request.phase is not Phase.CONFIRM and not request.breakdown
+        if may_repeat and self._replay is not None and self._replay.repeat():
             self._watch.stepped |= self._last_stepped
             record.calls += 1
             return
@@ -486,7 +511,7 @@ def _make_trial(request: Request, record: _Record, *, several: bool, timed: bool
     medians = [statistics.median(durations_s) for durations_s in record.durations_s.values()]
     step_s = sum(medians) if timed and medians and record.failure is None else None
     failed = record.verdict is not Verdict.FITS
-    named = record.step_name if failed else max(record.peaks, key=lambda name: record.peaks[name], default=None)
+    named = record.step_name if failed else record.limiting_step
     return Trial(
         batch_size=request.batch_size,
         verdict=record.verdict,

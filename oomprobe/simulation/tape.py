@@ -194,14 +194,11 @@ class Replayer:
         return True
 
     def steady(self, calls: Sequence[Call]) -> Call | None:
-        """Return the call that would repeat: the last one if it equals the one before or a known steady call."""
-        if not calls:
+        """Return the call that would repeat: the last one if it equals the one before."""
+        if len(calls) < 2:
             return None
-        last = calls[-1]
-        if len(calls) > 1 and (calls[-2].core, calls[-2].sizes) == (last.core, last.sizes) and last.closed:
-            return last
-        known = next((trial[-1] for trial in self._trials.values() if trial[-1].core == last.core), None)
-        return None if known is None else Call(known.events, last.sizes)
+        before, last = calls[-2:]
+        return last if (before.core, before.sizes) == (last.core, last.sizes) and last.closed else None
 
     def calls(self, batch_size: int, count: int) -> list[Call] | None:
         """Predict the first `count` calls of a cold trial; None if unknown."""
