@@ -477,7 +477,7 @@ MODELS = {
         lambda: nn.Transformer(64, 4, 1, 1, 128, batch_first=True),
         lambda m, x: m(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(10, device="cuda")),
     ),
-    "compiled": (lambda: torch.compile(nn.Linear(64, 64)), lambda m, x: m(x)),  # runs eagerly
+    "compiled": (lambda: torch.compile(nn.Linear(64, 64), fullgraph=True), lambda m, x: m(x)),  # runs eagerly
     # Checkpointing asks for the device of real parameters inside the dispatch mode.
     "checkpointed norm": (
         lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Dropout(0.1)),
