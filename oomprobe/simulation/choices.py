@@ -203,13 +203,11 @@ def _autocast_kernels() -> Iterator[tuple[str, Any]]:
 @functools.cache
 def _cpu_extras() -> tuple[str, ...]:
     """Return operators that the CPU's autocast handles and CUDA's does not."""
-    registered = {*_IN_FLOAT32, *_FLOAT32_RESULT, *_PROMOTED}
     names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     return tuple(
         name
         for name in names
-        if name not in registered
-        and not name.startswith("conv")  # with padding="same", CUDA casts in the operators that these call
+        if not name.startswith("conv")  # with padding="same", CUDA casts in the operators that these call
         and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
         and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
     )
@@ -233,8 +231,8 @@ def _in_low_precision(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _with_float32_result(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Widen the input inside the kernel, without a copy."""
     index = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
-    stated = kwargs.get("dtype", args[index] if index < len(args) else None)
-    if args[0].dtype in _HALF and stated is None:
+    requested = kwargs.get("dtype", args[index] if index < len(args) else None)
+    if args[0].dtype in _HALF and requested is None:
         args, kwargs = args[:index], {**kwargs, "dtype": torch.float32}
     return _without_autocast(op, *args, **kwargs)
 
