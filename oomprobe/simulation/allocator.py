@@ -263,7 +263,6 @@ class CachingAllocator:
                     self._release(block)
 
     def reset_peaks(self) -> None:
-        """Set the peaks to the current figures."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 

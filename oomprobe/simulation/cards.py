@@ -14,7 +14,7 @@ _SMALL_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8  # ":4096:2:16:8"
 _LARGE_WORKSPACE_BYTES = 4096 * 8 * 1024
 _WORKSPACE = re.compile(r":(\d+):(\d+)")
 
-# Resident threads per multiprocessor. Source: "Technical Specifications per Compute Capability" in NVIDIA's CUDA programming guide.
+# Resident threads per multiprocessor: "Technical Specifications per Compute Capability" in NVIDIA's CUDA programming guide.
 _MAX_THREADS: dict[tuple[int, int], int] = {
     (6, 0): 2048, (7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048,
     (11, 0): 1536, (12, 0): 1536,

@@ -103,7 +103,8 @@ class Identity(TorchFunctionMode):
         current = CARD if self._world.is_on_card(tensor) else EXPLICIT_HOST
         if device in (None, current):
             return tensor.to(tensor.dtype if dtype is None else dtype, copy=copy, memory_format=memory_format)
-        return torch.ops.aten._to_copy(tensor, dtype=dtype, device=device, memory_format=memory_format)  # type: ignore[no-any-return]
+        moved: torch.Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, device=device, memory_format=memory_format)
+        return moved
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, torch.dtype):

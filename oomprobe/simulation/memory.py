@@ -133,7 +133,6 @@ class Memory:
             self.tape.allocated(self._workspace_bytes)
 
     def clear_workspaces(self) -> None:
-        """Free the cuBLAS workspaces."""
         for block in self._workspaces.values():
             self.allocator.free(block)
         self._workspaces.clear()
@@ -159,7 +158,6 @@ class Memory:
             self.largest_workspace_bytes = nbytes
 
     def empty_cache(self, *, by_step: bool = False) -> None:
-        """Release cached memory."""
         self.allocator.empty_cache()
         if by_step:
             self.tape.cache_released()

@@ -1,11 +1,10 @@
 """Scratch memory that kernels allocate while they run, in addition to their results.
 
 A fake result does not reveal it, so it is computed from the operator's arguments, as torch's host code does. A replay at
-another batch size computes it again: the numbers that a rule takes (sizes, strides) are linear in the batch size, its
-result may not be.
+another batch size computes it again: a rule's input (sizes, strides) is linear in the batch size, its result may not be.
 
-Rules cover kernels that take MiB in transformers and convolutional networks. The scratch memory of sorts, layer norms and losses not
-listed below is not counted.
+Rules cover kernels that take MiB in transformers and convolutional networks. The scratch memory of sorts, layer norms and
+losses not listed below is not counted.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Kernel:
 
 @lru_cache(maxsize=4096)
 def needs_of(kernel: Kernel, numbers: tuple[int, ...]) -> Needs:
-    """Return a kernel's scratch memory for these numbers."""
+    """Return a kernel's scratch memory."""
     return kernel.rule(*kernel.fixed, *numbers)
 
 

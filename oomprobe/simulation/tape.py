@@ -70,7 +70,6 @@ class Tape:
         return self.call_number, index
 
     def freed(self, name: tuple[int, int]) -> None:
-        """Record a freed block."""
         call_number, index = name
         self._events.append((FREED, self.call_number - call_number, index))
 
@@ -82,15 +81,12 @@ class Tape:
         return index
 
     def kernel_ended(self, kernel: Kernel, index: int) -> None:
-        """Record the end of a kernel."""
         self._events.append((KERNEL_ENDED, index, kernel))
 
     def cache_released(self) -> None:
-        """Record that the step released the cache."""
         self._events.append((RELEASED, 0, 0))
 
     def finish(self) -> Call:
-        """Return the recorded call."""
         return Call(tuple(self._events), tuple(self._sizes))
 
 

@@ -63,7 +63,7 @@ RULES = {
     "one large block is released before the whole cache": (
         "max_split_size_mb:32", 110, [20, 40, 50, -1, -2, -3, 30], 100, 0
     ),
-    "several large blocks are released, largest first": ("max_split_size_mb:32", 142, [20, 32, 40, 50, -1, -2, -3, -4, 76], 128, 0),
+    "or several large blocks, largest first": ("max_split_size_mb:32", 142, [20, 32, 40, 50, -1, -2, -3, -4, 76], 128, 0),
     "no garbage collection without a limit": ("garbage_collection_threshold:0.1", 1000, [100, -1, 200, -2, 300], 600, 0),
     "an expandable segment grows by pages": (EXPANDABLE, 1000, [0.5, 15, 15], 42, 0),
     "only whole pages are unmapped": (EXPANDABLE, 1000, [15, 50, 5, -2, 0], 40, 0),
