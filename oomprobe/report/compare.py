@@ -23,15 +23,15 @@ def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) 
     confirmed = [trials[-1] if trials else None for trials in answers]
     lines = [
         _line("", [name[-CELL_WIDTH:] for name in names]),  # long paths differ at their ends
-        _line("device", [result.device for result in both]),
-        _line("batch size", [result.batch_size for result in both]),
-        _line("limited by", [result.limited_by for result in both]),
-        _line("budget", [result.budget_bytes for result in both], format_bytes),
+        _line("device", _each(both, "device")),
+        _line("batch size", _each(both, "batch_size")),
+        _line("limited by", _each(both, "limited_by")),
+        _line("budget", _each(both, "budget_bytes"), format_bytes),
         _line("peak allocated", _each(confirmed, "peak_allocated_bytes"), format_bytes),
         _line("peak reserved", _each(confirmed, "peak_reserved_bytes"), format_bytes),
         _line("time per step", _each(confirmed, "step_s"), format_seconds),
         _line("samples per second", _each(confirmed, "samples_per_s"), rate),
-        _line("memory per sample", _each([result.fit for result in both], "bytes_per_sample"), format_bytes),
+        _line("memory per sample", _each(_each(both, "fit"), "bytes_per_sample"), format_bytes),
     ]
     if first.breakdown is not None and second.breakdown is not None:
         parts = first.breakdown.parts, second.breakdown.parts
