@@ -317,7 +317,7 @@ class LocalRunner:
         for nth in range(step.max_calls if wanted else 1):
             self._call(step, request, record, may_repeat=len(self._steps) == 1 and nth == 0 and self._steps_each_call)
             alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
-            # A step may build its optimizer on each call: then as many new ones must step.
+            # A step may build its optimizers on each call: then new ones must step, as many as were wanted.
             if stepped and (stepped >= alive or (bool(stepped - wanted) and len(stepped) >= len(wanted))):
                 break
         else:
@@ -389,7 +389,7 @@ class LocalRunner:
             record.live_bytes.setdefault(name, []).append(self._device.live_bytes())
 
     def _needs_step(self, name: str, request: Request, record: _Record) -> bool:
-        """Return whether to run another step: `request.steps` were not run yet, or a confirmation has varying memory use."""
+        """Return whether to run another step: `request.steps` in any case, more to confirm if memory use varies."""
         by_step = _differences(record.served_bytes[name])
         if len(by_step) < request.steps:
             return True
