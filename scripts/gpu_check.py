@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -167,14 +166,8 @@ def surroundings():
 
 
 def driver():
-    if shutil.which("nvidia-smi"):
-        said = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 20)
-        if said and said.strip():
-            return said.splitlines()[0].strip()
-    try:
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
-    except (OSError, IndexError):
-        return None
+    said = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 20) or ""
+    return next(iter(said.split()), None)
 
 
 def output_of(command, timeout_s):

@@ -1,5 +1,5 @@
-"""One line for users of a framework: each module takes what they already have, and asks the same `find_max_batch`.
+"""Adapters for frameworks: each takes the framework's own objects and calls `find_max_batch`.
 
-Nothing is imported here: ``from oomprobe.integrations.transformers import find_max_batch`` imports that framework, and
-says what to install where it is missing.
+Nothing is imported here: ``from oomprobe.integrations.transformers import find_max_batch`` imports that framework, and says
+what to install if it is missing.
 """

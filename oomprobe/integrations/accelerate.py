@@ -193,7 +193,7 @@ class _Trials:
         if any(self._made_in.setdefault(one, self._calls) != self._calls for one in parameters):
             raise NotRunError(
                 f"{self._name} trains a model that an earlier call made and kept (in a global, in a cache): the trials "
-                "have trained it, and its initial weights are lost. Make it before the first call, or anew in each"
+                "have trained it, and its initial weights are lost. Make it before the first call, or again in each"
             )
         return True
 

@@ -5,10 +5,10 @@ The cold frontier, and whether an answer lasts, are measured in such processes t
 
 import gc
 import hashlib
+import multiprocessing
 import os
 import pickle
 import random
-import signal
 import tempfile
 import time
 from functools import cache
@@ -18,39 +18,29 @@ import numpy
 import torch
 import torch._dynamo  # imported by the first optimizer step: once here instead of in each process
 import torch.utils.checkpoint
+from gpu_check import in_child
 
 from peers.models import LOG_VARIABLE, WORKLOADS
 from peers.tools import TOOLS, Call
 
+multiprocessing.set_start_method("fork", force=True)  # functions need not pickle, and imports are done
 FRONTIER_STEPS, LASTING_STEPS = 10, 50
 LONGEST_S = 300
 
 
 def forked(function, *arguments):
     """Return what the function returns in a child process; raise ChildError with how it ended otherwise."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        signal.alarm(LONGEST_S)
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        try:
-            ended = function(*arguments), None
-        except BaseException as error:
-            ended = None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        with os.fdopen(writing, "wb") as pipe:
-            pickle.dump(ended, pipe)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
-    status = os.waitpid(child, 0)[1]
-    result, error = pickle.loads(said) if said else (None, f"process ended with status {status}")
-    if error:
-        raise ChildError(error)
-    return result
+    answer = in_child(_quietly, function, *arguments, limit_s=LONGEST_S)
+    if "error" in answer:
+        raise ChildError(" ".join(answer["error"].split())[:200])
+    return answer["value"]
+
+
+def _quietly(function, *arguments):
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    return {"value": function(*arguments)}
 
 
 class ChildError(Exception):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from gpu_check import search_around
 
 import oomprobe
 
@@ -36,22 +37,6 @@ def runs(build, batch_size, *, steps, cap_bytes=None):
     except torch.OutOfMemoryError:
         return False
     return True
-
-
-def cold_frontier(passes, hint):
-    """Return the largest size that passes, to 1/500, by doubling and bisection around a hint."""
-    low, stride = hint, max(1, hint // 64)
-    if passes(low):
-        while passes(low + stride):
-            low, stride = low + stride, 2 * stride
-        high = low + stride
-    else:
-        while not passes(low):
-            high, low, stride = low, max(1, low - stride), 2 * stride
-    while high - low > max(1, low // 500):
-        middle = (low + high) // 2
-        low, high = (middle, high) if passes(middle) else (low, middle)
-    return low
 
 
 def tensors_of(model):
@@ -93,8 +78,9 @@ def test_an_answer_is_the_cold_frontier_and_survives(name, memory, settings):
     def passes(size):
         return forked(lambda: runs(MODELS[name], size, steps=10, cap_bytes=cap_bytes), **bed)
 
-    assert passes(answer)
-    assert answer >= 0.99 * cold_frontier(passes, answer)
+    found_to_run = list(search_around(answer, max(1, answer // 64), passes))
+    assert found_to_run[0] == answer
+    assert answer >= 0.99 * found_to_run[-1]
     asked = [trial for trial in found["trials"] if trial["phase"] in ("grow", "bisect")]
     assert len(asked) <= 2 * math.ceil(math.log2(answer)) + 4
 

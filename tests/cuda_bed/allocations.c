@@ -19,7 +19,7 @@ EXPORT cudaError_t cudaMalloc(void **address, size_t size) {
 }
 
 EXPORT cudaError_t cudaFree(void *address) {
-    int error = make_context(current_device); /* cudaFree(0) is how programs make their context */
+    int error = make_context(current_device); /* programs create their context by cudaFree(0) */
     if (error) return fail_with(error);
     lock();
     Block block = remove_block(address);

@@ -1,4 +1,4 @@
-/* What the files of the bed share. README.md says what is real here and what is not. */
+/* Shared declarations of the bed. README.md says what is real here and what is not. */
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -13,7 +13,7 @@
 #define EXPORT __attribute__((visibility("default"))) /* seen by torch; everything else is hidden */
 #define MAX_DEVICES 8
 #define PAGE 4096ul
-#define DRIVER_PAGE (2ul << 20) /* the driver hands out memory in pieces of 2 MiB */
+#define DRIVER_PAGE (2ul << 20) /* the driver allocates in units of 2 MiB */
 #define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 /* settings.c: the environment variables CUDASTUB_* */
@@ -28,7 +28,7 @@ extern Settings settings;
 int64_t parse_bytes(const char *text, char **end);
 void log_line(const char *format, ...);
 
-/* memory.c: who holds how much of each device, and what an address belongs to. Call all of these with the lock held. */
+/* memory.c: memory held by each process, and the blocks behind addresses. Hold the lock in all of these calls. */
 typedef struct {
     int pid;
     int64_t held_bytes[MAX_DEVICES];
@@ -42,8 +42,8 @@ typedef struct {
 } Block;
 void lock(void);
 void unlock(void);
-void reset_memory(void);                    /* as in a process that has not used CUDA yet */
-int charge(int device, int64_t bytes);      /* 0, or cudaErrorMemoryAllocation; the first one makes the context */
+void reset_memory(void);                    /* as before the first use of CUDA */
+int charge(int device, int64_t bytes);      /* 0, or cudaErrorMemoryAllocation; the first call creates the context */
 void refund(int device, int64_t bytes);
 int make_context(int device);               /* takes the lock itself */
 int load_kernels(int device);               /* takes the lock itself; CUDASTUB_LAZY */
@@ -52,22 +52,22 @@ int was_used(void);                         /* has this process called CUDA? */
 void note_use(void);
 int64_t held_by_this_process(int device);
 int64_t held_by_others(int device);
-int list_processes(int device, Process *into, int room); /* those that hold memory of the device */
+int list_processes(int device, Process *into, int room); /* processes that hold memory of the device */
 void add_block(void *address, size_t size, size_t charged_bytes, int device, Place place);
-Block *block_at(const void *address);       /* the block with the address in it, or null */
-Block remove_block(const void *address);    /* the block that begins there; its address is 0 if there is none */
-void *map_pages(size_t size);               /* zeros that take no memory until they are written */
+Block *block_at(const void *address);       /* the block that contains the address, or null */
+Block remove_block(const void *address);    /* the block that begins there; its address is 0 if none does */
+void *map_pages(size_t size);               /* zeros that use no memory until they are written */
 void unmap_pages(void *address, size_t size);
 void fill_with_zeros(void *address, size_t size);
 void copy_bytes(void *to, const void *from, size_t size);
 
-/* errors.c: faults that a test asked for, and the texts */
+/* errors.c: faults that a test requests, and the texts */
 typedef enum { LAUNCH, SYNC, MALLOC, MEMCPY, CALLS } Call;
 void ask_for_fault(const char *text);       /* CUDASTUB_FAIL */
 int fault_of(Call call);                    /* counts the call; 0, or the error it must return */
 void poison(int error);                     /* every later call fails with this, as after a real fault */
 int fail_with(int error);                   /* remembers and returns the error */
-int status(void);                           /* what a call that went well returns: 0, unless the process is poisoned */
+int status(void);                           /* the result of a successful call: 0, unless the process is poisoned */
 const char *error_text(int error);
 const char *error_name(int error);
 #define RETURN_IF_FAULTY(call) do { int fault_ = fault_of(call); if (fault_) return fault_; } while (0)

@@ -1,4 +1,4 @@
-/* The devices: how many, which is current, and what they say of themselves. */
+/* The devices: their number, the current one, and their properties. */
 #include "bed.h"
 
 __thread int current_device;
@@ -9,7 +9,7 @@ EXPORT cudaError_t cudaGetDeviceCount(int *count) {
     return *count ? cudaSuccess : fail_with(cudaErrorNoDevice);
 }
 
-/* These two answer in a poisoned process too: torch calls them while it reports the error. */
+/* These two succeed in a poisoned process too: torch calls them while it reports the error. */
 EXPORT cudaError_t cudaGetDevice(int *device) {
     *device = current_device;
     return 0;

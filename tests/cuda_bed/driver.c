@@ -1,4 +1,4 @@
-/* The driver: virtual memory, which expandable segments are made of, and the little else that torch asks it. */
+/* The driver: virtual memory, which expandable segments use, and the few other calls that torch makes. */
 #include "bed.h"
 
 static CUcontext context_of(int device) { return (CUcontext)(uintptr_t)(16 + device); }
@@ -34,7 +34,7 @@ EXPORT CUresult cuCtxGetDevice(CUdevice *device) {
     return 0;
 }
 
-/* ---- virtual memory: addresses are reserved, memory is created, and one is mapped to the other ---- */
+/* ---- virtual memory: reserve addresses, create memory, and map one to the other ---- */
 
 EXPORT CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties,
                                               CUmemAllocationGranularity_flags flags) {
@@ -119,7 +119,7 @@ EXPORT CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute
     }
 }
 
-/* ---- how torch finds the driver's functions: by name, from the runtime ---- */
+/* ---- torch looks the driver's functions up by name, through the runtime ---- */
 
 static CUresult not_supported(void) { return CUDA_ERROR_NOT_SUPPORTED; }
 

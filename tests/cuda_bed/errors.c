@@ -1,4 +1,4 @@
-/* Faults that a test asks for, and the names and texts of errors. */
+/* Faults that a test requests, and the names and texts of errors. */
 #include "bed.h"
 
 static const char *call_names[CALLS] = {"launch", "sync", "malloc", "memcpy"};
@@ -34,7 +34,7 @@ int fault_of(Call call) {
     long number = __atomic_add_fetch(&calls_made[call], 1, __ATOMIC_RELAXED);
     if (!poisoned && fault.error && fault.call == (int)call && fault.number == number) {
         log_line("%s %ld fails with %d", call_names[call], number, fault.error);
-        if (fault.error == cudaErrorMemoryAllocation) return fail_with(fault.error); /* the one that leaves a process healthy */
+        if (fault.error == cudaErrorMemoryAllocation) return fail_with(fault.error); /* the only error that leaves a process healthy */
         poisoned = fault.error;
     }
     return status();
@@ -44,7 +44,7 @@ void poison(int error) { poisoned = error; }
 int fail_with(int error) { return last_error = error; }
 int status(void) { return poisoned ? fail_with(poisoned) : 0; }
 
-/* Every function of CUDA that no file of the bed defines does this (build.py writes them). */
+/* Called by the functions that build.py generates: all that no file of the bed defines. */
 EXPORT int cudastub_missing(const char *name, int is_cuda) {
     log_line("%s: nothing done", name);
     return is_cuda ? status() : 0;

@@ -1,12 +1,12 @@
 /* Kernels: launches are counted, and nearly all do nothing.
  *
- * A few do something. Fills write their value, and adding a number to float32 adds (a check whether the device is alive
- * reads it back). An optimizer's or an elementwise kernel changes one byte of what it writes, so that a test of "the state
- * was restored" can fail. An index out of bounds that a fill has made ends in a device-side assert. */
+ * A few do something. Fills write their value, and adding a number to float32 adds (a health check of the device reads it
+ * back). Optimizer and elementwise kernels change one byte of their output, so that a test that the state was restored can
+ * fail. An index out of bounds, if a fill wrote it, triggers a device-side assert. */
 #include "bed.h"
 #include <pthread.h>
 
-typedef struct { const void *stub; const char *name; } Kernel; /* the host function that stands for it, and its name */
+typedef struct { const void *stub; const char *name; } Kernel; /* the host function that launches it, and its name */
 static Kernel *kernels;
 static size_t kernel_count, kernel_room;
 static volatile int sorted;
@@ -27,7 +27,7 @@ static const char *kernel_name(const void *stub) {
     return found ? found->name : "";
 }
 
-/* ---- called while a library with kernels is loaded ---- */
+/* ---- called when a library with kernels is loaded ---- */
 
 EXPORT void **__cudaRegisterFatBinary(void *image) {
     static void *handle;
@@ -58,7 +58,7 @@ EXPORT cudaError_t cudaGetSymbolAddress(void **address, const void *symbol) {
 
 static void fill(char *out, const void *value, size_t item_bytes, size_t count) {
     static const char zeros[16];
-    const size_t most_bytes = 1ul << 20; /* nobody reads the rest */
+    const size_t most_bytes = 1ul << 20; /* the rest is never read */
     lock();
     if (!memcmp(value, zeros, item_bytes)) fill_with_zeros(out, count * item_bytes);
     else
@@ -66,7 +66,7 @@ static void fill(char *out, const void *value, size_t item_bytes, size_t count) 
     unlock();
 }
 
-static size_t filled_item_bytes(const char *type) { /* after "FillFunctorI", as the compiler mangles it */
+static size_t filled_item_bytes(const char *type) { /* the mangled type after "FillFunctorI" */
     switch (*type) {
     case 'd': case 'l': case 'm': return 8;
     case 'f': case 'i': case 'j': return 4;
@@ -76,7 +76,7 @@ static size_t filled_item_bytes(const char *type) { /* after "FillFunctorI", as 
     }
 }
 
-static const void *filled_int64; /* the only indices whose values are known here: those that a fill wrote last */
+static const void *filled_int64; /* output of the last fill: the only indices whose values are known here */
 
 static void check_indices(const int64_t *index, long count, int64_t size) {
     if (index != filled_int64) return;
@@ -95,7 +95,7 @@ static void scribble(char *out) {
     unlock();
 }
 
-static void run_kernel(const void *stub, void **args) { /* args as torch passes them to each kernel, by address */
+static void run_kernel(const void *stub, void **args) { /* args: addresses of the kernel's arguments */
     const char *name = kernel_name(stub);
     if (settings.log > 1) log_line("kernel %s", name);
     if (!args) return;
@@ -143,7 +143,7 @@ EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const v
     return launch(stub, args);
 }
 
-/* `kernel<<<...>>>(...)` is compiled into a push, a call of the stub, and a pop in the stub. */
+/* The compiler turns `kernel<<<...>>>(...)` into a push, a call of the stub, and a pop in the stub. */
 static __thread struct { dim3 grid, block; size_t shared; cudaStream_t stream; } pushed;
 EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
     pushed.grid = grid, pushed.block = block, pushed.shared = shared, pushed.stream = stream;
@@ -154,7 +154,7 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *s
     return 0;
 }
 
-/* The newest architecture that torch's kernels are compiled for and the card runs: CUB looks its tuning up by it. */
+/* The newest architecture for which torch's kernels are compiled and that the card runs: CUB selects its tuning by it. */
 static int compiled_for(void) {
     static const int built[] = {120, 100, 90, 86, 80, 75};
     int card = 10 * settings.major + settings.minor;

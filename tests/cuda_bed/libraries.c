@@ -1,4 +1,4 @@
-/* cuBLAS, cuDNN and the others compute nothing; these are the calls whose results torch reads. */
+/* cuBLAS, cuDNN and the others compute nothing; torch reads the results of these calls. */
 #include "bed.h"
 
 #define CREATES(name) EXPORT int name(void **made) { *made = calloc(1, 64); return 0; }
@@ -28,7 +28,7 @@ EXPORT int cublasGetPointerMode_v2(void *handle, int *mode) {
 EXPORT size_t cublasLtGetVersion(void) { return 130100; }
 EXPORT int cublasLtMatmulAlgoGetHeuristic(void *handle, void *operation, void *a, void *b, void *c, void *d, void *preference,
                                           int asked, char *found, int *count) {
-    memset(found, 0, 96); /* one algorithm, which needs no workspace */
+    memset(found, 0, 96); /* one algorithm, without a workspace */
     *count = 1;
     return 0;
 }

@@ -1,4 +1,4 @@
-/* The memory of the devices: what each process holds, which addresses are whose, and how pages are zeroed and copied. */
+/* The memory of the devices: bytes held by each process, blocks by address, zeroing and copying pages. */
 #include "bed.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -9,7 +9,7 @@
 #define MAX_PROCESSES 256
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static int shared_fd = -1; /* the table of processes lies in this file where CUDASTUB_SHARED names one */
+static int shared_fd = -1; /* the file of CUDASTUB_SHARED, which holds the table of processes */
 static Process private_table[MAX_PROCESSES], *table = private_table, *this_process;
 static char context_made[MAX_DEVICES], kernels_loaded[MAX_DEVICES], used;
 static Block *blocks;
@@ -44,9 +44,9 @@ void reset_memory(void) {
     table = mapped;
 }
 
-/* ---- who holds how much ---- */
+/* ---- bytes held by each process ---- */
 
-static int is_free(const Process *entry) { /* never used, or of a dead process, whose number may be ours by now */
+static int is_free(const Process *entry) { /* unused, or of a dead process, whose pid this process may have now */
     if (entry == this_process) return 0;
     return !entry->pid || entry->pid == getpid() || (kill(entry->pid, 0) && errno == ESRCH);
 }
@@ -112,7 +112,7 @@ int make_context(int device) {
     return error;
 }
 
-int load_kernels(int device) { /* a card loads code when it is first needed, into memory that no allocator counts */
+int load_kernels(int device) { /* kernels are loaded on first use, into memory that no allocator counts */
     if (kernels_loaded[device]) return 0;
     lock();
     int error = kernels_loaded[device] ? 0 : charge(device, settings.lazy_bytes);
@@ -121,7 +121,7 @@ int load_kernels(int device) { /* a card loads code when it is first needed, int
     return error;
 }
 
-/* ---- what an address belongs to ---- */
+/* ---- blocks by address ---- */
 
 void add_block(void *address, size_t size, size_t charged_bytes, int device, Place place) {
     if (block_count == block_room) {
@@ -143,7 +143,7 @@ Block remove_block(const void *address) {
     return removed;
 }
 
-/* ---- pages: a card of 80 GiB costs no more memory here than what is written to it ---- */
+/* ---- pages: a card of 80 GiB uses only as much host memory as is written to it ---- */
 
 void *map_pages(size_t size) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -153,7 +153,7 @@ void *map_pages(size_t size) {
 
 void unmap_pages(void *address, size_t size) { munmap(address, ROUND_UP(size, PAGE)); }
 
-void fill_with_zeros(void *address, size_t size) { /* by giving whole pages back */
+void fill_with_zeros(void *address, size_t size) { /* by dropping whole pages */
     uintptr_t begin = (uintptr_t)address, end = begin + size;
     uintptr_t first_page = ROUND_UP(begin, PAGE), last_page = end / PAGE * PAGE;
     Block *block = size >= 16 * PAGE ? block_at(address) : 0;
@@ -166,7 +166,7 @@ void fill_with_zeros(void *address, size_t size) { /* by giving whole pages back
     memset((void *)last_page, 0, end - last_page);
 }
 
-void copy_bytes(void *to, const void *from, size_t size) { /* only pages that were ever written; the others are zeros */
+void copy_bytes(void *to, const void *from, size_t size) { /* only pages that have been written; the others are zeros */
     Block *source = size >= 64 * PAGE ? block_at(from) : 0;
     if (!source || source->place == ON_HOST) {
         memmove(to, from, size);

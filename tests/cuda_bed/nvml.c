@@ -1,4 +1,4 @@
-/* NVML: what nvidia-smi shows. Its header is not among those of the runtime, so its few types and codes are written out. */
+/* NVML: what nvidia-smi shows. The runtime has no header of it, so the few types and codes are defined here. */
 #include "bed.h"
 
 #define NOT_FOUND 6
@@ -43,7 +43,7 @@ EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **handle) {
     if (sscanf(id, "%x:%x", &domain, &bus) != 2) return NOT_FOUND;
     return nvmlDeviceGetHandleByIndex_v2(bus - 1, handle);
 }
-EXPORT int nvmlDeviceGetUUID(void *handle, char *into, unsigned room) { /* the bytes that device.c gives, as text */
+EXPORT int nvmlDeviceGetUUID(void *handle, char *into, unsigned room) { /* the UUID of device.c as text */
     struct cudaDeviceProp p;
     cudaGetDeviceProperties(&p, device_of(handle));
     unsigned end = snprintf(into, room, "GPU-");

@@ -1,7 +1,7 @@
-/* The pool of each device that cudaMallocAsync takes from (PYTORCH_ALLOC_CONF=backend:cudaMallocAsync). */
+/* The memory pool of each device for cudaMallocAsync (PYTORCH_ALLOC_CONF=backend:cudaMallocAsync). */
 #include "bed.h"
 
-#define POOL_STEP (32ul << 20) /* a pool grows in steps of 32 MiB where there is room, else by what is needed */
+#define POOL_STEP (32ul << 20) /* a pool grows in steps of 32 MiB if there is room, otherwise by the bytes needed */
 
 typedef struct {
     int device;
@@ -90,7 +90,7 @@ EXPORT cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t handle, enum cudaMemPoo
 EXPORT cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t handle, enum cudaMemPoolAttr attribute, void *value) {
     Pool *pool = (Pool *)handle;
     if (attribute == cudaMemPoolAttrReleaseThreshold) pool->release_threshold = *(uint64_t *)value;
-    if (attribute == cudaMemPoolAttrReservedMemHigh) pool->most_reserved_bytes = pool->reserved_bytes; /* resets it */
+    if (attribute == cudaMemPoolAttrReservedMemHigh) pool->most_reserved_bytes = pool->reserved_bytes; /* a write resets it */
     if (attribute == cudaMemPoolAttrUsedMemHigh) pool->most_used_bytes = pool->used_bytes;
     return status();
 }

@@ -1,4 +1,4 @@
-/* The environment variables, read when torch loads the library, and read again by a forked child that has set others. */
+/* The environment variables, read when torch loads the library, and again by a forked child that has changed them. */
 #include "bed.h"
 #include <stdarg.h>
 
@@ -42,7 +42,7 @@ static void path_from(const char *variable, char *into) {
     snprintf(into, sizeof settings.shared_file, "%s", text ? text : "");
 }
 
-/* Returns 0, or 1 where CUDA was used before: torch may then remember the devices of the old settings. */
+/* Returns 1 if CUDA was used before, since torch may then remember the devices of the old settings; otherwise 0. */
 EXPORT int cudastub_configure(void) {
     int used = was_used();
     const char *text = getenv("CUDASTUB_MEMORY");
@@ -69,8 +69,8 @@ EXPORT int cudastub_configure(void) {
 
 __attribute__((constructor)) static void when_loaded(void) {
     cudastub_configure();
-    setenv("TORCH_CUDNN_V8_API_DISABLED", "1", 0); /* cuDNN 7's interface is a few calls, that of 8 a language */
-    /* This file under two more names: whoever asks the process for them from now on (NVML's Python package) gets it.
-     * The results are looked at because a dlopen that ends a function would look in its caller's directories. */
+    setenv("TORCH_CUDNN_V8_API_DISABLED", "1", 0); /* cuDNN 7's interface is a few calls, that of cuDNN 8 a graph language */
+    /* Load this file under two more names, so that a later dlopen of them (by NVML's Python package) finds it. Use the
+     * results: a tail call of dlopen would search in the directories of this function's caller. */
     if (!dlopen("libnvidia-ml.so.1", RTLD_LAZY) || !dlopen("libcuda.so.1", RTLD_LAZY)) fprintf(stderr, "cudastub: %s\n", dlerror());
 }

@@ -1,8 +1,8 @@
-/* Streams, events and graphs. Everything is done at once, so a stream has nothing to wait for. */
+/* Streams, events and graphs. Every call completes at once, so streams never wait. */
 #include "bed.h"
 #include <time.h>
 
-typedef struct { int priority; unsigned long long capture; } Stream; /* capture: its number, 0 outside of one */
+typedef struct { int priority; unsigned long long capture; } Stream; /* capture: the number of the current one, or 0 */
 static unsigned long long captures;
 
 /* Streams 0, 1 and 2 are CUDA's own: the default one, legacy, per thread. */
@@ -41,7 +41,7 @@ EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, vo
     return status();
 }
 
-#define THE_GRAPH ((cudaGraph_t)16) /* torch only hands it back to functions that do nothing */
+#define THE_GRAPH ((cudaGraph_t)16) /* torch only passes it to functions that do nothing */
 
 EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
     if (made_stream(stream)) made_stream(stream)->capture = ++captures;
@@ -72,7 +72,7 @@ EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGrap
     return status();
 }
 EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
-    if (!nodes) *count = 1; /* torch warns of graphs without a node */
+    if (!nodes) *count = 1; /* torch warns about graphs without nodes */
     return status();
 }
 
