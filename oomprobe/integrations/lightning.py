@@ -186,7 +186,7 @@ def _hooks_run_once(training: Training) -> Iterator[None]:
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """Replace a hook."""
+    """Do nothing, in place of a hook."""
 
 
 def _search(training: Training, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:

@@ -140,7 +140,7 @@ def _values(datasets: Any) -> list[Any]:
 
 
 def _shared(trainer: Any) -> list[Any]:
-    """Return the objects that a copy of the Trainer shares with it, and whose attributes or generators training changes."""
+    """Return the objects that a copy of the Trainer shares with it and that training may change."""
     modules = trainer.model.modules() if isinstance(trainer.model, torch.nn.Module) else ()
     configs = [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
     # Without the wrappers that accelerate adds once the Trainer has trained.

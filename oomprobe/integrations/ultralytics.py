@@ -26,7 +26,7 @@ from oomprobe.integrations.framework import framework, limit_to_data, notes_of_d
 from oomprobe.options import Step, check_size
 from oomprobe.result import ProbeResult
 
-GRID = 32  # pixels: the trainer rounds images up to a multiple of this at least
+GRID = 32  # pixels: the trainer rounds image sides up to a multiple of the stride, which is at least this
 OBJECT_SIDE = 0.5  # as a share of the image's side; see `_worst_batch`
 MAX_UINT8_MASKS = 255  # objects that an overlapping mask of 8 bits can number
 CLIPPED_NORM = 10.0  # to which the trainer clips gradients

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, Subset
 
 from oomprobe.errors import InvalidArgumentError
 
-SAME_SHAPE_EXAMPLES = 64  # with this many of one shape, and IMAGE_DIMENSIONS or more, it is a data set of equal images
-IMAGE_DIMENSIONS = 3
+# If SAME_SHAPE_EXAMPLES examples all have one shape, of IMAGE_DIMENSIONS or more, the data set holds images of one size.
+SAME_SHAPE_EXAMPLES, IMAGE_DIMENSIONS = 64, 3
 
 Shape = tuple[int, ...]
 

@@ -167,8 +167,3 @@ def test_forked_timeout_kills_grandchildren(tmp_path):
             break
         time.sleep(0.05)
     assert not is_alive(grandchild)
-
-
-def test_forked_misuse_is_refused():
-    with pytest.raises(TypeError, match="no such option of the bed: contxt"):
-        forked(free_mib, contxt="1GiB")

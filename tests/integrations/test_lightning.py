@@ -229,7 +229,7 @@ def test_manual_optimization_runs_until_each_optimizer_steps(every):
 
 def test_validation_limits_the_answer_if_it_needs_more():
     class Plateau(Module):
-        """The scheduler and the hook want a metric of validation."""
+        """The scheduler and the hook need a metric of validation."""
 
         def configure_optimizers(self):
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer := super().configure_optimizers())
@@ -418,7 +418,7 @@ class Ending(Noisy):
 
 
 def trained(ending, *, passes_loaders=False, **settings):
-    """Losses of a training with dropout, shuffling and generators, after a probe that ended so; "none": without one."""
+    """Return losses, weights and random numbers after a probe with that ending; "none": without a probe."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(3)
     module, trainer, given = Ending(ledger(23)), quiet_trainer(max_epochs=2, **settings), {"datamodule": DrawingData()}

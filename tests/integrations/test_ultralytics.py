@@ -94,13 +94,15 @@ def state_of(model):
 # --- signatures ---
 
 
-def test_signature_matches_the_original(ultralytics):
+def test_arguments_match_the_original(settings):
     original = framework("ultralytics.utils.autobatch", minimum="8.4", extra="ultralytics").check_train_batch_size
     theirs = [(p.name, p.kind, p.default) for p in inspect.signature(original).parameters.values()]
     parameters = list(inspect.signature(check_train_batch_size).parameters.values())
     assert [(p.name, p.kind, p.default) for p in parameters[: len(theirs)]] == theirs
     assert [p.name for p in parameters[6:]] == ["device", "options"]
     assert inspect.signature(check_train_batch_size).return_annotation == "int"
+    for amp in (value for value in adapter.AUTOCAST if isinstance(value, str)):
+        assert settings.get_cfg(overrides={"amp": amp}).amp == amp
 
 
 # --- what is run ---
@@ -303,43 +305,29 @@ def test_a_wrong_argument_is_an_error(nano, wrong):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "imgsz", "dtype"),
+    ("arguments", "stride", "trained_with", "memory_fraction"),
     [
-        ({"imgsz": 65}, 96, torch.float16),
-        ({"imgsz": 1, "amp": False}, 32, None),
-        ({"imgsz": 64, "amp": "bf16"}, 64, torch.bfloat16),
-        ({"imgsz": 64, "amp": "fp32", "stride": 64.0}, 64, None),
-        ({"imgsz": 65, "amp": torch.bfloat16, "stride": 64.0}, 128, torch.bfloat16),
+        ([96, torch.bfloat16, 0.8, 3, 50], 32.0, (96, torch.bfloat16, 3, 50), 0.8),
+        ([640, True, 16], 32.0, (640, torch.float16, 1, 0), 0.6),
+        ([65], 32.0, (96, torch.float16, 1, 0), 0.6),
+        ([1, False], 32.0, (32, None, 1, 0), 0.6),
+        ([64, "bf16"], 32.0, (64, torch.bfloat16, 1, 0), 0.6),
+        ([64, "fp32"], 64.0, (64, None, 1, 0), 0.6),
+        ([65, torch.bfloat16], 64.0, (128, torch.bfloat16, 1, 0), 0.6),
     ],
 )
-def test_sizes_and_precisions_match_the_trainer(nano, settings, monkeypatch, arguments, imgsz, dtype):
-    def find(model, device, *taken):
-        assert taken[:2] == (imgsz, dtype)
+def test_arguments_reach_the_probe(nano, monkeypatch, arguments, stride, trained_with, memory_fraction):
+    def training(model, device, *received):
+        assert received == trained_with
+        return model, None, []
+
+    def find(model, step, **options):
+        assert options["memory_fraction"] == memory_fraction
         raise oomprobe.NothingFitsError("")
 
-    monkeypatch.setattr(adapter, "_training", find)
-    nano.stride = torch.tensor([arguments.pop("stride", 32.0)])
-    with pytest.raises(oomprobe.NothingFitsError):
-        find_max_batch(nano, **arguments, device="cpu:1GiB")
-    if isinstance(arguments.get("amp"), str):
-        assert settings.get_cfg(overrides=arguments).amp == arguments["amp"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "asked"),
-    [
-        ([96, torch.bfloat16, 0.8, 3, 50], [96, torch.bfloat16, 0.8, 3, 50]),
-        ([640, True, 16], [640, True, 0.6, 1, 0]),
-    ],
-    ids=["a fraction", "a batch size"],
-)
-def test_arguments_reach_the_probe(nano, monkeypatch, arguments, asked):
-    def find(model, **options):
-        names = ("imgsz", "amp", "memory_fraction", "max_num_obj", "dataset_size")
-        assert options == {"device": "cpu:1GiB", **dict(zip(names, asked, strict=True))}
-        raise oomprobe.NothingFitsError("")
-
-    monkeypatch.setattr(adapter, "find_max_batch", find)
+    monkeypatch.setattr(adapter, "_training", training)
+    monkeypatch.setattr(oomprobe, "find_max_batch", find)
+    nano.stride = torch.tensor([stride])
     with pytest.raises(oomprobe.NothingFitsError):
         check_train_batch_size(nano, *arguments, device="cpu:1GiB")
 
