@@ -180,6 +180,10 @@ class SimulatedDevice:
     def live_bytes(self) -> int:
         return self._memory.allocator.requested_bytes  # not the blocks, whose sizes may vary between calls
 
+    def served_bytes(self) -> int:
+        """Return the total that steps have ever requested; steps that allocate alike add equal amounts."""
+        return self._memory.allocator.served_bytes
+
     def outside_bytes(self) -> None:
         return None
 

@@ -168,7 +168,7 @@ class CachingAllocator:
     __slots__ = (  # make replays a fifth faster
         "_clock", "_handles", "_live", "_max_split", "_next_address", "_pools", "_settings", "_threshold", "alloc_retries",
         "allocated_bytes", "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes",
-        "peak_reserved_bytes", "requested_bytes", "reserved_bytes", "total_bytes",
+        "peak_reserved_bytes", "requested_bytes", "reserved_bytes", "served_bytes", "total_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -188,6 +188,7 @@ class CachingAllocator:
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.alloc_retries = self.ooms = 0
+        self.served_bytes = 0  # by all requests ever
         self.log: list[tuple[int, int]] | None = None
 
     def malloc(self, nbytes: int) -> int:
@@ -208,6 +209,7 @@ class CachingAllocator:
         self._handles = handle = self._handles + 1
         self._live[handle] = block
         self.requested_bytes += nbytes
+        self.served_bytes += nbytes
         self.allocated_bytes += block.size
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
