@@ -359,8 +359,8 @@ class LocalRunner:
 
     def _call(self, step: Step, request: Request, record: _Record, *, may_repeat: bool = False) -> None:
         """Call the step once. If `may_repeat`, a simulated device may repeat the last call from its recording instead."""
-        may_repeat = may_repeat and record.calls > 0 and request.phase is not Phase.CONFIRM and not request.breakdown
-        if may_repeat and self._replay is not None and self._replay.repeat():
+        may_repeat = may_repeat and record.calls > 0 and not request.breakdown
+        if may_repeat and self._replay is not None and self._replay.repeat(confirms=request.phase is Phase.CONFIRM):
             self._watch.stepped |= self._last_stepped
             record.calls += 1
             return

@@ -220,14 +220,16 @@ class SimulatedDevice:
 
     # --- replay ---
 
-    def repeat(self) -> bool:
+    def repeat(self, *, confirms: bool) -> bool:
         """Repeat the last call on the allocator without running it; return False if it may not be steady.
+
+        A trial that confirms an answer repeats calls only if its calls were predicted; `learn` checks that they came true.
 
         Raises:
             torch.OutOfMemoryError: the card has no room for it.
         """
         steady = self._replayer.steady(self._calls)
-        if steady is None:
+        if steady is None or (confirms and self._replayer.lines is None):
             return False
         try:
             self._memory.repeat(steady)
