@@ -139,7 +139,9 @@ class Session:
                 multiple_of=self.options.multiple_of,
             )
             entry = next(iter(entries), None)
-            if entry is None or (entry.accumulation_steps == 1 and entry.micro_batch == batch_size):
+            if entry is None:
+                break
+            if entry.accumulation_steps == 1 and entry.micro_batch == batch_size:
                 return
             calls = min(entry.accumulation_steps, MAX_CALLS)
             try:
@@ -152,7 +154,9 @@ class Session:
             if trial.passed:
                 return
             largest = int(PLAN_SHRINK * entry.micro_batch)
-        self.notes["no plan for global_batch: none of the micro-batches tried fits with gradient accumulation"] = None
+        self.notes[
+            f"no split of global_batch={self.options.global_batch} into micro-batches ran: accumulation needs more"
+        ] = None
 
     def break_down(self, batch_size: int) -> None:
         """Run one more step at the answer, which is not recorded as a trial, to find what held the memory."""

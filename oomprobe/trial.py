@@ -22,6 +22,7 @@ from oomprobe.report.breakdown import Breakdown
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial
 from oomprobe.signals import Interrupts
 from oomprobe.state import Tracker
+from oomprobe.units import format_bytes
 from oomprobe.verdicts import Evidence, Verdict, classify
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
@@ -30,13 +31,17 @@ NO_OPTIMIZER = (
     "perhaps just a forward pass"
 )
 IDLE = (
-    "{count} of the step's optimizers did not step in {calls} calls of {steps}, so the result does not cover their state: let "
-    "the step function step every optimizer that training has"
+    "some optimizers ({count}) did not step in {calls} calls of {steps}, so the result does not cover their state: let the step "
+    "function step every optimizer that training has"
 )
 STOPPED_STEPPING = (
     "at batch {size} the optimizer that stepped at smaller sizes did not step in {calls} calls, so this size was not "
     "trained: does the step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let "
     "step_fn raise that error"
+)
+CYCLES = (
+    "at batch {size} each step leaves {kept} in reference cycles until Python collects garbage, so training needs more than a "
+    "trial of a few steps: break the cycle (an object that holds its own output), or call gc.collect() every few steps"
 )
 OVER_CAP = "it ran, but its peak was over the cap: it reused memory that the allocator had reserved earlier"
 # If the bytes that steps allocate differ by more than this fraction, up to LONG_STEPS steps confirm the answer. A GPT with
@@ -184,7 +189,6 @@ class LocalRunner:
         self._expected: dict[str, set[int]] = {}  # ids of the optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # ids of those that stepped in the last call that was not replayed
         self._idle: set[int] = set()  # ids of the optimizers that were found and did not step
-        self._steps_each_call = False  # whether a full step is one call
         self._is_cold = False  # whether nothing has run since the last clean-up
         self._baseline = Baseline(device, clean=self._start_cold, flush=self._flush)
         self.compiled = Compiled()
@@ -276,7 +280,7 @@ class LocalRunner:
             record.usage = self._usage()
             if record.verdict is Verdict.FITS and _is_over_cap(record.usage, request):
                 record.verdict = Verdict.OOM
-            record.step_leaked_bytes = self._step_leak(record)
+            record.step_leaked_bytes = self._step_leak(record, request)
         elif not self._device.healthy():
             record.verdict = Verdict.POISONED
         return record
@@ -315,7 +319,7 @@ class LocalRunner:
             wanted = found - elsewhere if elsewhere else found or {0}
         stepped.clear()
         for nth in range(step.max_calls if wanted else 1):
-            self._call(step, request, record, may_repeat=len(self._steps) == 1 and nth == 0 and self._steps_each_call)
+            self._call(step, request, record, may_repeat=len(self._steps) == 1 and nth == 0)
             alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
             # A step may build its optimizers on each call: then new ones must step, as many as were wanted.
             if stepped and (stepped >= alive or (bool(stepped - wanted) and len(stepped) >= len(wanted))):
@@ -326,7 +330,6 @@ class LocalRunner:
         if not is_known:
             self._expected[name] = set(stepped)  # only here: if a call raises, the next trial learns it
             self._idle = (self._idle | wanted) - stepped - {0}
-        self._steps_each_call = nth == 0
         if len(self._steps) > 1 and (peak_bytes := self._usage().peak_allocated_bytes or 0) > record.peak_bytes:
             record.peak_bytes, record.limiting_step = peak_bytes, name
 
@@ -422,7 +425,7 @@ class LocalRunner:
 
     # --- leaks ---
 
-    def _step_leak(self, record: _Record) -> int:
+    def _step_leak(self, record: _Record, request: Request) -> int:
         """Return the bytes that each further step leaves allocated, not counting uncollected garbage."""
         growths = [_differences(live_bytes) for live_bytes in record.live_bytes.values()]
         leaked_bytes = sum(max(0, min(growth)) for growth in growths if len(growth) > 1)
@@ -431,7 +434,10 @@ class LocalRunner:
         before_bytes = self._device.live_bytes()
         gc.collect()
         garbage_bytes = before_bytes - self._device.live_bytes()
-        leaked_bytes -= garbage_bytes // max(map(len, growths))
+        cycle_bytes = min(leaked_bytes, garbage_bytes // max(map(len, growths)))
+        if cycle_bytes >= SMALLEST_BYTES and request.phase is Phase.CONFIRM:
+            self.notes[CYCLES.format(kept=format_bytes(cycle_bytes), size=request.batch_size)] = None
+        leaked_bytes -= cycle_bytes
         return leaked_bytes if leaked_bytes >= SMALLEST_BYTES else 0
 
     def _flush(self) -> None:

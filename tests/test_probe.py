@@ -129,6 +129,40 @@ def test_check_runs_one_confirmed_trial():
     assert oomprobe.check(model, step, 100, device=device, memory_fraction=1.0, progress="off").batch_size == 100
 
 
+def test_a_check_that_failed_once_is_confirmed_and_noted():
+    """A second look with fewer steps would pass where lengths vary."""
+    device, failures = LedgerDevice(100 * MIB), [torch.OutOfMemoryError("CUDA out of memory (a neighbour)")]
+
+    def step(model, batch_size):
+        device.take(batch_size * MIB)
+        if failures:
+            raise failures.pop()
+
+    result = oomprobe.check(nn.Linear(1, 1), step, 50, device=device, progress="off")
+    assert [(t.phase, t.passed) for t in result.trials] == [(Phase.CONFIRM, False), (Phase.CONFIRM, True)]
+    assert any(note.startswith("transient failure: batch 50") for note in result.notes)
+
+
+def test_a_suggested_split_without_accumulation_runs():
+    device = LedgerDevice(100 * MIB)
+    result = probe(device, linear_step(device), max_batch=64, global_batch=37)
+    assert (result.plan(37)[0].micro_batch, result.plan(37)[0].ran) == (37, True)
+
+
+def test_a_global_batch_without_a_fitting_split_is_noted():
+    device, model = LedgerDevice(100 * MIB), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        device.take(90 * MIB * (1 + (model.weight.grad is not None)))
+        model(torch.ones(batch_size, 4)).sum().backward()
+        optimizer.step()
+
+    result = oomprobe.find_max_batch(model, step, device=device, max_batch=2, progress="off", global_batch=64)
+    assert any(note.startswith("no split of global_batch=64") for note in result.notes)
+
+
 def test_a_progress_callable_gets_each_trial():
     device, seen = LedgerDevice(10 * MIB), []
     assert probe(device, linear_step(device), progress=seen.append).trials == tuple(seen)

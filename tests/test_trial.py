@@ -132,6 +132,48 @@ def test_a_missing_optimizer_is_noted_after_32_calls():
     assert any("no optimizer stepped in 32 calls" in note for note in result.notes)
 
 
+@pytest.mark.parametrize("every", [1, 40])
+def test_an_optimizer_that_never_stepped_is_noted(every):
+    model, first = linear()
+    second, calls = torch.optim.Adam(model.parameters()), []
+
+    def step(model, batch_size):
+        calls.append(batch_size)
+        model(torch.ones(batch_size, 4)).sum().backward()
+        first.step()
+        if len(calls) % every == 0:
+            second.step()
+
+    result = probe(model, step, max_batch=1)
+    assert any("some optimizers (1) did not step in 32 calls" in note for note in result.notes) is (every == 40)
+
+
+def test_evaluation_waits_for_no_optimizer():
+    model, train = stepping()
+    evaluated = []
+    result = probe(model, {"train": train, "eval": lambda model, n: evaluated.append(n)}, max_batch=1)
+    assert evaluated == [1] * (1 + 2 + 2 + 5 + 5)
+    assert not result.notes
+
+
+def test_each_of_several_steps_meets_the_state_of_the_others():
+    device = LedgerDevice(100 * MIB)
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+
+    def half(nth):
+        def step(_, batch_size):
+            optimizers[nth].zero_grad()
+            device.take(10 * MIB * sum(bool(optimizer.state) for optimizer in optimizers) + batch_size * MIB)
+            models[nth](torch.ones(batch_size, 1)).sum().backward()
+            optimizers[nth].step()
+
+        return step
+
+    result = probe(nn.ModuleList(models), {"G": half(0), "D": half(1)}, device=device, memory_fraction=1.0)
+    assert result.batch_size == 80
+
+
 # --- leaks ---
 
 
@@ -287,10 +329,11 @@ def test_uncollected_garbage_is_no_leak():
 
     gc.disable()
     try:
-        confirmed = check(step, 4, device).trials[-1]
+        result = check(step, 4, device)
     finally:
         gc.enable()
-    assert (confirmed.verdict, confirmed.step_leaked_bytes) == (Verdict.FITS, 0)
+    assert (result.trials[-1].verdict, result.trials[-1].step_leaked_bytes) == (Verdict.FITS, 0)
+    assert any("at batch 4 each step leaves 1.00 MiB in reference cycles" in note for note in result.notes)
 
 
 def test_one_leaking_step_of_several_counts_once():

@@ -114,11 +114,17 @@ def evaluated(model, batch_size):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_nonlinear_steps_run_at_every_size(several):
-    model = nn.Linear(256, 256)
-    step = linear_step(model, 256, torch.optim.SGD, lambda x: [x] if several else x.split(32))
+    model, sizes = nn.Linear(256, 256), []
+
+    def inputs(x):
+        sizes.append(len(x))
+        return [x] if several else x.split(32)
+
+    step = linear_step(model, 256, torch.optim.SGD, inputs)
     result = probe(model, {"train": step, "eval": evaluated} if several else step, "sim:64MiB", max_batch=512)
     assert result.batch_size == 512
     assert not any(t.replayed for t in result.trials)  # earlier replays are discarded
+    assert sizes[-9:] == [512] * 9, "no call of the confirmation was repeated without running"
 
 
 def test_a_contradicted_replay_restarts_the_search(monkeypatch):
@@ -129,6 +135,51 @@ def test_a_contradicted_replay_restarts_the_search(monkeypatch):
     monkeypatch.setattr(SimulatedDevice, "replay", lambda *_: None)
     assert result.batch_size == probe(model, step, "sim:64MiB").batch_size
     assert answer_ran(result)
+
+
+def test_an_optimizer_that_steps_every_eighth_call_is_simulated():
+    def counting(model, optimizer, calls):
+        def step(model, batch_size):
+            calls.append(batch_size)
+            model(torch.randn(batch_size, 1024)).square().mean().backward()
+            if len(calls) % 8 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+    def answer(step_of):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+        return probe(
+            model, step_of(model, torch.optim.AdamW(model.parameters())), "sim:256MiB", multiple_of=64
+        ).batch_size
+
+    def at_once(model, optimizer):
+        step = counting(model, optimizer, [])
+        return lambda model, batch_size: [step(model, batch_size) for _ in range(8)]
+
+    assert answer(lambda *both: counting(*both, [])) == answer(at_once)
+
+
+def test_a_rare_long_batch_is_part_of_the_answer():
+    """Each fourth batch is four times as large, and the calls between them are alike."""
+    model, calls = nn.Linear(256, 256), []
+
+    def lengthened(x):
+        calls.append(len(x))
+        return [torch.cat([x] * 4) if len(calls) % 4 == 0 else x]
+
+    result = probe(model, linear_step(model, 256, inputs=lengthened), "sim:64MiB", multiple_of=64)
+    longest = probe(model, linear_step(model, 256, inputs=lambda x: [torch.cat([x] * 4)]), "sim:64MiB", multiple_of=64)
+    assert result.batch_size <= longest.batch_size
+
+
+def test_padded_small_batches_are_not_the_limit():
+    """Two padded sizes predict the same memory at every size."""
+    model = nn.Linear(256, 256)
+    padded = linear_step(model, 256)
+    result = probe(model, lambda model, batch_size: padded(model, max(batch_size, 64)), "sim:64MiB")
+    assert (result.limited_by, result.batch_size > 1024) == ("memory", True)
 
 
 def test_max_batch_and_the_plan_run():
