@@ -75,6 +75,11 @@ class OptimizerWatch:
             handle.remove()
 
 
+def wraps_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this wraps another optimizer, as accelerate's does; only the inner one fires the hooks."""
+    return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
+
+
 @contextmanager
 def outside_modes() -> Iterator[None]:
     """Hide oomprobe's own tensor operations from modes that the user's step has active."""

@@ -16,7 +16,7 @@ from oomprobe.devices import Device, DeviceInfo, Usage, describe, replay_of
 from oomprobe.devices.leaks import SMALLEST_BYTES, Baseline
 from oomprobe.devices.recorder import Recorder
 from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, TimeUp, step_failed
-from oomprobe.hooks import COMPILED, Compiled, OptimizerWatch, accumulating
+from oomprobe.hooks import COMPILED, Compiled, OptimizerWatch, accumulating, wraps_another
 from oomprobe.options import Step
 from oomprobe.report.breakdown import Breakdown
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial
@@ -313,7 +313,7 @@ class LocalRunner:
         if is_known:
             wanted = self._expected[name]
         else:
-            found = {id(one) for one in self._tracker.optimizers if not _wraps_another(one)}
+            found = {id(one) for one in self._tracker.optimizers if not wraps_another(one)}
             elsewhere = set[int]().union(*self._expected.values())  # optimizers of other steps
             # 0 is no optimizer's id: if none exists yet, the first that steps ends the loop.
             wanted = found - elsewhere if elsewhere else found or {0}
@@ -499,11 +499,6 @@ def varies(served: Sequence[int]) -> bool:
     """
     steady = served[1:]
     return bool(steady) and max(steady) - min(steady) > VARIES * max(steady)
-
-
-def _wraps_another(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this wraps another optimizer, as accelerate's does; only the inner one fires the hooks."""
-    return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
 
 
 def _is_over_cap(usage: Usage, request: Request) -> bool:

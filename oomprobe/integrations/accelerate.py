@@ -33,6 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from oomprobe import probe
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
+from oomprobe.hooks import wraps_another
 from oomprobe.integrations.framework import steps_to_calls
 from oomprobe.options import Step, check_size
 from oomprobe.verdicts import Verdict, classify_error
@@ -159,10 +160,15 @@ class _Trials:
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             nonlocal has_stepped
+            if (
+                not has_stepped
+            ):  # others may step later; gc lists those of this call, because a probe freezes older objects
+                made = (one for one in _of_type(gc.get_objects(), torch.optim.Optimizer) if not wraps_another(one))
+                steps.update((one, 0) for one in made)
             has_stepped = True
             steps[optimizer] = steps.get(optimizer, 0) + 1
-            counts = list(steps.values())
-            if min(counts) >= self._trial_steps or max(counts) >= MAX_STEP_RATIO * self._trial_steps:
+            least = min(steps.values())
+            if least >= self._trial_steps or max(steps.values()) >= MAX_STEP_RATIO * self._trial_steps:
                 raise _TrialDone
 
         handle = register_optimizer_step_post_hook(after_step)

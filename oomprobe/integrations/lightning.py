@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -199,8 +201,11 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
         count = min(len(order.indices) for order in orders[TRAIN])
         limit_to_data(options, count)
 
+        idle = 0
+
         def run(model: object, batch_size: int) -> None:
-            _run_trial(training, orders, batch_size)
+            nonlocal idle
+            idle = _run_trial(training, orders, batch_size)
 
         size_is = f"{training.name} = " if training.size_owners else "loaders of batch_size="
         caller = Caller(
@@ -209,8 +214,12 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
         )
         result = oomprobe.find_max_batch(training.module, Step(run=run, caller=caller), device=device, **options)
     accumulated = f" of {training.micro} accumulated batches each" if training.micro > 1 else ""
-    validated = f", and {EVAL_BATCHES} validation batches" if EVAL in training.makers else ""
+    validated = f", {EVAL_BATCHES} validation batches, and both again" if EVAL in training.makers else ""
     notes = [f"one step of a trial is Trainer.fit for {LOOP_STEPS} optimizer steps{accumulated}{validated}"]
+    if idle:
+        notes.append(
+            f"some optimizers ({idle}) did not step within {MANUAL_BATCHES} batches: the result does not cover their state"
+        )
     scanned = [(order, name) for name, found in orders.items() for order in found]
     notes += [note for order, name in scanned for note in order.notes(scan_s, KIND[name])]
     has_largest = all(order.has_largest(result.batch_size) for order, _ in scanned)
@@ -220,17 +229,25 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
     return replace(result, notes=(*result.notes, *notes), not_covered=tuple(not_covered))
 
 
-def _run_trial(training: Training, orders: Mapping[str, list[LargestFirst]], batch_size: int) -> None:
-    """Fit for two optimizer steps of that batch size, then validate if the module does."""
-    batches = 0
-    wanted = LOOP_STEPS * training.micro
+def _run_trial(training: Training, orders: Mapping[str, list[LargestFirst]], batch_size: int) -> int:
+    """Fit for two optimizer steps, and if the module validates, validate, train on, and validate again.
+
+    Return the number of optimizers that did not step.
+    """
+    batches, steps, idle = 0, Counter[int](), 0  # steps by the id of the optimizer
+    wanted = LOOP_STEPS * training.micro * (1 + (EVAL in training.makers))
     # With manual optimization, only the module decides how many batches make a step.
     most = wanted if training.owners[-1].automatic_optimization else max(wanted, MANUAL_BATCHES)
 
+    def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        steps[id(optimizer)] += 1
+
     def trained(trainer: Any, *_: object) -> None:
-        nonlocal batches
+        nonlocal batches, idle
         batches += 1
-        if batches >= wanted and (trainer.global_step >= LOOP_STEPS or batches >= most):
+        made = [steps[id(optimizer)] for optimizer in trainer.optimizers]
+        idle = made.count(0)
+        if batches >= wanted and (min(made, default=0) >= LOOP_STEPS or batches >= most):
             trainer.should_stop = True
 
     def make(name: str) -> Any:
@@ -242,12 +259,17 @@ def _run_trial(training: Training, orders: Mapping[str, list[LargestFirst]], bat
             made = [_trial_loader(loader, order, _size_of(loader), EVAL_BATCHES) for loader, order in pairs]
         return tree_unflatten(made, structure)
 
-    _fit(training, batch_size, make, trained)
+    handle = register_optimizer_step_post_hook(stepped)
+    try:
+        _fit(training, batch_size, make, trained)
+    finally:
+        handle.remove()
     if batches < wanted:
         raise NotRunError(
             f"at batch {batch_size} Lightning ran {batches} training batches of the {wanted} that make a trial: check whether "
             "the module stops the Trainer, raises StopIteration, or skips batches in on_train_batch_start"
         )
+    return idle
 
 
 def _fit(training: Training, batch_size: int, make: Callable[[str], Any], after_batch: Hook) -> None:
@@ -301,6 +323,7 @@ def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str, *, validate
         "logger": [logger() for _ in trainer.loggers] or False,
         "num_sanity_val_steps": 0,
         "limit_val_batches": EVAL_BATCHES if validates else 0,
+        **({"val_check_interval": LOOP_STEPS * micro, "check_val_every_n_epoch": None} if validates else {}),
         "default_root_dir": folder,
     }
 

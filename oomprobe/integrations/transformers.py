@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -263,22 +265,34 @@ def _split_that_runs(
         f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
     )
     sizes = {"min_micro_batch": options.get("min_batch", 1), "multiple_of": options.get("multiple_of", 1)}
-    splits = plan(total, world_size=1, max_micro_batch=result.batch_size, **sizes)
-    split = next((one for one in splits if one.exact), None)
-    if split is None:
-        return None, f"nothing was written back: no size up to {result.batch_size} divides the global batch of {total}"
-    names = ("device", "memory_fraction", "confirm_steps", "preserve", "time_limit_s", "progress")
+    names = ("device", "memory_fraction", "confirm_steps", "preserve", "progress")
+    until_s = time.monotonic() + (options.get("time_limit_s") or math.inf) - result.elapsed_s
     options = {name: options[name] for name in names if name in options}
-    if options.get("time_limit_s") is not None:
-        options["time_limit_s"] = max(1e-3, options["time_limit_s"] - result.elapsed_s)
-    try:
-        probe.check(trainer.model, loop.steps(split.accumulation_steps), split.micro_batch, **options)
-    except (NothingFitsError, TimeLimitError) as error:
-        tried = f"{split.micro_batch} x {split.accumulation_steps}"
-        return None, f"nothing was written back, {before} stay: {tried} failed ({error})"
-    return split, (
-        f"written back: per_device_train_batch_size={split.micro_batch}, gradient_accumulation_steps="
-        f"{split.accumulation_steps} (before: {before}); the global batch is {total}, and this split ran"
+    largest, failed = result.batch_size, ""
+    while largest:
+        splits = plan(total, world_size=1, max_micro_batch=largest, **sizes)
+        split = next((one for one in splits if one.exact), None)
+        if split is None:
+            break
+        left_s = max(1e-3, until_s - time.monotonic())
+        options["time_limit_s"] = None if math.isinf(left_s) else left_s
+        try:
+            probe.check(trainer.model, loop.steps(split.accumulation_steps), split.micro_batch, **options)
+        except NothingFitsError as error:  # accumulated gradients and optimizer state are in memory together
+            largest, failed = (
+                split.micro_batch - 1,
+                f"; {split.micro_batch} x {split.accumulation_steps} failed ({error})",
+            )
+        except TimeLimitError as error:
+            return None, f"nothing was written back, {before} stay ({error})"
+        else:
+            return split, (
+                f"written back: per_device_train_batch_size={split.micro_batch}, gradient_accumulation_steps="
+                f"{split.accumulation_steps} (before: {before}); the global batch is {total}, and this split ran"
+            )
+    return None, (
+        f"nothing was written back, {before} stay: no size up to {result.batch_size} divides the global batch of {total} and "
+        f"runs{failed}"
     )
 
 

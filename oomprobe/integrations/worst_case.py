@@ -61,7 +61,7 @@ class LargestFirst:
 def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | None = None) -> LargestFirst:
     """Scan examples in random order for at most `scan_s` seconds, and sort them by their number of elements.
 
-    The largest example of each field comes before all others: batches are padded to it.
+    The largest examples of each field, in elements and along each axis, come before all others: batches are padded to them.
 
     Example:
         >>> data = [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [1]}]
@@ -79,7 +79,8 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
     until = time.monotonic() + scan_s
     shuffled = list(indices)
     random.Random(0).shuffle(shuffled)
-    sizes: dict[int, dict[Any, int]] = {}
+    sizes: dict[int, int] = {}  # elements
+    extents: dict[int, dict[Any, int]] = {}  # by field, and by field and axis
     kinds: set[tuple[Any, ...]] = set()
     are_images = False
     for index in shuffled:
@@ -88,17 +89,18 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
         except Exception as error:
             error.add_note(f"oomprobe: example {index} of the data set raised this, before the first trial")
             raise
-        sizes[index] = {key: sum(math.prod(one) for one in found) for key, found in shapes.items()}
+        extents[index] = dict(_extents(shapes))
+        sizes[index] = sum(extents[index][key, None] for key in shapes)
         kinds.add(tuple(shapes.items()))
         are_images = len(sizes) >= SAME_SHAPE_EXAMPLES and _images_of_one_size(kinds)
         if time.monotonic() >= until or are_images:
             break
     # Sorting is stable: examples of equal size keep the order of the data set.
-    by_size = sorted(indices, key=lambda index: -sum(sizes[index].values()) if index in sizes else 1)
+    by_size = sorted(indices, key=lambda index: -sizes[index] if index in sizes else 1)
     largest: dict[Any, int] = {}
     for index in by_size:
-        for key, size in sizes.get(index, {}).items():
-            if key not in largest or size > sizes[largest[key]].get(key, 0):
+        for key, extent in extents.get(index, {}).items():
+            if key not in largest or extent > extents[largest[key]].get(key, 0):
                 largest[key] = index
     leaders = set(largest.values())
     return LargestFirst(
@@ -107,8 +109,16 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
         leaders=max(1, len(leaders)),
         scanned=len(sizes),
         complete=are_images or len(sizes) == len(shuffled),
-        known=any(size for fields in sizes.values() for size in fields.values()),
+        known=any(sizes.values()),
     )
+
+
+def _extents(shapes: Mapping[Any, tuple[Shape, ...]]) -> Iterator[tuple[Any, int]]:
+    """Yield the number of elements of each field, and the longest side along each axis."""
+    for key, found in shapes.items():
+        yield (key, None), sum(math.prod(one) for one in found)
+        for axis in range(max(map(len, found), default=0)):
+            yield (key, axis), max(one[axis] for one in found if len(one) > axis)
 
 
 def shapes_of(example: Any) -> dict[Any, tuple[Shape, ...]]:

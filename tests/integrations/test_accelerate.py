@@ -129,8 +129,10 @@ def test_it_bisects_to_the_size_that_fits_and_trains_once(monkeypatch):
     assert "first seen when it stepped" not in str(train.result)
 
 
-@pytest.mark.parametrize(("trial_steps", "left_after"), [(2, "cgcccg"), (3, "cgcccgcccg")])
-def test_every_optimizer_makes_its_steps(trial_steps, left_after):
+@pytest.mark.parametrize(
+    ("trial_steps", "first", "left_after"), [(2, 0, "cgcccg"), (3, 0, "cgcccgcccg"), (2, 2, "cccgcccg")]
+)
+def test_every_optimizer_makes_its_steps(trial_steps, first, left_after):
     made = []
 
     @find_executable_batch_size(starting_batch_size=1, trial_steps=trial_steps, **HOST)
@@ -139,7 +141,7 @@ def test_every_optimizer_makes_its_steps(trial_steps, left_after):
         optimizers = {name: torch.optim.Adam(one.parameters()) for name, one in models.items()}
         made.append("")
         for number in range(40):
-            for name in "cg" if number % 3 == 0 else "c":
+            for name in "cg" if number % 3 == first else "c":
                 made[-1] += name
                 models[name](torch.randn(batch_size, 4)).sum().backward()
                 optimizers[name].step()

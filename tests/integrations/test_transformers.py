@@ -295,7 +295,7 @@ def test_the_global_batch_is_kept(trainer, split, options, written):
     if written:
         said = f"per_device_train_batch_size={batch_size}, gradient_accumulation_steps={accumulated} (before"
     else:
-        said = "nothing was written back: no size up to 8 divides the global batch of 7"
+        said = "no size up to 8 divides the global batch of 7 and runs"
     assert any(said in note for note in result.notes)
 
 
@@ -308,20 +308,29 @@ def test_a_time_limit_includes_the_split(trainer):
     assert result.trials[0].samples_per_s is None  # a rate that includes the loop's set-up would be too low
 
 
-def test_a_split_that_does_not_run_is_not_written(trainer):
+@pytest.mark.parametrize(
+    ("fails_from", "written", "note"),
+    [
+        (8, (6, 4), "written back: per_device_train_batch_size=6, gradient_accumulation_steps=4"),
+        (1, (4, 2), "stay: no size up to 8 divides the global batch of 24 and runs; 1 x 24 failed"),
+    ],
+    ids=["a smaller one runs", "none runs"],
+)
+def test_a_split_that_does_not_run_is_not_written(trainer, fails_from, written, note):
     """Batch 8 runs in the search, and fails with more than two micro-batches per step."""
 
     class Fails(transformers.Trainer):
         def training_step(self, *args, **kwargs):
-            if self.args.gradient_accumulation_steps > 2:
+            micro, steps = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
+            if steps > 2 and micro >= fails_from:
                 torch.empty(2**50)
             return super().training_step(*args, **kwargs)
 
     probed = trainer(kind=Fails, gradient_accumulation_steps=2)
     result = find(probed, global_batch=24)
     assert result.batch_size == 8
-    assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == (4, 2)
-    assert any("stay: 8 x 3 failed" in note for note in result.notes)
+    assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == written
+    assert any(note in one for one in result.notes)
 
 
 def test_objects_in_preserve_are_restored(trainer):

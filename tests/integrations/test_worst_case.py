@@ -34,6 +34,14 @@ def test_two_batches_hold_the_largest_of_each_field(sizes, batch_size):
             assert max(len(one[name]) for one in seen) == max(one[place] for one in sizes)
 
 
+def test_batches_hold_the_largest_of_each_axis():
+    """A batch of a wide and a tall picture is padded to the width of one and the height of the other."""
+    data = [torch.zeros(3, *sides) for sides in [(48, 64)] * 20 + [(63, 48)] * 20 + [(8, 8)] * 20]
+    order = largest_first(data)
+    assert {data[index].shape[1:] for index in order.batch(2, 0)} == {(48, 64), (63, 48)}
+    assert (order.leaders, order.has_largest(1)) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("value", "shapes"),
     [
