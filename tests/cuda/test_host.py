@@ -26,5 +26,5 @@ def test_a_process_that_has_run_no_backward_forks():
 
 
 def test_a_process_that_has_run_a_backward_is_refused():
-    with pytest.raises(oomprobe.InvalidArgumentError, match=r"cannot run a backward here.*oomprobe run"):
+    with pytest.raises(oomprobe.InvalidArgumentError, match=r"cannot run a backward pass.*oomprobe run"):
         forked(lambda: probed(after_a_backward=True))
