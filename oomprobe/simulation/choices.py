@@ -91,15 +91,14 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Run the attention kernel that the card would choose; heads are in dimension -3."""
-    flash = _uses_flash(capability, query, key, attn_mask)
-    if enable_gqa:
-        key, value = _repeat_heads(query, key), _repeat_heads(query, value)
-    if flash:
+    if _uses_flash(capability, query, key, attn_mask):
         head = query.shape[-1]
         query, key, value = (_pad(tensor, 8) for tensor in (query, key, value))
         scale = head**-0.5 if scale is None else scale
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out[..., :head]
+    if enable_gqa:
+        key, value = _repeat_heads(query, key), _repeat_heads(query, value)
     if _uses_efficient(capability, query, key, value):
         bias = _bias(attn_mask, query, key)
         compute_log_sumexp = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))

@@ -220,19 +220,23 @@ def _embedding_backward_needs(
 
 
 def _flash_backward(op: _Operator) -> Launch | None:
-    grad_out, query, out = op.args[0], op.args[1], op.args[4]
+    grad_out, query, key, out = op.args[0], op.args[1], op.args[2], op.args[4]
     copied = sum(not tensor.transpose(1, 2).is_contiguous() for tensor in (grad_out, out))
-    return _launch(_flash_backward_needs, (query.element_size(), copied), tuple(query.shape))
+    fixed = (query.element_size(), copied, key.shape[1] != query.shape[1])
+    return _launch(_flash_backward_needs, fixed, (*query.shape, key.shape[2]))
 
 
-def _flash_backward_needs(item_bytes: int, copied: int, batch: int, heads: int, length: int, width: int) -> Needs:
-    """Copies in the kernel's layout; row sums and the query's gradient in float32.
+def _flash_backward_needs(
+    item_bytes: int, copied: int, grouped: bool, batch: int, heads: int, length: int, width: int, keys: int
+) -> Needs:  # fmt: skip
+    """Copies in the kernel's layout; row sums and the query's gradient in float32; key and value per query head.
 
     Source: flash_api.cpp (mha_bwd), aten/src/ATen/native/transformers/cuda/attention_backward.cu.
     """
     copies = (batch * heads * length * width * item_bytes,) * copied
     rows, step = batch * heads * -(-length // 128) * 128 * 4, 32 if width <= 128 else 64
-    return Needs(held=copies, after=((rows, rows * -(-width // step) * step),))
+    expanded = (batch * heads * keys * width * item_bytes,) * 2 * grouped  # summed over each group of query heads
+    return Needs(held=copies, after=((rows, rows * -(-width // step) * step, *expanded),))
 
 
 def _efficient_backward(op: _Operator) -> Launch | None:

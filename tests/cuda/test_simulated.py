@@ -104,10 +104,11 @@ def made(*shape, dtype=torch.float32):
     return torch.zeros(*shape, device="cuda", dtype=dtype, requires_grad=True)
 
 
-def attended(dtype, width, *, mask=False):
-    query, key, value = (made(4, 8, 500, width, dtype=dtype) for _ in range(3))
+def attended(dtype, width, *, mask=False, groups=8):
+    query, key, value = (made(4, heads, 500, width, dtype=dtype) for heads in (8, groups, groups))
     bias = torch.zeros(500, 500, device="cuda", dtype=dtype) if mask else None
-    return F.scaled_dot_product_attention(query, key, value, bias).transpose(1, 2).contiguous()
+    out = F.scaled_dot_product_attention(query, key, value, bias, enable_gqa=groups < 8)
+    return out.transpose(1, 2).contiguous()
 
 
 KERNELS = {
@@ -116,6 +117,7 @@ KERNELS = {
     "flash attention": lambda: attended(torch.bfloat16, 80),
     "efficient attention": lambda: attended(torch.float32, 64),
     "flash attention, wide": lambda: attended(torch.bfloat16, 200),
+    "flash attention, grouped": lambda: attended(torch.bfloat16, 64, groups=2),
     "efficient attention, wide": lambda: attended(torch.float16, 160, mask=True),
     "convolution": lambda: (
         F.conv2d(made(8, 30, 64, 64), made(40, 30, 3, 3), padding=1).permute(0, 2, 3, 1).contiguous()
