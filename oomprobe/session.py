@@ -155,7 +155,8 @@ class Session:
                 return
             largest = int(PLAN_SHRINK * entry.micro_batch)
         self.notes[
-            f"no split of global_batch={self.options.global_batch} into micro-batches ran: accumulation needs more"
+            f"no split of global_batch={self.options.global_batch} into micro-batches of at most {batch_size} ran: accumulate "
+            "in the step function, and probe that"
         ] = None
 
     def break_down(self, batch_size: int) -> None:
