@@ -160,9 +160,8 @@ class _Trials:
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             nonlocal has_stepped
-            if (
-                not has_stepped
-            ):  # others may step later; gc lists those of this call, because a probe freezes older objects
+            if not has_stepped:
+                # Others may step later. A probe freezes older objects, so gc lists only those of this call.
                 made = (one for one in _of_type(gc.get_objects(), torch.optim.Optimizer) if not wraps_another(one))
                 steps.update((one, 0) for one in made)
             has_stepped = True

@@ -108,7 +108,7 @@ def find_max_batch(
     if split is not None:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
         trainer._train_batch_size = args.train_batch_size  # the Trainer copies it when it is created
-    notes = [*result.notes]
+    notes = list(result.notes)
     notes += [note for one in (longest, *evaluated) for note in one.notes(scan_s)]
     notes.append(f"one step of a trial is the Trainer's loop for {LOOP_STEPS} optimizer steps, on its longest examples")
     if args.gradient_accumulation_steps > accumulation:
