@@ -147,8 +147,8 @@ class _Record:
     served_bytes: dict[str, list[int]] = field(default_factory=dict)
     live_bytes: dict[str, list[int]] = field(default_factory=dict)
     step_leaked_bytes: int = 0
-    peak_bytes: int = 0  # of several steps, the highest
-    limiting_step: str = ""  # that reached it
+    peak_bytes: int = 0  # the highest of several steps
+    limiting_step: str = ""  # the step that reached it
     failure: Failure | None = None
     verdict: Verdict = Verdict.FITS
     usage: Usage = field(default_factory=Usage)

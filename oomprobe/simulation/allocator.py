@@ -188,7 +188,7 @@ class CachingAllocator:
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.alloc_retries = self.ooms = 0
-        self.served_bytes = 0  # by all requests ever
+        self.served_bytes = 0  # total of all requests
         self.log: list[tuple[int, int]] | None = None
 
     def malloc(self, nbytes: int) -> int:

@@ -90,9 +90,7 @@ def facts_of(exc: object) -> Facts:
             links.append(_link_of(error))
             if not _is_final(links[-1]):
                 pending += [_attribute(error, "inner_exception"), _attribute(error, "__cause__")]
-                if issubclass(
-                    type(error), BaseExceptionGroup
-                ):  # unlike isinstance(), runs none of the exception's code
+                if issubclass(type(error), BaseExceptionGroup):  # isinstance() could run the exception's own code
                     pending += (_attribute(error, "exceptions") or ())[:MAX_LINKS]
     return tuple(links)
 
