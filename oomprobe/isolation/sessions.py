@@ -50,7 +50,7 @@ def open_forked(
 
     A child changes only its own copy of the state, except for tensors in shared memory, which are restored at the end.
     """
-    tracker = Tracker(model, [step.run for step in steps.values()], preserve)
+    tracker = Tracker(model, [step.run for step in steps.values()], preserve, device)
     source = forks(model, steps, tracker, device, options)
     resident = tracker.resident_tensors()
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ def _runner_of(task: Message) -> tuple[Runner, Device | None]:
     refuse_ranks()
     options = Options(**task["options"])
     device = choose_device(pickle.loads(bytes.fromhex(task["device"])), model)
-    tracker = Tracker(model, [step.run for step in steps.values()])
+    tracker = Tracker(model, [step.run for step in steps.values()], device=device)
     if not is_host(device):
         preload_dynamo()
         return local_runner(model, steps, tracker, device, options), device

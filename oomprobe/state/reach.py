@@ -14,7 +14,7 @@ MAX_DEPTH = 6  # an optimizer in a strategy in a trainer is at depth 3
 MAX_OBJECTS = 20_000  # a search that visits more has entered a data set
 MAX_CONTAINER = 1_000  # parameter lists are shorter; data sets are longer
 
-_LIBRARIES = frozenset({"torch", "oomprobe", *sys.stdlib_module_names})
+LIBRARIES = frozenset({"torch", "oomprobe", *sys.stdlib_module_names})
 _INSTALLED = ("site-packages", "dist-packages")
 _LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.ModuleType)
 _MODULE_NAMES = frozenset(vars(torch.nn.Module()))  # registries and hooks
@@ -69,7 +69,7 @@ def is_users_code(module_name: object) -> bool:
     """
     if not isinstance(module_name, str) or module_name == "__main__":
         return True
-    if module_name.partition(".")[0] in _LIBRARIES:
+    if module_name.partition(".")[0] in LIBRARIES:
         return False
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""
     return not any(part in file for part in _INSTALLED)
@@ -119,7 +119,7 @@ def _children_of_function(function: types.FunctionType) -> Iterator[object]:
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    names = _names(function.__code__)
+    names = code_names(function.__code__)
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
         if not isinstance(value, types.ModuleType):
@@ -128,7 +128,7 @@ def _children_of_function(function: types.FunctionType) -> Iterator[object]:
             yield from (vars(value)[part] for part in names & vars(value).keys())
 
 
-def _names(code: types.CodeType) -> set[str]:
+def code_names(code: types.CodeType) -> set[str]:
     """Return the global and attribute names that a function and its inner functions use."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*(_names(c) for c in inner))
+    return set(code.co_names).union(*(code_names(c) for c in inner))

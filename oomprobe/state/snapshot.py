@@ -34,10 +34,17 @@ class Snapshot:
         ([], True)
     """
 
-    def __init__(self, model: torch.nn.Module, steps: Iterable[object], preserve: object, device_type: str) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        steps: Iterable[object],
+        preserve: object,
+        device_type: str,
+        device: object = None,
+    ) -> None:
         self._surroundings = Surroundings(device_type)
-        self.tracker = Tracker(model, steps, preserved(preserve))
-        self._copies = HostCopies()
+        self.tracker = Tracker(model, steps, preserved(preserve), device)
+        self._copies = self.tracker.kept.copies
         self._kept: list[Attributes | Stateful] = []
         self._optimizers: list[StateDict] = []  # for `host_copy` only; their attributes are what is restored
         self._tensors: dict[int, TensorAndGradient] = {}  # by id
@@ -53,6 +60,7 @@ class Snapshot:
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self._model = {name: self._copies.keep(tensor) for name, tensor in named}
         self._copies.take()
+        self.tracker.kept.copy_large()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Save an optimizer that the search did not reach, just before its first step; forget it when it is deleted."""
@@ -74,6 +82,7 @@ class Snapshot:
     def restore(self, *, device_lost: bool = False) -> None:
         """Restore everything in place, or raise UnreliableError; if the device is lost, restore only host memory."""
         failed: list[str] = []
+        self.tracker.kept.put_back(at_end=True)
         for name, restore in self._restorations(device_lost=device_lost):
             try:
                 restore()

@@ -68,6 +68,11 @@ def generators(device_type: str) -> dict[str, GetterAndSetter]:
     return found
 
 
+def generator_states(device_type: str) -> list[tuple[Callable[[Any], object], Any]]:
+    """Return the setter and the present state of each default random number generator."""
+    return [(put, get()) for get, put in generators(device_type).values()]
+
+
 class Surroundings:
     """Saved random number generators and global flags, without those that could not be read."""
 

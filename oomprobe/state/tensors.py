@@ -22,7 +22,7 @@ HOST_SHARE = 0.9  # of the free host memory; the rest is for what the steps need
 class StorageCopy:
     """A copy of a storage's bytes, with a weak reference to the storage, so that a step can free it.
 
-    `find_or_create` recreates a freed storage once, so tensors that shared it share it again.
+    `find_or_create` recreates a freed storage once, so tensors that shared it share it again; without a copy, with zeros.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -30,11 +30,11 @@ class StorageCopy:
         # Torch keeps one Python object per storage.
         self.find: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.changed = self._taken = False
+        self.changed = self.is_taken = False
 
     def take(self, storage: torch.UntypedStorage) -> None:
         """Copy the bytes."""
-        self.bytes, self._taken = _as_bytes(storage).to("cpu", copy=True), True
+        self.bytes, self.is_taken = _as_bytes(storage).to("cpu", copy=True), True
 
     def write(self) -> None:
         """Write the bytes back in place.
@@ -43,7 +43,7 @@ class StorageCopy:
         accelerator always write, because reading costs as much.
         """
         storage = self.find()
-        if storage is None or not self._taken or (self.device.type == "cpu" and self._is_in(storage)):
+        if storage is None or not self.is_taken or (self.device.type == "cpu" and self._is_in(storage)):
             return
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
@@ -52,13 +52,19 @@ class StorageCopy:
     def compare(self) -> None:
         """Set `changed`, once for all the tensors that share the storage."""
         storage = self.find()
-        self.changed = storage is not None and not self._is_in(storage)
+        self.changed = storage is not None and self.is_taken and not self._is_in(storage)
+
+    def is_intact(self, has_same_version: bool) -> bool:
+        """Return whether the bytes are as saved; those that were not copied are judged by the tensor's version."""
+        storage = self.find()
+        return storage is None or (self._is_in(storage) if self.is_taken else has_same_version)
 
     def find_or_create(self) -> torch.UntypedStorage:
         """Return the storage, or a new one with the saved bytes if it was freed."""
         storage = self.find()
         if storage is None:
-            storage = self.bytes.to(self.device, copy=True).untyped_storage()
+            saved = self.bytes if self.is_taken else torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+            storage = saved.to(self.device, copy=True).untyped_storage()
             self.find = weakref.ref(storage)
         return storage
 
@@ -208,17 +214,19 @@ class HostCopies:
         self.held: list[AnyCopy] = []
         self._to_take: list[tuple[StorageCopy, torch.UntypedStorage]] = []
 
-    def keep(self, tensor: Any, *, hold: bool = False) -> AnyCopy:
-        """Register a tensor for the next `take`; with `hold`, keep it and its memory alive."""
+    def keep(self, tensor: Any, *, hold: bool = False, take: bool = True) -> AnyCopy:
+        """Register a tensor, with `take` for the next `take`; with `hold`, keep it and its memory alive."""
         known = self._tensors.get(id(tensor))
         if known is not None and known.find() is tensor:
+            if take and isinstance(known, TensorCopy) and (storage := known.storage.find()) is not None:
+                self._to_take.append((known.storage, storage))
             return known
         copy: AnyCopy
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             copy = WrapperCopy(tensor, {name: self.keep(getattr(tensor, name), hold=True) for name in names})
         elif _is_strided(tensor):
-            copy = TensorCopy(tensor, self._storage(tensor.untyped_storage()), hold=hold)
+            copy = TensorCopy(tensor, self._storage(tensor.untyped_storage(), take=take), hold=hold)
         else:
             copy = WholeCopy(tensor, hold=hold)
         self._tensors[id(tensor)] = copy
@@ -226,17 +234,19 @@ class HostCopies:
             self.held.append(copy)
         return copy
 
-    def _storage(self, storage: torch.UntypedStorage) -> StorageCopy:
+    def _storage(self, storage: torch.UntypedStorage, *, take: bool) -> StorageCopy:
         known = self._storages.get(storage._cdata)
         if known is None or known.find() is not storage:
             known = self._storages[storage._cdata] = StorageCopy(storage)
             self.storages.add(known)
+        if take and not known.is_taken:
             self._to_take.append((known, storage))
         return known
 
     def take(self) -> None:
         """Copy the tensors registered since the last call; raise UnreliableError if they do not fit in host memory."""
-        needed_bytes = sum(copy.nbytes for copy, _ in self._to_take)
+        to_take = {id(copy): (copy, storage) for copy, storage in self._to_take if not copy.is_taken}.values()
+        needed_bytes = sum(copy.nbytes for copy, _ in to_take)
         free_bytes = linux.free_bytes()
         if free_bytes is not None and needed_bytes > HOST_SHARE * free_bytes:
             raise UnreliableError(
@@ -244,7 +254,7 @@ class HostCopies:
                 f"{format_bytes(free_bytes)} is free: nothing was run. Free host memory, or probe a target that each "
                 "trial can build again (oomprobe run path/to/train.py:build)"
             )
-        for copy, storage in self._to_take:
+        for copy, storage in to_take:
             copy.take(storage)
         self._to_take = []
 

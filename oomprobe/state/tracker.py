@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from oomprobe.state.kept import Kept
 from oomprobe.state.reach import reachable
 from oomprobe.state.tensors import HostCopies
 from oomprobe.state.values import Attributes
@@ -31,15 +32,22 @@ class Tracker:
         (True, 0, None)
     """
 
-    def __init__(self, model: torch.nn.Module, steps: Iterable[object], preserve: Iterable[object] = ()) -> None:
-        preserve = list(preserve)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        steps: Iterable[object],
+        preserve: Iterable[object] = (),
+        device: object = None,
+    ) -> None:
+        preserve, steps = list(preserve), list(steps)
+        self.kept = Kept(steps, model, device)
         found = [model, *preserve, *reachable([model, *steps, *preserve])]
         self.found: list[object] = list({id(one): one for one in found}.values())
         self.modules: list[torch.nn.Module] = list(
             {id(m): m for one in self.found if isinstance(one, torch.nn.Module) for m in one.modules()}.values()
         )
         self._modes = [(module, module.training) for module in self.modules]
-        self._buffers = [(module, set(module._buffers)) for module in self.modules]
+        self._names = [(module, {*module._buffers, *module._parameters}) for module in self.modules]
         self._leaves = [one for one in self.found if isinstance(one, torch.Tensor) and one.is_leaf]
         schedulers = [one for one in self.found if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
         self._schedulers = [Attributes(one, HostCopies()) for one in schedulers]
@@ -47,11 +55,13 @@ class Tracker:
         self._scalers: list[tuple[Any, Any]] = [  # a scaler that has not scaled a loss yet has no state
             (one, one.state_dict() if one._scale is not None else None) for one in scalers
         ]
+        self._groups: MutableMapping[torch.optim.Optimizer, _Groups] = WeakIdKeyDictionary()
         # For each live optimizer, the names of its initial state, by parameter id.
         self._initial_names: MutableMapping[torch.optim.Optimizer, dict[int, set[Any]]] = WeakIdKeyDictionary()
         for one in self.found:
             if isinstance(one, torch.optim.Optimizer):
                 self.add(one)
+        self._flags = self._read_flags()
         self._with_gradient = {id(parameter) for parameter in self.parameters() if parameter.grad is not None}
 
     @property
@@ -63,6 +73,7 @@ class Tracker:
         """Track an optimizer that is about to step for the first time; it may be deleted after its step."""
         if optimizer not in self._initial_names:
             self._initial_names[optimizer] = state_names(optimizer)
+            self._groups[optimizer] = _Groups(optimizer)
 
     def resident_tensors(self) -> list[torch.Tensor]:
         """Return what stays on the device between steps: parameters, buffers, gradients and optimizer state."""
@@ -77,15 +88,33 @@ class Tracker:
         for module, training in self._modes:
             module.training = training
 
+    def end_trial(self, *, passed: bool) -> None:
+        """Take over what a trial that passed has frozen and grouped, if the step's counters cannot be put back either."""
+        if passed and not self.kept.is_exact:
+            self._flags = self._read_flags()
+            for optimizer in list(self._groups):
+                self._groups[optimizer] = _Groups(optimizer)
+
+    def _read_flags(self) -> list[tuple[torch.Tensor, bool]]:
+        """Return which parameters require gradients."""
+        parameters = (*(p for module in self.modules for p in module.parameters(recurse=False)), *self._leaves)
+        return [(one, one.requires_grad) for one in parameters if one.is_leaf]
+
     def start_cold(self) -> None:
-        """Drop the gradients, optimizer state and buffers that trials have created, and reset schedulers and scalers."""
+        """Drop what trials have created, and reset what they have changed: all that decides about memory but the weights."""
+        self.kept.put_back()
+        for parameter, requires_grad in self._flags:  # a trial may end while the step has frozen some
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+        for groups in self._groups.values():
+            groups.restore()
         for parameter in self.parameters():
             if id(parameter) not in self._with_gradient:
                 parameter.grad = None
         for optimizer, names in self._initial_names.items():
             drop_later_state(optimizer, names)
-        for module, buffers in self._buffers:
-            for name in module._buffers.keys() - buffers:
+        for module, known in self._names:
+            for name in {*module._buffers, *module._parameters} - known:
                 delattr(module, name)
         # Otherwise schedulers would run past their end, and scalers would refuse to continue after a failed step.
         for scheduler in self._schedulers:
@@ -102,6 +131,21 @@ class Tracker:
         of_modules = (p for module in self.modules for p in module.parameters(recurse=False))
         of_optimizers = (p for one in self.optimizers for p in parameters_of(one))
         yield from {id(p): p for p in (*of_modules, *of_optimizers, *self._leaves)}.values()
+
+
+class _Groups:
+    """The parameter groups of an optimizer: learning rates that the step sets, and groups that it adds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._list = optimizer.param_groups
+        self._groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
+
+    def restore(self) -> None:
+        self._list[:] = [group for group, _, _ in self._groups]
+        for group, values, parameters in self._groups:
+            group.clear()
+            group.update(values)
+            group["params"][:] = parameters
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
