@@ -24,6 +24,9 @@ class Step:
 
     run: StepFn
     max_calls: int = MAX_CALLS  # while waiting for an optimizer to step; 1 for a step that is a whole training run
+    starts_anew: bool = (
+        False  # whether each call is a training run of its own, so that many calls show no more than few
+    )
     caller: Caller | None = None  # what the user typed, for error messages; None if the user wrote `run`
     # Whether the current call created an optimizer and its parameters, which it also drops, so they need no snapshot.
     has_made: Callable[[torch.optim.Optimizer], bool] | None = None

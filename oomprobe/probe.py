@@ -243,6 +243,7 @@ def _finish(session: Session, found: Found) -> Found:
     if found.batch_size is None:
         raise nothing_fits(session)
     session.refuse_leaking(found.batch_size)
+    session.ease(found.batch_size)
     session.run_plan(found.batch_size)
     session.break_down(found.batch_size)
     return found

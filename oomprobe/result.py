@@ -94,7 +94,8 @@ class ProbeResult:
         batch_size: The answer: it ran, at exactly this size, with the allocator capped at `budget_bytes`.
         limit_batch_size: Largest size that ran at all (on a simulated device, or was replayed).
         first_failing_batch_size: Smallest size that failed without the margin, or None.
-        limited_by: ``"memory"``, ``"host_memory"``, ``"max_batch"`` or ``"size_limit"``.
+        limited_by: ``"memory"``, ``"host_memory"``, ``"max_batch"``, ``"size_limit"`` or ``"step"``: the step splits its
+            batch itself, so memory limits no size.
         limiting_step: Name of the step that limits, when several were given.
         trials: Every trial, in the order they ran.
         fit: The straight line through (batch size, peak), a diagnostic; None with fewer than three points.

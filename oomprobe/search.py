@@ -1,15 +1,16 @@
 """Doubling and bisection over integers. Pure: it asks whether a size runs and never looks at memory itself.
 
-A search has four phases. *grow* doubles the size with all the memory until one fails. *bisect* closes the bracket under
-the cap, and tries a size slightly above the bracket in case the failure there was isolated. *recheck* repeats the failure
-that decided. *confirm* runs the answer for longer and moves down if that fails. Whatever the replies, a size is only
-returned after it ran under the cap and passed.
+A search has four phases. *grow* doubles the size with all the memory until one fails, then looks at a small size for what
+happens only at some calls. *bisect* closes the bracket under the cap, and tries a size slightly above the bracket in case
+the failure there was isolated. *recheck* repeats the failure that decided. *confirm* runs the answer for longer and moves
+down if that fails. Whatever the replies, a size is only returned after it ran under the cap and passed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from oomprobe.result import Phase
@@ -20,23 +21,42 @@ STRIDE = 1 / 128
 # Fraction of the size: how far above the bracket to look past a hole, which is a failing size below the limit. On CUDA's
 # allocator one size in five to twenty is a hole, and a search that stopped at one would answer up to a tenth too low.
 PAST_HOLES = 1 / 64
+# The look runs at the size that ran, divided by this. At size 1, a call with four times the usual batch allocates 0.8 % more
+# bytes than the others, because the parameters' own memory hides it; at 256 (of an MLP that runs 4096), 180 % more.
+LOOK_DIVISOR = 16
+GUESS_DIVISOR = 16  # of the first stride from a guess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Whether a trial passed, and whether its peak proves that it passes under the cap too."""
+    """How a trial ended.
+
+    Attributes:
+        passed: Whether the size ran.
+        within_cap: Whether its peak proves that it passes under the cap too.
+        grows_no_further: Whether memory will not limit any larger size either.
+        varies: After a look, whether later calls need more memory than the calls of the trials before it. After another
+            trial, whether the same calls of this size ended differently before, so that a pass proves nothing.
+        guess: After a look, a size to begin at; only where to look, never the answer.
+        tolerance: After a look, how narrow the bracket must be, as a fraction of the size: long trials need to be few.
+    """
 
     passed: bool
     within_cap: bool = False
+    grows_no_further: bool = False
+    varies: bool = False
+    tolerance: float = 0.0
+    guess: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A size to run, under the cap or with all the memory."""
+    """A size to run, under the cap or with all the memory, or to look at."""
 
     size: int
     phase: Phase
     capped: bool
+    looks: bool = False
 
 
 Asking = Generator[Question, Reply, Any]
@@ -72,10 +92,16 @@ class Sizes:
         """Return ``size + distance``, but at most `last`."""
         return size + distance if self.last is None else min(size + distance, self.last)
 
-    def middle(self, good: int | None, bad: int) -> int | None:
-        """Return a size halfway between, or None if the two are adjacent."""
+    def down(self, size: int, divisor: int) -> int:
+        """Return ``size / divisor``, rounded down to a size, but at least `first`."""
+        return max(self.first, size // divisor // self.step * self.step)
+
+    def middle(self, good: int | None, bad: int, *, geometric: bool = False) -> int | None:
+        """Return a size halfway between, or None if the two are adjacent; `geometric` halves the ratio of a wide bracket."""
         low = self.first - self.step if good is None else good
         half = (bad - low) // self.step // 2
+        if geometric and low > 0 and bad > 2 * low:
+            half = (math.isqrt(low * bad) - low) // self.step
         return low + half * self.step if half else None
 
 
@@ -91,11 +117,19 @@ class Found:
     unconfirmed: tuple[int, ...] = ()  # sizes that passed, then failed in confirmation
 
 
-def find(ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], bool]) -> Found:
+def find(
+    ask: Ask,
+    sizes: Sizes,
+    *,
+    capped: bool,
+    enough: Callable[[int, int], bool],
+    look: Callable[[int], Reply] | None = None,
+) -> Found:
     """Find the largest size that runs under the cap. On a monotone limit the answer is exact.
 
     Unless `capped`, there is no cap, and grow's replies hold for bisect too. `enough` is called with the largest good and
-    the smallest bad size; it returns True to stop bisecting early.
+    the smallest bad size; it returns True to stop bisecting early. `look` runs many calls of a small size after growing; if
+    its reply varies, `ask` runs longer trials from then on, and the search forgets what passed before.
 
     Example:
         >>> def ask(size, phase, *, capped):
@@ -103,14 +137,17 @@ def find(ask: Ask, sizes: Sizes, *, capped: bool, enough: Callable[[int, int], b
         >>> find(ask, Sizes(first=1, last=None, step=1), capped=True, enough=lambda good, bad: False).batch_size
         90
     """
-    questions = _Search(sizes, capped, enough).questions()
+    questions = _Search(sizes, capped, enough, looks=look is not None).questions()
     reply: Any = None  # the first `send` to a generator must be None
     while True:
         try:
             question = questions.send(reply)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
-        reply = ask(question.size, question.phase, capped=question.capped)
+        if question.looks and look is not None:
+            reply = look(question.size)
+        else:
+            reply = ask(question.size, question.phase, capped=question.capped)
 
 
 @dataclass(slots=True)
@@ -120,6 +157,8 @@ class _Search:
     sizes: Sizes
     has_cap: bool
     enough: Callable[[int, int], bool]
+    looks: bool = False
+    varies: bool = False  # whether later calls of a step need more memory than earlier ones
     full_good: int | None = None  # the bracket with all the memory
     full_bad: int | None = None
     good: int | None = None  # the bracket under the cap
@@ -129,14 +168,20 @@ class _Search:
     failed_full: set[int] = field(default_factory=set)  # with all the memory
     failed: set[int] = field(default_factory=set)  # under the cap
     tolerance: float = 0.0  # fraction of the size: a bracket this narrow is not closed further
+    least_tolerance: float = 0.0
+    guess: int | None = None  # where to begin under the cap
     transient: list[int] = field(default_factory=list)
     unconfirmed: list[int] = field(default_factory=list)
 
     def questions(self) -> Asking:
         """Run the whole search and return what was found."""
         yield from self.grow()
+        if self.looks and self.full_good is not None and self.sizes.down(self.full_good, LOOK_DIVISOR) < self.full_good:
+            yield from self.look(self.full_good)
         if self.full_good is not None:
             yield from self.enter_cap()
+            if self.guess is not None:
+                yield from self.begin_at(self.guess)
             yield from self.look_past_holes()
             yield from self.bisect()
             yield from self.recheck()
@@ -150,8 +195,8 @@ class _Search:
             unconfirmed=tuple(self.unconfirmed),
         )
 
-    def ask(self, size: int, phase: Phase, *, capped: bool) -> Asking:
-        reply = yield Question(size=size, phase=phase, capped=capped and self.has_cap)
+    def ask(self, size: int, phase: Phase, *, capped: bool, looks: bool = False) -> Asking:
+        reply = yield Question(size=size, phase=phase, capped=capped and self.has_cap, looks=looks)
         if reply.passed:
             self.passed.add(size)
             return reply
@@ -168,19 +213,37 @@ class _Search:
             if not reply.passed and size == self.sizes.first:  # nothing is below it, so recheck the failure at once
                 reply = yield from self.ask(size, Phase.RECHECK, capped=False)
                 if reply.passed:
-                    self._mark_transient(size)
+                    self._forget_failure(size, reply)
             if not reply.passed:
                 self.full_bad = size
                 return
             self.full_good = size
             if reply.within_cap:
                 self.within_cap = size
+            if reply.grows_no_further:
+                self.sizes = replace(self.sizes, last=size)
             if size == self.sizes.last:
                 return
             size = self.sizes.up(size, size)
 
-    def _mark_transient(self, size: int) -> None:
-        self.transient.append(size)
+    def look(self, largest: int) -> Asking:
+        """Look for what happens only at some calls, at a size where many calls are cheap. If it does, believe only that size."""
+        size = self.sizes.down(largest, LOOK_DIVISOR)
+        reply = yield from self.ask(size, Phase.GROW, capped=False, looks=True)
+        while not reply.passed and size > self.sizes.first:  # a late call needs far more memory than the others
+            self.full_bad, size = size, self.sizes.down(size, LOOK_DIVISOR)
+            reply = yield from self.ask(size, Phase.GROW, capped=False, looks=True)
+        if not reply.passed:
+            self.full_good, self.bad = None, size
+        elif reply.varies or size < self.sizes.down(largest, LOOK_DIVISOR):
+            self.varies, self.least_tolerance, self.guess = True, reply.tolerance, reply.guess
+            self.full_good, self.passed = size, {size}
+            self.within_cap = size if reply.within_cap else None
+
+    def _forget_failure(self, size: int, reply: Reply) -> None:
+        """Take the pass of a size that failed before as its verdict; call the failure transient unless the step varies."""
+        if not reply.varies:
+            self.transient.append(size)
         self.failed.discard(size)
         self.failed_full.discard(size)
 
@@ -189,10 +252,30 @@ class _Search:
         self.good, self.bad = self.full_good, self.full_bad
         last_good = self.full_good
         assert last_good is not None
-        if not self.has_cap or self.within_cap == last_good or self._only_choice():
-            return
-        if not (yield from self.ask(last_good, Phase.BISECT, capped=True)).passed:
+        holds_under_cap = not self.has_cap or self.within_cap == last_good or self._only_choice()
+        if not holds_under_cap and not (yield from self.ask(last_good, Phase.BISECT, capped=True)).passed:
             self.good, self.bad = self.within_cap, last_good
+        last = self.sizes.last
+        if self.bad is None and last is not None and self.good != last:  # the look took back what growing had passed
+            if (yield from self.ask(last, Phase.BISECT, capped=True)).passed:
+                self.good = last
+            else:
+                self.bad = last
+
+    def begin_at(self, guess: int) -> Asking:
+        """Bracket the limit around a guess, in strides that double: trials of many calls need to be few."""
+        size, stride, previous = (
+            self.sizes.down(guess, 1),
+            max(self.sizes.step, self.sizes.down(guess, GUESS_DIVISOR)),
+            None,
+        )
+        while (self.good or 0) < size and (self.bad is None or size < self.bad):
+            passed = (yield from self.ask(size, Phase.BISECT, capped=True)).passed
+            self.good, self.bad = (size, self.bad) if passed else (self.good, size)
+            if passed is not previous is not None or size == self.sizes.last:
+                return
+            size = self.sizes.up(size, stride) if passed else size - stride
+            stride, previous = 2 * stride, passed
 
     def _only_choice(self) -> bool:
         """Return whether only the first size is left, with nothing below or between: confirmation alone decides it."""
@@ -208,7 +291,8 @@ class _Search:
                 self.good = size
             else:  # it failed with all the memory but passed under the cap, or nothing above it has failed
                 if size == self.bad:
-                    self._mark_transient(size)
+                    self.transient.append(size)
+                    self.failed_full.discard(size)
                 self.good, self.bad = size, self._failure_above(size)
                 stride *= 2
 
@@ -217,10 +301,10 @@ class _Search:
             assert self.good is not None
             return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)
         if self.good is not None:
-            is_narrow = self.bad - self.good <= self.tolerance * self.good
+            is_narrow = self.bad - self.good <= max(self.tolerance, self.least_tolerance) * self.good
             if is_narrow or self.enough(self.good, self.bad):
                 return None
-        middle = self.sizes.middle(self.good, self.bad)
+        middle = self.sizes.middle(self.good, self.bad, geometric=self.varies)
         if middle is None and self.bad not in self.failed:
             return self.bad
         return middle
@@ -229,12 +313,16 @@ class _Search:
         return min((s for s in self.failed | self.failed_full if s > size), default=None)
 
     def recheck(self) -> Asking:
-        """Repeat the deciding failure once: a leak, another process or fragmentation may have caused it."""
-        if self.transient or self.bad is None or self.bad not in self.failed:
+        """Repeat the deciding failure once: a leak, another process or fragmentation may have caused it.
+
+        If the step varies, a pass would prove nothing.
+        """
+        if self.varies or self.transient or self.bad is None or self.bad not in self.failed:
             return
         deciding = self.bad
-        if (yield from self.ask(deciding, Phase.RECHECK, capped=True)).passed:
-            self._mark_transient(deciding)
+        reply = yield from self.ask(deciding, Phase.RECHECK, capped=True)
+        if reply.passed and not reply.varies:
+            self._forget_failure(deciding, reply)
             self.good, self.bad = deciding, self._failure_above(deciding)
             yield from self.bisect()
 
@@ -250,8 +338,9 @@ class _Search:
                 break
             if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
                 break
-            if (yield from self.ask(hole, Phase.RECHECK, capped=True)).passed:
-                self._mark_transient(hole)
+            reply = yield from self.ask(hole, Phase.RECHECK, capped=True)
+            if reply.passed:
+                self._forget_failure(hole, reply)
             else:
                 met_hole = True
             yield from self._climb(size, stride)
@@ -296,9 +385,9 @@ class _Search:
         return round(STRIDE * size / self.sizes.step) * self.sizes.step
 
     def _confirmed(self, size: int) -> Asking:
-        passed = (yield from self.ask(size, Phase.CONFIRM, capped=True)).passed
-        if not passed and size == self.sizes.first:  # nothing is below it, so one failure does not decide
-            passed = (yield from self.ask(size, Phase.CONFIRM, capped=True)).passed
-            if passed:
-                self._mark_transient(size)
-        return passed
+        reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
+        if not reply.passed and size == self.sizes.first:  # nothing is below it, so one failure does not decide
+            reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
+            if reply.passed:
+                self._forget_failure(size, reply)
+        return reply.passed

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import tenacity
@@ -25,16 +26,18 @@ from oomprobe.errors import (
     unmeasured,
 )
 from oomprobe.hooks import OptimizerWatch, outside_modes, preload_dynamo
+from oomprobe.look import HOST_LOOK_S, LOOK_CALLS, LOOK_S, tolerance_of
 from oomprobe.options import MAX_CALLS, Options, Step
 from oomprobe.report.breakdown import Breakdown
 from oomprobe.report.plan import plan
 from oomprobe.report.progress import Progress, Reporter, reporter
 from oomprobe.report.table import trials_table
+from oomprobe.report.words import count, shortened
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial
 from oomprobe.search import STRIDE, Found, Reply
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Snapshot, state_tensors
-from oomprobe.trial import LocalRunner, Measured, Outcome, Request, Runner
+from oomprobe.trial import VARIES, VARYING, LocalRunner, Measured, Outcome, Request, Runner
 from oomprobe.units import format_bytes
 from oomprobe.verdicts import Verdict
 
@@ -47,6 +50,11 @@ PLAN_TRIALS, PLAN_SHRINK = 5, 0.9
 # if the device does not count those. Allocators round up small requests, and the host's resident memory is noisy.
 DOUBLINGS, UNCOUNTED_DOUBLINGS, HOST_NOISE_BYTES = 10, 24, 16 * 2**20
 ENDLESS_BATCH = 2**40  # no memory holds this batch: a step that still passes ignores batch_size
+# Over this many doublings a step that splits its batch itself multiplies its allocations at each, and its peak stays within
+# VARIES. An ordinary step allocates as many blocks for any batch (27 and 27, where such a step allocated 55, 191, 735, 2911).
+SPLITTING_DOUBLINGS, SPLITTING_FACTOR = 3, 1.6
+# Of the time that is left, the share that the calls of a look and of a confirmation may take.
+LOOK_SHARE, CONFIRM_SHARE = 1 / 8, 1 / 2
 # Growth outside our allocator that is ignored: this fraction of the device, but at least this many bytes. Kernels that
 # libraries load late take over 250 MiB.
 MOVED_SHARE, MOVED_BYTES = 0.02, 512 * 2**20
@@ -59,6 +67,28 @@ STEPS_TO_LAST, STEPS_TO_LAST_HERE = 1000, 100
 NO_HISTORY = (
     "no breakdown: {device} does not record its allocations; torch's own CUDA allocator and simulated cards do "
     "(--device sim:24GiB)"
+)
+
+
+ENDED_EARLY = "call {number} of batch {size} failed with {error}, which is not about memory: later calls were not seen"
+LONG_CALLS = (
+    "the step allocates different amounts from call to call (evaluation, lengths, an average or a buffer that it keeps), and the "
+    "most within {calls} calls, so each trial after growing made so many: a later call can still need more. To be sure, let "
+    "step_fn make the largest batch it can meet"
+)
+UNSTEADY = (
+    "the step varies: batch {size} ended differently in two trials of {calls} under the same cap ({how}), so something that it "
+    "depends on was not put back between trials (an iterator, a file, the time). Keep the margin"
+)
+NOT_RESTORED = "not restored: {names}"
+PRESSED = (
+    "marginal: at batch {size} the allocator released its cache {retries} in {calls} calls to serve a request, which is slow; "
+    "{instead}"
+)
+EASIER = (1 - 1 / 32, 1 - 1 / 16, 1 - 1 / 8)  # of the answer: sizes to try if it needs that at most calls
+SPLITS = (
+    "memory does not limit this step: from batch {smaller} to {size} its peak stays the same while the number of its allocations "
+    "grows with the batch, so it splits the batch itself. Larger batches run, in more time; to try them, pass max_batch"
 )
 
 
@@ -86,14 +116,31 @@ class Session:
         self._reporter = reporter
         self._is_measured = False  # whether the budget was measured after a step loaded its kernels
         self._replays = True  # whether a simulated device may replay trials
-        self._served_bytes: dict[int, int] = {}  # allocated by a full step, by batch size; 0 if unknown
+        # The bytes and the number of blocks that the calls of a trial allocated, by batch size; 0 if unknown.
+        self._allocated: dict[int, tuple[int, int]] = {}
+        self._ends: dict[tuple[int, int | None, int | None], Trial] = {}  # by batch size, cap and calls
+        self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
+        self._first_calls = 0  # calls until every optimizer has stepped
+        self._step_calls = 0  # calls of a full step after that; 0: no trial has passed yet
+        self._needed_calls = 0  # calls that meet the one that needs the most memory, as the look found
+        self._most_calls = LOOK_CALLS  # fewer if a late call failed with a bug
+        self._looked: Trial | None = None
+        self._asked = Request(batch_size=0, phase=Phase.GROW, steps=1)  # the last trial
+        self._counts = False  # whether the user's code may know which call it is
+        self.seen_calls = 0  # of each step, in the last confirmation
+        self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
 
     # --- the search and what follows it ---
 
     def find(self) -> Found:
         """Find the largest size that runs."""
         find = partial(
-            search.find, self.ask, self.options.sizes, capped=self.options.memory_fraction < 1, enough=self.enough
+            search.find,
+            self.ask,
+            self.options.sizes,
+            capped=self.options.memory_fraction < 1,
+            enough=self.enough,
+            look=self.look if self.runner.looks else None,
         )
         try:
             return find()
@@ -106,8 +153,84 @@ class Session:
         trial = self.run(size, phase, cap_bytes=self.budget_bytes if capped else self._grow_cap_bytes())
         if phase is Phase.GROW:
             self._refuse_flat()
-        peak = trial.peak_reserved_bytes
-        return Reply(passed=trial.passed, within_cap=trial.passed and peak is not None and peak <= self.budget_bytes)
+            self.splits = self.options.max_batch is None and self._is_splitting()
+        return Reply(
+            passed=trial.passed,
+            within_cap=self._is_within_cap(trial),
+            grows_no_further=self.splits,
+            varies=self._varies(trial),
+        )
+
+    def look(self, size: int) -> Reply:
+        """Make many calls of a small size, to learn how many calls a trial needs."""
+        if self.device.is_simulated and not self._counts:
+            return Reply(passed=True)  # each call is like the last, and trials have repeated it
+        calls = self._affordable_calls(size, LOOK_SHARE)
+        if calls <= self._ordinary_calls(self.options.steps):
+            return Reply(passed=True)
+        trial = self.run(size, Phase.GROW, cap_bytes=self._grow_cap_bytes(), looks_for=calls)
+        self._looked = trial
+        if self._needed_calls > self._ordinary_calls(self.options.steps):
+            self.notes[LONG_CALLS.format(calls=self._needed_calls)] = None
+        varies = trial.passed and self._needed_calls > self._ordinary_calls(self.options.steps)
+        if trial.passed and not varies:
+            self._counts = False  # what the step counts does not decide about memory
+        elif self.device.is_simulated:
+            self._stop_replaying()
+        return Reply(
+            passed=trial.passed,
+            within_cap=self._is_within_cap(trial),
+            varies=varies,
+            tolerance=tolerance_of(self._needed_calls),
+            guess=self._guess(trial),
+        )
+
+    def _guess(self, looked: Trial) -> int | None:
+        """Return the size whose peak would meet the budget, on the line through the smallest trial and the look."""
+        smallest = min(
+            (trial for trial in self.trials if trial.passed), key=lambda trial: trial.batch_size, default=looked
+        )
+        base_bytes = smallest.peak_allocated_bytes or 0
+        rise_bytes = (looked.peak_allocated_bytes or 0) - base_bytes
+        if rise_bytes <= 0 or looked.batch_size <= smallest.batch_size:
+            return None
+        samples = (self.budget_bytes - base_bytes) * (looked.batch_size - smallest.batch_size) // rise_bytes
+        return smallest.batch_size + max(0, samples)
+
+    def _is_within_cap(self, trial: Trial) -> bool:
+        peak_bytes = trial.peak_reserved_bytes
+        return trial.passed and peak_bytes is not None and peak_bytes <= self.budget_bytes
+
+    # --- how many calls ---
+
+    def _ordinary_calls(self, steps: int) -> int:
+        """Return the calls of a trial until every optimizer has stepped, and of so many full steps more."""
+        return self._first_calls + steps * self._step_calls
+
+    def _affordable_calls(self, size: int, share: float) -> int:
+        """Return how many calls of this size, up to LOOK_CALLS, fit in the time that the search has taken, or in LOOK_S."""
+        limits_s = [HOST_LOOK_S if self.device.on_host else max(LOOK_S, self.clock.elapsed_s)]
+        limits_s += [] if self.clock.end_s is None else [share * (self.clock.end_s - time.monotonic())]
+        if self.options.trial_time_limit_s is not None:
+            limits_s.append(CONFIRM_SHARE * self.options.trial_time_limit_s)
+        repeats = self.device.is_simulated and not self._counts
+        if repeats and len(self.runner.step_names) == 1:  # repeated calls take no time
+            return self._most_calls
+        nearest = min(self._call_s, key=lambda one: abs(one - size), default=None)
+        # A simulated call takes as long at any size.
+        scale = 1.0 if nearest is None or self.device.is_simulated else max(1.0, size / nearest)
+        call_s = 0.0 if nearest is None else self._call_s[nearest] * scale
+        return min(self._most_calls, int(min(limits_s) / call_s) if call_s else LOOK_CALLS)
+
+    def _calls(self, size: int, phase: Phase) -> int | None:
+        """Return the calls of a trial, fixed before it; None if no trial has shown how many an optimizer's step takes."""
+        if not self._step_calls:
+            return None
+        least = max(self._ordinary_calls(self._steps(phase)), self._needed_calls)
+        several_repeat = self.device.is_simulated and not self._counts and len(self.runner.step_names) > 1
+        if phase is not Phase.CONFIRM or self.runner.starts_anew or several_repeat:
+            return least
+        return max(least, self._affordable_calls(size, CONFIRM_SHARE))
 
     def confirm_only(self, size: int) -> Found:
         """Run one size under the cap. Rerun it if it failed, or if the cap shrank below its peak once kernels were loaded."""
@@ -119,11 +242,13 @@ class Session:
             self._take(self.runner.measure())
             peak_bytes = trial.peak_reserved_bytes
             again = self.budget_bytes < first_budget_bytes and (peak_bytes is None or peak_bytes > self.budget_bytes)
+        varies = self._varies(trial)
         if again:
             trial = self.run(size, Phase.CONFIRM, cap_bytes=self.cap_bytes)
+            varies = self._varies(trial)
         if not trial.passed:
             return Found(batch_size=None)
-        return Found(batch_size=size, limit=size, transient=() if first.passed else (size,))
+        return Found(batch_size=size, limit=size, transient=() if first.passed or varies else (size,))
 
     def run_plan(self, batch_size: int) -> None:
         """Run the micro-batch planned for `global_batch` with gradient accumulation; shrink it while that fails."""
@@ -175,12 +300,31 @@ class Session:
         elif self.breakdown is None:
             self.notes[NO_HISTORY.format(device=self.device.name)] = None
 
+    def ease(self, answer: int) -> None:
+        """If the answer releases the allocator's cache at most calls, look for a smaller size that does not, and name it."""
+        confirmed = [t for t in self.trials if t.batch_size == answer and t.passed and t.accumulation_steps == 1][-1]
+        if confirmed.replayed or not _is_pressed(confirmed):
+            return
+        instead = "lower memory_fraction, or set PYTORCH_ALLOC_CONF=expandable_segments:True"
+        sizes = (self.options.sizes.down(int(share * answer), 1) for share in EASIER)
+        with suppress(OomProbeError):  # the answer stands without it
+            for size in dict.fromkeys(size for size in sizes if size < answer):
+                trial = self.run(size, Phase.BISECT, cap_bytes=self.cap_bytes)
+                if trial.passed and not _is_pressed(trial):
+                    instead = f"batch {size}, tried for this, does not need that"
+                    break
+        retries = count(confirmed.alloc_retries, "time", "times")
+        self.notes[PRESSED.format(size=answer, calls=confirmed.steps, retries=retries, instead=instead)] = None
+
     def enough(self, good: int, bad: int) -> bool:
         """Return whether the bracket is narrow enough, or only enough time to confirm is left."""
         closest = STRIDE if self.device.on_host else 0.0  # below this, fragmentation of malloc's heap decides
         if bad - good <= max(self.options.resolution, closest) * good:
             return True
-        if self.clock.suffices_to_confirm(good, self.trials):
+        calls = max(self._ordinary_calls(self.options.confirm_steps), self._needed_calls)
+        if self._needed_calls > self._ordinary_calls(self.options.steps):  # another such trial comes before it
+            calls += self._needed_calls
+        if self.clock.suffices_to_confirm(good, self.trials, calls=calls):
             return False
         self.notes[
             f"time limit: bisecting stopped between {good}, which ran, and {bad}, which failed; "
@@ -197,7 +341,8 @@ class Session:
                 f"each step at batch {answer} keeps {format_bytes(kept_bytes)}, even after collecting garbage, so training "
                 f"would use up the {format_bytes(free_bytes)} left free after about {free_bytes // kept_bytes} more. Something "
                 "keeps tensors of each step: a list of losses that still have their graph (append loss.item()), a cache keyed "
-                "by shape, or a buffer that is still filling up; if it is a buffer, run the step until it is full, then probe",
+                "by shape, or a buffer that takes more than so many calls to fill; if it is a buffer, run the step until it is "
+                "full, then probe",
                 trials=tuple(self.trials),
             )
 
@@ -207,21 +352,37 @@ class Session:
         last = next((t for t in reversed(confirmed) if t.batch_size == answer), None)
         if last is None:
             return 0, 0
+        looked = self._looked
+        if looked is not None and looked.passed and looked.steps > last.steps and not looked.step_leaked_bytes:
+            return 0, 0  # over more calls it levelled off
         reserved_bytes = last.peak_reserved_bytes or self.budget_bytes
         return last.step_leaked_bytes, self.available_bytes - min(self.budget_bytes, reserved_bytes)
 
     # --- one trial, with retries ---
 
-    def run(self, size: int, phase: Phase, *, cap_bytes: int | None, accumulation_steps: int = 1) -> Trial:
-        """Run one trial. Rerun it if other processes disturbed it, or once in a new process if it ended its own."""
+    def run(
+        self, size: int, phase: Phase, *, cap_bytes: int | None, accumulation_steps: int = 1, looks_for: int = 0
+    ) -> Trial:
+        """Run one trial. Rerun it if other processes disturbed it, or once in a new process if it ended its own.
+
+        With `looks_for`, make so many calls, and learn from them how many calls later trials need.
+        """
+        may_end_early = (looks_for or phase is Phase.CONFIRM) and not self.runner.starts_anew
         request = Request(
             batch_size=size,
             phase=phase,
             steps=self._steps(phase),
+            calls=looks_for or self._calls(size, phase),
+            step_calls=self._step_calls,
+            least_calls=self._ordinary_calls(self.options.steps) if self._step_calls and may_end_early else None,
+            more_calls=LOOK_CALLS if phase is Phase.CONFIRM and may_end_early else 0,
+            looks=looks_for > 0,
+            repeats=not looks_for and not self._counts,
             cap_bytes=cap_bytes,
             accumulation_steps=accumulation_steps,
-            exact=phase is Phase.CONFIRM or not self._replays,
+            exact=bool(looks_for) or phase is Phase.CONFIRM or not self._replays,
         )
+        self._asked = request
         last: Trial | None = None
         try:
             for attempt in (request, replace(request, phase=Phase.RECHECK, exact=True)):
@@ -249,8 +410,8 @@ class Session:
         return outcome.trial
 
     def _steps(self, phase: Phase) -> int:
-        """Return the full steps of a trial; on a simulated device repeats are free, so every trial runs the most."""
-        if self.device.is_simulated:
+        """Return the full steps of a trial; repeats on a simulated device are free, so every trial runs the most there."""
+        if self.device.is_simulated and self._step_calls <= 1 and not self._counts:
             return max(self.options.steps, self.options.confirm_steps)
         return self.options.confirm_steps if phase is Phase.CONFIRM else self.options.steps
 
@@ -265,8 +426,31 @@ class Session:
         )
 
     def _record(self, outcome: Outcome) -> None:
-        self.trials.append(outcome.trial)
-        self._served_bytes[outcome.trial.batch_size] = outcome.served_bytes
+        trial = outcome.trial
+        self.trials.append(trial)
+        self._allocated[trial.batch_size] = outcome.served_bytes, outcome.allocations
+        self._counts |= (outcome.counts or outcome.varying) and self.device.is_simulated and self._looked is None
+        if outcome.call_s:
+            self._call_s[trial.batch_size] = outcome.call_s
+        if trial.passed and not self._step_calls and outcome.calls and trial.accumulation_steps == 1:
+            self._first_calls = outcome.first_calls
+            self._step_calls = max(1, (outcome.calls - outcome.first_calls) // self._asked.steps)
+        self._needed_calls = max(self._needed_calls, outcome.needed_calls)
+        if outcome.ended_early is not None:
+            self._most_calls = min(self._most_calls, outcome.calls)
+            self._needed_calls = min(self._needed_calls, self._most_calls)
+            number = outcome.calls + 1
+            self.notes[
+                ENDED_EARLY.format(number=number, size=trial.batch_size, error=shortened(outcome.ended_early))
+            ] = None
+        if (
+            outcome.varying
+            and trial.phase is Phase.CONFIRM
+            and self._needed_calls <= self._ordinary_calls(self.options.steps)
+        ):
+            self.notes[VARYING] = None
+        if trial.passed and trial.phase is Phase.CONFIRM and trial.accumulation_steps == 1:
+            self.seen_calls = trial.steps // len(self.runner.step_names)
         self._reporter.finished(outcome.trial)
         if outcome.measured is not None and not self._is_measured:
             self._take(outcome.measured)
@@ -311,7 +495,7 @@ class Session:
         grown = [trial for trial in self.trials if trial.phase is Phase.GROW and trial.passed]
         if not grown:
             return
-        now, served = grown[-1], self._served_bytes
+        now, served = grown[-1], {size: served for size, (served, _) in self._allocated.items()}
         doublings = DOUBLINGS if served.get(now.batch_size) else UNCOUNTED_DOUBLINGS
         then = grown[-1 - doublings] if len(grown) > doublings else None
         noise_bytes = HOST_NOISE_BYTES if self.device.on_host else 0
@@ -330,6 +514,37 @@ class Session:
                 "runs out of data, pass max_batch; if it pads small batches, pass the size it pads to as min_batch",
                 trials=tuple(self.trials),
             )
+
+    def _is_splitting(self) -> bool:
+        """Return whether the last doublings multiplied the allocations of the step and did not raise its peak."""
+        grown = [trial for trial in self.trials if trial.phase is Phase.GROW and trial.passed][
+            -1 - SPLITTING_DOUBLINGS :
+        ]
+        if len(grown) <= SPLITTING_DOUBLINGS or any(trial.replayed for trial in grown):
+            return False
+        first, last = grown[0], grown[-1]
+        counts = [self._allocated[trial.batch_size][1] for trial in grown]
+        is_multiplied = all(0 < SPLITTING_FACTOR * fewer <= more for fewer, more in pairwise(counts))
+        if not is_multiplied or not _differs_little(first.peak_allocated_bytes or 0, last.peak_allocated_bytes or 0):
+            return False
+        self.notes[SPLITS.format(smaller=first.batch_size, size=last.batch_size)] = None
+        return True
+
+    def _varies(self, trial: Trial) -> bool:
+        """Return whether the size ended differently before, after the same calls under the same cap, and note that."""
+        before = self._ends.setdefault((trial.batch_size, trial.cap_bytes, self._asked.calls), trial)
+        if before is trial or trial.replayed or before.replayed or self.neighbours.contaminated or self.device.on_host:
+            return False
+        peaks = before.peak_allocated_bytes or 0, trial.peak_allocated_bytes or 0
+        if before.verdict is not trial.verdict:
+            how = f"{before.verdict}, then {trial.verdict}"
+        elif trial.passed and not _differs_little(*peaks):
+            how = f"peaks of {format_bytes(peaks[0])} and {format_bytes(peaks[1])}"
+        else:
+            return False
+        self.notes[UNSTEADY.format(size=trial.batch_size, calls=count(trial.steps, "call", "calls"), how=how)] = None
+        self._needed_calls = max(self._needed_calls, self._affordable_calls(trial.batch_size, CONFIRM_SHARE))
+        return True
 
     # --- when to stop ---
 
@@ -375,6 +590,15 @@ class Session:
             )
         if outcome.refusal is not None:
             raise UnreliableError(outcome.refusal, trials=tuple(self.trials))
+
+
+def _is_pressed(trial: Trial) -> bool:
+    """Return whether the allocator released its cache at half of the calls or more: each takes a synchronisation."""
+    return 2 * trial.alloc_retries >= trial.steps > 0
+
+
+def _differs_little(one_bytes: int, other_bytes: int) -> bool:
+    return abs(one_bytes - other_bytes) <= VARIES * max(one_bytes, other_bytes)
 
 
 class Neighbours:
@@ -458,7 +682,7 @@ def open_here(
     recorded: list[Trial] = []
     preload_dynamo()
     with told_of_trials(recorded), Interrupts() as interrupts, garbage_frozen():
-        snapshot = Snapshot(model, functions, preserve, device.torch_device.type)
+        snapshot = Snapshot(model, functions, preserve, device.torch_device.type, device)
         if replay is not None:
             replay.place(snapshot.tracker.resident_tensors())
 
@@ -539,7 +763,9 @@ def _restore(session: Session, snapshot: Snapshot, device: Device) -> None:
                 "this model: load it again. The step may be changing it from another thread",
                 trials=tuple(session.trials),
             )
-        session.state_verified = True
+        if changes := snapshot.tracker.kept.changes():
+            session.notes[NOT_RESTORED.format(names=", ".join(changes))] = None
+        session.state_verified = not changes
         gc.collect()
         device.release()
     except Exception as error:

@@ -184,10 +184,11 @@ class Clock:
         """Whether the time of the whole probe has passed."""
         return self.end_s is not None and time.monotonic() >= self.end_s
 
-    def suffices_to_confirm(self, size: int, trials: Iterable[Trial]) -> bool:
-        """Return whether there is time left to confirm `size`."""
+    def suffices_to_confirm(self, size: int, trials: Iterable[Trial], *, calls: int = 0) -> bool:
+        """Return whether there is time left to confirm `size`, with at least so many calls."""
         rates = [t.step_s / t.batch_size for t in trials if t.step_s]
-        needed_s = CONFIRM_SLACK * (1 + self.options.confirm_steps) * size * (rates[-1] if rates else 0.0)
+        calls = max(calls, 1 + self.options.confirm_steps)
+        needed_s = CONFIRM_SLACK * calls * size * (rates[-1] if rates else 0.0)
         return self.end_s is None or self.end_s - time.monotonic() >= needed_s
 
     def time_is_up(self, batch_size: int, trials: Sequence[Trial]) -> TimeLimitError:

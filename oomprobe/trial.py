@@ -6,22 +6,23 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 from oomprobe.devices import Device, DeviceInfo, Usage, describe, replay_of
-from oomprobe.devices.leaks import SMALLEST_BYTES, Baseline
+from oomprobe.devices.leaks import Baseline
 from oomprobe.devices.recorder import Recorder
-from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, TimeUp, step_failed
+from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, StepFailedError, TimeUp, step_failed
 from oomprobe.hooks import COMPILED, Compiled, OptimizerWatch, accumulating, wraps_another
+from oomprobe.look import HOST_LOOK_S, LOOK_S, SMALLEST_GROWTH_BYTES, calls_needed, growth_bytes
 from oomprobe.options import Step
 from oomprobe.report.breakdown import Breakdown
 from oomprobe.result import SECOND_OPINIONS, Phase, Trial
 from oomprobe.signals import Interrupts
-from oomprobe.state import Tracker
+from oomprobe.state import Tracker, generator_states
 from oomprobe.units import format_bytes
 from oomprobe.verdicts import Evidence, Verdict, classify
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
@@ -44,17 +45,15 @@ CYCLES = (
     "trial of a few steps: break the cycle (an object that holds its own output), or call gc.collect() every few steps"
 )
 OVER_CAP = "it ran, but its peak was over the cap: it reused memory that the allocator had reserved earlier"
-# If the bytes that steps allocate differ by more than this fraction, up to LONG_STEPS steps confirm the answer. A GPT with
-# sequences of 32 to 64 tokens passed six confirmation steps under the cap at sizes that exhausted the whole card within 50.
+# If the bytes that full steps allocate differ by more than this fraction, their sizes vary.
 VARIES = 0.01
-LONG_STEPS = 50
-NO_TIME_FOR_LENGTH = (
-    "time limit: no time for all {steps} confirmation steps at batch {size}; a later step may need more memory"
-)
 VARYING = (
-    "the step allocates different amounts from call to call (sequence lengths, routing, a last partial batch), so up to "
-    f"{LONG_STEPS} steps confirm the answer; a later step can still need more. To be sure, let step_fn make the largest "
-    "batch it can meet"
+    "the step allocates different amounts from call to call (sequence lengths, routing, a last partial batch): a later call "
+    "can need more than those that ran. To be sure, let step_fn make the largest batch it can meet"
+)
+KEPT = (
+    "values that the step counts with were not put back before each trial, only at the end: with them put back, batch {size} "
+    "failed with {error}"
 )
 
 
@@ -65,6 +64,12 @@ class Request:
     batch_size: int
     phase: Phase
     steps: int  # full steps after every optimizer has stepped once
+    calls: int | None = None  # of each step; None: as many as `steps` takes, while no trial has passed
+    step_calls: int = 0  # calls of a full step; 0: unknown
+    least_calls: int | None = None  # a bug after so many calls ends the trial, which has passed; None: it is an error
+    more_calls: int = 0  # without `calls`: make up to so many in all, while they fit in LOOK_S
+    looks: bool = False  # whether to find out how many calls a trial needs
+    repeats: bool = True  # whether a simulated device may repeat calls that would be the same
     cap_bytes: int | None = None  # limit of the allocator; None: no limit
     accumulation_steps: int = 1  # micro-batches per optimizer step
     exact: bool = True  # whether a simulated device must run the step instead of replaying it
@@ -90,7 +95,15 @@ class Outcome:
     measured: Measured | None = None  # after every trial on host memory, otherwise after the first pass in a process
     outside_before_bytes: int | None = None  # `Measured.outside_bytes` before the trial
     outside_after_bytes: int | None = None
-    served_bytes: int = 0  # bytes the allocator handed out per full step; 0 if unknown
+    served_bytes: int = 0  # that the allocator handed out in the calls after the first full step; 0 if unknown
+    allocations: int = 0  # the number of blocks that these calls allocated; 0 if unknown
+    calls: int = 0  # of each step
+    first_calls: int = 0  # until every optimizer had stepped
+    call_s: float | None = None  # time of one call of each step; None if all were repeated
+    needed_calls: int = 0  # after a look: how many calls meet the one that needs the most memory
+    ended_early: str | None = None  # the bug of a late call that ended the trial
+    counts: bool = False  # whether the user's own code may know which call it is
+    varying: bool = False  # whether full steps allocated different amounts
     refusal: str | None = None  # why the probe must stop, such as a large leak
     contradicts_replay: bool = False  # whether it proves earlier replayed trials wrong
     breakdown: Breakdown | None = None
@@ -103,6 +116,8 @@ class Runner(Protocol):
     device: DeviceInfo
     step_names: list[str]
     threads: int
+    looks: bool  # whether it can tell how many calls a trial needs
+    starts_anew: bool  # whether each call starts the loop anew, so that many calls show no more than few
     in_steps_s: float
     notes: dict[str, None]  # notes about the trials, in order and without duplicates
 
@@ -141,11 +156,22 @@ class _Record:
 
     calls: int = 0
     step_name: str = ""
-    durations_s: dict[str, list[float]] = field(default_factory=dict)
-    # Sampled before each full step and after the last: all the bytes the allocator has ever handed out, and, when
-    # rechecking or confirming, the bytes in live tensors.
+    durations_s: dict[str, list[float]] = field(default_factory=dict)  # after the first full step
+    all_durations_s: dict[str, list[float]] = field(default_factory=dict)
+    # For each call: the bytes that the allocator handed out and, when looking, rechecking or confirming, the highest
+    # allocation so far, and the bytes in live tensors afterwards.
     served_bytes: dict[str, list[int]] = field(default_factory=dict)
+    peaks_bytes: dict[str, list[int]] = field(default_factory=dict)
     live_bytes: dict[str, list[int]] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)  # calls before the last turn
+    first_calls: dict[str, int] = field(default_factory=dict)  # until every optimizer had stepped
+    waited_calls: dict[str, int] = field(default_factory=dict)  # in vain for an optimizer, in the first full step
+    per_step: dict[str, int] = field(default_factory=dict)  # calls of the last full step
+    allocations: int = 0
+    past_least: bool = False  # whether a bug now ends the trial
+    ended_early: str | None = None
+    counts: bool = False
+    values: object = None  # what the user's code counted after the last call
     step_leaked_bytes: int = 0
     peak_bytes: int = 0  # the highest of several steps
     limiting_step: str = ""  # the step that reached it
@@ -186,11 +212,15 @@ class LocalRunner:
         self._restore_weights, self._after_call = restore_weights, after_call
         self._smallest, self._ends_with_trial = smallest, ends_with_trial
         self.step_names, self.threads = list(steps), torch.get_num_threads()
+        self.starts_anew = any(step.starts_anew for step in steps.values())
+        self.looks = hasattr(device, "served_bytes") and not self.starts_anew
         self._expected: dict[str, set[int]] = {}  # ids of the optimizers that step, learned in the first trial
         self._last_stepped: set[int] = set()  # ids of those that stepped in the last call that was not replayed
         self._idle: set[int] = set()  # ids of the optimizers that were found and did not step
         self._is_cold = False  # whether nothing has run since the last clean-up
-        self._baseline = Baseline(device, clean=self._start_cold, flush=self._flush)
+        self._baseline = Baseline(device, clean=self._start_cold)
+        # What the default random number generators were; a process that ends with its trial needs none.
+        self._generators = [] if ends_with_trial else generator_states(device.torch_device.type)
         self.compiled = Compiled()
         self.in_steps_s = 0.0
         self.notes: dict[str, None] = {}
@@ -210,31 +240,82 @@ class LocalRunner:
                 raise  # the caller tries again in a new process, whose weights are fresh
             self._restore_weights()
             record = self._run_cold(request)
+        except StepFailedError as error:
+            record = self._run_as_left(request, error)
         if self.compiled.is_used:
             self.notes[COMPILED] = None
         if record.verdict is Verdict.FITS:
             self._note_optimizers()
         trial = _make_trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
+        outcome = self._outcome(request, record, trial)
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
-            return Outcome(trial=trial)
-        trial = replace(trial, leaked_bytes=self._baseline.settle())
+            return outcome
+        trial = replace(trial, leaked_bytes=self._baseline.settle(keeps=not self._tracker.kept.is_exact))
         measured = None
         if trial.passed and not self._baseline.known:
             measured = self.measure()
             self._baseline.take(measured.available_bytes)
-        return Outcome(
+        return replace(
+            outcome,
             trial=trial,
             measured=measured,
             outside_before_bytes=before_bytes,
             outside_after_bytes=self._device.outside_bytes() if measured is None else measured.outside_bytes,
-            served_bytes=sum(_differences(served)[-1] for served in record.served_bytes.values() if len(served) > 1),
             refusal=self._baseline.refusal(trial),
             contradicts_replay=self._replay is not None and self._replay.learn(trial),
+        )
+
+    def _run_as_left(self, request: Request, error: StepFailedError) -> _Record:
+        """Run a trial that failed with a bug once more, with the values that the last trial left, or raise the error.
+
+        A counter that is put back beside an iterator that cannot be may make a running loop fail.
+        """
+        if not self._tracker.kept.leave():
+            raise error
+        try:
+            record = self._run_cold(request)
+        except StepFailedError:
+            raise error from error.__cause__
+        cause = error.__cause__
+        self.notes[KEPT.format(size=request.batch_size, error=f"{type(cause).__name__}: {cause}")] = None
+        return record
+
+    def _outcome(self, request: Request, record: _Record, trial: Trial) -> Outcome:
+        first_calls = record.first_calls
+        calls = {name: len(served) - record.waited_calls.get(name, 0) for name, served in record.served_bytes.items()}
+        medians = [statistics.median(durations_s) for durations_s in record.all_durations_s.values()]
+        needed_calls = 0
+        if request.looks and trial.passed:
+            needed_calls = max(
+                calls_needed(
+                    record.served_bytes[name],
+                    record.peaks_bytes[name],
+                    record.live_bytes[name],
+                    first_calls=first_calls[name],
+                    ordinary_calls=request.least_calls or 0,
+                    is_exact=self._tracker.kept.is_exact,
+                )
+                for name in self._steps
+            )
+        return Outcome(
+            trial=trial,
+            served_bytes=sum(sum(served[first_calls.get(name, 0) :]) for name, served in record.served_bytes.items()),
+            allocations=record.allocations,
+            calls=max(calls.values(), default=0),
+            first_calls=max(first_calls.values(), default=0),
+            call_s=sum(medians) if medians else None,
+            needed_calls=needed_calls,
+            ended_early=record.ended_early,
+            counts=record.counts,
+            varying=any(
+                varies(_by_step(served[first_calls.get(name, 0) :], record.per_step.get(name, 1)))
+                for name, served in record.served_bytes.items()
+            ),
             breakdown=record.breakdown,
         )
 
     def _run_cold(self, request: Request) -> _Record:
-        """Start cold, run under the cap until memory use is steady, and classify the end."""
+        """Start cold, make the calls under the cap, and classify the end."""
         record = _Record()
         # Rechecks and confirmations drop compiled code even for the same size: its captured graphs hold memory.
         if self.compiled.start_size(request.batch_size, anew=request.phase in SECOND_OPINIONS) or not self._is_cold:
@@ -243,18 +324,17 @@ class LocalRunner:
         try:
             with self._device.cap(request.cap_bytes):
                 for name, step in self._turns(record):
-                    if self._expected.get(name) != set():  # the first full step creates optimizer state
+                    if request.calls is not None and request.accumulation_steps == 1:
+                        self._make_calls(name, step, request, record)
+                        continue
+                    if self._expected.get(name) != set():
                         self._full_step(name, step, request, record)
-                        record.durations_s.pop(name, None)  # so it is slower and not timed
                     if request.accumulation_steps > 1:
                         with accumulating(self._tracker.optimizers, self._model):
                             for _ in range(request.accumulation_steps):
                                 self._call(step, request, record)
                     else:
-                        self._sample(name, request, record)
-                        while self._needs_step(name, request, record):
-                            self._full_step(name, step, request, record)
-                            self._sample(name, request, record)
+                        self._full_steps(name, step, request, record)
                         if request.breakdown:
                             self._break_down(name, step, request, record)
             if self._replay is not None:
@@ -270,8 +350,14 @@ class LocalRunner:
             record.verdict = self._classify(record, request)
             if record.verdict is Verdict.BUG and self._device.healthy():
                 clear_frames(error)
-                caller, size, last = self._steps[record.step_name].caller, request.batch_size, request.largest_passed
-                raise step_failed(error, batch_size=size, largest_passed=last, caller=caller) from error
+                if not record.past_least:
+                    caller, size, last = (
+                        self._steps[record.step_name].caller,
+                        request.batch_size,
+                        request.largest_passed,
+                    )
+                    raise step_failed(error, batch_size=size, largest_passed=last, caller=caller) from error
+                record.ended_early, record.failure, record.verdict = record.failure.text, None, Verdict.FITS
         except BaseException as interruption:
             clear_frames(interruption)
             raise
@@ -290,19 +376,51 @@ class LocalRunner:
 
         Evaluation splits cached blocks, and only in the second turn does the state of every step's optimizers exist.
         """
-        for name, step in [*self._steps.items()] * min(len(self._steps), 2):
+        turns = 2 if len(self._steps) > 1 else 1
+        for name, step in [*self._steps.items()] * turns:
             record.step_name = name
-            for samples in (record.served_bytes, record.live_bytes):
-                samples.pop(name, None)
+            record.turns[name] = len(record.live_bytes.get(name, []))
             self._tracker.restore_modes()
             yield name, step
+            if turns == 2 and (peak_bytes := self._usage().peak_allocated_bytes or 0) > record.peak_bytes:
+                record.peak_bytes, record.limiting_step = peak_bytes, name
 
     def _start_cold(self) -> None:
         """Drop everything earlier calls left, so that the next call starts as training does: with only the model in memory."""
         self._tracker.start_cold()
+        for put, state in self._generators:
+            with suppress(Exception):  # a captured graph may have taken the generator over
+                put(state)
         gc.collect()
         self._device.release()
         self._is_cold = True
+
+    def _make_calls(self, name: str, step: Step, request: Request, record: _Record) -> None:
+        """Make this turn's share of the requested calls, each of which may be the one that needs the most memory.
+
+        Raise NotTrainedError if an optimizer that stepped before no longer does: the size was not really trained.
+        """
+        assert request.calls is not None
+        turns = 2 if len(self._steps) > 1 else 1
+        wanted, first_turn = self._expected.get(name, set()), name not in record.first_calls
+        self._watch.stepped.clear()
+        waits, calls, allocations = bool(wanted), -(-request.calls // turns), self._allocations()
+        for number in range(calls):
+            # A call may be repeated only if it would do all that a full step does.
+            whole = len(self._steps) == 1 and self._last_stepped >= wanted
+            self._call(step, request, record, may_repeat=whole and request.repeats)
+            if waits and self._has_stepped(wanted):
+                waits = False
+                record.durations_s.pop(name, None)  # the first full step creates optimizer state, so it is slower
+                if first_turn:
+                    record.first_calls[name] = record.per_step[name] = number + 1
+                    allocations = self._allocations()
+            made = len(record.served_bytes[name])
+            record.past_least = request.least_calls is not None and made * turns >= request.least_calls
+        if waits:
+            raise NotTrainedError(STOPPED_STEPPING.format(calls=calls, size=request.batch_size))
+        record.first_calls.setdefault(name, 0)
+        record.allocations += self._allocations() - allocations
 
     def _full_step(self, name: str, step: Step, request: Request, record: _Record) -> None:
         """Call the step until all its optimizers have stepped, or once if it has none. Learn which step on first use.
@@ -318,11 +436,12 @@ class LocalRunner:
             # 0 is no optimizer's id: if none exists yet, the first that steps ends the loop.
             wanted = found - elsewhere if elsewhere else found or {0}
         stepped.clear()
-        for nth in range(step.max_calls if wanted else 1):
-            self._call(step, request, record, may_repeat=len(self._steps) == 1 and nth == 0)
-            alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
-            # A step may build its optimizers on each call: then new ones must step, as many as were wanted.
-            if stepped and (stepped >= alive or (bool(stepped - wanted) and len(stepped) >= len(wanted))):
+        seen, calls = 0, 0  # how many optimizers have stepped, and the call after which the last of them had
+        for number in range(step.max_calls if wanted else 1):
+            self._call(step, request, record, may_repeat=len(self._steps) == 1 and number == 0)
+            if len(stepped) > seen:
+                seen, calls = len(stepped), number + 1
+            if self._has_stepped(wanted):
                 break
         else:
             if wanted and is_known:
@@ -330,8 +449,35 @@ class LocalRunner:
         if not is_known:
             self._expected[name] = set(stepped)  # only here: if a call raises, the next trial learns it
             self._idle = (self._idle | wanted) - stepped - {0}
-        if len(self._steps) > 1 and (peak_bytes := self._usage().peak_allocated_bytes or 0) > record.peak_bytes:
-            record.peak_bytes, record.limiting_step = peak_bytes, name
+        record.per_step[name] = calls or 1
+        if name not in record.first_calls:
+            record.waited_calls[name] = len(record.served_bytes[name]) - calls
+            record.first_calls[name] = calls
+            record.durations_s.pop(name, None)  # it creates optimizer state, so it is slower
+
+    def _has_stepped(self, wanted: set[int]) -> bool:
+        """Return whether all the wanted optimizers that are alive have stepped, or as many new ones."""
+        stepped = self._watch.stepped
+        alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
+        # A step may build its optimizers on each call: then new ones must step, as many as were wanted.
+        return bool(stepped) and (stepped >= alive or (bool(stepped - wanted) and len(stepped) >= len(wanted)))
+
+    def _full_steps(self, name: str, step: Step, request: Request, record: _Record) -> None:
+        """Run `request.steps` full steps, and more calls up to `request.more_calls` if there is time."""
+        allocations, started_s = self._allocations(), time.monotonic()
+        for _ in range(request.steps):
+            self._full_step(name, step, request, record)
+        record.past_least = request.more_calls > 0
+        while len(record.served_bytes[name]) < request.more_calls and self._has_time(started_s, request, record):
+            self._call(step, request, record, may_repeat=len(self._steps) == 1)
+        record.allocations += self._allocations() - allocations
+
+    def _has_time(self, started_s: float, request: Request, record: _Record) -> bool:
+        """Return whether another call fits in LOOK_S and well before the deadline."""
+        longest_s, now_s = max(record.all_durations_s.get(record.step_name, [0.0])), time.monotonic()
+        if request.deadline_s is not None and now_s + 2 * longest_s > request.deadline_s:
+            return False
+        return now_s + longest_s < started_s + (HOST_LOOK_S if self.device.on_host else LOOK_S)
 
     def _note_optimizers(self) -> None:
         """Note that no optimizer stepped, or that one did not: its state is not in the measured memory."""
@@ -362,11 +508,20 @@ class LocalRunner:
 
     def _call(self, step: Step, request: Request, record: _Record, *, may_repeat: bool = False) -> None:
         """Call the step once. If `may_repeat`, a simulated device may repeat the last call from its recording instead."""
+        name, before_bytes = record.step_name, self._served_bytes()
         may_repeat = may_repeat and record.calls > 0 and not request.breakdown
-        if may_repeat and self._replay is not None and self._replay.repeat(confirms=request.phase is Phase.CONFIRM):
+        confirms = request.phase is Phase.CONFIRM and record.calls <= request.steps
+        if may_repeat and self._replay is not None and self._replay.repeat(confirms=confirms):
             self._watch.stepped |= self._last_stepped
-            record.calls += 1
-            return
+        else:
+            self._call_really(step, request, record)
+        record.calls += 1
+        record.served_bytes.setdefault(name, []).append(self._served_bytes() - before_bytes)
+        if (request.looks or request.phase in SECOND_OPINIONS) and not self._ends_with_trial:
+            record.peaks_bytes.setdefault(name, []).append(self._usage().peak_allocated_bytes or 0)
+            record.live_bytes.setdefault(name, []).append(self._device.live_bytes())
+
+    def _call_really(self, step: Step, request: Request, record: _Record) -> None:
         self._is_cold = False
         before = set(self._watch.stepped)
         self._watch.stepped.clear()
@@ -382,28 +537,18 @@ class LocalRunner:
         self._after_call()
         self._last_stepped = set(self._watch.stepped)
         self._watch.stepped |= before
-        record.calls += 1
-        record.durations_s.setdefault(record.step_name, []).append(duration_s)
+        for durations_s in (record.durations_s, record.all_durations_s):
+            durations_s.setdefault(record.step_name, []).append(duration_s)
+        if self._replay is not None and not record.counts:
+            values = self._tracker.kept.plain_values()
+            record.counts = record.values is not None and values != record.values
+            record.values = values
 
-    def _sample(self, name: str, request: Request, record: _Record) -> None:
-        served_bytes = getattr(self._device, "served_bytes", lambda: 0)()
-        record.served_bytes.setdefault(name, []).append(served_bytes)
-        if request.phase in SECOND_OPINIONS and not self._ends_with_trial:
-            record.live_bytes.setdefault(name, []).append(self._device.live_bytes())
+    def _served_bytes(self) -> int:
+        return int(getattr(self._device, "served_bytes", lambda: 0)())
 
-    def _needs_step(self, name: str, request: Request, record: _Record) -> bool:
-        """Return whether to run another step: `request.steps` in any case, more to confirm if memory use varies."""
-        by_step = _differences(record.served_bytes[name])
-        if len(by_step) < request.steps:
-            return True
-        if request.phase is not Phase.CONFIRM or len(by_step) >= LONG_STEPS or not varies(by_step):
-            return False
-        self.notes[VARYING] = None
-        until_s = request.deadline_s
-        in_time = until_s is None or time.monotonic() + 2 * max(record.durations_s[name]) < until_s
-        if not in_time:
-            self.notes[NO_TIME_FOR_LENGTH.format(size=request.batch_size, steps=LONG_STEPS)] = None
-        return in_time
+    def _allocations(self) -> int:
+        return int(getattr(self._device, "allocations", lambda: 0)())
 
     def _classify(self, record: _Record, request: Request) -> Verdict:
         assert record.failure is not None
@@ -426,33 +571,21 @@ class LocalRunner:
     # --- leaks ---
 
     def _step_leak(self, record: _Record, request: Request) -> int:
-        """Return the bytes that each further step leaves allocated, not counting uncollected garbage."""
-        growths = [_differences(live_bytes) for live_bytes in record.live_bytes.values()]
-        leaked_bytes = sum(max(0, min(growth)) for growth in growths if len(growth) > 1)
-        if leaked_bytes < SMALLEST_BYTES:
+        """Return the bytes that each further call leaves allocated, not counting uncollected garbage."""
+        steady = [
+            live[max(record.turns[name], record.first_calls.get(name, 1) - 1) :]
+            for name, live in record.live_bytes.items()
+        ]
+        leaked_bytes = sum(growth_bytes(live) for live in steady)
+        if not leaked_bytes:
             return 0
         before_bytes = self._device.live_bytes()
         gc.collect()
         garbage_bytes = before_bytes - self._device.live_bytes()
-        cycle_bytes = min(leaked_bytes, garbage_bytes // max(map(len, growths)))
-        if cycle_bytes >= SMALLEST_BYTES and request.phase is Phase.CONFIRM:
+        cycle_bytes = min(leaked_bytes, garbage_bytes // max(map(len, steady)))
+        if cycle_bytes >= SMALLEST_GROWTH_BYTES and request.phase is Phase.CONFIRM:
             self.notes[CYCLES.format(kept=format_bytes(cycle_bytes), size=request.batch_size)] = None
-        leaked_bytes -= cycle_bytes
-        return leaked_bytes if leaked_bytes >= SMALLEST_BYTES else 0
-
-    def _flush(self) -> None:
-        """Call each step once at the smallest size, to replace what it keeps of its last batch."""
-        self.compiled.start_size(self._smallest)
-        self._start_cold()
-        request = Request(batch_size=self._smallest, phase=Phase.GROW, steps=1)
-        try:
-            for step in self._steps.values():
-                if len(self._steps) > 1:
-                    self._tracker.restore_modes()
-                self._call(step, request, _Record())
-        except Exception as error:  # whatever was not replaced is measured as a leak
-            self._watch.drop_partial_state()
-            clear_frames(error)
+        return leaked_bytes - cycle_bytes
 
     # --- for the session ---
 
@@ -486,8 +619,9 @@ class LocalRunner:
         }
 
 
-def _differences(totals: Sequence[int]) -> list[int]:
-    return [after - before for before, after in pairwise(totals)]
+def _by_step(served: Sequence[int], calls: int) -> list[int]:
+    """Return the bytes that full steps of so many calls allocated; drop an incomplete one."""
+    return [sum(served[start : start + calls]) for start in range(0, len(served) - calls + 1, calls)]
 
 
 def varies(served: Sequence[int]) -> bool:

@@ -160,6 +160,10 @@ class AcceleratorDevice:
         """Return the total that the allocator has ever handed out; steps that allocate alike add equal amounts."""
         return _of_all(self._stats(), "allocated_bytes", "allocated")
 
+    def allocations(self) -> int:
+        """Return the number of blocks that the allocator has ever handed out."""
+        return _of_all(self._stats(), "allocation", "allocated")
+
     def outside_bytes(self) -> int:
         free, total = self._torch.mem_get_info(self.torch_device)
         return int(total - free - _of_all(self._stats(), "reserved_bytes", "current"))
@@ -210,7 +214,7 @@ class AcceleratorDevice:
                     for block in segment["blocks"]
                     if block["state"] != "inactive"
                 },
-                count=lambda: int(self._stats()["allocation"]["all"]["allocated"]),
+                count=self.allocations,
                 address=lambda tensor: (
                     tensor.untyped_storage().data_ptr() if tensor.device == self.torch_device else None
                 ),

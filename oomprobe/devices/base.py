@@ -57,7 +57,9 @@ class Device(Protocol):
             the driver's limit. Without it, such trials run with ``cap(None)``.
         integrated: Whether the device shares the host's memory.
         notes: Sentences to add to the report.
-        served_bytes(): Total that the allocator has ever handed out. Steps that allocate alike add equal amounts.
+        served_bytes(): Total that the allocator has ever handed out. Steps that allocate alike add equal amounts. Without
+            it, a probe cannot look for calls that need more memory than others.
+        allocations(): Number of blocks that the allocator has ever handed out.
         history(): A context manager that records allocations as a `History`, or None if the allocator cannot.
     """
 

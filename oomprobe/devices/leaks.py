@@ -12,18 +12,16 @@ from oomprobe.units import format_bytes
 
 TOLERATED_BYTES = 2**20  # more than the small caches that libraries make for a new shape
 REFUSED_SHARE = 0.05  # of the available memory
-SMALLEST_BYTES = 2**14  # per step; more than a growing list of losses as numbers takes
 
 
 class Baseline:
     """Memory in use between trials, and what a trial left above it.
 
-    `clean` frees what a trial left; `flush` runs the step at the smallest size, to replace tensors that the step keeps
-    of its last batch.
+    `clean` frees what a trial left.
     """
 
-    def __init__(self, device: Device, *, clean: Callable[[], None], flush: Callable[[], None]) -> None:
-        self._device, self._clean, self._flush = device, clean, flush
+    def __init__(self, device: Device, *, clean: Callable[[], None]) -> None:
+        self._device, self._clean = device, clean
         self._live_bytes: int | None = None
         self._residue_bytes = 0  # above the baseline, and already reported as leaked
         self._available_bytes: int | None = None
@@ -38,8 +36,11 @@ class Baseline:
         self._live_bytes = self._device.live_bytes()
         self._available_bytes = available_bytes
 
-    def settle(self) -> int:
-        """Clean up after a trial and return the leaked bytes, or 0 if they are within the tolerance."""
+    def settle(self, *, keeps: bool = False) -> int:
+        """Clean up after a trial and return the leaked bytes, or 0 if they are within the tolerance.
+
+        With `keeps`, what the step holds is not put back, and belongs to every later trial, as in training.
+        """
         most_bytes = self._residue_bytes + TOLERATED_BYTES
         leaked_bytes = self._cleaned()
         if leaked_bytes > most_bytes:  # the autograd thread of a failed backward may hold its tensors a moment longer
@@ -49,9 +50,10 @@ class Baseline:
                 retry=tenacity.retry_if_result(lambda leaked_bytes: leaked_bytes > most_bytes),
                 retry_error_callback=lambda state: state.outcome.result() if state.outcome else 0,
             )(self._cleaned)
-        if leaked_bytes > most_bytes:
-            self._flush()
-            leaked_bytes = self._residue_bytes = self._cleaned()
+        if leaked_bytes > most_bytes and keeps:
+            self._live_bytes, leaked_bytes = self._device.live_bytes(), 0
+        elif leaked_bytes > most_bytes:
+            self._residue_bytes = leaked_bytes
         return leaked_bytes if leaked_bytes > TOLERATED_BYTES else 0
 
     def _cleaned(self) -> int:
@@ -65,7 +67,7 @@ class Baseline:
             return None
         return (
             f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
-            "collecting garbage and a step at the smallest size, so every later trial would have less memory and "
+            "collecting garbage, so every later trial would have less memory and "
             "the answer would be too small. Something keeps tensors of each step: a list of losses that still have "
-            "their graph (append loss.item()), a cache keyed by shape, or an output kept in an attribute"
+            "their graph (append loss.item()), a cache keyed by shape, or an output kept in an object of a library"
         )

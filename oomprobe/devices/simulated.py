@@ -184,6 +184,10 @@ class SimulatedDevice:
         """Return the total that steps have ever requested; steps that allocate alike add equal amounts."""
         return self._memory.allocator.served_bytes
 
+    def allocations(self) -> int:
+        """Return the number of blocks that steps have ever requested."""
+        return self._memory.allocator.served
+
     def outside_bytes(self) -> None:
         return None
 
@@ -254,7 +258,7 @@ class SimulatedDevice:
         if request.exact or self._cold is None:
             return None
         cold, live = self._cold
-        calls = self._replayer.calls(request.batch_size, 1 + request.steps)
+        calls = self._replayer.calls(request.batch_size, request.calls or 1 + request.steps)
         if calls is None or cold.reserved_bytes > self._memory.allowed(request.cap_bytes):
             return None
         allocator = cold.copy()

@@ -105,6 +105,7 @@ def find_executable_batch_size(
         trials = _Trials(name, lambda batch_size: function(batch_size, *args, **kwargs), trial_steps)
         step = Step(
             run=trials,
+            starts_anew=True,
             max_calls=1,  # a call without an optimizer step ran to its end, and another would too
             caller=Caller(
                 alone=f"call {name}.__wrapped__({{batch_size}}, ...), the function without the decorator",

@@ -212,7 +212,9 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
             alone=f"run trainer.fit with {size_is}{{batch_size}}",
             more="As with fast_dev_run, the loggers of a trial are Lightning's DummyLogger, and no callback is called.",
         )
-        result = oomprobe.find_max_batch(training.module, Step(run=run, caller=caller), device=device, **options)
+        result = oomprobe.find_max_batch(
+            training.module, Step(run=run, caller=caller, starts_anew=True), device=device, **options
+        )
     accumulated = f" of {training.micro} accumulated batches each" if training.micro > 1 else ""
     validated = f", {EVAL_BATCHES} validation batches, and both again" if EVAL in training.makers else ""
     notes = [f"one step of a trial is Trainer.fit for {LOOP_STEPS} optimizer steps{accumulated}{validated}"]

@@ -201,11 +201,11 @@ class _Loop:
                 self._evaluate(longest)
 
         alone = "create the Trainer with per_device_train_batch_size={batch_size} and run trainer.train()"
-        steps = {"train": Step(run=train, caller=Caller(alone=alone, more=more))}
+        steps = {"train": Step(run=train, caller=Caller(alone=alone, more=more), starts_anew=True)}
         if self.evaluated:  # no optimizer to wait for
             size = self.trainer.args.per_device_eval_batch_size
             alone = f"run trainer.evaluate() with per_device_eval_batch_size={size}"
-            steps["eval"] = Step(run=evaluate, caller=Caller(alone=alone, more=more), max_calls=1)
+            steps["eval"] = Step(run=evaluate, caller=Caller(alone=alone, more=more), max_calls=1, starts_anew=True)
         return steps
 
     def _train(self, batch_size: int, accumulation: int) -> None:

@@ -185,7 +185,7 @@ def _training(
             f"every image had {objects} objects (max_num_obj; the trainer counts four times the fullest image's), "
             "each a quarter of the image, with as many anchors matched as the assigner may match"
         )
-    return trained, Step(run=step, caller=caller), notes
+    return trained, Step(run=step, caller=caller, starts_anew=True), notes
 
 
 def _optimizer(model: torch.nn.Module, net: Any, dataset_size: int) -> torch.optim.Optimizer:

@@ -120,6 +120,8 @@ class ProcessRunner:
         self.device = DeviceInfo(**{**hello["device"], "not_covered": tuple(hello["device"]["not_covered"])})
         self.step_names: list[str] = hello["step_names"]
         self.threads: int = hello["threads"]
+        self.looks: bool = hello["looks"]
+        self.starts_anew: bool = hello["starts_anew"]
         self._resident_bytes: int = hello["resident_bytes"]
         self._has_children: bool = hello["has_children"]  # whether the process forks a child for each trial
         self._available_bytes: int | None = hello["available_bytes"]  # None: it changes between trials

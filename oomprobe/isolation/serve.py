@@ -43,6 +43,8 @@ def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], bu
         "device": asdict(runner.device),
         "step_names": runner.step_names,
         "threads": runner.threads,
+        "looks": runner.looks,
+        "starts_anew": runner.starts_anew,
         "resident_bytes": linux.process_bytes("VmRSS"),
         "has_children": runner.replaceable,
         "available_bytes": runner.measure().available_bytes if device is None or is_host(device) else None,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-NOT_RESTORED = "state that is not restored: other Python attributes, your own generators, data loader positions"
+NOT_RESTORED = "state that is not restored: positions of iterators and data loaders, attributes of library objects"
 NOT_COVERED = (
     "longest sequence or largest sample, unless the step makes such batches",
     "saving and resuming checkpoints",
@@ -33,6 +33,7 @@ NOT_COVERED = (
     "data loader workers and their host memory",
 )
 NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
+SEEN = "seen over {calls}; what happens less often was not"
 # Words in a step's name.
 EVALUATING = {"eval", "evaluate", "evaluation", "val", "valid", "validate", "validation", "test"}
 # For all other verdicts, "memory". A sticky error that recurs at one size limits the size, but is not shown to be memory.
@@ -58,7 +59,7 @@ def result_of(session: Session, found: Found) -> ProbeResult:
         batch_size=found.batch_size,
         limit_batch_size=found.limit or found.batch_size,
         first_failing_batch_size=_first_failing(session, found),
-        limited_by="max_batch" if deciding is None else _LIMITED_BY.get(deciding.verdict, "memory"),
+        limited_by=_limited_by(session, deciding),
         limiting_step=(deciding or answer).step_name,
         trials=tuple(session.trials),
         fit=fit,
@@ -76,6 +77,12 @@ def result_of(session: Session, found: Found) -> ProbeResult:
         in_steps_s=session.runner.in_steps_s,
         breakdown=session.breakdown,
     )
+
+
+def _limited_by(session: Session, deciding: Trial | None) -> str:
+    if deciding is None:
+        return "step" if session.splits else "max_batch"
+    return _LIMITED_BY.get(deciding.verdict, "memory")
 
 
 def nothing_fits(session: Session) -> NothingFitsError:
@@ -136,6 +143,8 @@ def _last(trials: Iterable[Trial], batch_size: int, *, passed: bool) -> Trial:
 def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
     yield from session.notes
     yield from session.neighbours.notes
+    if session.seen_calls:
+        yield SEEN.format(calls=count(session.seen_calls, "call", "calls"))
     for size in found.transient:
         yield f"transient failure: batch {size} failed once and passed when tried again"
     if found.unconfirmed:
@@ -144,7 +153,6 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
         yield _simulation_note(answer)
     yield from session.runner.device_notes
     yield from _leaks(session, answer)
-    yield from _pressure(session.trials, answer)
     held = session.neighbours.held_bytes or [0]
     if held[-1] > held[0]:
         yield (
@@ -179,24 +187,6 @@ def _simulation_note(answer: Trial) -> str:
     return (
         f"{note}. At batch {answer.batch_size} the allocator reserves {format_bytes(peak_bytes)}, or up to "
         f"{format_bytes(upper_bytes)} if convolutions use the largest workspace that fits"
-    )
-
-
-def _pressure(trials: Iterable[Trial], answer: Trial) -> Iterator[str]:
-    """Name a size to use instead if the answer needed allocator retries: they are slow, and may fail elsewhere."""
-    if not answer.alloc_retries:
-        return
-    cap_bytes = answer.cap_bytes or 0
-    unpressed = [
-        t.batch_size
-        for t in trials
-        if t.passed and not t.alloc_retries and 0 < (t.peak_reserved_bytes or 0) <= cap_bytes
-    ]
-    instead = f"; batch {max(unpressed)} ran without this" if unpressed else ""
-    yield (
-        f"marginal: batch {answer.batch_size} fits only because the allocator released its cache "
-        f"{count(answer.alloc_retries, 'time', 'times')}, which is slow and may fail within the same budget "
-        f"elsewhere{instead}"
     )
 
 

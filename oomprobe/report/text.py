@@ -22,6 +22,7 @@ _LIMITS = {
     "memory": "memory",
     "host_memory": "host memory",
     "max_batch": "max_batch, not memory: nothing larger was tried",
+    "step": "the step, not memory: it splits large batches itself",
     "size_limit": "a size limit that is not memory, such as 32-bit indexing",
 }
 
@@ -205,6 +206,8 @@ def _state(result: ProbeResult) -> str:
         return "trials ran in separate processes: nothing in this process was changed"
     if result.state_verified:
         return "restored and compared bit for bit: identical"
+    if any(note.startswith("not restored: ") for note in result.notes):
+        return "restored and compared bit for bit, except what the notes name as not restored"
     return "not compared bit for bit: this result makes no claim about it"
 
 

@@ -1,0 +1,109 @@
+"""What a step does over many calls: which call needs the most memory, and whether memory keeps growing. Pure.
+
+Training loops evaluate, log, average and refresh at every n-th call, and a trial of three calls does not see that. At a small
+size many calls are cheap, and three rows of numbers, one number for each call, tell these loops apart: the bytes that the
+allocator handed out, the peak so far, and the bytes in live tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+LOOK_CALLS = 50  # of a look and of a confirmation, if there is time for so many
+LOOK_S = 10.0  # the calls of each may take so long, or as long as the search has taken
+HOST_LOOK_S = 1.0  # on host memory, where calls are slow and answers approximate
+# A call that hands out more than this fraction above the others counts as larger. At size 1, a call with four times the
+# usual batch handed out 0.8 % more; calls that do the same hand out the same bytes, but for scalars that are logged.
+LARGER = 0.002
+SMALLEST_GROWTH_BYTES = 2**14  # more than a growing list of losses as numbers takes
+# Searches that make many calls per trial stop at a wider bracket, so that they end within about 300 calls of the answer's size.
+EXACT_CALLS, STRIDE_OF_MANY, WIDEST = 12, 1 / 128, 1 / 32
+
+
+def calls_needed(
+    served_bytes: Sequence[int],
+    peak_bytes: Sequence[int],
+    live_bytes: Sequence[int],
+    *,
+    first_calls: int,
+    ordinary_calls: int,
+    is_exact: bool,
+) -> int:
+    """Return how many calls a trial must make to meet the call that needs the most memory.
+
+    Args:
+        served_bytes: Bytes that the allocator handed out in each call.
+        peak_bytes: The highest allocation until the end of each call.
+        live_bytes: Bytes in live tensors after each call. What a call leaves is in memory when the next one peaks.
+        first_calls: Calls until every optimizer has stepped; these create state, so they are no measure for later ones.
+        ordinary_calls: Calls of a trial of a step that does the same at each call.
+        is_exact: Whether every trial starts at the same call. If not, the large call may come at any time within its period.
+
+    Returns:
+        A number of calls, at least `ordinary_calls` and at most as many as were given.
+
+    Example:
+        >>> trial = {"first_calls": 1, "ordinary_calls": 3, "is_exact": True}
+        >>> calls_needed([90, 10, 10, 10, 40, 10, 10, 10, 40, 10], [90] * 10, [5] * 10, **trial)
+        6
+        >>> calls_needed([90, 10, 10, 10, 10], [90, 95, 95, 95, 120], [5] * 5, **trial)
+        5
+        >>> calls_needed([90, 10, 10, 10, 10, 10], [90] * 6, [5, 5, 5, 8, 8, 8], **trial)
+        5
+    """
+    count = len(served_bytes)
+    level = (1 - LARGER) * max(served_bytes[first_calls:], default=0)
+    largest = [number for number in range(first_calls, count) if served_bytes[number] >= level]
+    needed = ordinary_calls
+    distances = [*(number + 1 for number in largest[:1]), *(later - earlier for earlier, later in pairwise(largest))]
+    if max(distances, default=0) > ordinary_calls:
+        needed = max(distances) + 1  # the call after the largest runs in a cache that the largest has split
+    if not is_exact and len(largest) == 1:  # its period is unknown
+        needed = count
+    for row_bytes, later in ((peak_bytes, 1), (live_bytes, 2)):
+        top_bytes = row_bytes[first_calls - 1] if first_calls else 0
+        for number in range(first_calls, count):
+            if row_bytes[number] > (1 + LARGER) * top_bytes:
+                top_bytes, needed = row_bytes[number], max(needed, number + later)
+    return min(needed, count)
+
+
+def growth_bytes(live_bytes: Sequence[int]) -> int:
+    """Return the bytes by which live memory still grows with each call at the end; 0 if it has levelled off.
+
+    A list that is cleared at every tenth call, or a full buffer, levels off; a leak reaches new heights until the end.
+
+    Example:
+        >>> kib = 2**10
+        >>> growth_bytes([number * 64 * kib for number in range(50)]) // kib
+        64
+        >>> growth_bytes([min(number, 40) * 64 * kib for number in range(50)])  # a buffer of 40
+        0
+        >>> growth_bytes([number % 10 * 64 * kib for number in range(50)])  # cleared at every tenth call
+        0
+    """
+    last, heights, top_bytes = len(live_bytes) - 1, [0], live_bytes[0] if live_bytes else 0
+    for number, held_bytes in enumerate(live_bytes):
+        if held_bytes >= top_bytes + SMALLEST_GROWTH_BYTES:
+            heights.append(number)
+            top_bytes = held_bytes
+    if len(heights) < 3 or last - heights[-1] > max(later - earlier for earlier, later in pairwise(heights)):
+        return 0
+    part = max(1, len(live_bytes) // 4)
+    lows = [min(live_bytes[start : start + part]) for start in range(0, 4 * part, part) if live_bytes[start:]]
+    if any(
+        later <= earlier for earlier, later in pairwise(lows)
+    ):  # it keeps something of the last call, whose size varies
+        return 0
+    return max(0, live_bytes[-1] - live_bytes[0]) // last
+
+
+def tolerance_of(calls: int) -> float:
+    """Return how narrow the bracket must be, as a fraction of the size, if each trial makes this many calls.
+
+    Example:
+        >>> tolerance_of(10), tolerance_of(24), tolerance_of(50)
+        (0.0, 0.015625, 0.03125)
+    """
+    return 0.0 if calls <= EXACT_CALLS else min(WIDEST, STRIDE_OF_MANY * calls / EXACT_CALLS)
