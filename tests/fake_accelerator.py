@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from ledger import Log
 
 from oomprobe.devices.accelerator import AcceleratorDevice, kernel_answers
 
@@ -31,6 +32,8 @@ class FakeModule:
         spilled_bytes: Host memory that the driver, as on Windows, adds before a request fails.
         properties: Further device properties.
     """
+
+    __module__ = "oomprobe.tests"  # no object of the user's, which a probe would put back
 
     def __init__(self, total_bytes=1024 * MIB, outside_bytes=0, spilled_bytes=0, **properties):
         self.total_bytes, self.outside_bytes, self.spilled_bytes = total_bytes, outside_bytes, spilled_bytes
@@ -165,7 +168,7 @@ def ledger(fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, **card
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     device.held = fake.alloc(fixed_bytes)
-    called = []
+    called = Log()
 
     def step(model, batch_size):
         called.append(batch_size)

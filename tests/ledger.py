@@ -12,6 +12,45 @@ from oomprobe.devices import Usage
 MIB = 2**20
 
 
+class Log:
+    """Notes what a step did. It belongs to this package, not to the user, so a probe does not put it back like a list."""
+
+    __module__ = "oomprobe.tests"
+
+    def __init__(self, items=()):
+        self.items = [*items]
+        self.append, self.extend, self.clear, self.count, self.pop = (
+            self.items.append, self.items.extend, self.items.clear, self.items.count, self.items.pop,
+        )  # fmt: skip
+
+    def __iter__(self):
+        return iter(self.items)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+    def __setitem__(self, index, item):
+        self.items[index] = item
+
+    def __eq__(self, other):
+        return self.items == list(other)
+
+    __hash__ = None
+
+
+class Box:
+    """Holds something where a probe does not look: it belongs to this package, and has no ``__dict__``."""
+
+    __module__ = "oomprobe.tests"
+    __slots__ = ("held",)
+
+    def __init__(self, held):
+        self.held = held
+
+
 class LedgerDevice:
     """Runs steps in this process, on CPU tensors, so that tests can observe them."""
 

@@ -146,11 +146,12 @@ def test_an_index_out_of_bounds_raises_with_a_snapshot():
     out = run_python(
         """
         import os
+        import ledger
         import torch
         import oomprobe
         model = torch.nn.Embedding(8, 8).to("cuda:0")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        called = []
+        called = ledger.Log()
 
         def step(model, batch_size):
             called.append(batch_size)

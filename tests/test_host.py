@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ledger import Log
 from test_linux import run_python
 from torch import nn
 
@@ -73,9 +74,9 @@ def test_one_mebibyte_per_sample_gives_the_budget_in_mebibytes():
         import json, oomprobe
         from test_host import linear, QUIET
         found = [
-            oomprobe.find_max_batch(*linear(), resolution=0.02, **QUIET),
-            oomprobe.find_max_batch(*linear(), memory_fraction=1.0, resolution=0.02, **QUIET),
-            oomprobe.probe_target(linear, resolution=0.02, **QUIET),
+            oomprobe.find_max_batch(*linear(), resolution=0.05, **QUIET),
+            oomprobe.find_max_batch(*linear(), memory_fraction=1.0, resolution=0.05, **QUIET),
+            oomprobe.probe_target(linear, resolution=0.05, **QUIET),
         ]
         print(json.dumps([result.to_dict() for result in found]))
     """
@@ -100,7 +101,7 @@ def test_many_small_blocks_meet_the_budget():
             step(model, 1)
             del blocks
 
-        print(oomprobe.find_max_batch(model, in_small_blocks, resolution=0.02, **QUIET).batch_size)
+        print(oomprobe.find_max_batch(model, in_small_blocks, resolution=0.05, **QUIET).batch_size)
     """
     assert 85 <= int(run_python(code)) <= 120
 
@@ -125,7 +126,7 @@ def test_a_limit_set_by_the_user_bounds_the_answer():
 
 def test_a_step_runs_in_a_child_and_changes_nothing_outside():
     model, step = linear()
-    pids = []
+    pids = Log()
 
     def marked(model, batch_size):
         pids.append(os.getpid())

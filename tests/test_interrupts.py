@@ -6,11 +6,10 @@ import signal
 import threading
 import time
 import traceback
-import types
 
 import pytest
 import torch
-from ledger import LedgerDevice
+from ledger import Box, LedgerDevice
 
 import oomprobe
 
@@ -19,6 +18,12 @@ pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="POSIX si
 PATIENCE_S = 30  # a child that runs longer hangs
 SOON_S = 5  # far below the ten minutes that the steps of these tests sleep
 TERMINATED = 143
+
+
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch):
+    """Let confirmations make only the calls that `confirm_steps` takes, since steps here are slow."""
+    monkeypatch.setattr("oomprobe.session.LOOK_CALLS", 1)
 
 
 def probe(act, **options):
@@ -46,15 +51,15 @@ class SlowToLoad:
     """Takes a while to restore, and says when it starts and ends."""
 
     def __init__(self, say):
-        self.say, self.seen = say, types.SimpleNamespace(count=0)  # only `load_state_dict` can restore the count
+        self.say, self.seen = say, Box(0)  # only `load_state_dict` can restore the count
 
     def state_dict(self):
-        return {"count": self.seen.count}
+        return {"count": self.seen.held}
 
     def load_state_dict(self, state):
         self.say("cleaning")
         work(0.4)
-        self.seen.count = state["count"]
+        self.seen.held = state["count"]
         self.say("clean")
 
 
@@ -110,7 +115,7 @@ class Started:
         slow = SlowToLoad(say)
 
         def counted():
-            slow.seen.count += 1
+            slow.seen.held += 1
             act(say)
 
         try:
@@ -118,7 +123,7 @@ class Started:
         except BaseException as error:
             say(repr(error))
             return TERMINATED if isinstance(error, SystemExit) else 1
-        assert slow.seen.count == 0
+        assert slow.seen.held == 0
         return 0
 
     def hear(self, text):

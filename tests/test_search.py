@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,8 @@ MANY = 2_000  # calls; no search over the sizes of these tests needs nearly as m
 EVERY_SIZE = Sizes(first=1, last=None, step=1)
 
 
-def search(ask, sizes=EVERY_SIZE, *, capped=True, enough=lambda good, bad: False):
-    return find(ask, sizes, capped=capped, enough=enough)
+def search(ask, sizes=EVERY_SIZE, *, capped=True, enough=lambda good, bad: False, look=None):
+    return find(ask, sizes, capped=capped, enough=enough, look=look)
 
 
 class Memory:
@@ -230,6 +231,92 @@ def test_a_failed_confirmation_moves_down(memory, sizes, data):
         assert memory.confirmed(found.batch_size)
 
 
+# --- the look ---
+
+
+class Late(Memory):
+    """Some calls of a step come late and need more memory; trials meet them once the look has, and confirmations do."""
+
+    def __init__(self, limit, late_limit, *, tolerance=0.0):
+        super().__init__(limit)
+        self.late_limit, self.tolerance, self.looked = late_limit, tolerance, []
+
+    def look(self, size):
+        assert size < self.limit
+        self.looked.append(size)
+        passed, varies = size <= self.late_limit, self.late_limit < self.limit
+        if passed:
+            self.limit = self.capped_limit = self.late_limit
+        return Reply(passed=passed, varies=varies, tolerance=self.tolerance)
+
+    def __call__(self, size, phase, *, capped):
+        if phase is Phase.CONFIRM:
+            self.capped_limit = self.late_limit
+        return super().__call__(size, phase, capped=capped)
+
+
+@given(st.integers(2, BILLION), st.data(), st.booleans())
+def test_a_look_that_varies_takes_back_what_passed(limit, data, capped):
+    late = data.draw(st.integers(1, limit - 1), label="late limit")
+    memory = Late(limit, late)
+    found = search(memory, capped=capped, look=memory.look)
+    assert (found.batch_size, found.limit) == (late, late)
+    assert (memory.trials(Phase.RECHECK), found.transient) == ([], ())  # a pass would prove nothing
+
+
+@given(st.integers(2, BILLION), st.booleans())
+def test_a_look_that_does_not_vary_changes_nothing(limit, capped):
+    memory, alone = Late(limit, limit), Memory(limit)
+    assert search(memory, capped=capped, look=memory.look) == search(alone, capped=capped)
+    assert memory.calls == alone.calls
+    assert len(memory.looked) == 1
+
+
+@pytest.mark.parametrize(("late", "looked"), [(900, [64]), (64, [64]), (63, [64, 4]), (3, [64, 4, 1]), (0, [64, 4, 1])])
+def test_a_look_that_fails_is_repeated_at_a_smaller_size(late, looked):
+    memory = Late(1500, late)
+    found = search(memory, look=memory.look)
+    assert (memory.looked, found.batch_size) == (looked, late or None)
+
+
+@given(st.integers(100, BILLION), st.integers(1, BILLION))
+def test_long_trials_leave_a_wider_bracket(limit, late):
+    memory = Late(limit, late % limit + 1, tolerance=1 / 32)
+    found = search(memory, look=memory.look)
+    assert found.batch_size <= memory.late_limit < found.deciding
+    assert found.deciding - found.batch_size <= max(1, found.batch_size / 32)
+    assert len(memory.trials(Phase.BISECT)) <= 12
+
+
+@pytest.mark.parametrize("look", [None, lambda size: Reply(passed=True)])
+def test_growing_ends_where_memory_is_no_limit(look):
+    memory = Memory(BILLION)
+
+    def ask(size, phase, *, capped):
+        return replace(memory(size, phase, capped=capped), grows_no_further=size == 64)
+
+    assert search(ask, look=look) == Found(batch_size=64, limit=64)
+    assert memory.trials(Phase.GROW)[-1] == (64, False)
+
+
+@pytest.mark.parametrize(
+    ("varies", "answer"),
+    [
+        (True, Found(batch_size=10, limit=11, first_failing=16, deciding=11)),
+        (False, Found(batch_size=11, limit=11, first_failing=16, deciding=12, transient=(11,))),
+    ],
+)
+def test_a_failure_stands_if_the_same_calls_end_differently(varies, answer):
+    memory = Memory(11, fails_once_at=8)
+
+    def ask(size, phase, *, capped):
+        reply = memory(size, phase, capped=capped)
+        return replace(reply, varies=varies and phase is Phase.RECHECK)
+
+    assert search(ask) == answer
+    assert memory.trials(Phase.RECHECK) == [(11, True)]
+
+
 # --- resolution ---
 
 
@@ -279,7 +366,14 @@ def assert_the_answer_was_run(oracle, found, sizes, capped):
         assert sizes.last is None or size <= sizes.last
 
 
-replies = st.builds(Reply, passed=st.booleans(), within_cap=st.booleans())
+replies = st.builds(
+    Reply,
+    passed=st.booleans(),
+    within_cap=st.booleans(),
+    grows_no_further=st.sampled_from([False] * 9 + [True]),
+    varies=st.booleans(),
+    tolerance=st.sampled_from([0.0, 1 / 32]),
+)
 
 
 @settings(max_examples=500)
@@ -289,10 +383,17 @@ replies = st.builds(Reply, passed=st.booleans(), within_cap=st.booleans())
     allowed_sizes(3_000),
     st.integers(0, 5_000),
     st.booleans(),
+    st.booleans(),
 )
-def test_any_sequence_of_replies(sequence, enough_after, sizes, end, capped):
+def test_any_sequence_of_replies(sequence, enough_after, sizes, end, capped, looks):
     oracle = Arbitrary(lambda call, *_: sequence[call % len(sequence)], end)
-    found = search(oracle, sizes, capped=capped, enough=lambda good, bad: len(oracle.calls) in enough_after)
+    found = search(
+        oracle,
+        sizes,
+        capped=capped,
+        enough=lambda good, bad: len(oracle.calls) in enough_after,
+        look=(lambda size: oracle(size, Phase.GROW, capped=False)) if looks else None,
+    )
     assert_the_answer_was_run(oracle, found, sizes, capped)
 
 

@@ -82,7 +82,7 @@ def test_an_answer_is_the_cold_frontier_and_survives(name, memory, settings):
     assert found_to_run[0] == answer
     assert answer >= 0.99 * found_to_run[-1]
     asked = [trial for trial in found["trials"] if trial["phase"] in ("grow", "bisect")]
-    assert len(asked) <= 2 * math.ceil(math.log2(answer)) + 4
+    assert len(asked) <= 2 * math.ceil(math.log2(answer)) + 5  # the last of the five is the look
 
 
 def varying(seed=0):
@@ -97,7 +97,7 @@ def test_steps_that_vary_are_confirmed_over_fifty(memory):
 
     found = forked(probe, memory=memory, **FORK)
     answer = found["batch_size"]
-    assert max(trial["steps"] for trial in found["trials"] if trial["batch_size"] == answer) == 51
+    assert max(trial["steps"] for trial in found["trials"] if trial["batch_size"] == answer) == 50
     assert [note for note in found["notes"] if note.startswith("the step allocates different amounts")]
     assert forked(lambda: runs(lambda: varying(seed=1), answer, steps=50), memory=memory, **FORK)
 

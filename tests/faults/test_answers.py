@@ -5,7 +5,7 @@ import torch
 from fake_accelerator import MIB
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ledger import LedgerDevice
+from ledger import LedgerDevice, Log
 from torch import nn
 
 from faults.card import CARD, ROOM, SAMPLE_BYTES, trained
@@ -17,7 +17,7 @@ QUIET = {"progress": "off"}
 
 def oracle(fits):
     """Return a device, a model, a step that succeeds if `fits(batch_size)`, and the list of sizes that succeeded."""
-    device, ran = LedgerDevice(), []
+    device, ran = LedgerDevice(), Log()
 
     def step(model, batch_size):
         torch.ones(batch_size)
@@ -64,7 +64,7 @@ def test_a_wrong_linear_fit_changes_no_answer(monkeypatch):
 
 
 @pytest.mark.parametrize("pressed", [True, False])
-def test_an_answer_that_needed_allocator_retries_is_marginal(pressed):
+def test_an_answer_that_needs_retries_at_each_call_is_marginal(pressed):
     model = nn.Linear(2, 2)
 
     def step(model, batch_size):

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from ledger import Log
 from test_state import Training
 
 from faults.card import CARD, SAMPLE_BYTES, trained
@@ -81,7 +82,7 @@ def test_a_targets_settings_stay_in_its_process():
 
 
 def test_no_trial_error_or_log_record_holds_memory_of_a_step():
-    kept, log, activations, alive = [], logging.handlers.MemoryHandler(10**6, flushLevel=100), [], []
+    log, kept, activations, alive = logging.handlers.MemoryHandler(10**6, flushLevel=100), [], Log(), Log()
     logging.getLogger().addHandler(log)
     model, step = trained()
 
@@ -98,6 +99,7 @@ def test_no_trial_error_or_log_record_holds_memory_of_a_step():
         result = find_max_batch(model, failing, device=CARD, memory_fraction=1.0, progress=kept.append)
         assert result.batch_size == 2
         assert any(not trial.passed for trial in kept)
+        assert len(activations) > 50
         assert not any(reference() for reference in activations)
         assert not any(record.exc_info for record in log.buffer)
         with pytest.raises(OomProbeError) as error:

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import tenacity
 from fake_accelerator import MIB, ledger
+from ledger import Log
 
 from faults.card import CARD, scanned, trained
 from oomprobe import Verdict, find_max_batch
@@ -31,7 +32,7 @@ def test_a_neighbour_for_three_calls_changes_no_answer(first):
 
 
 def test_nothing_of_a_trial_is_alive_while_its_repetition_waits(monkeypatch):
-    activations, alive = [], []
+    activations, alive = Log(), Log()
 
     def wait(state):
         alive.append([reference() for reference in activations if reference() is not None])

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from ledger import MIB, LedgerDevice
+from ledger import MIB, LedgerDevice, Log
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -72,7 +72,9 @@ class Module(pl.LightningModule):
 
 
 class Told:
-    """Records of a module: a probe does not restore attributes of this object, so trials leave a trace."""
+    """Records of a module. It belongs to this package, not to the user, so a probe does not put it back."""
+
+    __module__ = "oomprobe.tests"
 
     def __init__(self):
         self.trained, self.validated, self.losses = [], [], []
@@ -110,7 +112,7 @@ class Data(pl.LightningDataModule):
         return DataLoader(self.train_set, batch_size=self.val_batch_size or self.batch_size)
 
 
-HOOKS: list[str] = []  # not an attribute, which a probe would restore
+HOOKS = Log()
 
 
 def data(examples):
@@ -194,7 +196,7 @@ class Noisy(Module):
 class Listening(pl.Callback):
     """Records each hook that is called."""
 
-    heard: ClassVar[list] = []
+    heard: ClassVar[Log] = Log()
 
 
 for hook in ("setup", "teardown", *(name for name in dir(pl.Callback) if name.startswith("on_"))):

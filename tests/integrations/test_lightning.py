@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from ledger import Box, Log
 from torch.utils.data import IterableDataset
 
 import oomprobe
@@ -171,7 +172,7 @@ def test_gradients_exist_while_they_accumulate(accumulated, micro, asked):
         def on_before_backward(self, loss):
             had.append(self.layer[0].weight.grad is not None)
 
-    had, trainer = [], quiet_trainer(accumulate_grad_batches=accumulated, **NO_EVAL)
+    had, trainer = Log(), quiet_trainer(accumulate_grad_batches=accumulated, **NO_EVAL)
     result = probed(Watching(ledger(8)), Data(), trainer, min_batch=8, max_batch=8, **asked)
     assert had[: 2 * micro] == [False, True][:micro] * 2
     assert any("of 2 accumulated batches each" in note for note in result.notes) is (micro == 2)
@@ -182,24 +183,24 @@ def test_gradients_exist_while_they_accumulate(accumulated, micro, asked):
 def test_a_trial_has_the_settings_of_the_trainer():
     class Watching(Module):
         def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-            seen.add((gradient_clip_val, gradient_clip_algorithm.value))
+            seen.held.add((gradient_clip_val, gradient_clip_algorithm.value))
 
         def training_step(self, batch, batch_idx):
-            seen.add(self.layer(batch[0]).dtype)
+            seen.held.add(self.layer(batch[0]).dtype)
             return super().training_step(batch, batch_idx)
 
         def configure_optimizers(self):
             steps = self.trainer.estimated_stepping_batches
-            seen.add((self.trainer.max_epochs, steps))
+            seen.held.add((self.trainer.max_epochs, steps))
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             one_cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": one_cycle, "interval": "step"}}
 
-    seen = set()
+    seen = Box(set())
     clipping = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
     trainer = quiet_trainer(max_epochs=3, precision="bf16-mixed", **clipping)
     probed(Watching(ledger(8)), Data(64), trainer, min_batch=8, max_batch=8)
-    assert seen == {(0.5, "value"), torch.bfloat16, (3, 24)}  # the length is that of the real training
+    assert seen.held == {(0.5, "value"), torch.bfloat16, (3, 24)}  # the length is that of the real training
 
 
 @pytest.mark.parametrize(
@@ -219,17 +220,17 @@ def test_manual_optimization_runs_until_each_optimizer_steps(every, expected):
             self.manual_backward(self.layer(batch[0]).mean())
             for number, optimizer in enumerate(self.optimizers()):
                 if (batch_idx + 1) % every[number] == 0:
-                    stepped[number].add(batch_idx)
+                    stepped.held[number].add(batch_idx)
                     optimizer.step()
                     optimizer.zero_grad()
 
         def configure_optimizers(self):
             return [torch.optim.SGD(self.layer[i].parameters(), lr=0.1) for i in (0, 2)]
 
-    stepped = [set(), set()]
+    stepped = Box([set(), set()])
     result = probed(Two(ledger(6), manual=True), Data(20))
     assert result.batch_size == 6
-    assert stepped == expected
+    assert stepped.held == expected
     assert any(note.startswith("some optimizers (1) did not step") for note in result.notes) is (not expected[1])
 
 
@@ -245,24 +246,24 @@ def test_validation_limits_the_answer_if_it_needs_more():
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
 
         def on_fit_start(self):
-            phases.append("")
+            phases.held.append("")
 
         def training_step(self, batch, batch_idx):
-            phases[-1] += "t"
+            phases.held[-1] += "t"
             return super().training_step(batch, batch_idx)
 
         def validation_step(self, batch, batch_idx):
-            phases[-1] += "v"
-            resident.add(len(self.trainer.optimizers[0].state) > 0)
+            phases.held[-1] += "v"
+            resident.held.add(len(self.trainer.optimizers[0].state) > 0)
             super().validation_step(batch, batch_idx)
 
         def on_train_epoch_end(self):
             assert "val" in self.trainer.callback_metrics
 
-    phases, resident = [], set()
+    phases, resident = Box([]), Box(set())
     result = probed(Plateau(ledger(100), eval_mib=4), Data())
-    assert (result.batch_size, resident) == (25, {True})
-    assert max(phases, key=len) == "ttvvttvv", "training goes on after validation"
+    assert (result.batch_size, resident.held) == (25, {True})
+    assert max(phases.held, key=len) == "ttvvttvv", "training goes on after validation"
     assert not any("evaluation between epochs" in item for item in result.not_covered)
 
 
@@ -548,7 +549,7 @@ def test_a_trial_frees_its_optimizer_at_once():
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-    optimizers, alive = [], []
+    optimizers, alive = Log(), Log()
     gc.collect()
     gc.disable()
     try:
@@ -567,7 +568,7 @@ def test_trials_log_save_and_call_nothing(tmp_path, monkeypatch, caplog, capsys)
             return [Listening(), pl.callbacks.ModelCheckpoint(save_last=True)]
 
         def training_step(self, batch, batch_idx):
-            seen.add(len(self.trainer.loggers))
+            seen.held.add(len(self.trainer.loggers))
             self.logger.log_metrics({"a": 1}, step=self.global_step)
             self.logger.experiment.add_image("a", torch.zeros(1))
             self.log("loss", 1.0, logger=True)
@@ -579,7 +580,7 @@ def test_trials_log_save_and_call_nothing(tmp_path, monkeypatch, caplog, capsys)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    seen, loggers = set(), [pl.loggers.CSVLogger(tmp_path / "logs"), pl.loggers.CSVLogger(tmp_path / "more")]
+    seen, loggers = Box(set()), [pl.loggers.CSVLogger(tmp_path / "logs"), pl.loggers.CSVLogger(tmp_path / "more")]
     trainer = pl.Trainer(accelerator="cpu", callbacks=[Listening()], logger=loggers, default_root_dir=tmp_path)
     before = [dict(vars(one)) for one in (*trainer.loggers, *trainer.callbacks)]
     caplog.clear()
@@ -588,7 +589,7 @@ def test_trials_log_save_and_call_nothing(tmp_path, monkeypatch, caplog, capsys)
         warnings.simplefilter("always")
         result = probed(Own(ledger(5)), Data(), trainer)
     assert [str(warning.message) for warning in warned] == []
-    assert (Listening.heard, list(tmp_path.iterdir()), seen) == ([], [], {2})
+    assert (Listening.heard, list(tmp_path.iterdir()), seen.held) == ([], [], {2})
     assert (caplog.text, capsys.readouterr()) == ("", ("", ""))
     assert [vars(one) for one in (*trainer.loggers, *trainer.callbacks)] == before
     [missed] = [item for item in result.not_covered if "callbacks" in item]

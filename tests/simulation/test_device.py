@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from ledger import Log
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -32,14 +33,14 @@ def conv_step(model, device=None):
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(model, batch_size):
-        step.calls += 1
+        step.calls.append(batch_size)
         x = torch.randn(batch_size, 3, 32, 32, device=device)
         y = torch.zeros(batch_size, dtype=torch.long, device=device)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    step.calls, step.optimizer = 0, optimizer
+    step.calls, step.optimizer = Log(), optimizer
     return step
 
 
@@ -97,7 +98,7 @@ def test_replays_and_runs_agree(monkeypatch):
     ran = probe(model, slow, "sim:600MiB")
     assert replayed.batch_size == ran.batch_size
     assert not any(t.replayed for t in ran.trials)
-    assert quick.calls <= 14 < slow.calls
+    assert len(quick.calls) <= 14 < len(slow.calls)
     run_peaks, replay_peaks = (
         {(t.batch_size, t.cap_bytes): (t.peak_allocated_bytes, t.peak_reserved_bytes) for t in result.trials if t.passed}
         for result in (ran, replayed)
@@ -114,17 +115,23 @@ def evaluated(model, batch_size):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_nonlinear_steps_run_at_every_size(several):
-    model, sizes = nn.Linear(256, 256), []
+    model, sizes, ran = nn.Linear(256, 256), Log(), Log()
 
     def inputs(x):
         sizes.append(len(x))
         return [x] if several else x.split(32)
 
     step = linear_step(model, 256, torch.optim.SGD, inputs)
-    result = probe(model, {"train": step, "eval": evaluated} if several else step, "sim:64MiB", max_batch=512)
+    steps = {"train": step, "eval": evaluated} if several else step
+
+    def count(trial):
+        ran.append(len(sizes))
+        sizes.clear()
+
+    result = oomprobe.find_max_batch(model, steps, device="sim:64MiB", max_batch=512, progress=count)
     assert result.batch_size == 512
     assert not any(t.replayed for t in result.trials)  # earlier replays are discarded
-    assert sizes[-9:] == [512] * 9, "no call of the confirmation was repeated without running"
+    assert ran[-1] >= 1 + 5, "no call that confirm_steps takes was repeated without running"
 
 
 def test_a_contradicted_replay_restarts_the_search(monkeypatch):
@@ -149,13 +156,13 @@ def test_an_optimizer_that_steps_every_eighth_call_is_simulated():
         return step
 
     def answer(step_of):
-        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(2)))
         return probe(
-            model, step_of(model, torch.optim.AdamW(model.parameters())), "sim:256MiB", multiple_of=64
+            model, step_of(model, torch.optim.AdamW(model.parameters())), "sim:128MiB", multiple_of=64
         ).batch_size
 
     def at_once(model, optimizer):
-        step = counting(model, optimizer, [])
+        step = counting(model, optimizer, Log())
         return lambda model, batch_size: [step(model, batch_size) for _ in range(8)]
 
     assert answer(lambda *both: counting(*both, [])) == answer(at_once)
@@ -187,7 +194,8 @@ def test_max_batch_and_the_plan_run():
     result = probe(model, conv_step(model), max_batch=100, steps=9, global_batch=10_000)
     assert (result.batch_size, result.limited_by) == (100, "max_batch")
     assert answer_ran(result)
-    assert {t.steps for t in result.trials if not t.replayed and t.accumulation_steps == 1} == {10}
+    assert {t.steps for t in result.trials if t.phase == "grow" and not t.replayed} == {10}
+    assert [t.steps >= 10 for t in result.trials if t.phase == "confirm"] == [True, True]
     assert result.plan(10_000)[0].ran_accumulated
     assert not any(t.replayed and t.accumulation_steps > 1 for t in result.trials)
 
@@ -225,7 +233,7 @@ def test_every_exit_restores_everything(stop, error):
 
     def stopping(model, batch_size):
         step(model, batch_size)
-        if step.calls == 5:
+        if len(step.calls) == 5:
             raise stop
 
     before = copy.deepcopy(model.state_dict())
@@ -499,7 +507,7 @@ def test_checkpointing_is_not_suggested_twice(options):
 
 
 def test_a_failed_breakdown_keeps_the_answer():
-    calls = []
+    calls = Log()
 
     def step(model, batch_size):
         calls.append(batch_size)
@@ -509,7 +517,33 @@ def test_a_failed_breakdown_keeps_the_answer():
 
     model, limit = nn.Linear(8, 8), 10**9
     check(model, step, 4)
-    limit, calls = len(calls), []
+    limit, calls = len(calls), Log()
     result = check(model, step, 4, breakdown=True)
     assert (result.batch_size, result.breakdown) == (4, None)
     assert any(note.startswith("no breakdown: the step failed at batch size 4 with KeyError") for note in result.notes)
+
+
+@pytest.mark.parametrize("every", [10, None], ids=["a large tenth call", "only counts"])
+def test_a_step_that_counts_is_looked_at(every):
+    """Repeats would not show what a counter brings, so the look and, if that finds something, all trials run for real."""
+    model, calls, n = nn.Linear(256, 256), Log(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch_size):
+        nonlocal n
+        n += 1
+        calls.append(batch_size)
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, 256, device="cuda")).sum().backward()
+        optimizer.step()
+        if every and n % every == 0:
+            with torch.no_grad():
+                model(torch.randn(4 * batch_size, 256, device="cuda"))
+
+    result = probe(model, step, "sim:64MiB", resolution=0.02)
+    assert any("seen over 50 calls" in note for note in result.notes)
+    bisected = [trial for trial in result.trials if trial.phase == "bisect"]
+    assert {trial.replayed for trial in bisected} == {every is None}
+    assert max(trial.steps for trial in bisected) == (11 if every else 0)
+    assert any(trial.steps == 9 and not trial.passed for trial in bisected) is (every is not None)
+    assert (len(calls) <= 50 + 14) is (every is None)

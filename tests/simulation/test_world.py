@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from ledger import Log
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -585,7 +586,7 @@ def test_calls_that_only_cuda_supports():
 
 def test_a_signal_in_a_library_waits_for_the_next_operator():
     """It must neither leave the library half-done nor wait until the call ends."""
-    model, passed = nn.Linear(4, 4), []
+    model, passed = nn.Linear(4, 4), Log()
 
     def step(model, batch_size):
         out = model(torch.randn(batch_size, 4))

@@ -1,0 +1,402 @@
+"""Answers for loops that need more memory at some calls than at others, compared with fresh processes on the bed."""
+
+import copy
+import time
+from collections import deque
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from gpu_check import search_around
+from torch import nn
+
+import oomprobe
+
+from .bed import forked
+from .test_answers import runs
+
+WIDTH, LENGTH, CALLS = 64, 32, 50
+# Events that raise the peak of the first call by a smaller factor prove nothing.
+LARGER = 1.1
+
+
+# --- steps ---
+
+
+def network(*, inner=1024, layers=1):
+    sides = [WIDTH, *[inner] * layers, WIDTH]
+    stack = [layer for pair in pairwise(sides) for layer in (nn.Linear(*pair, device="cuda"), nn.ReLU())]
+    return nn.Sequential(*stack[:-1])
+
+
+def begun(*, optimize=torch.optim.AdamW, **sides):
+    model = network(**sides)
+    return model, optimize(model.parameters())
+
+
+# Weights of 65 MB, a sixth of the card they are tried on, gradients of the same size, and no state.
+heavy = partial(begun, layers=17, optimize=torch.optim.SGD)
+
+
+def forward(model, samples, length=LENGTH):
+    return model(torch.randn(samples, length, WIDTH, device="cuda"))
+
+
+def train(model, optimizer, samples, length=LENGTH):
+    """Train, and return the output without its graph."""
+    optimizer.zero_grad()
+    output = forward(model, samples, length)
+    output.square().mean().backward()
+    optimizer.step()
+    return output.detach()
+
+
+def evaluate(model, optimizer, samples, times=4):
+    model.eval()
+    with torch.no_grad():
+        forward(model, times * samples)
+    model.train()
+
+
+def train_on_more(model, optimizer, samples):
+    train(model, optimizer, 3 * samples)
+
+
+def in_closure(event, every):
+    """Count the calls in a variable of the enclosing function; `event` follows every n-th."""
+    (model, optimizer), calls = begun(), 0
+
+    def step(model, batch_size):
+        nonlocal calls
+        calls += 1
+        train(model, optimizer, batch_size)
+        if calls % every == 0:
+            event(model, optimizer, batch_size)
+
+    return model, step
+
+
+class Trainer:
+    """Counts its calls in an attribute; `event` follows every n-th."""
+
+    def __init__(self, event, every):
+        self.event, self.every, self.n = event, every, 0
+        self.model, self.optimizer = begun()
+
+    def step(self, model, batch_size):
+        self.n += 1
+        train(model, self.optimizer, batch_size)
+        if self.n % self.every == 0:
+            self.event(model, self.optimizer, batch_size)
+
+
+def in_attribute(event, every):
+    trainer = Trainer(event, every)
+    return trainer.model, trainer.step
+
+
+def with_lengths(lengths):
+    (model, optimizer), calls = begun(), 0
+
+    def step(model, batch_size):
+        nonlocal calls
+        train(model, optimizer, batch_size, lengths[calls % len(lengths)])
+        calls += 1
+
+    return model, step
+
+
+def averaging():
+    """Copy the model after 20 calls, and average its weights from then on."""
+    (model, optimizer), average, calls = heavy(), None, 0
+
+    def step(model, batch_size):
+        nonlocal average, calls
+        train(model, optimizer, batch_size, 1)
+        calls += 1
+        if calls == 20:
+            average = copy.deepcopy(model)
+        elif average is not None:
+            with torch.no_grad():
+                torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.01)
+
+    return model, step
+
+
+class Keeper:
+    """Keeps a clone of the weights, a new one at every tenth call."""
+
+    def __init__(self):
+        (self.model, self.optimizer), self.kept, self.calls = heavy(), None, 0
+
+    def step(self, model, batch_size):
+        train(model, self.optimizer, batch_size, 1)
+        self.calls += 1
+        if self.calls % 10 == 0:
+            self.kept = None
+            self.kept = [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def cloning():
+    keeper = Keeper()
+    return keeper.model, keeper.step
+
+
+def preconditioned():
+    """Keep a float32 matrix for each weight, refreshed from its gradient at every tenth call."""
+    (model, optimizer), matrices, calls = heavy(), {}, 0
+
+    def step(model, batch_size):
+        nonlocal calls
+        optimizer.zero_grad()
+        forward(model, batch_size, 1).square().mean().backward()
+        calls += 1
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and calls % 10 == 0:
+                matrices[name] = weight.grad @ weight.grad.T
+            if name in matrices:
+                weight.grad = matrices[name] @ weight.grad
+        optimizer.step()
+
+    return model, step
+
+
+def keeping(make_container, *, most=None, every=1, graph=False):
+    """Keep an output of every n-th call, with its graph or without; clear the container when it holds `most`."""
+    (model, optimizer), kept, calls = begun(inner=512), make_container(), 0
+
+    def step(model, batch_size):
+        nonlocal calls
+        calls += 1
+        output = train(model, optimizer, batch_size)
+        if calls % every == 0:
+            kept.append(forward(model, batch_size) if graph else output)
+        if len(kept) == most:
+            kept.clear()
+
+    return model, step
+
+
+def scheduled(rate):
+    """Ask for a learning rate at each call, and train on more samples at every tenth."""
+    (model, optimizer), calls = begun(optimize=torch.optim.SGD), 0
+
+    def step(model, batch_size):
+        nonlocal calls
+        optimizer.param_groups[0]["lr"] = rate(calls)
+        calls += 1
+        train(model, optimizer, batch_size * (3 if calls % 10 == 0 else 1))
+
+    return model, step
+
+
+RATES = [0.1 / (1 + call) for call in range(20)]
+
+
+def rate_until_20(call):
+    if call >= 20:
+        raise ValueError(f"the schedule has 20 steps, but step {call + 1} was asked for")
+    return 0.1
+
+
+def one_cycle():
+    """Use torch's own schedule, which raises ValueError after its steps."""
+    model, optimizer = begun(optimize=torch.optim.SGD)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20, cycle_momentum=False)
+
+    def step(model, batch_size):
+        train(model, optimizer, batch_size * (3 if schedule.last_epoch % 10 == 9 else 1))
+        schedule.step()
+
+    return model, step
+
+
+class Loading:
+    """Makes an iterator over 30 batches for each batch size that it meets; the 10th is three times as long."""
+
+    def __init__(self):
+        (self.model, self.optimizer), self.loaders = begun(), {}
+
+    def step(self, model, batch_size):
+        if batch_size not in self.loaders:
+            self.loaders[batch_size] = iter([LENGTH] * 9 + [3 * LENGTH] + [LENGTH] * 20)
+        train(model, self.optimizer, batch_size, next(self.loaders[batch_size]))
+
+
+def loading():
+    trainer = Loading()
+    return trainer.model, trainer.step
+
+
+def splitting():
+    """Split the batch into micro-batches of 16 and accumulate their gradients."""
+    model, optimizer = begun()
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        for start in range(0, batch_size, 16):
+            forward(model, min(16, batch_size - start)).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def embedding():
+    """Update many weights with few samples: up to a batch of thousands, the peak is the optimizer's."""
+    model = nn.Sequential(nn.Embedding(125_000, WIDTH, device="cuda"), nn.Linear(WIDTH, 512, device="cuda"), nn.ReLU())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.zeros(batch_size, dtype=torch.long, device="cuda")).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def sleeping(seconds=0.3):
+    model, train = in_attribute(train_on_more, 10)
+
+    def step(model, batch_size):
+        time.sleep(seconds)
+        train(model, batch_size)
+
+    return model, step
+
+
+def two_steps(every):
+    model, train = in_closure(train_on_more, every)
+    return model, {"train": train, "eval": lambda model, batch_size: evaluate(model, None, batch_size, times=2)}
+
+
+def in_turn(every):
+    model, steps = two_steps(every)
+
+    def step(model, batch_size):
+        steps["train"](model, batch_size)
+        steps["eval"](model, batch_size)
+
+    return model, step
+
+
+# --- answers ---
+
+
+def probed(build, **options):
+    return oomprobe.find_max_batch(*build(), progress="off", **options).to_dict()
+
+
+def peaks(build, batch_size, calls):
+    """Return the peak up to each call of a process that has done nothing else."""
+    model, step = build()
+    found = []
+    for _ in range(calls):
+        step(model, batch_size)
+        found.append(torch.cuda.max_memory_allocated())
+    return found
+
+
+def check(build, *, memory="1GiB", calls=CALLS, share=0.95, trained=None, rises=True, **options):
+    """Compare an answer with fresh processes that run `trained`; return what the probe found."""
+    bed, trained = {"memory": memory, "limit_s": 120}, trained or build
+    found = forked(lambda: probed(build, **options), **bed)
+    answer, cap_bytes = found["batch_size"], found["budget_bytes"]
+    assert (found["limited_by"], found["state_verified"]) == ("memory", True)
+    assert not [note for note in found["notes"] if note.startswith("leak") or "transient" in note]
+    assert forked(lambda: runs(trained, answer, steps=calls), **bed)
+    first, *_, highest = forked(lambda: peaks(trained, answer, calls), **bed)
+    assert not rises or highest > LARGER * first
+
+    def passes(size):
+        return forked(lambda: runs(trained, size, steps=calls, cap_bytes=cap_bytes), **bed)
+
+    *_, largest = search_around(answer, max(1, answer // 32), passes)
+    assert answer >= share * largest
+    # If trials make as many calls as the largest event needs, confirming finds nothing new.
+    assert [trial["phase"] for trial in found["trials"]].count("confirm") <= 2
+    return found
+
+
+def is_told(found, calls):
+    return any(f"seen over {calls} calls" in note for note in found["notes"])
+
+
+HOLDERS = {"closure": in_closure, "attribute": in_attribute}
+EVENTS = {"evaluation": evaluate, "long": train_on_more}
+PERIODS = [
+    (2, "evaluation", "closure"), (3, "long", "attribute"), (5, "evaluation", "attribute"), (7, "long", "closure"),
+    (8, "evaluation", "closure"), (10, "evaluation", "attribute"), (10, "long", "closure"), (12, "long", "attribute"),
+    (25, "evaluation", "attribute"), (25, "long", "closure"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("every", "event", "holder"), PERIODS)
+def test_every_nth_call_needs_more(every, event, holder):
+    assert is_told(check(partial(HOLDERS[holder], EVENTS[event], every)), CALLS)
+
+
+LOOPS = {
+    "seven short, one long": (partial(with_lengths, [16] * 7 + [128]), {}),
+    "twelve buckets": (partial(with_lengths, [32, 8, 64, 16, 48, 24, 40, 8, 56, 192, 16, 32]), {}),
+    "average from call 20": (averaging, {"memory": "384MiB"}),
+    "weights cloned at every 10th": (cloning, {"memory": "384MiB"}),
+    "preconditioner at every 10th": (preconditioned, {"memory": "384MiB"}),
+    "list cleared at ten": (partial(keeping, list, most=10), {}),
+    "deque of 40": (partial(keeping, partial(deque, maxlen=40)), {}),
+    "train, every 10th long; eval": (partial(two_steps, 10), {"trained": partial(in_turn, 10)}),
+    "train, every 25th long; eval": (partial(two_steps, 25), {"trained": partial(in_turn, 25)}),
+    "all memory, every 10th long": (partial(in_attribute, train_on_more, 10), {"memory_fraction": 1.0}),
+    "all memory, evaluation at every 25th": (partial(in_closure, evaluate, 25), {"memory_fraction": 1.0}),
+    "all memory, average from call 20": (averaging, {"memory": "384MiB", "memory_fraction": 1.0}),
+    "all memory, deque of 40": (partial(keeping, partial(deque, maxlen=40)), {"memory_fraction": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_that_vary(name):
+    build, options = LOOPS[name]
+    check(build, **options)
+
+
+@pytest.mark.slow
+def test_a_slow_loop_that_varies():
+    check(sleeping, trained=partial(sleeping, 0.0), share=0.85, resolution=0.1, min_batch=64, multiple_of=16)
+
+
+ENDING = {
+    "IndexError": (partial(scheduled, RATES.__getitem__), 20),
+    "ValueError": (partial(scheduled, rate_until_20), 20),
+    "OneCycleLR": (one_cycle, 20),
+    "iterator for each size": (loading, 30),
+}
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_loops_that_end(name):
+    build, calls = ENDING[name]
+    assert is_told(check(build, calls=calls), calls)
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_leak_is_told(every):
+    def told():
+        try:
+            notes = probed(partial(keeping, list, every=every, graph=True))["notes"]
+        except oomprobe.UnreliableError:
+            return True
+        return any(note.startswith("leak") for note in notes)
+
+    assert forked(told)
+
+
+def test_a_step_that_splits_its_batch_ends_growing():
+    found = forked(lambda: probed(splitting), limit_s=20)
+    assert found["limited_by"] == "step"
+    assert any("splits" in note for note in found["notes"])
+
+
+def test_a_flat_peak_is_not_taken_for_a_split():
+    at_one, at_thousands = (forked(peaks, embedding, size, 3, memory="512MiB")[-1] for size in (1, 4096))
+    assert at_thousands < 1.01 * at_one
+    check(embedding, memory="512MiB", calls=10, rises=False)

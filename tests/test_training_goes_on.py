@@ -1,0 +1,890 @@
+"""Training goes on after a probe as if there had been none, in loops of every kind that strangers write.
+
+What cannot be put back must be named in a note, and then the state is not verified.
+"""
+
+import argparse
+import array
+import collections
+import contextlib
+import copy
+import dataclasses
+import enum
+import functools
+import io
+import itertools
+import math
+import operator
+import queue
+import random
+import re
+import statistics
+import types
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from ledger import MIB, LedgerDevice, Log
+from torch import nn
+from torch.utils.data import DataLoader
+
+import oomprobe
+
+CALLS = 24
+SAMPLES = torch.arange(1600.0).view(400, 4).sin()
+TORCHS = {"weights", "generators", "model", "optimizer", "loader"}  # put back already, and words that a note may use
+LOOPS = []
+
+
+def loop(*lost):
+    """Add a builder of (model, step, look) to the table. `look` returns what the loop counts and keeps, by name.
+
+    Only the names in `lost` may be named in notes, and those whose values change must be.
+    """
+
+    def add(build):
+        LOOPS.append(pytest.param(build, {*lost}, id=build.__name__))
+        return build
+
+    return add
+
+
+@pytest.fixture(params=[0, 18], ids=["fresh", "mid-training"])
+def built(request):
+    """Build a loop, always from the same seed, and train it up to the probe."""
+
+    def from_seed(build):
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        model, step, look = build()
+        for _ in range(request.param):
+            step(model, 4)
+        return model, step, look
+
+    return from_seed
+
+
+@pytest.mark.parametrize(("build", "lost"), LOOPS)
+def test_training_goes_on(built, build, lost):
+    untouched = train(*built(build))
+    model, step, look = built(build)
+    before = seen(model, look)
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=8, progress="off")
+    assert result.batch_size in (5, 8)
+    notes = [note for note in result.notes if note.startswith("not restored: ")]
+    names = {name: re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") for name in {*before, *lost} - TORCHS}
+    named = {name for name, word in names.items() if any(map(word.search, notes))}
+    assert different(before, seen(model, look)) <= named <= lost, notes
+    assert all(any(names[name].search(note) for name in named) for note in notes)
+    assert result.state_verified == (not notes)
+    if not named:
+        assert different(train(model, step, look), untouched) == set()
+
+
+@pytest.mark.parametrize("built", [0], ids=["fresh"], indirect=True)
+@pytest.mark.parametrize(("build", "lost"), LOOPS)
+def test_the_loop_repeats_and_would_notice(built, build, lost):
+    """The loops themselves: two runs are equal, and a probe that puts only torch's state back would be seen."""
+    assert different(train(*built(build)), train(*built(build))) == set()
+    model, step, look = built(build)
+    before = seen(model, look)
+    for batch_size in (1, 1, 1, 2, 2, 2, 4, 4, 4):
+        step(model, batch_size)
+    moved = different(before, seen(model, look)) - TORCHS
+    assert moved
+    assert lost <= moved
+
+
+def train(model, step, look):
+    losses = [picture(step(model, 4)) for _ in range(CALLS)]
+    return {"losses": losses, **seen(model, look)}
+
+
+def seen(model, look):
+    kept = {
+        "weights": [*model.parameters(), *model.buffers()],
+        "generators": [torch.get_rng_state(), repr(random.getstate()), np.random.get_state()],
+        **look(),
+    }
+    return {name: picture(value) for name, value in kept.items()}
+
+
+def different(one, other):
+    return {name for name in one.keys() | other.keys() if name not in one or one[name] != other.get(name)}
+
+
+def picture(value, inside=()):
+    """Describe a value and all that it holds, bit for bit, without using the package."""
+    if id(value) in inside:
+        return "itself"
+    look = functools.partial(picture, inside=(*inside, id(value)))
+    kind = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        gradient = look(value.grad) if value.is_leaf else None
+        return kind, value.dtype, value.shape, value.detach().numpy().tobytes(), value.requires_grad, gradient
+    if isinstance(value, np.ndarray):
+        return kind, value.dtype, value.shape, value.tobytes()
+    if isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
+        return kind, look(value.state_dict())
+    if isinstance(value, random.Random | torch.Generator | np.random.Generator):
+        read = {random.Random: "getstate", torch.Generator: "get_state"}.get(type(value))
+        return kind, look(getattr(value, read)() if read else value.bit_generator.state)
+    if isinstance(value, types.GeneratorType):
+        return kind, value.gi_frame and (value.gi_frame.f_lasti, look([value.gi_frame.f_locals, value.gi_yieldfrom]))
+    if isinstance(value, dict):
+        return kind, [(look(key), look(part)) for key, part in value.items()]
+    if isinstance(value, list | tuple | collections.deque):
+        return kind, [look(part) for part in value]
+    if isinstance(value, set | frozenset):
+        return kind, sorted(map(repr, value))
+    if isinstance(value, enum.Enum | itertools.count | array.array):
+        return kind, repr(value)
+    parts = dict(sorted(getattr(value, "__dict__", {}).items()))
+    for base in type(value).__mro__:
+        parts |= {name: getattr(value, name) for name in getattr(base, "__slots__", ()) if hasattr(value, name)}
+    if parts and not isinstance(value, type):
+        return kind, look(parts)
+    is_plain = isinstance(value, int | float | str | bytes | np.generic | type(None))
+    return kind, repr(value) if is_plain else operator.length_hint(value)
+
+
+# --- what the loops share ---
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def net_and_optimizer():
+    model = net()
+    return model, sgd(model)
+
+
+def batch(batch_size):
+    return torch.randn(batch_size, 4)
+
+
+def fit(model, optimizer, x, lr=0.05):
+    optimizer.param_groups[0]["lr"] = lr
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+class Trainer:
+    """Counts nothing by itself, so that each loop shows only what it adds."""
+
+    def __init__(self, *, make=net, **kept):
+        self.model = make()
+        self.optimizer = sgd(self.model)
+        for name, value in kept.items():
+            is_made = isinstance(value, types.FunctionType)
+            setattr(self, name, value(self.model) if is_made else copy.deepcopy(value))
+
+    def fit(self, x, lr=0.05):
+        return fit(self.model, self.optimizer, x, lr)
+
+
+def by(trainer):
+    return trainer.model, trainer.step, lambda: vars(trainer)
+
+
+def method(*lost, **kept):
+    """Add the loop of a trainer whose `step` is this method, and which starts with the attributes `kept`.
+
+    Functions among the attributes make them from the model.
+    """
+
+    def add(step):
+        @functools.wraps(step)
+        def build():
+            return by(type("Mine", (Trainer,), {"step": step, "__module__": __name__})(**kept))
+
+        return loop(*lost)(build)
+
+    return add
+
+
+def cells(function):
+    """Return a function's closure variables, without those that have no value yet."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
+
+
+def public(owner):
+    return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+
+
+def copied(model):
+    return [value.detach().clone() for value in model.parameters()]
+
+
+# --- places to count in ---
+
+
+@method(n=0)
+def an_attribute_of_a_trainer(self, model, batch_size):
+    self.n += 1
+    return self.fit(batch(batch_size), lr=min(0.1, 0.004 * self.n))
+
+
+@loop()
+def nonlocal_variables():
+    model, optimizer = net_and_optimizer()
+    n, best, average = 0, math.inf, None
+    del average  # it gets its first value in the step
+
+    def step(model, batch_size):
+        nonlocal n, best, average
+        n += 1
+        loss = fit(model, optimizer, batch(batch_size), lr=0.1 / n)
+        best = min(best, loss.item())
+        try:
+            average = 0.9 * average + 0.1 * loss
+        except NameError:
+            average = loss
+        return average - best
+
+    return model, step, lambda: cells(step)
+
+
+@loop()
+def globals_of_a_notebook():
+    source = """
+model, optimizer = net_and_optimizer()
+n, history = 0, []
+
+def step(model, batch_size):
+    global n, average
+    n += 1
+    cfg.calls += n
+    loss = fit(model, optimizer, batch(batch_size), lr=0.1 / cfg.calls).item()
+    average = loss if n == 1 else 0.9 * average + 0.1 * loss
+    history.append(average)
+    cfg.last = average
+    return average
+"""
+    notebook, cfg = types.ModuleType("notebook"), types.ModuleType("cfg")
+    given = {"net_and_optimizer": net_and_optimizer, "batch": batch, "fit": fit, "cfg": cfg}
+    vars(notebook).update(given)
+    cfg.calls = 0
+    exec(source, vars(notebook))
+    look = lambda: {name: value for name, value in public(notebook).items() if name not in given}  # noqa: E731
+    return notebook.model, notebook.step, lambda: look() | public(cfg)
+
+
+@loop()
+def attributes_of_a_class():
+    class Shared(Trainer):
+        calls, warm = 0, False
+
+        def step(self, model, batch_size):
+            Shared.calls += 1
+            if not self.warm:  # a warm start, once for all trainers
+                nn.init.ones_(model[0].weight)
+                type(self).warm, type(self).began_with = True, batch_size
+            return self.fit(batch(batch_size), lr=0.1 / Shared.calls)
+
+    trainer = Shared()
+    return trainer.model, trainer.step, lambda: public(Shared)
+
+
+class Slotted:
+    __slots__ = ("best", "n")
+
+    def __init__(self):
+        self.n = 0
+
+
+@dataclasses.dataclass
+class Record:
+    steps: int = 0
+    losses: list = dataclasses.field(default_factory=list)
+
+
+class Meter:
+    total, count = 0.0, 0
+
+    def update(self, value):
+        self.total, self.count = self.total + value, self.count + 1
+        self.avg = self.total / self.count
+
+
+Best = collections.namedtuple("Best", ["at", "loss"])
+
+
+@method(slotted=lambda _: Slotted(), record=Record(), best=Best(0, math.inf), logger=types.SimpleNamespace(meters={}))
+def objects_in_objects(self, model, batch_size):
+    self.slotted.n += 1
+    self.record.steps += batch_size
+    loss = self.fit(batch(batch_size), lr=1 / (9 * self.slotted.n + self.record.steps)).item()
+    self.record.losses.append(loss)
+    self.logger.meters.setdefault("loss", Meter()).update(loss)
+    if loss < self.best.loss:
+        self.best = self.best._replace(at=self.slotted.n, loss=loss)
+        self.slotted.best = copy.deepcopy(model.state_dict())
+    return self.logger.meters["loss"].avg
+
+
+class EasyDict(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+@loop()
+def dicts_and_namespaces_in_a_closure():
+    model, optimizer = net_and_optimizer()
+    state, cfg = {"n": 0}, EasyDict(train=EasyDict(seen=0))
+    args, meters = argparse.Namespace(lr=0.1), types.SimpleNamespace(total=0.0)
+
+    def step(model, batch_size):
+        state["n"] += 1
+        cfg.train.seen += batch_size
+        args.lr *= 0.95
+        cfg.loss = state["loss"] = fit(model, optimizer, batch(batch_size), args.lr / state["n"]).item()
+        meters.total += cfg.loss
+        return meters.total / cfg.train.seen
+
+    return model, step, lambda: {"state": state, "cfg": cfg, "args": args, "meters": meters}
+
+
+@loop()
+def defaults_and_attributes_of_the_step():
+    model, optimizer = net_and_optimizer()
+
+    def step(model, batch_size, seen=[], *, counts={}):  # noqa: B006
+        seen.append(batch_size)
+        counts[batch_size] = counts.get(batch_size, 0) + 1
+        step.n += 1
+        step.loss = fit(model, optimizer, batch(batch_size), lr=0.2 / (len(seen) + step.n)).item()
+        return step.loss
+
+    step.n = 0
+    return model, step, lambda: {"seen": step.__defaults__, "counts": step.__kwdefaults__, **vars(step)}
+
+
+@loop()
+def a_partial():
+    def step(model, batch_size, *, optimizer, state, rng):
+        state["n"] += 1
+        x = torch.tensor([rng.gauss(0, 1) for _ in range(4 * batch_size)]).view(-1, 4)
+        return fit(model, optimizer, x, lr=0.1 / state["n"])
+
+    model, optimizer = net_and_optimizer()
+    kept = {"optimizer": optimizer, "state": {"n": 0}, "rng": random.Random(3)}
+    return model, functools.partial(step, **kept), lambda: kept
+
+
+@loop()
+def a_callable_object_with_a_private_attribute():
+    class Step(Trainer):
+        __n = 0
+        n = property(lambda self: self.__n, lambda self, value: setattr(self, "_Step__n", value))
+
+        def __call__(self, model, batch_size):
+            self.n += 1
+            return self.fit(batch(batch_size), lr=0.1 / self.n)
+
+    step = Step()
+    return step.model, step, lambda: vars(step)
+
+
+# --- what loops keep ---
+
+
+@method(history=[], recent=collections.deque(maxlen=5), sizes=collections.Counter(), shapes={(3, 3)})
+def lists_deques_counters_and_sets(self, model, batch_size):
+    x = batch(batch_size)
+    self.sizes[batch_size] += 1
+    self.shapes.add(tuple(x.shape))
+    self.history.append(self.fit(x, lr=0.1 / (self.sizes.total() + len(self.shapes))).item())
+    self.recent.append(self.history[-1])
+    return statistics.mean(self.recent)
+
+
+@method(cache=collections.OrderedDict())
+def a_cache_that_drops_the_oldest(self, model, batch_size):
+    key = batch_size, random.randrange(6)
+    if key not in self.cache:
+        self.cache[key] = batch(batch_size)
+    self.cache.move_to_end(key)
+    if len(self.cache) > 4:
+        self.cache.popitem(last=False)
+    return self.fit(self.cache[key])
+
+
+@method(mean=np.zeros(4, "f4"), square=np.zeros(4), total=torch.zeros(()))
+def averages_in_arrays_and_tensors(self, model, batch_size):
+    x = batch(batch_size)
+    self.mean *= 0.9
+    self.mean += 0.1 * x.mean(0).numpy()
+    self.square = 0.9 * self.square + 0.1 * self.mean**2
+    self.total += self.fit(x - torch.from_numpy(self.mean), lr=0.05 / (1 + self.square.sum() + self.total.item()))
+    return self.total.clone()
+
+
+@method(bank=torch.ones(608, 4), at=0)
+def a_memory_bank_with_a_pointer(self, model, batch_size):
+    x = batch(batch_size)
+    self.bank[self.at : self.at + batch_size] = x
+    self.at = (self.at + batch_size) % 600
+    return self.fit(x - self.bank.mean(0))
+
+
+@method(shadow=copied, ema=lambda model: copy.deepcopy(model).requires_grad_(False))
+def averaged_weights_made_at_the_start(self, model, batch_size):
+    loss = self.fit(batch(batch_size))
+    with torch.no_grad():
+        for shadow, mine, theirs in zip(self.shadow, self.ema.parameters(), model.parameters(), strict=True):
+            shadow.lerp_(theirs, 0.1)
+            mine.mul_(0.9).add_(theirs, alpha=0.1)
+    return loss + self.ema(SAMPLES[:2]).sum() + self.shadow[0].sum()
+
+
+@method(n=0)
+def averaged_weights_made_at_calls_3_and_20(self, model, batch_size):
+    self.n += 1
+    loss = self.fit(batch(batch_size))
+    if hasattr(self, "ema"):
+        for mine, theirs in zip(self.ema.parameters(), model.parameters(), strict=True):
+            mine.data.lerp_(theirs.data, 0.1)
+        loss += self.ema[0].weight.sum().item()
+    if self.n in (3, 20):
+        self.ema = copy.deepcopy(model)
+    return loss
+
+
+@method(n=0, kept=[], average=lambda model: torch.optim.swa_utils.AveragedModel(model), slow=copied)
+def swa_and_lookahead_every_fifth_call(self, model, batch_size):
+    self.n += 1
+    loss = self.fit(batch(batch_size))
+    if self.n % 5 == 0:
+        self.average.update_parameters(model)
+        self.kept.append(copy.deepcopy(model.state_dict()))
+        with torch.no_grad():
+            for slow, fast in zip(self.slow, model.parameters(), strict=True):
+                slow += 0.5 * (fast - slow)
+                fast.copy_(slow)
+    return loss + len(self.kept) + self.average(SAMPLES[:2]).sum().item()
+
+
+class Stopper:
+    def __init__(self, trainer):
+        self.trainer, self.bad = trainer, 0
+
+    def on_step_end(self, loss):
+        if loss < self.trainer.best:
+            self.trainer.best, self.bad = loss, 0
+            self.best_weights = copy.deepcopy(self.trainer.model.state_dict())
+        else:
+            self.bad = (self.bad + 1) % 3
+            self.trainer.lr /= 1 + (self.bad == 0)
+
+
+@method(lr=0.1, best=math.inf, callbacks=[])
+def early_stopping_in_a_callback(self, model, batch_size):
+    self.callbacks = self.callbacks or [Stopper(self)]
+    loss = self.fit(batch(batch_size), self.lr)
+    for callback in self.callbacks:
+        callback.on_step_end(loss.item())
+    return loss
+
+
+@method(t=0, momentum={})
+def an_optimizer_written_by_hand(self, model, batch_size):
+    self.t += 1
+    loss = model(batch(batch_size)).square().mean()
+    for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
+        m = self.momentum.setdefault(p, torch.zeros_like(p))
+        m.mul_(0.9).add_(gradient)
+        p.data.sub_(m.sign(), alpha=0.01 / self.t)
+    return loss.detach()
+
+
+# --- schedules and phases ---
+
+
+@method(micro=1)
+def gradients_accumulated_by_a_counter(self, model, batch_size):
+    loss = model(batch(batch_size)).square().mean() / 4
+    loss.backward()
+    self.micro = (self.micro + 1) % 4
+    if self.micro == 0:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+    return loss.detach()
+
+
+@method(n=0, lrs=np.linspace(0.1, 0.01, 18 + CALLS).tolist(), length=2)
+def tables_that_end_with_training(self, model, batch_size):
+    if self.n == len(self.lrs):
+        raise RuntimeError("training is over")
+    self.n += 1
+    if self.n % 4 == 0:
+        self.length = min(8, self.length + 1)
+    return self.fit(torch.randn(batch_size, self.length, 4), self.lrs[self.n - 1])
+
+
+@method(n=0)
+def a_body_unfrozen_and_a_new_optimizer(self, model, batch_size):
+    model[0].requires_grad_(self.n >= 5)
+    self.n += 1
+    if self.n == 4:
+        self.optimizer, self.old = torch.optim.Adam(model.parameters()), self.optimizer
+    return self.fit(batch(batch_size))
+
+
+@method(optimizer=lambda model: sgd(model[2]), started=False, n=0, layers=lambda model: [model[0].bias])
+def groups_added_once_and_at_call_3(self, model, batch_size):
+    if not self.started:
+        self.optimizer.add_param_group({"params": [model[0].weight], "lr": 0.02})
+        self.started = True
+    self.n += 1
+    if self.n == 3:
+        self.optimizer.add_param_group({"params": self.layers.pop()})
+    return self.fit(batch(batch_size))
+
+
+Phase = enum.Enum("Phase", "WARMUP MAIN COOLDOWN")
+
+
+@method(phase=Phase.WARMUP, spent={})
+def states_of_a_machine(self, model, batch_size):
+    self.spent[self.phase] = self.spent.get(self.phase, 0) + 1
+    if self.spent[self.phase] == 4:
+        self.phase, self.spent = Phase(self.phase.value % 3 + 1), {}
+    return self.fit(batch(batch_size), lr=0.02 * self.phase.value)
+
+
+@method(
+    make=lambda: nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 1)}),
+    optimizer=lambda model: [torch.optim.Adam(model[name].parameters(), lr=0.01) for name in "gd"],
+    n=0,
+)
+def a_gan_that_alternates(self, model, batch_size):
+    trains_d = self.n % 2 == 0
+    self.n += 1
+    model["d"].requires_grad_(trains_d)
+    fake = model["d"](model["g"](batch(batch_size)))
+    loss = (fake - model["d"](batch(batch_size))).mean() if trains_d else -fake.mean()
+    self.optimizer[trains_d].zero_grad()
+    loss.backward()
+    self.optimizer[trains_d].step()
+    return loss.detach()
+
+
+@method(is_busy=False, begun=0)
+def a_guard_that_an_error_leaves_set(self, model, batch_size):
+    if self.is_busy:
+        raise RuntimeError("step is not reentrant")
+    self.is_busy = True
+    self.begun += 1
+    if batch_size > 5:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    loss = self.fit(batch(batch_size))
+    self.is_busy = False
+    return loss
+
+
+# --- where batches come from ---
+
+
+@method(at=0, epoch=0, order=[*range(20)])
+def a_cursor_through_shuffled_data(self, model, batch_size):
+    if self.at + batch_size > len(self.order):
+        random.shuffle(self.order)
+        self.at, self.epoch = 0, self.epoch + 1
+    taken = self.order[self.at : self.at + batch_size]
+    self.at += batch_size
+    return self.fit(SAMPLES[taken], lr=0.1 / (1 + self.epoch))
+
+
+@loop()
+def mixup_with_generators_of_its_own():
+    model, optimizer = net_and_optimizer()
+    rng, python, generator = np.random.default_rng(2), random.Random(4), torch.Generator().manual_seed(3)
+
+    def step(model, batch_size):
+        share, x = rng.beta(0.4, 0.4), batch(batch_size)
+        x = share * x + (1 - share) * x[torch.randperm(batch_size, generator=generator)]
+        return fit(model, optimizer, x * python.gauss(1, 0.1))
+
+    return model, step, lambda: {"rng": rng, "python": python, "generator": generator}
+
+
+@method(generator=lambda _: torch.Generator().manual_seed(6))
+def a_loader_with_its_own_generator(self, model, batch_size):
+    return self.fit(next(iter(DataLoader(SAMPLES, batch_size, shuffle=True, generator=self.generator))))
+
+
+@method(
+    memory=collections.deque(maxlen=40),
+    target=lambda _: net(),
+    rng=lambda _: random.Random(7),
+    epsilon=1.0,
+    frames=0,
+)
+def a_replay_buffer_and_a_target_network(self, model, batch_size):
+    self.frames += 1
+    self.epsilon *= 0.97
+    self.memory.append(batch(3).mean(0) * self.epsilon)
+    x = torch.stack(self.rng.choices(self.memory, k=batch_size))
+    if self.frames % 5 == 0:
+        self.target.load_state_dict(model.state_dict())
+    return self.fit(x + self.target(x).detach())
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.hidden, self.calls, self.stats = nn.GRUCell(4, 8), None, 0, {}
+
+    def forward(self, x):
+        self.calls += 1
+        self.stats["mean"] = x.mean()
+        if self.hidden is None or len(self.hidden) != len(x):
+            self.hidden = torch.zeros(len(x), 8)
+        out = self.cell(x, self.hidden)
+        self.hidden = out.detach()
+        return out / self.calls
+
+
+@loop()
+def a_module_that_counts_and_remembers():
+    model = Recurrent()
+    optimizer = sgd(model)
+    look = lambda: {"hidden": model.hidden, "calls": model.calls, "stats": model.stats}  # noqa: E731
+    return model, lambda model, n: fit(model, optimizer, batch(n)), look
+
+
+@method(make=lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), net()[2]), v=torch.ones(4))
+def power_iteration_beside_a_normed_layer(self, model, batch_size):
+    with torch.no_grad():
+        self.u = nn.functional.normalize(model[0].weight @ self.v, dim=0)
+        self.v.copy_(self.u @ model[0].weight)
+        self.v /= self.v.norm()
+    return self.fit(batch(batch_size), lr=0.1 / (1 + self.u.abs().max().item()))
+
+
+# --- what cannot be put back, or perhaps not: then it is named ---
+
+
+@method("lrs", lrs=lambda _: (0.05 + 0.05 * math.cos(t / 10) for t in range(1000)), n=0)
+def a_generator_of_learning_rates(self, model, batch_size):
+    self.n += 1
+    return self.fit(batch(batch_size), next(self.lrs))
+
+
+@loop("endless")
+def a_generator_that_never_ends():
+    def draw(loader):
+        while True:
+            yield from loader
+
+    model, optimizer = net_and_optimizer()
+    endless = draw(DataLoader(SAMPLES, batch_size=None, shuffle=True))
+
+    def step(model, batch_size):
+        return fit(model, optimizer, torch.stack([next(endless) for _ in range(batch_size)]))
+
+    return model, step, lambda: {"endless": endless}
+
+
+@method("feed", loader=lambda _: DataLoader(SAMPLES, 40, shuffle=True), feed=lambda _: iter(DataLoader(SAMPLES, 40)))
+def an_iterator_that_is_renewed(self, model, batch_size):
+    try:
+        x = next(self.feed)
+    except StopIteration:
+        self.feed = iter(self.loader)
+        x = next(self.feed)
+    return self.fit(x[:batch_size])
+
+
+class Prefetcher:
+    def __init__(self, loader):
+        self.drawn, self.handed_out = iter(loader), 0
+
+    def __next__(self):
+        self.handed_out += 1
+        return next(self.drawn)
+
+
+@loop("drawn")
+def a_class_around_an_iterator():
+    model, optimizer = net_and_optimizer()
+    source = Prefetcher(DataLoader(SAMPLES.repeat(4, 1), 8, shuffle=True))
+
+    def step(model, batch_size):
+        return fit(model, optimizer, next(source)[:batch_size])
+
+    return model, step, lambda: vars(source)
+
+
+@loop("ring", "ticks")
+def count_and_cycle():
+    model, optimizer = net_and_optimizer()
+    pool, ticks = iter(SAMPLES), itertools.count(1)
+    ring = itertools.cycle(pool)
+
+    def step(model, batch_size):
+        x = torch.stack([next(ring) for _ in range(batch_size)])
+        return fit(model, optimizer, x, lr=0.1 / next(ticks))
+
+    return model, step, lambda: {"ring": pool, "ticks": ticks}
+
+
+@method("waiting", waiting=lambda _: queue.Queue())
+def a_queue_of_batches(self, model, batch_size):
+    while self.waiting.qsize() < 4:
+        self.waiting.put(torch.randn(8, 4))
+    return self.fit(self.waiting.get_nowait()[:batch_size])
+
+
+@loop("log", "losses_so_far", "totals")
+def containers_of_the_standard_library():
+    model, optimizer = net_and_optimizer()
+    log, losses_so_far, totals = io.StringIO(), array.array("d"), collections.UserDict()
+
+    def step(model, batch_size):
+        losses_so_far.append(fit(model, optimizer, batch(batch_size), lr=0.1 / (1 + len(losses_so_far))).item())
+        totals["calls"] = totals.get("calls", 0) + 1
+        log.write(f"{totals['calls']}: {losses_so_far[-1]}\n")
+        return sum(losses_so_far) / totals["calls"]
+
+    return model, step, lambda: {"log": log.getvalue(), "losses_so_far": losses_so_far, "totals": totals}
+
+
+@loop("noise")
+def a_random_table_in_a_function_cache():
+    @functools.cache
+    def noise(batch_size):
+        return torch.randn(batch_size, 4)
+
+    model, optimizer = net_and_optimizer()
+
+    def step(model, batch_size):
+        return fit(model, optimizer, batch(batch_size) + noise(batch_size))
+
+    return model, step, lambda: {"noise": noise.cache_info().currsize}
+
+
+@loop("means")
+def a_hook_that_collects():
+    model, optimizer = net_and_optimizer()
+    means = []
+    model[1].register_forward_hook(lambda module, args, out: means.append(out.mean().item()))
+    return model, lambda model, n: fit(model, optimizer, batch(n)), lambda: {"means": means}
+
+
+# --- values that must agree with an iterator, between trials too ---
+
+
+@method("ticks", "history", ticks=lambda _: itertools.count(), history=[])
+def a_list_indexed_by_an_iterator(self, model, batch_size):
+    self.history.append(self.fit(batch(batch_size)))
+    return self.history[next(self.ticks)]
+
+
+@method("feed", "smoothed", feed=lambda _: iter(DataLoader([*enumerate(SAMPLES)], batch_size=None)), smoothed={})
+def a_dict_keyed_by_an_iterator(self, model, batch_size):
+    i, x = next(self.feed)
+    before = self.smoothed[i - 1] if i else 0.0
+    self.smoothed[i] = 0.9 * before + 0.1 * self.fit(x.expand(batch_size, 4)).item()
+    return self.smoothed[i]
+
+
+@loop("numbered", "n")
+def a_number_checked_against_a_generator():
+    model, optimizer = net_and_optimizer()
+    n, numbered = 0, ((i, torch.randn(8, 4)) for i in range(200))
+
+    def step(model, batch_size):
+        nonlocal n
+        i, x = next(numbered)
+        if i != n:
+            raise IndexError(f"batch {i} came, but {n} was expected")
+        n += 1
+        return fit(model, optimizer, x[:batch_size])
+
+    return model, step, lambda: {"numbered": numbered, "n": n}
+
+
+def test_a_loop_that_cannot_go_back_is_run_as_it_was_left():
+    """Its logger, which belongs to a library, refuses steps that it has seen."""
+    model, optimizer = net_and_optimizer()
+    logged, n = Log([0]), 0
+
+    def step(model, batch_size):
+        nonlocal n
+        n += 1
+        if n <= logged[-1]:
+            raise ValueError(f"step {n} was logged already")
+        logged.append(n)
+        return fit(model, optimizer, batch(batch_size))
+
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=8, progress="off")
+    assert (result.batch_size, n) == (8, 0)
+    assert [note for note in result.notes if "batch 2 failed with ValueError: step 1 was logged already" in note]
+    assert len(logged) == 1 + sum(trial.steps for trial in result.trials)
+
+
+def test_a_bug_that_comes_at_once_is_not_run_again():
+    calls = Log()
+
+    def step(model, batch_size):
+        calls.append(batch_size)
+        raise ValueError("no such column")
+
+    with pytest.raises(oomprobe.StepFailedError, match="no such column"):
+        oomprobe.find_max_batch(torch.nn.Linear(1, 1), step, device=LedgerDevice(), progress="off")
+    assert len(calls) == 1
+
+
+def test_every_trial_starts_with_what_is_trainable():
+    """A trial that runs out of memory in the discriminator's turn leaves the generator frozen."""
+    device, trainable = LedgerDevice(10 * MIB), Log()
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.25)])
+    optimizer, rates = torch.optim.SGD(model.parameters(), lr=0.1), Log()
+
+    def step(model, batch_size):
+        rates.append((optimizer.param_groups[0]["lr"], model[2].p, random.random(), torch.rand(()).item()))
+        trainable.append([parameter.requires_grad for parameter in model.parameters()])
+        model[0].requires_grad_(False)
+        device.take(batch_size * MIB)
+        model[0].requires_grad_(True)
+        optimizer.param_groups[0]["lr"] *= 0.5
+        model[2].p += 0.25
+        model[1](model[0](torch.ones(batch_size, 4))).sum().backward()
+        optimizer.step()
+
+    result = oomprobe.find_max_batch(model, step, device=device, memory_fraction=1.0, progress="off")
+    assert (result.batch_size, result.state_verified) == (10, True)
+    assert all(map(all, trainable))
+    assert rates[0][:2] == (0.1, 0.25)
+    assert rates.count(rates[0]) == len(result.trials)
+    assert (optimizer.param_groups[0]["lr"], model[2].p) == (0.1, 0.25)
+
+
+def test_a_kept_loss_does_not_keep_its_graph_alive():
+    model, _ = net_and_optimizer()
+    kept = types.SimpleNamespace(loss=model(batch(4)).square().mean())
+    before, alive = weakref.ref(kept.loss), Log()
+
+    def step(model, batch_size):
+        kept.loss = model(batch(batch_size)).square().mean()
+        alive.append(before() is not None)
+
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=8, progress="off")
+    assert not any(alive)
+    assert "not restored: kept.loss (a tensor)" in result.notes
+    assert not result.state_verified
