@@ -44,9 +44,11 @@ def find_max_batch(
 ) -> ProbeResult:
     """Find the largest batch size that truly fits, by running it.
 
-    The batch size doubles until a step runs out of memory. The allocator is then capped at `memory_fraction` of the
-    available memory, and bisection finds the largest size that passes. The deciding failure is retried once, and the
-    answer is confirmed with more steps. The model and everything else that the step changes are restored.
+    The batch size doubles until a step runs out of memory. Up to 50 calls of a small size then tell how many calls each
+    trial must make, because many loops do something large at every n-th call. The allocator is capped at
+    `memory_fraction` of the available memory, and bisection finds the largest size that passes. The deciding failure is
+    retried once, and the answer is confirmed with up to 50 calls. The model, and what the step counts with and keeps, are
+    restored; the notes name what cannot be.
 
     Args:
         model: The model, already on its device.
@@ -60,10 +62,12 @@ def find_max_batch(
         max_batch: Largest size to try, at least `min_batch`; None for no limit but memory.
         multiple_of: Try only multiples of this, at least 1.
         steps: Full steps per trial, at least 1, after a first step that creates the optimizer state. Simulated devices
-            run at least `confirm_steps`, because repeats cost nothing there.
-        confirm_steps: Full steps that confirm the answer, at least 1; up to 50 if steps allocate different amounts.
+            run at least `confirm_steps` where they repeat calls, which costs nothing.
+        confirm_steps: Full steps that confirm the answer at least, from 1. The confirmation makes up to 50 calls: as many as
+            fit in 10 s, or in the time that the search took (on host memory, in 1 s).
         preserve: Further objects to restore: tensors, or objects with ``state_dict()`` and ``load_state_dict()``. Objects
-            that the step closes over, refers to by global name, or is a method of are found automatically.
+            that the step closes over, refers to by global name, or is a method of are found automatically, and so are
+            the values that your own code holds.
         global_batch: Samples per optimizer step, at least 1. The planned micro-batch is run with gradient accumulation.
         resolution: Stop bisecting when the bracket is within this fraction of the size, in [0, 1); 0 for exact.
         time_limit_s: Seconds for the whole probe, above 0; None for no limit. A step that hangs inside a single C call

@@ -410,8 +410,9 @@ class Session:
         return outcome.trial
 
     def _steps(self, phase: Phase) -> int:
-        """Return the full steps of a trial; repeats on a simulated device are free, so every trial runs the most there."""
-        if self.device.is_simulated and self._step_calls <= 1 and not self._counts:
+        """Return the full steps of a trial; where a simulated device repeats calls, which is free, every trial runs the most."""
+        is_single = len(self.runner.step_names) == 1 and self._step_calls <= 1
+        if self.device.is_simulated and is_single and not self._counts:
             return max(self.options.steps, self.options.confirm_steps)
         return self.options.confirm_steps if phase is Phase.CONFIRM else self.options.steps
 
