@@ -703,7 +703,6 @@ def open_here(
                 snapshot.tracker,
                 watch,
                 interrupts,
-                smallest=options.sizes.first,
                 restore_weights=snapshot.restore_weights,
                 after_call=snapshot.release_dead,
             )

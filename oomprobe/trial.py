@@ -184,8 +184,7 @@ class _Record:
 class LocalRunner:
     """Runs trials of one model and its steps in this process.
 
-    `smallest` is the smallest size that may be tried. With `ends_with_trial` the process ends after one trial, so the
-    runner neither cleans up nor checks for leaks.
+    With `ends_with_trial` the process ends after one trial, so the runner neither cleans up nor checks for leaks.
     """
 
     replaceable = False
@@ -199,7 +198,6 @@ class LocalRunner:
         watch: OptimizerWatch,
         interrupts: Interrupts,
         *,
-        smallest: int,
         restore_weights: Callable[[], None] | None = None,
         after_call: Callable[[], None] = lambda: None,
         ends_with_trial: bool = False,
@@ -210,7 +208,7 @@ class LocalRunner:
         self._model, self._steps, self._tracker = model, steps, tracker
         self._watch, self._interrupts = watch, interrupts
         self._restore_weights, self._after_call = restore_weights, after_call
-        self._smallest, self._ends_with_trial = smallest, ends_with_trial
+        self._ends_with_trial = ends_with_trial
         self.step_names, self.threads = list(steps), torch.get_num_threads()
         self.starts_anew = any(step.starts_anew for step in steps.values())
         self.looks = hasattr(device, "served_bytes") and not self.starts_anew
@@ -248,6 +246,7 @@ class LocalRunner:
             self._note_optimizers()
         trial = _make_trial(request, record, several=len(self._steps) > 1, timed=self._replay is None)
         outcome = self._outcome(request, record, trial)
+        self._tracker.end_trial(passed=trial.passed)
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
             return outcome
         trial = replace(trial, leaked_bytes=self._baseline.settle(keeps=not self._tracker.kept.is_exact))
@@ -284,6 +283,10 @@ class LocalRunner:
         first_calls = record.first_calls
         calls = {name: len(served) - record.waited_calls.get(name, 0) for name, served in record.served_bytes.items()}
         medians = [statistics.median(durations_s) for durations_s in record.all_durations_s.values()]
+        after_first = {
+            name: served[record.waited_calls.get(name, 0) + first_calls.get(name, 0) :]
+            for name, served in record.served_bytes.items()
+        }
         needed_calls = 0
         if request.looks and trial.passed:
             needed_calls = max(
@@ -299,7 +302,7 @@ class LocalRunner:
             )
         return Outcome(
             trial=trial,
-            served_bytes=sum(sum(served[first_calls.get(name, 0) :]) for name, served in record.served_bytes.items()),
+            served_bytes=sum(map(sum, after_first.values())),
             allocations=record.allocations,
             calls=max(calls.values(), default=0),
             first_calls=max(first_calls.values(), default=0),
@@ -308,8 +311,8 @@ class LocalRunner:
             ended_early=record.ended_early,
             counts=record.counts,
             varying=any(
-                varies(_by_step(served[first_calls.get(name, 0) :], record.per_step.get(name, 1)))
-                for name, served in record.served_bytes.items()
+                varies(_by_step(served, request.step_calls or record.per_step.get(name, 1)))
+                for name, served in after_first.items()
             ),
             breakdown=record.breakdown,
         )

@@ -109,7 +109,6 @@ def local_runner(
         tracker,
         watch,
         Interrupts(),  # the parent ends a process that hangs
-        smallest=options.sizes.first,
         ends_with_trial=is_host(device),
     )
 
