@@ -888,3 +888,21 @@ def test_a_kept_loss_does_not_keep_its_graph_alive():
     assert not any(alive)
     assert "not restored: kept.loss (a tensor)" in result.notes
     assert not result.state_verified
+
+
+def test_what_was_unfrozen_stays_so_beside_an_iterator():
+    """Its counter cannot be put back, so freezing the body again would train less than training does."""
+    model, _ = net_and_optimizer()
+    model[0].requires_grad_(False)
+    ticks, seen = itertools.count(), Log()
+
+    def step(model, batch_size):
+        n = next(ticks)
+        if n == 4:
+            model[0].requires_grad_(True)
+        seen.append((n, model[0].weight.requires_grad))
+        model(batch(batch_size)).sum().backward()
+
+    oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=8, progress="off")
+    assert all(trainable is (n >= 4) for n, trainable in seen if n < 4 or n > 40)
+    assert not model[0].weight.requires_grad

@@ -148,7 +148,7 @@ class Kept:
         """Put everything back, before a trial or at the end. Return whether a value had changed."""
         self._left = []
         if not at_end:
-            self._find_moves()
+            self.find_moves()
         if self._only_at_end and not at_end:
             return False
         for holder in self._holders:
@@ -165,7 +165,7 @@ class Kept:
                     copy.storage.write()
         return bool(self._left)
 
-    def _find_moves(self) -> None:
+    def find_moves(self) -> None:
         """Mark the values beside an iterator or a queue that has moved on, up to the roots: they must agree with it."""
         moved = {
             id(one) for path, one, before in self._libraries if _is_source(one) and self._has_changed(path, one, before)

@@ -90,6 +90,7 @@ class Tracker:
 
     def end_trial(self, *, passed: bool) -> None:
         """Take over what a trial that passed has frozen and grouped, if the step's counters cannot be put back either."""
+        self.kept.find_moves()
         if passed and not self.kept.is_exact:
             self._flags = self._read_flags()
             for optimizer in list(self._groups):
