@@ -16,11 +16,12 @@ _NAMES = {
         *("OomProbeError", "InvalidArgumentError", "NoDeviceError", "NothingFitsError", "StepFailedError"),
         *("DeviceLostError", "TimeLimitError", "UnreliableError"),
     ),
-    "probe": ("check", "find_max_batch", "probe_target"),
-    "report.fit": ("LinearFit",),
-    "report.plan": ("PlanEntry",),
-    "result": ("Phase", "ProbeResult", "Trial"),
-    "verdicts": ("Evidence", "Verdict", "classify_error"),
+    "probe": ("check", "check_target", "find_max_batch", "probe_target"),
+    "fit": ("LinearFit",),
+    "plan": ("PlanEntry",),
+    "result": ("ProbeResult",),
+    "trials": ("Phase", "Trial", "Verdict"),
+    "verdicts": ("Evidence", "classify_error"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
@@ -35,16 +36,17 @@ if TYPE_CHECKING:
     from oomprobe.errors import StepFailedError as StepFailedError
     from oomprobe.errors import TimeLimitError as TimeLimitError
     from oomprobe.errors import UnreliableError as UnreliableError
+    from oomprobe.fit import LinearFit as LinearFit
+    from oomprobe.plan import PlanEntry as PlanEntry
     from oomprobe.probe import check as check
+    from oomprobe.probe import check_target as check_target
     from oomprobe.probe import find_max_batch as find_max_batch
     from oomprobe.probe import probe_target as probe_target
-    from oomprobe.report.fit import LinearFit as LinearFit
-    from oomprobe.report.plan import PlanEntry as PlanEntry
-    from oomprobe.result import Phase as Phase
     from oomprobe.result import ProbeResult as ProbeResult
-    from oomprobe.result import Trial as Trial
+    from oomprobe.trials import Phase as Phase
+    from oomprobe.trials import Trial as Trial
+    from oomprobe.trials import Verdict as Verdict
     from oomprobe.verdicts import Evidence as Evidence
-    from oomprobe.verdicts import Verdict as Verdict
     from oomprobe.verdicts import classify_error as classify_error
 
 

@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import oomprobe
 from oomprobe import errors
@@ -26,10 +26,8 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.report import text
 from oomprobe.report.plot import new_figure
 from oomprobe.report.table import trials_table
+from oomprobe.result import ProbeResult
 from oomprobe.units import format_bytes
-
-if TYPE_CHECKING:
-    from oomprobe.result import ProbeResult
 
 STDOUT = Path("-")
 DEMO_CARD = "sim:H100-80GB"
@@ -72,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     _save(result.to_html, arguments.html)
     if arguments.quiet and result.contaminated:
         tell("oomprobe: no number printed: other processes kept changing the device's memory; see the notes above")
-        return UNTRUSTED
+        return errors.UnreliableError.exit_status
     return 0
 
 
@@ -136,8 +134,6 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: str) -> ProbeResult:
-    from oomprobe.result import ProbeResult
-
     try:
         return ProbeResult.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -258,13 +254,7 @@ def _flag(option: str) -> str:
     return f"--{option.removesuffix('_s').replace('_', '-')}"
 
 
-STEP_FAILED, UNTRUSTED, UNFORESEEN, INTERRUPTED = 3, 6, 70, 130
-_EXIT_CODES = {
-    errors.NothingFitsError: 1,
-    errors.InvalidArgumentError: 2,
-    errors.StepFailedError: STEP_FAILED,
-    errors.NoDeviceError: 4,
-}
+UNFORESEEN, INTERRUPTED = 70, 130
 
 
 @contextlib.contextmanager
@@ -299,7 +289,7 @@ def explain(error: BaseException, *, required: bool) -> int:
             f"oomprobe: the target or its step left the process, sys.exit({error.code!r}){place}: no answer. "
             "Take the call out. A target must not parse sys.argv either, because it holds the arguments of oomprobe",
         )
-        return STEP_FAILED
+        return errors.StepFailedError.exit_status
     if not isinstance(error, errors.OomProbeError):
         tell("".join(traceback.format_exception(error)).rstrip())
         tell(f"oomprobe: unexpected internal error ({type(error).__name__}), no answer; please report it")
@@ -311,7 +301,7 @@ def explain(error: BaseException, *, required: bool) -> int:
     tell(f"oomprobe: {error}")
     if required and isinstance(error, errors.NothingFitsError):
         return 5
-    return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), UNTRUSTED)
+    return error.exit_status
 
 
 def tell(*lines: str) -> None:

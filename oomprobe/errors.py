@@ -11,36 +11,40 @@
      +-- TimeLimitError (RuntimeError)        the time limit passed before a size was confirmed
      +-- UnreliableError (RuntimeError)       a number would be a guess: no work, a leak, state not restored
 
-Each carries ``.trials``: the trials run before it.
+Each carries ``.trials``, the trials run before it, and ``.exit_status``, that of the command line.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from oomprobe.result import Trial
+from oomprobe.trials import Trial
 
 
 class OomProbeError(Exception):
     """Base of all errors raised by this package. ``trials`` holds the trials run before it."""
 
-    def __init__(self, message: str = "", *, trials: tuple[Trial, ...] = ()) -> None:
-        super().__init__(message)
-        self.trials = trials
+    exit_status: ClassVar[int] = 6
+    trials: tuple[Trial, ...] = ()
 
 
 class InvalidArgumentError(OomProbeError, ValueError):
     """An argument is invalid. Nothing was run."""
 
+    exit_status = 2
+
 
 class NoDeviceError(OomProbeError, RuntimeError):
     """The requested device is not available to this process."""
 
+    exit_status = 4
+
 
 class NothingFitsError(OomProbeError, MemoryError):
     """The smallest size allowed does not fit in the memory allowed."""
+
+    exit_status = 1
 
 
 class DeviceLostError(OomProbeError, RuntimeError):
@@ -49,9 +53,7 @@ class DeviceLostError(OomProbeError, RuntimeError):
     ``snapshot`` is the state from before the first step, in host memory; the device's own copy is lost.
     """
 
-    def __init__(self, message: str = "", *, trials: tuple[Trial, ...] = (), snapshot: object = None) -> None:
-        super().__init__(message, trials=trials)
-        self.snapshot = snapshot
+    snapshot: object = None
 
 
 class TimeLimitError(OomProbeError, RuntimeError):
@@ -80,8 +82,10 @@ class StepFailedError(OomProbeError, RuntimeError):
     ``batch_size`` is the size that was being tried; 0 if the probe had not started.
     """
 
-    def __init__(self, message: str = "", *, trials: tuple[Trial, ...] = (), batch_size: int = 0) -> None:
-        super().__init__(message, trials=trials)
+    exit_status = 3
+
+    def __init__(self, message: str = "", *, batch_size: int = 0) -> None:
+        super().__init__(message)
         self.batch_size = batch_size
 
 
@@ -128,12 +132,23 @@ def target_failed(error: BaseException, target: str) -> StepFailedError:
     )
 
 
-def unmeasured(device_name: str, error: BaseException, *, trials: tuple[Trial, ...] = ()) -> UnreliableError:
+def device_lost(device_name: str, what: str, *, replaceable: bool = False) -> DeviceLostError:
+    """Return the error for a device on which this process, or if `replaceable` two processes, can run nothing any more."""
+    lost = (
+        "a fresh process hit the same error. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
+        if replaceable
+        else f"this process can no longer use {device_name}, and all tensors on it are lost. The state from before "
+        "the first step is in this error's .snapshot. Start a new process; to run trials in child processes that may "
+        "fail like this, use oomprobe run path/to/train.py:build or oomprobe.probe_target"
+    )
+    return DeviceLostError(f"a sticky error ({what}): {lost}")
+
+
+def unmeasured(device_name: str, error: BaseException) -> UnreliableError:
     """Return the error for a healthy device that failed to report its memory."""
     return UnreliableError(
         f"{device_name} did not report its memory ({type(error).__name__}: {text_of(error)}), so there is no answer. The "
-        "step is not the cause: probe again, or check the driver",
-        trials=trials,
+        "step is not the cause: probe again, or check the driver"
     )
 
 

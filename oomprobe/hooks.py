@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -14,8 +14,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomprobe.state.tracker import drop_later_state, parameters_of, state_names
+from oomprobe.state.tracker import Tracker, drop_later_state, parameters_of, state_names
 
+NO_OPTIMIZER = (
+    "no optimizer stepped in {calls} calls of {steps}: the result covers only what the step did, "
+    "perhaps just a forward pass"
+)
+IDLE = (
+    "some optimizers ({count}) did not step in {calls} calls of {steps}, so the result does not cover their state: let the step "
+    "function step every optimizer that training has"
+)
 COMPILED = (
     "the step uses torch.compile: each size was compiled from scratch, as if training at that size alone, and training will "
     "compile once more"
@@ -73,6 +81,95 @@ class OptimizerWatch:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+class Stepping:
+    """Knows which optimizers each step of a probe steps: learned in its first trial, demanded of later ones.
+
+    Optimizers are known by their ids. A step may make its optimizers on each call: then as many new ones must step.
+    """
+
+    def __init__(self, watch: OptimizerWatch, tracker: Tracker) -> None:
+        self._watch, self._tracker = watch, tracker
+        self._expected: dict[str, set[int]] = {}  # by the name of a step that is known; empty: it steps none
+        self._last_call: set[int] = set()  # that stepped in the last call that ran
+        self._idle: set[int] = set()  # that were waited for in vain
+
+    def knows(self, name: str) -> bool:
+        """Return whether a trial has shown what the step steps."""
+        return name in self._expected
+
+    def wanted(self, name: str) -> set[int] | None:
+        """Return the optimizers that end a full step; an empty set: whichever steps first; None: the step has none."""
+        if name in self._expected:
+            return self._expected[name] or None
+        found = {id(one) for one in self._tracker.optimizers if not wraps_another(one)}
+        elsewhere = set[int]().union(*self._expected.values())  # optimizers of other steps
+        return (found - elsewhere or None) if elsewhere else found
+
+    def start_step(self) -> None:
+        """Count the optimizers that step from here on."""
+        self._watch.stepped.clear()
+
+    @property
+    def count(self) -> int:
+        """The number of optimizers that have stepped since `start_step`."""
+        return len(self._watch.stepped)
+
+    def has_stepped(self, wanted: set[int]) -> bool:
+        """Return whether all the wanted optimizers that are alive have stepped, or as many new ones."""
+        stepped = self._watch.stepped
+        alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
+        return bool(stepped) and (stepped >= alive or (bool(stepped - wanted) and len(stepped) >= len(wanted)))
+
+    def learn_step(self, name: str, wanted: set[int] | None) -> None:
+        """Take what has stepped since `start_step` as what the step steps."""
+        self._expected[name] = set(self._watch.stepped)
+        self._idle = (self._idle | (wanted or set())) - self._watch.stepped
+
+    def start_call(self) -> set[int]:
+        """Begin a call; pass what is returned to `end_call`."""
+        before = set(self._watch.stepped)
+        self._watch.stepped.clear()
+        return before
+
+    def end_call(self, before: set[int]) -> None:
+        """End a call that ran."""
+        self._last_call = set(self._watch.stepped)
+        self._watch.stepped |= before
+
+    def repeat_call(self) -> None:
+        """Count the optimizers of the last call again."""
+        self._watch.stepped |= self._last_call
+
+    def did_all(self, name: str) -> bool:
+        """Return whether the last call stepped every optimizer of the step, so that repeating it is a full step."""
+        return self._last_call >= self._expected.get(name, set())
+
+    def note(self, step_names: Iterable[str], calls: int) -> str | None:
+        """Return a note if no optimizer stepped, or one did not: its state is not in the measured memory."""
+        steps = " and ".join(map(repr, step_names))
+        if not any(self._expected.values()):
+            return NO_OPTIMIZER.format(calls=calls, steps=steps)
+        return IDLE.format(count=len(self._idle), calls=calls, steps=steps) if self._idle else None
+
+    # Between processes that built the same target, an optimizer is known by its place.
+
+    def learned(self) -> dict[str, list[int]]:
+        """Return for each step the places of the optimizers that step; negative for those created during the probe."""
+        places = {id(optimizer): place for place, optimizer in enumerate(self._tracker.optimizers)}
+        return {
+            name: [places.get(one, -1 - nth) for nth, one in enumerate(stepped)]
+            for name, stepped in self._expected.items()
+        }
+
+    def learn(self, learned: Mapping[str, Sequence[int]]) -> None:
+        """Take over what trials of the same target learned in another process, unless something is known already."""
+        known = [id(optimizer) for optimizer in self._tracker.optimizers]
+        self._expected = self._expected or {
+            name: {known[place] if 0 <= place < len(known) else place for place in places}
+            for name, places in learned.items()
+        }
 
 
 def wraps_another(optimizer: torch.optim.Optimizer) -> bool:

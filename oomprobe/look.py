@@ -8,6 +8,7 @@ allocator handed out, the peak so far, and the bytes in live tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 LOOK_CALLS = 50  # of a look and of a confirmation, if there is time for so many
@@ -19,6 +20,46 @@ LARGER = 0.002
 SMALLEST_GROWTH_BYTES = 2**14  # more than a growing list of losses as numbers takes
 # Searches that make many calls per trial stop at a wider bracket, so that they end within about 300 calls of the answer's size.
 EXACT_CALLS, STRIDE_OF_MANY, WIDEST = 12, 1 / 128, 1 / 32
+# Fraction of the bytes that full steps allocate, or of a peak, by which steps that do the same may differ.
+VARIES = 0.01
+
+
+@dataclass(slots=True)
+class Rows:
+    """What one step did in one trial, a number for each call."""
+
+    served_bytes: list[int] = field(default_factory=list)  # that the allocator handed out
+    peak_bytes: list[int] = field(default_factory=list)  # the highest allocation so far; empty if not watched
+    live_bytes: list[int] = field(default_factory=list)  # in live tensors afterwards; empty if not watched
+    durations_s: list[float] = field(default_factory=list)  # of the calls that were not repeated
+    timed_from: int = 0  # how many of these to ignore: the first full step creates optimizer state, so it is slower
+    waited_calls: int = 0  # in vain for an optimizer, after the last that stepped in the first full step
+    first_calls: int | None = None  # until every optimizer had stepped; None: not yet
+    step_calls: int = 1  # of the last full step
+    turn_calls: int = 0  # before the last turn
+
+    @property
+    def after_first_bytes(self) -> list[int]:
+        """Bytes handed out by each call after the first full step."""
+        return self.served_bytes[self.waited_calls + (self.first_calls or 0) :]
+
+    def varies(self, step_calls: int) -> bool:
+        """Return whether full steps of so many calls allocated different amounts."""
+        served = self.after_first_bytes
+        starts = range(0, len(served) - step_calls + 1, step_calls)
+        return varies([sum(served[start : start + step_calls]) for start in starts])
+
+    def calls_needed(self, ordinary_calls: int, *, is_exact: bool) -> int:
+        """Return `calls_needed` of these rows."""
+        rows = self.served_bytes, self.peak_bytes, self.live_bytes
+        first_calls = self.first_calls or 0
+        return calls_needed(*rows, first_calls=first_calls, ordinary_calls=ordinary_calls, is_exact=is_exact)
+
+    @property
+    def steady_live_bytes(self) -> list[int]:
+        """Bytes in live tensors after each call of the last turn, from the first full step on."""
+        first_calls = 1 if self.first_calls is None else self.first_calls
+        return self.live_bytes[max(self.turn_calls, first_calls - 1) :]
 
 
 def calls_needed(
@@ -92,11 +133,9 @@ def growth_bytes(live_bytes: Sequence[int]) -> int:
         return 0
     part = max(1, len(live_bytes) // 4)
     lows = [min(live_bytes[start : start + part]) for start in range(0, 4 * part, part) if live_bytes[start:]]
-    if any(
-        later <= earlier for earlier, later in pairwise(lows)
-    ):  # it keeps something of the last call, whose size varies
-        return 0
-    return max(0, live_bytes[-1] - live_bytes[0]) // last
+    # Otherwise it keeps something of the last call, whose size varies.
+    is_rising = all(later > earlier for earlier, later in pairwise(lows))
+    return max(0, live_bytes[-1] - live_bytes[0]) // last if is_rising else 0
 
 
 def tolerance_of(calls: int) -> float:
@@ -107,3 +146,19 @@ def tolerance_of(calls: int) -> float:
         (0.0, 0.015625, 0.03125)
     """
     return 0.0 if calls <= EXACT_CALLS else min(WIDEST, STRIDE_OF_MANY * calls / EXACT_CALLS)
+
+
+def varies(served_bytes: Sequence[int]) -> bool:
+    """Return whether some steps allocated more bytes than others, ignoring the first, which may fill caches.
+
+    Example:
+        >>> varies([120, 100, 100]), varies([120, 100, 150])
+        (False, True)
+    """
+    steady = served_bytes[1:]
+    return bool(steady) and max(steady) - min(steady) > VARIES * max(steady)
+
+
+def differ(one_bytes: int, other_bytes: int) -> bool:
+    """Return whether two peaks differ by more than the rounding of blocks explains."""
+    return abs(one_bytes - other_bytes) > VARIES * max(one_bytes, other_bytes)

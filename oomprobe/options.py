@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
-from oomprobe.errors import Caller, InvalidArgumentError
-from oomprobe.errors import check_size as check_size
+from oomprobe.errors import Caller, InvalidArgumentError, check_size
 from oomprobe.search import Sizes
 
 StepFn = Callable[[torch.nn.Module, int], object]
+SEVERAL_RANKS = (
+    "{what}: an out-of-memory error on one would leave the others waiting in a collective. Several ranks are not supported "
+    "yet: "
+)
 MAX_CALLS = 32  # of a step without an optimizer stepping, before it is assumed to have none
 
 
@@ -24,9 +27,8 @@ class Step:
 
     run: StepFn
     max_calls: int = MAX_CALLS  # while waiting for an optimizer to step; 1 for a step that is a whole training run
-    starts_anew: bool = (
-        False  # whether each call is a training run of its own, so that many calls show no more than few
-    )
+    # Whether each call is a training run of its own, so that many calls show no more than few.
+    starts_anew: bool = False
     caller: Caller | None = None  # what the user typed, for error messages; None if the user wrote `run`
     # Whether the current call created an optimizer and its parameters, which it also drops, so they need no snapshot.
     has_made: Callable[[torch.optim.Optimizer], bool] | None = None
@@ -128,12 +130,11 @@ def check_model(model: object) -> torch.nn.Module:
     raise InvalidArgumentError(f"model must be a torch.nn.Module, not {kind}")
 
 
-def refuse_ranks() -> None:
+def refuse_process_group() -> None:
     """Raise InvalidArgumentError if other ranks would wait for a step that this one abandons."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        what = f"torch.distributed is initialised with {distributed.get_world_size()} ranks"
         raise InvalidArgumentError(
-            f"torch.distributed is initialised with {distributed.get_world_size()} ranks: an out-of-memory error on "
-            "one would leave the others waiting in a collective. Not supported yet; probe in one process before "
-            "the ranks are started"
+            SEVERAL_RANKS.format(what=what) + "probe in one process before the ranks are started"
         )

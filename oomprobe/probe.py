@@ -1,26 +1,23 @@
-"""`find_max_batch`, `check` and `probe_target`: options in, result out."""
+"""`find_max_batch`, `check`, `probe_target` and `check_target`: options in, result out.
+
+Each makes its result after the session has closed, because closing it restores the state and sets `state_verified`.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from oomprobe.devices import Device, choose_device, is_host, replay_of, simulated_or
-from oomprobe.errors import InvalidArgumentError, OomProbeError, check_size, target_failed
-from oomprobe.isolation.system import MARK
-from oomprobe.options import Options, Step, StepFn, check_model, named_steps, refuse_ranks
+from oomprobe.devices import Device
+from oomprobe.errors import check_size
+from oomprobe.finish import finish
+from oomprobe.opening import open_model, open_target
+from oomprobe.options import Options, Step, StepFn
 from oomprobe.report.progress import Progress
-from oomprobe.report.summary import nothing_fits, result_of
 from oomprobe.result import ProbeResult
-from oomprobe.search import Found
-from oomprobe.session import Session, open_here
-from oomprobe.state import preserved
-from oomprobe.targets import build, name_of
+from oomprobe.summary import result_of
 
 
 def find_max_batch(
@@ -113,8 +110,8 @@ def find_max_batch(
         trial_time_limit_s=trial_time_limit_s,
         breakdown=breakdown,
     )
-    with _open(model, step_fn, device, preserve, options, progress) as session:
-        found = _finish(session, session.find())
+    with open_model(model, step_fn, device, preserve, options, progress) as session:
+        found = finish(session, session.find())
     return result_of(session, found)
 
 
@@ -159,8 +156,8 @@ def check(
         32
     """
     options = _check_options(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
-    with _open(model, step_fn, device, preserve, options, progress) as session:
-        found = _finish(session, session.confirm_only(batch_size))
+    with open_model(model, step_fn, device, preserve, options, progress) as session:
+        found = finish(session, session.confirm_only(batch_size))
     return result_of(session, found)
 
 
@@ -203,8 +200,8 @@ def probe_target(
         >>> probe_target("oomprobe.demo:small_gpt", device="sim:16GiB", resolution=0.5, progress="off").limited_by
         'memory'
     """
-    with _open_target(target, isolate, device, preserve, Options(**options), progress) as session:
-        found = _finish(session, session.find())
+    with open_target(target, isolate, device, preserve, Options(**options), progress) as session:
+        found = finish(session, session.find())
     return result_of(session, found)
 
 
@@ -222,8 +219,8 @@ def check_target(
 ) -> ProbeResult:
     """Check that one size fits for a target; see `probe_target` and `check` for arguments and errors."""
     options = _check_options(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
-    with _open_target(target, isolate, device, (), options, progress) as session:
-        found = _finish(session, session.confirm_only(batch_size))
+    with open_target(target, isolate, device, (), options, progress) as session:
+        found = finish(session, session.confirm_only(batch_size))
     return result_of(session, found)
 
 
@@ -240,76 +237,3 @@ def _check_options(
         time_limit_s=time_limit_s,
         breakdown=breakdown,
     )
-
-
-def _finish(session: Session, found: Found) -> Found:
-    """Raise if nothing fits or if each step leaks; otherwise run the accumulation plan and the breakdown."""
-    if found.batch_size is None:
-        raise nothing_fits(session)
-    session.refuse_leaking(found.batch_size)
-    session.ease(found.batch_size)
-    session.run_plan(found.batch_size)
-    session.break_down(found.batch_size)
-    return found
-
-
-def _open(
-    model: torch.nn.Module,
-    step_fn: StepFn | Step | Mapping[str, StepFn | Step],
-    device: str | torch.device | Device | None,
-    preserve: Iterable[Any],
-    options: Options,
-    progress: Progress,
-) -> AbstractContextManager[Session]:
-    """Open a session for a live model: trials on host memory run in forked children, all others in this process."""
-    check_model(model)
-    objects, steps = preserved(preserve), named_steps(step_fn)
-    refuse_ranks()
-    chosen = choose_device(device, model)
-    if not is_host(chosen):
-        return open_here(model, steps, objects, chosen, options, progress)
-    from oomprobe.isolation.sessions import open_forked  # imports on Linux only, like the host device
-
-    return open_forked(model, steps, objects, chosen, options, progress, was_chosen=device is not None)
-
-
-def _open_target(
-    target: str | Callable[[], Any],
-    isolate: bool,
-    device: Any,
-    preserve: Any,
-    options: Options,
-    progress: Progress,
-) -> AbstractContextManager[Session]:
-    """Open a session for a target, in child processes or in this one."""
-    name, device = name_of(target), simulated_or(device)
-    if isolate and replay_of(device) is None:
-        _refuse_isolation(preserve)
-        from oomprobe.isolation.sessions import open_isolated
-
-        return open_isolated(name, device, options, progress)
-    try:
-        model, step_fn = build(name, device)
-    except (OomProbeError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise target_failed(error, name) from error
-    return _open(model, step_fn, device, preserve, options, progress)
-
-
-def _refuse_isolation(preserve: Any) -> None:
-    if MARK in os.environ:  # set in workers
-        raise InvalidArgumentError(
-            "a target's file calls probe_target while it is imported, so each process that builds the target would start "
-            'another probe: put the call under if __name__ == "__main__":'
-        )
-    if sys.platform != "linux":
-        raise InvalidArgumentError(
-            f"trials can be isolated on Linux only, and this is {sys.platform}: pass isolate=False (--in-process) to run "
-            "them in this process"
-        )
-    if preserve is not None and preserve != () and preserve != []:
-        raise InvalidArgumentError(
-            "preserve takes live objects of this process, but isolated trials run in other processes: leave it out, or pass "
-            "isolate=False"
-        )

@@ -4,86 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from enum import StrEnum
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oomprobe.breakdown import Breakdown
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.report.breakdown import Breakdown
-from oomprobe.report.fit import LinearFit
-from oomprobe.report.plan import PlanEntry, plan
-from oomprobe.verdicts import Verdict
+from oomprobe.fit import LinearFit
+from oomprobe.plan import PlanEntry, plan
+from oomprobe.trials import Trial, known_fields, trial_from_dict
 
+# The methods that render import `report` when they are called, and `report` reads results: the only circle of the package.
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCHEMA_VERSION = 1
-
-
-class Phase(StrEnum):
-    """Why a size was tried."""
-
-    GROW = "grow"
-    BISECT = "bisect"
-    RECHECK = "recheck"
-    CONFIRM = "confirm"
-
-
-SECOND_OPINIONS = (Phase.RECHECK, Phase.CONFIRM)  # trials in child processes then run in one that has run nothing else
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """One batch size, tried.
-
-    Attributes:
-        batch_size: The size passed to the step.
-        verdict: How it ended.
-        phase: Why it was tried.
-        steps: Completed calls of the step.
-        cap_bytes: Limit of the allocator; None if only the device's own limit applied, as while growing in a process
-            that may die.
-        peak_allocated_bytes: Most memory in live tensors during the trial; None if not measured.
-        peak_reserved_bytes: Most memory held by the allocator during the trial; None if not measured.
-        peak_upper_bytes: Upper end of a simulated peak, with the largest workspace that a convolution would take if
-            there is room; None on other devices.
-        step_s: Median wall time of a call once every optimizer had stepped; None if no such call completed.
-        samples_per_s: ``batch_size / step_s``.
-        alloc_retries: Times the allocator had to free its cache to serve a request.
-        leaked_bytes: Memory still in use after the trial and a full clean-up.
-        step_leaked_bytes: Memory that each further step leaves in use, not counting uncollected garbage.
-        error: Text of the failure; None if it passed.
-        where: Where it failed, such as ``"backward, model.py:142"``.
-        step_name: Which of several named steps failed, or had the highest peak; None for a single step.
-        accumulation_steps: Micro-batches per optimizer step; 1 unless an accumulation plan was run.
-        replayed: Whether a simulated device replayed the recorded allocations of the step instead of running it. Such
-            trials guide the search; deciding trials run the step.
-    """
-
-    batch_size: int
-    verdict: Verdict
-    phase: Phase
-    steps: int = 0
-    cap_bytes: int | None = None
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    peak_upper_bytes: int | None = None
-    step_s: float | None = None
-    samples_per_s: float | None = None
-    alloc_retries: int = 0
-    leaked_bytes: int = 0
-    step_leaked_bytes: int = 0
-    error: str | None = None
-    where: str | None = None
-    step_name: str | None = None
-    accumulation_steps: int = 1
-    replayed: bool = False
-
-    @property
-    def passed(self) -> bool:
-        """Whether the size ran."""
-        return self.verdict is Verdict.FITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,9 +123,9 @@ class ProbeResult:
                 "or read it with the oomprobe that wrote it"
             )
         try:
-            known = _known(cls, data)
+            known = known_fields(cls, data)
             known["trials"] = tuple(trial_from_dict(t) for t in data["trials"])
-            known["fit"] = None if data.get("fit") is None else LinearFit(**_known(LinearFit, data["fit"]))
+            known["fit"] = None if data.get("fit") is None else LinearFit(**known_fields(LinearFit, data["fit"]))
             known["breakdown"] = None if data.get("breakdown") is None else Breakdown.from_dict(data["breakdown"])
             known |= {name: tuple(data[name]) for name in ("notes", "not_covered")}
             return cls(**known)
@@ -235,13 +170,3 @@ class ProbeResult:
         from oomprobe.report.text import report
 
         return report(self)
-
-
-def trial_from_dict(data: Mapping[str, Any]) -> Trial:
-    """Return the trial that was written as JSON."""
-    return Trial(**{**_known(Trial, data), "verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])})
-
-
-def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that `cls` has a field for; a newer oomprobe with the same schema may have written more."""
-    return {f.name: data[f.name] for f in fields(cls) if f.name in data}

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from oomprobe.result import Phase
+from oomprobe.trials import Phase
 
 # Fraction of the size: how narrow the bracket must be if the limit is not sharp, and the first step down after a failed
 # confirmation. If sequence lengths vary from step to step, moving down one size at a time would fail many times.
@@ -59,11 +59,12 @@ class Question:
     looks: bool = False
 
 
-Asking = Generator[Question, Reply, Any]
+_T = TypeVar("_T")
+Questions = Generator[Question, Reply, _T]  # part of a search, which ends with a _T
 
 
-class Ask(Protocol):
-    """Runs the size of a question and replies."""
+class TrySize(Protocol):
+    """Runs a size and replies."""
 
     def __call__(self, size: int, phase: Phase, *, capped: bool) -> Reply: ...
 
@@ -118,36 +119,37 @@ class Found:
 
 
 def find(
-    ask: Ask,
+    try_size: TrySize,
     sizes: Sizes,
     *,
     capped: bool,
-    enough: Callable[[int, int], bool],
+    should_stop_bisecting: Callable[[int, int], bool],
     look: Callable[[int], Reply] | None = None,
 ) -> Found:
     """Find the largest size that runs under the cap. On a monotone limit the answer is exact.
 
-    Unless `capped`, there is no cap, and grow's replies hold for bisect too. `enough` is called with the largest good and
-    the smallest bad size; it returns True to stop bisecting early. `look` runs many calls of a small size after growing; if
-    its reply varies, `ask` runs longer trials from then on, and the search forgets what passed before.
+    Unless `capped`, there is no cap, and grow's replies hold for bisect too. `should_stop_bisecting` is called with the
+    largest good and the smallest bad size. `look` runs many calls of a small size after growing; if its reply varies,
+    `try_size` runs longer trials from then on, and the search forgets what passed before.
 
     Example:
-        >>> def ask(size, phase, *, capped):
+        >>> def try_size(size, phase, *, capped):
         ...     return Reply(passed=size <= (90 if capped else 100))
-        >>> find(ask, Sizes(first=1, last=None, step=1), capped=True, enough=lambda good, bad: False).batch_size
+        >>> sizes = Sizes(first=1, last=None, step=1)
+        >>> find(try_size, sizes, capped=True, should_stop_bisecting=lambda good, bad: False).batch_size
         90
     """
-    questions = _Search(sizes, capped, enough, looks=look is not None).questions()
+    questions = _Search(sizes, capped, should_stop_bisecting, looks=look is not None).questions()
     reply: Any = None  # the first `send` to a generator must be None
     while True:
         try:
             question = questions.send(reply)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            return end.value  # type: ignore[no-any-return]  # a StopIteration has no type
         if question.looks and look is not None:
             reply = look(question.size)
         else:
-            reply = ask(question.size, question.phase, capped=question.capped)
+            reply = try_size(question.size, question.phase, capped=question.capped)
 
 
 @dataclass(slots=True)
@@ -156,7 +158,7 @@ class _Search:
 
     sizes: Sizes
     has_cap: bool
-    enough: Callable[[int, int], bool]
+    should_stop_bisecting: Callable[[int, int], bool]
     looks: bool = False
     varies: bool = False  # whether later calls of a step need more memory than earlier ones
     full_good: int | None = None  # the bracket with all the memory
@@ -173,7 +175,7 @@ class _Search:
     transient: list[int] = field(default_factory=list)
     unconfirmed: list[int] = field(default_factory=list)
 
-    def questions(self) -> Asking:
+    def questions(self) -> Questions[Found]:
         """Run the whole search and return what was found."""
         yield from self.grow()
         if self.looks and self.full_good is not None and self.sizes.down(self.full_good, LOOK_DIVISOR) < self.full_good:
@@ -195,7 +197,7 @@ class _Search:
             unconfirmed=tuple(self.unconfirmed),
         )
 
-    def ask(self, size: int, phase: Phase, *, capped: bool, looks: bool = False) -> Asking:
+    def ask(self, size: int, phase: Phase, *, capped: bool, looks: bool = False) -> Questions[Reply]:
         reply = yield Question(size=size, phase=phase, capped=capped and self.has_cap, looks=looks)
         if reply.passed:
             self.passed.add(size)
@@ -206,7 +208,7 @@ class _Search:
             self.failed_full.add(size)
         return reply
 
-    def grow(self) -> Asking:
+    def grow(self) -> Questions[None]:
         size = self.sizes.first
         while True:
             reply = yield from self.ask(size, Phase.GROW, capped=False)
@@ -226,7 +228,7 @@ class _Search:
                 return
             size = self.sizes.up(size, size)
 
-    def look(self, largest: int) -> Asking:
+    def look(self, largest: int) -> Questions[None]:
         """Look for what happens only at some calls, at a size where many calls are cheap. If it does, believe only that size."""
         size = self.sizes.down(largest, LOOK_DIVISOR)
         reply = yield from self.ask(size, Phase.GROW, capped=False, looks=True)
@@ -247,7 +249,7 @@ class _Search:
         self.failed.discard(size)
         self.failed_full.discard(size)
 
-    def enter_cap(self) -> Asking:
+    def enter_cap(self) -> Questions[None]:
         """Move the bracket under the cap: if its lower end does not run there, that becomes the upper end."""
         self.good, self.bad = self.full_good, self.full_bad
         last_good = self.full_good
@@ -262,7 +264,7 @@ class _Search:
             else:
                 self.bad = last
 
-    def begin_at(self, guess: int) -> Asking:
+    def begin_at(self, guess: int) -> Questions[None]:
         """Bracket the limit around a guess, in strides that double: trials of many calls need to be few."""
         size, stride, previous = (
             self.sizes.down(guess, 1),
@@ -281,7 +283,7 @@ class _Search:
         """Return whether only the first size is left, with nothing below or between: confirmation alone decides it."""
         return self.good == self.sizes.first and self.bad == self.sizes.up(self.sizes.first, self.sizes.step)
 
-    def bisect(self) -> Asking:
+    def bisect(self) -> Questions[None]:
         """Close the bracket under the cap. Its upper end must fail there too, not just with all the memory."""
         stride = self.sizes.step
         while (size := self._candidate(stride)) is not None:
@@ -302,7 +304,7 @@ class _Search:
             return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)
         if self.good is not None:
             is_narrow = self.bad - self.good <= max(self.tolerance, self.least_tolerance) * self.good
-            if is_narrow or self.enough(self.good, self.bad):
+            if is_narrow or self.should_stop_bisecting(self.good, self.bad):
                 return None
         middle = self.sizes.middle(self.good, self.bad, geometric=self.varies)
         if middle is None and self.bad not in self.failed:
@@ -312,7 +314,7 @@ class _Search:
     def _failure_above(self, size: int) -> int | None:
         return min((s for s in self.failed | self.failed_full if s > size), default=None)
 
-    def recheck(self) -> Asking:
+    def recheck(self) -> Questions[None]:
         """Repeat the deciding failure once: a leak, another process or fragmentation may have caused it.
 
         If the step varies, a pass would prove nothing.
@@ -326,7 +328,7 @@ class _Search:
             self.good, self.bad = deciding, self._failure_above(deciding)
             yield from self.bisect()
 
-    def look_past_holes(self) -> Asking:
+    def look_past_holes(self) -> Questions[None]:
         """Try a size slightly above the bracket. If it passes, the failure below it was a hole: continue from there."""
         met_hole = False
         self.tolerance = STRIDE
@@ -347,7 +349,7 @@ class _Search:
             yield from self.bisect()
         self.tolerance = STRIDE if met_hole else 0.0
 
-    def _climb(self, size: int, stride: int) -> Asking:
+    def _climb(self, size: int, stride: int) -> Questions[None]:
         """Move up from a size that passed, in doubling strides, until one fails."""
         self.good, self.bad = size, self.full_bad if self.full_bad and self.full_bad > size else None
         while True:
@@ -360,7 +362,7 @@ class _Search:
                 return
             self.good = size
 
-    def confirm(self) -> Asking:
+    def confirm(self) -> Questions[tuple[int | None, int | None]]:
         """Run the answer for longer. While that fails, move down in growing strides; then close the bracket."""
         good, bad, size, stride = None, self.bad, self.good, 0
         while size is not None:
@@ -377,14 +379,14 @@ class _Search:
         return good, bad
 
     def _between(self, good: int, bad: int | None) -> int | None:
-        if bad is None or bad - good <= self._stride(good) or self.enough(good, bad):
+        if bad is None or bad - good <= self._stride(good) or self.should_stop_bisecting(good, bad):
             return None
         return self.sizes.middle(good, bad)
 
     def _stride(self, size: int) -> int:
         return round(STRIDE * size / self.sizes.step) * self.sizes.step
 
-    def _confirmed(self, size: int) -> Asking:
+    def _confirmed(self, size: int) -> Questions[bool]:
         reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
         if not reply.passed and size == self.sizes.first:  # nothing is below it, so one failure does not decide
             reply = yield from self.ask(size, Phase.CONFIRM, capped=True)

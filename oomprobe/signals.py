@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import signal
-import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from oomprobe.errors import TimeLimitError, TimeUp
+from oomprobe.frames import interrupts_library
 from oomprobe.options import Options
-from oomprobe.result import Trial
+from oomprobe.trials import Trial
 from oomprobe.units import format_seconds
-from oomprobe.verdicts.failure import is_library
 
-_STANDARD = Path(sysconfig.get_paths()["stdlib"])
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
 LONGEST_TIMER_S = 10**8  # three years; the kernel rejects timers of about 300
 CONFIRM_SLACK = 1.5  # a confirmation step may take this many times as long as a step of the search
@@ -26,7 +23,7 @@ EXIT_TERMINATED = 128 + signal.SIGTERM  # the exit status that a shell reports a
 
 
 class Interrupts:
-    """Delivers signals only while a step runs, and deferred ones afterwards.
+    """Delivers signals only while a step runs, here or in another process, and deferred ones afterwards.
 
     Unless the user handles SIGTERM, it becomes ``SystemExit`` so that ``finally`` blocks run. Outside the main thread
     Python allows no handlers, and the user may be using the process's only timer; in both cases time limits are checked
@@ -58,12 +55,12 @@ class Interrupts:
             self._pending = [number for number in self._pending if number != signal.SIGINT]
         self._deliver_pending()
 
-    def allowed(self, deadline_s: float | None, *, polled: bool = False) -> AbstractContextManager[None]:
+    def delivered_until(self, deadline_s: float | None, *, polled: bool = False) -> AbstractContextManager[None]:
         """Let signals through, and raise `TimeUp` at `deadline_s` on the monotonic clock.
 
         With `polled`, a signal that arrives inside library code waits for the next call of `poll`.
         """
-        return _Allowed(self, deadline_s, polled)
+        return _Delivered(self, deadline_s, polled)
 
     def poll(self) -> None:
         """Deliver signals that arrived inside library code; called where that code can safely raise."""
@@ -84,7 +81,7 @@ class Interrupts:
         self.poll()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._open and self._polled and _in_library(frame):
+        if self._open and self._polled and interrupts_library(frame):
             self._pending.append(number)
         elif self._open:
             self._open = False  # if this one raises, a second signal waits until everything is restored
@@ -110,7 +107,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-class _Allowed:
+class _Delivered:
     """A class rather than a generator, because a signal could be raised inside the generator's own frame."""
 
     def __init__(self, interrupts: Interrupts, deadline_s: float | None, polled: bool) -> None:
@@ -138,22 +135,6 @@ class _Allowed:
         self._interrupts._pending = [number for number in self._interrupts._pending if number != ALARM]
         if self._alarm_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _in_library(frame: FrameType | None) -> bool:
-    """Return whether the signal interrupted torch or oomprobe rather than the user's code.
-
-    There an exception may leave work half-done, end the process in C++ that does not expect one, or be lost in the
-    callback of a weak reference.
-    """
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.name == "weakref.py" or is_library(path):
-            return True
-        if _STANDARD not in path.parents or "site-packages" in path.parts:
-            return False
-        frame = frame.f_back
-    return False
 
 
 def _is_free(alarm: int) -> bool:
@@ -191,12 +172,10 @@ class Clock:
         needed_s = CONFIRM_SLACK * calls * size * (rates[-1] if rates else 0.0)
         return self.end_s is None or self.end_s - time.monotonic() >= needed_s
 
-    def time_is_up(self, batch_size: int, trials: Sequence[Trial]) -> TimeLimitError:
-        """Return the error for a time limit that passed while `batch_size` ran."""
+    def time_is_up(self, when: str) -> TimeLimitError:
+        """Return the error for a time limit that passed, such as ``"while the target was built"``."""
         return TimeLimitError(
-            f"time passed during batch {batch_size} after {format_seconds(self.elapsed_s)} and {len(trials)} trials "
-            f"(time_limit_s={self.options.time_limit_s}, trial_time_limit_s={self.options.trial_time_limit_s}), "
-            "before a size was confirmed. Allow more time, start closer to the limit with min_batch, or stop earlier with "
-            "resolution=0.05",
-            trials=tuple(trials),
+            f"time passed {when}, after {format_seconds(self.elapsed_s)} (time_limit_s={self.options.time_limit_s}, "
+            f"trial_time_limit_s={self.options.trial_time_limit_s}), before a size was confirmed. Allow more time, start closer "
+            "to the limit with min_batch, or stop earlier with resolution=0.05"
         )

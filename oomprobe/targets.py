@@ -6,14 +6,13 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from oomprobe.devices import replay_of
+from oomprobe.devices import extras_of
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.options import StepFn
 
@@ -42,8 +41,7 @@ def name_of(target: object) -> str:
 
 def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
     """Import a target and call it. With a simulated device, the target may use ``"cuda"`` without a GPU."""
-    replay = replay_of(device)
-    with nullcontext() if replay is None else replay.building():
+    with extras_of(device).replay.building():
         built = load(target)()
     if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], torch.nn.Module):
         raise InvalidArgumentError(f"{target} returned {type(built).__name__}, not a pair (model, step_fn). {RECIPE}")

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from oomprobe.devices import linux
+from oomprobe import linux
 from oomprobe.hooks import preload_dynamo
 
 ON_BED = Path(torch.__file__).parents[1].joinpath("nvidia/cu13/lib/libcudastub.so").exists()
+pytest.register_assert_rewrite("helpers")
 collect_ignore = ["cuda_bed"] if ON_BED else ["cuda_bed", "cuda"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

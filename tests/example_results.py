@@ -1,10 +1,10 @@
 """Example results: a GPU, a host, and one with every possible warning."""
 
-from test_result import a_trial
+from helpers import a_trial
 
-from oomprobe.report.fit import fit_line
-from oomprobe.result import Phase, ProbeResult
-from oomprobe.verdicts import Verdict
+from oomprobe.fit import fit_line
+from oomprobe.result import ProbeResult
+from oomprobe.trials import Phase, Verdict
 
 GIB, MIB = 2**30, 2**20
 CUDA_OOM = (

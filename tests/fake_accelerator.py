@@ -141,7 +141,7 @@ class Block:
     """What `FakeModule.alloc` returns: lives as long as a tensor would."""
 
 
-class LedgerDevice(AcceleratorDevice):
+class FakeAccelerator(AcceleratorDevice):
     """A real `AcceleratorDevice` on the fake, so that a whole probe runs with tensors on the CPU."""
 
     def __init__(self, fake, stated_bytes=None):
@@ -164,7 +164,7 @@ def ledger(fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, **card
         card: Arguments of `FakeModule`.
     """
     fake = FakeModule(**card)
-    device = LedgerDevice(fake)
+    device = FakeAccelerator(fake)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     device.held = fake.alloc(fixed_bytes)

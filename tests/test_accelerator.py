@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from fake_accelerator import ILLEGAL_ADDRESS, MIB, FakeModule, LedgerDevice
+from fake_accelerator import ILLEGAL_ADDRESS, MIB, FakeAccelerator, FakeModule
 
 from oomprobe.devices import accelerator
 from oomprobe.devices.accelerator import kernel_answers
@@ -31,7 +31,7 @@ def test_torch_has_the_function_with_the_same_arguments(module, name):
 
 
 def test_an_allocator_without_counters_is_not_under_pressure(monkeypatch):
-    device = LedgerDevice(FakeModule())  # torch.xpu.memory_stats counts bytes only
+    device = FakeAccelerator(FakeModule())  # torch.xpu.memory_stats counts bytes only
     monkeypatch.setattr(device.fake, "_counters", {})
     device.start_trial()
     assert (device.usage().alloc_retries, device.usage().under_pressure) == (0, False)
@@ -39,7 +39,7 @@ def test_an_allocator_without_counters_is_not_under_pressure(monkeypatch):
 
 def test_a_cap_costs_no_byte():
     """Some torch versions round the fraction down; the one on the bed rounds to the nearest byte."""
-    device = LedgerDevice(FakeModule(total_bytes=150_109_880_320))
+    device = FakeAccelerator(FakeModule(total_bytes=150_109_880_320))
     device.fake.set_per_process_memory_fraction(0.9)
     before_bytes = device.fake._allowed_bytes
     for limit_bytes in range(31_160_284_221, 31_160_284_921, 7):  # some lose a byte in the division
@@ -50,7 +50,7 @@ def test_a_cap_costs_no_byte():
 
 @pytest.mark.parametrize(("error", "raised"), [(ValueError("its own"), ValueError), (None, torch.AcceleratorError)])
 def test_a_cap_that_cannot_be_lifted_hides_no_error(error, raised):
-    device = LedgerDevice(FakeModule())
+    device = FakeAccelerator(FakeModule())
 
     def poisoned_step():
         with device.cap(10 * MIB):

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 import torch
-from fake_accelerator import FakeModule, LedgerDevice
-from test_linux import run_python
+from fake_accelerator import FakeAccelerator, FakeModule
+from helpers import run_python
 from torch import nn
 
 import oomprobe
@@ -96,7 +96,7 @@ def test_an_absent_card_is_refused(cards, device):
 
 
 def test_a_device_object_is_returned_unchanged():
-    device = LedgerDevice(FakeModule())
+    device = FakeAccelerator(FakeModule())
     assert choose_device(device, ON_CPU) is device
     assert choose_device(device, nn.LazyLinear(2)) is device
 

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from test_result import a_trial
+from helpers import a_trial
 
 from oomprobe.options import Options
 from oomprobe.signals import CONFIRM_SLACK, Clock
@@ -30,9 +30,7 @@ def test_time_left_is_kept_for_the_confirmation():
     assert Clock(Options()).suffices_to_confirm(10**9, trials)
 
 
-def test_the_error_carries_trials_and_limits():
-    trials = [a_trial(4)]
-    error = Clock(Options(time_limit_s=2.5)).time_is_up(8, trials)
-    assert error.trials == tuple(trials)
-    assert "during batch 8 after" in str(error)
-    assert "1 trials (time_limit_s=2.5, trial_time_limit_s=None)" in str(error)
+def test_the_error_says_when_and_names_the_limits():
+    error = Clock(Options(time_limit_s=2.5)).time_is_up("during batch 8")
+    assert "time passed during batch 8, after " in str(error)
+    assert "(time_limit_s=2.5, trial_time_limit_s=None)" in str(error)

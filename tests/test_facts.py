@@ -3,11 +3,10 @@ import re
 
 import pytest
 from example_results import gpu, host
-from test_result import a_result, a_trial
+from helpers import a_result, a_trial
 
 from oomprobe.report.text import report
-from oomprobe.result import Phase
-from oomprobe.verdicts import Verdict
+from oomprobe.trials import Phase, Verdict
 
 
 def sentence(result, word):

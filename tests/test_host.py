@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_python
 from ledger import Log
-from test_linux import run_python
 from torch import nn
 
 import oomprobe
-from oomprobe.devices import host, linux
+from oomprobe import linux
+from oomprobe.devices import host
 from oomprobe.devices.host import APPROXIMATE, HostDevice
 from oomprobe.isolation import process, runner
 from oomprobe.isolation.process import Process as TrialProcess
@@ -110,7 +111,7 @@ def test_a_limit_set_by_the_user_bounds_the_answer():
     code = """
         import resource, torch, torch._dynamo, oomprobe
         from test_host import linear, MIB
-        from oomprobe.devices import linux
+        from oomprobe import linux
         limit = linux.process_bytes("VmSize") + 250 * MIB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         result = oomprobe.find_max_batch(*linear(), device="cpu:1GiB", resolution=0.02, progress="off")

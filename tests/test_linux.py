@@ -1,14 +1,9 @@
-import os
-import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
-from oomprobe.devices import linux
+from oomprobe import linux
 
-REPOSITORY = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads memory figures of Linux")
 
 MIB = 2**20
@@ -19,23 +14,6 @@ MemFree:         1000000 kB
 MemAvailable:   20000000 kB
 HugePages_Total:       0
 """
-
-
-def run_python(code, timeout_s=120, warnings="error", stdin=""):
-    """Run code in a new process, which can import the test modules, and return its output."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
-    child = subprocess.run(
-        [sys.executable, "-W", warnings, "-c", textwrap.dedent(code)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2"},
-        cwd=REPOSITORY,
-        check=False,
-    )
-    assert child.returncode == 0, f"exit code {child.returncode}\n{child.stdout}\n{child.stderr}"
-    return child.stdout
 
 
 # --- /proc ---

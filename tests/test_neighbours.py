@@ -1,11 +1,15 @@
 from dataclasses import replace
 
 import pytest
-from example_results import a_trial
+from helpers import a_trial
 
-from oomprobe.session import ATTEMPTS, LOOKS, Neighbours
-from oomprobe.trial import Outcome
-from oomprobe.verdicts import Verdict
+from oomprobe.errors import OomProbeError
+from oomprobe.neighbours import ATTEMPTS, LOOKS, Neighbours
+from oomprobe.options import Options
+from oomprobe.report.progress import Reporter
+from oomprobe.session import Session
+from oomprobe.signals import Clock
+from oomprobe.trials import DeviceInfo, Measured, Outcome, Phase, RunnerInfo, Verdict
 
 GIB = 2**30
 
@@ -19,36 +23,47 @@ def ran(before, after, verdict=Verdict.OOM, cap_bytes=None):
 
 
 class Schedule:
-    """Returns one outcome after the other, and the last one for ever."""
+    """A runner that returns one outcome after the other, and the last one for ever."""
 
-    def __init__(self, *rans):
-        self.rans, self.calls = list(rans), 0
+    facts = RunnerInfo(
+        device=DeviceInfo(name="a card", torch_device="meta", total_bytes=24 * GIB, on_host=False),
+        step_names=("step",),
+        threads=1,
+    )
 
-    def __call__(self):
+    def __init__(self, *rans, look=lambda: GIB):
+        self.rans, self.look, self.calls = list(rans), look, 0
+
+    def run(self, request):
         self.calls += 1
         return self.rans[min(self.calls, len(self.rans)) - 1]
 
-
-def run_undisturbed(watch, run, look):
-    """Run a trial as a session does."""
-    outcome = run()
-    while watch.should_rerun(outcome, look):
-        outcome = run()
-    return outcome
+    def measure(self):
+        return Measured(available_bytes=20 * GIB, outside_bytes=self.look())
 
 
 def watching(expected=GIB):
     slept = []
-    watch = Neighbours(24 * GIB, lambda: "pid 7 (python) holds 3.00 GiB", sleep=slept.append)
+    watch = Neighbours(Schedule.facts.device, sleep=slept.append)
+    watch.names = lambda: "pid 7 (python) holds 3.00 GiB"
     watch.expect(expected)
     return watch, slept
+
+
+def run_undisturbed(watch, runner):
+    """Return the trial that a session believes."""
+    options = Options()
+    session = Session(runner, options, Reporter(), Clock(options), [])
+    session.neighbours = watch
+    return session.run(8, Phase.GROW, cap_bytes=None)
 
 
 @pytest.mark.parametrize("disturbed", [ran(GIB, 5 * GIB), ran(5 * GIB, 5 * GIB), ran(5 * GIB, GIB, cap_bytes=20 * GIB)])
 def test_a_failure_while_others_grew_is_run_again(disturbed):
     watch, slept = watching()
-    run, levels = Schedule(disturbed, disturbed, ran(GIB, GIB)), iter([9 * GIB, 9 * GIB, GIB, GIB])
-    assert run_undisturbed(watch, run, lambda: next(levels)) is run.rans[2]
+    levels = iter([9 * GIB, 9 * GIB, GIB, GIB])
+    run = Schedule(disturbed, disturbed, ran(GIB, GIB), look=lambda: next(levels))
+    assert run_undisturbed(watch, run) is run.rans[2].trial
     assert run.calls == 3
     assert slept == [2, 4]
     assert not watch.contaminated
@@ -59,7 +74,6 @@ def test_a_failure_while_others_grew_is_run_again(disturbed):
     "stands",
     [
         ran(GIB, 9 * GIB, Verdict.FITS),
-        *(ran(GIB, 9 * GIB, verdict) for verdict in (Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT)),
         ran(GIB, 0),
         ran(GIB, GIB + 500 * 2**20),  # its own kernels, loaded late
         ran(GIB, 5 * GIB, cap_bytes=19 * GIB),  # the others left the whole cap free
@@ -67,15 +81,15 @@ def test_a_failure_while_others_grew_is_run_again(disturbed):
 )
 def test_a_trial_that_others_did_not_disturb_counts(stands):
     watch, slept = watching()
-    run = Schedule(stands)
-    assert run_undisturbed(watch, run, pytest.fail) is stands
+    run = Schedule(stands, look=pytest.fail)
+    assert run_undisturbed(watch, run) is stands.trial
     assert (run.calls, slept, watch.contaminated, watch.notes) == (1, [], False, {})
 
 
 def test_memory_that_keeps_changing_contaminates():
     watch, _ = watching()
     run = Schedule(*(ran(GIB, n * GIB) for n in range(3, 20)))
-    assert run_undisturbed(watch, run, lambda: GIB) is run.rans[ATTEMPTS - 1]
+    assert run_undisturbed(watch, run) is run.rans[ATTEMPTS - 1].trial
     assert watch.contaminated
     assert "pid 7 (python) holds 3.00 GiB" in list(watch.notes)[-1]
 
@@ -83,18 +97,27 @@ def test_memory_that_keeps_changing_contaminates():
 def test_only_one_trial_waits_in_vain():
     watch, slept = watching()
     moved = ran(5 * GIB, 5 * GIB)
-    first = Schedule(moved)
-    run_undisturbed(watch, first, lambda: 5 * GIB)
+    first = Schedule(moved, look=lambda: 5 * GIB)
+    run_undisturbed(watch, first)
     assert (first.calls, len(slept)) == (ATTEMPTS, (ATTEMPTS - 1) * (LOOKS - 1))
-    again = Schedule(ran(15 * GIB, 15 * GIB))
-    run_undisturbed(watch, again, pytest.fail)
+    again = Schedule(ran(15 * GIB, 15 * GIB), look=pytest.fail)
+    run_undisturbed(watch, again)
     assert again.calls == 1
     assert watch.contaminated
+
+
+@pytest.mark.parametrize("verdict", [Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT])
+def test_the_end_of_a_process_is_not_blamed_on_others(verdict):
+    watch, slept = watching()
+    run = Schedule(ran(GIB, 9 * GIB, verdict), look=pytest.fail)
+    with pytest.raises(OomProbeError):
+        run_undisturbed(watch, run)
+    assert (run.calls, slept, watch.contaminated, watch.notes) == (1, [], False, {})
 
 
 @pytest.mark.parametrize("held", [(0, 5 * GIB), (None, None)], ids=["no kernel loaded yet", "unknown to the device"])
 def test_without_a_normal_level_no_trial_is_run_again(held):
     watch, _ = watching(None)
-    run = Schedule(ran(*held))
-    run_undisturbed(watch, run, pytest.fail)
+    run = Schedule(ran(*held), look=pytest.fail)
+    run_undisturbed(watch, run)
     assert (run.calls, watch.held_bytes) == (1, [])

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from oomprobe.errors import InvalidArgumentError
-from oomprobe.options import Options, Step, check_model, check_size, named_steps, refuse_ranks
+from oomprobe.errors import InvalidArgumentError, check_size
+from oomprobe.options import Options, Step, check_model, named_steps, refuse_process_group
 from oomprobe.search import Sizes
 
 SIZES = ["min_batch", "multiple_of", "steps", "confirm_steps", "max_batch", "global_batch"]
@@ -198,12 +198,14 @@ def test_anything_but_a_module_is_refused(value, kind):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_ranks_are_refused(ranks):
-    refuse_ranks()
+    refuse_process_group()
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         if ranks == 1:
-            refuse_ranks()
+            refuse_process_group()
         else:
-            assert refused(refuse_ranks).startswith("torch.distributed is initialised with 2 ranks: an out-of-memory")
+            assert refused(refuse_process_group).startswith(
+                "torch.distributed is initialised with 2 ranks: an out-of-memory"
+            )
     finally:
         torch.distributed.destroy_process_group()

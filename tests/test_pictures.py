@@ -8,20 +8,18 @@ import sys
 
 import pytest
 from example_results import EXAMPLES, gpu
-from test_report import same_as_golden
-from test_result import a_result, a_trial
+from helpers import a_result, a_trial, same_as_golden
 
 import oomprobe
 from oomprobe import cli
-from oomprobe.report.breakdown import (
+from oomprobe.breakdown import (
     ACTIVATIONS,
     FRAGMENTATION,
     KINDS,
     Breakdown,
     ModuleMemory,
-    advice,
-    breakdown_lines,
 )
+from oomprobe.report.breakdown import advice, breakdown_lines
 from oomprobe.report.compare import comparison
 from oomprobe.report.html import page
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.report.plan import plan
+from oomprobe.plan import plan
 
 shapes = st.tuples(st.integers(1, 5000), st.integers(1, 16), st.integers(1, 300), st.integers(1, 9))
 
@@ -57,13 +57,6 @@ def test_the_exact_entry_has_the_largest_possible_micro_batch(shape):
 def test_the_first_entry(global_batch, smallest, largest, expected):
     first = plan(global_batch, world_size=1, max_micro_batch=largest, min_micro_batch=smallest)[0]
     assert (first.micro_batch, first.accumulation_steps) == expected
-
-
-@given(shapes, st.sets(st.tuples(st.integers(1, 300), st.integers(1, 3)), max_size=20))
-def test_only_sizes_that_ran_are_marked_as_ran(shape, ran):
-    for entry in entries(shape, ran=ran):
-        assert entry.ran == (entry.micro_batch in {size for size, _ in ran})
-        assert entry.ran_accumulated == (entry.micro_batch in {size for size, steps in ran if steps > 1})
 
 
 @pytest.mark.parametrize("name", ["global_batch", "world_size"])

@@ -12,8 +12,8 @@ import types
 
 import pytest
 import torch
+from helpers import a_trial
 from ledger import MIB, LedgerDevice
-from test_result import a_trial
 
 import oomprobe
 from oomprobe.errors import InvalidArgumentError
@@ -21,8 +21,7 @@ from oomprobe.options import Options
 from oomprobe.report import progress
 from oomprobe.report.progress import reporter
 from oomprobe.report.table import trial_line
-from oomprobe.result import Phase
-from oomprobe.verdicts import Verdict
+from oomprobe.trials import Phase, Verdict
 
 
 class Terminal(io.StringIO):
@@ -90,10 +89,10 @@ def test_the_status_line_says_trial_bracket_and_time(terminal):
 @pytest.mark.parametrize(
     ("trials", "bracket"),
     [
-        ([], "last good --, first failing --"),
-        ([a_trial(9, Verdict.OOM), a_trial(7, Verdict.OOM), a_trial(8)], "last good --, first failing 7"),
-        ([a_trial(4), a_trial(8), a_trial(16, Verdict.OOM), a_trial(8, Verdict.OOM)], "last good 4, first failing 8"),
-        ([a_trial(16, Verdict.OOM), a_trial(9, Verdict.OOM), a_trial(9)], "last good 9, first failing 16"),
+        ([], ["--", "--"]),
+        ([a_trial(9, Verdict.OOM), a_trial(7, Verdict.OOM), a_trial(8)], ["--", "7"]),
+        ([a_trial(4), a_trial(8), a_trial(16, Verdict.OOM), a_trial(8, Verdict.OOM)], ["4", "8"]),
+        ([a_trial(16, Verdict.OOM), a_trial(9, Verdict.OOM), a_trial(9)], ["9", "16"]),
     ],
     ids=["no trial", "a failure below a size that ran", "a size fails under the cap", "a size passes its recheck"],
 )
@@ -102,7 +101,7 @@ def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
     for trial in trials:
         status.finished(trial)
     status.started(1, Phase.CONFIRM)
-    assert f"| {bracket} |" in terminal.screen
+    assert re.findall(r"--|\d+", terminal.screen.split("|")[1]) == bracket
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_bisecting_says_how_many_trials_are_left(terminal, good, bad, options, l
     status.finished(a_trial(bad, Verdict.OOM))
     assert "left" not in terminal.screen
     status.started(96, Phase.BISECT)
-    assert terminal.screen.endswith(f"| about {left} trials left")
+    assert re.findall(r"(\d+) trials? left", terminal.screen) == [str(left)]
 
 
 @pytest.mark.parametrize("columns", [1, 40])
@@ -133,8 +132,8 @@ def test_force_color_colours_a_log_unless_no_color_is_set(monkeypatch, capsys, n
     monkeypatch.setenv("FORCE_COLOR", "1")
     play(reporter("auto"), GOOD, BAD)
     written = capsys.readouterr().err
-    assert ("\x1b[32mbatch 64  fits" in written) == coloured
-    assert ("\x1b[31mbatch 128  out of memory" in written) == coloured
+    assert (f"\x1b[32m{trial_line(GOOD)}" in written) == coloured
+    assert (f"\x1b[31m{trial_line(BAD)}" in written) == coloured
 
 
 @pytest.mark.parametrize(("progress", "written"), [("auto", True), ("plain", True), ("off", False)])
@@ -227,9 +226,9 @@ def test_rich_shows_the_trials_and_the_line(pseudo, monkeypatch, no_color):
     assert threading.active_count() == threads  # no refresh thread, because trials may be forked
     status.close()
     text = shown()
-    assert "batch 64  fits" in text
+    assert trial_line(GOOD) in text
     assert ("\x1b[32m" in text) is (not no_color)
-    assert "oomprobe: grow  batch 128 out of memory" in text
+    assert re.search(r"oomprobe: .*\b128\b", text)
     rows = re.split(r"[\r\n]+|\x1b\[\d*[AK]", text)  # at line ends, cursor up, and erase line
     assert max(len(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", row)) for row in rows) < 60
 

@@ -1,30 +1,20 @@
 import dataclasses
-import os
 import re
-from pathlib import Path
 
 import pytest
 from example_results import EXAMPLES
+from helpers import a_result, a_trial, same_as_golden
 from hypothesis import given
 from hypothesis import strategies as st
-from test_result import a_result, a_trial, results
+from strategies import results
 
-from oomprobe.report.fit import fit_line
+from oomprobe.fit import fit_line
 from oomprobe.report.table import trial_line
 from oomprobe.report.text import report
-from oomprobe.verdicts import Verdict
+from oomprobe.trials import Verdict
 
-GOLDEN = Path(__file__).parent / "golden"
 VERDICT = re.compile(r"^verdict: batch (\d+)", re.MULTILINE)
 every_example = pytest.mark.parametrize("name", EXAMPLES)
-
-
-def same_as_golden(text, name):
-    """Compare with a file in tests/golden, or overwrite it if OVERWRITE_GOLDEN is set: then review the difference."""
-    path = GOLDEN / name
-    if os.environ.get("OVERWRITE_GOLDEN"):
-        path.write_text(text, encoding="ascii", newline="\n")
-    assert text == path.read_text(encoding="ascii")
 
 
 @pytest.mark.parametrize("verbose", [False, True])

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomprobe.result import Phase
 from oomprobe.search import Found, Reply, Sizes, find
+from oomprobe.trials import Phase
 
 BILLION = 10**9
 MANY = 2_000  # calls; no search over the sizes of these tests needs nearly as many
@@ -14,7 +14,7 @@ EVERY_SIZE = Sizes(first=1, last=None, step=1)
 
 
 def search(ask, sizes=EVERY_SIZE, *, capped=True, enough=lambda good, bad: False, look=None):
-    return find(ask, sizes, capped=capped, enough=enough, look=look)
+    return find(ask, sizes, capped=capped, should_stop_bisecting=enough, look=look)
 
 
 class Memory:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_accelerator import MIB, FakeModule, LedgerDevice
+from fake_accelerator import MIB, FakeAccelerator, FakeModule
 
-from oomprobe import InvalidArgumentError
-from oomprobe.devices import choose_device, linux, list_devices, mps, sharing
+from oomprobe import InvalidArgumentError, linux
+from oomprobe.devices import choose_device, list_devices, mps, sharing
 from oomprobe.devices.choose import describe_device
 from oomprobe.devices.mps import MpsDevice
 
@@ -45,7 +45,7 @@ def test_drivers_spill_on_windows_and_wsl(monkeypatch, system, release, where):
 
 def test_a_card_that_spills_is_capped_at_its_own_memory(monkeypatch):
     monkeypatch.setattr(sharing, "why_spills", lambda: "memory spills here")
-    device = LedgerDevice(FakeModule(total_bytes=2048 * MIB, spilled_bytes=10 * GIB))
+    device = FakeAccelerator(FakeModule(total_bytes=2048 * MIB, spilled_bytes=10 * GIB))
     assert (device.notes, device.available_bytes()) == (("memory spills here",), 1536 * MIB)
     device.fake.outside_bytes = 200 * MIB
     for limit_bytes, held_bytes in ((None, 1336 * MIB), (1400 * MIB, 1336 * MIB), (700 * MIB, 700 * MIB)):
@@ -118,7 +118,7 @@ def test_a_fraction_set_by_the_user_is_a_budget(cards):
 
 @pytest.mark.parametrize(("is_integrated", "expected"), [(1, [150, 512]), (0, [512, 512])])
 def test_shared_memory_is_bounded_by_free_host_memory(monkeypatch, is_integrated, expected):
-    device = LedgerDevice(FakeModule(is_integrated=is_integrated), 512 * MIB)
+    device = FakeAccelerator(FakeModule(is_integrated=is_integrated), 512 * MIB)
     own, found = device.fake.alloc(50 * MIB), []  # the host counts this as used
     for free_bytes in (100 * MIB, None):  # None: unknown
         monkeypatch.setattr(linux, "free_bytes", lambda free_bytes=free_bytes: free_bytes)

@@ -6,7 +6,6 @@ The trials run in this process on a ledger device: trials on host memory run in 
 import collections
 import copy
 import gc
-import random
 import threading
 import types
 import weakref
@@ -14,13 +13,13 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from helpers import Net, Training, bits, run_python
 from ledger import Box, LedgerDevice, Log
-from test_linux import run_python
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import oomprobe
-from oomprobe.devices import linux
+from oomprobe import linux
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.state import Snapshot, preserved, snapshot
 from oomprobe.state.compare import same
@@ -32,75 +31,7 @@ def probe(model, step, **options):
     return oomprobe.find_max_batch(model, step, device=LedgerDevice(), progress="off", **options)
 
 
-def bits(value):
-    """Convert a value to bytes for an exact comparison, including NaN payloads and signed zeros."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-        return (value.dtype, tuple(value.shape), value.contiguous().numpy().tobytes())
-    if isinstance(value, dict):
-        return {repr(k): bits(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [bits(v) for v in value]
-    return repr(value)
-
-
 # --- everything at once ---
-
-
-class Net(nn.Module):
-    """A model with tied weights, a frozen BatchNorm, a non-persistent buffer and a parameter without gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.encode = nn.Linear(4, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.frozen = nn.BatchNorm1d(8).eval()
-        self.decode = nn.Linear(8, 4, bias=False)
-        self.tied = nn.Linear(4, 8, bias=False)
-        self.tied.weight = self.encode.weight
-        self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.register_buffer("count", torch.zeros(1), persistent=False)
-
-    def forward(self, x):
-        self.count += 1
-        hidden = self.frozen(self.norm(self.encode(x) + self.tied(x)))
-        return self.decode(nn.functional.dropout(hidden))
-
-
-class Training:
-    def __init__(self, *, warm_steps=0):
-        torch.manual_seed(3)
-        self.model = Net()
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.ema = torch.optim.swa_utils.AveragedModel(self.model)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for _ in range(warm_steps):
-            self.step(self.model, 4)
-
-    def step(self, model, batch_size):
-        self.optimizer.zero_grad()
-        loss = model(torch.randn(batch_size, 4)).square().mean() + random.random() + np.random.rand()
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.scheduler.step()
-        self.ema.update_parameters(model)
-
-    def picture(self):
-        """Describe the state without using the package."""
-        model = self.model
-        return {
-            "parameters": [
-                (n, id(p), p.data_ptr(), p.requires_grad, bits(p))
-                for n, p in model.named_parameters(remove_duplicate=False)
-            ],
-            "buffers": [(n, id(b), bits(b)) for n, b in model.named_buffers()],
-            "modes": [(n, m.training) for n, m in model.named_modules()],
-            "grads": [None if p.grad is None else bits(p.grad) for p in model.parameters()],
-            "objects": [bits(o.state_dict()) for o in (self.optimizer, self.scheduler, self.ema, self.scaler)],
-            "rng": [bits(torch.get_rng_state()), bits(list(np.random.get_state())), random.getstate()],
-        }
 
 
 @pytest.mark.parametrize("warm_steps", [0, 3], ids=["fresh", "mid-training"])

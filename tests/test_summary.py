@@ -4,16 +4,14 @@ import dataclasses
 import types
 
 import pytest
-from test_result import a_trial
+from helpers import a_trial
 
-from oomprobe.devices import DeviceInfo
+from oomprobe import summary
 from oomprobe.options import Options
-from oomprobe.report import summary
 from oomprobe.report.progress import Reporter
-from oomprobe.result import Phase
 from oomprobe.search import Found
 from oomprobe.session import Session
-from oomprobe.verdicts import Verdict
+from oomprobe.trials import DeviceInfo, Phase, RunnerInfo, Verdict
 
 MIB = 2**20
 
@@ -25,18 +23,11 @@ def trial(batch_size, passed=True, **fields):
 
 def bench(*trials, on_host=True, step_names=("step",), **options):
     device = DeviceInfo(on_host=on_host, name="a device", total_bytes=2**30, torch_device="cpu")
-    runner = types.SimpleNamespace(
-        device=device,
-        replaceable=False,
-        threads=1,
-        notes={},
-        device_notes=(),
-        step_names=list(step_names),
-        in_steps_s=0.5,
-    )
+    facts = RunnerInfo(device=device, step_names=step_names, threads=1)
+    runner = types.SimpleNamespace(facts=facts)
     clock = types.SimpleNamespace(elapsed_s=1.0)
     session = Session(runner, Options(**options), Reporter(), clock, list(trials))
-    session.budget_bytes, session.available_bytes, session.state_verified = 90 * MIB, 100 * MIB, True
+    session.budget.total_bytes, session.budget.available_bytes, session.state_verified = 90 * MIB, 100 * MIB, True
     return session
 
 

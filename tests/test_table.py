@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 from example_results import GIB, MIB, gpu_oom, gpu_trial
+from helpers import a_trial
 from hypothesis import given
-from test_result import a_trial, trials
+from strategies import trials
 
 from oomprobe.report.table import trial_line, trials_table
-from oomprobe.result import Phase, Trial
-from oomprobe.verdicts import Verdict
+from oomprobe.trials import Phase, Trial, Verdict
 
 
 def remarks(*some):

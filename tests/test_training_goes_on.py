@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import oomprobe
+from oomprobe.state.kept import Kept
 
 CALLS = 24
 SAMPLES = torch.arange(1600.0).view(400, 4).sin()
@@ -906,3 +907,32 @@ def test_what_was_unfrozen_stays_so_beside_an_iterator():
     oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=8, progress="off")
     assert all(trainable is (n >= 4) for n, trainable in seen if n < 4 or n > 40)
     assert not model[0].weight.requires_grad
+
+
+def test_a_second_clean_up_forgets_nothing_that_the_first_put_back():
+    model, calls = nn.Linear(2, 2), types.SimpleNamespace(made=0)
+
+    def step(model, batch_size):
+        calls.made += 1
+
+    kept = Kept([step], model)
+    step(model, 1)
+    kept.end_trial()
+    for _ in range(2):  # as after compiled code was dropped
+        kept.put_back()
+        assert calls.made == 0
+    assert kept.leave()
+    assert calls.made == 1
+
+
+def test_members_of_types_written_in_c_are_not_the_users():
+    """Reading them may make a new object each time, and their module need not be in sys.modules."""
+    regex = pytest.importorskip("regex")  # transformers needs it
+    model, pattern = nn.Linear(2, 2), regex.compile("a|b")
+
+    def step(model, batch_size):
+        assert pattern.match("b")
+        model(torch.randn(batch_size, 2)).sum().backward()
+
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=2, progress="off")
+    assert result.state_verified, result.notes

@@ -10,8 +10,7 @@ from ledger import MIB, LedgerDevice, Log
 from torch import nn
 
 import oomprobe
-from oomprobe.result import Phase
-from oomprobe.verdicts import Verdict
+from oomprobe.trials import Phase, Verdict
 
 
 def probe(model, step, *, device=None, **options):

@@ -14,7 +14,8 @@ from ledger import MIB, LedgerDevice
 
 import oomprobe
 from oomprobe.signals import TimeUp
-from oomprobe.verdicts import Evidence, Verdict, classify, classify_error, facts_of
+from oomprobe.trials import Verdict
+from oomprobe.verdicts import Evidence, classify, classify_error, facts_of
 from oomprobe.verdicts.classify import MAX_LINKS, MAX_TEXT
 from oomprobe.verdicts.texts import ERROR_TEXTS
 

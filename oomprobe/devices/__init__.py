@@ -1,17 +1,17 @@
 """Devices: the `Device` protocol, its implementations, and the choice of one."""
 
-from oomprobe.devices.base import Device, DeviceInfo, Usage, describe, raised_by, replay_of
-from oomprobe.devices.choose import choose_device, is_host, list_devices, simulated_or
+from oomprobe.devices.base import Device, Usage, describe, device_error, extras_of, replays
+from oomprobe.devices.choose import choose_device, is_host, list_devices, opened_if_simulated
 
 __all__ = [
     "Device",
-    "DeviceInfo",
     "Usage",
     "choose_device",
     "describe",
+    "device_error",
+    "extras_of",
     "is_host",
     "list_devices",
-    "raised_by",
-    "replay_of",
-    "simulated_or",
+    "opened_if_simulated",
+    "replays",
 ]

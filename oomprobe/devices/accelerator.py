@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from oomprobe.devices import linux, sharing
+from oomprobe import linux
+from oomprobe.devices import sharing
 from oomprobe.devices.base import History, Usage, stated_name, typed_budget
 from oomprobe.errors import UnreliableError
-from oomprobe.verdicts import Evidence, Verdict, classify_error
+from oomprobe.trials import Verdict
+from oomprobe.verdicts import Evidence, classify_error
 
 MIB = 2**20
 NEARLY_NOTHING = 0.01  # a device with a smaller share of its memory free counts as full

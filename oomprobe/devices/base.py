@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from oomprobe.errors import InvalidArgumentError
+from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError, device_lost, unmeasured
+from oomprobe.trials import DeviceInfo, Request, Trial
 from oomprobe.units import format_bytes
-
-if TYPE_CHECKING:
-    from oomprobe.devices.simulated import SimulatedDevice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +49,7 @@ class Device(Protocol):
         total_bytes: Total memory of the device.
         on_host: Whether the device's memory is host memory.
 
-    Optional members:
+    Optional members (`extras_of` has their defaults):
         edge_bytes: Memory that trials in the user's own process leave free while the batch size grows, to stay clear of
             the driver's limit. Without it, such trials run with ``cap(None)``.
         integrated: Whether the device shares the host's memory.
@@ -61,6 +58,7 @@ class Device(Protocol):
             it, a probe cannot look for calls that need more memory than others.
         allocations(): Number of blocks that the allocator has ever handed out.
         history(): A context manager that records allocations as a `History`, or None if the allocator cannot.
+        replay: A `Replay`, which repeats and predicts calls of the step without running them.
     """
 
     name: str
@@ -119,23 +117,78 @@ class History:
     address: Callable[[torch.Tensor], int | None]  # None if the tensor is not on the device
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceInfo:
-    """Properties of a device that may be in another process, named as in `Device`."""
+class Replay(Protocol):
+    """What a device that learns a step's allocations can do without running the step; `SimulatedDevice` is one.
 
-    name: str
-    torch_device: str
-    total_bytes: int
-    on_host: bool
-    integrated: bool = False
-    edge_bytes: int = 0
-    is_simulated: bool = False
-    not_covered: tuple[str, ...] = ()  # what a simulated card leaves out
+    The bodies are those of a device that can do none of it.
+    """
+
+    @property
+    def not_covered(self) -> tuple[str, ...]:
+        """What such trials leave out."""
+        return ()
+
+    def building(self) -> AbstractContextManager[None]:
+        """Return the context in which a target builds its model for this device."""
+        return nullcontext()
+
+    def begin_probe(self, poll: Callable[[], None], *, replays: bool) -> None:
+        """Forget earlier steps. While a step runs, call `poll`, which may raise."""
+        return
+
+    def place(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that exist before the first step."""
+        return
+
+    def predict_trial(self, request: Request) -> Trial | None:
+        """Return the trial as it would end, or None if it cannot be predicted or must run."""
+        return None
+
+    def repeat(self, *, confirms: bool) -> bool:
+        """Repeat the last call without running it; return False if the step must run, as it may not be steady."""
+        return False
+
+    def end_trial(self) -> None:
+        """Exclude later calls from the trial."""
+        return
+
+    def learn(self, request: Request, trial: Trial) -> bool:
+        """Learn from a trial that ran; return True if it contradicts earlier predictions."""
+        return False
+
+
+class NoReplay(Replay):
+    """The `Replay` of a device that runs every call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """The optional members of a `Device` that are called, each with a default."""
+
+    replay: Replay
+    served_bytes: Callable[[], int]
+    allocations: Callable[[], int]
+    history: Callable[[], AbstractContextManager[History] | None]
+
+
+def extras_of(device: object) -> Extras:
+    """Return the optional members of a device. Anything else, such as its name, has none of them."""
+    defaults: dict[str, Any] = {
+        "replay": NoReplay(),
+        "served_bytes": lambda: 0,
+        "allocations": lambda: 0,
+        "history": lambda: None,
+    }
+    return Extras(**{name: getattr(device, name, default) for name, default in defaults.items()})
+
+
+def replays(device: object) -> bool:
+    """Return whether a device can repeat and predict calls, as simulated cards do."""
+    return not isinstance(extras_of(device).replay, NoReplay)
 
 
 def describe(device: Device) -> DeviceInfo:
     """Return the properties of a device, with defaults for its optional members."""
-    replay = replay_of(device)
     return DeviceInfo(
         name=device.name,
         torch_device=str(device.torch_device),
@@ -143,17 +196,10 @@ def describe(device: Device) -> DeviceInfo:
         on_host=device.on_host,
         integrated=bool(getattr(device, "integrated", False)),
         edge_bytes=int(getattr(device, "edge_bytes", 0)),
-        is_simulated=replay is not None,
-        not_covered=() if replay is None else replay.not_covered,
+        counts_bytes=hasattr(device, "served_bytes"),
+        replays=replays(device),
+        not_covered=extras_of(device).replay.not_covered,
     )
-
-
-def replay_of(device: object) -> SimulatedDevice | None:
-    """Return the device if it is simulated, otherwise None."""
-    # Importing the module takes a second, which probes of real devices should not spend.
-    simulated = sys.modules.get("oomprobe.devices.simulated")
-    is_simulated = simulated is not None and isinstance(device, simulated.SimulatedDevice)
-    return cast("SimulatedDevice", device) if is_simulated else None
 
 
 def stated_name(name: str, stated_bytes: int | None, usable_bytes: int) -> str:
@@ -173,6 +219,16 @@ def typed_budget(free_bytes: int) -> str:
     return f"{max(1, free_bytes * 3 // 4 // 2**20)}MiB"
 
 
-def raised_by(device: Device, error: BaseException) -> bool:
-    """Return whether a method of the device, or code that it called, raised the error."""
-    return any(frame.f_locals.get("self") is device for frame, _ in traceback.walk_tb(error.__traceback__))
+def device_error(device: Device, error: BaseException) -> OomProbeError | None:
+    """Return what an error outside a step says about the device: it is lost, or cannot report its memory; else None.
+
+    An error is the device's own if one of its methods is in the traceback.
+    """
+    if isinstance(error, DeviceLostError) or not isinstance(error, Exception):
+        return None
+    if not device.healthy():
+        return device_lost(device.name, f"{type(error).__name__}: {error}")
+    if isinstance(error, OomProbeError):
+        return None
+    is_devices = any(frame.f_locals.get("self") is device for frame, _ in traceback.walk_tb(error.__traceback__))
+    return unmeasured(device.name, error) if is_devices else None

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from oomprobe.devices.accelerator import AcceleratorDevice
-from oomprobe.devices.base import Device, replay_of
+from oomprobe.devices.base import Device, replays
 from oomprobe.devices.host import HostDevice
 from oomprobe.devices.mps import MpsDevice
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
@@ -23,7 +23,7 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
         return device
     home = model_device(model)
     chosen = _open(device if device is not None else home or _current_accelerator() or torch.device("cpu"))
-    if replay_of(chosen) is not None:
+    if replays(chosen):
         return chosen  # it checks the model's device itself
     if home is not None and not _same_device(home, chosen.torch_device):
         raise InvalidArgumentError(
@@ -33,7 +33,7 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     return chosen
 
 
-def simulated_or(device: Any) -> Any:
+def opened_if_simulated(device: Any) -> Any:
     """Return the simulated card that ``"sim:..."`` names; return any other device unchanged."""
     if not isinstance(device, str) or device.partition(":")[0] != "sim":
         return device
@@ -82,7 +82,7 @@ def list_devices() -> list[Device]:
 
 
 def _open(device: object) -> Device:
-    device = simulated_or(device)
+    device = opened_if_simulated(device)
     if isinstance(device, Device):
         return device
     stated_bytes, named = None, device

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from oomprobe.devices import linux
+from oomprobe import linux
 from oomprobe.devices.base import Usage, stated_name
 from oomprobe.errors import NoDeviceError
 

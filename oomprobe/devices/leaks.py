@@ -7,7 +7,7 @@ from collections.abc import Callable
 import tenacity
 
 from oomprobe.devices import Device
-from oomprobe.result import Trial
+from oomprobe.trials import Trial
 from oomprobe.units import format_bytes
 
 TOLERATED_BYTES = 2**20  # more than the small caches that libraries make for a new shape

@@ -14,8 +14,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from oomprobe.devices.base import History
-from oomprobe.report.breakdown import (
+from oomprobe.breakdown import (
     ACTIVATIONS,
     BACKWARD,
     FRAGMENTATION,
@@ -28,6 +27,7 @@ from oomprobe.report.breakdown import (
     Breakdown,
     ModuleMemory,
 )
+from oomprobe.devices.base import History
 from oomprobe.state import state_tensors
 
 OUTSIDE = "(outside the model)"

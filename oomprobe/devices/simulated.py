@@ -9,28 +9,23 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from oomprobe.devices.base import History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
-from oomprobe.result import Phase, Trial
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cards import Card, generic_card
 from oomprobe.simulation.catalogue import find_card
 from oomprobe.simulation.memory import Memory
-from oomprobe.simulation.session import building, session
+from oomprobe.simulation.patches import building, simulated
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import Call, LiveBlocks, Replayer, replay_call
+from oomprobe.simulation.tape import Call, LiveBlocks, Predictor, replay_call
 from oomprobe.simulation.unknown import refuse_address, wants_data
-from oomprobe.simulation.world import World
+from oomprobe.trials import Request, Trial, Verdict
 from oomprobe.units import format_bytes, parse_bytes
-from oomprobe.verdicts import Verdict
-
-if TYPE_CHECKING:
-    from oomprobe.trial import Request
 
 
 class SimulatedDevice:
@@ -73,8 +68,8 @@ class SimulatedDevice:
         self.total_bytes = self.card.total_bytes
         self._memory = Memory(self.card, AllocatorSettings.from_environment() if settings is None else settings)
         self._full = False  # whether the cap is below what is already on the card
-        self._world = World(self._memory)
-        self._replayer = Replayer()
+        self._card_mode = CardMode(self._memory)
+        self._predictor = Predictor()
         self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # state before the trial's first call
         self._calls: list[Call] = []
         self._trial_calls: list[Call] = []
@@ -86,8 +81,8 @@ class SimulatedDevice:
         if self._cold is None:
             self._cold = self._memory.allocator.copy(), self._memory.live_blocks
         self._memory.tape.start()
-        self._world.start_call()
-        with session(self._world):
+        self._card_mode.start_call()
+        with simulated(self._card_mode):
             try:
                 yield
             except RuntimeError as error:
@@ -108,12 +103,12 @@ class SimulatedDevice:
             >>> card.live_bytes()
             4198400
         """
-        return building(self._world)
+        return building(self._card_mode)
 
     def begin_probe(self, poll: Callable[[], None], *, replays: bool = True) -> None:
         """Forget earlier steps; while a step runs, call `poll`, which may raise."""
-        self._world.poll, self._world.notes = poll, {}
-        self._replayer = Replayer(gives_up=not replays)
+        self._card_mode.poll, self._card_mode.notes = poll, {}
+        self._predictor = Predictor(gives_up=not replays)
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put parameters, buffers, gradients and optimizer state on the card.
@@ -131,7 +126,7 @@ class SimulatedDevice:
                 )
         try:
             for tensor in tensors:
-                self._world.fakes.put_on_card(tensor)
+                self._card_mode.fakes.put_on_card(tensor)
         except AllocatorOutOfMemory:
             storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
             needed, available = sum(storages.values()), self.card.available_bytes
@@ -204,7 +199,7 @@ class SimulatedDevice:
     @property
     def notes(self) -> tuple[str, ...]:
         """Assumptions made while simulating."""
-        return tuple(self._world.notes)
+        return tuple(self._card_mode.notes)
 
     @contextmanager
     def history(self) -> Iterator[History]:
@@ -217,12 +212,16 @@ class SimulatedDevice:
                 base=allocator.requested(),
                 events=events,
                 count=lambda: allocator.served,
-                address=self._world.fakes.block_of,
+                address=self._card_mode.fakes.block_of,
             )
         finally:
             allocator.log = None
 
-    # --- replay ---
+    # --- the Replay protocol ---
+
+    @property
+    def replay(self) -> SimulatedDevice:
+        return self
 
     def repeat(self, *, confirms: bool) -> bool:
         """Repeat the last call on the allocator without running it; return False if it may not be steady.
@@ -232,8 +231,8 @@ class SimulatedDevice:
         Raises:
             torch.OutOfMemoryError: the card has no room for it.
         """
-        steady = self._replayer.steady(self._calls)
-        if steady is None or (confirms and self._replayer.lines is None):
+        steady = self._predictor.steady(self._calls)
+        if steady is None or (confirms and self._predictor.lines is None):
             return False
         try:
             self._memory.repeat(steady)
@@ -245,20 +244,20 @@ class SimulatedDevice:
         """Exclude later calls from the trial."""
         self._trial_calls, self._calls = self._calls, []
 
-    def learn(self, trial: Trial) -> bool:
-        """Learn the step's allocations from a trial that ran; return True if they contradict earlier replays."""
+    def learn(self, request: Request, trial: Trial) -> bool:
+        """Learn the step's allocations from a trial that ran; return True if they contradict earlier predictions."""
         if trial.accumulation_steps > 1:
             return False
         if not trial.passed:
-            return trial.phase is Phase.CONFIRM
-        return not self._replayer.learn(trial.batch_size, self._trial_calls)
+            return request.confirms
+        return not self._predictor.learn(trial.batch_size, self._trial_calls)
 
-    def replay(self, request: Request) -> Trial | None:
+    def predict_trial(self, request: Request) -> Trial | None:
         """Replay a cold trial on a copy of the allocator; None if it cannot be predicted or must run."""
         if request.exact or self._cold is None:
             return None
         cold, live = self._cold
-        calls = self._replayer.calls(request.batch_size, request.calls or 1 + request.steps)
+        calls = self._predictor.calls(request.batch_size, request.calls or 1 + request.steps)
         if calls is None or cold.reserved_bytes > self._memory.allowed(request.cap_bytes):
             return None
         allocator = cold.copy()

@@ -32,11 +32,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from oomprobe import probe
-from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
+from oomprobe.errors import Caller, InvalidArgumentError, NotRunError, check_size
 from oomprobe.hooks import wraps_another
 from oomprobe.integrations.framework import steps_to_calls
-from oomprobe.options import Step, check_size
-from oomprobe.verdicts import Verdict, classify_error
+from oomprobe.options import Step
+from oomprobe.trials import Verdict
+from oomprobe.verdicts import classify_error
 
 SHARED_STATES = ("PartialState", "AcceleratorState", "GradientState")  # process-wide, in accelerate.state
 MAX_STEP_RATIO = 8  # a trial does not wait for an optimizer that steps less often than another by this factor

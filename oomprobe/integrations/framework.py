@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,8 +17,10 @@ import torch
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from oomprobe.errors import InvalidArgumentError, OomProbeError
-from oomprobe.options import check_size
+from oomprobe.errors import InvalidArgumentError, OomProbeError, check_size
+from oomprobe.integrations.worst_case import LargestFirst
+from oomprobe.options import SEVERAL_RANKS, Step
+from oomprobe.probe import find_max_batch
 from oomprobe.result import ProbeResult
 from oomprobe.state.surroundings import generators
 
@@ -53,9 +55,9 @@ def refuse_ranks(what: str, ranks: int) -> None:
     """Raise InvalidArgumentError for more than one rank: if one ran out of memory, the others would hang."""
     if ranks > 1:
         raise InvalidArgumentError(
-            f"{what} trains on {ranks} ranks: an out-of-memory error on one would leave the others waiting in a collective. "
-            "Several ranks are not supported yet: probe on one device, with a smaller memory_fraction that leaves room for "
-            "what the strategy adds (DDP: buckets as large as the gradients)"
+            SEVERAL_RANKS.format(what=f"{what} trains on {ranks} ranks")
+            + "probe on one device, with a smaller memory_fraction that leaves room for what the strategy adds (DDP: buckets "
+            "as large as the gradients)"
         )
 
 
@@ -72,8 +74,51 @@ def steps_to_calls(options: dict[str, Any], steps_per_call: int = LOOP_STEPS) ->
         options[name] = -(-asked // steps_per_call)
 
 
-def limit_to_data(options: dict[str, Any], count: int) -> None:
-    """Limit the search to the `count` examples of the data set."""
+def probe_loop(
+    model: torch.nn.Module,
+    steps: Step | Mapping[str, Step],
+    options: dict[str, Any],
+    *,
+    count: int | None,
+    scanned: Sequence[tuple[LargestFirst, str]] = (),
+    scan_s: float = 0.0,
+    evaluates: bool = False,
+    times_steps: bool = False,
+) -> ProbeResult:
+    """Search among batches of at most `count` examples, and say what the trials covered of the data.
+
+    Args:
+        model: As for `oomprobe.find_max_batch`, like `steps` and `options`.
+        steps: Each call is a framework's loop over a few batches.
+        options: Those of `oomprobe.find_max_batch`; `max_batch` is set to at most `count`.
+        count: Examples in the training data; None: unknown.
+        scanned: Each data set that trials read, and what it is called.
+        scan_s: Seconds in which each was scanned.
+        evaluates: Whether trials evaluate too.
+        times_steps: Whether a call is one step. A loop sets itself up, so samples per second would be too low.
+    """
+    if count is not None:
+        _limit_to_data(options, count)
+    result = find_max_batch(model, steps, **options)
+    notes = [note for largest, what in scanned for note in largest.notes(scan_s, what)]
+    if result.limited_by == "max_batch" and result.options["max_batch"] == count:
+        notes.append(f"the data set limits the batch size: it has {count} examples")
+    has_largest = bool(scanned) and all(largest.has_largest(result.batch_size) for largest, _ in scanned)
+    covered = ("longest sequence",) * has_largest + ("evaluation between epochs",) * evaluates
+    return replace(
+        result,
+        notes=(*result.notes, *notes),
+        not_covered=tuple(item for item in result.not_covered if not item.startswith(covered)),
+        trials=result.trials if times_steps else tuple(replace(one, samples_per_s=None) for one in result.trials),
+    )
+
+
+def with_notes(result: ProbeResult, notes: Iterable[str], not_covered: Iterable[str] = ()) -> ProbeResult:
+    """Add what an adapter has to say."""
+    return replace(result, notes=(*result.notes, *notes), not_covered=(*result.not_covered, *not_covered))
+
+
+def _limit_to_data(options: dict[str, Any], count: int) -> None:
     asked = options.get("max_batch")
     if asked is not None:
         check_size("max_batch", asked)
@@ -82,18 +127,6 @@ def limit_to_data(options: dict[str, Any], count: int) -> None:
     if any(isinstance(size, int) and size > count for size in sizes.values()):
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise InvalidArgumentError(f"the data set has {count} examples, too few for {listed}")
-
-
-def notes_of_data(result: ProbeResult, count: int | None) -> list[str]:
-    """Return a note if the search ended at the `count` examples of the data set."""
-    if result.limited_by != "max_batch" or result.options["max_batch"] != count:
-        return []
-    return [f"the data set limits the batch size: it has {count} examples"]
-
-
-def untimed(result: ProbeResult) -> ProbeResult:
-    """Drop samples per second: a call takes several steps and sets up a loop, so the measured rate is too low."""
-    return replace(result, trials=tuple(replace(trial, samples_per_s=None) for trial in result.trials))
 
 
 @contextmanager

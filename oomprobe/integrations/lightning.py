@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,21 +22,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
-import oomprobe
-from oomprobe.devices import Device, choose_device, replay_of
+from oomprobe.devices import Device, choose_device, replays
 from oomprobe.devices.choose import model_device
 from oomprobe.errors import Caller, DeviceLostError, InvalidArgumentError, NotRunError
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
     attributes_kept,
     framework,
-    limit_to_data,
-    notes_of_data,
+    probe_loop,
     quiet_loggers,
     refuse_ranks,
     skipped_callbacks,
     steps_to_calls,
-    untimed,
+    with_notes,
 )
 from oomprobe.integrations.worst_case import LargestFirst, largest_first
 from oomprobe.options import Step, check_seconds
@@ -143,7 +141,7 @@ def find_max_batch(
     skipped = []
     if names := skipped_callbacks(trainer.callbacks, tuple(getattr(pl.callbacks, name) for name in HARMLESS)):
         skipped = [f"callbacks, which trials do not call: {names} (weight averaging keeps a copy of the weights)"]
-    return replace(untimed(result), notes=(*result.notes, *notes), not_covered=(*result.not_covered, *skipped))
+    return with_notes(result, notes, skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,80 +196,90 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
     loaders = {name: _loaders_at(training, name, 1)[0] for name in training.makers}
     with attributes_kept([loader for found in loaders.values() for loader in found]):
         orders = {name: [_order_of(one, scan_s) for one in found] for name, found in loaders.items()}
-        count = min(len(order.indices) for order in orders[TRAIN])
-        limit_to_data(options, count)
-
-        idle = 0
-
-        def run(model: object, batch_size: int) -> None:
-            nonlocal idle
-            idle = _run_trial(training, orders, batch_size)
-
+        fit = Fit(training=training, orders=orders)
         size_is = f"{training.name} = " if training.size_owners else "loaders of batch_size="
         caller = Caller(
             alone=f"run trainer.fit with {size_is}{{batch_size}}",
             more="As with fast_dev_run, the loggers of a trial are Lightning's DummyLogger, and no callback is called.",
         )
-        result = oomprobe.find_max_batch(
-            training.module, Step(run=run, caller=caller, starts_anew=True), device=device, **options
+        result = probe_loop(
+            training.module,
+            Step(run=fit.run, caller=caller, starts_anew=True),
+            {**options, "device": device},
+            count=min(len(order.indices) for order in orders[TRAIN]),
+            scanned=[(order, KIND[name]) for name, found in orders.items() for order in found],
+            scan_s=scan_s,
+            evaluates=EVAL in training.makers,
         )
     accumulated = f" of {training.micro} accumulated batches each" if training.micro > 1 else ""
     validated = f", {EVAL_BATCHES} validation batches, and both again" if EVAL in training.makers else ""
     notes = [f"one step of a trial is Trainer.fit for {LOOP_STEPS} optimizer steps{accumulated}{validated}"]
-    if idle:
+    if fit.idle:
         notes.append(
-            f"some optimizers ({idle}) did not step within {MANUAL_BATCHES} batches: the result does not cover their state"
+            f"some optimizers ({fit.idle}) did not step within {MANUAL_BATCHES} batches: the result does not cover their state"
         )
-    scanned = [(order, name) for name, found in orders.items() for order in found]
-    notes += [note for order, name in scanned for note in order.notes(scan_s, KIND[name])]
-    has_largest = all(order.has_largest(result.batch_size) for order, _ in scanned)
-    covered = ("longest sequence",) * has_largest + ("evaluation between epochs",) * (EVAL in training.makers)
-    not_covered = [item for item in result.not_covered if not item.startswith(covered)]
-    notes += notes_of_data(result, count)
-    return replace(result, notes=(*result.notes, *notes), not_covered=tuple(not_covered))
+    return with_notes(result, notes)
 
 
-def _run_trial(training: Training, orders: Mapping[str, list[LargestFirst]], batch_size: int) -> int:
-    """Fit for two optimizer steps, and if the module validates, validate, train on, and validate again.
+@dataclass(slots=True, kw_only=True)
+class Fit:
+    """The fit that is a step of a trial: it stops itself once every optimizer has stepped."""
 
-    Return the number of optimizers that did not step.
-    """
-    batches, steps, idle = 0, Counter[int](), 0  # steps by the id of the optimizer
-    wanted = LOOP_STEPS * training.micro * (1 + (EVAL in training.makers))
-    # With manual optimization, only the module decides how many batches make a step.
-    most = wanted if training.owners[-1].automatic_optimization else max(wanted, MANUAL_BATCHES)
+    training: Training
+    orders: Mapping[str, list[LargestFirst]]
+    batches: int = 0  # training batches of the current call
+    idle: int = 0  # optimizers that have not stepped in it
+    steps: Counter[int] = field(default_factory=Counter)  # in it, by the id of the optimizer
 
-    def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        steps[id(optimizer)] += 1
+    @property
+    def wanted(self) -> int:
+        """Training batches that a trial runs at least; if the module validates, as many again after validation."""
+        return LOOP_STEPS * self.training.micro * (1 + (EVAL in self.training.makers))
 
-    def trained(trainer: Any, *_: object) -> None:
-        nonlocal batches, idle
-        batches += 1
-        made = [steps[id(optimizer)] for optimizer in trainer.optimizers]
-        idle = made.count(0)
-        if batches >= wanted and (min(made, default=0) >= LOOP_STEPS or batches >= most):
+    @property
+    def most(self) -> int:
+        """Training batches after which it stops; with manual optimization, only the module decides how many make a step."""
+        is_automatic = self.training.owners[-1].automatic_optimization
+        return self.wanted if is_automatic else max(self.wanted, MANUAL_BATCHES)
+
+    def run(self, model: object, batch_size: int) -> None:
+        """Fit for two optimizer steps, and if the module validates, validate, train on, and validate again."""
+        self.batches, self.idle = 0, 0
+        self.steps.clear()
+        handle = register_optimizer_step_post_hook(self.after_step)
+        try:
+            _fit(self.training, batch_size, lambda name: self.loaders(name, batch_size), self.after_batch)
+        finally:
+            handle.remove()
+        if self.batches < self.wanted:
+            raise NotRunError(
+                f"at batch {batch_size} Lightning ran {self.batches} training batches of the {self.wanted} that make a trial: "
+                "check whether the module stops the Trainer, raises StopIteration, or skips batches in on_train_batch_start"
+            )
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Count the step of an optimizer."""
+        self.steps[id(optimizer)] += 1
+
+    def after_batch(self, trainer: Any, *_: object) -> None:
+        """Stop once the trial is complete."""
+        self.batches += 1
+        made = [self.steps[id(optimizer)] for optimizer in trainer.optimizers]
+        self.idle = made.count(0)
+        if self.batches >= self.wanted and (min(made, default=0) >= LOOP_STEPS or self.batches >= self.most):
             trainer.should_stop = True
 
-    def make(name: str) -> Any:
-        found, structure = _loaders_at(training, name, batch_size)
-        pairs = zip(found, orders[name], strict=True)
-        if name == TRAIN:
-            made = [_trial_loader(loader, order, batch_size, most) for loader, order in pairs]
-        else:
-            made = [_trial_loader(loader, order, _size_of(loader), EVAL_BATCHES) for loader, order in pairs]
+    def loaders(self, name: str, batch_size: int) -> Any:
+        """Return the user's loaders with the largest examples first."""
+        found, structure = _loaders_at(self.training, name, batch_size)
+        trains = name == TRAIN
+        made = [
+            _trial_loader(
+                loader, order, batch_size if trains else _size_of(loader), self.most if trains else EVAL_BATCHES
+            )
+            for loader, order in zip(found, self.orders[name], strict=True)
+        ]
         return tree_unflatten(made, structure)
-
-    handle = register_optimizer_step_post_hook(stepped)
-    try:
-        _fit(training, batch_size, make, trained)
-    finally:
-        handle.remove()
-    if batches < wanted:
-        raise NotRunError(
-            f"at batch {batch_size} Lightning ran {batches} training batches of the {wanted} that make a trial: check whether "
-            "the module stops the Trainer, raises StopIteration, or skips batches in on_train_batch_start"
-        )
-    return idle
 
 
 def _fit(training: Training, batch_size: int, make: Callable[[str], Any], after_batch: Hook) -> None:
@@ -411,7 +419,7 @@ def _device_of(trainer: Any, device: object) -> Device:
     root = trainer.strategy.root_device
     chosen = choose_device(str(root) if device is None else device, torch.nn.Module())
     asked = chosen.torch_device
-    if replay_of(chosen) is None and (asked.type, asked.index or 0) != (root.type, root.index or 0):
+    if not replays(chosen) and (asked.type, asked.index or 0) != (root.type, root.index or 0):
         raise InvalidArgumentError(
             f"device={device!r}, but the Trainer trains on {root}: leave it out, or pass Trainer(accelerator={asked.type!r})"
         )

@@ -7,29 +7,28 @@ import importlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from oomprobe import probe
-from oomprobe.devices import replay_of, simulated_or
-from oomprobe.errors import Caller, InvalidArgumentError, NothingFitsError, NotRunError, TimeLimitError
+from oomprobe.devices import opened_if_simulated, replays
+from oomprobe.errors import Caller, InvalidArgumentError, NothingFitsError, NotRunError, TimeLimitError, check_size
 from oomprobe.integrations.accelerate import unchanged
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
     attributes_kept,
     framework,
-    limit_to_data,
-    notes_of_data,
+    probe_loop,
     refuse_ranks,
     skipped_callbacks,
     steps_to_calls,
-    untimed,
+    with_notes,
 )
 from oomprobe.integrations.worst_case import LargestFirst, largest_first
-from oomprobe.options import Step, check_seconds, check_size
-from oomprobe.report.plan import PlanEntry, plan
+from oomprobe.options import Step, check_seconds
+from oomprobe.plan import PlanEntry, plan
 from oomprobe.result import ProbeResult
 
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs with the gradients of the first; later ones need no more
@@ -96,28 +95,29 @@ def find_max_batch(
     accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     evaluated_on = _values(trainer.eval_dataset) if evaluates else []
-    simulated = replay_of(simulated_or(options.get("device"))) is not None
+    simulated = replays(opened_if_simulated(options.get("device")))
     with attributes_kept(_shared(trainer)):
         copied = _copied(trainer, simulated=simulated)
         longest, *evaluated = (largest_first(one, scan_s) for one in (trainer.train_dataset, *evaluated_on))
-        limit_to_data(options, len(longest.indices))
         loop = _Loop(trainer=copied, longest=longest, evaluated=evaluated, collate=trainer.data_collator, collated=[])
         copied.data_collator = loop.counted
-        result = probe.find_max_batch(trainer.model, loop.steps(accumulation), **options)
+        result = probe_loop(
+            trainer.model,
+            loop.steps(accumulation),
+            options,
+            count=len(longest.indices),
+            scanned=[(one, "data set") for one in (longest, *evaluated)],
+            scan_s=scan_s,
+        )
         split, note = _split_that_runs(trainer, loop, total, result, options) if write_back else (None, "")
     if split is not None:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
         trainer._train_batch_size = args.train_batch_size  # the Trainer copies it when it is created
-    notes = list(result.notes)
-    notes += [note for one in (longest, *evaluated) for note in one.notes(scan_s)]
-    notes.append(f"one step of a trial is the Trainer's loop for {LOOP_STEPS} optimizer steps, on its longest examples")
+    notes = [f"one step of a trial is the Trainer's loop for {LOOP_STEPS} optimizer steps, on its longest examples"]
     if args.gradient_accumulation_steps > accumulation:
         notes.append(f"the search accumulated {accumulation} micro-batches: further ones need no more memory")
-    notes += notes_of_data(result, len(longest.indices))
     notes += [note] if write_back else []
-    has_longest = longest.has_largest(result.batch_size)
-    missed = [item for item in result.not_covered if not (has_longest and item.startswith("longest sequence"))]
-    return replace(untimed(result), notes=tuple(notes), not_covered=(*missed, *_not_covered(trainer, evaluates)))
+    return with_notes(result, notes, _not_covered(trainer, evaluates))
 
 
 def _checked(trainer: Any) -> Any:

@@ -12,18 +12,16 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-import oomprobe
-from oomprobe.devices import Device, choose_device, replay_of
-from oomprobe.errors import Caller, InvalidArgumentError
-from oomprobe.integrations.framework import framework, limit_to_data, notes_of_data, quiet_loggers
-from oomprobe.options import Step, check_size
+from oomprobe.devices import Device, choose_device, replays
+from oomprobe.errors import Caller, InvalidArgumentError, check_size
+from oomprobe.integrations.framework import framework, probe_loop, quiet_loggers, with_notes
+from oomprobe.options import Step
 from oomprobe.result import ProbeResult
 
 GRID = 32  # pixels: the trainer rounds image sides up to a multiple of the stride, which is at least this
@@ -99,7 +97,7 @@ def find_max_batch(
             f"amp must be True, False, torch.float16, torch.bfloat16, 'fp16', 'bf16' or 'fp32', not {amp!r}"
         )
     chosen = choose_device(device, model)
-    if replay_of(chosen) is not None:
+    if replays(chosen):
         raise InvalidArgumentError(
             "a simulated card cannot run Ultralytics' losses, which select by values, and a simulated card has none: probe on "
             "the card itself, or in host memory with device='cpu:8GiB'"
@@ -112,10 +110,9 @@ def find_max_batch(
         options.setdefault("min_batch", 2)  # batch norm cannot train on one image with a last feature map of one point
     if dataset_size:
         check_size("dataset_size", dataset_size)
-        limit_to_data(options, dataset_size)
-    result = oomprobe.find_max_batch(trained, step, device=None if device is None else chosen, **options)
-    notes += notes_of_data(result, dataset_size)
-    return replace(result, notes=(*result.notes, *notes), not_covered=(*result.not_covered, *NOT_COVERED))
+    options["device"] = None if device is None else chosen
+    result = probe_loop(trained, step, options, count=dataset_size or None, times_steps=True)
+    return with_notes(result, notes, NOT_COVERED)
 
 
 def _unwrapped(model: Any) -> Any:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oomprobe.devices.host import PRESSURE_SHARE
-from oomprobe.verdicts import Evidence, Link, Verdict, classify
-from oomprobe.verdicts.failure import is_library
+from oomprobe.frames import is_library
+from oomprobe.trials import Verdict
+from oomprobe.verdicts import Evidence, Link, classify
 
 SHOWN_CHARACTERS = 2000  # of stderr, in the error of the trial
 LAST_LINES = 5  # of stderr that are searched for the cause of the exit
@@ -17,14 +18,8 @@ TRACE_LINES = 8
 _TRACE = "(most recent call first):"  # Python's faulthandler
 _CURRENT = "Current thread "
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
-# Printed by C libraries before they exit because memory ran out.
-_HOST_LIBRARIES = re.compile(
-    r"std::bad_alloc"  # libstdc++, through std::terminate
-    r"|libgomp: Out of memory|libgomp: Thread creation failed"  # libgomp/error.c, team.c
-    r"|OpenBLAS.{0,80}(?:pthread_create failed|allocation still failed|could not be allocated)"  # OpenBLAS, memory.c
-    r"|cannot allocate memory",  # strerror(ENOMEM)
-    re.IGNORECASE,
-)
+# Without these, which are ambiguous in an exception, a library does not run: it ends the process.
+_NO_THREADS = re.compile(r"pthread_create failed|thread creation failed", re.IGNORECASE)  # OpenBLAS, libgomp
 _ANY_LIBRARY = re.compile(r"out of memory|failed to allocate|memory allocation failed", re.IGNORECASE)  # bitsandbytes
 
 
@@ -84,10 +79,10 @@ def classify_exit(
 
 def _classify_words(words: str, evidence: Evidence) -> Verdict | None:
     verdict = classify((Link(classes=("builtins.RuntimeError",), text=words),), evidence)
-    if verdict is not Verdict.POISONED and _HOST_LIBRARIES.search(words):
-        return Verdict.OOM if evidence.on_host else Verdict.HOST_OOM
     if verdict is not Verdict.BUG:
         return verdict
+    if _NO_THREADS.search(words):
+        return Verdict.OOM if evidence.on_host else Verdict.HOST_OOM
     return Verdict.OOM if _ANY_LIBRARY.search(words) and evidence.smaller_size_passed else None
 
 

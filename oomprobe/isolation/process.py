@@ -15,7 +15,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
-from oomprobe.devices import linux
+from oomprobe import linux
 from oomprobe.errors import UnreliableError
 from oomprobe.isolation import system
 from oomprobe.isolation.exit_status import ExitStatus
@@ -24,7 +24,7 @@ from oomprobe.isolation.messages import Message, receive, send
 TAIL_BYTES = 2**14  # of stderr, kept for the trial's error
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
 TICK_S = 0.05  # between checks whether a process has ended while others hold its pipes open
-LOOK_S = 1.0  # between readings of a session's processor time
+CPU_READING_S = 1.0  # between readings of a session's processor time
 NO_FORK = (
     "no process could be started for a trial ({error}): the machine or its cgroup has run out of memory or processes. "
     "Free some, or state a smaller budget, such as device='cpu:1GiB'"
@@ -164,7 +164,7 @@ class _Idle:
     @property
     def for_s(self) -> float:
         now = time.monotonic()
-        if now - self._looked_s >= LOOK_S:
+        if now - self._looked_s >= CPU_READING_S:
             cpu_s, self._looked_s = system.cpu_s(self._pid), now
             if cpu_s != self._cpu_s:
                 self._cpu_s, self._since_s = cpu_s, now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,19 +12,16 @@ from typing import Any
 import torch
 
 from oomprobe import errors
-from oomprobe.devices import Device, DeviceInfo
+from oomprobe.devices import Device
 from oomprobe.hooks import preload_dynamo
 from oomprobe.isolation.exit_status import ExitStatus, classify_exit
-from oomprobe.isolation.messages import Message, raise_failure
+from oomprobe.isolation.messages import Hello, Message, outcome_from_dict, raise_failure
 from oomprobe.isolation.process import GRACE_S, Process
 from oomprobe.isolation.serve import local_runner, serve
 from oomprobe.options import Options, Step
-from oomprobe.report.breakdown import Breakdown
-from oomprobe.result import SECOND_OPINIONS, Phase, Trial, trial_from_dict
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Tracker
-from oomprobe.trial import Measured, Outcome, Request
-from oomprobe.verdicts import Verdict
+from oomprobe.trials import Measured, Outcome, Request, RunnerInfo, Trial, Verdict
 
 STUCK_S = 10.0  # a starting child that uses no processor time for so long waits for threads that were not forked
 STUCK_IN_STEP_S = 60.0  # the same inside a step, which may wait for data
@@ -47,9 +44,8 @@ class Source:
     """How to start the processes that run trials."""
 
     start: Callable[[], Process]
-    task: Message | None = (
-        None  # what a worker is to build; None: children are forked from this process, which holds the model
-    )
+    # What a worker is to build; None: children are forked from this process, which holds the model.
+    task: Message | None = None
 
 
 def forks(
@@ -80,34 +76,48 @@ def workers(target: str, device: Any, options: Options) -> Source:
 
 
 class ProcessRunner:
-    """Runs trials in other processes, and starts the next worker early so that its imports cost no time."""
+    """Runs trials in other processes; see `oomprobe.trials.Runner`. As a context manager it ends them on exit.
 
-    replaceable = True
+    It starts the next worker early, so that its imports cost no time.
+    """
 
     def __init__(self, source: Source, clock: Clock, interrupts: Interrupts) -> None:
         self._source, self._clock, self._interrupts = source, clock, interrupts
-        self._ends_with_trial = source.task is None
+        self._forks_here = source.task is None
         self._process: Process | None = None
         self._spare: Process | None = None  # started, but with no task yet
-        self._before_s = 0.0  # time in steps of earlier processes
         self._has_run = False  # whether the current process has run a trial
-        self.in_steps_s = 0.0
-        self.notes: dict[str, None] = {}
-        self.device_notes: tuple[str, ...] = ()
-        self.learned: dict[str, list[int]] = {}
+        self._hello: Hello | None = None  # of the current process
 
-    def open(self) -> None:
+    def __enter__(self) -> ProcessRunner:
         """Start the first process and take over what it reports of the device and the steps."""
-        ended = self._ready()
-        if ended is not None:
-            raise self._refusal(ended)
+        try:
+            if (ended := self._ready()) is not None:
+                raise self._refusal(ended)
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    @property
+    def _greeting(self) -> Hello:
+        assert self._hello is not None
+        return self._hello
+
+    @property
+    def facts(self) -> RunnerInfo:
+        """What the processes report; unlike this one, they can be replaced."""
+        return replace(self._greeting.facts, replaceable=True)
 
     def _ready(self) -> ExitStatus | None:
         """Start a process if there is none; return its exit status if it died, otherwise None."""
         if self._process is not None:
             return None
         self._process, self._spare = self._spare or self._source.start(), None
-        self._before_s, self._has_run = self.in_steps_s, False
+        self._has_run = False
         if self._source.task is not None:
             self._process.tell(self._source.task)
         answer = self._wait(self._clock.end_s, STUCK_S)
@@ -116,15 +126,7 @@ class ProcessRunner:
         if "failed" in answer:
             self._end_process()
             raise_failure(answer["failed"], 0)
-        hello = answer["hello"]
-        self.device = DeviceInfo(**{**hello["device"], "not_covered": tuple(hello["device"]["not_covered"])})
-        self.step_names: list[str] = hello["step_names"]
-        self.threads: int = hello["threads"]
-        self.looks: bool = hello["looks"]
-        self.starts_anew: bool = hello["starts_anew"]
-        self._resident_bytes: int = hello["resident_bytes"]
-        self._has_children: bool = hello["has_children"]  # whether the process forks a child for each trial
-        self._available_bytes: int | None = hello["available_bytes"]  # None: it changes between trials
+        self._hello = Hello.from_dict(answer["hello"])
         return None
 
     def _ask(self, message: Message, deadline_s: float | None) -> Message | ExitStatus:
@@ -134,17 +136,12 @@ class ProcessRunner:
             return ended
         assert self._process is not None
         self._process.tell(message)
-        if deadline_s is not None and self._has_children:
+        if deadline_s is not None and self._greeting.trials_in_children:
             deadline_s += WORKER_GRACE_S
         answer = self._wait(deadline_s, STUCK_IN_STEP_S)
         if isinstance(answer, ExitStatus):
             return answer
-        if "failed" not in answer:
-            self.notes |= dict.fromkeys(answer["notes"])
-            self.device_notes = tuple(answer["device_notes"])
-            self.in_steps_s = self._before_s + answer["in_steps_s"]
-            self.learned = answer["learned"] or self.learned
-        if self._ends_with_trial:
+        if self._forks_here or "lost" in answer:
             self._end_process()
         if "failed" in answer:
             raise_failure(answer["failed"], message.get("request", {}).get("batch_size", 0))
@@ -154,8 +151,8 @@ class ProcessRunner:
         """Listen to the process, and raise UnreliableError if it is a forked child that hangs."""
         assert self._process is not None
         try:
-            with self._interrupts.allowed(None):
-                answer = self._process.listen(deadline_s=deadline_s, stuck_s=stuck_s if self._ends_with_trial else None)
+            with self._interrupts.delivered_until(None):
+                answer = self._process.listen(deadline_s=deadline_s, stuck_s=stuck_s if self._forks_here else None)
         except BaseException:
             self.end()
             raise
@@ -166,6 +163,7 @@ class ProcessRunner:
         return answer
 
     def end(self) -> None:
+        """End all processes."""
         self._end_process()
         self._process, self._spare = self._spare, None
         self._end_process()
@@ -178,63 +176,62 @@ class ProcessRunner:
     # --- the Runner protocol ---
 
     def run(self, request: Request) -> Outcome:
-        if self._has_run and request.phase in SECOND_OPINIONS:
-            self.renew()  # a second opinion comes from a process that has run nothing else
-        answer = self._ready() or self._answer(request)
-        if isinstance(answer, ExitStatus):
+        """Run one trial; a `fresh` one in a process that has run nothing else."""
+        trials_in_children = self._greeting.trials_in_children
+        if self._has_run and request.fresh and not trials_in_children:
+            self._end_process()
+        ended = self._ready()
+        answer = self._answer(request) if ended is None else ended
+        if isinstance(answer, ExitStatus) or "lost" in answer:
             return Outcome(trial=self._died(request, answer))
-        outcome = _outcome(answer["outcome"])
-        if self._ends_with_trial:
+        outcome = outcome_from_dict(answer["outcome"])
+        if self._forks_here:
             return replace(outcome, measured=self.measure())
-        if self._has_children:
+        if trials_in_children:
             return outcome
         trial = outcome.trial
         if trial.passed:
             self._spare = self._spare or self._source.start()
             return outcome
         # At the driver's edge a failed mapping may have broken torch's allocator, which a health check may miss.
-        at_edge = request.phase is Phase.GROW and request.cap_bytes is None
-        if at_edge or trial.leaked_bytes or trial.verdict is Verdict.POISONED:
-            self.renew()
-        return replace(outcome, refusal=None)
+        if request.cap_bytes is None or trial.leaked_bytes or trial.verdict is Verdict.POISONED:
+            self._end_process()
+        return replace(outcome, refusal=None)  # a leak stays in the process that ends here
 
     def _answer(self, request: Request) -> Message | ExitStatus:
         """Run a trial in the process that is ready; its time limit starts now, after the target was built."""
         is_first, self._has_run = not self._has_run, True
         request = replace(request, deadline_s=self._clock.deadline_s())
         try:
-            return self._ask({"do": "run", "request": asdict(request), "learned": self.learned}, request.deadline_s)
+            return self._ask({"do": "run", "request": asdict(request)}, request.deadline_s)
         except errors.NotTrainedError:  # earlier trials trained the weights; a new process has the original ones
-            if is_first or self._has_children:
+            if is_first or self._greeting.trials_in_children:
                 raise
-            self.renew()
-            return self._ready() or self._answer(request)
+            self._end_process()
+            ended = self._ready()
+            return self._answer(request) if ended is None else ended
 
     def measure(self) -> Measured:
-        if self._available_bytes is not None:
-            return Measured(available_bytes=self._available_bytes, outside_bytes=None)
-        answer = self._ask({"do": "measure"}, self._clock.end_s)
-        if isinstance(answer, ExitStatus):
-            raise self._refusal(answer)
-        return Measured(**answer["measured"])
-
-    def outside_bytes(self) -> int | None:
-        return self.measure().outside_bytes
-
-    def learn(self, learned: Mapping[str, Iterable[int]]) -> None:
-        self.learned = {name: list(places) for name, places in learned.items()}
-
-    def renew(self) -> None:
-        """Run the next trial in a new process; if each trial has its own child, it does so anyway."""
-        if not self._has_children:
-            self._end_process()
+        """Sample the memory now, or if that ends the process, in a new one."""
+        if self._greeting.available_bytes is not None:
+            return Measured(available_bytes=self._greeting.available_bytes, outside_bytes=None)
+        for _ in range(2):
+            answer = self._ask({"do": "measure"}, self._clock.end_s)
+            if not isinstance(answer, ExitStatus) and "measured" in answer:
+                return Measured(**answer["measured"])
+            if isinstance(answer, ExitStatus) and answer.why is not None:
+                raise self._clock.time_is_up("while the memory was measured")
+        raise errors.UnreliableError(
+            f"two processes died while they measured the memory of {self.facts.device.name}, between trials, so there is no "
+            f"answer: {_how_it_ended(answer)}\nThe step is not the cause: probe again, or check the driver and the system's log"
+        )
 
     # --- deaths ---
 
     def _refusal(self, ended: ExitStatus) -> errors.OomProbeError:
-        """Return the error for a process that died outside a trial."""
+        """Return the error for the first process, which died before it was ready."""
         if ended.why is not None:
-            return self._clock.time_is_up(self._clock.options.min_batch, ())
+            return self._clock.time_is_up("while the target was built")
         if self._source.task is None:
             return errors.StepFailedError(f"a child forked from this process died before its trial: {ended.text()}")
         return errors.StepFailedError(
@@ -242,32 +239,28 @@ class ProcessRunner:
             "Nothing was probed. To see the error without oomprobe, import the file and call the function"
         )
 
-    def _died(self, request: Request, ended: ExitStatus) -> Trial:
-        verdict = classify_exit(
-            ended,
-            smaller_passed=request.smaller_passed,
-            on_host=self.device.on_host,
-            used_bytes=ended.peak_resident_bytes - self._resident_bytes,
-            cap_bytes=request.cap_bytes or self._available_bytes,
-        )
+    def _died(self, request: Request, ended: Message | ExitStatus) -> Trial:
+        """Return the trial of a process that died, or whose device was lost between steps."""
+        hello, verdict, where = self._greeting, Verdict.POISONED, None
+        if isinstance(ended, ExitStatus):
+            where = ended.where()
+            verdict = classify_exit(
+                ended,
+                smaller_passed=request.smaller_passed,
+                on_host=hello.facts.device.on_host,
+                used_bytes=ended.peak_resident_bytes - hello.resident_bytes,
+                cap_bytes=request.cap_bytes or hello.available_bytes,
+            )
         return Trial(
             batch_size=request.batch_size,
             verdict=verdict,
             phase=request.phase,
             cap_bytes=request.cap_bytes,
-            error=ended.text(),
-            where=ended.where(),
+            error=_how_it_ended(ended),
+            where=where,
             accumulation_steps=request.accumulation_steps,
         )
 
 
-def _outcome(message: dict[str, Any]) -> Outcome:
-    measured, breakdown = message["measured"], message["breakdown"]
-    return Outcome(
-        **{
-            **message,
-            "trial": trial_from_dict(message["trial"]),
-            "measured": None if measured is None else Measured(**measured),
-            "breakdown": None if breakdown is None else Breakdown.from_dict(breakdown),
-        }
-    )
+def _how_it_ended(ended: Message | ExitStatus) -> str:
+    return ended.text() if isinstance(ended, ExitStatus) else str(ended["lost"])

@@ -11,16 +11,17 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from oomprobe import errors
-from oomprobe.devices import Device, is_host, linux, raised_by
+from oomprobe import errors, linux
+from oomprobe.devices import Device, device_error, is_host
 from oomprobe.hooks import OptimizerWatch
 from oomprobe.isolation import system
-from oomprobe.isolation.messages import Message, failure_message, receive, send
+from oomprobe.isolation.messages import Hello, Message, failure_message, receive, send
 from oomprobe.options import Options, Step
-from oomprobe.result import Phase
 from oomprobe.signals import Interrupts
 from oomprobe.state import Tracker
-from oomprobe.trial import LocalRunner, Request, Runner
+from oomprobe.trial import LocalRunner
+from oomprobe.trials import Phase, Request, Runner
+from oomprobe.verdicts.failure import failure_of
 
 NO_BACKWARD = (
     "host memory is probed in children forked from this process, but they cannot run a backward pass: this process has "
@@ -39,22 +40,22 @@ def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], bu
     except BaseException as error:
         _answer(wire, failure_message(error, building=building))
         return
-    hello = {
-        "device": asdict(runner.device),
-        "step_names": runner.step_names,
-        "threads": runner.threads,
-        "looks": runner.looks,
-        "starts_anew": runner.starts_anew,
-        "resident_bytes": linux.process_bytes("VmRSS"),
-        "has_children": runner.replaceable,
-        "available_bytes": runner.measure().available_bytes if device is None or is_host(device) else None,
-    }
-    _answer(wire, {"hello": hello})
+    hello = Hello(
+        facts=runner.facts,
+        resident_bytes=linux.process_bytes("VmRSS"),
+        trials_in_children=runner.facts.replaceable,
+        available_bytes=runner.measure().available_bytes if device is None or is_host(device) else None,
+    )
+    _answer(wire, {"hello": asdict(hello)})
     while (message := receive(wire)) is not None:
         try:
             answer = _carry_out(runner, message)
         except BaseException as error:
-            answer = failure_message(_blame_device(error, device), building=None)
+            told = None if device is None else device_error(device, error)
+            if isinstance(told, errors.DeviceLostError):
+                answer = {"lost": failure_of(error).text}
+            else:
+                answer = failure_message(error if told is None else told, building=None)
         _answer(wire, answer)
 
 
@@ -64,30 +65,10 @@ def _answer(wire: Connection, answer: Message) -> None:
 
 
 def _carry_out(runner: Runner, message: Message) -> Message:
-    answer: Message
-    if message["do"] == "run":
-        if not runner.learned:
-            runner.learn(message["learned"])
-        request = message["request"]
-        answer = {"outcome": asdict(runner.run(Request(**{**request, "phase": Phase(request["phase"])})))}
-    else:
-        answer = {"measured": asdict(runner.measure())}
-    return {
-        **answer,
-        "notes": list(runner.notes),
-        "device_notes": runner.device_notes,
-        "in_steps_s": runner.in_steps_s,
-        "learned": runner.learned,
-    }
-
-
-def _blame_device(error: BaseException, device: Device | None) -> BaseException:
-    """Return a DeviceLostError or UnreliableError instead of an error that the device raised outside a step."""
-    if device is None or isinstance(error, errors.OomProbeError) or not isinstance(error, Exception):
-        return error
-    if not device.healthy():
-        return errors.DeviceLostError(f"a sticky error ({type(error).__name__}: {error})")
-    return errors.unmeasured(device.name, error) if raised_by(device, error) else error
+    if message["do"] == "measure":
+        return {"measured": asdict(runner.measure())}
+    request = message["request"]
+    return {"outcome": asdict(runner.run(Request(**{**request, "phase": Phase(request["phase"])})))}
 
 
 def local_runner(

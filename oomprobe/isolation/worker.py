@@ -15,11 +15,11 @@ from oomprobe.isolation.messages import Message, receive
 from oomprobe.isolation.process import begin
 from oomprobe.isolation.runner import ProcessRunner, forks
 from oomprobe.isolation.serve import local_runner, serve
-from oomprobe.options import Options, check_model, named_steps, refuse_ranks
+from oomprobe.options import Options, check_model, named_steps, refuse_process_group
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Tracker
 from oomprobe.targets import build
-from oomprobe.trial import Runner
+from oomprobe.trials import Runner
 
 
 def main(descriptor: int) -> None:
@@ -39,7 +39,7 @@ def _runner_of(task: Message) -> tuple[Runner, Device | None]:
     model, step_fn = build(task["target"])
     check_model(model)
     steps = named_steps(step_fn)
-    refuse_ranks()
+    refuse_process_group()
     options = Options(**task["options"])
     device = choose_device(pickle.loads(bytes.fromhex(task["device"])), model)
     tracker = Tracker(model, [step.run for step in steps.values()], device=device)
@@ -49,6 +49,5 @@ def _runner_of(task: Message) -> tuple[Runner, Device | None]:
     source = forks(model, steps, tracker, device, options)
     gc.collect()
     gc.freeze()  # so that forked children neither scan nor copy existing objects
-    children = ProcessRunner(source, Clock(options), Interrupts())
-    children.open()
-    return children, None
+    # Host memory takes a third process: the caller's, this one, which holds the model, and a child for each trial.
+    return ProcessRunner(source, Clock(options), Interrupts()).__enter__(), None

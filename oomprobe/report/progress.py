@@ -10,16 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.options import Options
 from oomprobe.report.table import trial_line
 from oomprobe.report.words import clip
+from oomprobe.trials import Phase, Trial
 from oomprobe.units import format_seconds
-
-if TYPE_CHECKING:
-    from oomprobe.options import Options
-    from oomprobe.result import Phase, Trial
 
 Progress = str | Callable[["Trial"], object]
 _GREEN, _RED, _NORMAL = "\x1b[32m", "\x1b[31m", "\x1b[0m"

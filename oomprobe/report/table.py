@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from oomprobe.report.words import WIDTH, clean, clip, count, rate, shortened
+from oomprobe.trials import Trial
 from oomprobe.units import byte_unit, format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from oomprobe.result import Trial
 
 _STEP_NAME = "step name"
 TEXT_COLUMNS = ("phase", "verdict", _STEP_NAME)  # all others hold numbers

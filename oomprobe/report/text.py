@@ -6,13 +6,13 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from oomprobe.plan import PlanEntry
 from oomprobe.report.breakdown import breakdown_lines
 from oomprobe.report.table import trials_table
 from oomprobe.report.words import WIDTH, bullets, clean, clip, count, rate, wrap
 from oomprobe.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from oomprobe.report.plan import PlanEntry
     from oomprobe.result import ProbeResult
 
 TIMING_NOISE = 0.05  # smallest spread assumed between the rates of repeated trials

@@ -22,10 +22,8 @@ SMALLEST_BLOCK = 512  # kMinBlockSize
 SMALL = MIB  # kSmallSize: the largest request of the small pool
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
 LARGE_SEGMENT = 20 * MIB  # kLargeBuffer: for requests below `_OWN_SEGMENT`; page size of large expandable segments
-UNLIMITED = 2**63
 _OWN_SEGMENT = 10 * MIB  # kMinLargeAlloc: requests of this size or more get a segment of their own size
 _SEGMENT_STEP = 2 * MIB  # kRoundLarge
-_NON_SPLIT_ROUNDING = 20 * MIB  # an unsplittable block must exceed the request by less than this
 _FIRST_ADDRESS = 0x7F00_0000_0000  # resembles CUDA's addresses
 _DEFAULTS = AllocatorSettings()
 
@@ -37,7 +35,7 @@ class AllocatorOutOfMemory(MemoryError):
 class Block:
     """A piece of a segment. ``free``: mapped and in its pool; neither ``free`` nor ``mapped``: address space only."""
 
-    __slots__ = ("address", "free", "freed_at", "mapped", "next", "origin", "pool", "prev", "requested", "size")
+    __slots__ = ("address", "free", "mapped", "next", "origin", "pool", "prev", "requested", "size")
 
     def __init__(self, pool: Pool, address: int, size: int) -> None:
         self.pool = pool
@@ -49,7 +47,6 @@ class Block:
         self.mapped = True
         self.origin = -1  # start of its expandable segment; -1: not in one
         self.requested = 0
-        self.freed_at = 0  # allocator's clock when last freed, for garbage collection
 
     @property
     def is_whole_segment(self) -> bool:
@@ -93,21 +90,19 @@ class Block:
         twin.mapped = self.mapped
         twin.origin = self.origin
         twin.requested = self.requested
-        twin.freed_at = self.freed_at
         return twin
 
 
 class Pool:
     """Free blocks of the small or the large pool, sorted by size and address for best fit."""
 
-    __slots__ = ("free", "page", "smallest_remainder", "split_below", "unmapped")
+    __slots__ = ("free", "page", "smallest_remainder", "unmapped")
 
     def __init__(self, settings: AllocatorSettings, *, is_small: bool) -> None:
         expandable = settings.expandable_segments
         self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         # should_split: sizes are multiples of 512, so "more than 1 MiB" is "at least 1 MiB + 512"
         self.smallest_remainder = SMALLEST_BLOCK if is_small or expandable else SMALL + SMALLEST_BLOCK
-        self.split_below = UNLIMITED if is_small or expandable else settings.max_split_size_bytes or UNLIMITED
         self.free: list[tuple[int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []
 
@@ -166,9 +161,9 @@ class CachingAllocator:
     """
 
     __slots__ = (  # make replays a fifth faster
-        "_clock", "_handles", "_live", "_max_split", "_next_address", "_pools", "_settings", "_threshold", "alloc_retries",
-        "allocated_bytes", "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes",
-        "peak_reserved_bytes", "requested_bytes", "reserved_bytes", "served_bytes", "total_bytes",
+        "_handles", "_live", "_next_address", "_pools", "_settings", "alloc_retries", "allocated_bytes", "capacity_bytes",
+        "limit_bytes", "log", "ooms", "peak_allocated_bytes", "peak_reserved_bytes", "requested_bytes", "reserved_bytes",
+        "served_bytes", "total_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -178,13 +173,10 @@ class CachingAllocator:
         self.total_bytes = capacity_bytes if total_bytes is None else total_bytes
         self.limit_bytes: int | None = None
         self._settings = settings
-        self._threshold = settings.garbage_collection_threshold
-        self._max_split = settings.max_split_size_bytes or UNLIMITED
         self._pools = {is_small: Pool(settings, is_small=is_small) for is_small in (True, False)}
         self._live: dict[int, Block] = {}
         self._handles = 0
         self._next_address = _FIRST_ADDRESS
-        self._clock = 0  # searches in the large pool, the unit of a cached block's age
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.alloc_retries = self.ooms = 0
@@ -195,14 +187,12 @@ class CachingAllocator:
         """Allocate a block; return a handle for `free`, never reused; 0 for no bytes."""
         if nbytes <= 0:
             return 0
-        size = self._rounded(nbytes)
+        size = _rounded_up(nbytes, SMALLEST_BLOCK)  # round_size
         is_small = size <= SMALL
         pool = self._pools[is_small]
-        if self._threshold and self.limit_bytes is not None and not is_small:
-            self._clock += 1
         index = self._best_fit(pool, size)
         block = pool.free.pop(index)[2] if index >= 0 else self._block_from_driver(pool, size)
-        if block.size - size >= pool.smallest_remainder and size < pool.split_below:
+        if block.size - size >= pool.smallest_remainder:
             pool.add(block.cut_after(size))
         block.free = False
         block.requested = nbytes
@@ -322,15 +312,6 @@ class CachingAllocator:
             yield from (entry[2] for entry in pool.free)
             yield from (entry[1] for entry in pool.unmapped)
 
-    def _rounded(self, nbytes: int) -> int:
-        """round_size: the smallest block for a request."""
-        if self._settings.roundup_power2_divisions:
-            divisions = self._settings.divisions(nbytes)
-            if divisions > 1 and nbytes > SMALLEST_BLOCK * divisions:
-                power_of_two = 1 << nbytes.bit_length() - 1
-                return _rounded_up(nbytes, power_of_two // divisions)
-        return (nbytes + 511) & -512
-
     def _segment_size(self, size: int) -> int:
         """get_allocation_size: the size of a new segment."""
         if size <= SMALL:
@@ -340,10 +321,7 @@ class CachingAllocator:
         return _rounded_up(size, _SEGMENT_STEP)
 
     def _best_fit(self, pool: Pool, size: int) -> int:
-        """get_free_block: the index of the block to use in the pool; -1: none fits.
-
-        With a max_split_size, large blocks serve only requests of about their own size.
-        """
+        """get_free_block: the index of the block to use in the pool; -1: none fits."""
         free = pool.free
         index = bisect_left(free, (size,))
         if index == len(free):
@@ -351,9 +329,6 @@ class CachingAllocator:
         if free[index][2].origin >= 0:
             while index + 1 < len(free) and free[index + 1][2].expandable_size < free[index][2].expandable_size:
                 index += 1
-        if self._max_split < UNLIMITED:
-            below = self._max_split if size < self._max_split else size + _NON_SPLIT_ROUNDING
-            return index if free[index][0] < below else -1
         return index
 
     def _return_to_pool(self, block: Block) -> None:
@@ -363,17 +338,12 @@ class CachingAllocator:
             if other is not None and other.free:
                 pool.discard(other)
                 block.absorb(other)
-        block.freed_at = self._clock
         pool.add(block)
 
     def _block_from_driver(self, pool: Pool, size: int) -> Block:
         """Reserve a segment, releasing more and more of the cache until it fits."""
-        if self._threshold and self.limit_bytes is not None:
-            self._collect_garbage(self.limit_bytes)
         segment = self._segment_size(size)
         block = self._new_segment(pool, size, segment)
-        if block is None and self._release_oversize(pool, size):
-            block = self._new_segment(pool, size, segment)
         if block is None:
             self.empty_cache()
             self.alloc_retries += 1
@@ -464,32 +434,6 @@ class CachingAllocator:
     def _release(self, block: Block) -> None:
         block.pool.discard(block)
         self.reserved_bytes -= block.size
-
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """release_available_cached_blocks: one unsplittable block that is large enough, or several, largest first."""
-        if self._max_split == UNLIMITED or self._settings.expandable_segments:
-            return False
-        wanted = max(size, self._max_split)
-        index = bisect_left(pool.free, (wanted,))
-        if index < len(pool.free):
-            self._release(pool.free[index][2])
-            return True
-        released = 0
-        while released < wanted and pool.free and pool.free[-1][0] >= self._max_split:
-            released += pool.free[-1][0]
-            self._release(pool.free[-1][2])
-        return released >= wanted
-
-    def _collect_garbage(self, allowed: int) -> None:
-        """garbage_collect_cached_blocks: release the large segments cached longest, until below the threshold."""
-        target = self.reserved_bytes - int(self._threshold * allowed)
-        blocks = [block for _, _, block in self._pools[False].free if block.is_whole_segment]
-        while target > 0 and blocks:
-            mean_age = sum(self._clock - block.freed_at for block in blocks) / len(blocks)
-            for block in [block for block in blocks if self._clock - block.freed_at >= mean_age]:
-                target -= block.size
-                blocks.remove(block)
-                self._release(block)
 
 
 def oom_message(allocator: CachingAllocator, segment: int) -> str:

@@ -157,7 +157,7 @@ def lines_through(size: int, calls: Sequence[Call], other_size: int, other_calls
     return lines
 
 
-class Replayer:
+class Predictor:
     """Prediction of the calls of a cold trial.
 
     A trial consists of a first call, which creates gradients, optimizer state and workspaces, of further calls until two

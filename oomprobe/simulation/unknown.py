@@ -8,18 +8,14 @@ Errors name the line of the user's file and an alternative.
 from __future__ import annotations
 
 import operator
-import sys
-import traceback
 import weakref
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
 from oomprobe.errors import SimulationError
-from oomprobe.verdicts.failure import is_library
+from oomprobe.frames import raised_at, user_line
 
 # --- answers ---
 
@@ -123,7 +119,7 @@ def refuse_missing_kernel(func: Any, why: BaseException) -> NoReturn:
 
 def refuse_address(why: BaseException | None = None) -> NoReturn:
     """Raise for code that asks for a tensor's data pointer, as custom kernels do."""
-    where = user_line() if why is None else _raised_at(why)
+    where = user_line() if why is None else raised_at(why) or "the step"
     raise SimulationError(
         f"{where} asks for the address of a tensor's data, and a simulated card has none: a custom kernel needs "
         "torch.library.custom_op and register_fake to run here; or probe on a real device"
@@ -138,21 +134,3 @@ def refuse_layout(tensor: torch.Tensor) -> None:
             f"a {kind} tensor of shape {tuple(tensor.shape)} at {user_line()}: a simulated card supports dense "
             "tensors only; probe on a real device"
         )
-
-
-def user_line() -> str:
-    """Return file and line of the innermost frame in the user's code."""
-    return _innermost(traceback.walk_stack(sys._getframe())) or "an unknown line"
-
-
-def _raised_at(error: BaseException) -> str:
-    """Return file and line of the innermost frame in the user's code in a traceback."""
-    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__)))) or "the step"
-
-
-def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
-    for frame, line in frames:
-        path = Path(frame.f_code.co_filename)
-        if not is_library(path) and path.exists():  # generated code has no file
-            return f"{path.name}:{line}"
-    return None

@@ -31,16 +31,15 @@ import torch
 from oomprobe.state.compare import same
 from oomprobe.state.reach import LIBRARIES, MAX_CONTAINER, MAX_OBJECTS, code_names, has_state, is_users_code
 from oomprobe.state.tensors import HostCopies, TensorCopy
+from oomprobe.state.values import MAX_ENTRIES
 
-MAX_ENTRIES = 10_000  # a longer container is data, which is not saved
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are put back before every trial, larger ones at the end
 COPIED_BYTES = 2**30  # of larger ones, in all; the others are compared by their version
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), enum.Enum, torch.dtype, torch.device, torch.Size)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_REGISTRIES = frozenset(
-    {"_parameters", "_buffers", "_modules", "training"}
-)  # the tracker restores them, and `_modules` here
+# The tracker restores these, and `_modules` here.
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "training"})
 _MISSING = object()
 _UNKNOWN = object()  # the fingerprint of an object that does not show whether it has changed
 
@@ -104,7 +103,7 @@ class Kept:
         >>> trainer = Trainer()
         >>> kept = Kept([trainer.step], torch.nn.Identity())
         >>> trainer.step(None, 2), kept.put_back(), trainer.calls, hasattr(trainer, "last")
-        (None, True, 0, False)
+        (None, None, 0, False)
     """
 
     def __init__(self, steps: Iterable[object], model: torch.nn.Module, device: object = None) -> None:
@@ -116,9 +115,8 @@ class Kept:
         self._libraries: list[tuple[str, Any, Any]] = []  # path, object that is not walked into, and its fingerprint
         self._tensors: dict[int, tuple[str, TensorCopy, int]] = {}  # by id: path, copy and version
         self.copies = HostCopies()
-        self._seen: dict[int, Any] = {
-            id(device): device
-        }  # the objects visited, kept alive so that no other gets their ids
+        # The objects visited, kept alive so that no other gets their ids.
+        self._seen: dict[int, Any] = {id(device): device}
         self._names: set[str] = set()  # that the user's functions use
         self._left: list[
             tuple[Holder, dict[Any, Any]]
@@ -144,13 +142,12 @@ class Kept:
         """Copy tensors that are not small too, so that `put_back` can restore them at the end."""
         self._take(COPIED_BYTES)
 
-    def put_back(self, *, at_end: bool = False) -> bool:
-        """Put everything back, before a trial or at the end. Return whether a value had changed."""
-        self._left = []
+    def put_back(self, *, at_end: bool = False) -> None:
+        """Put everything back, before a trial or at the end."""
         if not at_end:
             self.find_moves()
         if self._only_at_end and not at_end:
-            return False
+            return
         for holder in self._holders:
             if at_end or not holder.moves:
                 with suppress(Exception):  # `changes` names what did not come back, also from a lost device
@@ -163,7 +160,11 @@ class Kept:
             if copy.storage.nbytes <= SMALL_BYTES:
                 with suppress(Exception):
                     copy.storage.write()
-        return bool(self._left)
+
+    def end_trial(self) -> None:
+        """Take note of what has moved on in a trial; what it leaves is then what `leave` brings back."""
+        self._left = []
+        self.find_moves()
 
     def find_moves(self) -> None:
         """Mark the values beside an iterator or a queue that has moved on, up to the roots: they must agree with it."""
@@ -191,7 +192,7 @@ class Kept:
         holder.write(before, now)
 
     def leave(self) -> bool:
-        """Undo the last `put_back` of plain values, and put values back only at the end. Return whether there were any."""
+        """Bring back the plain values that the last trial left, and put values back only at the end. Return whether there were any."""
         for holder, left in self._left:
             now = holder.read()
             with suppress(Exception):
@@ -261,7 +262,7 @@ class Kept:
         self._holders.append(holder)
         return ((value, holder.named(key)) for key, value in holder.read().items())
 
-    def _parts(self, value: Any, path: str) -> Iterator[Named]:
+    def _parts(self, value: Any, path: str) -> Iterator[Named]:  # noqa: C901 - one branch for each kind of value
         """Save what `value` holds, if it is of the user's own code, and yield that with its paths."""
         if isinstance(value, types.FunctionType):
             yield from self._parts_of_function(value)
@@ -335,9 +336,10 @@ class Kept:
     def _parts_of_instance(self, value: Any, path: str) -> Iterator[Named]:
         if hasattr(value, "__dict__"):
             yield from self._hold(_of_namespace(vars(value), f"{path}.", owner=value))
-        slots = {
+        slots = {  # not the members of types written in C, which may be new objects at each read
             name: member
             for kind in type(value).__mro__
+            if "__slots__" in vars(kind)
             for name, member in vars(kind).items()
             if isinstance(member, types.MemberDescriptorType)
         }

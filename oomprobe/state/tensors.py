@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from oomprobe.devices import linux
+from oomprobe import linux
 from oomprobe.errors import UnreliableError
 from oomprobe.state.compare import same_tensors
 from oomprobe.state.reach import is_learnable

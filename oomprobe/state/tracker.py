@@ -17,8 +17,9 @@ from oomprobe.state.values import Attributes
 class Tracker:
     """The modules, optimizers, loss scalers and schedulers that steps reach, and what existed when tracking began.
 
-    For a cold start, everything created since then is dropped. What existed before stays, with its current values, because
-    values do not affect memory. `preserve` adds further stateful objects or tensors.
+    For a cold start, everything created since then is dropped, and what steps count with is put back. Weights and optimizer
+    state that existed before stay as they are, because their values do not affect memory. `preserve` adds further stateful
+    objects or tensors.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -90,7 +91,7 @@ class Tracker:
 
     def end_trial(self, *, passed: bool) -> None:
         """Take over what a trial that passed has frozen and grouped, if the step's counters cannot be put back either."""
-        self.kept.find_moves()
+        self.kept.end_trial()
         if passed and not self.kept.is_exact:
             self._flags = self._read_flags()
             for optimizer in list(self._groups):

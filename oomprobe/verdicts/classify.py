@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from oomprobe.errors import SIGNALS, text_of
-from oomprobe.verdicts.texts import ERROR_TEXTS, LIBRARIES, ErrorText, Verdict
+from oomprobe.trials import Verdict
+from oomprobe.verdicts.texts import ERROR_TEXTS, LIBRARIES, ErrorText
 
 # Errors of another probe that ran inside the step are final: their texts quote out-of-memory errors that it has handled,
 # and one class is a MemoryError. A lost device, however, is lost to this probe too.
@@ -110,7 +111,7 @@ def classify(facts: Facts, evidence: Evidence | None = None) -> Verdict:
         return out_of_memory if row.verdict is Verdict.OOM else row.verdict
     if row.verdict is Verdict.SIZE_LIMIT:
         return Verdict.SIZE_LIMIT if evidence.smaller_size_passed else Verdict.BUG
-    # This includes ambiguous POISONED rows, because the health check has passed.
+    # This includes ambiguous POISONED rows: if the process is poisoned, the health check says so.
     corroborated = evidence.smaller_size_passed and evidence.memory_pressure
     return out_of_memory if corroborated and (evidence.integrated or not row.only_integrated) else Verdict.BUG
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-import torch
-
 from oomprobe.errors import text_of
+from oomprobe.frames import TORCH, raised_at
 from oomprobe.verdicts.classify import Facts, facts_of
 
 MAX_TEXT = 600
-_TORCH, _OOMPROBE = Path(torch.__file__).parent, Path(__file__).parents[1]
-_OPTIM = _TORCH / "optim"
-_BACKWARD_FILES = {_TORCH / "_tensor.py", _TORCH / "autograd" / "__init__.py"}
+_OPTIM = TORCH / "optim"
+_BACKWARD_FILES = {TORCH / "_tensor.py", TORCH / "autograd" / "__init__.py"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,29 +44,14 @@ def clear_frames(error: BaseException) -> None:
 
 
 def _where(error: BaseException) -> str | None:
-    frames = [
-        (Path(frame.f_code.co_filename), frame.f_code.co_name, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    user_lines = [(path.name, line) for path, _, line in frames if not is_library(path)]
-    if not user_lines:
+    line = raised_at(error)
+    if line is None:
         return None
     part = "forward"
-    for path, function, _ in frames:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
         if _OPTIM in path.parents:
             part = "optimizer"
-        elif function == "backward" and path in _BACKWARD_FILES:
+        elif frame.f_code.co_name == "backward" and path in _BACKWARD_FILES:
             part = "backward"
-    name, line = user_lines[-1]
-    return f"{part}, {name}:{line}"
-
-
-@cache
-def is_library(path: Path) -> bool:
-    """Return whether a file belongs to torch or oomprobe. The demo counts as a user's file, because it contains steps.
-
-    Example:
-        >>> is_library(Path(__file__)), is_library(Path("/home/me/train.py"))
-        (True, False)
-    """
-    return path.name != "demo.py" and any(folder in path.parents for folder in (_OOMPROBE, _TORCH))
+    return f"{part}, {line}"

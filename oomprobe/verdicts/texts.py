@@ -14,20 +14,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Verdict(StrEnum):
-    """How a trial ended."""
-
-    FITS = "fits"
-    OOM = "out of memory"
-    HOST_OOM = "out of host memory"
-    SIZE_LIMIT = "size limit"
-    POISONED = "poisoned"
-    CRASHED = "crashed"
-    TIMED_OUT = "timed out"
-    BUG = "bug"
+from oomprobe.trials import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,13 +204,13 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
          r"Torch: (?:not enough memory|unable to mmap memory)", r"C10 Out of Memory",
          r"Could not allocate memory to change", of_host=True),
     _row(OOM, "errno.h ENOMEM; https://learn.microsoft.com/en-us/windows/win32/debug/system-error-codes--1300-1699-",
-         r"\[Errno 12\]", r"\[WinError (?:8|14|1455)\]", r"\bCannot allocate memory(?: \(12\)|[':]|\s*$)",
+         r"\[Errno 12\]", r"\[WinError (?:8|14|1455)\]", r"\bCannot allocate memory(?: \(12\)|[':]|\s*(?:\n|$))",
          of_host=True, also=("builtins.ImportError", "builtins.OSError")),
     _row(OOM, f"{_UR_ENUM}; {_CUDNN_ENUM}; https://docs.nvidia.com/cuda/nvrtc (nvrtcResult)",
          r"_OUT_OF_HOST_MEMORY\b", r"HOST_ALLOCATION_FAILED", r"NVRTC_ERROR_OUT_OF_MEMORY", r"MAGMA_ERR_HOST_ALLOC",
          r"ptxas fatal *: *Memory allocation failure", of_host=True),
     _row(OOM, "gcc:libgomp/alloc.c; OpenMathLib/OpenBLAS:driver/others/memory.c; strings of libtorch_cpu.so 2.13 (oneMKL)",
-         r"libgomp: Out of memory", r"OpenBLAS[^\n]*(?:malloc failed|Memory allocation still failed)",
+         r"libgomp: Out of memory", r"OpenBLAS[^\n]*(?:malloc failed|allocation still failed|could not be allocated)",
          r"\bMKL\b[^\n]*(?:Not enough memory|cannot allocate memory)", of_host=True),
     # After all other unambiguous texts, because those tell whose memory a MemoryError is about.
     _row(OOM, "https://en.cppreference.com/w/cpp/memory/new/bad_alloc; numpy/_core/_exceptions.py, measured",

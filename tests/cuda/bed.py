@@ -31,6 +31,7 @@ import torch
 import torch._dynamo  # otherwise the first optimizer imports it in each child, in 3 s
 
 OPTIONS = ("card", "shared", "context", "lazy", "neighbour", "fail", "scribble", "log")
+ILLEGAL_ADDRESS = 700
 
 
 class ChildDiedError(Exception):
@@ -177,3 +178,33 @@ def run_on_bed(code, *, limit_s=120, **options):
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     return json.loads(forked(run, limit_s=limit_s, **options).splitlines()[-1])
+
+
+def fail(what, *, in_calls=1, code=ILLEGAL_ADDRESS):
+    """Make the driver's n-th call from now fail."""
+    ctypes.CDLL("libcudart.so.13").cudastub_fail(what.encode(), ctypes.c_long(in_calls), code)
+
+
+TARGET = textwrap.dedent(
+    """
+    import sys
+    sys.path.insert(0, {tests!r})
+    from cuda.bed import fail
+    from cuda.models import MODELS
+
+    def build():
+        model, inner = MODELS[{name!r}]()
+
+        def step(model, batch_size):
+            {fault}
+            inner(model, batch_size)
+
+        return model, step
+    """
+)
+
+
+def target(tmp_path, fault="pass", name="mlp"):
+    path = tmp_path / "target.py"
+    path.write_text(TARGET.format(tests=os.path.dirname(os.path.dirname(__file__)), name=name, fault=fault))
+    return f"{path}:build"

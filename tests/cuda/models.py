@@ -1,5 +1,7 @@
 """Models whose steps read no value back, because kernels on the bed compute none; each returns (model, step)."""
 
+import math
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -154,3 +156,22 @@ MODELS = {
     "frozen base, adapters": adapters,
     "big state": big_state,
 }
+
+
+def held_to(cap_bytes):
+    if cap_bytes is not None:
+        fraction = math.nextafter(cap_bytes / torch.cuda.mem_get_info()[1], 1.0)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
+
+
+def runs(build, batch_size, *, steps, cap_bytes=None):
+    """Whether this process, which has done nothing else, runs that many steps."""
+    model, step = build()
+    held_to(cap_bytes)
+    try:
+        for _ in range(steps):
+            step(model, batch_size)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return False
+    return True

@@ -10,7 +10,7 @@ from gpu_check import search_around
 import oomprobe
 
 from .bed import forked
-from .models import MODELS, gpt
+from .models import MODELS, gpt, held_to, runs
 
 SEGMENT_BYTES = 20 * 2**20
 FORK = {"limit_s": 120}
@@ -18,25 +18,6 @@ FORK = {"limit_s": 120}
 SLOW = [(name, memory) for name in ("conv bf16 channels_last", "many small tensors") for memory in ("4GiB", "24GiB")]
 CASES = [(*case, {}) for case in itertools.product(MODELS, ["1GiB", "4GiB", "24GiB"]) if case not in SLOW]
 CASES.append(("gpt", "1GiB", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}))
-
-
-def held_to(cap_bytes):
-    if cap_bytes is not None:
-        fraction = math.nextafter(cap_bytes / torch.cuda.mem_get_info()[1], 1.0)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
-
-
-def runs(build, batch_size, *, steps, cap_bytes=None):
-    """Whether this process, which has done nothing else, runs that many steps."""
-    model, step = build()
-    held_to(cap_bytes)
-    try:
-        for _ in range(steps):
-            step(model, batch_size)
-        torch.cuda.synchronize()
-    except torch.OutOfMemoryError:
-        return False
-    return True
 
 
 def tensors_of(model):

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from .bed import forked
-from .test_faults import target
+from .bed import forked, target
 
 
 def typed(*arguments, memory="1GiB", **options):

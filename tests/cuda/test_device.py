@@ -6,8 +6,7 @@ import torch
 from oomprobe.devices import choose_device
 from oomprobe.devices.accelerator import AcceleratorDevice
 
-from .bed import forked
-from .test_faults import fail
+from .bed import fail, forked
 
 MIB = 2**20
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from simulation.worlds import ALLOCATOR_SETTINGS
+from simulation.bench import ALLOCATOR_SETTINGS
 from torch import nn
 from torch.nn import functional as F
 

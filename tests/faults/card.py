@@ -4,14 +4,14 @@ Exactly `ROOM` samples fit, or a share of them under a margin.
 """
 
 import torch
-from fake_accelerator import MIB, FakeModule, LedgerDevice
+from fake_accelerator import MIB, FakeAccelerator, FakeModule
 from torch import nn
 
 SAMPLE_BYTES = 64 * MIB
 ROOM = 10
 
 
-class Card(LedgerDevice):
+class Card(FakeAccelerator):
     def __reduce__(self):
         return "CARD"  # pickled as its name
 

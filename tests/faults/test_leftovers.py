@@ -10,8 +10,8 @@ import weakref
 
 import pytest
 import torch
+from helpers import Training
 from ledger import Log
-from test_state import Training
 
 from faults.card import CARD, SAMPLE_BYTES, trained
 from oomprobe import (

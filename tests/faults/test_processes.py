@@ -11,11 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_accelerator import ILLEGAL_ADDRESS
 from ledger import Log
 
 from faults.card import CARD, trained
 from faults.processes import marked
-from oomprobe import InvalidArgumentError, NoDeviceError, StepFailedError, TimeLimitError, Verdict, probe_target
+from oomprobe import (
+    DeviceLostError,
+    InvalidArgumentError,
+    NoDeviceError,
+    StepFailedError,
+    TimeLimitError,
+    UnreliableError,
+    Verdict,
+    check_target,
+    probe_target,
+)
 
 GRACE_S = 40  # for a process to start, and for a hanging one to be terminated, on a busy machine
 isolated = {"device": CARD, "memory_fraction": 1.0, "progress": "off"}
@@ -76,6 +87,84 @@ def test_a_size_that_stops_training_runs_again_in_a_new_process():
     result = probe_target(worn_out, max_batch=4, **isolated)
     sizes = 1, 2, 4, 1, 4  # the look at 1 begins with the tenth call
     assert [(t.batch_size, t.verdict) for t in result.trials] == [(size, Verdict.FITS) for size in sizes]
+
+
+def poisoned_between_steps():
+    """Return a step that passes at size 6, after which the card is lost while its cache is released."""
+    return at(6, lambda: setattr(CARD, "release", illegal_access))
+
+
+def test_a_card_lost_between_steps_costs_its_process_only():
+    result = probe_target(poisoned_between_steps, min_batch=4, max_batch=6, **isolated)
+    assert (result.batch_size, result.limited_by) == (5, "size_limit")
+    lost = [t for t in result.trials if t.verdict is Verdict.POISONED]
+    assert {(t.batch_size, t.error) for t in lost} == {(6, f"AcceleratorError: {ILLEGAL_ADDRESS}")}
+
+
+def lost_from_the_start():
+    return at(1, lambda: setattr(CARD, "release", illegal_access))
+
+
+def test_a_card_lost_in_two_processes_ends_the_probe():
+    with pytest.raises(DeviceLostError, match="a fresh process hit the same error") as lost:
+        probe_target(lost_from_the_start, **isolated)
+    assert [(t.batch_size, t.verdict) for t in lost.value.trials] == [(1, Verdict.POISONED)] * 2
+
+
+# --- processes that die, or hang, while the memory is measured ---
+
+
+def measuring(number, fault):
+    """Return a target with a fault when its process is asked for the memory this time: before, in or after a check's trial."""
+    measure, calls = CARD.available_bytes, Log()
+
+    def measured():
+        calls.append(True)
+        return fault() if len(calls) == number else measure()
+
+    CARD.available_bytes = measured
+    return trained()
+
+
+def killed_measuring():
+    return measuring(3, sigkill)
+
+
+def test_a_death_while_measuring_loses_no_confirmed_answer():
+    assert check_target(killed_measuring, 8, device=CARD, memory_fraction=0.9, progress="off").batch_size == 8
+
+
+def always_killed_measuring():
+    return measuring(1, sigkill)
+
+
+def hanging_measuring():
+    return measuring(3, sleeps_in_c)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "error", "words", "passed"),
+    [
+        (
+            always_killed_measuring,
+            {},
+            UnreliableError,
+            "two processes died while they measured the memory of Fake Card",
+            0,
+        ),
+        (
+            hanging_measuring,
+            {"time_limit_s": 8},
+            TimeLimitError,
+            "time passed while the memory was measured, after ",
+            1,
+        ),
+    ],
+)
+def test_an_end_while_measuring_is_told_as_such(target, options, error, words, passed):
+    with pytest.raises(error, match=words) as told:
+        check_target(target, 8, device=CARD, progress="off", **options)
+    assert [t.verdict for t in told.value.trials] == [Verdict.FITS] * passed
 
 
 # --- processes that die ---

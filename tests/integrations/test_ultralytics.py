@@ -321,12 +321,12 @@ def test_arguments_reach_the_probe(nano, monkeypatch, arguments, stride, trained
         assert received == trained_with
         return model, None, []
 
-    def find(model, step, **options):
+    def loop(model, step, options, **about):
         assert options["memory_fraction"] == memory_fraction
         raise oomprobe.NothingFitsError("")
 
     monkeypatch.setattr(adapter, "_training", training)
-    monkeypatch.setattr(oomprobe, "find_max_batch", find)
+    monkeypatch.setattr(adapter, "probe_loop", loop)
     nano.stride = torch.tensor([stride])
     with pytest.raises(oomprobe.NothingFitsError):
         check_train_batch_size(nano, *arguments, device="cpu:1GiB")

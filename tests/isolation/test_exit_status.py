@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oomprobe.isolation.exit_status import ExitStatus, classify_exit
-from oomprobe.verdicts import Verdict
+from oomprobe.trials import Verdict
 
 MIB = 2**20
 

@@ -231,7 +231,7 @@ def test_the_trace_of_a_hang_is_kept_and_not_passed_on(stage):
     ("act", "options", "why", "number"),
     [
         (ignores_sigterm, {"within_s": 0.3, "GRACE_S": 0.3}, "timed out", signal.SIGKILL),
-        (sleeps, {"stuck_s": 0.4, "LOOK_S": 0.1}, "stuck", signal.SIGTERM),
+        (sleeps, {"stuck_s": 0.4, "CPU_READING_S": 0.1}, "stuck", signal.SIGTERM),
         (hangs_up, {"GRACE_S": 0.3}, None, signal.SIGKILL),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_process_that_does_not_end_is_terminated(stage, act, options, why, num
 
 @pytest.mark.parametrize("act", ["computes", "waits_for_a_worker"])
 def test_a_busy_process_is_not_stuck(stage, act):
-    assert stage.play(listened, act=act, stuck_s=0.7, LOOK_S=0.1)["heard"] == "nothing"
+    assert stage.play(listened, act=act, stuck_s=0.7, CPU_READING_S=0.1)["heard"] == "nothing"
 
 
 def test_the_end_of_its_stderr_is_kept_and_all_of_it_passed_on(stage):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
 
-from .worlds import ALLOCATOR_SETTINGS, EXPANDABLE
+from .bench import ALLOCATOR_SETTINGS, EXPANDABLE
 
 MIB, GIB = 2**20, 2**30
 CUBLAS_WORKSPACE = 8_519_680
@@ -57,14 +57,6 @@ RULES = {
     "free neighbours merge": ("", 1000, [5, 5, 5, 5, -2, -4, -3, 9], 20, 0),
     "a segment with a live block stays reserved": ("", 1000, [8, 8, -1, 0], 20, 0),
     "cached segments are released when memory runs out": ("", 100, [60, -1, 80], 80, 1),
-    "a small request does not use a block above max_split_size": ("max_split_size_mb:32", 70, [50, -1, 5], 70, 0),
-    "a request of about its size does": ("max_split_size_mb:32", 70, [50, -1, 32], 50, 0),
-    "a block 20 MiB larger than the request is not used": ("max_split_size_mb:32", 60, [60, -1, 40], 40, 0),
-    "one large block is released before the whole cache": (
-        "max_split_size_mb:32", 110, [20, 40, 50, -1, -2, -3, 30], 100, 0
-    ),
-    "or several large blocks, largest first": ("max_split_size_mb:32", 142, [20, 32, 40, 50, -1, -2, -3, -4, 76], 128, 0),
-    "no garbage collection without a limit": ("garbage_collection_threshold:0.1", 1000, [100, -1, 200, -2, 300], 600, 0),
     "an expandable segment grows by pages": (EXPANDABLE, 1000, [0.5, 15, 15], 42, 0),
     "only whole pages are unmapped": (EXPANDABLE, 1000, [15, 50, 5, -2, 0], 40, 0),
     "unmapped pages are mapped again": (EXPANDABLE, 1000, [15, 50, 5, -2, 0, 45], 80, 0),
@@ -148,19 +140,6 @@ def test_a_copy_behaves_the_same_and_is_independent(steps, more, text):
     for handle in list(allocator._live):
         twin.free(handle)
     assert twin.allocated_bytes == twin.requested_bytes == 0
-
-
-def test_garbage_collection_releases_the_oldest_blocks():
-    allocator = an_allocator("garbage_collection_threshold:0.5,per_process_memory_fraction:0.8", 1000 * MIB)
-    busy, old, young, _ = [allocator.malloc(size * MIB) for size in (20, 150, 160, 170)]
-    allocator.free(busy)
-    allocator.free(old)
-    for _ in range(10):
-        allocator.free(allocator.malloc(20 * MIB))
-    allocator.free(young)
-    for one in (allocator, allocator.copy()):
-        one.malloc(200 * MIB)
-        assert (one.reserved_bytes, one.alloc_retries) == ((20 + 160 + 170 + 200) * MIB, 0)
 
 
 def test_fits_predicts_malloc_and_changes_nothing():

@@ -7,17 +7,17 @@ from functools import partial
 
 import pytest
 import torch
-from ledger import Log
+from ledger import LedgerDevice, Log
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import oomprobe
-from oomprobe.devices import Device, replay_of
+from oomprobe.devices import Device, replays
 from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.errors import InvalidArgumentError, NothingFitsError, StepFailedError
 from oomprobe.simulation.settings import AllocatorSettings
-from simulation.worlds import Blocks
+from simulation.bench import Blocks
 
 MIB = 2**20
 
@@ -94,7 +94,7 @@ def test_replays_and_runs_agree(monkeypatch):
     model = conv_net()
     quick, slow = conv_step(model), conv_step(model)
     replayed = probe(model, quick, "sim:600MiB")
-    monkeypatch.setattr(SimulatedDevice, "replay", lambda *_: None)
+    monkeypatch.setattr(SimulatedDevice, "predict_trial", lambda *_: None)
     ran = probe(model, slow, "sim:600MiB")
     assert replayed.batch_size == ran.batch_size
     assert not any(t.replayed for t in ran.trials)
@@ -139,7 +139,7 @@ def test_a_contradicted_replay_restarts_the_search(monkeypatch):
     model = nn.Linear(256, 256)
     step = linear_step(model, 256, torch.optim.SGD, lambda x: [torch.cat([x] * 4) if len(x) > 1000 else x])
     result = probe(model, step, "sim:64MiB")
-    monkeypatch.setattr(SimulatedDevice, "replay", lambda *_: None)
+    monkeypatch.setattr(SimulatedDevice, "predict_trial", lambda *_: None)
     assert result.batch_size == probe(model, step, "sim:64MiB").batch_size
     assert answer_ran(result)
 
@@ -347,7 +347,9 @@ def test_a_card_forgets_the_previous_model():
 def test_cards_by_name_and_by_size():
     card = SimulatedDevice("H100-80GB")
     assert isinstance(card, Device)
-    assert replay_of(card) is card
+    assert replays(card)
+    assert not replays(LedgerDevice())
+    assert not replays(None)
     assert card.name == "simulated NVIDIA H100 80GB HBM3"
     assert card.available_bytes() == card.card.available_bytes < card.total_bytes
     assert SimulatedDevice("24GiB").available_bytes() == SimulatedDevice(24 * 2**30).available_bytes() == 24 * 2**30

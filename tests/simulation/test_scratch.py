@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from oomprobe.simulation.reductions import Processors, Reduction, buffers
 from oomprobe.simulation.scratch import convolution_workspace
 
-from .worlds import Bench
+from .bench import Bench
 
 A100, H100, ADA, T4 = ((8, 0), 108, 2048), ((9, 0), 132, 2048), ((8, 9), 128, 1536), ((7, 5), 40, 1024)
 

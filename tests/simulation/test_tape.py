@@ -7,7 +7,7 @@ from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import generic_card
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import ALLOCATED, FREED, RELEASED, Call, Replayer, lines_through, replay_call
+from oomprobe.simulation.tape import ALLOCATED, FREED, RELEASED, Call, Predictor, lines_through, replay_call
 
 MIB = 2**20
 
@@ -81,10 +81,10 @@ def cold(batch_size):
 
 
 def taught(*sizes):
-    replayer = Replayer()
+    predictor = Predictor()
     for size in sizes:
-        assert replayer.learn(size, cold(size))
-    return replayer
+        assert predictor.learn(size, cold(size))
+    return predictor
 
 
 def test_a_step_that_releases_the_cache():
@@ -101,25 +101,25 @@ def test_two_sizes_predict_the_calls_of_a_cold_trial():
 
 def test_the_last_two_sizes_determine_the_line():
     """Batch size 1 often differs: a transposed tensor of one row needs no copy."""
-    replayer = Replayer()
+    predictor = Predictor()
     odd = Call((*step(1).events, (ALLOCATED, 3, 0), (FREED, 0, 3)), (*step(1).sizes, MIB))
     for size, calls in ((1, [first(1), odd, odd]), (2, cold(2))):
-        assert replayer.learn(size, calls)
-        assert replayer.lines is None
-    assert replayer.learn(4, cold(4))
-    assert replayer.lines is not None
+        assert predictor.learn(size, calls)
+        assert predictor.lines is None
+    assert predictor.learn(4, cold(4))
+    assert predictor.lines is not None
 
 
 def test_a_size_off_the_line_ends_replays():
-    replayer = taught(1, 2, 4)
-    assert not replayer.learn(8, [first(8), *[Call(step(8).events, (1, 2, 3))] * 2])
+    predictor = taught(1, 2, 4)
+    assert not predictor.learn(8, [first(8), *[Call(step(8).events, (1, 2, 3))] * 2])
     for size in (16, 32, 64):
-        assert replayer.learn(size, cold(size))
-        assert replayer.lines is None
+        assert predictor.learn(size, cold(size))
+        assert predictor.lines is None
 
 
 def test_a_call_is_steady_if_repeated():
-    fresh = Replayer()
+    fresh = Predictor()
     assert fresh.steady([step(8)]) is None
     assert fresh.steady([step(8), step(8)]) == step(8)
     assert fresh.steady([step(8), step(9)]) is None

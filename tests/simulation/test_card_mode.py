@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oomprobe
 from oomprobe.errors import UnreliableError
-from simulation.worlds import Bench, Blocks, bytes_of
+from simulation.bench import Bench, Blocks, bytes_of
 
 MIB = 2**20
 
@@ -305,11 +305,11 @@ def test_metrics_can_be_read_on_the_host():
 @pytest.mark.parametrize(
     ("ask", "answer", "note"),
     [
-        (lambda: (torch.zeros(5, device="cuda") == 0).sum().item(), 1, r"test_world\.py:\d+ reads an integer"),
+        (lambda: (torch.zeros(5, device="cuda") == 0).sum().item(), 1, r"test_card_mode\.py:\d+ reads an integer"),
         (
             lambda: bool(torch.zeros(4, dtype=torch.bool, device="cuda")[1]),
             False,
-            r"test_world\.py:\d+ reads a boolean",
+            r"test_card_mode\.py:\d+ reads a boolean",
         ),
     ],
 )
@@ -340,7 +340,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 )
 def test_refusals_name_the_line(message, act):
     line = act.__code__.co_firstlineno
-    with pytest.raises(UnreliableError, match=message.replace("LINE", rf"test_world\.py:{line}\b")):
+    with pytest.raises(UnreliableError, match=message.replace("LINE", rf"test_card_mode\.py:{line}\b")):
         Bench().run(lambda: act(torch.zeros(5, device="cuda")))
 
 

@@ -59,7 +59,7 @@ _LINEAR_ALGEBRA = {
 _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 
 
-class World(TorchDispatchMode):
+class CardMode(TorchDispatchMode):
     """Dispatch mode that runs operators on fakes and records the storages they create."""
 
     def __init__(self, memory: Memory) -> None:
@@ -236,8 +236,8 @@ def _only_writes_lists(func: Any) -> bool:
 class _Operands:
     """The tensors among an operator's arguments."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, card_mode: CardMode) -> None:
+        self._card_mode = card_mode
         self.any = self.fake = self.on_card = False
         self.on_host: list[torch.Tensor] = []
 
@@ -248,7 +248,7 @@ class _Operands:
             elif isinstance(value, torch.Tensor):
                 self.any = True
                 self.fake = self.fake or isinstance(value, FakeTensor)
-                if self._world.is_on_card(value):
+                if self._card_mode.is_on_card(value):
                     self.on_card = True
                     if isinstance(value, FakeTensor):
                         value.fake_device = CARD

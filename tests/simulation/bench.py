@@ -8,11 +8,7 @@ EXPANDABLE = "expandable_segments:True"
 ALLOCATOR_SETTINGS = [  # as PYTORCH_ALLOC_CONF writes them
     "",
     EXPANDABLE,
-    "max_split_size_mb:32",
-    "expandable_segments:True,max_split_size_mb:32",
-    "garbage_collection_threshold:0.5,per_process_memory_fraction:0.8",
-    "roundup_power2_divisions:4",
-    "roundup_power2_divisions:[1:8,4:2,64:4,>:16]",
+    "per_process_memory_fraction:0.8",
 ]
 
 

@@ -17,18 +17,18 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import checkpoint
 
 from oomprobe.errors import SimulationError
-from oomprobe.simulation.choices import Choices
+from oomprobe.frames import user_line
+from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cuda_api import replacements
+from oomprobe.simulation.cuda_kernels import CudaKernels
+from oomprobe.simulation.device_mode import BuildingMode, DeviceMode
 from oomprobe.simulation.fakes import CARD, HOST, SEEN_CARD
-from oomprobe.simulation.identity import BuildingIdentity, Identity
-from oomprobe.simulation.unknown import user_line
-from oomprobe.simulation.world import World
 
 _DEVICE: Any = FakeTensor.device  # torch's own property
 
 
 @contextmanager
-def session(world: World) -> Iterator[None]:
+def simulated(card_mode: CardMode) -> Iterator[None]:
     """Simulate the code inside, in this thread."""
     thread = threading.get_ident()
     with ExitStack() as stack:
@@ -37,8 +37,10 @@ def session(world: World) -> Iterator[None]:
             stack.callback(gc.enable)
             gc.disable()
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
-        stack.enter_context(Choices(lambda: threading.get_ident() == thread, world.memory.card.compute_capability))
-        for patched in _patches(world):
+        stack.enter_context(
+            CudaKernels(lambda: threading.get_ident() == thread, card_mode.memory.card.compute_capability)
+        )
+        for patched in _patches(card_mode):
             stack.enter_context(patch.object(*patched))
         stack.enter_context(patch.object(torch, "save", _refuse_save))
         # oneDNN runs a recurrent network as one operator, which hides what it keeps for backward.
@@ -47,35 +49,35 @@ def session(world: World) -> Iterator[None]:
         # Weights that autocast has already cast are real tensors on the host; those it casts inside are fakes.
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
-        identity = Identity(world)
-        stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: identity.to_list(tensor)))
+        device_mode = DeviceMode(card_mode)
+        stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: device_mode.to_list(tensor)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # compilers need real devices
-        stack.enter_context(world.fake_mode)
-        stack.enter_context(world)
-        stack.enter_context(identity)
+        stack.enter_context(card_mode.fake_mode)
+        stack.enter_context(card_mode)
+        stack.enter_context(device_mode)
         yield
 
 
 @contextmanager
-def building(world: World) -> Iterator[None]:
+def building(card_mode: CardMode) -> Iterator[None]:
     """Run code that builds a model and moves it to ``"cuda"``; its tensors stay real, in host memory."""
     with ExitStack() as stack:
-        for patched in _patches(world):
+        for patched in _patches(card_mode):
             stack.enter_context(patch.object(*patched))
-        identity = BuildingIdentity(world)
-        stack.enter_context(patch.object(torch, "load", identity.wrap_load(torch.load)))
-        stack.enter_context(identity)
+        device_mode = BuildingMode(card_mode)
+        stack.enter_context(patch.object(torch, "load", device_mode.wrap_load(torch.load)))
+        stack.enter_context(device_mode)
         yield
 
 
-def _patches(world: World) -> Iterator[tuple[Any, str, Any]]:
+def _patches(card_mode: CardMode) -> Iterator[tuple[Any, str, Any]]:
     """Yield replacements for torch's attributes, each with its owner and name."""
-    for name, function in replacements(world.memory).items():
+    for name, function in replacements(card_mode.memory).items():
         for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator):
             if hasattr(owner, name):
                 yield owner, name, function
-    yield FakeTensor, "device", property(_device_getter(world), _DEVICE.fset)
-    yield torch.nn.Module, "_apply", _wrap_apply(world, torch.nn.Module._apply)
+    yield FakeTensor, "device", property(_device_getter(card_mode), _DEVICE.fset)
+    yield torch.nn.Module, "_apply", _wrap_apply(card_mode, torch.nn.Module._apply)
     yield GradScaler, "_maybe_opt_step", _always_step
     yield autocast_mode.autocast, "__init__", _redirect_autocast(autocast_mode.autocast.__init__)
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
@@ -114,16 +116,16 @@ def _metadata(tensor: torch.Tensor) -> dict[str, Any]:
     return {"shape": tensor.shape, "dtype": tensor.dtype}
 
 
-def _device_getter(world: World) -> Any:
+def _device_getter(card_mode: CardMode) -> Any:
     def device(tensor: FakeTensor) -> torch.device:
-        if tensor.fake_mode is not world.fake_mode or world.depth or tensor.fake_mode.in_kernel_invocation:
+        if tensor.fake_mode is not card_mode.fake_mode or card_mode.depth or tensor.fake_mode.in_kernel_invocation:
             return _DEVICE.fget(tensor)  # type: ignore[no-any-return]
         return SEEN_CARD if tensor.fake_device == CARD else HOST
 
     return device
 
 
-def _wrap_apply(world: World, apply: Any) -> Any:
+def _wrap_apply(card_mode: CardMode, apply: Any) -> Any:
     """Move a module to the card without replacing its tensors."""
 
     def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
@@ -137,8 +139,8 @@ def _wrap_apply(world: World, apply: Any) -> Any:
             return apply(module, fn, recurse)  # type: ignore[no-any-return]
         if probe.device == SEEN_CARD:
             for tensor in tensors:
-                if not world.is_on_card(tensor):
-                    world.fakes.put_on_card(tensor)
+                if not card_mode.is_on_card(tensor):
+                    card_mode.fakes.put_on_card(tensor)
         return module
 
     return _apply

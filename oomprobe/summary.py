@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import oomprobe
+from oomprobe.diagnosis import last_of
 from oomprobe.errors import NothingFitsError
-from oomprobe.report.fit import estimates, fit_line
+from oomprobe.fit import estimates, fit_line
 from oomprobe.report.words import count, shortened
-from oomprobe.result import Phase, ProbeResult, Trial
+from oomprobe.result import ProbeResult
 from oomprobe.search import Found
+from oomprobe.session import Session
+from oomprobe.trials import Phase, Trial, Verdict
 from oomprobe.units import format_bytes
-from oomprobe.verdicts import Verdict
-
-if TYPE_CHECKING:
-    from oomprobe.session import Session
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -47,14 +46,14 @@ _LIMITED_BY = {
 def result_of(session: Session, found: Found) -> ProbeResult:
     """Make the result from the trials of a session."""
     assert found.batch_size is not None
-    answer = _last(session.trials, found.batch_size, passed=True)
-    deciding = None if found.deciding is None else _last(session.trials, found.deciding, passed=False)
+    answer = last_of(session.trials, found.batch_size)
+    deciding = None if found.deciding is None else last_of(session.trials, found.deciding, passed=False)
     points = [
         (t.batch_size, t.peak_allocated_bytes)
         for t in session.trials
         if t.passed and t.peak_allocated_bytes is not None and t.accumulation_steps == 1
     ]
-    fit = fit_line(points, session.budget_bytes)
+    fit = fit_line(points, session.budget.total_bytes)
     return ProbeResult(
         batch_size=found.batch_size,
         limit_batch_size=found.limit or found.batch_size,
@@ -64,17 +63,17 @@ def result_of(session: Session, found: Found) -> ProbeResult:
         trials=tuple(session.trials),
         fit=fit,
         device=session.device.name,
-        budget_bytes=session.budget_bytes,
-        available_bytes=session.available_bytes,
+        budget_bytes=session.budget.total_bytes,
+        available_bytes=session.budget.available_bytes,
         notes=tuple(_notes(session, found, answer)),
         not_covered=tuple(_not_covered(session)),
         contaminated=session.neighbours.contaminated,
         state_verified=session.state_verified,
         environment=_environment(session),
-        estimates={} if fit is None else estimates(points, budget_bytes=session.budget_bytes),
+        estimates={} if fit is None else estimates(points, budget_bytes=session.budget.total_bytes),
         options=asdict(session.options),
         elapsed_s=session.clock.elapsed_s,
-        in_steps_s=session.runner.in_steps_s,
+        in_steps_s=session.in_steps_s,
         breakdown=session.breakdown,
     )
 
@@ -88,7 +87,7 @@ def _limited_by(session: Session, deciding: Trial | None) -> str:
 def nothing_fits(session: Session) -> NothingFitsError:
     """Return the error for a probe in which not even the smallest size ran."""
     options, last = session.options, next(trial for trial in reversed(session.trials) if not trial.passed)
-    is_capped = last.cap_bytes is not None and last.cap_bytes <= session.budget_bytes
+    is_capped = last.cap_bytes is not None and last.cap_bytes <= session.budget.total_bytes
     with_all = not is_capped or options.memory_fraction == 1
     one_size = options.min_batch == options.max_batch
     budget = f"within a budget of {format_bytes(last.cap_bytes or 0)} (memory_fraction={options.memory_fraction})"
@@ -97,15 +96,14 @@ def nothing_fits(session: Session) -> NothingFitsError:
         *([] if one_size or options.min_batch == 1 else [f"min_batch below {options.min_batch}"]),
         *([] if with_all else ["a larger memory_fraction"]),
     ]
-    tenants = session.tenants()
-    others = f"Other processes are on the device: {tenants}.\n" if tenants else ""
+    neighbours = session.neighbours.names()
+    others = f"Other processes are on the device: {neighbours}.\n" if neighbours else ""
     which = "" if one_size else ", the smallest allowed,"
     where = f" ({last.where})" if last.where else ""
     return NothingFitsError(
         f"batch {last.batch_size}{which} does not fit on {session.device.name} "
         f"{'with all available memory' if with_all else budget}: {last.verdict}{where}\n"
-        f"  {shortened(last.error)}\n{others}Try {'; or '.join(advice)}.",
-        trials=tuple(session.trials),
+        f"  {shortened(last.error)}\n{others}Try {'; or '.join(advice)}."
     )
 
 
@@ -120,8 +118,8 @@ def _environment(session: Session) -> dict[str, Any]:
         "device": session.device.torch_device,
         "device_name": session.device.name,
         "device_total_bytes": session.device.total_bytes,
-        "threads": session.runner.threads,
-        "isolated": session.runner.replaceable,
+        "threads": session.runner.facts.threads,
+        "isolated": session.runner.facts.replaceable,
         "allocator_settings": {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ},
     }
 
@@ -136,22 +134,17 @@ def _first_failing(session: Session, found: Found) -> int | None:
     return min((size for size in failed - set(found.transient) if size > limit), default=None)
 
 
-def _last(trials: Iterable[Trial], batch_size: int, *, passed: bool) -> Trial:
-    return [t for t in trials if t.batch_size == batch_size and t.passed is passed and t.accumulation_steps == 1][-1]
-
-
 def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
     yield from session.notes
     yield from session.neighbours.notes
-    if session.seen_calls:
-        yield SEEN.format(calls=count(session.seen_calls, "call", "calls"))
+    if session.call_plan.confirmed:
+        yield SEEN.format(calls=count(session.call_plan.confirmed, "call", "calls"))
     for size in found.transient:
         yield f"transient failure: batch {size} failed once and passed when tried again"
     if found.unconfirmed:
         yield f"passed a trial but failed confirmation: batch {', '.join(map(str, found.unconfirmed))}"
-    if session.device.is_simulated:
+    if session.device.replays:
         yield _simulation_note(answer)
-    yield from session.runner.device_notes
     yield from _leaks(session, answer)
     held = session.neighbours.held_bytes or [0]
     if held[-1] > held[0]:
@@ -191,10 +184,10 @@ def _simulation_note(answer: Trial) -> str:
 
 
 def _not_covered(session: Session) -> list[str]:
-    words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(session.runner.step_names).lower()))
+    words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(session.runner.facts.step_names).lower()))
     return [
         *session.device.not_covered,
         *([NO_EVALUATION] if words_in_names.isdisjoint(EVALUATING) else []),
         *NOT_COVERED,
-        *([] if session.runner.replaceable else [NOT_RESTORED]),
+        *([] if session.runner.facts.replaceable else [NOT_RESTORED]),
     ]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from simulation.worlds import Bench
+from simulation.bench import Bench
 
 MIB = 2**20
 AMPERE, VOLTA, HOPPER = "A100-40GB", "V100-16GB", "H100-80GB"

@@ -24,7 +24,7 @@ _FLASH_MAX_HEAD = 256
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Choices:
+class CudaKernels:
     """Registration of CUDA's code paths with the dispatcher.
 
     Kernels are process-wide. Those of dropout, linear, attention and softmax use CUDA's path only in threads for which
@@ -34,7 +34,7 @@ class Choices:
     def __init__(self, active: Callable[[], bool], capability: tuple[int, int]) -> None:
         self._active, self._capability = active, capability
 
-    def __enter__(self) -> Choices:
+    def __enter__(self) -> CudaKernels:
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns once about overriding a kernel

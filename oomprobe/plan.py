@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from oomprobe.errors import check_size
 
-GOOD_SHARE = (
-    0.5  # a micro-batch under half of what fits wastes more time on kernel launches than an exact split is worth
-)
+# A micro-batch under half of what fits wastes more time on kernel launches than an exact split is worth.
+GOOD_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,10 +64,7 @@ def estimates(points: Iterable[tuple[int, int]], *, budget_bytes: int) -> dict[s
         >>> estimates([(1, 110), (2, 120), (4, 140), (32, 400)], budget_bytes=1100)
         {'straight line through the smallest sizes': 100, 'straight line through all peaks': 107}
     """
-    points = list(points)
-    selected = {
-        "straight line through the smallest sizes": [point for point in points if point[0] <= SMALLEST],
-        "straight line through all peaks": points,
-    }
-    lines = {name: fit_line(some, budget_bytes) for name, some in selected.items()}
-    return {name: line.predicted_max_batch if line else None for name, line in lines.items()}
+    every = list(points)
+    smallest = [point for point in every if point[0] <= SMALLEST]
+    lines = {"the smallest sizes": fit_line(smallest, budget_bytes), "all peaks": fit_line(every, budget_bytes)}
+    return {f"straight line through {name}": line.predicted_max_batch if line else None for name, line in lines.items()}

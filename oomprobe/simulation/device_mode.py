@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
+from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, SEEN_CARD, requested_device
 from oomprobe.simulation.unknown import refuse_address
-from oomprobe.simulation.world import World
 
 _T = torch.Tensor
 RECURRENT = (
@@ -25,12 +25,12 @@ RECURRENT = (
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
-class Identity(TorchFunctionMode):
+class DeviceMode(TorchFunctionMode):
     """Function mode that answers questions about devices and maps "cuda" to the simulated card."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, card_mode: CardMode) -> None:
         super().__init__()
-        self._world = world
+        self._card_mode = card_mode
         self._handlers: dict[Any, Any] = {
             _T.to: self._to,
             _T.cuda: lambda tensor, *_, memory_format=None, **__: self._move(tensor, CARD, memory_format=memory_format),
@@ -38,7 +38,7 @@ class Identity(TorchFunctionMode):
             _T.numpy: self._numpy,
             _T.tolist: self.to_list,
             _T.pin_memory: lambda tensor, *_, **__: tensor,
-            _T.get_device: lambda tensor: 0 if world.is_on_card(tensor) else -1,
+            _T.get_device: lambda tensor: 0 if card_mode.is_on_card(tensor) else -1,
             _T.backward: self._backward,
             _T.__format__: self._format,
             _T.type: self._type,
@@ -58,7 +58,7 @@ class Identity(TorchFunctionMode):
         if func.__name__ == "__set__" and getattr(func.__self__, "__name__", "") == "data":
             return self._set_data(func, *args)
         if func.__name__ in _RECURRENT:
-            self._world.notes[RECURRENT] = None
+            self._card_mode.notes[RECURRENT] = None
         device = requested_device(kwargs.get("device"))
         return func(*args, **kwargs) if device is None else self._create(func, args, kwargs, device)
 
@@ -69,7 +69,7 @@ class Identity(TorchFunctionMode):
         name = getattr(getter.__self__, "__name__", "")
         if name not in ("device", "is_cuda", "is_cpu") or (tensor.is_meta and not isinstance(tensor, FakeTensor)):
             return getter(tensor)
-        on_card = self._world.is_on_card(tensor)
+        on_card = self._card_mode.is_on_card(tensor)
         if name == "device":
             return SEEN_CARD if on_card else HOST
         return on_card is (name == "is_cuda")
@@ -78,7 +78,7 @@ class Identity(TorchFunctionMode):
         before = tensor.untyped_storage()
         setter(tensor, value)
         if not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata != before._cdata:
-            self._world.fakes.take_off_card(before)
+            self._card_mode.fakes.take_off_card(before)
 
     # --- moving ---
 
@@ -86,7 +86,7 @@ class Identity(TorchFunctionMode):
         other = kwargs.pop("other", args[0] if args and isinstance(args[0], torch.Tensor) else None)
         if other is not None:
             rest = args[1:] if args and args[0] is other else args
-            device = SEEN_CARD if self._world.is_on_card(other) else HOST
+            device = SEEN_CARD if self._card_mode.is_on_card(other) else HOST
             return self._to(tensor, device, other.dtype, *rest, **kwargs)
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = SEEN_CARD
@@ -100,7 +100,7 @@ class Identity(TorchFunctionMode):
         self, tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None = None, *, copy: bool = False,
         memory_format: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        current = CARD if self._world.is_on_card(tensor) else EXPLICIT_HOST
+        current = CARD if self._card_mode.is_on_card(tensor) else EXPLICIT_HOST
         if device in (None, current):
             return tensor.to(tensor.dtype if dtype is None else dtype, copy=copy, memory_format=memory_format)
         moved: torch.Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, device=device, memory_format=memory_format)
@@ -140,10 +140,10 @@ class Identity(TorchFunctionMode):
         return tensor.tolist() if self._has_values(tensor) else self._array(tensor).tolist()
 
     def _has_values(self, tensor: torch.Tensor) -> bool:
-        return not isinstance(tensor, FakeTensor) and not self._world.is_on_card(tensor)
+        return not isinstance(tensor, FakeTensor) and not self._card_mode.is_on_card(tensor)
 
     def _array(self, tensor: torch.Tensor) -> Any:
-        value = self._world._scalar(torch.empty((), dtype=tensor.dtype, device="meta"))
+        value = self._card_mode._scalar(torch.empty((), dtype=tensor.dtype, device="meta"))
         dtype = torch.float32 if tensor.dtype is torch.bfloat16 else tensor.dtype
         numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
         return np.broadcast_to(numpy_dtype.type(value), tuple(tensor.shape))  # any size, no memory
@@ -158,7 +158,7 @@ class Identity(TorchFunctionMode):
             torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-class BuildingIdentity(Identity):
+class BuildingMode(DeviceMode):
     """Record tensors moved to the card without faking them: initialisation needs values."""
 
     def wrap_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,7 +185,7 @@ class BuildingIdentity(Identity):
         self, tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None = None, *, copy: bool = False,
         memory_format: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        on_card = self._world.is_on_card(tensor)
+        on_card = self._card_mode.is_on_card(tensor)
         leaves_card = on_card and device == EXPLICIT_HOST
         moved = tensor.to(
             tensor.dtype if dtype is None else dtype, copy=copy or leaves_card, memory_format=memory_format
@@ -196,4 +196,4 @@ class BuildingIdentity(Identity):
 
     def _put_on_card(self, tensor: torch.Tensor) -> None:
         with suppress(AllocatorOutOfMemory):  # reported with the total when the probe begins
-            self._world.fakes.put_on_card(tensor)
+            self._card_mode.fakes.put_on_card(tensor)

@@ -1,0 +1,74 @@
+"""Where the memory went: what held it at the peak of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PARAMETERS, GRADIENTS, STATE, ACTIVATIONS = "parameters", "gradients", "optimizer state", "activations"
+BACKWARD, STEPPING, WORKSPACES = "backward temporaries", "optimizer temporaries", "workspaces"
+FRAGMENTATION = "fragmentation"
+KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, BACKWARD, STEPPING, WORKSPACES, FRAGMENTATION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleMemory:
+    """Activation memory that the modules at one place in the model hold at the peak.
+
+    Attributes:
+        name: Place in the model, with ``*`` for an index: ``"layers.*.linear1"``.
+        kind: Class of the modules.
+        count: How many of them hold memory.
+        activation_bytes: Allocated in their forward and still held at the peak, without that of their submodules.
+    """
+
+    name: str
+    kind: str
+    count: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """What held the memory of a steady step at its peak.
+
+    Attributes:
+        batch_size: Batch size of the step.
+        peak_allocated_bytes: Peak of the trial in live tensors, from the allocator's statistics.
+        peak_reserved_bytes: Peak of the memory that the allocator held: the sum of `parts`.
+        parts: Bytes by kind: "parameters" (and buffers), "gradients", "optimizer state", "activations" (allocated
+            outside backward and the optimizer, including the batch), "backward temporaries", "optimizer temporaries",
+            "workspaces" (of libraries, and everything else that existed before the step), "fragmentation" (reserved by
+            the allocator but in no tensor: rounding and cache).
+        peak_in: The phase at the peak: "forward", "backward" or "optimizer".
+        step_name: Which of several named steps; None for a single one.
+        modules: At most ten places in the model, the one with the most activation memory first.
+        repeated: Class of the model's repeated blocks, their number, and the activation memory they hold including
+            submodules; None if the model has no such list, or already recomputes modules in backward.
+        autocast: Whether autocast was on in the forward pass.
+        parameter_dtype: That of most parameters, such as ``"float32"``.
+    """
+
+    batch_size: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    parts: Mapping[str, int]
+    peak_in: str
+    step_name: str | None = None
+    modules: tuple[ModuleMemory, ...] = ()
+    repeated: tuple[str, int, int] | None = None
+    autocast: bool = False
+    parameter_dtype: str = "float32"
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes in tensors at the peak."""
+        return sum(self.parts.values()) - self.parts[FRAGMENTATION]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Breakdown:
+        """Read what `dataclasses.asdict` wrote."""
+        modules = tuple(ModuleMemory(**module) for module in data["modules"])
+        repeated = None if data["repeated"] is None else tuple(data["repeated"])
+        return cls(**{**data, "modules": modules, "repeated": repeated})

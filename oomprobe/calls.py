@@ -1,0 +1,142 @@
+"""How many calls each trial makes: a number fixed before the trial, from what earlier trials showed of the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from oomprobe.look import HOST_LOOK_S, LOOK_CALLS, LOOK_S
+from oomprobe.options import Options
+from oomprobe.report.words import shortened
+from oomprobe.signals import Clock
+from oomprobe.trials import Calls, Request, RunnerInfo, Trial
+
+# Of the time that is left, the share that the calls of a look and of a confirmation may take.
+LOOK_SHARE, CONFIRM_SHARE = 1 / 8, 1 / 2
+ENDED_EARLY = "call {number} of batch {size} failed with {error}, which is not about memory: later calls were not seen"
+VARYING = (
+    "the step allocates different amounts from call to call (sequence lengths, routing, a last partial batch): a later call "
+    "can need more than those that ran. To be sure, let step_fn make the largest batch it can meet"
+)
+LONG_CALLS = (
+    "the step allocates different amounts from call to call (evaluation, lengths, an average or a buffer that it keeps), and the "
+    "most within {calls} calls, so each trial after growing made so many: a later call can still need more. To be sure, let "
+    "step_fn make the largest batch it can meet"
+)
+
+
+class CallPlan:
+    """Plans the calls of each trial. Numbers of calls are those of each step."""
+
+    def __init__(self, facts: RunnerInfo, options: Options, clock: Clock) -> None:
+        self._facts, self._options, self._clock = facts, options, clock
+        self._first = 0  # calls until every optimizer has stepped
+        self._full = 0  # calls of a full step after that; 0: no trial has passed yet
+        self._most = LOOK_CALLS  # fewer if a late call failed with a bug
+        self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
+        self._counts = False  # whether the user's code may know which call it is
+        self.needed = 0  # calls that meet the one that needs the most memory, as the look found
+        self.confirmed = 0  # calls of the last confirmation
+        self.looked: Trial | None = None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the device may repeat calls instead of running them, because each is like the last."""
+        return self._facts.device.replays and not self._counts
+
+    @property
+    def is_long(self) -> bool:
+        """Whether trials make more calls than the options ask for, as the look found that they need."""
+        return self.needed > self._ordinary(self._options.steps)
+
+    @property
+    def to_confirm(self) -> int:
+        """Calls that are still to be made for an answer, at least."""
+        calls = max(self._ordinary(self._options.confirm_steps), self.needed)
+        return calls + self.needed if self.is_long else calls  # another such trial comes before it
+
+    def _ordinary(self, steps: int) -> int:
+        """Return the calls of a trial until every optimizer has stepped, and of so many full steps more."""
+        return self._first + steps * self._full
+
+    def _steps(self, *, confirms: bool) -> int:
+        """Return the full steps of a trial; where calls are repeated, which takes no time, every trial runs the most."""
+        options = self._options
+        if self.repeats and len(self._facts.step_names) == 1 and self._full <= 1:
+            return max(options.steps, options.confirm_steps)
+        return options.confirm_steps if confirms else options.steps
+
+    def planned(self, request: Request) -> Request:
+        """Return the request with the number of its calls; a look keeps its own."""
+        steps = self._steps(confirms=request.confirms)
+        may_end_early = (request.looks or request.confirms) and not self._facts.starts_anew
+        return replace(
+            request,
+            steps=steps,
+            calls=request.calls or self._calls(request.batch_size, steps, confirms=request.confirms),
+            step_calls=self._full,
+            least_calls=self._ordinary(self._options.steps) if self._full and may_end_early else None,
+            more_calls=LOOK_CALLS if request.confirms and may_end_early else 0,
+            repeats=not request.looks and not self._counts,
+        )
+
+    def _calls(self, size: int, steps: int, *, confirms: bool) -> int | None:
+        """Return the calls of a trial; None if no trial has shown how many an optimizer's step takes."""
+        if not self._full:
+            return None
+        least = max(self._ordinary(steps), self.needed)
+        if not confirms or self._facts.starts_anew or (self.repeats and len(self._facts.step_names) > 1):
+            return least
+        return max(least, self.affordable(size, CONFIRM_SHARE))
+
+    def for_look(self, size: int) -> int:
+        """Return the calls of a look; 0 if it would show nothing."""
+        if self.repeats:
+            return 0  # trials have repeated the call, which is like the last
+        calls = self.affordable(size, LOOK_SHARE)
+        return calls if calls > self._ordinary(self._options.steps) else 0
+
+    def affordable(self, size: int, share: float = CONFIRM_SHARE) -> int:
+        """Return how many calls of this size, up to LOOK_CALLS, fit in the time that the search has taken, or in LOOK_S."""
+        device = self._facts.device
+        limits_s = [HOST_LOOK_S if device.on_host else max(LOOK_S, self._clock.elapsed_s)]
+        limits_s += [] if self._clock.end_s is None else [share * (self._clock.end_s - time.monotonic())]
+        if self._options.trial_time_limit_s is not None:
+            limits_s.append(CONFIRM_SHARE * self._options.trial_time_limit_s)
+        if self.repeats and len(self._facts.step_names) == 1:  # repeated calls take no time
+            return self._most
+        nearest = min(self._call_s, key=lambda one: abs(one - size), default=None)
+        # A simulated call takes as long at any size.
+        scale = 1.0 if nearest is None or device.replays else max(1.0, size / nearest)
+        call_s = 0.0 if nearest is None else self._call_s[nearest] * scale
+        return min(self._most, int(min(limits_s) / call_s) if call_s else LOOK_CALLS)
+
+    def learn(self, request: Request, trial: Trial, calls: Calls) -> Iterator[str]:
+        """Learn from a trial that ended, and yield notes about it."""
+        device, size = self._facts.device, trial.batch_size
+        self._counts |= (calls.counts or calls.varying) and device.replays and self.looked is None
+        if calls.call_s:
+            self._call_s[size] = calls.call_s
+        if trial.passed and not self._full and calls.made and trial.accumulation_steps == 1:
+            self._first = calls.first
+            self._full = max(1, (calls.made - calls.first) // request.steps)
+        self.needed = max(self.needed, calls.needed)
+        if calls.ended_early is not None:
+            self._most = min(self._most, calls.made)
+            self.needed = min(self.needed, self._most)
+            yield ENDED_EARLY.format(number=calls.made + 1, size=size, error=shortened(calls.ended_early))
+        if calls.varying and request.confirms and not self.is_long:
+            yield VARYING
+        if trial.passed and request.confirms and trial.accumulation_steps == 1:
+            self.confirmed = trial.steps // len(self._facts.step_names)
+        if request.looks:
+            self.looked = trial
+            if self.is_long:
+                yield LONG_CALLS.format(calls=self.needed)
+            elif trial.passed:
+                self._counts = False  # what the step counts does not decide about memory
+
+    def lengthen(self, size: int) -> None:
+        """Make as many calls as there is time for from now on, because the step varies."""
+        self.needed = max(self.needed, self.affordable(size))

@@ -1,0 +1,277 @@
+"""The ways to open a session: for a live model or a target; in this process, in forked children, or in workers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from oomprobe.devices import Device, choose_device, device_error, extras_of, is_host, opened_if_simulated, replays
+from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError, UnreliableError, target_failed
+from oomprobe.hooks import OptimizerWatch, outside_modes, preload_dynamo
+from oomprobe.isolation.system import MARK
+from oomprobe.options import Options, Step, StepFn, check_model, named_steps, refuse_process_group
+from oomprobe.report.progress import Progress, reporter
+from oomprobe.report.table import trials_table
+from oomprobe.session import Session
+from oomprobe.signals import Clock, Interrupts
+from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
+from oomprobe.targets import build, name_of
+from oomprobe.trial import LocalRunner
+from oomprobe.trials import Trial
+
+if TYPE_CHECKING:
+    from oomprobe.isolation.runner import Source  # imports on Linux only, like the host device
+
+ON_THE_CPU = (
+    "THE MODEL IS ON THE CPU, but an accelerator is available: this number is about host memory. Call model.to('cuda') "
+    "before probing"
+)
+ON_HOST_MEMORY = (
+    ", which is slow: the model is on the CPU. Build it on the GPU, or simulate one with --device sim:24GiB (in Python "
+    'device="sim:24GiB")'
+)
+NOT_RESTORED = "not restored: {names}"
+
+
+def open_model(
+    model: torch.nn.Module,
+    step_fn: StepFn | Step | Mapping[str, StepFn | Step],
+    device: str | torch.device | Device | None,
+    preserve: Iterable[Any],
+    options: Options,
+    progress: Progress,
+) -> AbstractContextManager[Session]:
+    """Open a session for a live model: trials on host memory run in forked children, all others in this process."""
+    check_model(model)
+    objects, steps = preserved(preserve), named_steps(step_fn)
+    refuse_process_group()
+    chosen = choose_device(device, model)
+    if is_host(chosen):
+        return _forked(model, steps, objects, chosen, options, progress, was_chosen=device is not None)
+    return _here(model, steps, objects, chosen, options, progress)
+
+
+def open_target(
+    target: str | Callable[[], Any],
+    isolate: bool,
+    device: Any,
+    preserve: Any,
+    options: Options,
+    progress: Progress,
+) -> AbstractContextManager[Session]:
+    """Open a session for a target, in child processes or in this one."""
+    name, device = name_of(target), opened_if_simulated(device)
+    if isolate and not replays(device):
+        _refuse_isolation(preserve)
+        return _isolated(name, device, options, progress)
+    try:
+        model, step_fn = build(name, device)
+    except (OomProbeError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise target_failed(error, name) from error
+    return open_model(model, step_fn, device, preserve, options, progress)
+
+
+def _refuse_isolation(preserve: Any) -> None:
+    if MARK in os.environ:  # set in workers
+        raise InvalidArgumentError(
+            "a target's file calls probe_target while it is imported, so each process that builds the target would start "
+            'another probe: put the call under if __name__ == "__main__":'
+        )
+    if sys.platform != "linux":
+        raise InvalidArgumentError(
+            f"trials can be isolated on Linux only, and this is {sys.platform}: pass isolate=False (--in-process) to run "
+            "them in this process"
+        )
+    if preserve is not None and preserve != () and preserve != []:
+        raise InvalidArgumentError(
+            "preserve takes live objects of this process, but isolated trials run in other processes: leave it out, or pass "
+            "isolate=False"
+        )
+
+
+# --- in other processes ---
+
+
+@contextmanager
+def _isolated(target: str, device: Any, options: Options, progress: Progress) -> Iterator[Session]:
+    """Open a session whose trials run in workers; none of its processes is left afterwards."""
+    from oomprobe.isolation.runner import workers
+
+    with _processes(workers(target, device, options), options, progress, "" if device else ON_HOST_MEMORY) as session:
+        session.state_verified = True  # the caller's process has no state that a trial could change
+        yield session
+
+
+@contextmanager
+def _forked(
+    model: torch.nn.Module,
+    steps: Mapping[str, Step],
+    preserve: list[Any],
+    device: Device,
+    options: Options,
+    progress: Progress,
+    *,
+    was_chosen: bool,
+) -> Iterator[Session]:
+    """Open a session on host memory: each trial runs in a child forked from this process, which holds the model.
+
+    A child changes only its own copy of the state, except for tensors in shared memory, which are restored at the end.
+    """
+    from oomprobe.isolation.runner import forks
+
+    tracker = Tracker(model, [step.run for step in steps.values()], preserve, device)
+    source = forks(model, steps, tracker, device, options)
+    resident = tracker.resident_tensors()
+    shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
+    try:
+        with garbage_frozen(), _processes(source, options, progress, "" if was_chosen else ON_HOST_MEMORY) as session:
+            if not was_chosen and torch.accelerator.is_available():
+                session.notes[ON_THE_CPU] = None
+            yield session
+    finally:
+        for tensor, before in shared:
+            tensor.detach().copy_(before)
+    session.state_verified = True
+
+
+@contextmanager
+def _processes(source: Source, options: Options, progress: Progress, hint: str) -> Iterator[Session]:
+    from oomprobe.isolation.runner import ProcessRunner
+
+    status = reporter(progress)
+    recorded: list[Trial] = []
+    with trials_attached(recorded), Interrupts() as interrupts:
+        clock = Clock(options)
+        try:
+            with ProcessRunner(source, clock, interrupts) as runner:
+                device = runner.facts.device
+                status.opened(device.name + hint * device.on_host, options)
+                yield Session(runner, options, status, clock, recorded)
+        finally:
+            status.close()
+
+
+# --- in this process ---
+
+
+@contextmanager
+def _here(
+    model: torch.nn.Module,
+    steps: Mapping[str, Step],
+    preserve: list[Any],
+    device: Device,
+    options: Options,
+    progress: Progress,
+) -> Iterator[Session]:
+    """Open a session whose trials run in this process. On every way out the state is restored and compared."""
+    functions = [step.run for step in steps.values()]
+    status, card = reporter(progress), extras_of(device).replay
+    recorded: list[Trial] = []
+    preload_dynamo()
+    with trials_attached(recorded), Interrupts() as interrupts, garbage_frozen():
+        snapshot = Snapshot(model, functions, preserve, device.torch_device.type, device)
+        card.place(snapshot.tracker.resident_tensors())
+
+        def keep_new_optimizer(optimizer: torch.optim.Optimizer) -> None:
+            # An optimizer that the step creates and drops within one call needs no copy.
+            if not any(step.has_made is not None and step.has_made(optimizer) for step in steps.values()):
+                with interrupts.held_back(), outside_modes():
+                    snapshot.add(optimizer)
+                    card.place(state_tensors(optimizer))
+
+        with OptimizerWatch(keep_new_optimizer, model) as watch:
+            runner = LocalRunner(device, model, steps, snapshot.tracker, watch, interrupts, snapshot=snapshot)
+            session = Session(runner, options, status, Clock(options), recorded)
+            status.opened(device.name, options)
+            with _state_restored(session, snapshot, device):
+                try:
+                    yield session
+                except Exception as error:  # of the device, while memory was measured or released
+                    if told := device_error(device, error):
+                        raise told from error
+                    raise
+                finally:
+                    status.close()
+                    runner.compiled.drop()  # training compiles as if there had been no probe
+                    session.notes |= dict.fromkeys(snapshot.notes)
+
+
+@contextmanager
+def garbage_frozen() -> Iterator[None]:
+    """Freeze existing objects so that garbage collection scans only new ones: 0.01 ms, not 98, with frameworks imported.
+
+    Forked children inherit this and copy fewer pages. Freeze nothing if the caller has frozen objects, because unfreezing
+    would unfreeze theirs too.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _state_restored(session: Session, snapshot: Snapshot, device: Device) -> Iterator[None]:
+    """Restore and compare the state on every way out, and release the memory that the probe reserved."""
+    try:
+        try:
+            yield
+        except DeviceLostError:
+            raise
+        except BaseException:
+            _restore(session, snapshot, device)
+            raise
+        _restore(session, snapshot, device)
+    except DeviceLostError as error:
+        error.snapshot = snapshot.host_copy()
+        snapshot.restore(device_lost=True)
+        raise
+
+
+def _restore(session: Session, snapshot: Snapshot, device: Device) -> None:
+    try:
+        snapshot.restore()
+        differences = snapshot.differences()
+        if differences:
+            raise UnreliableError(
+                f"not everything came back as it was before the probe: {', '.join(differences[:5])}. Do not train with "
+                "this model: load it again. The step may be changing it from another thread"
+            )
+        if changes := snapshot.tracker.kept.changes():
+            session.notes[NOT_RESTORED.format(names=", ".join(changes))] = None
+        session.state_verified = not changes
+        gc.collect()
+        device.release()
+    except Exception as error:
+        told = device_error(device, error)
+        if isinstance(told, DeviceLostError):
+            raise told from error
+        raise
+
+
+@contextmanager
+def trials_attached(trials: list[Trial]) -> Iterator[None]:
+    """Attach the trials so far to whatever error ends the probe, also a Ctrl-C or exit.
+
+    Must be outermost: `Interrupts` raises deferred signals when it closes.
+    """
+    try:
+        yield
+    except OomProbeError as error:
+        error.trials = tuple(trials)
+        raise
+    except (KeyboardInterrupt, SystemExit) as interruption:
+        interruption.add_note("oomprobe was interrupted; the trials so far:\n" + trials_table(trials))
+        raise

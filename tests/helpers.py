@@ -1,0 +1,138 @@
+"""What several test modules share."""
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from oomprobe.fit import fit_line
+from oomprobe.result import ProbeResult
+from oomprobe.trials import Phase, Trial, Verdict
+
+TESTS = Path(__file__).parent
+REPOSITORY = TESTS.parent
+GOLDEN = TESTS / "golden"
+
+
+def run_python(code, timeout_s=120, warnings="error", stdin=""):
+    """Run code in a new process, which can import the test modules, and return its output."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), str(TESTS), os.environ.get("PYTHONPATH")]))
+    child = subprocess.run(
+        [sys.executable, "-W", warnings, "-c", textwrap.dedent(code)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2"},
+        cwd=REPOSITORY,
+        check=False,
+    )
+    assert child.returncode == 0, f"exit code {child.returncode}\n{child.stdout}\n{child.stderr}"
+    return child.stdout
+
+
+# --- results ---
+
+
+def a_trial(batch_size=1, verdict=Verdict.FITS, phase=Phase.GROW, **rest):
+    return Trial(batch_size=batch_size, verdict=verdict, phase=phase, **rest)
+
+
+def a_result(**changes):
+    values = {
+        "batch_size": 4,
+        "limit_batch_size": 4,
+        "first_failing_batch_size": 5,
+        "limited_by": "memory",
+        "trials": (a_trial(4), a_trial(5, Verdict.OOM), a_trial(4, phase=Phase.CONFIRM)),
+        "fit": fit_line([(1, 10), (2, 20), (4, 40)], 40),
+        "device": "test device",
+        "budget_bytes": 90,
+        "available_bytes": 100,
+    }
+    return ProbeResult(**{**values, **changes})
+
+
+def same_as_golden(text, name):
+    """Compare with a file in tests/golden, or overwrite it if OVERWRITE_GOLDEN is set: then review the difference."""
+    path = GOLDEN / name
+    if os.environ.get("OVERWRITE_GOLDEN"):
+        path.write_text(text, encoding="ascii", newline="\n")
+    assert text == path.read_text(encoding="ascii")
+
+
+# --- training ---
+
+
+def bits(value):
+    """Convert a value to bytes for an exact comparison, including NaN payloads and signed zeros."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+        return (value.dtype, tuple(value.shape), value.contiguous().numpy().tobytes())
+    if isinstance(value, dict):
+        return {repr(k): bits(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(v) for v in value]
+    return repr(value)
+
+
+class Net(nn.Module):
+    """A model with tied weights, a frozen BatchNorm, a non-persistent buffer and a parameter without gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.frozen = nn.BatchNorm1d(8).eval()
+        self.decode = nn.Linear(8, 4, bias=False)
+        self.tied = nn.Linear(4, 8, bias=False)
+        self.tied.weight = self.encode.weight
+        self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("count", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        self.count += 1
+        hidden = self.frozen(self.norm(self.encode(x) + self.tied(x)))
+        return self.decode(nn.functional.dropout(hidden))
+
+
+class Training:
+    def __init__(self, *, warm_steps=0):
+        torch.manual_seed(3)
+        self.model = Net()
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.ema = torch.optim.swa_utils.AveragedModel(self.model)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(warm_steps):
+            self.step(self.model, 4)
+
+    def step(self, model, batch_size):
+        self.optimizer.zero_grad()
+        loss = model(torch.randn(batch_size, 4)).square().mean() + random.random() + np.random.rand()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        self.ema.update_parameters(model)
+
+    def picture(self):
+        """Describe the state without using the package."""
+        model = self.model
+        return {
+            "parameters": [
+                (n, id(p), p.data_ptr(), p.requires_grad, bits(p))
+                for n, p in model.named_parameters(remove_duplicate=False)
+            ],
+            "buffers": [(n, id(b), bits(b)) for n, b in model.named_buffers()],
+            "modes": [(n, m.training) for n, m in model.named_modules()],
+            "grads": [None if p.grad is None else bits(p.grad) for p in model.parameters()],
+            "objects": [bits(o.state_dict()) for o in (self.optimizer, self.scheduler, self.ema, self.scaler)],
+            "rng": [bits(torch.get_rng_state()), bits(list(np.random.get_state())), random.getstate()],
+        }

@@ -1,0 +1,58 @@
+"""Strategies for results and trials with any values."""
+
+import dataclasses
+
+from hypothesis import strategies as st
+
+from oomprobe.fit import LinearFit
+from oomprobe.result import SCHEMA_VERSION, ProbeResult
+from oomprobe.trials import Phase, Trial, Verdict
+
+counts = st.integers(0, 2**63)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+words = st.text(max_size=30)
+
+
+def maybe(strategy):
+    return st.none() | strategy
+
+
+BY_TYPE = {
+    "bool": st.booleans(),
+    "int": counts,
+    "float": floats,
+    "str": words,
+    "Verdict": st.sampled_from(Verdict),
+    "Phase": st.sampled_from(Phase),
+    "tuple[str, ...]": st.lists(words, max_size=3).map(tuple),
+    "Mapping[str, Any]": st.dictionaries(words, maybe(words), max_size=3),
+    "Mapping[str, float | None]": st.dictionaries(words, maybe(floats), max_size=3),
+}
+
+
+def built(kind, **chosen):
+    """Build a dataclass from strategies for the types of its fields, except those chosen."""
+    for f in dataclasses.fields(kind):
+        if f.name not in chosen:
+            strategy = BY_TYPE[f.type.removesuffix(" | None")]
+            chosen[f.name] = maybe(strategy) if f.type.endswith("| None") else strategy
+    return st.builds(kind, **chosen)
+
+
+sizes = st.integers(1, 2**63)
+trials = built(Trial, batch_size=sizes, accumulation_steps=st.integers(1, 64))
+results = built(
+    ProbeResult,
+    batch_size=sizes,
+    limited_by=st.sampled_from(["memory", "host_memory", "max_batch", "size_limit"]),
+    trials=st.lists(trials, max_size=6).map(tuple),
+    fit=maybe(built(LinearFit)),
+    options=st.fixed_dictionaries({}, optional={
+        "memory_fraction": st.floats(0.01, 1),
+        "multiple_of": st.integers(1, 16),
+        "global_batch": maybe(st.integers(1, 2**30)),
+        "world_size": st.integers(1, 8),
+    }),
+    breakdown=st.none(),
+    schema_version=st.just(SCHEMA_VERSION),
+)  # fmt: skip
