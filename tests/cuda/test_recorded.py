@@ -33,15 +33,9 @@ def simulated(name, **options):
 
 
 PROBES = {
-    **{name: in_one_process(name) for name in MODELS},
-    "mlp, all of the memory": in_one_process("mlp", memory_fraction=1.0),
-    "gpt, multiples of 8": in_one_process("gpt", multiple_of=8, min_batch=8),
+    "mlp": in_one_process("mlp"),
     "conv, for a global batch": in_one_process("conv", global_batch=10_000),
-    "mlp, up to 1000": in_one_process("mlp", max_batch=1000),
-    "gpt, roughly": in_one_process("gpt", resolution=0.1),
-    "mlp, isolated": isolated("mlp"),
     "gpt, isolated": isolated("gpt"),
-    "mlp, simulated": simulated("mlp"),
     "gpt, simulated": simulated("gpt"),
 }
 
