@@ -16,7 +16,7 @@ from oomprobe.devices.recorder import Recorder
 from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, StepFailedError, TimeUp, step_failed
 from oomprobe.hooks import COMPILED, Compiled, OptimizerWatch, Stepping, accumulating
 from oomprobe.look import HOST_LOOK_S, LOOK_S, SMALLEST_GROWTH_BYTES, Rows, growth_bytes
-from oomprobe.options import Step
+from oomprobe.options import Step, refuse_process_group
 from oomprobe.running import Running
 from oomprobe.signals import Interrupts
 from oomprobe.state import Snapshot, Tracker, generator_states
@@ -99,6 +99,7 @@ class LocalRunner:
             running = self._run_cold(request)
         except StepFailedError as error:
             running = self._run_as_left(request, error)
+        refuse_process_group()  # a step may have made one
         trial = running.trial(several=len(self._steps) > 1, timed=not self.facts.device.replays)
         calls = running.calls_made(is_exact=self._tracker.kept.is_exact)
         outcome = Outcome(

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger import MIB, Box, LedgerDevice, Log
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import oomprobe
 from oomprobe import Phase, Verdict
@@ -310,3 +311,19 @@ def test_a_second_thread_may_probe():
     thread.start()
     thread.join()
     assert answers == [9]
+
+
+def test_ranks_that_the_step_starts_are_refused():
+    """As with accelerate's drop-in, whose function makes its own Accelerator."""
+
+    def step(model, batch_size):
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        model(torch.randn(batch_size, 2)).sum().backward()
+
+    try:
+        with pytest.raises(oomprobe.InvalidArgumentError, match="initialised with 2 ranks") as refused:
+            oomprobe.find_max_batch(torch.nn.Linear(2, 2), step, device=LedgerDevice(), progress="off")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert refused.value.trials == ()

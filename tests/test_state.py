@@ -623,3 +623,30 @@ def test_incomparable_state_counts_as_equal():
     again.append(again)
     assert same(threading.Lock(), threading.Lock())
     assert same(inside, again)
+
+
+def test_a_model_sharded_over_a_mesh_of_one_rank_comes_back():
+    """A DTensor names its mesh among what it is made of."""
+    code = """
+        import tempfile, oomprobe, torch
+        from ledger import LedgerDevice
+        from torch.distributed.fsdp import fully_shard
+
+        store = f"file://{tempfile.mkdtemp()}/store"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(model, batch_size):
+            optimizer.zero_grad()
+            model(torch.randn(batch_size, 4)).square().sum().backward()
+            optimizer.step()
+
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=4, progress="off")
+        after = [parameter.to_local() for parameter in model.parameters()]
+        print(result.batch_size, result.state_verified, all(map(torch.equal, before, after)))
+        torch.distributed.destroy_process_group()
+    """
+    assert run_python(code, warnings="default").split() == ["4", "True", "True"]

@@ -67,11 +67,17 @@ def same_tensors(one: Any, other: Any) -> bool:
     if one.device.type == "meta" or other.device.type == "meta":
         return bool(one.device == other.device)
     if is_traceable_wrapper_subclass(one):
-        names, _ = one.__tensor_flatten__()
-        return all(same_tensors(getattr(one, name), getattr(other, name)) for name in names)
+        others = inner_tensors(other)
+        return all(same_tensors(part, others[name]) for name, part in inner_tensors(one).items())
     if one.layout is torch.strided and not one.is_quantized:
         return torch.equal(_bits(one), _bits(other))
     return _saved(one) == _saved(other)  # sparse or quantised
+
+
+def inner_tensors(wrapper: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors inside a tensor subclass, by its names for them; a DTensor also names its mesh."""
+    named = {name: getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]}
+    return {name: part for name, part in named.items() if isinstance(part, torch.Tensor)}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

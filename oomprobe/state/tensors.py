@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oomprobe import linux
 from oomprobe.errors import UnreliableError
-from oomprobe.state.compare import same_tensors
+from oomprobe.state.compare import inner_tensors, same_tensors
 from oomprobe.state.reach import is_learnable
 from oomprobe.units import format_bytes
 
@@ -223,8 +223,8 @@ class HostCopies:
             return known
         copy: AnyCopy
         if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            copy = WrapperCopy(tensor, {name: self.keep(getattr(tensor, name), hold=True) for name in names})
+            parts = {name: self.keep(part, hold=True) for name, part in inner_tensors(tensor).items()}
+            copy = WrapperCopy(tensor, parts)
         elif _is_strided(tensor):
             copy = TensorCopy(tensor, self._storage(tensor.untyped_storage(), take=take), hold=hold)
         else:
