@@ -100,9 +100,10 @@ def nothing_fits(session: Session) -> NothingFitsError:
     others = f"Other processes are on the device: {neighbours}.\n" if neighbours else ""
     which = "" if one_size else ", the smallest allowed,"
     where = f" ({last.where})" if last.where else ""
+    step = f", in step {last.step_name!r}" if last.step_name else ""
     return NothingFitsError(
         f"batch {last.batch_size}{which} does not fit on {session.device.name} "
-        f"{'with all available memory' if with_all else budget}: {last.verdict}{where}\n"
+        f"{'with all available memory' if with_all else budget}{step}: {last.verdict}{where}\n"
         f"  {shortened(last.error)}\n{others}Try {'; or '.join(advice)}."
     )
 

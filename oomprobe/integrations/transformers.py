@@ -6,7 +6,8 @@ import copy
 import importlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ from oomprobe.plan import PlanEntry, plan
 from oomprobe.result import ProbeResult
 
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs with the gradients of the first; later ones need no more
+EVAL = "eval"  # the name of the step that evaluates
+EVAL_SIZE = "evaluation is what does not fit, at per_device_eval_batch_size={size}: make that smaller"
 # Disable what training writes, reports, evaluates or decides by itself.
 QUIET: dict[str, Any] = {
     "logging_strategy": "no",
@@ -96,19 +99,25 @@ def find_max_batch(
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     evaluated_on = _values(trainer.eval_dataset) if evaluates else []
     simulated = replays(opened_if_simulated(options.get("device")))
-    with attributes_kept(_shared(trainer)):
+    with attributes_kept(_shared(trainer)), _placed(trainer, moves=options.get("device") is None):
         copied = _copied(trainer, simulated=simulated)
         longest, *evaluated = (largest_first(one, scan_s) for one in (trainer.train_dataset, *evaluated_on))
         loop = _Loop(trainer=copied, longest=longest, evaluated=evaluated, collate=trainer.data_collator, collated=[])
         copied.data_collator = loop.counted
-        result = probe_loop(
-            trainer.model,
-            loop.steps(accumulation),
-            options,
-            count=len(longest.indices),
-            scanned=[(one, "data set") for one in (longest, *evaluated)],
-            scan_s=scan_s,
-        )
+        scanned = [(one, "data set") for one in (longest, *evaluated)]
+        try:
+            result = probe_loop(
+                trainer.model,
+                loop.steps(accumulation),
+                options,
+                count=len(longest.indices),
+                scanned=scanned,
+                scan_s=scan_s,
+            )
+        except NothingFitsError as error:
+            if error.trials and error.trials[-1].step_name == EVAL:
+                error.add_note(EVAL_SIZE.format(size=args.per_device_eval_batch_size))
+            raise
         split, note = _split_that_runs(trainer, loop, total, result, options) if write_back else (None, "")
     if split is not None:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
@@ -135,6 +144,20 @@ def _checked(trainer: Any) -> Any:
     if trainer.train_dataset is None:
         raise InvalidArgumentError("the Trainer has no train_dataset: create it with train_dataset=...")
     return args
+
+
+@contextmanager
+def _placed(trainer: Any, *, moves: bool) -> Iterator[None]:
+    """Put the model where it will train, and back: some settings, such as ``bf16_full_eval``, leave it on the CPU till then."""
+    home, device = next(trainer.model.parameters()).device, trainer.args.device
+    moves = moves and home.type == "cpu" and device.type != "cpu"
+    if moves:
+        trainer.model.to(device)
+    try:
+        yield
+    finally:
+        if moves:
+            trainer.model.to(home)
 
 
 def _values(datasets: Any) -> list[Any]:
@@ -205,7 +228,7 @@ class _Loop:
         if self.evaluated:  # no optimizer to wait for
             size = self.trainer.args.per_device_eval_batch_size
             alone = f"run trainer.evaluate() with per_device_eval_batch_size={size}"
-            steps["eval"] = Step(run=evaluate, caller=Caller(alone=alone, more=more), max_calls=1, starts_anew=True)
+            steps[EVAL] = Step(run=evaluate, caller=Caller(alone=alone, more=more), max_calls=1, starts_anew=True)
         return steps
 
     def _train(self, batch_size: int, accumulation: int) -> None:
@@ -222,14 +245,14 @@ class _Loop:
 
     def _evaluate(self, longest: LargestFirst) -> None:
         trainer, args = self.trainer, self.trainer.args
-        batch_size = args.per_device_eval_batch_size
+        batch_size, dataset = args.per_device_eval_batch_size, trainer.eval_dataset
         size = min(batch_size, len(longest.indices))
-        batches = longest.batches(size, LOOP_STEPS)
         trainer.is_in_train, args.per_device_eval_batch_size = True, size  # else full_eval would cast the model
+        trainer.eval_dataset = longest.batches(size, LOOP_STEPS)  # as an argument, subclasses would prepare it again
         try:
-            self._run(size, lambda: trainer.evaluate(batches))
+            self._run(size, trainer.evaluate)
         finally:
-            trainer.is_in_train, args.per_device_eval_batch_size = False, batch_size
+            trainer.is_in_train, args.per_device_eval_batch_size, trainer.eval_dataset = False, batch_size, dataset
 
     def _run(self, batch_size: int, loop: Callable[[], object]) -> None:
         self.collated.clear()
@@ -244,8 +267,9 @@ class _Loop:
             if hook is not None:  # a failed loop leaves its hook, and the next would add another
                 hook.remove()
         if set(self.collated) != {batch_size}:
+            found = f"batches of {sorted(set(self.collated))} examples were collated instead of {batch_size}"
             raise NotRunError(
-                f"batches of {sorted(set(self.collated)) or 'no'} examples were collated instead of {batch_size}: in your "
+                f"{found if self.collated else 'the data_collator of the Trainer was never called'}: in your "
                 "get_train_dataloader or get_eval_dataloader, use self.data_collator and self._train_batch_size"
             )
 

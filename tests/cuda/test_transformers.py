@@ -25,6 +25,7 @@ def trainer(folder, batch_size=4, **arguments):
         model=transformers.GPT2LMHeadModel(config),
         args=settings,
         train_dataset=[{"input_ids": ids, "labels": ids} for ids in examples],
+        eval_dataset=[{"input_ids": ids, "labels": ids} for ids in examples[:32]],
         data_collator=padded,
     )
 
@@ -40,7 +41,10 @@ def padded(examples):
 def found(folder, arguments):
     from oomprobe.integrations.transformers import find_max_batch
 
-    result = find_max_batch(trainer(folder, **arguments), write_back=False, progress="off")
+    made = trainer(folder, **arguments)
+    home = next(made.model.parameters()).device.type
+    result = find_max_batch(made, write_back=False, progress="off")
+    assert next(made.model.parameters()).device.type == home
     return result.batch_size, result.limited_by, result.state_verified
 
 
@@ -52,7 +56,11 @@ def trains(folder, arguments, batch_size):
     return made.state.global_step
 
 
-@pytest.mark.parametrize("arguments", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+# With full_eval, the Trainer leaves the model on the CPU until it trains.
+FULL_EVAL = {"bf16": True, "bf16_full_eval": True, "eval_strategy": "steps", "eval_steps": 3}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"bf16": True}, FULL_EVAL], ids=["fp32", "bf16", "full eval"])
 def test_an_answer_trains_in_a_fresh_process(tmp_path, arguments):
     batch_size, limited_by, verified = forked(found, tmp_path, arguments, **CARD)
     assert (limited_by, verified) == ("memory", True)

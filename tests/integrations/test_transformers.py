@@ -373,6 +373,31 @@ def test_if_nothing_fits_nothing_is_written(trainer):
     assert probed.args.per_device_train_batch_size == 64
 
 
+def test_an_evaluation_that_does_not_fit_is_named(trainer):
+    given = {"eval_dataset": Sentences(64)}
+    probed = trainer(model=Hungry(), given=given, eval_strategy="steps", per_device_eval_batch_size=64)
+    with pytest.raises(oomprobe.NothingFitsError, match="with all available memory, in step 'eval': out of") as error:
+        find(probed, device="cpu:256MiB")
+    assert error.value.__notes__ == [
+        "evaluation is what does not fit, at per_device_eval_batch_size=64: make that smaller"
+    ]
+
+
+class PreparesWhatItIsGiven(transformers.Trainer):
+    """As trl's Trainers do; what is already in `eval_dataset` was prepared when the Trainer was made."""
+
+    def evaluate(self, eval_dataset=None, **rest):
+        assert eval_dataset is None, "cannot prepare a Subset"
+        return super().evaluate(**rest)
+
+
+def test_evaluation_takes_no_data_set_as_an_argument(trainer):
+    data = Sentences(9)
+    probed = trainer(kind=PreparesWhatItIsGiven, given={"eval_dataset": data}, eval_strategy="steps")
+    assert find(probed, max_batch=2).batch_size == 2
+    assert probed.eval_dataset is data
+
+
 def test_a_simulated_card(trainer):
     result = find(trainer(dataset=Sentences(12, longest=200)), device="sim:300MiB", max_batch=100, write_back=False)
     assert result.device.startswith("simulated GPU")
@@ -388,6 +413,11 @@ class OwnBatches(transformers.Trainer):
         return torch.utils.data.DataLoader(Sentences(), batch_size=2, collate_fn=self.data_collator)
 
 
+class OwnCollator(transformers.Trainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(Sentences(), batch_size=self._train_batch_size, collate_fn=collate)
+
+
 class StopsEarly(transformers.Trainer):
     def training_step(self, *args, **kwargs):
         self.control.should_training_stop = True
@@ -398,6 +428,7 @@ class StopsEarly(transformers.Trainer):
     ("kind", "said"),
     [
         (OwnBatches, r"batches of \[2\] examples were collated instead of 1: .*get_train_dataloader"),
+        (OwnCollator, "the data_collator of the Trainer was never called: .*use self.data_collator"),
         (StopsEarly, "made 1 of 2 optimizer steps"),
     ],
 )
