@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -128,7 +129,8 @@ def find_max_batch(
         _restored(plain, owners, options.get("preserve", ()), device.torch_device.type),
         tempfile.TemporaryDirectory(prefix="oomprobe-", ignore_cleanup_errors=True) as folder,
     ):
-        arguments = _trial_arguments(pl, trainer, micro, folder, validates=EVAL in makers)
+        automatic = plain.automatic_optimization
+        arguments = _trial_arguments(pl, trainer, micro, folder, validates=EVAL in makers, automatic=automatic)
         training = Training(
             pl=pl, module=module, owners=owners, makers=makers, arguments=arguments, micro=micro, name=batch_size_name,
             size_owners=[] if loaders_passed else _size_owners(batch_size_name, owners),
@@ -140,7 +142,8 @@ def find_max_batch(
     notes = [f"nothing was set: create your DataLoader with batch_size={result.batch_size}"] * loaders_passed
     skipped = []
     if names := skipped_callbacks(trainer.callbacks, tuple(getattr(pl.callbacks, name) for name in HARMLESS)):
-        skipped = [f"callbacks, which trials do not call: {names} (weight averaging keeps a copy of the weights)"]
+        copies = " (weight averaging keeps a copy of the weights)" * ("WeightAveraging" in names)
+        skipped = [f"callbacks, which trials do not call: {names}{copies}"]
     return with_notes(result, notes, skipped)
 
 
@@ -194,6 +197,7 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
     steps_to_calls(options)
     training.set_size(1)
     loaders = {name: _loaders_at(training, name, 1)[0] for name in training.makers}
+    sized = [not training.size_owners or _size_of(loader) == 1 for loader in loaders[TRAIN]]
     with attributes_kept([loader for found in loaders.values() for loader in found]):
         orders = {name: [_order_of(one, scan_s) for one in found] for name, found in loaders.items()}
         fit = Fit(training=training, orders=orders)
@@ -206,7 +210,7 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
             training.module,
             Step(run=fit.run, caller=caller, starts_anew=True),
             {**options, "device": device},
-            count=min(len(order.indices) for order in orders[TRAIN]),
+            count=min(len(order.indices) for order in compress(orders[TRAIN], sized)),
             scanned=[(order, KIND[name]) for name, found in orders.items() for order in found],
             scan_s=scan_s,
             evaluates=EVAL in training.makers,
@@ -217,6 +221,16 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
     if fit.idle:
         notes.append(
             f"some optimizers ({fit.idle}) did not step within {MANUAL_BATCHES} batches: the result does not cover their state"
+        )
+    if not all(sized):
+        notes.append(
+            "a training loader that ignores the size kept its own: its batches are part of the memory that does not grow"
+        )
+    if len(training.size_owners) > 1:
+        kinds = ("hparams" if isinstance(owner, dict) else type(owner).__name__ for owner in training.size_owners)
+        places = " and ".join(kinds)
+        notes.append(
+            f"{training.name} exists in several places ({places}), and was set in each: Lightning reads one of them"
         )
     return with_notes(result, notes)
 
@@ -271,15 +285,11 @@ class Fit:
 
     def loaders(self, name: str, batch_size: int) -> Any:
         """Return the user's loaders with the largest examples first."""
-        found, structure = _loaders_at(self.training, name, batch_size)
-        trains = name == TRAIN
-        made = [
-            _trial_loader(
-                loader, order, batch_size if trains else _size_of(loader), self.most if trains else EVAL_BATCHES
-            )
-            for loader, order in zip(found, self.orders[name], strict=True)
-        ]
-        return tree_unflatten(made, structure)
+        found, rebuild = _loaders_at(self.training, name, batch_size)
+        was_passed = name == TRAIN and not self.training.size_owners
+        count = self.most if name == TRAIN else EVAL_BATCHES
+        sizes = [batch_size if was_passed else _size_of(loader) for loader in found]
+        return rebuild([_trial_loader(*one, count) for one in zip(found, self.orders[name], sizes, strict=True)])
 
 
 def _fit(training: Training, batch_size: int, make: Callable[[str], Any], after_batch: Hook) -> None:
@@ -308,12 +318,16 @@ def _fit(training: Training, batch_size: int, make: Callable[[str], Any], after_
             owner.trainer = None
 
 
-def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str, *, validates: bool) -> dict[str, Any]:
+def _trial_arguments(
+    pl: Any, trainer: Any, micro: int, folder: str, *, validates: bool, automatic: bool
+) -> dict[str, Any]:
     """Return arguments for a Trainer that takes the same steps as the user's and writes only to `folder`.
 
     The numbers of epochs and steps are the user's own, since schedulers depend on them; a trial stops itself.
     """
     index = trainer.strategy.root_device.index
+    # Fewer, as with fast_dev_run, would end a trial early; with manual optimization each optimizer's step counts.
+    least = LOOP_STEPS * (1 + validates) if automatic else MANUAL_BATCHES
     fabric = "lightning_fabric" if pl.__name__ == "pytorch_lightning" else "lightning.fabric"
     environments = importlib.import_module(f"{fabric}.plugins.environments")
     dummy = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
@@ -324,7 +338,7 @@ def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str, *, validate
         # Otherwise Lightning would detect a cluster, and handle the signals that requeue a job.
         "plugins": [trainer.precision_plugin, environments.LightningEnvironment()],
         "max_epochs": trainer.max_epochs if trainer.max_epochs == -1 else max(1, trainer.max_epochs or 1),
-        "max_steps": trainer.max_steps if trainer.max_steps == -1 else max(LOOP_STEPS, trainer.max_steps),
+        "max_steps": trainer.max_steps if trainer.max_steps == -1 else max(least, trainer.max_steps),
         "accumulate_grad_batches": micro,
         "gradient_clip_val": trainer.gradient_clip_val,
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
@@ -338,23 +352,31 @@ def _trial_arguments(pl: Any, trainer: Any, micro: int, folder: str, *, validate
     }
 
 
-def _loaders_at(training: Training, name: str, batch_size: int) -> tuple[list[Any], Any]:
-    """Return the user's loaders at that batch size, checked, and the structure that holds them."""
-    found, structure = tree_flatten(training.makers[name]())
+def _loaders_at(training: Training, name: str, batch_size: int) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the user's loaders at that batch size, checked, and a function that puts others into the same structure."""
+    made = training.makers[name]()
+    combines = isinstance(made, training.pl.utilities.CombinedLoader)
+    found, structure = tree_flatten(made.iterables if combines else made)
+
+    def rebuild(loaders: list[Any]) -> Any:
+        tree = tree_unflatten(loaders, structure)
+        return type(made)(tree, made._mode) if combines else tree
+
     for loader in found:
-        size = _size_of(loader)
-        if size is None:
+        if _size_of(loader) is None:
             raise InvalidArgumentError(
                 f"the {type(loader).__name__} of the {KIND[name]} cannot be rebuilt with the largest examples: it has its "
                 f"own batch_sampler or __iter__. Pass {name}s=DataLoader(dataset, batch_size=...)"
             )
-        if name == TRAIN and training.size_owners and size != batch_size:
-            raise NotRunError(
-                f"train_dataloader() made batches of {size} although {training.name}={batch_size} was set: write "
-                f"DataLoader(..., batch_size=self.{training.name}), or pass batch_size_name=, the name of the attribute "
-                "that it reads"
-            )
-    return found, structure
+    sizes = {_size_of(loader) for loader in found}
+    if name == TRAIN and training.size_owners and batch_size not in sizes:
+        made_sizes = " and ".join(map(str, sorted(sizes)))
+        raise NotRunError(
+            f"train_dataloader() made batches of {made_sizes} although {training.name}={batch_size} was set: write "
+            f"DataLoader(..., batch_size=self.{training.name}), or pass batch_size_name=, the name of the attribute "
+            "that it reads"
+        )
+    return found, rebuild
 
 
 def _size_of(loader: Any) -> Any:

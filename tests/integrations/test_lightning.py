@@ -147,6 +147,51 @@ def test_several_loaders_at_once():
     assert probed(Both(ledger(7)), train_dataloaders=loaders).batch_size == 7
 
 
+class SemiSupervised(Module):
+    """Has a loader of its batch size and one that ignores it, combined or not."""
+
+    def __init__(self, combined, room):
+        super().__init__(ledger(room))
+        self.combined = combined
+
+    def train_dataloader(self):
+        loaders = {"labelled": DataLoader(data(100), self.batch_size), "unlabelled": DataLoader(data(40), 7)}
+        return pl.utilities.CombinedLoader(loaders, "min_size") if self.combined else loaders
+
+    def training_step(self, batch, batch_idx):
+        assert len(batch["unlabelled"][0]) == 7
+        return super().training_step(batch["labelled"], batch_idx)
+
+
+@pytest.mark.parametrize("combined", [True, False])
+def test_a_loader_that_ignores_the_size_keeps_its_own(combined):
+    result = probed(SemiSupervised(combined, 50))
+    assert result.batch_size == 50
+    assert any("kept its own" in note for note in result.notes)
+
+
+def test_an_attribute_in_several_places_is_noted():
+    module = Module(ledger(9))
+    module.save_hyperparameters({"batch_size": 4})
+    [note] = [note for note in probed(module, Data()).notes if "several places" in note]
+    assert "(Data and Module and hparams)" in note
+
+
+@pytest.mark.parametrize("settings", [{"fast_dev_run": True}, {"max_steps": 1}, {"max_steps": 3}], ids=str)
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_short_training_ends_no_trial(settings, manual):
+    result = probed(Module(ledger(9), manual=manual), Data(100), trainer=quiet_trainer(**settings))
+    assert result.batch_size == 9
+
+
+@pytest.mark.parametrize(("kind", "copies"), [("EarlyStopping", False), ("StochasticWeightAveraging", True)])
+def test_only_weight_averaging_is_said_to_copy_the_weights(kind, copies):
+    given = {"monitor": "val"} if kind == "EarlyStopping" else {"swa_lrs": 0.1}
+    trainer = quiet_trainer(callbacks=[getattr(pl.callbacks, kind)(**given)])
+    [missed] = [item for item in probed(Module(ledger(5)), Data(), trainer).not_covered if "callbacks" in item]
+    assert ("keeps a copy" in missed) is copies
+
+
 @pytest.mark.parametrize(("asked", "found"), [(80, 50), (20, 20)])
 def test_no_batch_is_larger_than_the_data_set(asked, found):
     result = probed(Module(ledger(1000)), Data(50), max_batch=asked)
@@ -593,9 +638,8 @@ def test_trials_log_save_and_call_nothing(tmp_path, monkeypatch, caplog, capsys)
     assert (caplog.text, capsys.readouterr()) == ("", ("", ""))
     assert [vars(one) for one in (*trainer.loggers, *trainer.callbacks)] == before
     [missed] = [item for item in result.not_covered if "callbacks" in item]
-    assert missed.startswith(
-        "callbacks, which trials do not call: Listening ("
-    )  # neither the progress bar nor checkpoints
+    # Neither the progress bar nor checkpoints.
+    assert missed == "callbacks, which trials do not call: Listening"
     assert logging.getLogger("lightning.pytorch").level == logging.INFO
 
 
