@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     check_run(arguments)
     machine_reads = arguments.quiet or arguments.json == STDOUT
+    if arguments.quiet and arguments.progress == "auto":
+        arguments.progress = "off"
     isolate = not arguments.in_process
     if isolate and sys.platform != "linux":
         tell("note: trials can be isolated on Linux only; they run in this process (--in-process)")
@@ -60,7 +62,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.world_size > 1 or arguments.global_batch:
             plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size}
             result = dataclasses.replace(result, options={**result.options, **plan_options})
-        write(sys.stderr if machine_reads else stdout, text.report(result, verbose=arguments.verbose))
+        if result.contaminated or not arguments.quiet:
+            write(sys.stderr if machine_reads else stdout, text.report(result, verbose=arguments.verbose))
         if arguments.json == STDOUT:
             write(stdout, result.to_json())
         elif arguments.quiet and not result.contaminated:
@@ -222,7 +225,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--in-process", action="store_true", help="run trials in this process")
     run.add_argument("--json", type=_file, metavar="PATH", help="write the result as JSON; - for stdout")
-    run.add_argument("--quiet", action="store_true", help="print only the batch size on stdout, the report on stderr")
+    run.add_argument("--quiet", action="store_true", help="print only the batch size, and errors on stderr")
 
 
 def _size(text: str) -> int:
@@ -241,8 +244,12 @@ def _file(text: str) -> Path:
 
 def check_run(arguments: argparse.Namespace) -> None:
     """Raise InvalidArgumentError for options that would only fail, or be ignored, after minutes of probing."""
-    ignored = [_flag(option) for option in SEARCH_OPTIONS if getattr(arguments, option) is not None]
-    if arguments.require is not None and ignored:
+    required, multiple_of = arguments.require, arguments.multiple_of
+    given = (option for option in SEARCH_OPTIONS if getattr(arguments, option) is not None)
+    ignored = [_flag(option) for option in given if option != "multiple_of"]
+    if required is not None and multiple_of is not None and multiple_of > 0 and required % multiple_of:
+        raise InvalidArgumentError(f"--require {required} is not a multiple of {multiple_of}: change one of them")
+    if required is not None and ignored:
         raise InvalidArgumentError(
             f"--require runs one size and no search, so it would ignore {', '.join(ignored)}: leave that out"
         )

@@ -16,6 +16,7 @@ Each carries ``.trials``, the trials run before it, and ``.exit_status``, that o
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -124,8 +125,20 @@ def step_failed(
     )
 
 
-def target_failed(error: BaseException, target: str) -> StepFailedError:
-    """Return the `StepFailedError` for an exception raised while a target was imported or built."""
+# Sources: torch/cuda/__init__.py, torch/xpu/__init__.py (_lazy_init), c10/cuda/CUDAFunctions.cpp, c10/xpu/XPUFunctions.cpp.
+NO_GPU = re.compile(
+    r"Torch not compiled with (?:CUDA|XPU) enabled|Found no NVIDIA driver|No (?:CUDA|HIP) GPUs are available"
+    r"|No XPU devices are available"
+)
+
+
+def target_failed(error: BaseException, target: str) -> OomProbeError:
+    """Return the error for an exception raised while a target was imported or built."""
+    if NO_GPU.search(text_of(error)):
+        return NoDeviceError(
+            f"the target {target} needs a GPU, and this process sees none ({type(error).__name__}: {text_of(error)}). Try it on "
+            'a simulated one with --device sim:24GiB (in Python device="sim:24GiB"), or run it where a GPU is'
+        )
     return StepFailedError(
         f"the target {target} failed with {type(error).__name__} while it was imported and built: {text_of(error)}\n"
         "Nothing was probed. The same error occurs without oomprobe: import the file and call the function by itself."

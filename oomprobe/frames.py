@@ -37,6 +37,17 @@ def raised_at(error: BaseException) -> str | None:
     return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
+def is_own_fault(error: BaseException) -> bool:
+    """Return whether an error comes from oomprobe's own code rather than from what that code called.
+
+    Torch's errors pass through the simulation, a device's through `devices`, and a framework's through the adapters.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    path = Path(frames[-1].f_code.co_filename) if frames else Path()
+    passes_on = ("simulation", "devices", "integrations", "demo.py")
+    return OOMPROBE in path.parents and path.relative_to(OOMPROBE).parts[0] not in passes_on
+
+
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)

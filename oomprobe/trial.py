@@ -14,6 +14,7 @@ from oomprobe.devices import Device, Usage, describe, extras_of
 from oomprobe.devices.leaks import Baseline
 from oomprobe.devices.recorder import Recorder
 from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, StepFailedError, TimeUp, step_failed
+from oomprobe.frames import is_own_fault
 from oomprobe.hooks import COMPILED, Compiled, OptimizerWatch, Stepping, accumulating
 from oomprobe.look import HOST_LOOK_S, LOOK_S, SMALLEST_GROWTH_BYTES, Rows, growth_bytes
 from oomprobe.options import Step, refuse_process_group
@@ -366,6 +367,8 @@ class LocalRunner:
         if not self._device.healthy():
             running.verdict = Verdict.POISONED
             return
+        if is_own_fault(error):
+            raise error
         clear_frames(error)
         if not running.past_least:
             size, last, caller = request.batch_size, request.largest_passed, running.step.caller

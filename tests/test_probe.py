@@ -327,3 +327,14 @@ def test_ranks_that_the_step_starts_are_refused():
     finally:
         torch.distributed.destroy_process_group()
     assert refused.value.trials == ()
+
+
+def test_a_fault_of_the_probe_is_not_told_as_the_steps(monkeypatch):
+    monkeypatch.setattr("oomprobe.state.snapshot.parameters_of", None)
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 2)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()  # is saved before it steps
+
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        oomprobe.find_max_batch(torch.nn.Linear(2, 2), step, device=LedgerDevice(), progress="off")
