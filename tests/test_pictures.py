@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from example_results import EXAMPLES, gpu
@@ -22,6 +23,7 @@ from oomprobe.breakdown import (
 from oomprobe.report.breakdown import advice, breakdown_lines
 from oomprobe.report.compare import comparison
 from oomprobe.report.html import page
+from oomprobe.report.plot import bracket_figure
 
 GIB = 2**30
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -55,7 +57,11 @@ def test_a_plot_shows_peaks_lines_and_throughput(tmp_path):
     result = gpu()
     figure = result.plot(tmp_path / "probe.png")
     memory, throughput = figure.axes
-    assert {"peak reserved", "peak allocated", "failed", "available 24.00 GiB", "budget 21.60 GiB"} < labels(memory)
+    failed = "failed, at the memory that it had"
+    assert {"peak reserved", "peak allocated", failed, "available 24.00 GiB", "budget 21.60 GiB"} < labels(memory)
+    crosses = next(line for line in memory.lines if line.get_label() == failed).get_xydata().tolist()
+    assert crosses
+    assert crosses == [[t.batch_size, (t.cap_bytes or 24 * GIB) / GIB] for t in result.trials if not t.passed]
     allocated = next(line for line in memory.lines if line.get_label() == "peak allocated")
     assert allocated.get_xydata().tolist() == sorted(
         [t.batch_size, t.peak_allocated_bytes / GIB] for t in result.trials if t.passed
@@ -63,6 +69,11 @@ def test_a_plot_shows_peaks_lines_and_throughput(tmp_path):
     assert any("not used, off by up to 0.0 %" in label for label in labels(memory))
     assert [text.get_text() for text in throughput.texts] == ["knee: batch 64, 95 % of the best rate"]
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_axis_of_trials_counts_whole_trials():
+    axes = bracket_figure(replace(gpu(), trials=(a_trial(8),))).axes[0]
+    assert axes.get_xlim() == (0.5, 1.5)
 
 
 @pytest.mark.parametrize(("name", "count"), [("host", 2), ("trouble", 1)])

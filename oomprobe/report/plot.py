@@ -57,6 +57,7 @@ def bracket_figure(result: ProbeResult) -> Figure:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(0.5, len(trials) + 0.5)
     _label(axes, "batch size")
     axes.legend(loc="lower right", fontsize=SMALL - 1, frameon=False)
     axes.set_xlabel("trial", fontsize=SMALL)
@@ -72,13 +73,15 @@ def _draw_memory(axes: Any, result: ProbeResult) -> None:
     capacity_bytes = max(result.available_bytes, result.budget_bytes)
     unit, factor = byte_unit(capacity_bytes)
 
-    def points(name: str, *, passed: bool) -> list[tuple[float, float]]:
-        peaks = ((t.batch_size, getattr(t, name)) for t in trials if t.passed is passed)
+    def points(name: str) -> list[tuple[float, float]]:
+        peaks = ((t.batch_size, getattr(t, name)) for t in trials if t.passed)
         return sorted((size, peak / factor) for size, peak in peaks if peak is not None)
 
-    _scatter(axes, points("peak_reserved_bytes", passed=True), "s", LIGHT, "peak reserved")
-    _scatter(axes, points("peak_allocated_bytes", passed=True), "o", DARK, "peak allocated")
-    _scatter(axes, points("peak_reserved_bytes", passed=False), "x", "black", "failed")
+    _scatter(axes, points("peak_reserved_bytes"), "s", LIGHT, "peak reserved")
+    _scatter(axes, points("peak_allocated_bytes"), "o", DARK, "peak allocated")
+    # What a failed size needed is unknown; it was more than its cap.
+    failed = [(t.batch_size, (t.cap_bytes or capacity_bytes) / factor) for t in trials if not t.passed]
+    _scatter(axes, failed, "x", "black", "failed, at the memory that it had")
     for nbytes, style, name in ((capacity_bytes, "-", "available"), (result.budget_bytes, ":", "budget")):
         if name == "available" or nbytes < capacity_bytes:
             label = f"{name} {format_bytes(nbytes)}"
