@@ -14,14 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from oomprobe.report.words import count
 from oomprobe.state.tracker import Tracker, drop_later_state, parameters_of, state_names
 
 NO_OPTIMIZER = (
-    "no optimizer stepped in {calls} calls of {steps}: the result covers only what the step did, "
-    "perhaps just a forward pass"
+    "no optimizer stepped in {calls} of {steps}: the result covers only what the step did, perhaps just a forward pass"
 )
 IDLE = (
-    "some optimizers ({count}) did not step in {calls} calls of {steps}, so the result does not cover their state: let the step "
+    "some optimizers ({count}) did not step in {calls} of {steps}, so the result does not cover their state: let the step "
     "function step every optimizer that training has"
 )
 COMPILED = (
@@ -94,6 +94,7 @@ class Stepping:
         self._expected: dict[str, set[int]] = {}  # by the name of a step that is known; empty: it steps none
         self._last_call: set[int] = set()  # that stepped in the last call that ran
         self._idle: set[int] = set()  # that were waited for in vain
+        self._waited_calls = 0
 
     def knows(self, name: str) -> bool:
         """Return whether a trial has shown what the step steps."""
@@ -122,8 +123,9 @@ class Stepping:
         alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
         return bool(stepped) and (stepped >= alive or (bool(stepped - wanted) and len(stepped) >= len(wanted)))
 
-    def learn_step(self, name: str, wanted: set[int] | None) -> None:
-        """Take what has stepped since `start_step` as what the step steps."""
+    def learn_step(self, name: str, wanted: set[int] | None, calls: int) -> None:
+        """Take what has stepped in these calls, since `start_step`, as what the step steps."""
+        self._waited_calls = max(self._waited_calls, calls)
         self._expected[name] = set(self._watch.stepped)
         self._idle = (self._idle | (wanted or set())) - self._watch.stepped
 
@@ -146,9 +148,9 @@ class Stepping:
         """Return whether the last call stepped every optimizer of the step, so that repeating it is a full step."""
         return self._last_call >= self._expected.get(name, set())
 
-    def note(self, step_names: Iterable[str], calls: int) -> str | None:
+    def note(self, step_names: Iterable[str]) -> str | None:
         """Return a note if no optimizer stepped, or one did not: its state is not in the measured memory."""
-        steps = " and ".join(map(repr, step_names))
+        steps, calls = " and ".join(map(repr, step_names)), count(self._waited_calls, "call", "calls")
         if not any(self._expected.values()):
             return NO_OPTIMIZER.format(calls=calls, steps=steps)
         return IDLE.format(count=len(self._idle), calls=calls, steps=steps) if self._idle else None

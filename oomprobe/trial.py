@@ -261,17 +261,24 @@ class LocalRunner:
                     seen, calls = stepping.count, number + 1
                 if wanted is not None and stepping.has_stepped(wanted):
                     break
+                if wanted == set() and not seen and not self._has_gradients():  # there is nothing to step
+                    break
             else:
                 if wanted is not None and is_known:
                     raise NotTrainedError(STOPPED_STEPPING.format(calls=most, size=running.request.batch_size))
             if not is_known:
-                stepping.learn_step(running.name, wanted)  # only here: if a call raises, the next trial learns it
+                stepping.learn_step(
+                    running.name, wanted, number + 1
+                )  # only here: if a call raises, the next trial learns it
             row.step_calls = calls or 1
             if row.first_calls is None:
                 row.first_calls, row.waited_calls = calls, len(row.served_bytes) - calls
                 row.timed_from = len(row.durations_s)
         if not creates_state:
             running.allocations += self._extras.allocations() - allocations
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._tracker.parameters())
 
     def _more_calls(self, running: Running) -> None:
         """Make the micro-batches of an accumulated step; or, to confirm a first size, further calls while there is time."""
@@ -399,8 +406,7 @@ class LocalRunner:
         self._notes |= dict.fromkeys(getattr(self._device, "notes", ()))
         if self.compiled.is_used:
             self._notes[COMPILED] = None
-        calls = max(step.max_calls for step in self._steps.values())
-        if running.verdict is Verdict.FITS and (note := self._stepping.note(self._steps, calls)):
+        if running.verdict is Verdict.FITS and (note := self._stepping.note(self._steps)):
             self._notes[note] = None
         return tuple(self._notes)
 

@@ -126,7 +126,7 @@ def test_trials_run_until_every_optimizer_has_stepped(build, calls):
 
 
 def test_a_missing_optimizer_is_noted_after_32_calls():
-    result = probe(nn.Linear(4, 4), lambda model, n: model(torch.randn(n, 4)), max_batch=2)
+    result = probe(nn.Linear(4, 4), lambda model, n: model(torch.randn(n, 4)).sum().backward(), max_batch=2)
     assert [t.steps for t in result.trials] == [32 + 2, 2, 50], "later trials wait for none"
     assert any("no optimizer stepped in 32 calls" in note for note in result.notes)
 
@@ -510,3 +510,16 @@ def test_each_trial_starts_with_the_initial_loss_scale():
     result = probe(model, step, device=device, max_batch=4)
     assert scales.count(2.0**127) == len(result.trials)
     assert scaler._scale is None
+
+
+def test_a_step_without_gradients_waits_for_no_optimizer():
+    calls = Log()
+
+    @torch.no_grad()
+    def step(model, batch_size):
+        calls.append(batch_size)
+        model(torch.randn(batch_size, 2))
+
+    result = oomprobe.check(nn.Linear(2, 2), step, 4, device=LedgerDevice(), progress="off")
+    assert result.trials[0].steps == 50 == len(calls)
+    assert any("no optimizer stepped in 1 call of 'step'" in note for note in result.notes)
