@@ -186,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("devices", help="list what can be probed")
     for command in (run, show):
         command.add_argument(
-            "--verbose", action="store_true", help="add the fit, estimates and a plan, and explain what is not covered"
+            "--verbose", action="store_true", help="add the fit and estimates, and explain what is not covered"
         )
         command.add_argument(
             "--html", type=_file, metavar="PATH", help="write a self-contained HTML page (needs matplotlib)"

@@ -27,6 +27,7 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_
 NOT_RESTORED = "state that is not restored: positions of iterators and data loaders, attributes of library objects"
 NOT_COVERED = (
     "longest sequence or largest sample, unless the step makes such batches",
+    "smaller last batch of an epoch, which splits cached blocks: drop_last=True leaves it out",
     "saving and resuming checkpoints",
     "other ranks: DDP buckets, NCCL buffers, sharding",
     "data loader workers and their host memory",
@@ -116,7 +117,7 @@ def _environment(session: Session) -> dict[str, Any]:
         "hip": torch.version.hip,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "device": session.device.torch_device,
+        "device": "simulated" if session.device.replays else session.device.torch_device,
         "device_name": session.device.name,
         "device_total_bytes": session.device.total_bytes,
         "threads": session.runner.facts.threads,

@@ -50,7 +50,7 @@ def advice(breakdown: Breakdown) -> tuple[str, ...]:
         (
             repeated_bytes, LARGE, f"{count} {kind} blocks hold ",
             ": recompute them in backward, with torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False), or "
-            "model.gradient_checkpointing_enable() in transformers",
+            "model.activation_checkpointing_enable() in transformers (gradient_checkpointing_enable in older versions)",
         ),
         (
             parts[ACTIVATIONS] + parts[BACKWARD] if in_full_precision else 0, LARGE, "activations and their gradients take ",

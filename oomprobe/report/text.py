@@ -30,7 +30,7 @@ _LIMITS = {
 def report(result: ProbeResult, *, verbose: bool = False) -> str:
     """Render a result; only the first line begins with ``verdict:``, as in ``verdict: batch 96 fits ...``.
 
-    The verbose report adds the coefficients of the fit, the estimates, an example plan, and details of what was not covered.
+    The verbose report adds the coefficients of the fit, the estimates, and details of what was not covered.
     """
     blocks = (
         [verdict_line(result), *warning_lines(result)],
@@ -83,7 +83,7 @@ def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
         "throughput": _throughput(result),
         "linear fit": _linear_fit(result, verbose=verbose),
         "estimates": _estimates(result) if verbose else [],
-        "plan": _plan(result, verbose=verbose),
+        "plan": _plan(result),
         "state": [_state(result)],
         "time": [_time(result)],
     }
@@ -180,18 +180,14 @@ def _estimates(result: ProbeResult) -> list[str]:
     return [f"never used; {result.batch_size} was measured:", *lines] if lines else []
 
 
-def _plan(result: ProbeResult, *, verbose: bool) -> list[str]:
-    """List the splits of the global batch; if none was requested, the verbose report shows an example."""
+def _plan(result: ProbeResult) -> list[str]:
+    """List the splits of the global batch, if one was requested."""
     wanted, world_size = result.options.get("global_batch"), result.options.get("world_size") or 1
     ranks = "" if world_size == 1 else f" x {world_size} ranks"
-    if wanted:
-        title, entries = f"global batch {wanted}", result.plan(wanted, world_size)
-    elif verbose:
-        example = 1 << (4 * result.batch_size - 1).bit_length()
-        title, entries = f"for example, global batch {example}", result.plan(example, world_size)[:2]
-    else:
+    if not wanted:
         return []
-    return [f"{title} = micro-batch x accumulation steps{ranks}", *map(_entry, entries)]
+    entries = map(_entry, result.plan(wanted, world_size))
+    return [f"global batch {wanted} = micro-batch x accumulation steps{ranks}", *entries]
 
 
 def _entry(entry: PlanEntry) -> str:
