@@ -13,7 +13,15 @@ import torch
 from oomprobe.devices import Device, Usage, describe, extras_of
 from oomprobe.devices.leaks import Baseline
 from oomprobe.devices.recorder import Recorder
-from oomprobe.errors import NotRunError, NotTrainedError, SimulationError, StepFailedError, TimeUp, step_failed
+from oomprobe.errors import (
+    NotRunError,
+    NotTrainedError,
+    OomProbeError,
+    SimulationError,
+    StepFailedError,
+    TimeUp,
+    step_failed,
+)
 from oomprobe.frames import is_own_fault
 from oomprobe.hooks import COMPILED, Compiled, OptimizerWatch, Stepping, accumulating
 from oomprobe.look import HOST_LOOK_S, LOOK_S, SMALLEST_GROWTH_BYTES, Rows, growth_bytes
@@ -374,7 +382,7 @@ class LocalRunner:
         if not self._device.healthy():
             running.verdict = Verdict.POISONED
             return
-        if is_own_fault(error):
+        if is_own_fault(error) and not isinstance(error, OomProbeError):  # of another probe inside the step
             raise error
         clear_frames(error)
         if not running.past_least:
