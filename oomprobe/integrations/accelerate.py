@@ -24,6 +24,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import Parameter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from oomprobe import probe
-from oomprobe.errors import Caller, InvalidArgumentError, NotRunError, check_size
+from oomprobe.errors import Caller, InvalidArgumentError, NothingFitsError, NotRunError, StepFailedError, check_size
 from oomprobe.hooks import wraps_another
 from oomprobe.integrations.framework import steps_to_calls
 from oomprobe.options import Step
@@ -40,6 +41,7 @@ from oomprobe.trials import Verdict
 from oomprobe.verdicts import classify_error
 
 SHARED_STATES = ("PartialState", "AcceleratorState", "GradientState")  # process-wide, in accelerate.state
+POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 MAX_STEP_RATIO = 8  # a trial does not wait for an optimizer that steps less often than another by this factor
 
 
@@ -74,7 +76,9 @@ def find_executable_batch_size(
 
     Raises:
         InvalidArgumentError: an argument is wrong.
-        OomProbeError: when called, as `oomprobe.find_max_batch`.
+        NoExecutableBatchSizeError: when called: nothing fits. As with accelerate, it is a RuntimeError.
+        Exception: when called: whatever the function itself raises, as it is.
+        OomProbeError: when called: all others, as `oomprobe.find_max_batch`.
     """
     if reduce_batch_size_fn is not None:
         raise InvalidArgumentError(
@@ -101,6 +105,10 @@ def find_executable_batch_size(
             f"Write def {name}(batch_size, ...), or def {name}(batch_size, self, ...), and call it without the batch size"
         )
 
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    # Arguments that it takes by position; None: any number.
+    takes = None if Parameter.VAR_POSITIONAL in kinds else sum(kind in POSITIONAL for kind in kinds)
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         trials = _Trials(name, lambda batch_size: function(batch_size, *args, **kwargs), trial_steps)
@@ -114,7 +122,22 @@ def find_executable_batch_size(
             ),
             has_made=trials.has_made,
         )
-        result = probe.find_max_batch(torch.nn.Module(), step, max_batch=starting_batch_size, **options)
+        if takes is not None and len(args) >= takes:
+            raise TypeError(
+                f"{name}{signature} was called with {len(args)} arguments besides the batch size, which the decorator passes: "
+                f"leave the size out of the call"
+            )
+        try:
+            result = probe.find_max_batch(torch.nn.Module(), step, max_batch=starting_batch_size, **options)
+        except StepFailedError as error:
+            if error.__cause__ is None:
+                raise
+            error.__cause__.add_note(f"oomprobe: {error}")
+            raise error.__cause__ from None
+        except NothingFitsError as error:
+            nothing = NoExecutableBatchSizeError(f"no executable batch size found: {error}")
+            nothing.trials = error.trials
+            raise nothing from None
         call.result = result  # type: ignore[attr-defined]
         del trials, step
         _collect()
@@ -131,6 +154,10 @@ def find_executable_batch_size(
 
     call.result = None  # type: ignore[attr-defined]
     return call
+
+
+class NoExecutableBatchSizeError(NothingFitsError, RuntimeError):
+    """Nothing fits: a RuntimeError too, as accelerate raises."""
 
 
 class _TrialDone(BaseException):

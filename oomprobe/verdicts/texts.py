@@ -167,7 +167,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
          "pytorch/pytorch:c10/cuda/CUDACachingAllocator.cpp, aten/src/ATen/mps/MPSAllocator.mm; Comfy-Org/ComfyUI#7440, "
          "intel/torch-xpu-ops#1324; composer shared_utils.py; torch/cuda/__init__.py; cupy/cupy:cupy/cuda/memory.pyx; "
          f"{_CUDA_ENUM} (2)",
-         r"\b(?:CUDA|HIP|XPU|MPS backend) out of memory\b", r"\bout of memory\.? Tried to allocate \d",
+         r"\b(?:CUDA|HIP|XPU|NPU|HPU|MLU|MUSA|CPU|MPS backend) out of memory\b", r"\bout of memory\.? Tried to allocate \d",
          classes=("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError", "cupy.cuda.memory.OutOfMemoryError"), codes=(2,)),
     _row(OOM, f"pytorch/pytorch:c10/cuda/CUDAException.cpp, #2187, #465, #4844 (THC); HIP driver: {_ATEN_CHECKS}",
          _ERROR + r": out of memory\b", r"\berror=2 : out of memory", r"(?:CUDA|HIP) driver error: 2\b"),

@@ -234,10 +234,35 @@ def test_a_bug_is_reported_with_the_call_to_make():
     def train(batch_size):
         steps_of([1, 2][batch_size - 1])
 
-    with pytest.raises(oomprobe.StepFailedError, match="batch 2 ran: pass starting_batch_size=2 if") as caught:
+    with pytest.raises(IndexError, match="list index out of range") as caught:  # its own exception, as with accelerate
         train()
-    assert "comes without oomprobe, call train.__wrapped__(4, ...), the function" in str(caught.value)
+    note = caught.value.__notes__[-1]
+    assert "batch 2 ran: pass starting_batch_size=2 if" in note
+    assert "comes without oomprobe, call train.__wrapped__(4, ...), the function" in note
     assert train.result is None
+
+
+@pytest.mark.parametrize(
+    "text", ["NPU out of memory.", "MLU out of memory.", "MUSA out of memory", "HPU out of memory."]
+)
+def test_nothing_fits_is_a_runtime_error(text):
+    @find_executable_batch_size(starting_batch_size=8, **HOST)
+    def train(batch_size):
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match="no executable batch size found: batch 1") as nothing:
+        train()
+    assert isinstance(nothing.value, oomprobe.NothingFitsError)
+    assert nothing.value.trials
+
+
+def test_a_size_that_is_passed_is_refused():
+    @find_executable_batch_size(starting_batch_size=8, **HOST)
+    def train(batch_size, model):
+        raise AssertionError
+
+    with pytest.raises(TypeError, match=r"train\(batch_size, model\) was called with 2 .*leave the size out"):
+        train(8, None)
 
 
 def test_running_out_of_memory_in_the_final_call():
