@@ -36,8 +36,8 @@ from oomprobe.verdicts.failure import clear_frames, failure_of
 
 STOPPED_STEPPING = (
     "at batch {size} the optimizer that stepped at smaller sizes did not step in {calls} calls, so this size was not "
-    "trained: does the step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let "
-    "step_fn raise that error"
+    "trained: does the step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let step_fn raise "
+    "that error. If it replays a CUDA graph, which steps without the optimizer's step(), probe the step before it is captured"
 )
 CYCLES = (
     "at batch {size} each step leaves {kept} in reference cycles until Python collects garbage, so training needs more than a "
