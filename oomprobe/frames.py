@@ -40,11 +40,12 @@ def raised_at(error: BaseException) -> str | None:
 def is_own_fault(error: BaseException) -> bool:
     """Return whether an error comes from oomprobe's own code rather than from what that code called.
 
-    Torch's errors pass through the simulation, a device's through `devices`, and a framework's through the adapters.
+    Torch's errors pass through the simulation, a device's through `devices`, a framework's through the adapters, and those of a
+    step written in C through the call of it.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     path = Path(frames[-1].f_code.co_filename) if frames else Path()
-    passes_on = ("simulation", "devices", "integrations", "demo.py")
+    passes_on = ("simulation", "devices", "integrations", "demo.py", "trial.py")
     return OOMPROBE in path.parents and path.relative_to(OOMPROBE).parts[0] not in passes_on
 
 

@@ -382,9 +382,9 @@ class LocalRunner:
         if not self._device.healthy():
             running.verdict = Verdict.POISONED
             return
-        if is_own_fault(error) and not isinstance(error, OomProbeError):  # of another probe inside the step
-            raise error
         clear_frames(error)
+        if is_own_fault(error) and not isinstance(error, OomProbeError):  # that is of another probe, inside the step
+            raise error
         if not running.past_least:
             size, last, caller = request.batch_size, request.largest_passed, running.step.caller
             raise step_failed(error, batch_size=size, largest_passed=last, caller=caller) from error

@@ -1,5 +1,6 @@
 """find_max_batch and check as a caller sees them."""
 
+import operator
 import os
 import signal
 import threading
@@ -338,3 +339,8 @@ def test_a_fault_of_the_probe_is_not_told_as_the_steps(monkeypatch):
 
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         oomprobe.find_max_batch(torch.nn.Linear(2, 2), step, device=LedgerDevice(), progress="off")
+
+
+def test_a_step_written_in_c_fails_as_any_step():
+    with pytest.raises(oomprobe.StepFailedError, match="'Linear' object is not subscriptable"):
+        oomprobe.find_max_batch(torch.nn.Linear(2, 2), operator.getitem, device=LedgerDevice(), progress="off")

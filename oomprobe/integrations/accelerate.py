@@ -127,17 +127,20 @@ def find_executable_batch_size(
                 f"{name}{signature} was called with {len(args)} arguments besides the batch size, which the decorator passes: "
                 f"leave the size out of the call"
             )
+        own: BaseException | None = None
         try:
             result = probe.find_max_batch(torch.nn.Module(), step, max_batch=starting_batch_size, **options)
         except StepFailedError as error:
-            if error.__cause__ is None:
+            own = error.__cause__
+            if own is None:
                 raise
-            error.__cause__.add_note(f"oomprobe: {error}")
-            raise error.__cause__ from None
+            own.add_note(f"oomprobe: {error}")
         except NothingFitsError as error:
             nothing = NoExecutableBatchSizeError(f"no executable batch size found: {error}")
             nothing.trials = error.trials
             raise nothing from None
+        if own is not None:
+            raise own  # only here, so that it keeps its own cause
         call.result = result  # type: ignore[attr-defined]
         del trials, step
         _collect()

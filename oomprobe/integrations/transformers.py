@@ -15,7 +15,15 @@ import torch
 
 from oomprobe import probe
 from oomprobe.devices import opened_if_simulated, replays
-from oomprobe.errors import Caller, InvalidArgumentError, NothingFitsError, NotRunError, TimeLimitError, check_size
+from oomprobe.errors import (
+    Caller,
+    DeviceLostError,
+    InvalidArgumentError,
+    NothingFitsError,
+    NotRunError,
+    TimeLimitError,
+    check_size,
+)
 from oomprobe.integrations.accelerate import unchanged
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
@@ -155,6 +163,9 @@ def _placed(trainer: Any, *, moves: bool) -> Iterator[None]:
         trainer.model.to(device)
     try:
         yield
+    except DeviceLostError:
+        moves = False  # what is on the device is lost
+        raise
     finally:
         if moves:
             trainer.model.to(home)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from .bed import forked
+from oomprobe import DeviceLostError
+
+from .bed import fail, forked
 
 transformers = pytest.importorskip("transformers")
 
@@ -67,3 +69,17 @@ def test_an_answer_trains_in_a_fresh_process(tmp_path, arguments):
     assert forked(trains, tmp_path, arguments, batch_size, **CARD) == 6
     with pytest.raises(torch.OutOfMemoryError):
         forked(trains, tmp_path, arguments, batch_size * 5 // 4, **CARD)
+
+
+def test_a_lost_card_is_told_as_such_though_the_model_was_moved(tmp_path):
+    """Moving it back would raise another error."""
+
+    def probe():
+        from oomprobe.integrations.transformers import find_max_batch
+
+        made = trainer(tmp_path, **FULL_EVAL)
+        made.data_collator = lambda examples: fail("launch") or padded(examples)
+        find_max_batch(made, write_back=False, progress="off")
+
+    with pytest.raises(DeviceLostError):
+        forked(probe, **CARD)

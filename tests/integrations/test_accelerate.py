@@ -9,7 +9,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.utils import find_executable_batch_size as shrinking
-from ledger import HERE, Log
+from ledger import HERE, LedgerDevice, Log
 
 import oomprobe
 from oomprobe.integrations.accelerate import find_executable_batch_size, unchanged
@@ -254,6 +254,16 @@ def test_nothing_fits_is_a_runtime_error(text):
         train()
     assert isinstance(nothing.value, oomprobe.NothingFitsError)
     assert nothing.value.trials
+
+
+def test_an_exception_of_the_function_keeps_its_cause():
+    @find_executable_batch_size(starting_batch_size=8, device=LedgerDevice(), progress="off")
+    def train(batch_size):
+        raise LookupError("no such size") from IndexError(batch_size)
+
+    with pytest.raises(LookupError) as caught:
+        train()
+    assert isinstance(caught.value.__cause__, IndexError)
 
 
 def test_a_size_that_is_passed_is_refused():
