@@ -210,12 +210,12 @@ class Runner(Protocol):
     - `run` raises StepFailedError for a bug of the step (unless `least_calls` have passed), and UnreliableError if the size
       was not really run. Any other exception of its own ends the probe.
     - Second tries are the session's: `run` tries a size once. It starts over by itself only if what earlier trials left
-      makes the step fail: trained weights, or counters that were put back beside an iterator that could not be. If the runner is
-      `replaceable`, a process that dies or is poisoned is replaced by the next `run`, and trials that grow have no cap.
+      makes the step fail: trained weights, or a counter that was put back although the iterator beside it had moved on. If the
+      runner is `replaceable`, the next `run` replaces a process that died or was poisoned, and trials that grow have no cap.
     - `Outcome.measured` is sampled after the first pass, when the step has loaded its kernels, and on host memory after each
       trial. `outside_before_bytes` and `outside_after_bytes` are sampled around each trial, where known.
-    - What must pass on from one process to the next comes with the request: which optimizers step (`Request.learned`), and
-      how many calls to make. `exact` and `repeats` concern only devices that replay.
+    - The request carries what one process must know from another: which optimizers step (`Request.learned`), and how many
+      calls to make. `exact` and `repeats` concern only devices that replay.
     """
 
     @property

@@ -172,7 +172,7 @@ class Extras:
 
 
 def extras_of(device: object) -> Extras:
-    """Return the optional members of a device. Anything else, such as its name, has none of them."""
+    """Return the optional members of a device, with defaults. A device that is not open yet, such as a name, has none."""
     defaults: dict[str, Any] = {
         "replay": NoReplay(),
         "served_bytes": lambda: 0,

@@ -224,7 +224,7 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
         )
     if not all(sized):
         notes.append(
-            "a training loader that ignores the size kept its own: its batches are part of the memory that does not grow"
+            "a training loader that ignores the batch size kept its own: its batches take the same memory at every size"
         )
     if len(training.size_owners) > 1:
         kinds = ("hparams" if isinstance(owner, dict) else type(owner).__name__ for owner in training.size_owners)

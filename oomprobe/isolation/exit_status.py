@@ -18,7 +18,7 @@ TRACE_LINES = 8
 _TRACE = "(most recent call first):"  # Python's faulthandler
 _CURRENT = "Current thread "
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
-# Without these, which are ambiguous in an exception, a library does not run: it ends the process.
+# In an exception these texts are ambiguous. A library that ends the process with them had no memory for its threads.
 _NO_THREADS = re.compile(r"pthread_create failed|thread creation failed", re.IGNORECASE)  # OpenBLAS, libgomp
 _ANY_LIBRARY = re.compile(r"out of memory|failed to allocate|memory allocation failed", re.IGNORECASE)  # bitsandbytes
 
