@@ -14,7 +14,7 @@ import torch
 from fake_accelerator import ILLEGAL_ADDRESS
 from ledger import Log
 
-from faults.card import CARD, trained
+from faults.card import CARD, ROOM, trained
 from faults.processes import marked
 from oomprobe import (
     DeviceLostError,
@@ -109,6 +109,31 @@ def test_a_card_lost_in_two_processes_ends_the_probe():
     with pytest.raises(DeviceLostError, match="a fresh process hit the same error") as lost:
         probe_target(lost_from_the_start, **isolated)
     assert [(t.batch_size, t.verdict) for t in lost.value.trials] == [(1, Verdict.POISONED)] * 2
+
+
+def records_processes():
+    def record(batch_size):
+        with Path(os.environ["RECORD"]).open("a") as file:
+            file.write(f"{batch_size} {os.getpid()}\n")
+
+    model, step = trained()
+
+    def recording(model, batch_size):
+        record(batch_size)
+        return step(model, batch_size)
+
+    return model, recording
+
+
+def test_no_process_runs_another_trial_after_one_at_the_edge(tmp_path, monkeypatch):
+    """Without a cap, a refused allocation may have broken torch's allocator, which a health check may miss."""
+    monkeypatch.setenv("RECORD", str(tmp_path / "calls"))
+    assert probe_target(records_processes, min_batch=8, resolution=0.2, **isolated).batch_size == ROOM
+    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+    refused = [number for number, (size, _) in enumerate(calls) if int(size) > ROOM]
+    assert refused
+    for number in refused:
+        assert calls[number][1] not in {pid for _, pid in calls[number + 1 :]}
 
 
 # --- processes that die, or hang, while the memory is measured ---
