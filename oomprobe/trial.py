@@ -35,9 +35,13 @@ from oomprobe.verdicts import Evidence, classify
 from oomprobe.verdicts.failure import clear_frames, failure_of
 
 STOPPED_STEPPING = (
-    "at batch {size} the optimizer that stepped at smaller sizes did not step in {calls} calls, so this size was not "
-    "trained: does the step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let step_fn raise "
-    "that error. If it replays a CUDA graph, which steps without the optimizer's step(), probe the step before it is captured"
+    "at batch {size} the optimizer that stepped before did not step in {calls} calls, so this size was not trained: does the "
+    "step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let step_fn raise that error"
+)
+REPLAYS_GRAPH = (
+    "at batch {size} no optimizer stepped in {calls} calls, and this process has captured a CUDA graph: a step that replays one "
+    "cannot be probed, since a graph is made for one batch size and never calls the optimizer's step(). Pass the step that you "
+    "capture as step_fn"
 )
 CYCLES = (
     "at batch {size} each step leaves {kept} in reference cycles until Python collects garbage, so training needs more than a "
@@ -245,7 +249,7 @@ class LocalRunner:
             made = len(row.served_bytes)
             running.past_least = request.least_calls is not None and made * self._turn_count >= request.least_calls
         if wanted is not None:
-            raise NotTrainedError(STOPPED_STEPPING.format(calls=share, size=request.batch_size))
+            raise self._not_trained(request.batch_size, share)
         row.first_calls = row.first_calls or 0
         running.allocations += self._extras.allocations() - allocations
 
@@ -273,7 +277,7 @@ class LocalRunner:
                     break
             else:
                 if wanted is not None and is_known:
-                    raise NotTrainedError(STOPPED_STEPPING.format(calls=most, size=running.request.batch_size))
+                    raise self._not_trained(running.request.batch_size, most)
             if not is_known:
                 stepping.learn_step(
                     running.name, wanted, number + 1
@@ -284,6 +288,10 @@ class LocalRunner:
                 row.timed_from = len(row.durations_s)
         if not creates_state:
             running.allocations += self._extras.allocations() - allocations
+
+    def _not_trained(self, batch_size: int, calls: int) -> NotTrainedError:
+        reason = REPLAYS_GRAPH if self._extras.has_graphs() else STOPPED_STEPPING
+        return NotTrainedError(reason.format(size=batch_size, calls=calls))
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self._tracker.parameters())

@@ -180,15 +180,16 @@ class AcceleratorDevice:
         clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear is None or self._torch is not torch.cuda:
             return
-        if not self._has_graphs():
+        if not self.has_graphs():
             clear()
             self._torch.empty_cache()
         elif not self._has_released:  # graphs captured during a trial are freed with its compiled code
             self.notes = (*self.notes, GRAPHS)
         self._has_released = True
 
-    def _has_graphs(self) -> bool:
-        if torch.cuda.memory.get_allocator_backend() != "native":  # the others show no segments
+    def has_graphs(self) -> bool:
+        """Return whether CUDA graphs have pools of their own; only torch's native CUDA allocator tells."""
+        if self._torch is not torch.cuda or torch.cuda.memory.get_allocator_backend() != "native":
             return False
         pools = self._stats().get("reserved_bytes_by_private_pools")
         if pools is not None:  # since torch 2.14

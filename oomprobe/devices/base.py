@@ -58,6 +58,7 @@ class Device(Protocol):
             it, a probe cannot look for calls that need more memory than others.
         allocations(): Number of blocks that the allocator has ever handed out.
         history(): A context manager that records allocations as a `History`, or None if the allocator cannot.
+        has_graphs(): Whether this process has captured CUDA graphs.
         replay: A `Replay`, which repeats and predicts calls of the step without running them.
     """
 
@@ -169,6 +170,7 @@ class Extras:
     served_bytes: Callable[[], int]
     allocations: Callable[[], int]
     history: Callable[[], AbstractContextManager[History] | None]
+    has_graphs: Callable[[], bool]
 
 
 def extras_of(device: object) -> Extras:
@@ -178,6 +180,7 @@ def extras_of(device: object) -> Extras:
         "served_bytes": lambda: 0,
         "allocations": lambda: 0,
         "history": lambda: None,
+        "has_graphs": lambda: False,
     }
     return Extras(**{name: getattr(device, name, default) for name, default in defaults.items()})
 

@@ -191,3 +191,34 @@ def test_workspaces_stay_under_a_captured_graph():
     before, after, notes = forked(probe)
     assert after >= before  # including the graph's workspace
     assert any(note.startswith("not fully cold") for note in notes)
+
+
+def test_a_step_that_replays_a_cuda_graph_is_refused():
+    def probe():
+        model = nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+        captured = {}
+
+        def train(x):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        def step(model, batch_size):
+            if batch_size not in captured:
+                x, graph, stream = (
+                    torch.randn(batch_size, 64, device="cuda"),
+                    torch.cuda.CUDAGraph(),
+                    torch.cuda.Stream(),
+                )
+                with torch.cuda.stream(stream):
+                    train(x)
+                with torch.cuda.graph(graph):
+                    train(x)
+                captured[batch_size] = x, graph
+            captured[batch_size][1].replay()
+
+        with pytest.raises(oomprobe.UnreliableError, match="has captured a CUDA graph: a step that replays one cannot"):
+            oomprobe.find_max_batch(model, step, **QUIET)
+
+    forked(probe)
