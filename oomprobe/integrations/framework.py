@@ -83,6 +83,7 @@ def probe_loop(
     scanned: Sequence[tuple[LargestFirst, str]] = (),
     scan_s: float = 0.0,
     evaluates: bool = False,
+    last_batch: bool = False,
     times_steps: bool = False,
 ) -> ProbeResult:
     """Search among batches of at most `count` examples, and say what the trials covered of the data.
@@ -95,6 +96,7 @@ def probe_loop(
         scanned: Each data set that trials read, and what it is called.
         scan_s: Seconds in which each was scanned.
         evaluates: Whether trials evaluate too.
+        last_batch: Whether trials run the smaller last batch of an epoch, if training has one and goes on after it.
         times_steps: Whether a call is one step. A loop sets itself up, so samples per second would be too low.
     """
     if count is not None:
@@ -105,6 +107,7 @@ def probe_loop(
         notes.append(f"the data set limits the batch size: it has {count} examples")
     has_largest = bool(scanned) and all(largest.has_largest(result.batch_size) for largest, _ in scanned)
     covered = ("longest sequence",) * has_largest + ("evaluation between epochs",) * evaluates
+    covered += ("smaller last batch",) * last_batch
     return replace(
         result,
         notes=(*result.notes, *notes),

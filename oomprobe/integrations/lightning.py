@@ -6,6 +6,7 @@ Each trial is Lightning's own fit, by a private Trainer with logging, checkpoint
 from __future__ import annotations
 
 import importlib
+import math
 import signal
 import tempfile
 import threading
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from oomprobe.devices import Device, choose_device, replays
 from oomprobe.devices.choose import model_device
@@ -133,7 +134,7 @@ def find_max_batch(
         arguments = _trial_arguments(pl, trainer, micro, folder, validates=EVAL in makers, automatic=automatic)
         training = Training(
             pl=pl, module=module, owners=owners, makers=makers, arguments=arguments, micro=micro, name=batch_size_name,
-            size_owners=[] if loaders_passed else _size_owners(batch_size_name, owners),
+            size_owners=[] if loaders_passed else _size_owners(batch_size_name, owners), user=trainer,
         )  # fmt: skip
         with _hooks_run_once(training):
             result = _search(training, device, options, scan_s)
@@ -159,6 +160,7 @@ class Training:
     micro: int  # batches per optimizer step
     name: str  # batch size attribute
     size_owners: Sequence[Any]  # objects with that attribute; empty if loaders were passed
+    user: Any  # the user's Trainer
 
     def set_size(self, batch_size: int) -> None:
         """Set the attribute that the user's ``train_dataloader()`` reads."""
@@ -214,6 +216,7 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
             scanned=[(order, KIND[name]) for name, found in orders.items() for order in found],
             scan_s=scan_s,
             evaluates=EVAL in training.makers,
+            last_batch=True,
         )
     accumulated = f" of {training.micro} accumulated batches each" if training.micro > 1 else ""
     validated = f", {EVAL_BATCHES} validation batches, and both again" if EVAL in training.makers else ""
@@ -243,12 +246,14 @@ class Fit:
     orders: Mapping[str, list[LargestFirst]]
     batches: int = 0  # training batches of the current call
     idle: int = 0  # optimizers that have not stepped in it
+    has_last: bool = False  # whether the smaller last batch of an epoch is among its batches
     steps: Counter[int] = field(default_factory=Counter)  # in it, by the id of the optimizer
 
     @property
     def wanted(self) -> int:
-        """Training batches that a trial runs at least; if the module validates, as many again after validation."""
-        return LOOP_STEPS * self.training.micro * (1 + (EVAL in self.training.makers))
+        """Training batches that a trial runs at least: of two optimizer steps, and of those after validation or a last batch."""
+        validates = EVAL in self.training.makers
+        return self.training.micro * (2 * LOOP_STEPS if validates else LOOP_STEPS + self.has_last)
 
     @property
     def most(self) -> int:
@@ -287,9 +292,27 @@ class Fit:
         """Return the user's loaders with the largest examples first."""
         found, rebuild = _loaders_at(self.training, name, batch_size)
         was_passed = name == TRAIN and not self.training.size_owners
-        count = self.most if name == TRAIN else EVAL_BATCHES
+        orders = self.orders[name]
         sizes = [batch_size if was_passed else _size_of(loader) for loader in found]
-        return rebuild([_trial_loader(*one, count) for one in zip(found, self.orders[name], sizes, strict=True)])
+        sizes = [min(size, len(order.indices)) for size, order in zip(sizes, orders, strict=True)]
+        lasts = [0] * len(found)
+        if name == TRAIN:
+            lasts = [self._last_batch(*one) for one in zip(found, orders, sizes, strict=True)]
+            self.has_last = any(lasts)
+        count = self.most if name == TRAIN else EVAL_BATCHES
+        place = LOOP_STEPS * self.training.micro - 1  # of a last batch: the second optimizer step ends with it
+        batches = [_Batches(*one, count, place) for one in zip(orders, sizes, lasts, strict=True)]
+        return rebuild([_trial_loader(*one) for one in zip(found, sizes, batches, strict=True)])
+
+    def _last_batch(self, loader: Any, order: LargestFirst, size: int) -> int:
+        """Return the size of an epoch's smaller last batch, after which training goes on; 0 if there is none."""
+        user, count = self.training.user, len(order.indices)
+        epochs = self.training.arguments["max_epochs"]
+        epochs = math.inf if epochs == -1 else epochs
+        if user.max_steps != -1:
+            epochs = min(epochs, user.max_steps * size * user.accumulate_grad_batches / count)
+        goes_on = epochs > 1 and user.limit_train_batches == 1.0 and not loader.drop_last
+        return count % size if goes_on else 0
 
 
 def _fit(training: Training, batch_size: int, make: Callable[[str], Any], after_batch: Hook) -> None:
@@ -327,7 +350,7 @@ def _trial_arguments(
     """
     index = trainer.strategy.root_device.index
     # Fewer, as with fast_dev_run, would end a trial early; with manual optimization each optimizer's step counts.
-    least = LOOP_STEPS * (1 + validates) if automatic else MANUAL_BATCHES
+    least = 2 * LOOP_STEPS if automatic else MANUAL_BATCHES
     fabric = "lightning_fabric" if pl.__name__ == "pytorch_lightning" else "lightning.fabric"
     environments = importlib.import_module(f"{fabric}.plugins.environments")
     dummy = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
@@ -392,16 +415,30 @@ def _order_of(loader: Any, scan_s: float) -> LargestFirst:
     return largest_first(loader.dataset, scan_s, None if subset is None else [int(index) for index in subset])
 
 
-def _trial_loader(loader: Any, order: LargestFirst, size: int, count: int) -> Any:
-    """Return a loader of the same data whose first `count` batches hold the largest examples.
+class _Batches(Sampler[list[int]]):
+    """Batches of the largest examples, with one of `last` at `place`; as many as in the user's loader: schedulers count them."""
+
+    def __init__(self, order: LargestFirst, size: int, last: int, least: int, place: int) -> None:
+        self._order, self._size, self._last, self._place = order, size, last, place
+        self._count = max(least, -(-len(order.indices) // size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(self._count):
+            is_last = self._last and number == self._place
+            yield self._order.batch(self._last if is_last else self._size, number)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def _trial_loader(loader: Any, size: int, batches: _Batches) -> Any:
+    """Return a loader of the same data with those batches.
 
     It has no workers: starting them takes longer than a trial, and their memory is not part of the step.
     """
-    size = min(size, len(order.indices))
-    largest = [index for number in range(count) for index in order.batch(size, number)]
-    # The remaining examples give the loader its real length, on which schedulers depend.
-    sampler = [*largest, *order.indices[len(largest) :]]
-    return DataLoader(loader.dataset, size, sampler=sampler, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory)
+    made = DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory)
+    vars(made)["batch_sampler"] = batches  # as an argument, it would leave `batch_size` None, which modules read
+    return made
 
 
 def _makers(pl: Any, trainer: Any, plain: Any, holder: Any, passed: Mapping[str, Any]) -> dict[str, Hook]:

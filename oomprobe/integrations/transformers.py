@@ -110,7 +110,9 @@ def find_max_batch(
     with attributes_kept(_shared(trainer)), _placed(trainer, moves=options.get("device") is None):
         copied = _copied(trainer, simulated=simulated)
         longest, *evaluated = (largest_first(one, scan_s) for one in (trainer.train_dataset, *evaluated_on))
-        loop = _Loop(trainer=copied, longest=longest, evaluated=evaluated, collate=trainer.data_collator, collated=[])
+        loop = _Loop(
+            trainer=copied, args=args, longest=longest, evaluated=evaluated, collate=trainer.data_collator, collated=[]
+        )
         copied.data_collator = loop.counted
         scanned = [(one, "data set") for one in (longest, *evaluated)]
         try:
@@ -121,6 +123,7 @@ def find_max_batch(
                 count=len(longest.indices),
                 scanned=scanned,
                 scan_s=scan_s,
+                last_batch=True,
             )
         except NothingFitsError as error:
             if error.trials and error.trials[-1].step_name == EVAL:
@@ -216,6 +219,7 @@ class _Loop:
     """The training loop of a copied Trainer, on the longest examples."""
 
     trainer: Any
+    args: Any  # of the user's Trainer
     longest: LargestFirst
     evaluated: list[LargestFirst]  # one for each evaluation data set
     collate: Callable[[Any], Any]
@@ -243,16 +247,26 @@ class _Loop:
         return steps
 
     def _train(self, batch_size: int, accumulation: int) -> None:
-        trainer, args = self.trainer, self.trainer.args
-        args.max_steps, args.gradient_accumulation_steps = LOOP_STEPS, accumulation
+        trainer, args, last = self.trainer, self.trainer.args, self._last_batch(batch_size)
+        epoch_steps = 1 if last and self.longest.leaders <= batch_size * accumulation else LOOP_STEPS
+        steps = epoch_steps + 2 if last else epoch_steps  # that of the last batch, and the first of the next epoch
+        args.max_steps, args.gradient_accumulation_steps = steps, accumulation
         args.per_device_train_batch_size = trainer._train_batch_size = batch_size  # the Trainer reads its args once
-        trainer.train_dataset = self.longest.batches(batch_size, accumulation * LOOP_STEPS)
-        self._run(batch_size, trainer.train)
-        if trainer.state.global_step != LOOP_STEPS:
+        trainer.train_dataset = self.longest.batches(batch_size, accumulation * epoch_steps, last)
+        self._run(batch_size, trainer.train, last)
+        if trainer.state.global_step != steps:
             raise NotRunError(
-                f"at batch {batch_size} the Trainer's loop made {trainer.state.global_step} of {LOOP_STEPS} optimizer steps: "
+                f"at batch {batch_size} the Trainer's loop made {trainer.state.global_step} of {steps} optimizer steps: "
                 "check what in your Trainer ends it early"
             )
+
+    def _last_batch(self, batch_size: int) -> int:
+        """Return the size of an epoch's smaller last batch, after which training goes on; 0 if there is none."""
+        args, count = self.args, len(self.longest.indices)
+        epochs = args.num_train_epochs
+        if args.max_steps > 0:
+            epochs = args.max_steps * batch_size * args.gradient_accumulation_steps / count
+        return count % batch_size if epochs > 1 and not args.dataloader_drop_last else 0
 
     def _evaluate(self, longest: LargestFirst) -> None:
         trainer, args = self.trainer, self.trainer.args
@@ -265,7 +279,8 @@ class _Loop:
         finally:
             trainer.is_in_train, args.per_device_eval_batch_size, trainer.eval_dataset = False, batch_size, dataset
 
-    def _run(self, batch_size: int, loop: Callable[[], object]) -> None:
+    def _run(self, batch_size: int, loop: Callable[[], object], last: int = 0) -> None:
+        """Run the loop. Raise NotRunError unless it collated batches of that size, and perhaps a last one of `last`."""
         self.collated.clear()
         try:
             with unchanged():  # a failed loop leaves its loader in the state that accelerators share
@@ -277,7 +292,7 @@ class _Loop:
             hook = vars(self.trainer).pop("neftune_hook_handle", None)
             if hook is not None:  # a failed loop leaves its hook, and the next would add another
                 hook.remove()
-        if set(self.collated) != {batch_size}:
+        if set(self.collated) - {last} != {batch_size}:
             found = f"batches of {sorted(set(self.collated))} examples were collated instead of {batch_size}"
             raise NotRunError(
                 f"{found if self.collated else 'the data_collator of the Trainer was never called'}: in your "

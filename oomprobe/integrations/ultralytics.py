@@ -105,13 +105,18 @@ def find_max_batch(
     stride = getattr(_unwrapped(model), "stride", None)
     grid = GRID if stride is None else max(GRID, int(stride.max()))  # pixels per point of the coarsest feature map
     pixels = math.ceil(imgsz / grid) * grid
-    trained, step, notes = _training(model, chosen, pixels, AUTOCAST[amp], max(1, max_num_obj), dataset_size)
-    if pixels == grid and dataset_size != 1:
-        options.setdefault("min_batch", 2)  # batch norm cannot train on one image with a last feature map of one point
     if dataset_size:
         check_size("dataset_size", dataset_size)
+    # Batch norm cannot train on one image with a last feature map of one point.
+    least = 2 if pixels == grid and dataset_size != 1 else 1
+    options.setdefault("min_batch", least)
+    dtype, objects = AUTOCAST[amp], max(1, max_num_obj)
+    trained, step, notes = _training(model, chosen, pixels, dtype, objects, dataset_size, least)
     options["device"] = None if device is None else chosen
-    result = probe_loop(trained, step, options, count=dataset_size or None, times_steps=True)
+    knows_length = dataset_size > 0
+    result = probe_loop(
+        trained, step, options, count=dataset_size or None, last_batch=knows_length, times_steps=not knows_length
+    )
     return with_notes(result, notes, NOT_COVERED)
 
 
@@ -121,7 +126,13 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _training(
-    model: torch.nn.Module, device: Device, imgsz: int, dtype: torch.dtype | None, objects: int, dataset_size: int
+    model: torch.nn.Module,
+    device: Device,
+    imgsz: int,
+    dtype: torch.dtype | None,
+    objects: int,
+    dataset_size: int,
+    least: int,
 ) -> tuple[torch.nn.Module, Step, list[str]]:
     """Return a copy of the model, the step that trains it as the trainer would, and notes."""
     kind = device.torch_device.type
@@ -150,6 +161,12 @@ def _training(
     scaler: Any = torch.amp.GradScaler(kind, enabled=dtype is torch.float16)
 
     def step(model: torch.nn.Module, batch_size: int) -> None:
+        train(model, batch_size)
+        last = dataset_size % batch_size  # the smaller last batch of an epoch, which the trainer does not drop
+        if last >= least:
+            train(model, last)
+
+    def train(model: torch.nn.Module, batch_size: int) -> None:
         with device.torch_device:
             batch = _worst_batch(net, task, batch_size, imgsz=imgsz, objects=objects)
         refused: BaseException | None = None

@@ -38,10 +38,11 @@ class LargestFirst:
         led = [*self.indices[first : self.leaders], *self.indices[:first]]
         return [*led, *self.indices[self.leaders : max(size, self.leaders)]][:size]
 
-    def batches(self, size: int, count: int) -> Subset[Any]:
-        """Return `count` batches as a data set to read in order; a data set smaller than `size` is repeated."""
+    def batches(self, size: int, count: int, last: int = 0) -> Subset[Any]:
+        """Return `count` batches and one of `last` as a data set to read in order; one smaller than `size` is repeated."""
         batches = (self.batch(size, number) for number in range(count))
-        return Subset(self.dataset, [batch[i % len(batch)] for batch in batches for i in range(size)])
+        indices = [batch[i % len(batch)] for batch in batches for i in range(size)]
+        return Subset(self.dataset, indices + self.batch(last, 0))
 
     def has_largest(self, size: int) -> bool:
         """Whether two batches of that size, the least that a trial runs, contain the largest example of every field."""

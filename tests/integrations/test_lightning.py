@@ -211,6 +211,33 @@ def test_trial_takes_two_steps_of_the_requested_size():
     assert "one step of a trial is Trainer.fit for 2 optimizer steps" in result.notes
 
 
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({}, [7, 5, 7]),
+        ({"accumulate_grad_batches": 4}, [7, 7, 7, 5, 7, 7]),
+        ({"max_epochs": -1, "max_steps": 6}, [7, 5, 7]),
+        ({"max_epochs": -1, "max_steps": 5}, [7, 7]),  # within the first epoch
+        ({"max_epochs": 1}, [7, 7]),
+        ({"limit_train_batches": 3}, [7, 7]),
+        ({"drop_last": True}, [7, 7]),
+        ({"limit_val_batches": 1.0}, [7, 5, 7, 7]),
+    ],
+)
+def test_a_smaller_last_batch_runs_if_an_epoch_follows(settings, sizes):
+    settings = {**NO_EVAL, "max_epochs": 2, **settings}
+    drops, module = settings.pop("drop_last", False), Module(ledger(8))
+    passed = {"train_dataloaders": DataLoader(data(40), batch_size=7, drop_last=drops)}
+    if settings["limit_val_batches"]:
+        passed["val_dataloaders"] = DataLoader(data(8), batch_size=2)
+    result = probed(
+        module, trainer=quiet_trainer(**settings), min_batch=7, max_batch=7, steps=1, confirm_steps=1, **passed
+    )
+    trained = list(module.told.trained)
+    assert trained == sizes * (len(trained) // len(sizes))
+    assert not any("last batch" in item for item in result.not_covered)
+
+
 @pytest.mark.parametrize(("accumulated", "micro", "asked"), [(1, 1, {}), (9, 2, {}), (1, 2, {"global_batch": 24})])
 def test_gradients_exist_while_they_accumulate(accumulated, micro, asked):
     class Watching(Module):

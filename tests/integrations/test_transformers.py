@@ -457,6 +457,41 @@ def test_evaluation_runs_on_the_longest_as_in_training(trainer):
     assert not any("no optimizer" in note for note in result.notes)
 
 
+class DropsLast(transformers.Trainer):
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        return torch.utils.data.DataLoader(
+            loader.dataset, self._train_batch_size, collate_fn=self.data_collator, drop_last=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("args", "sizes"),
+    [
+        ({"max_steps": 30}, [7, 5, 7]),
+        ({"num_train_epochs": 2}, [7, 5, 7]),
+        ({"num_train_epochs": 2, "gradient_accumulation_steps": 3}, [7, 7, 5, 7, 7]),
+        ({"num_train_epochs": 2, "kind": DropsLast}, [7, 7, 7]),  # by itself
+        ({"num_train_epochs": 2, "dataloader_drop_last": True}, [7, 7]),
+        ({"num_train_epochs": 1}, [7, 7]),
+        ({"max_steps": 2}, [7, 7]),
+    ],
+)
+def test_a_smaller_last_batch_runs_if_an_epoch_follows(trainer, args, sizes):
+    seen, probed = Log(), trainer(**{"max_steps": -1, "per_device_train_batch_size": 7} | args)
+    collated = probed.data_collator
+
+    def watched(examples):
+        seen.append(len(examples))
+        return collated(examples)
+
+    probed.data_collator = watched
+    result = find(probed, min_batch=7, max_batch=7, write_back=False)  # of 40 examples
+    assert seen[: len(sizes)] == sizes
+    assert set(seen) == set(sizes)
+    assert not any("last batch" in item for item in result.not_covered)
+
+
 def test_predictions_kept_on_the_device_are_reported(trainer):
     given = {"eval_dataset": Sentences(6), "compute_metrics": lambda _: pytest.fail("called in a trial")}
     listed = " ".join(find(trainer(given=given, eval_on_start=True)).not_covered)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ledger import HERE
+from ledger import HERE, Log
 
 import oomprobe
 from oomprobe.devices import choose_device
@@ -71,7 +71,7 @@ def logged(ultralytics):
 
 def prepared(model, *, imgsz=64, objects=1, dataset_size=0):
     """Return the trained copy, its step, and the notes."""
-    return adapter._training(model, choose_device("cpu:1GiB", model), imgsz, torch.float16, objects, dataset_size)
+    return adapter._training(model, choose_device("cpu:1GiB", model), imgsz, torch.float16, objects, dataset_size, 1)
 
 
 def criteria(trained):
@@ -221,6 +221,19 @@ def test_no_batch_is_larger_than_the_data_set(nano):
     assert any("it has 3 examples" in note for note in result.notes)
 
 
+def test_the_smaller_last_batch_of_an_epoch_runs(nano, monkeypatch):
+    sizes, worst = Log(), adapter._worst_batch
+    monkeypatch.setattr(
+        adapter, "_worst_batch", lambda net, task, size, **rest: sizes.append(size) or worst(net, task, size, **rest)
+    )
+    found = find_max_batch(nano, **{**HOST, "max_batch": 7}, min_batch=7, dataset_size=17)
+    assert sizes[:4] == [7, 3, 7, 3]
+    assert not any("last batch" in item for item in found.not_covered)
+    sizes.clear()
+    find_max_batch(nano, **{**HOST, "imgsz": 32, "max_batch": 8}, min_batch=8, dataset_size=17)
+    assert set(sizes) == {8}  # batch norm cannot train on the one image of the last batch
+
+
 def test_min_batch_is_two_if_batch_norm_needs_it(nano):
     assert find_max_batch(nano, **{**HOST, "imgsz": 32}).batch_size == 4
     assert check_train_batch_size(nano, 32, dataset_size=2, device="cpu:1GiB") == 2
@@ -318,7 +331,7 @@ def test_a_wrong_argument_is_an_error(nano, wrong):
 )
 def test_arguments_reach_the_probe(nano, monkeypatch, arguments, stride, trained_with, memory_fraction):
     def training(model, device, *received):
-        assert received == trained_with
+        assert received[:-1] == trained_with
         return model, None, []
 
     def loop(model, step, options, **about):
