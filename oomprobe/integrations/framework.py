@@ -66,6 +66,15 @@ def skipped_callbacks(callbacks: Iterable[object], harmless: tuple[type, ...]) -
     return ", ".join(sorted({type(one).__name__ for one in callbacks if not isinstance(one, harmless)}))
 
 
+def last_batch(count: int, batch_size: int) -> int:
+    """Return the size of the smaller last batch of an epoch over `count` examples; 0: it is full.
+
+    One example counts as two: batch norm cannot train on one, which has nothing to do with memory.
+    """
+    rest = count % batch_size
+    return 2 if rest == 1 else rest
+
+
 def steps_to_calls(options: dict[str, Any], steps_per_call: int = LOOP_STEPS) -> None:
     """Convert the optimizer steps in `options` to calls of `steps_per_call` steps each, rounded up."""
     for name, default in (("steps", 2), ("confirm_steps", 5)):

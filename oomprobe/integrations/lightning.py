@@ -31,6 +31,7 @@ from oomprobe.integrations.framework import (
     LOOP_STEPS,
     attributes_kept,
     framework,
+    last_batch,
     probe_loop,
     quiet_loggers,
     refuse_ranks,
@@ -312,7 +313,7 @@ class Fit:
         if user.max_steps != -1:
             epochs = min(epochs, user.max_steps * size * user.accumulate_grad_batches / count)
         goes_on = epochs > 1 and user.limit_train_batches == 1.0 and not loader.drop_last
-        return count % size if goes_on else 0
+        return last_batch(count, size) if goes_on else 0
 
 
 def _fit(training: Training, batch_size: int, make: Callable[[str], Any], after_batch: Hook) -> None:

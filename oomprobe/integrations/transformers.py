@@ -29,6 +29,7 @@ from oomprobe.integrations.framework import (
     LOOP_STEPS,
     attributes_kept,
     framework,
+    last_batch,
     probe_loop,
     refuse_ranks,
     skipped_callbacks,
@@ -266,7 +267,7 @@ class _Loop:
         epochs = args.num_train_epochs
         if args.max_steps > 0:
             epochs = args.max_steps * batch_size * args.gradient_accumulation_steps / count
-        return count % batch_size if epochs > 1 and not args.dataloader_drop_last else 0
+        return last_batch(count, batch_size) if epochs > 1 and not args.dataloader_drop_last else 0
 
     def _evaluate(self, longest: LargestFirst) -> None:
         trainer, args = self.trainer, self.trainer.args

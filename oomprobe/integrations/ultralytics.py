@@ -20,7 +20,7 @@ import torch
 
 from oomprobe.devices import Device, choose_device, replays
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
-from oomprobe.integrations.framework import framework, probe_loop, quiet_loggers, with_notes
+from oomprobe.integrations.framework import framework, last_batch, probe_loop, quiet_loggers, with_notes
 from oomprobe.options import Step
 from oomprobe.result import ProbeResult
 
@@ -107,11 +107,9 @@ def find_max_batch(
     pixels = math.ceil(imgsz / grid) * grid
     if dataset_size:
         check_size("dataset_size", dataset_size)
-    # Batch norm cannot train on one image with a last feature map of one point.
-    least = 2 if pixels == grid and dataset_size != 1 else 1
-    options.setdefault("min_batch", least)
-    dtype, objects = AUTOCAST[amp], max(1, max_num_obj)
-    trained, step, notes = _training(model, chosen, pixels, dtype, objects, dataset_size, least)
+    trained, step, notes = _training(model, chosen, pixels, AUTOCAST[amp], max(1, max_num_obj), dataset_size)
+    if pixels == grid and dataset_size != 1:
+        options.setdefault("min_batch", 2)  # batch norm cannot train on one image with a last feature map of one point
     options["device"] = None if device is None else chosen
     knows_length = dataset_size > 0
     result = probe_loop(
@@ -126,13 +124,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _training(
-    model: torch.nn.Module,
-    device: Device,
-    imgsz: int,
-    dtype: torch.dtype | None,
-    objects: int,
-    dataset_size: int,
-    least: int,
+    model: torch.nn.Module, device: Device, imgsz: int, dtype: torch.dtype | None, objects: int, dataset_size: int
 ) -> tuple[torch.nn.Module, Step, list[str]]:
     """Return a copy of the model, the step that trains it as the trainer would, and notes."""
     kind = device.torch_device.type
@@ -162,8 +154,7 @@ def _training(
 
     def step(model: torch.nn.Module, batch_size: int) -> None:
         train(model, batch_size)
-        last = dataset_size % batch_size  # the smaller last batch of an epoch, which the trainer does not drop
-        if last >= least:
+        if last := last_batch(dataset_size, batch_size):  # the trainer does not drop it
             train(model, last)
 
     def train(model: torch.nn.Module, batch_size: int) -> None:

@@ -475,6 +475,7 @@ class DropsLast(transformers.Trainer):
         ({"num_train_epochs": 2, "dataloader_drop_last": True}, [7, 7]),
         ({"num_train_epochs": 1}, [7, 7]),
         ({"max_steps": 2}, [7, 7]),
+        ({"max_steps": 30, "dataset": Sentences(36)}, [7, 2, 7]),  # batch norm cannot train on one example
     ],
 )
 def test_a_smaller_last_batch_runs_if_an_epoch_follows(trainer, args, sizes):

@@ -71,7 +71,7 @@ def logged(ultralytics):
 
 def prepared(model, *, imgsz=64, objects=1, dataset_size=0):
     """Return the trained copy, its step, and the notes."""
-    return adapter._training(model, choose_device("cpu:1GiB", model), imgsz, torch.float16, objects, dataset_size, 1)
+    return adapter._training(model, choose_device("cpu:1GiB", model), imgsz, torch.float16, objects, dataset_size)
 
 
 def criteria(trained):
@@ -231,7 +231,7 @@ def test_the_smaller_last_batch_of_an_epoch_runs(nano, monkeypatch):
     assert not any("last batch" in item for item in found.not_covered)
     sizes.clear()
     find_max_batch(nano, **{**HOST, "imgsz": 32, "max_batch": 8}, min_batch=8, dataset_size=17)
-    assert set(sizes) == {8}  # batch norm cannot train on the one image of the last batch
+    assert sizes[:2] == [8, 2]  # batch norm cannot train on the one image of the last batch
 
 
 def test_min_batch_is_two_if_batch_norm_needs_it(nano):
@@ -331,7 +331,7 @@ def test_a_wrong_argument_is_an_error(nano, wrong):
 )
 def test_arguments_reach_the_probe(nano, monkeypatch, arguments, stride, trained_with, memory_fraction):
     def training(model, device, *received):
-        assert received[:-1] == trained_with
+        assert received == trained_with
         return model, None, []
 
     def loop(model, step, options, **about):
