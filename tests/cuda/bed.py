@@ -170,7 +170,7 @@ class Child:
 def run_on_bed(code, *, limit_s=120, **options):
     """Run Python code in a new interpreter, with torch and json imported; return the JSON on the last line it prints.
 
-    For settings that torch reads while it is loaded, such as PYTORCH_ALLOC_CONF="backend:cudaMallocAsync".
+    For settings that torch reads while it is loaded, such as PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync".
     """
 
     def run():
@@ -182,7 +182,7 @@ def run_on_bed(code, *, limit_s=120, **options):
 
 def fail(what, *, in_calls=1, code=ILLEGAL_ADDRESS):
     """Make the driver's n-th call from now fail."""
-    ctypes.CDLL("libcudart.so.13").cudastub_fail(what.encode(), ctypes.c_long(in_calls), code)
+    ctypes.CDLL("libcuda.so.1").cudastub_fail(what.encode(), ctypes.c_long(in_calls), code)
 
 
 TARGET = textwrap.dedent(

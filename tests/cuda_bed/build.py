@@ -1,7 +1,8 @@
 """Compile the stub of the CUDA libraries for this interpreter's torch, and install it where torch looks for them.
 
 readelf shows which functions, in which version, torch's libraries need of which library. The C files define those that
-tests need; for each of the others a function that only returns success is generated. One shared object is linked under
+tests need; for each of the others a function that only returns success is generated, or of the driver one that is not
+supported. One shared object is linked under
 the names of all libraries, in the directory that torch's RPATH names, so no environment variable has to be set.
 """
 
@@ -13,11 +14,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SITE = Path(sysconfig.get_path("purelib"))
 TORCH_LIBRARIES = SITE / "torch" / "lib"
-CUDA = SITE / "nvidia" / "cu13"  # headers of nvidia-cuda-runtime and nvidia-cuda-crt; torch's RPATH names lib/
-INTO = CUDA / "lib"
+HEADERS = [*SITE.glob("nvidia/*/include")]
+INTO = next(path.parent / "lib" for path in HEADERS if (path / "cuda.h").exists())  # torch's RPATH names it
 STUB = INTO / "libcudastub.so"
 FUNCTIONS = re.compile(r"_*cuda|cu[A-Z]|cublas|cudnn|cufft|cusparse|cusolver|curand|p?nccl|nvrtc|cupti|nvshmem|nvml")
 LIBRARIES = re.compile(r"NEEDED.*\[(lib(?:cu|nv|nccl)[^\]]*)\]")
+NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 RETURNS_TEXT = re.compile(r"(Error|Status|Result)String$|ErrorName$|ncclGetLastError$")
 
 
@@ -36,7 +38,7 @@ def wanted_by_torch():
             if len(field) >= 8 and field[6] == "UND" and FUNCTIONS.match(field[7]):
                 name, _, version = field[7].partition("@")
                 functions[name] = version
-    for name in re.findall(rb"\0(nvml[A-Z]\w+)\0", (TORCH_LIBRARIES / "libc10_cuda.so").read_bytes()):
+    for name in re.findall(rb"(?<=\0)((?:nvml|cu)[A-Z]\w+)(?=\0)", (TORCH_LIBRARIES / "libc10_cuda.so").read_bytes()):
         functions.setdefault(name.decode(), "")  # looked up by name at run time
     return functions, libraries
 
@@ -49,7 +51,9 @@ def defined_in(object_file):
 def generated(name):
     if RETURNS_TEXT.search(name):
         return f'const char *{name}(void) {{ return "stub"; }}\n'
-    is_cuda = int(bool(re.match("cuda|cu[A-Z]", name)))  # in a poisoned process all of these fail
+    if re.match("cu[A-Z]", name):
+        return f"int {name}(void) {{ return {NOT_SUPPORTED}; }}\n"
+    is_cuda = int(name.startswith("cuda"))  # in a poisoned process all of these fail
     return f'int {name}(void) {{ return cudastub_missing("{name}", {is_cuda}); }}\n'
 
 
@@ -73,14 +77,14 @@ def main():
         "-D_GNU_SOURCE",
         "-Wall",
         "-Werror",
-        f"-I{CUDA / 'include'}",
+        *(f"-I{path}" for path in HEADERS),
     ]
     subprocess.run([*compiler, "-r", "-o", objects, *sorted(HERE.glob("*.c"))], check=True)
     defined = defined_in(objects)
     bodies = "".join(generated(name) for name in sorted(set(functions) - defined))
     rest.write_text(f"#pragma GCC visibility push(default)\nint cudastub_missing(const char *, int);\n{bodies}")
     script.write_text(version_script(functions, defined))
-    links = ["-Wl,--disable-new-dtags,-rpath,$ORIGIN", f"-Wl,-soname,{STUB.name},--version-script={script}"]
+    links = ["-Wl,--disable-new-dtags,-rpath,$ORIGIN", f"-Wl,-soname,libcuda.so.1,--version-script={script}"]
     subprocess.run(
         [*compiler, "-fno-builtin", "-shared", "-o", f"{STUB}.new", objects, rest, *links, "-lpthread", "-ldl"],
         check=True,

@@ -119,9 +119,7 @@ EXPORT CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute
     }
 }
 
-/* ---- torch looks the driver's functions up by name, through the runtime ---- */
-
-static CUresult not_supported(void) { return CUDA_ERROR_NOT_SUPPORTED; }
+/* ---- torch looks the driver's functions up by name, through the runtime; up to 2.7 itself ---- */
 
 EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
                                                     unsigned long long flags, enum cudaDriverEntryPointQueryResult *found) {
@@ -130,10 +128,12 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **fun
     snprintf(second_version, sizeof second_version, "%s_v2", name);
     *function = dlsym(library, name);
     if (!*function) *function = dlsym(library, second_version);
-    if (!*function) {
-        log_line("%s: asked of the driver, not supported", name);
-        *function = not_supported;
-    }
-    if (found) *found = cudaDriverEntryPointSuccess;
+    if (found) *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
     return 0;
 }
+#if CUDART_VERSION < 13000
+EXPORT cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags,
+                                           enum cudaDriverEntryPointQueryResult *found) {
+    return cudaGetDriverEntryPointByVersion(name, function, CUDART_VERSION, flags, found);
+}
+#endif

@@ -57,14 +57,18 @@ EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCap
     *capturing = is ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return status();
 }
+#if CUDART_VERSION >= 13000
+#define EDGES(edges) edges,
+#else
+#define EDGES(edges)
+#endif
 EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *capturing, unsigned long long *id,
-                                            cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
-                                            size_t *count) {
+                                            cudaGraph_t *graph, const cudaGraphNode_t **nodes,
+                                            EDGES(const cudaGraphEdgeData **edges) size_t *count) {
     if (id) *id = made_stream(stream) ? made_stream(stream)->capture : 0;
     if (graph) *graph = THE_GRAPH;
     if (nodes) *nodes = 0;
-    if (edges) *edges = 0;
-    if (count) *count = 0;
+    if (count) *count = 0; /* and so no edges */
     return cudaStreamIsCapturing(stream, capturing);
 }
 EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) {
