@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from oomprobe.devices import current_accelerator
 from oomprobe.options import StepFn
 
 IMAGE_SIDE, CLASSES = 32, 10
@@ -64,7 +65,7 @@ def small_gpt() -> tuple[nn.Module, StepFn]:
 
 def demo_device() -> torch.device:
     """Return the accelerator if there is one, otherwise the host."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return current_accelerator() or torch.device("cpu")
 
 
 def _conv_block(channels_in: int, channels_out: int) -> list[nn.Module]:

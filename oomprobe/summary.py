@@ -19,6 +19,7 @@ from oomprobe.report.words import count, shortened
 from oomprobe.result import ProbeResult
 from oomprobe.search import Found
 from oomprobe.session import Session
+from oomprobe.torch_versions import untested_note
 from oomprobe.trials import Phase, Trial, Verdict
 from oomprobe.units import format_bytes
 
@@ -138,6 +139,8 @@ def _first_failing(session: Session, found: Found) -> int | None:
 
 def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
     yield from session.notes
+    if note := untested_note():
+        yield note
     yield from session.neighbours.notes
     if session.call_plan.confirmed:
         yield SEEN.format(calls=count(session.call_plan.confirmed, "call", "calls"))

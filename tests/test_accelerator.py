@@ -9,6 +9,7 @@ import pytest
 import torch
 from fake_accelerator import ILLEGAL_ADDRESS, MIB, FakeAccelerator, FakeModule
 
+import oomprobe
 from oomprobe.devices import accelerator
 from oomprobe.devices.accelerator import kernel_answers
 
@@ -35,6 +36,13 @@ def test_an_allocator_without_counters_is_not_under_pressure(monkeypatch):
     monkeypatch.setattr(device.fake, "_counters", {})
     device.start_trial()
     assert (device.usage().alloc_retries, device.usage().under_pressure) == (0, False)
+
+
+def test_a_torch_that_cannot_cap_is_refused(monkeypatch):
+    device = FakeAccelerator(FakeModule())
+    monkeypatch.delattr(FakeModule, "set_per_process_memory_fraction")  # as torch.xpu before 2.10
+    with pytest.raises(oomprobe.UnreliableError, match=r"Fake Card: torch .* cannot limit .*Use torch 2\.10 or later"):
+        device.available_bytes()
 
 
 def test_a_cap_costs_no_byte():

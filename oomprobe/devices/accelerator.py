@@ -32,6 +32,10 @@ UNCAPPED = (
     "allocations, so nothing can be measured. Use torch's default allocator: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and do "
     "not call change_current_allocator"
 )
+NO_CAP = (
+    "{name}: torch {version} cannot limit what this process allocates there, so a probe could keep no margin. Use torch 2.10 or "
+    "later"
+)
 UNIFIED = (
     "every trial was capped: this device shares the host's memory, and without a cap the whole machine would swap or "
     "freeze before an allocation failed"
@@ -71,7 +75,9 @@ class AcceleratorDevice:
         self._retries_before = 0  # the current trial
 
     def _refuse_uncapped(self) -> None:
-        """Raise UnreliableError if the allocator does not count an allocation, because then it cannot enforce a cap."""
+        """Raise UnreliableError if the allocator does not count an allocation, or cannot enforce a cap."""
+        if not hasattr(self._torch, "set_per_process_memory_fraction"):  # torch.xpu before 2.10
+            raise UnreliableError(NO_CAP.format(name=self.name, version=torch.__version__))
         if self._torch is not torch.cuda:
             return
         backend = torch.cuda.memory.get_allocator_backend()
@@ -207,7 +213,8 @@ class AcceleratorDevice:
         memory: Any = torch.cuda.memory
         index = self.torch_device.index
         self.synchronize()  # lets blocks that wait for a stream be freed first
-        memory._record_memory_history("all", context=None, clear_history=True, device=self.torch_device)
+        memory._record_memory_history(None)  # clears what was recorded
+        memory._record_memory_history("all", context=None, device=self.torch_device)
         try:
             segments = [segment for segment in memory.memory_snapshot() if segment["device"] == index]
             history = History(

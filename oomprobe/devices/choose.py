@@ -22,7 +22,7 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     if isinstance(device, Device):
         return device
     home = model_device(model)
-    chosen = _open(device if device is not None else home or _current_accelerator() or torch.device("cpu"))
+    chosen = _open(device if device is not None else home or current_accelerator() or torch.device("cpu"))
     if replays(chosen):
         return chosen  # it checks the model's device itself
     if home is not None and not _same_device(home, chosen.torch_device):
@@ -74,7 +74,7 @@ def model_device(model: torch.nn.Module) -> torch.device | None:
 def list_devices() -> list[Device]:
     """Return every device of this machine that can be probed."""
     found: list[Device] = []
-    if current := _current_accelerator():
+    if current := current_accelerator():
         found += [_open_accelerator(torch.device(current.type, i)) for i in range(torch.accelerator.device_count())]
     with contextlib.suppress(NoDeviceError):
         found.append(HostDevice())
@@ -128,7 +128,7 @@ def split_budget(text: str) -> tuple[str, int | None]:
 
 
 def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> Device:
-    current = _current_accelerator()
+    current = current_accelerator()
     count = 0 if current is None else torch.accelerator.device_count()
     if current is None or current.type != device.type or (device.index or 0) >= count:
         present = "no accelerator" if current is None else f"{count} of type {current.type}"
@@ -143,8 +143,9 @@ def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> 
     return MpsDevice()
 
 
-def _current_accelerator() -> torch.device | None:
-    return torch.accelerator.current_accelerator(check_available=True)
+def current_accelerator() -> torch.device | None:
+    """Return the kind of accelerator that torch can use here."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _same_device(one: torch.device, other: torch.device) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from oomprobe.simulation.settings import AllocatorSettings
+from oomprobe.torch_versions import BlockOrder
 
 MIB = 2**20
 SMALLEST_BLOCK = 512  # kMinBlockSize
@@ -35,12 +36,13 @@ class AllocatorOutOfMemory(MemoryError):
 class Block:
     """A piece of a segment. ``free``: mapped and in its pool; neither ``free`` nor ``mapped``: address space only."""
 
-    __slots__ = ("address", "free", "mapped", "next", "origin", "pool", "prev", "requested", "size")
+    __slots__ = ("address", "free", "mapped", "next", "order", "origin", "pool", "prev", "requested", "size")
 
-    def __init__(self, pool: Pool, address: int, size: int) -> None:
+    def __init__(self, pool: Pool, address: int, size: int, order: int) -> None:
         self.pool = pool
         self.address = address
         self.size = size
+        self.order = order  # among free blocks of one size; before the address
         self.prev: Block | None = None
         self.next: Block | None = None
         self.free = False
@@ -74,7 +76,7 @@ class Block:
 
     def cut_after(self, nbytes: int) -> Block:
         """Shorten the block to `nbytes`; return the remainder, linked after it and in no pool."""
-        remainder = Block(self.pool, self.address + nbytes, self.size - nbytes)
+        remainder = Block(self.pool, self.address + nbytes, self.size - nbytes, self.order)
         remainder.origin = self.origin
         remainder.prev, remainder.next = self, self.next
         if remainder.next is not None:
@@ -85,7 +87,7 @@ class Block:
 
     def twin(self, pool: Pool) -> Block:
         """Return a copy for another allocator's pool, without links."""
-        twin = Block(pool, self.address, self.size)
+        twin = Block(pool, self.address, self.size, self.order)
         twin.free = self.free
         twin.mapped = self.mapped
         twin.origin = self.origin
@@ -94,7 +96,7 @@ class Block:
 
 
 class Pool:
-    """Free blocks of the small or the large pool, sorted by size and address for best fit."""
+    """Free blocks of the small or the large pool, sorted by size, order and address for best fit."""
 
     __slots__ = ("free", "page", "smallest_remainder", "unmapped")
 
@@ -103,17 +105,17 @@ class Pool:
         self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         # should_split: sizes are multiples of 512, so "more than 1 MiB" is "at least 1 MiB + 512"
         self.smallest_remainder = SMALLEST_BLOCK if is_small or expandable else SMALL + SMALLEST_BLOCK
-        self.free: list[tuple[int, int, Block]] = []
+        self.free: list[tuple[int, int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []
 
     def add(self, block: Block) -> None:
         block.free = True
-        insort(self.free, (block.size, block.address, block))
+        insort(self.free, (block.size, block.order, block.address, block))
 
     def discard(self, block: Block) -> None:
         block.free = False
         free = self.free
-        del free[bisect_left(free, (block.size, block.address))]
+        del free[bisect_left(free, (block.size, block.order, block.address))]
 
     def add_unmapped(self, block: Block) -> None:
         block.mapped = False
@@ -146,8 +148,8 @@ class CachingAllocator:
         settings: Settings from ``PYTORCH_ALLOC_CONF``; the process's fraction is ignored, set `limit_bytes` instead.
         total_bytes: The card's total memory, for error messages; default: the capacity.
 
-    Segments get increasing addresses that are never reused, so the oldest segment wins among free blocks of one size.
-    The real driver reuses addresses: only the choice among equal blocks can differ.
+    Segments get falling addresses, as those of cards mostly do, that are never reused. A driver chooses others: up to torch
+    2.11, that can decide among free blocks of one size.
 
     Example:
         >>> allocator = CachingAllocator(64 * 2**20)
@@ -161,9 +163,9 @@ class CachingAllocator:
     """
 
     __slots__ = (  # make replays a fifth faster
-        "_handles", "_live", "_next_address", "_pools", "_settings", "alloc_retries", "allocated_bytes", "capacity_bytes",
-        "limit_bytes", "log", "ooms", "peak_allocated_bytes", "peak_reserved_bytes", "requested_bytes", "reserved_bytes",
-        "served_bytes", "total_bytes",
+        "_handles", "_last_order", "_live", "_next_address", "_pools", "_settings", "alloc_retries", "allocated_bytes",
+        "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes", "peak_reserved_bytes", "requested_bytes",
+        "reserved_bytes", "served_bytes", "total_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -175,7 +177,7 @@ class CachingAllocator:
         self._settings = settings
         self._pools = {is_small: Pool(settings, is_small=is_small) for is_small in (True, False)}
         self._live: dict[int, Block] = {}
-        self._handles = 0
+        self._handles = self._last_order = 0
         self._next_address = _FIRST_ADDRESS
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -191,9 +193,11 @@ class CachingAllocator:
         is_small = size <= SMALL
         pool = self._pools[is_small]
         index = self._best_fit(pool, size)
-        block = pool.free.pop(index)[2] if index >= 0 else self._block_from_driver(pool, size)
+        block = pool.free.pop(index)[-1] if index >= 0 else self._block_from_driver(pool, size)
         if block.size - size >= pool.smallest_remainder:
             pool.add(block.cut_after(size))
+            if self._settings.block_order is BlockOrder.BLOCK:
+                block.order = self._next_order()
         block.free = False
         block.requested = nbytes
         self._handles = handle = self._handles + 1
@@ -248,7 +252,7 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """release_cached_blocks: return every unused cached segment, or page of one, to the driver."""
         for pool in self._pools.values():
-            for _, _, block in list(pool.free):
+            for *_, block in list(pool.free):
                 if block.origin >= 0:
                     self._unmap(block)
                 elif block.is_whole_segment:
@@ -269,7 +273,7 @@ class CachingAllocator:
 
     def stats(self) -> dict[str, int]:
         """Return figures by their names in ``torch.cuda.memory_stats``, for both pools together."""
-        free = [block for pool in self._pools.values() for _, _, block in pool.free]
+        free = [block for pool in self._pools.values() for *_, block in pool.free]
         split_bytes = sum(block.size for block in free if block.origin < 0 and not block.is_whole_segment)
         return {
             "allocated_bytes.all.current": self.allocated_bytes,
@@ -301,7 +305,7 @@ class CachingAllocator:
             other.prev = None if block.prev is None else blocks[block.prev]
             other.next = None if block.next is None else blocks[block.next]
         for pool, twin_pool in pools.items():
-            twin_pool.free = [(size, address, blocks[block]) for size, address, block in pool.free]
+            twin_pool.free = [(size, order, at, blocks[block]) for size, order, at, block in pool.free]
             twin_pool.unmapped = [(address, blocks[block]) for address, block in pool.unmapped]
         twin._live = {handle: blocks[block] for handle, block in self._live.items()}
         return twin
@@ -309,7 +313,7 @@ class CachingAllocator:
     def _blocks(self) -> Iterator[Block]:
         yield from self._live.values()
         for pool in self._pools.values():
-            yield from (entry[2] for entry in pool.free)
+            yield from (entry[-1] for entry in pool.free)
             yield from (entry[1] for entry in pool.unmapped)
 
     def _segment_size(self, size: int) -> int:
@@ -326,8 +330,8 @@ class CachingAllocator:
         index = bisect_left(free, (size,))
         if index == len(free):
             return -1
-        if free[index][2].origin >= 0:
-            while index + 1 < len(free) and free[index + 1][2].expandable_size < free[index][2].expandable_size:
+        if free[index][-1].origin >= 0:
+            while index + 1 < len(free) and free[index + 1][-1].expandable_size < free[index][-1].expandable_size:
                 index += 1
         return index
 
@@ -362,12 +366,15 @@ class CachingAllocator:
         if self.reserved_bytes + segment > self.capacity_bytes:
             return None
         self._reserve(segment)
-        return Block(pool, self._next_range(segment), segment)
+        return Block(pool, self._next_range(segment), segment, self._next_order())
 
     def _next_range(self, nbytes: int) -> int:
-        address = self._next_address
-        self._next_address += nbytes
-        return address
+        self._next_address -= nbytes
+        return self._next_address
+
+    def _next_order(self) -> int:
+        self._last_order += self._settings.block_order is not BlockOrder.ADDRESS
+        return self._last_order
 
     def _reserve(self, nbytes: int) -> None:
         self.reserved_bytes += nbytes
@@ -391,7 +398,7 @@ class CachingAllocator:
 
     def _new_address_space(self, pool: Pool) -> Block:
         nbytes = _rounded_up(self.total_bytes + self.total_bytes // 8, pool.page)
-        block = Block(pool, self._next_range(nbytes), nbytes)
+        block = Block(pool, self._next_range(nbytes), nbytes, self._next_order())
         block.origin = block.address
         pool.add_unmapped(block)
         return block

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oomprobe import torch_versions
 from oomprobe.simulation import scratch
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes
@@ -50,12 +51,13 @@ _ZEROS = {_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default
 _IN_PLACE_ON_CUDA = {
     _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default, _aten.index_put.default, _aten.index_add.default,
 }  # fmt: skip
-# References in Python, in C++ and to the storage of a gradient that only the engine holds, as seen in `_adds_in_place`.
-_ENGINE_REFERENCES, _ENGINE_USES, _ENGINE_STORAGE_USES = 5, 4, 2
 _LINEAR_ALGEBRA = {
     getattr(_aten, name).default
-    for name in ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_scaled_mm", "_int_mm")
-}
+    for name in (
+        "mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_scaled_mm", "_int_mm",
+    )
+}  # fmt: skip
+_ADDMM = {_aten.addmm.default, _aten._addmm_activation.default}
 _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 
 
@@ -143,7 +145,8 @@ class CardMode(TorchDispatchMode):
                 self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
             self._track(func, result, args, launch.result_bytes if launch else None, to_card=to_card)
         if func in _LINEAR_ALGEBRA:
-            self.memory.ensure_workspace(in_backward=_in_backward())
+            is_lt = func in _ADDMM and torch_versions.uses_lt(args[0], args[1], args[2], kwargs.get("beta", 1))
+            self.memory.use_workspace(is_lt=is_lt, in_backward=_in_backward())
         return result
 
     def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any], *, has_tensors: bool) -> Any:
@@ -220,10 +223,10 @@ def _adds_in_place(args: Sequence[Any]) -> bool:
         and isinstance(other, torch.Tensor)
         and one.shape == other.shape
         and one.dtype is other.dtype
-        and torch._prims_common.is_non_overlapping_and_dense_or_false(one)
-        and sys.getrefcount(one) <= _ENGINE_REFERENCES
-        and one._use_count() <= _ENGINE_USES  # type: ignore[attr-defined]
-        and torch._C._storage_Use_Count(one.untyped_storage()._cdata) <= _ENGINE_STORAGE_USES
+        and _aten.is_non_overlapping_and_dense.default(one)
+        and sys.getrefcount(one) <= torch_versions.HELD_BY_ENGINE.references
+        and one._use_count() <= torch_versions.HELD_BY_ENGINE.uses  # type: ignore[attr-defined]
+        and torch._C._storage_Use_Count(one.untyped_storage()._cdata) <= torch_versions.HELD_BY_ENGINE.storage_uses
     )
 
 

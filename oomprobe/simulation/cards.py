@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.simulation.reductions import Processors
+from oomprobe.torch_versions import has_large_workspace
 from oomprobe.units import byte_unit
 
 _SMALL_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8  # ":4096:2:16:8"
@@ -63,13 +64,12 @@ class Card:
         ``CUBLAS_WORKSPACE_CONFIG`` gives it as pairs ``:SIZE:COUNT`` in KiB, which are summed. As in torch, a value without
         such a pair is ignored.
 
-        Source: ``parseChosenWorkspaceSize`` in torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper, and on
-        later cards since torch 2.12 to 2.14.
+        Source: ``parseChosenWorkspaceSize`` in torch's aten/src/ATen/cuda/CublasHandlePool.cpp.
         """
         pairs = _WORKSPACE.findall(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
         if pairs:
             return sum(int(size) * 1024 * int(count) for size, count in pairs)
-        return _LARGE_WORKSPACE_BYTES if self.compute_capability >= (9, 0) else _SMALL_WORKSPACE_BYTES
+        return _LARGE_WORKSPACE_BYTES if has_large_workspace(self.compute_capability) else _SMALL_WORKSPACE_BYTES
 
 
 def generic_card(total: int) -> Card:

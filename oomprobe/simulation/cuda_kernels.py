@@ -194,6 +194,8 @@ def _autocast_kernels() -> Iterator[tuple[str, Any]]:
     ):
         for name in names:
             base, _, overload = name.partition(".")
+            if not _has_kernel(name, "AutocastCUDA"):
+                continue  # rms_norm before torch 2.11
             yield name, functools.partial(kernel, getattr(getattr(_aten, base), overload or "default"))
     for name in _cpu_extras():
         yield name, torch.library.fallthrough_kernel
@@ -207,9 +209,13 @@ def _cpu_extras() -> tuple[str, ...]:
         name
         for name in names
         if not name.startswith("conv")  # with padding="same", CUDA casts in the operators that these call
-        and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
-        and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+        and _has_kernel(name, "AutocastCPU")
+        and not _has_kernel(name, "AutocastCUDA")
     )
+
+
+def _has_kernel(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def _without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:

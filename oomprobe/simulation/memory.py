@@ -10,9 +10,10 @@ from typing import Any
 
 from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, oom_message
 from oomprobe.simulation.cards import Card
-from oomprobe.simulation.scratch import Launch, needs_of
+from oomprobe.simulation.scratch import Kernel, Launch, borrowed, needs_of
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import Call, LiveBlocks, Tape, replay_call
+from oomprobe.torch_versions import LtWorkspace, workspaces
 
 _Storage = Any  # torch.UntypedStorage, on the host or the meta device
 
@@ -45,8 +46,10 @@ class Memory:
         self.tape = Tape()
         self._peaks_before = (0, 0)  # of this trial, before the step reset them
         self._allocations: dict[int, _Allocation] = {}
-        self._workspace_bytes = card.cublas_workspace_bytes
-        self._workspaces: dict[bool, int] = {}  # of the main thread (False) and the backward thread (True)
+        self._policy = workspaces()
+        self._cublas_bytes = card.cublas_workspace_bytes
+        # Those kept, of cuBLAS and of cuBLASLt, each by the main thread and by the backward thread.
+        self._workspaces: dict[tuple[bool, bool], int] = {}
 
     def start_trial(self) -> None:
         """Reset peaks, counters and the names of existing blocks."""
@@ -126,11 +129,30 @@ class Memory:
         self._free(storage._cdata)
         self.allocate(storage)
 
-    def ensure_workspace(self, *, in_backward: bool) -> None:
-        """Allocate the thread's cuBLAS workspace on first use."""
-        if self._workspace_bytes and in_backward not in self._workspaces:
-            self._workspaces[in_backward] = self.allocator.malloc(self._workspace_bytes)
-            self.tape.allocated(self._workspace_bytes)
+    def use_workspace(self, *, is_lt: bool, in_backward: bool) -> None:
+        """Provide the workspace of a matrix product, of cuBLASLt (`is_lt`) or cuBLAS, as this version of torch does."""
+        policy = self._policy
+        if policy.kept:
+            self._keep_workspace(False, in_backward)
+        if is_lt and policy.lt is LtWorkspace.KEPT:
+            self._keep_workspace(True, in_backward)
+        elif is_lt and policy.lt is LtWorkspace.EACH_CALL:
+            self._borrow(policy.lt_bytes)
+        elif not policy.kept:
+            self._borrow(self._cublas_bytes)
+
+    def _keep_workspace(self, is_lt: bool, in_backward: bool) -> None:
+        nbytes = self._workspace_bytes(is_lt)
+        if nbytes and (is_lt, in_backward) not in self._workspaces:
+            self._workspaces[is_lt, in_backward] = self.allocator.malloc(nbytes)
+            self.tape.allocated(nbytes)
+
+    def _workspace_bytes(self, is_lt: bool) -> int:
+        return self._policy.lt_bytes if is_lt else self._cublas_bytes
+
+    def _borrow(self, nbytes: int) -> None:
+        with self.running(Launch(Kernel(borrowed, (nbytes,), 0), (), None)):
+            pass
 
     def clear_workspaces(self) -> None:
         for block in self._workspaces.values():
@@ -165,7 +187,7 @@ class Memory:
     def defragment(self) -> None:
         """Move everything into fresh segments, so that no segment is reserved for one small block."""
         self.allocator = self.allocator.empty_copy()
-        self._workspaces = {thread: self.allocator.malloc(self._workspace_bytes) for thread in self._workspaces}
+        self._workspaces = {key: self.allocator.malloc(self._workspace_bytes(key[0])) for key in self._workspaces}
         for allocation in self._allocations.values():
             allocation.block = self.allocator.malloc(allocation.nbytes)
 

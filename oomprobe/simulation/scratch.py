@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from oomprobe import torch_versions
 from oomprobe.simulation.reductions import Processors, Reduction, buffers
 
 _aten = torch.ops.aten
@@ -124,12 +125,13 @@ def _loss(copies: int) -> Callable[[_Operator], Launch | None]:
         dtype = torch.promote_types(op.args[0].dtype, op.args[1].dtype)
         count = prod(torch.broadcast_shapes(op.args[0].shape, op.args[1].shape))  # type: ignore[no-untyped-call]
         nbytes = count * dtype.itemsize
-        return _launch(_afterwards, (), (nbytes,) * copies, nbytes)
+        return _launch(borrowed, (), (nbytes,) * copies, nbytes)
 
     return launch
 
 
-def _afterwards(*nbytes: int) -> Needs:
+def borrowed(*nbytes: int) -> Needs:
+    """Return the need for blocks after the result is allocated."""
     return Needs(after=(nbytes,))
 
 
@@ -234,9 +236,9 @@ def _flash_backward_needs(
     Source: flash_api.cpp (mha_bwd), aten/src/ATen/native/transformers/cuda/attention_backward.cu.
     """
     copies = (batch * heads * length * width * item_bytes,) * copied
-    rows, step = batch * heads * -(-length // 128) * 128 * 4, 32 if width <= 128 else 64
+    rows = batch * heads * -(-length // 128) * 128 * 4
     expanded = (batch * heads * keys * width * item_bytes,) * 2 * grouped  # summed over each group of query heads
-    return Needs(held=copies, after=((rows, rows * -(-width // step) * step, *expanded),))
+    return Needs(held=copies, after=((rows, rows * torch_versions.flash_backward_width(width), *expanded),))
 
 
 def _efficient_backward(op: _Operator) -> Launch | None:
@@ -273,7 +275,7 @@ def _efficient_backward_needs(
 def _softmax_backward(op: _Operator) -> Launch | None:
     """The product of gradient and output. Source: aten/src/ATen/native/cuda/SoftMax.cu."""
     grad, output = op.args[:2]
-    return _launch(_afterwards, (), (grad.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize,))
+    return _launch(borrowed, (), (grad.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize,))
 
 
 _RULES: dict[Any, Callable[[_Operator], Launch | None]] = {

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.torch_versions import BLOCK_ORDER, SETTINGS_VARIABLES, BlockOrder
 
-# Torch reads the first one set.
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _READERS: dict[str, Callable[[str], Any]] = {
     "expandable_segments": {"True": True, "False": False}.__getitem__,
     "per_process_memory_fraction": float,
@@ -30,12 +29,14 @@ class AllocatorSettings:
     Args:
         expandable_segments: Grow one segment page by page instead of reserving many.
         per_process_memory_fraction: Fraction of the card's total that this process may reserve, 0 to 1; 1: no limit.
+        block_order: Which of several free blocks of one size is used; the default is that of this version of torch.
 
     Source: c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h of torch 2.13.
     """
 
     expandable_segments: bool = False
     per_process_memory_fraction: float = 1.0
+    block_order: BlockOrder = BLOCK_ORDER
 
     @classmethod
     def from_text(cls, text: str) -> AllocatorSettings:
@@ -67,4 +68,4 @@ class AllocatorSettings:
         Raises:
             InvalidArgumentError: see `from_text`.
         """
-        return cls.from_text(next((os.environ[name] for name in _VARIABLES if name in os.environ), ""))
+        return cls.from_text(next((os.environ[name] for name in SETTINGS_VARIABLES if name in os.environ), ""))

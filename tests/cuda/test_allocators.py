@@ -30,7 +30,7 @@ print(json.dumps([torch.cuda.get_allocator_backend(), fractions, result.to_dict(
 def test_cuda_malloc_async(memory_fraction):
     backend, (before, after), result = run_on_bed(
         ASYNC.replace("{options}", str({"memory_fraction": memory_fraction})),
-        PYTORCH_ALLOC_CONF="backend:cudaMallocAsync",
+        PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync",
     )
     assert backend == "cudaMallocAsync"
     assert before > 1  # it reports 2^33 until one is set

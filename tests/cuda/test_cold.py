@@ -8,6 +8,7 @@ from ledger import Log
 from torch import nn
 
 import oomprobe
+from oomprobe.opening import FROZEN_BY_PYTHON
 
 from .bed import forked
 from .models import MODELS, classifier, mlp, runs
@@ -173,7 +174,7 @@ def test_nothing_stays_reserved(step, error):
     assert as_expected
     assert after <= before
     assert held <= before
-    assert frozen == 0
+    assert frozen <= FROZEN_BY_PYTHON  # a probe freezes many more
 
 
 def test_workspaces_stay_under_a_captured_graph():

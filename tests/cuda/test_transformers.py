@@ -9,6 +9,8 @@ from .bed import fail, forked
 
 transformers = pytest.importorskip("transformers")
 
+# Torch 2.10 warns of an argument that torch's own DataLoader passes.
+pytestmark = pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor.:DeprecationWarning")
 CARD = {"memory": "2GiB", "limit_s": 180}
 
 

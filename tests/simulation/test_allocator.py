@@ -119,8 +119,8 @@ def test_invariants_hold_after_every_step(steps, text):
                 assert not (block.free and block.next.free)
                 assert block.mapped or block.next.mapped
         for pool in allocator._pools.values():
-            assert pool.free == sorted((block.size, block.address, block) for _, _, block in pool.free)
-            assert all(block.free for _, _, block in pool.free)
+            assert pool.free == sorted((block.size, block.order, block.address, block) for *_, block in pool.free)
+            assert all(block.free for *_, block in pool.free)
     for handle in handles:
         allocator.free(handle)
     allocator.empty_cache()

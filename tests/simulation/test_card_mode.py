@@ -258,7 +258,7 @@ def test_torch_cuda_answers_from_the_simulation():
         answers = [
             cuda.is_available(), cuda.device_count(), cuda.current_device(), accelerator.current_accelerator().type,
             cuda.is_bf16_supported(), cuda.get_device_name(), cuda.get_device_properties(0).total_memory,
-            cuda.memory_allocated(), cuda.max_memory_allocated(), accelerator.memory_reserved(), cuda.mem_get_info()[0],
+            cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved(), cuda.mem_get_info()[0],
             cuda.memory_stats()["allocated_bytes.all.peak"], "num_ooms" in cuda.memory_summary(),
             start.elapsed_time(end) > 0,
         ]  # fmt: skip
@@ -487,7 +487,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torch.compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.compile with fullgraph")  # by torch.compile
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_run(name):
     make, forward = MODELS[name]

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from oomprobe import torch_versions
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.simulation.cards import generic_card
 from oomprobe.simulation.catalogue import CARDS, find_card
@@ -78,6 +79,7 @@ def test_an_unknown_name_lists_similar_cards(name, problem):
 )
 def test_cublas_workspace_size(monkeypatch, card, config, workspace_bytes):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch_versions, "VERSION", (2, 14))
     if config is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     assert find_card(card).cublas_workspace_bytes == workspace_bytes

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from oomprobe.torch_versions import VERSION
 from simulation.bench import Bench
 
 MIB = 2**20
@@ -118,7 +119,7 @@ HIGH = {
     "mse": lambda x: F.mse_loss(x, x), "cumsum": lambda x: x.cumsum(0), "norm": lambda x: torch.linalg.vector_norm(x),
     "group_norm": lambda x: F.group_norm(x[None], 4), "rsqrt": lambda x: x.rsqrt(), "softplus": lambda x: F.softplus(x),
     "bce": lambda x: F.binary_cross_entropy_with_logits(x, x), "cosine": lambda x: F.cosine_similarity(x, x),
-    "upsample": lambda x: F.interpolate(x[None], scale_factor=2), "rms": lambda x: F.rms_norm(x, (64,)),
+    "upsample": lambda x: F.interpolate(x[None], scale_factor=2),
     "prod": lambda x: x.prod(), "smooth": lambda x: F.smooth_l1_loss(x, x),
 }  # fmt: skip
 UNCHANGED = {
@@ -127,6 +128,7 @@ UNCHANGED = {
     "pool3": lambda x: F.avg_pool3d(x[None, None, None], (1, 2, 2)), "pad": lambda x: F.pad(x[None], (1, 1), mode="reflect"),
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
 }  # fmt: skip
+(HIGH if VERSION >= (2, 11) else UNCHANGED)["rms"] = lambda x: F.rms_norm(x, (64,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

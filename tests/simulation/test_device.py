@@ -376,7 +376,7 @@ def test_allocator_settings_apply(monkeypatch):
 
     plain, expandable = answer(), answer(settings=AllocatorSettings(expandable_segments=True))
     assert expandable != plain
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert answer() == expandable
 
 

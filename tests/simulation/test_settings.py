@@ -4,6 +4,7 @@ import pytest
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.simulation.settings import AllocatorSettings
+from oomprobe.torch_versions import VERSION
 
 EXPANDABLE = {"expandable_segments": True}
 
@@ -55,7 +56,9 @@ def test_refuses_settings_that_are_not_simulated(item):
 
 
 def test_reads_the_environment_in_torchs_order(monkeypatch):
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    names = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if VERSION >= (2, 10):
+        names = ("PYTORCH_ALLOC_CONF", *names)
     for name in names:
         monkeypatch.delenv(name, raising=False)
     assert AllocatorSettings.from_environment() == AllocatorSettings()

@@ -1,0 +1,124 @@
+"""What torch's versions, from 2.6, do differently with a GPU's memory; a simulated card does what the torch beside it does.
+
+Seen on the allocators of torch 2.6 to 2.15 (tests/cuda_bed, tests/cuda/test_simulated.py). Free blocks of one size:
+pull requests 178362, 183489 and 183591 of pytorch/pytorch; workspaces of 2.15: pull request 194311.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+
+MIB = 2**20
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+NEWEST_TESTED = (2, 15)
+UNTESTED = (
+    "torch {version} is newer than {newest}, the newest that this oomprobe was tested with: what a probe measures does not "
+    "depend on it, but what a simulated card allocates may"
+)
+
+
+def untested_note() -> str | None:
+    """Return a note if the torch beside this process is newer than those tested."""
+    newest = ".".join(map(str, NEWEST_TESTED))
+    return UNTESTED.format(version=torch.__version__, newest=newest) if VERSION > NEWEST_TESTED else None
+
+
+# --- the allocator ---
+
+
+class BlockOrder(StrEnum):
+    """Which of several free blocks of one size is used first: the one with the lowest address, or the oldest."""
+
+    ADDRESS = "address"  # up to torch 2.11
+    BLOCK = "block"  # 2.12: the oldest; splitting a block makes a new one in front
+    SEGMENT = "segment"  # later: of the oldest segment, and in it the lowest address
+
+
+BLOCK_ORDER = (
+    BlockOrder.ADDRESS if VERSION < (2, 12) else BlockOrder.BLOCK if VERSION == (2, 12) else BlockOrder.SEGMENT
+)
+# The variables with the allocator's settings, of which torch reads the first one set.
+SETTINGS_VARIABLES: tuple[str, ...] = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+if VERSION < (2, 10):
+    SETTINGS_VARIABLES = SETTINGS_VARIABLES[:2]
+
+
+# --- workspaces of cuBLAS and cuBLASLt ---
+
+
+class LtWorkspace(StrEnum):
+    """What cuBLASLt, which multiplies matrices and adds a bias, uses as its workspace."""
+
+    EACH_CALL = "each call"  # its own, taken for each call and given back
+    KEPT = "kept"  # its own, kept by each thread
+    SHARED = "shared"  # that of cuBLAS
+
+
+class Workspaces(NamedTuple):
+    """How torch provides workspaces."""
+
+    kept: bool  # that of cuBLAS is kept by each thread; otherwise it is taken for each call and given back
+    lt: LtWorkspace
+    lt_bytes: int = MIB
+
+
+def workspaces() -> Workspaces:
+    """Return how this torch provides workspaces."""
+    if VERSION >= (2, 15) and os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") != "1":
+        return Workspaces(kept=False, lt=LtWorkspace.EACH_CALL)
+    if VERSION >= (2, 12):
+        return Workspaces(kept=True, lt=LtWorkspace.SHARED)
+    return Workspaces(kept=True, lt=LtWorkspace.EACH_CALL if VERSION < (2, 9) else LtWorkspace.KEPT)
+
+
+def has_large_workspace(capability: tuple[int, int]) -> bool:
+    """Return whether cuBLAS's workspace takes 32 MiB on a card of this compute capability."""
+    if VERSION < (2, 12):
+        return capability[0] == 9
+    return capability >= (9, 0) and (VERSION >= (2, 14) or capability[0] != 11)
+
+
+def uses_lt(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: Any) -> bool:
+    """Return whether ``addmm`` calls cuBLASLt; its arguments are fakes.
+
+    Source: aten/src/ATen/native/cuda/Blas.cpp, as seen on 2.6 to 2.15.
+    """
+    rows, inner, columns = left.shape[0], left.shape[1], right.shape[1]
+    is_real = bias.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    if not is_real or beta != 1 or inner == 1 or columns == 1 or not bias.is_contiguous():
+        return False
+    if bias.dim() == 1 and bias.shape[0] == columns:
+        return rows > 1 or VERSION != (2, 10)
+    if bias.dim() != 2:
+        return False
+    if VERSION >= (2, 15) and bias.element_size() == 2 and bias.shape == (rows, columns):
+        return True
+    return bias.shape == (1, columns) and VERSION >= (2, 10) and (rows > 1 or VERSION >= (2, 11))
+
+
+# --- autograd and kernels ---
+
+
+class Held(NamedTuple):
+    """How often a gradient is referred to in Python and in C++, and its storage, as `card_mode` sees it."""
+
+    references: int
+    uses: int
+    storage_uses: int
+
+
+HELD_BY_ENGINE = Held(5, 4, 2) if VERSION >= (2, 10) else Held(4, 4, 1)  # and by nothing else
+
+
+def flash_backward_width(width: int) -> int:
+    """Return the width to which flash attention's backward pass pads the gradient of a query of that width."""
+    step = 32
+    if VERSION >= (2, 11):
+        step = 32 if width <= 128 else 64
+    elif VERSION >= (2, 7):
+        step = 32 if width <= 192 else 256
+    return -(-width // step) * step
