@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The module of each public name. They load on first use: importing oomprobe is nearly free, and its pure modules work
 # without torch.

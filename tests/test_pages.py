@@ -10,6 +10,7 @@ import benchmark_peers
 import pytest
 from peers import table
 
+import oomprobe
 from oomprobe.cli import parser
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +67,11 @@ def test_its_commands_and_options_exist():
     for options in re.findall(r"oomprobe run ([^`#\n)]*)", text):
         for option in re.findall(r"--[a-z-]+", options):
             assert option in known, option
+
+
+def test_the_release_files_name_this_version():
+    assert f"\n## {oomprobe.__version__} (" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {oomprobe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_map_of_the_code_is_complete():
