@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-MIB = 2**20
+LT_BYTES = 2**20  # cuBLASLt's own workspace
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 NEWEST_TESTED = (2, 15)
 UNTESTED = (
@@ -63,7 +63,6 @@ class Workspaces(NamedTuple):
 
     kept: bool  # that of cuBLAS is kept by each thread; otherwise it is taken for each call and given back
     lt: LtWorkspace
-    lt_bytes: int = MIB
 
 
 def workspaces() -> Workspaces:
@@ -116,9 +115,7 @@ HELD_BY_ENGINE = Held(5, 4, 2) if VERSION >= (2, 10) else Held(4, 4, 1)  # and b
 
 def flash_backward_width(width: int) -> int:
     """Return the width to which flash attention's backward pass pads the gradient of a query of that width."""
-    step = 32
-    if VERSION >= (2, 11):
-        step = 32 if width <= 128 else 64
-    elif VERSION >= (2, 7):
-        step = 32 if width <= 192 else 256
+    widest, step = (192, 256) if VERSION < (2, 11) else (128, 64)  # to steps of 32 up to the first, then of the second
+    if width <= widest or VERSION < (2, 7):
+        step = 32
     return -(-width // step) * step

@@ -13,7 +13,7 @@ from oomprobe.simulation.cards import Card
 from oomprobe.simulation.scratch import Kernel, Launch, borrowed, needs_of
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import Call, LiveBlocks, Tape, replay_call
-from oomprobe.torch_versions import LtWorkspace, workspaces
+from oomprobe.torch_versions import LT_BYTES, LtWorkspace, workspaces
 
 _Storage = Any  # torch.UntypedStorage, on the host or the meta device
 
@@ -137,7 +137,7 @@ class Memory:
         if is_lt and policy.lt is LtWorkspace.KEPT:
             self._keep_workspace(True, in_backward)
         elif is_lt and policy.lt is LtWorkspace.EACH_CALL:
-            self._borrow(policy.lt_bytes)
+            self._borrow(LT_BYTES)
         elif not policy.kept:
             self._borrow(self._cublas_bytes)
 
@@ -148,7 +148,7 @@ class Memory:
             self.tape.allocated(nbytes)
 
     def _workspace_bytes(self, is_lt: bool) -> int:
-        return self._policy.lt_bytes if is_lt else self._cublas_bytes
+        return LT_BYTES if is_lt else self._cublas_bytes
 
     def _borrow(self, nbytes: int) -> None:
         with self.running(Launch(Kernel(borrowed, (nbytes,), 0), (), None)):
