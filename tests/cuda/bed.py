@@ -30,7 +30,7 @@ import warnings
 import torch
 import torch._dynamo  # otherwise the first optimizer imports it in each child, in 3 s
 
-OPTIONS = ("card", "shared", "context", "lazy", "neighbour", "fail", "scribble", "log")
+OPTIONS = ("card", "shared", "context", "lazy", "nccl", "neighbour", "fail", "scribble", "log")
 ILLEGAL_ADDRESS = 700
 
 
@@ -108,7 +108,8 @@ def _pickled_error(error):
 def _environment(*, memory="1GiB", **options):
     if unknown := {name for name in options if name.islower()} - {*OPTIONS}:
         raise TypeError(f"no such option of the bed: {', '.join(sorted(unknown))}")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("CUDASTUB_")}
+    ours = ("CUDASTUB_", "CUDA_VISIBLE_DEVICES")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     own = {f"CUDASTUB_{name.upper()}" if name.islower() else name: str(value) for name, value in options.items()}
     return {**inherited, "CUDASTUB_MEMORY": memory, **own}
 

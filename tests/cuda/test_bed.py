@@ -85,6 +85,43 @@ def test_shared_memory(tmp_path):
     assert forked(look, shared=shared) == (1024, 0)
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_visible_devices(tmp_path, early):
+    import pynvml  # it is initialized by torch
+
+    def look():
+        rows = []
+        for device in range(torch.cuda.device_count()):
+            card, free_bytes = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)[0]
+            processes = torch.cuda.list_gpu_processes(device).count("100.000 MB")
+            rows.append((str(card.uuid), card.pci_bus_id, card.total_memory // MIB, free_bytes // MIB, processes))
+        assert pynvml.nvmlDeviceGetCount() == 3  # whatever CUDA shows
+        return rows
+
+    def hold():
+        if not early:  # CUDA reads it when it is first used, not when torch is imported
+            os.environ["CUDA_VISIBLE_DEVICES"] = "2,1"
+        kept = allocate(100)
+        (tmp_path / "seen").write_text(repr(look()))
+        (tmp_path / "held").touch()
+        time.sleep(60)
+        return kept
+
+    bed = {"memory": "1GiB,2GiB,3GiB", "shared": tmp_path / "cards"}
+    holder = start(hold, **bed, **({"CUDA_VISIBLE_DEVICES": "2,1"} if early else {}))
+    while holder.is_running() and not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    every = forked(look, **bed)
+    holder.kill()
+    with pytest.raises(ChildDiedError):
+        holder.result()
+    assert [row[1:] for row in every] == [(1, 1024, 1024, 0), (2, 2048, 2048, 0), (3, 3072, 2972, 1)]
+    assert len({row[0] for row in every}) == 3
+    assert (tmp_path / "seen").read_text() == repr([every[2], every[1]])
+    assert forked(look, **bed, CUDA_VISIBLE_DEVICES="0,7,1") == every[:1]
+    assert forked(look, **bed, CUDA_VISIBLE_DEVICES="2") == [(*every[2][:3], 3072, 0)]
+
+
 def test_neighbour(tmp_path):
     neighbour = tmp_path / "neighbour"
 

@@ -20,6 +20,7 @@ EXPORT cudaError_t cudaMalloc(void **address, size_t size) {
 
 EXPORT cudaError_t cudaFree(void *address) {
     int error = make_context(current_device); /* programs create their context by cudaFree(0) */
+    if (!error) error = nccl_wait_for_device(current_device);
     if (error) return fail_with(error);
     lock();
     Block block = remove_block(address);
@@ -73,19 +74,25 @@ EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attrib
     return status();
 }
 
-EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
+/* A copy is made when it is launched: the collectives that write what it reads or writes must be done. To the host it waits
+ * for the whole stream, as on a card. */
+EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
     RETURN_IF_FAULTY(MEMCPY);
+    int error = kind == cudaMemcpyDeviceToHost ? nccl_wait(tickets_of(stream)) : 0;
+    if (!error) error = nccl_wait_for_data(from, size);
+    if (!error) error = nccl_wait_for_data(to, size);
+    if (error) return error;
     lock();
     copy_bytes(to, from, size);
     unlock();
     return 0;
 }
-EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    return cudaMemcpy(to, from, size, kind);
+EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
+    return cudaMemcpyAsync(to, from, size, kind, 0);
 }
 EXPORT cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t size,
                                        cudaStream_t stream) {
-    return cudaMemcpy(to, from, size, cudaMemcpyDefault);
+    return cudaMemcpyAsync(to, from, size, cudaMemcpyDefault, stream);
 }
 EXPORT cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                                      size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
@@ -94,6 +101,8 @@ EXPORT cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from
     return status();
 }
 EXPORT cudaError_t cudaMemset(void *address, int value, size_t size) {
+    int error = nccl_wait_for_data(address, size);
+    if (error) return error;
     lock();
     if (value) memset(address, value, size);
     else fill_with_zeros(address, size);

@@ -12,26 +12,28 @@
 
 #define EXPORT __attribute__((visibility("default"))) /* seen by torch; everything else is hidden */
 #define MAX_DEVICES 8
+#define MAX_COMMUNICATORS 32 /* NCCL's, in a process at a time */
 #define PAGE 4096ul
 #define DRIVER_PAGE (2ul << 20) /* the driver allocates in units of 2 MiB */
 #define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 /* settings.c: the environment variables CUDASTUB_* */
 typedef struct {
-    int devices;
-    int64_t capacity_bytes[MAX_DEVICES], context_bytes, lazy_bytes;
-    int major, minor, multiprocessors, threads_each; /* of the card */
+    int cards, devices, card_of[MAX_DEVICES]; /* CUDA's devices are the cards that CUDA_VISIBLE_DEVICES names; NVML's are all */
+    int64_t capacity_bytes[MAX_DEVICES], context_bytes, lazy_bytes, nccl_bytes; /* capacities by card */
+    int major, minor, multiprocessors, threads_each; /* of each card */
     int scribble, asserts, log;
     char neighbour_file[4096], shared_file[4096];
 } Settings;
 extern Settings settings;
+void read_visible_devices(void);
 int64_t parse_bytes(const char *text, char **end);
 void log_line(const char *format, ...);
 
 /* memory.c: memory held by each process, and the blocks behind addresses. Hold the lock in all of these calls. */
 typedef struct {
     int pid;
-    int64_t held_bytes[MAX_DEVICES];
+    int64_t held_bytes[MAX_DEVICES]; /* by card */
 } Process;
 typedef enum { ON_DEVICE, ON_HOST } Place;
 typedef struct {
@@ -50,9 +52,9 @@ int load_kernels(int device);               /* takes the lock itself; CUDASTUB_L
 int has_context(int device);
 int was_used(void);                         /* has this process called CUDA? */
 void note_use(void);
-int64_t held_by_this_process(int device);
-int64_t held_by_others(int device);
-int list_processes(int device, Process *into, int room); /* processes that hold memory of the device */
+int64_t held_by_this_process(int card);
+int64_t held_by_others(int card);
+int list_processes(int card, Process *into, int room); /* processes that hold memory of the card */
 void add_block(void *address, size_t size, size_t charged_bytes, int device, Place place);
 Block *block_at(const void *address);       /* the block that contains the address, or null */
 Block remove_block(const void *address);    /* the block that begins there; its address is 0 if none does */
@@ -74,6 +76,20 @@ const char *error_name(int error);
 
 /* device.c */
 extern __thread int current_device;
+void uuid_of(int card, char *bytes);
+
+/* nccl.c: collectives, which are done once every rank has launched them. The calls that wait end early, with its error, if
+ * the process is poisoned; without a communicator they all return at once. */
+typedef struct { int64_t of[MAX_COMMUNICATORS]; } Tickets; /* the last collectives, one a communicator, that something follows */
+extern int nccl_in_use;
+void nccl_add(Tickets *to, const Tickets *more);
+int nccl_are_done(const Tickets *tickets);
+int nccl_wait(const Tickets *tickets);
+int nccl_wait_for_device(int device);
+int nccl_wait_for_data(const void *address, size_t size); /* for collectives that write there */
+
+/* streams.c */
+Tickets *tickets_of(cudaStream_t stream);
 
 /* pools.c */
 void reset_pools(void);

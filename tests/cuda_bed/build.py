@@ -20,7 +20,7 @@ STUB = INTO / "libcudastub.so"
 FUNCTIONS = re.compile(r"_*cuda|cu[A-Z]|cublas|cudnn|cufft|cusparse|cusolver|curand|p?nccl|nvrtc|cupti|nvshmem|nvml")
 LIBRARIES = re.compile(r"NEEDED.*\[(lib(?:cu|nv|nccl)[^\]]*)\]")
 NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
-RETURNS_TEXT = re.compile(r"(Error|Status|Result)String$|ErrorName$|ncclGetLastError$")
+RETURNS_TEXT = re.compile(r"(Error|Status|Result)String$|ErrorName$")
 
 
 def lines(*command):

@@ -4,6 +4,7 @@
 __thread int current_device;
 
 EXPORT cudaError_t cudaGetDeviceCount(int *count) {
+    if (!was_used()) read_visible_devices();
     note_use();
     *count = settings.devices;
     return *count ? cudaSuccess : fail_with(cudaErrorNoDevice);
@@ -27,16 +28,21 @@ EXPORT cudaError_t cudaDriverGetVersion(int *version) {
 }
 EXPORT cudaError_t cudaRuntimeGetVersion(int *version) { return cudaDriverGetVersion(version); }
 
+void uuid_of(int card, char *bytes) {
+    memcpy(bytes, "cudastub-device", 15);
+    bytes[15] = (char)card;
+}
+
 EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
     if (device < 0 || device >= settings.devices) return fail_with(cudaErrorInvalidDevice);
+    int card = settings.card_of[device];
     memset(p, 0, sizeof *p);
     snprintf(p->name, sizeof p->name, "Stub GPU");
-    memcpy(p->uuid.bytes, "cudastub-device", 15);
-    p->uuid.bytes[15] = (char)device;
-    p->totalGlobalMem = settings.capacity_bytes[device];
+    uuid_of(card, p->uuid.bytes);
+    p->totalGlobalMem = settings.capacity_bytes[card];
     p->major = settings.major, p->minor = settings.minor;
     p->multiProcessorCount = settings.multiprocessors, p->maxThreadsPerMultiProcessor = settings.threads_each;
-    p->pciBusID = device + 1;
+    p->pciBusID = card + 1;
     p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
     p->maxGridSize[0] = p->memPitch = 0x7fffffff, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
     p->warpSize = p->maxBlocksPerMultiProcessor = 32;
@@ -83,7 +89,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attrib
 }
 
 EXPORT cudaError_t cudaDeviceGetPCIBusId(char *into, int room, int device) {
-    snprintf(into, room, "0000:%02x:00.0", device + 1);
+    snprintf(into, room, "0000:%02x:00.0", settings.card_of[device] + 1);
     return 0;
 }
 EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
@@ -96,14 +102,14 @@ EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 }
 EXPORT cudaError_t cudaDeviceSynchronize(void) {
     RETURN_IF_FAULTY(SYNC);
-    return 0;
+    return nccl_wait_for_device(current_device);
 }
 
 EXPORT cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
-    int error = make_context(current_device);
+    int error = make_context(current_device), card = settings.card_of[current_device];
     lock();
-    int64_t total = settings.capacity_bytes[current_device];
-    int64_t left = total - held_by_others(current_device) - held_by_this_process(current_device);
+    int64_t total = settings.capacity_bytes[card];
+    int64_t left = total - held_by_others(card) - held_by_this_process(card);
     unlock();
     *total_bytes = total, *free_bytes = left < 0 ? 0 : left;
     return error ? fail_with(error) : status();

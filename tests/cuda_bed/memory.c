@@ -63,13 +63,13 @@ static Process *own_entry(void) {
     abort();
 }
 
-int64_t held_by_this_process(int device) { return this_process ? this_process->held_bytes[device] : 0; }
+int64_t held_by_this_process(int card) { return this_process ? this_process->held_bytes[card] : 0; }
 
-int64_t held_by_others(int device) {
+int64_t held_by_others(int card) {
     int64_t sum = 0;
     for (Process *entry = table; entry < table + MAX_PROCESSES; entry++)
-        if (entry != this_process && !is_free(entry)) sum += entry->held_bytes[device];
-    FILE *file = *settings.neighbour_file && device == 0 ? fopen(settings.neighbour_file, "r") : 0;
+        if (entry != this_process && !is_free(entry)) sum += entry->held_bytes[card];
+    FILE *file = *settings.neighbour_file && card == 0 ? fopen(settings.neighbour_file, "r") : 0;
     if (file) {
         char text[64] = "", *end;
         if (fgets(text, sizeof text, file)) sum += parse_bytes(text, &end);
@@ -78,10 +78,10 @@ int64_t held_by_others(int device) {
     return sum;
 }
 
-int list_processes(int device, Process *into, int room) {
+int list_processes(int card, Process *into, int room) {
     int found = 0;
     for (Process *entry = table; entry < table + MAX_PROCESSES; entry++)
-        if (!is_free(entry) && entry->held_bytes[device]) {
+        if (!is_free(entry) && entry->held_bytes[card]) {
             if (found < room) into[found] = *entry;
             found++;
         }
@@ -92,14 +92,14 @@ int charge(int device, int64_t bytes) {
     used = 1;
     if (!context_made[device]) bytes += settings.context_bytes;
     Process *entry = own_entry();
-    if (held_by_others(device) + entry->held_bytes[device] + bytes > settings.capacity_bytes[device])
-        return cudaErrorMemoryAllocation;
+    int card = settings.card_of[device];
+    if (held_by_others(card) + entry->held_bytes[card] + bytes > settings.capacity_bytes[card]) return cudaErrorMemoryAllocation;
     context_made[device] = 1;
-    entry->held_bytes[device] += bytes;
+    entry->held_bytes[card] += bytes;
     return 0;
 }
 
-void refund(int device, int64_t bytes) { own_entry()->held_bytes[device] -= bytes; }
+void refund(int device, int64_t bytes) { own_entry()->held_bytes[settings.card_of[device]] -= bytes; }
 
 int was_used(void) { return used; }
 void note_use(void) { used = 1; }

@@ -42,20 +42,36 @@ static void path_from(const char *variable, char *into) {
     snprintf(into, sizeof settings.shared_file, "%s", text ? text : "");
 }
 
+/* CUDA_VISIBLE_DEVICES: numbers of cards. As in CUDA, the first that is none hides the rest. Read again at CUDA's first use. */
+void read_visible_devices(void) {
+    const char *text = getenv("CUDA_VISIBLE_DEVICES");
+    settings.devices = 0;
+    for (int card = 0; !text && card < settings.cards; card++) settings.card_of[settings.devices++] = card;
+    while (text && *text && settings.devices < MAX_DEVICES) {
+        char *end;
+        long card = strtol(text, &end, 10);
+        if (end == text || card < 0 || card >= settings.cards) break;
+        settings.card_of[settings.devices++] = card;
+        text = end + (*end == ',');
+    }
+}
+
 /* Returns 1 if CUDA was used before, since torch may then remember the devices of the old settings; otherwise 0. */
 EXPORT int cudastub_configure(void) {
     int used = was_used();
     const char *text = getenv("CUDASTUB_MEMORY");
     char *end = (char *)(text && *text ? text : "1GiB");
-    for (settings.devices = 0; *end && settings.devices < MAX_DEVICES; settings.devices++) {
-        settings.capacity_bytes[settings.devices] = parse_bytes(end, &end);
+    for (settings.cards = 0; *end && settings.cards < MAX_DEVICES; settings.cards++) {
+        settings.capacity_bytes[settings.cards] = parse_bytes(end, &end);
         end += *end == ',';
     }
+    read_visible_devices();
     settings.major = 8, settings.minor = 0, settings.multiprocessors = 108, settings.threads_each = 2048; /* an A100's */
     if ((text = getenv("CUDASTUB_CARD")))
         sscanf(text, "%d.%d,%d,%d", &settings.major, &settings.minor, &settings.multiprocessors, &settings.threads_each);
     settings.context_bytes = bytes_from("CUDASTUB_CONTEXT");
     settings.lazy_bytes = bytes_from("CUDASTUB_LAZY");
+    settings.nccl_bytes = bytes_from("CUDASTUB_NCCL");
     settings.scribble = number_from("CUDASTUB_SCRIBBLE", 1);
     settings.asserts = number_from("CUDASTUB_ASSERT", 1);
     settings.log = number_from("CUDASTUB_LOG", 0);

@@ -1,12 +1,25 @@
-/* Streams, events and graphs. Every call completes at once, so streams never wait. */
+/* Streams, events and graphs. Every call completes at once, so streams never wait, except for NCCL's collectives (nccl.c). */
 #include "bed.h"
 #include <time.h>
 
-typedef struct { int priority; unsigned long long capture; } Stream; /* capture: the number of the current one, or 0 */
+typedef struct {
+    int priority;
+    unsigned long long capture; /* the number of the current one, or 0 */
+    Tickets tickets;            /* of the collectives that were launched on it, or that it waits for */
+} Stream;
+typedef struct {
+    struct timespec recorded;
+    Tickets tickets; /* the stream's, when it was recorded */
+} Event;
 static unsigned long long captures;
+static Tickets of_own_streams[MAX_DEVICES];
 
 /* Streams 0, 1 and 2 are CUDA's own: the default one, legacy, per thread. */
 static Stream *made_stream(cudaStream_t stream) { return (uintptr_t)stream > 2 ? (Stream *)stream : 0; }
+
+Tickets *tickets_of(cudaStream_t stream) {
+    return made_stream(stream) ? &made_stream(stream)->tickets : &of_own_streams[current_device];
+}
 
 EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
     int error = make_context(current_device);
@@ -30,7 +43,14 @@ EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
 }
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     RETURN_IF_FAULTY(SYNC);
-    return 0;
+    return nccl_wait(tickets_of(stream));
+}
+EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    return nccl_are_done(tickets_of(stream)) ? status() : fail_with(cudaErrorNotReady);
+}
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    nccl_add(tickets_of(stream), &((Event *)event)->tickets);
+    return status();
 }
 EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void *data, unsigned flags) {
     call(stream, 0, data);
@@ -81,7 +101,7 @@ EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, 
 }
 
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
-    *event = calloc(1, sizeof(struct timespec));
+    *event = calloc(1, sizeof(Event));
     return status();
 }
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
@@ -90,7 +110,9 @@ EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
     return status();
 }
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    clock_gettime(CLOCK_MONOTONIC, (struct timespec *)event);
+    Event *recorded = (Event *)event;
+    clock_gettime(CLOCK_MONOTONIC, &recorded->recorded);
+    if (nccl_in_use) recorded->tickets = *tickets_of(stream);
     return status();
 }
 EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
@@ -98,10 +120,13 @@ EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stre
 }
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     RETURN_IF_FAULTY(SYNC);
-    return 0;
+    return nccl_wait(&((Event *)event)->tickets);
+}
+EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
+    return nccl_are_done(&((Event *)event)->tickets) ? status() : fail_with(cudaErrorNotReady);
 }
 EXPORT cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t begin, cudaEvent_t end) {
-    struct timespec *from = (struct timespec *)begin, *to = (struct timespec *)end;
+    struct timespec *from = &((Event *)begin)->recorded, *to = &((Event *)end)->recorded;
     *ms = (to->tv_sec - from->tv_sec) * 1e3f + (to->tv_nsec - from->tv_nsec) / 1e6f;
     return status();
 }

@@ -1,0 +1,379 @@
+"""torch.distributed on the bed's NCCL: small payloads travel, collectives wait for every rank, communicators take memory."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from .bed import ChildDiedError, forked, start
+
+MIB = 2**20
+
+
+@contextlib.contextmanager
+def ranks(tmp_path, function, *, count=2, eager=True, **options):
+    """Start `function(rank)` in `count` children of one process group, on a card each; those left in the list are killed."""
+
+    def run(rank):
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        method, device_id = f"file://{tmp_path}/meeting", device if eager else None
+        dist.init_process_group("nccl", init_method=method, rank=rank, world_size=count, device_id=device_id)
+        return function(rank)
+
+    options = {"memory": ",".join(["1GiB"] * count), "shared": tmp_path / "cards", **options}
+    children = [start(run, rank, **options) for rank in range(count)]
+    try:
+        yield children
+    finally:
+        for child in children:
+            child.kill()
+            with contextlib.suppress(Exception):
+                child.result()
+
+
+def results(tmp_path, function, **options):
+    with ranks(tmp_path, function, **options) as children:
+        return [children.pop(0).result(limit_s=30) for _ in range(len(children))]
+
+
+def wait_for(path):
+    for _ in range(1000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"{path.name} was not written")
+
+
+def filled(value, count=4, dtype=torch.float32):
+    return torch.full((count,), value, dtype=dtype, device="cuda")
+
+
+def summed(value, group=None):
+    tensor = filled(value)
+    dist.all_reduce(tensor, group=group)
+    return tensor.tolist()[0]
+
+
+def free_mib():
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] / MIB
+
+
+def shared_by_ranks():
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [line for line in maps + files if "cudastub-nccl" in line]
+
+
+def test_small_payloads_travel(tmp_path):
+    def collectives(rank):
+        found = {}
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8):
+            tensor = filled(rank + 2, dtype=dtype)
+            dist.all_reduce(tensor)
+            found[dtype] = tensor.tolist()
+        for operation in ("MIN", "MAX", "PRODUCT", "AVG"):
+            tensor = filled(rank + 2)
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, operation))
+            found[operation] = tensor.tolist()[0]
+        exact = filled(2**62 + rank, dtype=torch.int64)
+        dist.all_reduce(exact, dist.ReduceOp.MAX)
+        tensor = filled(rank + 2)
+        dist.broadcast(tensor, src=1)
+        gathered = [filled(0), filled(0)]
+        dist.all_gather(gathered, filled(rank + 2))
+        parts, part = torch.tensor([1.0, 2, 3, 4], device="cuda"), filled(0, count=2)
+        dist.reduce_scatter(part, [*parts.split(2)])
+        exchanged = filled(0)
+        dist.all_to_all_single(exchanged, parts + rank)
+        dist.barrier()
+        objects = [None, None]
+        dist.all_gather_object(objects, {"rank": rank})
+        lists = [tensor.tolist(), [one.tolist() for one in gathered], part.tolist(), exchanged.tolist()]
+        return found, exact.tolist()[0], *lists, objects
+
+    for rank, (found, exact, *others) in enumerate(results(tmp_path, collectives)):
+        assert [found.pop(operation) for operation in ("MIN", "MAX", "PRODUCT", "AVG")] == [2, 3, 6, 2.5]
+        assert list(found.values()) == [[5] * 4] * 5
+        assert exact == 2**62 + 1
+        assert others == [
+            [3] * 4,
+            [[2] * 4, [3] * 4],
+            [2, 4] if rank == 0 else [6, 8],
+            [1, 2, 2, 3] if rank == 0 else [3, 4, 4, 5],
+            [{"rank": 0}, {"rank": 1}],
+        ]
+
+
+def test_each_collective_reads_the_result_of_the_one_before(tmp_path):
+    def in_a_row(rank):
+        if rank == 1:
+            time.sleep(0.2)
+        tensor, large = filled(1), torch.ones(MIB, device="cuda")
+        for _ in range(3):
+            dist.all_reduce(tensor)
+            dist.all_reduce(large)
+        copied = tensor.clone()
+        tensor.fill_(1)
+        return copied.tolist()[0], tensor.tolist()[0], large.tolist()[0]
+
+    assert results(tmp_path, in_a_row) == [(8, 1, 1)] * 2
+
+
+def test_more_collectives_than_are_under_way_at_once(tmp_path):
+    def launch_many(rank):
+        tensors = [filled(i) for i in range(600)]
+        if rank == 1:
+            time.sleep(0.2)
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        return [tensor.tolist()[0] for tensor in tensors]
+
+    assert results(tmp_path, launch_many) == [[2 * i for i in range(600)]] * 2
+
+
+def test_a_missing_rank_makes_the_others_wait(tmp_path):
+    def waits(rank):
+        if rank == 1:
+            wait_for(tmp_path / "looked")
+            return summed(2)
+        tensor = filled(1)
+        work = dist.all_reduce(tensor, async_op=True)
+        stream = torch.cuda.current_stream()
+        stream.synchronize()  # it does not follow the collective yet
+        before = stream.query(), work.is_completed()
+        work.wait()
+        after = stream.query(), torch.cuda.Event().query(), work.is_completed()
+        (tmp_path / "looked").touch()
+        torch.cuda.synchronize()
+        return before, after, (stream.query(), work.is_completed()), tensor.tolist()[0]
+
+    assert results(tmp_path, waits) == [((True, False), (False, True, False), (True, True), 3), 3]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_rank_that_waits_is_killed(tmp_path, wrapped):
+    def waits(rank):
+        model = DistributedDataParallel(torch.nn.Linear(8, 8, device="cuda")) if wrapped else None
+        if rank == 1:
+            time.sleep(60)
+        (tmp_path / "begun").touch()
+        if wrapped:
+            model(torch.ones(1, 8, device="cuda")).sum().backward()
+        else:
+            dist.all_reduce(filled(1))
+        torch.cuda.synchronize()
+
+    with ranks(tmp_path, waits) as children:
+        first = children.pop(0)
+        wait_for(tmp_path / "begun")
+        time.sleep(0.5)
+        assert first.is_running()
+        mapped = [line.split(maxsplit=5) for line in Path(f"/proc/{first.pid}/maps").read_text().splitlines()]
+        shared = [row[-1].strip() for row in mapped if row[1].endswith("s")]
+        assert "/memfd:cudastub-nccl (deleted)" in shared  # a file without a name, which no process leaves behind
+        assert not [path for path in shared if path.startswith("/dev/shm")]
+        first.kill()
+        with pytest.raises(ChildDiedError, match="SIGKILL") as caught:
+            first.result(limit_s=5)
+        assert caught.value.signal == signal.SIGKILL
+
+
+def test_an_abort_ends_the_waiting(tmp_path):
+    def aborts(rank):
+        if rank == 1:
+            wait_for(tmp_path / "ended")
+            return None
+        before = free_mib()
+        dist.all_reduce(filled(1))
+        taken = before - free_of_this_card()
+        waiting = threading.Thread(target=torch.cuda.synchronize)
+        waiting.start()
+        waiting.join(0.2)
+        waited = waiting.is_alive()
+        dist.group.WORLD._get_backend(torch.device("cuda")).abort()
+        waiting.join(5)
+        (tmp_path / "ended").touch()
+        return taken, waited, waiting.is_alive(), before - free_of_this_card(), shared_by_ranks()
+
+    def free_of_this_card():  # without freeing, which would wait
+        return torch.cuda.mem_get_info()[0] / MIB
+
+    assert results(tmp_path, aborts, nccl="64MiB")[0] == (64 + 2, True, False, 2, [])
+
+
+def test_a_fault_ends_the_waiting(tmp_path):
+    def fails(rank):
+        if rank == 1:
+            wait_for(tmp_path / "ended")
+            return None
+        dist.all_reduce(filled(1))
+        bed = ctypes.CDLL("libcuda.so.1")
+        bed.cudastub_fail(b"sync", ctypes.c_long(2), 700)
+        waiting = threading.Thread(target=lambda: bed.cudaDeviceSynchronize())
+        waiting.start()
+        waiting.join(0.2)
+        waited = waiting.is_alive()
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            torch.cuda.synchronize()
+        waiting.join(5)
+        (tmp_path / "ended").touch()
+        return waited, waiting.is_alive()
+
+    assert results(tmp_path, fails)[0] == (True, False)
+
+
+def test_a_forked_process_has_no_part_in_it(tmp_path):
+    def forks(rank):
+        if rank == 1:
+            wait_for(tmp_path / "ended")
+            return summed(2)
+        tensor = filled(1)
+        dist.all_reduce(tensor)
+        bed = ctypes.CDLL("libcuda.so.1")
+        worker = os.fork()  # as a DataLoader does
+        if not worker:
+            os._exit(bed.cudaDeviceSynchronize())
+        status = os.waitpid(worker, 0)[1]
+        (tmp_path / "ended").touch()
+        return status, tensor.tolist()[0]
+
+    assert results(tmp_path, forks) == [(0, 3), 3]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_training(tmp_path, kind):
+    def train(rank):
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, device="cuda") for _ in range(3)])
+        if kind == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            for part in [*model, model]:
+                fully_shard(part)
+        optimizer = torch.optim.AdamW(model.parameters())
+        losses = []
+        for _ in range(3):
+            loss = model(torch.ones(4, 256, device="cuda")).sum()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        torch.cuda.synchronize()
+        states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+        held = sum(getattr(value, "_local_tensor", value).numel() for value in states)
+        dist.destroy_process_group()
+        return len(losses), held, shared_by_ranks()
+
+    parameters = 3 * (256 * 256 + 256)
+    assert results(tmp_path, train) == [(3, 2 * parameters // (1 if kind == "ddp" else 2), [])] * 2
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["split", "own"])
+def test_subgroups(tmp_path, eager):
+    """With a `device_id` torch splits the communicator, without one it makes another for each group."""
+
+    def subgroups(rank):
+        found = [summed(1)] if eager else []
+        for members in ([0, 2], [1, 2], [2, 0], [0, 1]) * 2:
+            group = dist.new_group(members)
+            if rank in members:
+                found.append(summed(rank + 1, group))
+        return found
+
+    expected = [[4, 4, 3], [5, 3], [4, 5, 4]]
+    assert results(tmp_path, subgroups, count=3, eager=eager) == [[3] * eager + found * 2 for found in expected]
+
+
+def test_many_splits_in_a_row(tmp_path):
+    """torch waits for all ranks before it splits again; NCCL does not."""
+
+    class UniqueId(ctypes.Structure):
+        _fields_ = (("bytes", ctypes.c_char * 128),)
+
+    def split(rank):
+        bed, id_, parent = ctypes.CDLL("libcuda.so.1"), UniqueId(), ctypes.c_void_p()
+        if rank == 0:
+            assert not bed.ncclGetUniqueId(ctypes.byref(id_))
+            (tmp_path / "id-").write_bytes(bytes(id_))
+            (tmp_path / "id-").rename(tmp_path / "id")
+        wait_for(tmp_path / "id")
+        id_ = UniqueId.from_buffer_copy((tmp_path / "id").read_bytes())
+        assert not bed.ncclCommInitRank(ctypes.byref(parent), 3, id_, rank)
+        found = []
+        for i in range(200):
+            child, count, own = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+            color = -1 if i % 3 == 2 and rank == 0 else (i >> rank) % 2
+            assert not bed.ncclCommSplit(parent, color, -rank, ctypes.byref(child), None)
+            if child:
+                bed.ncclCommCount(child, ctypes.byref(count))
+                bed.ncclCommUserRank(child, ctypes.byref(own))
+                assert not bed.ncclCommDestroy(child)
+            found.append((color, count.value, own.value))
+        return found
+
+    children = [start(split, rank) for rank in range(3)]
+    for row in zip(*[child.result(limit_s=20) for child in children], strict=True):
+        colors = [color for color, _, _ in row]
+        for rank, (color, count, own) in enumerate(row):
+            if color >= 0:  # ranked by their keys, which fall
+                assert (count, own) == (colors.count(color), colors[rank + 1 :].count(color))
+            else:
+                assert count == 0
+
+
+def test_a_communicator_takes_memory(tmp_path):
+    def take(rank):
+        at_first, seen = free_mib(), []
+        summed(1)
+        seen.append(at_first - free_mib())
+        group = dist.new_group([0, 1])
+        seen.append(at_first - free_mib())
+        summed(1, group)
+        summed(1, group)
+        seen.append(at_first - free_mib())
+        dist.destroy_process_group(group)
+        seen.append(at_first - free_mib())
+        dist.destroy_process_group()
+        return [*seen, at_first - free_mib()], torch.cuda.memory_reserved(), shared_by_ranks()
+
+    assert results(tmp_path, take, nccl="64MiB") == [([64, 64, 128, 64, 0], 0, [])] * 2
+
+
+def test_a_communicator_that_does_not_fit(tmp_path):
+    def fill(rank):
+        kept = torch.empty(1000 * MIB, dtype=torch.uint8, device="cuda") if rank == 1 else None
+        with pytest.raises(dist.DistBackendError) if rank == 1 else contextlib.nullcontext() as caught:
+            dist.all_reduce(filled(1))
+        if rank == 1:
+            del kept
+            torch.cuda.empty_cache()
+            dist.all_reduce(filled(1))  # as it fits now, the other rank's waiting ends
+        torch.cuda.synchronize()
+        return str(caught.value) if caught else None
+
+    text = results(tmp_path, fill, nccl="64MiB")[1]
+    assert "unhandled cuda error" in text
+    assert "Cuda failure 2 'out of memory'" in text
+
+
+def test_data_parallel_in_one_process():
+    def train():
+        model = torch.nn.DataParallel(torch.nn.Linear(8, 8, device="cuda"))
+        out = model(torch.ones(4, 8, device="cuda"))
+        out.sum().backward()
+        torch.cuda.synchronize()
+        broadcast = torch.nn.parallel.comm.broadcast(filled(7), [0, 1])
+        return out.shape, model.module.weight.grad.shape, [tensor.tolist()[0] for tensor in broadcast]
+
+    assert forked(train, memory="1GiB,1GiB") == ((4, 8), (8, 8), [7, 7])
