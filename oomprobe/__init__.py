@@ -16,7 +16,7 @@ _NAMES = {
         *("OomProbeError", "InvalidArgumentError", "NoDeviceError", "NothingFitsError", "StepFailedError"),
         *("DeviceLostError", "TimeLimitError", "UnreliableError"),
     ),
-    "probe": ("check", "check_target", "find_max_batch", "probe_target"),
+    "probe": ("check", "check_command", "check_target", "find_max_batch", "probe_command", "probe_target"),
     "fit": ("LinearFit",),
     "plan": ("PlanEntry",),
     "result": ("ProbeResult",),
@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     from oomprobe.fit import LinearFit as LinearFit
     from oomprobe.plan import PlanEntry as PlanEntry
     from oomprobe.probe import check as check
+    from oomprobe.probe import check_command as check_command
     from oomprobe.probe import check_target as check_target
     from oomprobe.probe import find_max_batch as find_max_batch
+    from oomprobe.probe import probe_command as probe_command
     from oomprobe.probe import probe_target as probe_target
     from oomprobe.result import ProbeResult as ProbeResult
     from oomprobe.trials import Phase as Phase

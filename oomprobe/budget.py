@@ -26,8 +26,11 @@ class Budget:
         self.is_final |= is_final
 
     def search_cap(self) -> int | None:
-        """Return the cap of every trial but those that grow; without a margin, that of those. May sample the memory."""
-        return self.total_bytes if self._fraction < 1 else self.grow_cap()
+        """Return the cap of every trial but those that grow; without a margin, that of those. May sample the memory.
+
+        None while no trial has passed that `grows_capped`: its runner then knows a cap of its own.
+        """
+        return (self.total_bytes or None) if self._fraction < 1 else self.grow_cap()
 
     def grow_cap(self) -> int | None:
         """Return the cap of trials that grow, and sample the memory on first use.
@@ -35,6 +38,8 @@ class Budget:
         None in a process that may die, and on devices without `edge_bytes`.
         """
         facts = self._runner.facts
+        if facts.grows_capped and self._fraction < 1:
+            return self.search_cap()
         if facts.replaceable or not facts.device.edge_bytes:
             return None
         if not self.available_bytes:

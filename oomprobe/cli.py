@@ -34,9 +34,28 @@ DEMO_CARD = "sim:H100-80GB"
 DEMO_BUDGET = "cpu:256MiB"  # large enough for activations to dominate, small enough for half a minute on two cores
 
 
+NO_TARGET = (
+    "name what to probe: oomprobe run path/to/train.py:build, or a command after two dashes: "
+    "oomprobe run -- python train.py --batch-size {batch}"
+)
+NO_DASHES = "put two dashes before the command: oomprobe run [options] -- python train.py --batch-size {batch}"
+TWO_TARGETS = (
+    "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
+)
+NOT_FOR_COMMANDS = (
+    "{options} cannot be given for a command: it runs as it is, in processes of its own and on the devices that it chooses "
+    "(CUDA_VISIBLE_DEVICES narrows them). For these options, write a target: oomprobe run path/to/train.py:build"
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    arguments = parser().parse_args(argv)
+    words, command = _split(sys.argv[1:] if argv is None else argv)
+    if command is None and words[:1] == ["run"] and any("{batch}" in word for word in words):
+        tell(f"oomprobe: {NO_DASHES}")
+        return InvalidArgumentError.exit_status
+    arguments = parser().parse_args(words)
+    arguments.words = command
     arguments.owns_process = argv is None
     try:
         return _COMMANDS[arguments.command](arguments)
@@ -47,13 +66,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return explain(error, required=getattr(arguments, "require", None) is not None)
 
 
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Return oomprobe's own arguments, and the command that follows ``--``; None without one."""
+    words = list(argv)
+    if words[:1] != ["run"] or "--" not in words:
+        return words, None
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
 def _run(arguments: argparse.Namespace) -> int:
     check_run(arguments)
     machine_reads = arguments.quiet or arguments.json == STDOUT
     if arguments.quiet and arguments.progress == "auto":
         arguments.progress = "off"
     isolate = not arguments.in_process
-    if isolate and sys.platform != "linux":
+    if isolate and arguments.words is None and sys.platform != "linux":
         tell("note: trials can be isolated on Linux only; they run in this process (--in-process)")
         isolate = False
     keeping = stdout_kept(for_good=arguments.owns_process) if machine_reads else contextlib.nullcontext(sys.stdout)
@@ -68,6 +96,8 @@ def _run(arguments: argparse.Namespace) -> int:
             write(stdout, result.to_json())
         elif arguments.quiet and not result.contaminated:
             write(stdout, f"{result.batch_size}\n")
+    if arguments.quiet and (weak := [f"oomprobe: {note}" for note in result.notes if note.startswith("weak: ")]):
+        tell(*weak)
     if arguments.json != STDOUT:
         _save(result.to_json, arguments.json)
     _save(result.to_html, arguments.html)
@@ -86,23 +116,28 @@ def _save(write_to: Callable[[Path], object], path: Path | None) -> None:
 
 
 def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
-    from oomprobe.probe import check_target, probe_target
+    from oomprobe import probe
 
     common = {
-        "isolate": isolate,
-        "device": arguments.device,
         "memory_fraction": arguments.memory_fraction,
         "confirm_steps": arguments.confirm_steps,
         "time_limit_s": arguments.time_limit,
-        "breakdown": arguments.breakdown,
         "progress": arguments.progress,
     }
+    check: Callable[..., ProbeResult] = probe.check_target
+    search: Callable[..., ProbeResult] = probe.probe_target
+    if arguments.words is None:
+        what = arguments.target
+        common |= {"isolate": isolate, "device": arguments.device, "breakdown": arguments.breakdown}
+    else:
+        what, check, search = arguments.words, probe.check_command, probe.probe_command
+        common |= {"passes_after_s": arguments.passes_after}
     if arguments.require is not None:
-        return check_target(arguments.target, arguments.require, **common)
+        return check(what, arguments.require, **common)
     given = {name: getattr(arguments, name) for name in SEARCH_OPTIONS if getattr(arguments, name) is not None}
     if "global_batch" in given:
         given["global_batch"] = -(-arguments.global_batch // arguments.world_size)
-    return probe_target(arguments.target, **given, **common)
+    return search(what, **given, **common)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -165,7 +200,10 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 # Options of a search, by their names in `find_max_batch`; --require does not search and would ignore them.
-SEARCH_OPTIONS = ("min_batch", "max_batch", "multiple_of", "steps", "resolution", "trial_time_limit_s", "global_batch")
+SEARCH_OPTIONS = (
+    *("min_batch", "max_batch", "multiple_of", "start_batch"),
+    *("steps", "resolution", "trial_time_limit_s", "global_batch"),
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -175,7 +213,12 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=f"oomprobe {oomprobe.__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    run = commands.add_parser("run", help="probe a target: path/to/train.py:build, which returns (model, step_fn)")
+    run = commands.add_parser(
+        "run",
+        help="probe a target: path/to/train.py:build, which returns (model, step_fn); or a command",
+        usage="%(prog)s [options] TARGET\n       %(prog)s [options] -- COMMAND ... {batch} ...",
+        description="Probe a target, or a command in whose arguments {batch} stands for the batch size.",
+    )
     _add_run(run)
     demo = commands.add_parser("demo", help="probe two small models, on a simulated card and here")
     show = commands.add_parser("show", help="print a result that was saved as JSON")
@@ -199,7 +242,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
-    run.add_argument("target", metavar="TARGET", help="module:function or path/to/file.py:function")
+    run.set_defaults(words=None)  # of a command
+    run.add_argument("target", metavar="TARGET", nargs="?", help="module:function or path/to/file.py:function")
     run.add_argument(
         "--device",
         help="cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is)",
@@ -210,9 +254,17 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--min-batch", type=int, metavar="N", help="smallest size to try (1)")
     run.add_argument("--max-batch", type=int, metavar="N", help="largest size to try (no limit)")
     run.add_argument("--multiple-of", type=int, metavar="N", help="try only multiples of this (1)")
+    run.add_argument(
+        "--start-batch", type=int, metavar="N", help="size to begin at, then doubled or halved (--min-batch)"
+    )
     run.add_argument("--steps", type=int, metavar="N", help="full steps per trial (2)")
     run.add_argument("--confirm-steps", type=int, default=5, metavar="N", help="full steps to confirm the answer (5)")
-    run.add_argument("--resolution", type=float, metavar="F", help="stop within this fraction of the size (0: exact)")
+    run.add_argument(
+        "--resolution",
+        type=float,
+        metavar="F",
+        help="stop within this fraction of the size (0: exact; a command: 1/64)",
+    )
     run.add_argument("--time-limit", type=float, metavar="S", help="seconds for the whole probe")
     run.add_argument(
         "--trial-time-limit", type=float, metavar="S", dest="trial_time_limit_s", help="seconds for one trial"
@@ -222,6 +274,12 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--breakdown", action="store_true", help="run one more step to show where the memory went")
     run.add_argument(
         "--require", type=_size, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
+    )
+    run.add_argument(
+        "--passes-after",
+        type=float,
+        metavar="S",
+        help="a command whose processes report nothing passes after S seconds (last resort)",
     )
     run.add_argument("--in-process", action="store_true", help="run trials in this process")
     run.add_argument("--json", type=_file, metavar="PATH", help="write the result as JSON; - for stdout")
@@ -244,7 +302,16 @@ def _file(text: str) -> Path:
 
 def check_run(arguments: argparse.Namespace) -> None:
     """Raise InvalidArgumentError for options that would only fail, or be ignored, after minutes of probing."""
-    required, multiple_of = arguments.require, arguments.multiple_of
+    required, multiple_of, is_command = arguments.require, arguments.multiple_of, arguments.words is not None
+    if (arguments.target is None) != is_command:
+        raise InvalidArgumentError(
+            NO_TARGET if arguments.target is None else TWO_TARGETS.format(target=arguments.target)
+        )
+    own = {"--device": arguments.device, "--breakdown": arguments.breakdown, "--in-process": arguments.in_process}
+    if is_command and (refused := [option for option, value in own.items() if value]):
+        raise InvalidArgumentError(NOT_FOR_COMMANDS.format(options=", ".join(refused)))
+    if not is_command and arguments.passes_after is not None:
+        raise InvalidArgumentError("--passes-after is for commands: a target's steps are counted")
     given = (option for option in SEARCH_OPTIONS if getattr(arguments, option) is not None)
     ignored = [_flag(option) for option in given if option != "multiple_of"]
     if required is not None and multiple_of is not None and multiple_of > 0 and required % multiple_of:

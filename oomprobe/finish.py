@@ -23,6 +23,7 @@ NO_HISTORY = (
     "no breakdown: {device} does not record its allocations; torch's own CUDA allocator and simulated cards do "
     "(--device sim:24GiB)"
 )
+NO_PLAN = "the plan for global_batch was not run: the command itself decides how it accumulates gradients"
 PRESSED = (
     "marginal: at batch {size} the allocator released its cache {retries} in {calls} calls to serve a request, which is slow; "
     "{instead}"
@@ -60,6 +61,9 @@ def ease(session: Session, answer: int) -> None:
 def run_plan(session: Session, batch_size: int) -> None:
     """Run the micro-batch planned for `global_batch` with gradient accumulation; shrink it while that fails."""
     if session.options.global_batch is None:
+        return
+    if not session.runner.facts.runs_plans:
+        session.notes[NO_PLAN] = None
         return
     largest = batch_size
     for _ in range(PLAN_TRIALS):

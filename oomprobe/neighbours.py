@@ -9,7 +9,7 @@ import tenacity
 import torch
 
 from oomprobe.devices.sharing import processes_on
-from oomprobe.trials import NO_VERDICT, DeviceInfo, Outcome
+from oomprobe.trials import NO_VERDICT, DeviceInfo, Outcome, Runner
 from oomprobe.units import format_bytes
 
 # Growth outside our allocator that is ignored: this fraction of the device, but at least this many bytes. Kernels that
@@ -27,14 +27,21 @@ class Neighbours:
     the answer is marked as contaminated, because the others may have caused it.
     """
 
-    def __init__(self, device: DeviceInfo, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._device, self._sleep = device, sleep
-        self._tolerated_bytes = max(MOVED_SHARE * device.total_bytes, MOVED_BYTES)
+    def __init__(self, runner: Runner, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._runner, self._sleep = runner, sleep
         self._expected_bytes: int | None = None
         self._spoiled = 0  # disturbed attempts at the current trial
         self.contaminated = False
         self.notes: dict[str, None] = {}
         self.held_bytes: list[int] = []  # samples, each after a trial
+
+    @property
+    def _device(self) -> DeviceInfo:
+        return self._runner.facts.device
+
+    @property
+    def _tolerated_bytes(self) -> float:
+        return max(MOVED_SHARE * self._device.total_bytes, MOVED_BYTES)
 
     def expect(self, outside_bytes: int | None) -> None:
         """Take `outside_bytes` as the normal level, once kernels and libraries are loaded."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,10 @@ ON_THE_CPU = (
 ON_HOST_MEMORY = (
     ", which is slow: the model is on the CPU. Build it on the GPU, or simulate one with --device sim:24GiB (in Python "
     'device="sim:24GiB")'
+)
+NO_BREAKDOWN = (
+    "breakdown records the allocations of a step in its own process, which a command does not allow: write a target, "
+    "and probe that"
 )
 NOT_RESTORED = "not restored: {names}"
 
@@ -155,6 +160,32 @@ def _processes(source: Source, options: Options, progress: Progress, hint: str) 
                 device = runner.facts.device
                 status.opened(device.name + hint * device.on_host, options)
                 yield Session(runner, options, status, clock, recorded)
+        finally:
+            status.close()
+
+
+@contextmanager
+def open_command(
+    command: Sequence[str], passes_after_s: float | None, options: Options, progress: Progress
+) -> Iterator[Session]:
+    """Open a session whose trials are runs of a command; no process of it is left afterwards."""
+    if sys.platform != "linux":
+        raise InvalidArgumentError(f"a command can be probed on Linux only, and this is {sys.platform}")
+    from oomprobe.command.runner import CommandRunner, checked
+
+    words, status = checked(command), reporter(progress)
+    if options.breakdown:
+        raise InvalidArgumentError(NO_BREAKDOWN)
+    recorded: list[Trial] = []
+    with trials_attached(recorded), Interrupts() as interrupts:
+        clock = Clock(options)
+        try:
+            status.opened(shlex.join(words), options)
+            session = Session(
+                CommandRunner(words, options, interrupts, passes_after_s), options, status, clock, recorded
+            )
+            session.state_verified = True  # the caller's process has no state that a trial could change
+            yield session
         finally:
             status.close()
 

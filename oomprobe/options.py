@@ -15,8 +15,8 @@ from oomprobe.search import Sizes
 
 StepFn = Callable[[torch.nn.Module, int], object]
 SEVERAL_RANKS = (
-    "{what}: an out-of-memory error on one would leave the others waiting in a collective. Several ranks are not supported "
-    "yet: "
+    "{what}: an out-of-memory error on one would leave the others waiting in a collective. Probe the command that starts the "
+    "ranks, oomprobe run -- torchrun ... --batch-size {{batch}}; or "
 )
 MAX_CALLS = 32  # of a step without an optimizer stepping, before it is assumed to have none
 
@@ -42,6 +42,7 @@ class Options:
     min_batch: int = 1
     max_batch: int | None = None
     multiple_of: int = 1
+    start_batch: int | None = None
     steps: int = 2
     confirm_steps: int = 5
     global_batch: int | None = None
@@ -53,7 +54,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("min_batch", "multiple_of", "steps", "confirm_steps"):
             check_size(name, getattr(self, name))
-        for name in ("max_batch", "global_batch"):
+        for name in ("max_batch", "start_batch", "global_batch"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
         for name in ("time_limit_s", "trial_time_limit_s"):
@@ -64,6 +65,10 @@ class Options:
         if self.max_batch is not None and self.min_batch > self.max_batch:
             raise InvalidArgumentError(
                 f"min_batch={self.min_batch} is larger than max_batch={self.max_batch}: swap them"
+            )
+        if self.start_batch is not None and not self.min_batch <= self.start_batch <= (self.max_batch or math.inf):
+            raise InvalidArgumentError(
+                f"start_batch={self.start_batch} is not between min_batch={self.min_batch} and max_batch={self.max_batch}"
             )
         if self.sizes.last is not None and self.sizes.first > self.sizes.last:
             raise InvalidArgumentError(

@@ -1,23 +1,25 @@
-"""`find_max_batch`, `check`, `probe_target` and `check_target`: options in, result out.
+"""`find_max_batch` and `check`, and the same for targets and commands: options in, result out.
 
 Each makes its result after the session has closed, because closing it restores the state and sets `state_verified`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from oomprobe.devices import Device
-from oomprobe.errors import check_size
+from oomprobe.errors import InvalidArgumentError, check_size
 from oomprobe.finish import finish
-from oomprobe.opening import open_model, open_target
+from oomprobe.opening import open_command, open_model, open_target
 from oomprobe.options import Options, Step, StepFn
 from oomprobe.report.progress import Progress
 from oomprobe.result import ProbeResult
 from oomprobe.summary import result_of
+
+COMMAND_RESOLUTION = 1 / 64  # each trial of a command is a whole run
 
 
 def find_max_batch(
@@ -29,6 +31,7 @@ def find_max_batch(
     min_batch: int = 1,
     max_batch: int | None = None,
     multiple_of: int = 1,
+    start_batch: int | None = None,
     steps: int = 2,
     confirm_steps: int = 5,
     preserve: Iterable[Any] = (),
@@ -58,6 +61,8 @@ def find_max_batch(
         min_batch: Smallest size to try, at least 1.
         max_batch: Largest size to try, at least `min_batch`; None for no limit but memory.
         multiple_of: Try only multiples of this, at least 1.
+        start_batch: Size at which to begin, between `min_batch` and `max_batch`; None for `min_batch`. From there the size
+            doubles, or halves if it fails: a good guess saves trials, a bad one costs some, and the answer is the same.
         steps: Full steps per trial, at least 1, after a first step that creates the optimizer state. Simulated devices
             run at least `confirm_steps` where they repeat calls, which costs nothing.
         confirm_steps: Full steps that confirm the answer at least, from 1. The confirmation makes up to 50 calls: as many as
@@ -102,6 +107,7 @@ def find_max_batch(
         min_batch=min_batch,
         max_batch=max_batch,
         multiple_of=multiple_of,
+        start_batch=start_batch,
         steps=steps,
         confirm_steps=confirm_steps,
         global_batch=global_batch,
@@ -222,6 +228,76 @@ def check_target(
     with open_target(target, isolate, device, (), options, progress) as session:
         found = finish(session, session.confirm_only(batch_size))
     return result_of(session, found)
+
+
+def probe_command(
+    command: Sequence[str],
+    *,
+    passes_after_s: float | None = None,
+    progress: Progress = "auto",
+    **options: Any,
+) -> ProbeResult:
+    """Find the largest batch size with which a command runs, on whatever engine launches it (Linux only).
+
+    Each trial is a run of the command, as cold as training. It passes once every rank has made `steps` optimizer steps after
+    the first; then the command and all that it started are ended. The processes report their steps and peaks themselves, and
+    hold torch's allocator to the margin, by a ``sitecustomize`` module in front of PYTHONPATH. The answer is confirmed in two
+    further runs of up to 50 steps each.
+
+    Args:
+        command: The program and its arguments. In each argument, ``{batch}`` stands for the batch size, and ``{dir}`` for a
+            folder of the trial that is removed after it. The size is in the environment variable OOMPROBE_BATCH too.
+        passes_after_s: For commands whose processes cannot report: a trial that runs so many seconds passes, whatever it
+            has done by then. None: such a trial passes when the command exits with 0.
+        progress: As for `find_max_batch`.
+        **options: As for `find_max_batch`, except `device`, `preserve` and `breakdown`. The default of `resolution` is 1/64.
+            The plan for `global_batch` is printed and not run.
+
+    Returns:
+        The answer and all the evidence for it.
+
+    Raises:
+        InvalidArgumentError: the program cannot be run, or does not use the batch size; nothing was run.
+        StepFailedError: the command failed with an error that is not about memory.
+        UnreliableError: it ignores the batch size, ended before enough steps, or could not be held to the margin.
+        OomProbeError: as for `find_max_batch`.
+
+    Example:
+        >>> probe_command(["python", "train.py"])
+        Traceback (most recent call last):
+        oomprobe.errors.InvalidArgumentError: the command does not use the batch size: ...
+    """
+    with open_command(command, passes_after_s, _command_options(options), progress) as session:
+        found = finish(session, session.find())
+    return result_of(session, found)
+
+
+def check_command(
+    command: Sequence[str],
+    batch_size: int,
+    *,
+    memory_fraction: float = 0.9,
+    confirm_steps: int = 5,
+    time_limit_s: float | None = None,
+    passes_after_s: float | None = None,
+    progress: Progress = "auto",
+) -> ProbeResult:
+    """Check that a command runs with one size; see `probe_command` and `check` for arguments and errors."""
+    options = _check_options(batch_size, memory_fraction, confirm_steps, time_limit_s, False)
+    with open_command(command, passes_after_s, options, progress) as session:
+        found = finish(session, session.confirm_only(batch_size))
+    return result_of(session, found)
+
+
+def _command_options(options: Mapping[str, Any]) -> Options:
+    """Return the options of a command; refuse those that would need its processes to be ours."""
+    refused = [name for name in ("device", "preserve", "isolate") if name in options]
+    if refused:
+        raise InvalidArgumentError(
+            f"{', '.join(refused)} cannot be given for a command: it runs as it is, on the devices that it chooses "
+            "(CUDA_VISIBLE_DEVICES narrows them)"
+        )
+    return Options(**{"resolution": COMMAND_RESOLUTION, **options})
 
 
 def _check_options(

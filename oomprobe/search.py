@@ -38,6 +38,7 @@ class Reply:
         varies: After a look, whether later calls need more memory than the calls of the trials before it. After another
             trial, whether the same calls of this size ended differently before, so that a pass proves nothing.
         guess: After a look, a size to begin at; only where to look, never the answer.
+        is_certain: Whether a failure needs no second try: the allocator said so in a fresh process.
         tolerance: After a look, how narrow the bracket must be, as a fraction of the size: long trials need to be few.
     """
 
@@ -45,6 +46,7 @@ class Reply:
     within_cap: bool = False
     grows_no_further: bool = False
     varies: bool = False
+    is_certain: bool = False
     tolerance: float = 0.0
     guess: int | None = None
 
@@ -93,6 +95,13 @@ class Sizes:
         """Return ``size + distance``, but at most `last`."""
         return size + distance if self.last is None else min(size + distance, self.last)
 
+    def nearest(self, size: int) -> int:
+        """Return the size nearest to a number, from below unless that is less than `first`."""
+        return max(
+            self.first,
+            size // self.step * self.step if self.last is None else min(size // self.step * self.step, self.last),
+        )
+
     def down(self, size: int, divisor: int) -> int:
         """Return ``size / divisor``, rounded down to a size, but at least `first`."""
         return max(self.first, size // divisor // self.step * self.step)
@@ -125,12 +134,17 @@ def find(
     capped: bool,
     should_stop_bisecting: Callable[[int, int], bool],
     look: Callable[[int], Reply] | None = None,
+    start: int | None = None,
+    grows_capped: bool = False,
+    confirmations: int = 1,
 ) -> Found:
     """Find the largest size that runs under the cap. On a monotone limit the answer is exact.
 
     Unless `capped`, there is no cap, and grow's replies hold for bisect too. `should_stop_bisecting` is called with the
     largest good and the smallest bad size. `look` runs many calls of a small size after growing; if its reply varies,
-    `try_size` runs longer trials from then on, and the search forgets what passed before.
+    `try_size` runs longer trials from then on, and the search forgets what passed before. `start` is where growing begins; if
+    that fails, the size is halved until one runs. With `grows_capped`, growing is under the cap too. The answer must pass
+    `confirmations` times.
 
     Example:
         >>> def try_size(size, phase, *, capped):
@@ -139,7 +153,15 @@ def find(
         >>> find(try_size, sizes, capped=True, should_stop_bisecting=lambda good, bad: False).batch_size
         90
     """
-    questions = _Search(sizes, capped, should_stop_bisecting, looks=look is not None).questions()
+    questions = _Search(
+        sizes,
+        capped,
+        should_stop_bisecting,
+        start=sizes.first if start is None else sizes.nearest(start),
+        grows_capped=grows_capped,
+        confirmations=confirmations,
+        looks=look is not None,
+    ).questions()
     reply: Any = None  # the first `send` to a generator must be None
     while True:
         try:
@@ -159,6 +181,9 @@ class _Search:
     sizes: Sizes
     has_cap: bool
     should_stop_bisecting: Callable[[int, int], bool]
+    start: int  # where growing begins
+    grows_capped: bool = False
+    confirmations: int = 1
     looks: bool = False
     varies: bool = False  # whether later calls of a step need more memory than earlier ones
     full_good: int | None = None  # the bracket with all the memory
@@ -169,6 +194,7 @@ class _Search:
     passed: set[int] = field(default_factory=set)
     failed_full: set[int] = field(default_factory=set)  # with all the memory
     failed: set[int] = field(default_factory=set)  # under the cap
+    certain: set[int] = field(default_factory=set)  # failures that need no second try
     tolerance: float = 0.0  # fraction of the size: a bracket this narrow is not closed further
     least_tolerance: float = 0.0
     guess: int | None = None  # where to begin under the cap
@@ -202,6 +228,8 @@ class _Search:
         if reply.passed:
             self.passed.add(size)
             return reply
+        if reply.is_certain:
+            self.certain.add(size)
         if capped or not self.has_cap:
             self.failed.add(size)
         if not capped or not self.has_cap:
@@ -209,22 +237,25 @@ class _Search:
         return reply
 
     def grow(self) -> Questions[None]:
-        size = self.sizes.first
+        size = self.start
         while True:
-            reply = yield from self.ask(size, Phase.GROW, capped=False)
-            if not reply.passed and size == self.sizes.first:  # nothing is below it, so recheck the failure at once
-                reply = yield from self.ask(size, Phase.RECHECK, capped=False)
+            reply = yield from self.ask(size, Phase.GROW, capped=self.grows_capped)
+            if not reply.passed and size == self.sizes.first and not reply.is_certain:
+                reply = yield from self.ask(size, Phase.RECHECK, capped=self.grows_capped)  # nothing is below it
                 if reply.passed:
                     self._forget_failure(size, reply)
             if not reply.passed:
                 self.full_bad = size
-                return
+                if self.full_good is not None or size == self.sizes.first:
+                    return
+                size = self.sizes.down(size, 2)
+                continue
             self.full_good = size
             if reply.within_cap:
                 self.within_cap = size
             if reply.grows_no_further:
                 self.sizes = replace(self.sizes, last=size)
-            if size == self.sizes.last:
+            if size == self.sizes.last or self.full_bad is not None:
                 return
             size = self.sizes.up(size, size)
 
@@ -319,7 +350,7 @@ class _Search:
 
         If the step varies, a pass would prove nothing.
         """
-        if self.varies or self.transient or self.bad is None or self.bad not in self.failed:
+        if self.varies or self.transient or self.bad is None or self.bad not in self.failed - self.certain:
             return
         deciding = self.bad
         reply = yield from self.ask(deciding, Phase.RECHECK, capped=True)
@@ -387,6 +418,9 @@ class _Search:
         return round(STRIDE * size / self.sizes.step) * self.sizes.step
 
     def _confirmed(self, size: int) -> Questions[bool]:
+        for _ in range(self.confirmations - 1):
+            if not (yield from self.ask(size, Phase.CONFIRM, capped=True)).passed:
+                return False
         reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
         if not reply.passed and size == self.sizes.first:  # nothing is below it, so one failure does not decide
             reply = yield from self.ask(size, Phase.CONFIRM, capped=True)

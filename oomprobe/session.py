@@ -23,6 +23,7 @@ from oomprobe.trials import (
     LOST,
     NO_VERDICT,
     SECOND_OPINIONS,
+    DeviceInfo,
     Measured,
     Outcome,
     Phase,
@@ -47,12 +48,11 @@ class Session:
 
     def __init__(self, runner: Runner, options: Options, reporter: Reporter, clock: Clock, trials: list[Trial]) -> None:
         self.runner, self.options, self.trials, self.clock = runner, options, trials, clock
-        self.device = runner.facts.device
         self.notes: dict[str, None] = {}  # in order and without duplicates
         self.in_steps_s = 0.0
         self.budget = Budget(runner, options.memory_fraction)
         self.call_plan = CallPlan(runner.facts, options, clock)
-        self.neighbours = Neighbours(self.device)
+        self.neighbours = Neighbours(runner)
         self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
@@ -62,6 +62,11 @@ class Session:
         self._predicts = True  # whether a device that replays may predict trials
         self._allocated: dict[int, Allocated] = {}  # by batch size
         self._ends: dict[tuple[int, int | None, int | None], Trial] = {}  # by batch size, cap and calls
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The device, as far as the runner knows it yet."""
+        return self.runner.facts.device
 
     # --- the search ---
 
@@ -75,6 +80,9 @@ class Session:
             capped=self.options.memory_fraction < 1,
             should_stop_bisecting=self.should_stop_bisecting,
             look=self.look if looks else None,
+            start=self.options.start_batch,
+            grows_capped=self.runner.facts.grows_capped,
+            confirmations=self.runner.facts.confirmations,
         )
         try:
             return find()
@@ -84,7 +92,7 @@ class Session:
 
     def try_size(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
-        trial = self.run(size, phase, cap_bytes=self.budget.total_bytes if capped else self.budget.grow_cap())
+        trial = self.run(size, phase, cap_bytes=self.budget.search_cap() if capped else self.budget.grow_cap())
         if phase is Phase.GROW and trial.passed:
             self._judge_growth(trial)
         return Reply(
@@ -92,6 +100,7 @@ class Session:
             within_cap=self.budget.holds(trial),
             grows_no_further=self.splits,
             varies=self._varies(trial),
+            is_certain=self.runner.facts.grows_capped and trial.verdict is Verdict.OOM,
         )
 
     def look(self, size: int) -> Reply:
@@ -133,11 +142,14 @@ class Session:
         if trial.passed:
             self._take_budget(self.runner.measure())
             peak_bytes, budget_bytes = trial.peak_reserved_bytes, self.budget.total_bytes
-            again = budget_bytes < first_budget_bytes and (peak_bytes is None or peak_bytes > budget_bytes)
+            shrank = budget_bytes < (trial.cap_bytes or first_budget_bytes)
+            again = shrank and (peak_bytes is None or peak_bytes > budget_bytes)
         varies = self._varies(trial)
-        if again:
+        for _ in range(again + self.runner.facts.confirmations - 1):
             trial = self.run(size, Phase.CONFIRM, cap_bytes=self.budget.search_cap())
-            varies = self._varies(trial)
+            varies |= self._varies(trial)
+            if not trial.passed:
+                break
         if not trial.passed:
             return Found(batch_size=None)
         return Found(batch_size=size, limit=size, transient=() if first.passed or varies else (size,))
@@ -253,7 +265,7 @@ class Session:
             raise StepFailedError(
                 f"the process of the trial died twice at batch size {trial.batch_size} with no sign that memory was the "
                 f"cause, so there is no answer: {trial.error}\n"
-                f"Run step_fn(model, {trial.batch_size}) once by itself to see it",
+                f"{self.runner.facts.alone.format(batch_size=trial.batch_size)}",
                 batch_size=trial.batch_size,
             )
         if outcome.refusal is not None:

@@ -177,5 +177,5 @@ class Clock:
         return TimeLimitError(
             f"time passed {when}, after {format_seconds(self.elapsed_s)} (time_limit_s={self.options.time_limit_s}, "
             f"trial_time_limit_s={self.options.trial_time_limit_s}), before a size was confirmed. Allow more time, start closer "
-            "to the limit with min_batch, or stop earlier with resolution=0.05"
+            "to the limit with start_batch, or stop earlier with resolution=0.05"
         )

@@ -89,11 +89,13 @@ def _limited_by(session: Session, deciding: Trial | None) -> str:
 def nothing_fits(session: Session) -> NothingFitsError:
     """Return the error for a probe in which not even the smallest size ran."""
     options, last = session.options, next(trial for trial in reversed(session.trials) if not trial.passed)
-    is_capped = last.cap_bytes is not None and last.cap_bytes <= session.budget.total_bytes
+    grows_capped = session.runner.facts.grows_capped and options.memory_fraction < 1
+    is_capped = last.cap_bytes is not None and (grows_capped or last.cap_bytes <= session.budget.total_bytes)
     with_all = not is_capped or options.memory_fraction == 1
     one_size = options.min_batch == options.max_batch
     budget = f"within a budget of {format_bytes(last.cap_bytes or 0)} (memory_fraction={options.memory_fraction})"
     advice = [
+        *(["a smaller batch size"] if one_size else []),
         "a smaller model or sample, activation checkpointing or lower precision",
         *([] if one_size or options.min_batch == 1 else [f"min_batch below {options.min_batch}"]),
         *([] if with_all else ["a larger memory_fraction"]),
@@ -124,6 +126,7 @@ def _environment(session: Session) -> dict[str, Any]:
         "threads": session.runner.facts.threads,
         "isolated": session.runner.facts.replaceable,
         "allocator_settings": {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ},
+        **session.runner.facts.environment,
     }
 
 
@@ -139,11 +142,13 @@ def _first_failing(session: Session, found: Found) -> int | None:
 
 def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
     yield from session.notes
-    if note := untested_note():
+    environment = session.runner.facts.environment
+    if "torch" not in environment and (note := untested_note()):
         yield note
     yield from session.neighbours.notes
     if session.call_plan.confirmed:
-        yield SEEN.format(calls=count(session.call_plan.confirmed, "call", "calls"))
+        kind = "optimizer step" if "command" in environment else "call"
+        yield SEEN.format(calls=count(session.call_plan.confirmed, kind, f"{kind}s"))
     for size in found.transient:
         yield f"transient failure: batch {size} failed once and passed when tried again"
     if found.unconfirmed:
@@ -189,10 +194,13 @@ def _simulation_note(answer: Trial) -> str:
 
 
 def _not_covered(session: Session) -> list[str]:
-    words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(session.runner.facts.step_names).lower()))
+    facts = session.runner.facts
+    if facts.not_covered is not None:
+        return list(facts.not_covered)
+    words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(facts.step_names).lower()))
     return [
         *session.device.not_covered,
         *([NO_EVALUATION] if words_in_names.isdisjoint(EVALUATING) else []),
         *NOT_COVERED,
-        *([] if session.runner.facts.replaceable else [NOT_RESTORED]),
+        *([] if facts.replaceable else [NOT_RESTORED]),
     ]

@@ -16,7 +16,10 @@ from oomprobe.devices import extras_of
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.options import StepFn
 
-RECIPE = "Write it as 'path/to/train.py:build' or 'package.module:build', where build() returns (model, step_fn)"
+RECIPE = (
+    "Write it as 'path/to/train.py:build' or 'package.module:build', where build() returns (model, step_fn); or probe a command: "
+    "oomprobe run -- python train.py --batch-size {batch}"
+)
 
 
 def name_of(target: object) -> str:

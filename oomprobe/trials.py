@@ -47,7 +47,7 @@ class Trial:
         batch_size: The size passed to the step.
         verdict: How it ended.
         phase: Why it was tried.
-        steps: Completed calls of the step.
+        steps: Completed calls of the step; of a command, optimizer steps that every rank has made.
         cap_bytes: Limit of the allocator; None if only the device's own limit applied, as while growing in a process
             that may die.
         peak_allocated_bytes: Most memory in live tensors during the trial; None if not measured.
@@ -129,6 +129,12 @@ class RunnerInfo:
     threads: int
     starts_anew: bool = False  # whether each call starts the loop anew, so that many calls show no more than few
     replaceable: bool = False  # whether a process that dies or is poisoned can be replaced, and its trial tried again
+    grows_capped: bool = False  # whether trials that grow have the cap of all others
+    confirmations: int = 1  # how often an answer must pass, each time in fresh processes
+    runs_plans: bool = True  # whether it can run several micro-batches per optimizer step, and record a breakdown
+    alone: str = "Run step_fn(model, {batch_size}) once by itself to see it"  # what to type to see a failure
+    not_covered: tuple[str, ...] | None = None  # what trials leave out; None: what those of a step function do
+    environment: Mapping[str, Any] = field(default_factory=dict)  # what the answer holds for, if not this process's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +205,10 @@ class Outcome:
 
 
 class Runner(Protocol):
-    """Runs trials for a session: in this process (`oomprobe.trial`) or in processes that may die (`oomprobe.isolation`).
+    """Runs trials for a session.
+
+    In this process (`oomprobe.trial`), in processes that may die (`oomprobe.isolation`), or as runs of a command
+    (`oomprobe.command`).
 
     A runner promises this:
 
@@ -211,7 +220,8 @@ class Runner(Protocol):
       was not really run. Any other exception of its own ends the probe.
     - Second tries are the session's: `run` tries a size once. It starts over by itself only if what earlier trials left
       makes the step fail: trained weights, or a counter that was put back although the iterator beside it had moved on. If the
-      runner is `replaceable`, the next `run` replaces a process that died or was poisoned, and trials that grow have no cap.
+      runner is `replaceable`, the next `run` replaces a process that died or was poisoned, and unless it `grows_capped`,
+      trials that grow have no cap.
     - `Outcome.measured` is sampled after the first pass, when the step has loaded its kernels, and on host memory after each
       trial. `outside_before_bytes` and `outside_after_bytes` are sampled around each trial, where known.
     - The request carries what one process must know from another: which optimizers step (`Request.learned`), and how many

@@ -44,7 +44,7 @@ class Schedule:
 
 def watching(expected=GIB):
     slept = []
-    watch = Neighbours(Schedule.facts.device, sleep=slept.append)
+    watch = Neighbours(Schedule(), sleep=slept.append)
     watch.names = lambda: "pid 7 (python) holds 3.00 GiB"
     watch.expect(expected)
     return watch, slept

@@ -13,8 +13,8 @@ MANY = 2_000  # calls; no search over the sizes of these tests needs nearly as m
 EVERY_SIZE = Sizes(first=1, last=None, step=1)
 
 
-def search(ask, sizes=EVERY_SIZE, *, capped=True, enough=lambda good, bad: False, look=None):
-    return find(ask, sizes, capped=capped, should_stop_bisecting=enough, look=look)
+def search(ask, sizes=EVERY_SIZE, *, capped=True, enough=lambda good, bad: False, look=None, **options):
+    return find(ask, sizes, capped=capped, should_stop_bisecting=enough, look=look, **options)
 
 
 class Memory:
@@ -78,13 +78,68 @@ def test_limits_are_rounded_inwards_to_multiples(low, high, step):
     assert (sizes.last is None) == (high is None)
 
 
+# --- how a command is searched: growing under the cap from a guess, certain failures, two confirmations ---
+
+
+class Command(Memory):
+    """An oracle whose failures are an allocator's out-of-memory errors in fresh processes."""
+
+    def __call__(self, size, phase, *, capped):
+        return replace(super().__call__(size, phase, capped=capped), is_certain=True)
+
+
+def probe_command(memory, start, resolution=1 / 64):
+    options = {"start": start, "grows_capped": True, "confirmations": 2}
+    return search(memory, enough=lambda good, bad: bad - good <= resolution * good, **options).batch_size
+
+
+def test_a_command_takes_at_most_14_runs_from_a_guess_up_to_four_times_too_small():
+    runs = []
+    for limit in range(100, 1001):
+        for factor in (1, 2, 3, 4):
+            memory = Command(limit, shows_peak=True)
+            answer = probe_command(memory, limit // factor)
+            assert limit - limit / 64 - 1 <= answer <= limit
+            runs.append(len(memory.calls))
+    assert max(runs) <= 14
+
+
+@pytest.mark.parametrize(
+    ("start", "limit", "tried"),
+    [
+        (16, 20, [16, 32, 24, 20, 22, 21, 20, 20]),
+        (64, 20, [64, 32, 16, 24, 20, 22, 21, 20, 20]),
+        (16, 0, [16, 8, 4, 2, 1]),
+    ],
+)
+def test_a_command_by_hand(start, limit, tried):
+    memory = Command(limit, shows_peak=True)
+    assert probe_command(memory, start) == (limit or None)
+    assert [size for size, *_ in memory.calls] == tried
+    assert all(capped for _, _, capped, _ in memory.calls)
+
+
+def test_an_answer_must_pass_every_confirmation():
+    memory = Command(100, fails_once_at=None)
+    fails_second = iter([True, False])  # whether batch 100 passes a confirmation
+
+    def ask(size, phase, *, capped):
+        reply = memory(size, phase, capped=capped)
+        return replace(reply, passed=next(fails_second)) if phase is Phase.CONFIRM and size == 100 else reply
+
+    assert probe_command(ask, 50, resolution=0) == 99
+
+
 # --- exact on every monotone limit ---
 
 
-@settings(max_examples=300)
-@given(memories(BILLION), allowed_sizes(BILLION), st.booleans())
-def test_answer_and_bracket_are_exact_up_to_a_billion(memory, sizes, capped):
-    found = search(memory, sizes, capped=capped)
+STARTS = st.none() | st.integers(1, 2 * BILLION)
+
+
+@settings(max_examples=500)
+@given(memories(BILLION), allowed_sizes(BILLION), st.booleans(), STARTS, st.booleans(), st.integers(1, 2))
+def test_answer_and_bracket_are_exact_from_any_start(memory, sizes, capped, start, grows_capped, confirmations):
+    found = search(memory, sizes, capped=capped, start=start, grows_capped=grows_capped, confirmations=confirmations)
     assert found.batch_size == largest_up_to(memory.capped_limit if capped else memory.limit, sizes)
     assert found.transient == ()
     assert found.unconfirmed in ((), (sizes.first,))  # the first, when it is the only choice, is left to confirmation
@@ -95,9 +150,9 @@ def test_answer_and_bracket_are_exact_up_to_a_billion(memory, sizes, capped):
         assert found.limit < found.first_failing
 
 
-@given(memories(BILLION), allowed_sizes(BILLION), st.booleans())
-def test_only_allowed_sizes_run_and_none_twice_at_one_cap(memory, sizes, capped):
-    answer = search(memory, sizes, capped=capped).batch_size
+@given(memories(BILLION), allowed_sizes(BILLION), st.booleans(), STARTS)
+def test_only_allowed_sizes_run_and_none_twice_at_one_cap(memory, sizes, capped, start):
+    answer = search(memory, sizes, capped=capped, start=start).batch_size
     searched = memory.trials(Phase.GROW, Phase.BISECT)
     assert len(searched) == len(set(searched))
     for size, _, under_cap, _ in memory.calls:
@@ -372,6 +427,7 @@ replies = st.builds(
     within_cap=st.booleans(),
     grows_no_further=st.sampled_from([False] * 9 + [True]),
     varies=st.booleans(),
+    is_certain=st.booleans(),
     tolerance=st.sampled_from([0.0, 1 / 32]),
 )
 
@@ -384,8 +440,10 @@ replies = st.builds(
     st.integers(0, 5_000),
     st.booleans(),
     st.booleans(),
+    STARTS,
+    st.booleans(),
 )
-def test_any_sequence_of_replies(sequence, enough_after, sizes, end, capped, looks):
+def test_any_sequence_of_replies(sequence, enough_after, sizes, end, capped, looks, start, grows_capped):
     oracle = Arbitrary(lambda call, *_: sequence[call % len(sequence)], end)
     found = search(
         oracle,
@@ -393,6 +451,8 @@ def test_any_sequence_of_replies(sequence, enough_after, sizes, end, capped, loo
         capped=capped,
         enough=lambda good, bad: len(oracle.calls) in enough_after,
         look=(lambda size: oracle(size, Phase.GROW, capped=False)) if looks else None,
+        start=start,
+        grows_capped=grows_capped,
     )
     assert_the_answer_was_run(oracle, found, sizes, capped)
 

@@ -150,8 +150,8 @@ def _checked(trainer: Any) -> Any:
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise InvalidArgumentError(
-                f"{name}={getattr(args, name)!r} spreads the model over ranks, which is not supported yet: probe "
-                "without it, on one device"
+                f"{name}={getattr(args, name)!r} spreads the model over ranks: probe the command that starts them, "
+                "oomprobe run -- accelerate launch ... {batch}; or probe without it, on one device"
             )
     if trainer.train_dataset is None:
         raise InvalidArgumentError("the Trainer has no train_dataset: create it with train_dataset=...")

@@ -104,7 +104,9 @@ class _StatusLine:
         ]
         if good and failing and phase == "bisect":
             steps = (failing - good) / max(self._step, self._resolution * good)
-            parts.append(f"about {math.ceil(math.log2(max(1, steps))) + LAST_TRIALS} trials left")
+            left = math.ceil(math.log2(max(1, steps))) + LAST_TRIALS
+            left_s = left * elapsed_s / max(1, len(self._trials))
+            parts.append(f"about {left} trials left" + (f", {format_seconds(round(left_s))}" if left_s >= 1 else ""))
         self._show(" | ".join(parts), self._trials)
 
 

@@ -50,6 +50,8 @@ def brief(result: ProbeResult) -> str:
 
 def verdict_line(result: ProbeResult) -> str:
     """Return the answer in one line."""
+    if "command" in result.environment and not result.budget_bytes:
+        return f"verdict: batch {result.batch_size} ran; no process reported its memory"
     fraction = result.options.get("memory_fraction") or result.budget_bytes / max(1, result.available_bytes)
     share = f"{100 * fraction:.3g} % of {format_bytes(result.available_bytes)} on "
     line = f"verdict: batch {result.batch_size} fits in {format_bytes(result.budget_bytes)} ({share}"
@@ -77,7 +79,9 @@ def _not_covered(items: tuple[str, ...]) -> list[str]:
 
 def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
     """Return the sentences of the report under each label."""
+    command, program = result.environment.get("command"), result.environment.get("program")
     return {
+        "command": [command, *([f"the steps of {program} were counted"] if program else [])] if command else [],
         "checked" if _is_check(result) else "limited by": [_limit(result)],
         "holds for": [_holds_for(result)],
         "throughput": _throughput(result),
@@ -121,9 +125,11 @@ def _is_check(result: ProbeResult) -> bool:
 def _holds_for(result: ProbeResult) -> str:
     environment = result.environment
     here = "" if environment.get("isolated") else ", and this one as the probe found it"
+    ranks = environment.get("world_size", 1)
+    fresh = f"{ranks} fresh processes" if ranks > 1 else "a fresh process"
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "cuda", "hip") if environment.get(name))
     settings = [f"{name}={value}" for name, value in environment.get("allocator_settings", {}).items()]
-    return "; ".join(part for part in (f"a fresh process{here}", versions, *settings) if part)
+    return "; ".join(part for part in (f"{fresh}{here}", versions, *settings) if part)
 
 
 def _throughput(result: ProbeResult) -> list[str]:
@@ -211,4 +217,8 @@ def _time(result: ProbeResult) -> str:
     total = f"{format_seconds(result.elapsed_s)} for {count(len(result.trials), 'trial', 'trials')}"
     if not result.elapsed_s > 0:
         return total
-    return f"{total}, {100 * result.in_steps_s / result.elapsed_s:.0f} % of it inside the step"
+    share = result.in_steps_s / result.elapsed_s
+    if "command" in result.environment:
+        each = format_seconds(result.elapsed_s / max(1, len(result.trials)))
+        return f"{total}, {each} each; {100 * (1 - share):.0f} % of it to start and end the command"
+    return f"{total}, {100 * share:.0f} % of it inside the step"

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+collect_ignore = ["script.py"]  # it trains when it is imported, as doctests would do
+
 
 @pytest.fixture(autouse=True)
 def no_cuda_in_this_process():

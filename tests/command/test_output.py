@@ -1,0 +1,159 @@
+"""Outputs of launchers, from real runs on the bed (tests/cuda/script.py and the like), and what is read from them."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from oomprobe.command.output import CONTEXT_LINES, KEPT, Output, cause_of
+from oomprobe.trials import Verdict
+from oomprobe.verdicts import Evidence
+
+OUTPUTS = Path(__file__).parents[1] / "data" / "launchers"
+OOM, BUG, CRASHED, POISONED = Verdict.OOM, Verdict.BUG, Verdict.CRASHED, Verdict.POISONED
+RAN_OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00 MiB."
+ENDINGS = {
+    "python-forward": (OOM, RAN_OUT),
+    "python-bug": (BUG, "KeyError: 'input_ids'"),
+    "python-mentions-limits": (BUG, "KeyError: 'input_ids'"),
+    "python-assert": (POISONED, "RuntimeError: CUDA error: device-side assert triggered"),
+    "python-logs-and-skips": (OOM, "its output quotes an out-of-memory error"),
+    "gloo-forward": (OOM, RAN_OUT),
+    "gloo-backward": (OOM, RAN_OUT),
+    "gloo-bug": (BUG, "KeyError: 'input_ids'"),
+    "gloo-killed": (CRASHED, "rank 1 was killed by SIGKILL"),
+    "gloo-leaves": (CRASHED, "rank 1 exited with 7"),
+    "gloo-segfault": (CRASHED, "rank 1 was killed by SIGSEGV"),
+    "nccl-forward": (OOM, RAN_OUT),
+    "nccl-bug": (BUG, "KeyError: 'input_ids'"),
+    "nccl-killed": (CRASHED, "rank 1 was killed by SIGKILL"),
+    "fsdp-backward": (OOM, RAN_OUT),
+    "accelerate-forward": (OOM, RAN_OUT),
+    "accelerate-bug": (BUG, "KeyError: 'input_ids'"),
+    "hydra-forward": (OOM, RAN_OUT),
+    "hydra-bug": (BUG, "KeyError: 'input_ids'"),
+    "spawn-forward": (OOM, RAN_OUT),
+    "spawn-bug": (BUG, "KeyError: 'input_ids'"),
+    "lightning-bug": (BUG, "EOFError: Ran out of input"),
+    "trainer-forward": (OOM, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 MiB."),
+}
+MISLEADING = (
+    "INFO limits: INT_MAX=2147483647, /dev/shm 64M, INT_MAX elements",
+    "note: cuDNN may be out of memory, CUDNN_STATUS_EXECUTION_FAILED, device-side assert triggered",
+    "W1125 CUDACachingAllocator.cpp: memory allocation failed with OOM on device 0",
+    "Error: nothing of this is an exception",
+    "loss 0.1 | KeyError: no, in the middle of a line",
+)
+PREFIXES = ("", "0: ", "[1,0]<stderr>:", "[default1]:", "\x1b[31m")
+
+
+def text_of(name):
+    return (OUTPUTS / f"{name}.txt").read_text()
+
+
+def read(text, chunks=1):
+    output, size = Output(), max(1, len(text) // chunks)
+    for start in range(0, len(text), size):
+        output.feed(text[start : start + size])
+    output.close()
+    return output
+
+
+def cause(output, *, status=1, smaller_passed=True, oom_kills=0):
+    evidence = Evidence(smaller_size_passed=smaller_passed, memory_pressure=False)
+    return cause_of([], output, status, evidence, oom_kills=oom_kills)
+
+
+def test_every_output_is_in_the_table():
+    assert {path.stem for path in OUTPUTS.glob("*.txt")} == set(ENDINGS)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("name", ENDINGS)
+def test_the_cause(name, prefix):
+    lines = text_of(name).splitlines()
+    for line in MISLEADING:
+        lines.insert(random.Random(line).randrange(len(lines) + 1), line)
+    if name.startswith(("gloo-killed", "gloo-leaves", "gloo-segfault", "nccl-killed")) and prefix:
+        prefix = ""  # the block that torchrun prints is read as it prints it
+    found = cause(read("\n".join(prefix + line for line in lines), chunks=7))
+    verdict, error = ENDINGS[name]
+    assert (found.verdict, found.error[: len(error)]) == (verdict, error)
+
+
+@pytest.mark.parametrize("name", [name for name, (verdict, _) in ENDINGS.items() if verdict is BUG])
+def test_a_bug_shows_the_lines_up_to_it(name):
+    context = cause(read(text_of(name))).context
+    assert len(context) <= CONTEXT_LINES
+    assert context[-1].endswith(ENDINGS[name][1])
+    assert any("Traceback" in line or "File" in line for line in context)
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "error"),
+    [
+        (
+            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:131, unhandled cuda error\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'\n",
+            OOM,
+            "",
+        ),
+        (
+            "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA out of memory. Tried\n",
+            OOM,
+            "",
+        ),
+        ("ValueError: batch must be a multiple of 8\nRuntimeError: CUDA out of memory.\n", OOM, "RuntimeError"),
+        ("ValueError: CUDA out of memory\n", BUG, "ValueError: CUDA out of memory"),
+        ("RuntimeError: Connection closed by peer\nValueError: too small\n", BUG, "ValueError: too small"),
+        ("RuntimeError: Connection closed by peer\n", CRASHED, "the command exited with 1"),
+        ("Epoch 1: 10%\rEpoch 1: 20%\rKeyError: 'x'\n", BUG, "KeyError: 'x'"),
+        ("KeyError: 'the line that is cut off", BUG, "KeyError: 'the line that is cut off"),
+        ("", CRASHED, "the command exited with 1"),
+        (
+            "train.py: error: unrecognized arguments\n",
+            CRASHED,
+            "the command exited with 1\nthe end of its output:\ntrain.py",
+        ),
+        ("(RayTrainWorker pid=7, ip=10.0.0.1) torch.OutOfMemoryError: CUDA out of memory.\n", OOM, "torch.OutOfMem"),
+        (
+            "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.\n"
+            "KeyError: 'x'\n",
+            BUG,
+            "KeyError: 'x'",
+        ),
+        ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 2 GiB\n", Verdict.HOST_OOM, "numpy"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n", Verdict.HOST_OOM, "the system's OOM killer"),
+        ("srun: error: node1: task 3: Out Of Memory\n", Verdict.HOST_OOM, "the system's OOM killer"),
+        (
+            "torch.distributed.DistNetworkError: The server socket has failed to listen on any address: EADDRINUSE\n",
+            BUG,
+            "torch.distributed.DistNetworkError",
+        ),
+    ],
+)
+def test_other_outputs(text, verdict, error):
+    found = cause(read(text))
+    assert (found.verdict, found.error[: len(error)]) == (verdict, error)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(7, "exited with 7"), (-9, "was killed by SIGKILL"), (137, "was killed by SIGKILL")]
+)
+def test_an_exit_without_a_word(status, said):
+    assert cause(read("all is well\n"), status=status).error.splitlines()[0] == f"the command {said}"
+
+
+def test_the_systems_oom_killer():
+    text = "RuntimeError: DataLoader worker (pid 17) is killed by signal: Killed.\n"
+    assert cause(read(text), oom_kills=1).verdict is Verdict.HOST_OOM
+    assert cause(read(text)).verdict is BUG
+    assert cause(read("KeyError: 'a'\n"), oom_kills=1).verdict is BUG  # it ended another program
+    assert cause(read(""), status=-9, oom_kills=1).verdict is Verdict.HOST_OOM
+
+
+def test_a_flood_of_exceptions_keeps_the_first_and_the_last():
+    output = read("ValueError: first\n" + "KeyError: noise\n" * 5000 + "torch.OutOfMemoryError: CUDA out of memory.\n")
+    assert len(output.exceptions()) == 2 * KEPT
+    assert cause(output).verdict is OOM
+    assert output.exceptions()[0].text == "ValueError: first"

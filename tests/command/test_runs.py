@@ -1,0 +1,181 @@
+"""Commands without torch: what they are given, how they are ended, and what is refused."""
+
+import json
+import os
+import re
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import oomprobe
+from oomprobe.cli import main
+
+SECONDS = str(600 + os.getpid() / 1e7)  # that the tests' processes sleep: a mark
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    assert not sleepers()
+
+
+def sleepers():
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [path] if SECONDS.encode() in path.read_bytes() else []
+        except OSError:
+            continue
+    return found
+
+
+def shell(script, *words):
+    return ["sh", "-c", script, *(words or ["{batch}"])]
+
+
+def check(command, size=8, **options):
+    return oomprobe.check_command(command, size, memory_fraction=1.0, progress="off", **options)
+
+
+def test_what_a_command_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://the-teams-server")
+    script = f'echo "$0 $1 $2 $OOMPROBE_BATCH" > {tmp_path}/words; env > {tmp_path}/env; touch "$1/x"; test ! -t 0'
+    check(shell(script, "{batch}x{batch}", "{dir}", "lr={batch_size}"))
+    first, folder, untouched, variable = (tmp_path / "words").read_text().split()
+    assert (first, untouched, variable) == ("8x8", "lr={batch_size}", "8")
+    assert not Path(folder).parent.exists()
+    variables = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
+    assert variables["WANDB_MODE"] == "offline"
+    assert variables["MLFLOW_TRACKING_URI"] == f"file:{folder}"
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        (["true"], {}, "put {batch} where its number stands"),
+        (["no-such-program", "{batch}"], {}, "no-such-program is not a program that can be run: check its name"),
+        (["python train.py {batch}"], {}, "leave out the quotes around the whole command"),
+        (["CUDA_VISIBLE_DEVICES=1", "true", "{batch}"], {}, "begin with env"),
+        (["--steps", "3", "true", "{batch}"], {}, "options of oomprobe stand before"),
+        ("true {batch}", {}, "must be a list of strings"),
+        ([], {}, "must be a list of strings"),
+        (["true", "{batch}"], {"device": "cuda"}, "device cannot be given for a command"),
+        (["true", "{batch}"], {"preserve": []}, "preserve cannot be given for a command"),
+        (["true", "{batch}"], {"breakdown": True}, "breakdown records the allocations"),
+        (
+            ["true", "{batch}"],
+            {"start_batch": 8, "max_batch": 4},
+            "start_batch=8 is not between min_batch=1 and max_batch=4",
+        ),
+    ],
+)
+def test_refused_before_anything_runs(command, options, said):
+    with pytest.raises(oomprobe.InvalidArgumentError, match=said):
+        oomprobe.probe_command(command, **options)
+
+
+def test_a_file_that_reads_the_variable(tmp_path):
+    (tmp_path / "train.sh").write_text('test "$OOMPROBE_BATCH" -le 100\n')
+    check(["sh", str(tmp_path / "train.sh")])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run"], "name what to probe"),
+        (["run", "train.py:build", "--", "true", "{batch}"], r"a target \(train.py:build\) and a command were given"),
+        (["run", "--device", "cuda", "--breakdown", "--", "true", "{batch}"], "--device, --breakdown cannot be given"),
+        (["run", "--in-process", "--", "true", "{batch}"], "--in-process cannot be given"),
+        (["run", "--passes-after", "3", "train.py:build"], "--passes-after is for commands"),
+        (["run", "--", "true"], "does not use the batch size"),
+        (["run", "--steps", "3", "true", "{batch}"], "put two dashes before the command"),
+    ],
+)
+def test_usage_errors_of_the_command_line(words, said, capfd):
+    assert main(words) == 2
+    assert re.search(said, capfd.readouterr().err)
+
+
+def test_command_line(capfd, tmp_path):
+    where = tmp_path / "result.json"
+    command = shell('test "$0" -le 100')
+    options = ["--memory-fraction", "1", "--quiet", "--json", str(where)]
+    assert main(["run", *options, "--require", "100", "--", *command]) == 0
+    printed = capfd.readouterr()
+    assert printed.out == "100\n"
+    assert printed.err.startswith("oomprobe: weak: no process reported")
+    result = oomprobe.ProbeResult.from_dict(json.loads(where.read_text()))
+    assert result.environment["command"].startswith("sh -c")
+    assert str(result).startswith("verdict: batch 100 ran; no process reported its memory")
+    assert main(["run", *options, "--require", "101", "--", *command]) == 3
+
+
+def test_a_margin_needs_reports():
+    with pytest.raises(
+        oomprobe.UnreliableError, match=r"memory_fraction=0.9 cannot be promised: at batch 1, no process"
+    ):
+        oomprobe.probe_command(["true", "{batch}"], progress="off")
+
+
+def test_a_failing_command_shows_its_last_lines():
+    with pytest.raises(oomprobe.StepFailedError) as caught:
+        check(shell("echo loading; echo \"KeyError: 'input_ids'\"; exit 1"))
+    assert str(caught.value).splitlines()[-2:] == ["loading", "KeyError: 'input_ids'"]
+
+
+def test_a_port_in_use_is_tried_again(tmp_path):
+    first_fails = f'mkdir {tmp_path}/tried || exit 0; echo "RuntimeError: EADDRINUSE, address already in use"; exit 1'
+    assert check(shell(first_fails)).batch_size == 8
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "setsid sleep SECONDS & exec sleep SECONDS",
+        "trap '' TERM; sleep SECONDS; sleep SECONDS",
+        "(env -i setsid sh -c 'sleep SECONDS & sleep SECONDS' &) ; sleep SECONDS",
+    ],
+)
+def test_nothing_is_left(script):
+    result = check(shell(script.replace("SECONDS", SECONDS)), passes_after_s=0.3)
+    assert result.batch_size == 8
+
+
+def test_a_command_that_only_starts_others_is_refused():
+    with pytest.raises(oomprobe.UnreliableError, match="programs that it had started still ran"):
+        check(shell(f"sleep {SECONDS} &"))
+
+
+def test_srun_is_given_time(tmp_path):
+    """Slurm's launcher ends the processes on other machines when it is terminated."""
+    srun = tmp_path / "srun"
+    srun.symlink_to(sys.executable)
+    code = f"""
+        import pathlib, signal, sys, time
+        def end(*_):
+            time.sleep(3)
+            pathlib.Path({str(tmp_path)!r}, "ended").touch()
+            sys.exit()
+        signal.signal(signal.SIGTERM, end)
+        time.sleep(60)
+    """
+    began_s = time.monotonic()
+    check([str(srun), "-c", textwrap.dedent(code), "{batch}"], passes_after_s=0.5)
+    assert (tmp_path / "ended").exists()
+    assert 6 < time.monotonic() - began_s < 15
+
+
+def test_a_killed_keeper_is_noticed():
+    with pytest.raises(oomprobe.UnreliableError, match="its keeper was killed"):
+        check(shell(f"kill -9 $PPID; sleep {SECONDS}"))
+
+
+def test_a_flood_of_output_is_read():
+    began_s = time.monotonic()
+    check(
+        [sys.executable, "-c", "print('x' * 100 + '\\n', end='') or [print('y' * 99) for _ in range(10**5)]", "{batch}"]
+    )
+    assert time.monotonic() - began_s < 30

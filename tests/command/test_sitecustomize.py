@@ -1,0 +1,139 @@
+"""The module that runs at the start of the command's Python, on torch without a GPU."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from oomprobe.command.reports import read
+from oomprobe.command.run import HERE
+
+SITE = HERE / "site"
+TRAINS = """
+    import os, sys, torch
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+def run(tmp_path, code, *, python=sys.executable, path=(), **variables):
+    """Run a program, and return its exit status, its stderr and the reports."""
+    reports = tmp_path / "reports"
+    reports.mkdir(exist_ok=True)
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [SITE, *path])),
+        "OOMPROBE_REPORTS": str(reports),
+    }
+    ended = subprocess.run(
+        [python, script], env={**environment, **variables}, capture_output=True, text=True, check=False
+    )
+    return ended.returncode, ended.stderr, read(reports)
+
+
+def test_steps_are_reported(tmp_path):
+    status, stderr, (report,) = run(tmp_path, TRAINS)
+    assert (status, stderr) == (0, "")
+    assert (report.why, report.steps, report.ooms, report.errors, report.devices) == ("exit", 5, 0, (), ())
+    assert report.begun_s <= report.step_s[0] <= report.step_s[1] <= report.at_s
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_a_process_that_writes_no_report_at_its_end_has_written_one_at_its_last_step(tmp_path, end):
+    _, _, (report,) = run(tmp_path, TRAINS + f"    {end}\n")
+    assert (report.why, report.steps) == ("step", 5)
+
+
+def test_the_exception_that_ends_the_program(tmp_path):
+    code = TRAINS + "    try: {}['a']\n    except KeyError as error: raise RuntimeError('no column') from error\n"
+    status, stderr, (report,) = run(tmp_path, code)
+    assert status == 1
+    assert "no column" in stderr
+    assert [(link.classes[0], link.text) for link in report.errors] == [
+        ("builtins.RuntimeError", "no column"),
+        ("builtins.KeyError", "'a'"),
+    ]
+    assert report.where == "script.py:9"
+
+
+def test_several_optimizers_step_once_each(tmp_path):
+    code = TRAINS + "    other = torch.optim.SGD(model.parameters(), lr=0.1)\n    for _ in range(5): other.step()\n"
+    assert run(tmp_path, code)[2][0].steps == 5
+
+
+def test_a_compiled_optimizer(tmp_path):
+    code = (
+        TRAINS.replace("optimizer = ", "whole = ")
+        .replace("optimizer.step()", "step()")
+        .replace("for _ in", "step = torch.compile(whole.step, backend='eager')\n    for _ in")
+    )
+    status, stderr, (report,) = run(tmp_path, code)
+    assert (status, report.steps) == (0, 5), stderr
+
+
+def test_forked_children_count_for_themselves(tmp_path):
+    code = TRAINS + "    if not os.fork():\n        optimizer.step()\n        os._exit(0)\n    os.wait()\n"
+    assert sorted(report.steps for report in run(tmp_path, code)[2]) == [1, 5]
+
+
+def test_a_program_without_torch_reports_nothing(tmp_path):
+    assert run(tmp_path, "print(1)") == (0, "", [])
+
+
+def test_the_hidden_sitecustomize_runs(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("import os; os.environ['OWN'] = __file__\n")
+    code = "import os, sys; assert os.environ['OWN'] == sys.modules['sitecustomize'].__file__"
+    assert run(tmp_path, code, path=[tmp_path / "own"])[:2] == (0, "")
+
+
+def test_a_broken_hidden_sitecustomize_breaks_no_more_than_without_oomprobe(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("raise ValueError('theirs')\n")
+    status, stderr, (report,) = run(tmp_path, TRAINS, path=[tmp_path / "own"])
+    assert (status, report.steps) == (0, 5)
+    assert "Error in sitecustomize" in stderr
+    assert "theirs" in stderr
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"OOMPROBE_REPORTS": "/nowhere"}, {"OOMPROBE_FRACTIONS": "no json"}, {"OOMPROBE_REPORTS": ""}],
+)
+def test_nothing_of_it_fails_a_program(tmp_path, variables):
+    assert run(tmp_path, TRAINS, **variables)[:2] == (0, "")
+
+
+def test_it_does_not_import_torch(tmp_path):
+    assert run(tmp_path, "import sys; assert 'torch' not in sys.modules and 'json' not in sys.modules")[0] == 0
+
+
+OLDEST = next((str(path) for path in Path.home().glob(".pyenv/versions/3.8.*/bin/python")), shutil.which("python3.8"))
+
+
+def test_it_is_python_3_8():
+    ast.parse((SITE / "sitecustomize.py").read_text(), feature_version=(3, 8))
+
+
+@pytest.mark.skipif(OLDEST is None, reason="Python 3.8 is not installed")
+def test_it_runs_on_python_3_8(tmp_path):
+    package = tmp_path / "fake" / "torch"
+    (package / "optim").mkdir(parents=True)
+    (package / "__init__.py").write_text("from . import version\n__version__ = version.__version__\n")
+    (package / "version.py").write_text("__version__, cuda = '2.4.1', None\n")
+    (package / "optim" / "__init__.py").touch()
+    (package / "optim" / "optimizer.py").write_text(
+        "def register_optimizer_step_post_hook(hook): hook(type('O', (), {})())\n"
+    )
+    status, stderr, (report,) = run(tmp_path, "import torch", python=OLDEST, path=[tmp_path / "fake"])
+    assert (status, stderr, report.steps, report.torch) == (0, "", 1, "2.4.1")

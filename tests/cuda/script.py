@@ -1,0 +1,135 @@
+"""A training script as users write them, for tests that probe commands: python script.py --batch-size 8 --fault bug.
+
+It trains a small MLP; under a launcher with DDP or FSDP2. From batch size `--from` on, the fault happens in the second step,
+on rank `--rank` or on all.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=int(os.environ.get("OOMPROBE_BATCH", "1")))
+parser.add_argument("--steps", type=int, default=10_000)
+parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+parser.add_argument("--fsdp", action="store_true")
+parser.add_argument("--samples", type=int, help="of the data set; the last batch is left out if it is smaller")
+parser.add_argument("--fault", default="")
+parser.add_argument("--from", type=int, default=1, dest="least_size")
+parser.add_argument("--rank", type=int)
+arguments = parser.parse_args()
+
+if "sets-conf" in arguments.fault:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+import torch  # noqa: E402  (scripts set allocator settings before this line)
+from torch import nn  # noqa: E402
+
+MIB = 2**20
+rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+torch.cuda.set_device(device)
+fault = arguments.fault if arguments.batch_size >= arguments.least_size and arguments.rank in (None, rank) else ""
+if fault == "sets-fraction":
+    torch.cuda.set_per_process_memory_fraction(0.95)
+if "daemon" in fault:  # in a session of its own, with an emptied environment
+    subprocess.Popen(
+        ["setsid", "sleep", os.environ["SCRIPT_DAEMON"]], env={"PATH": os.environ["PATH"]}, start_new_session=True
+    )
+if fault == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if world_size > 1:
+    torch.distributed.init_process_group(arguments.backend)
+
+
+def use_up_memory():
+    kept = []
+    while True:
+        kept.append(torch.empty(16 * MIB, dtype=torch.uint8, device=device))
+
+
+class RunsOutInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        use_up_memory()
+
+
+def misbehave():
+    match fault:
+        case "forward":
+            use_up_memory()
+        case "caught-then-hangs":
+            try:
+                use_up_memory()
+            except torch.OutOfMemoryError:
+                time.sleep(600)
+        case "skips-once":
+            with contextlib.suppress(torch.OutOfMemoryError):
+                use_up_memory()
+        case "bug":
+            raise KeyError("input_ids")
+        case "mentions-limits":
+            print("INFO kernel limits: INT_MAX, /dev/shm 64M, CUDNN_STATUS_EXECUTION_FAILED is handled", flush=True)  # noqa: T201
+            raise KeyError("input_ids")
+        case "assert":
+            raise RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronous")
+        case "exit":
+            sys.exit(7)
+        case "leaves":
+            os._exit(7)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "hangs" | "deaf":
+            time.sleep(600)
+
+
+model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 512)).to(
+    device
+)
+if arguments.fsdp:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+elif world_size > 1:
+    model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters())
+size = 4 if fault == "ignores" else arguments.batch_size
+samples = arguments.samples or size * arguments.steps
+for number in range(min(arguments.steps, samples // size)):
+    try:
+        if number == 1:
+            misbehave()
+        for _ in range(size // 4 if fault == "splits" else 1):
+            x = torch.randn((4 if fault == "splits" else size) * 256, 512, device=device)
+            y = model(x)
+            if fault == "backward" and number == 1:
+                y = RunsOutInBackward.apply(y)
+            y.square().mean().backward()
+        optimizer.step()
+    except torch.OutOfMemoryError as error:
+        if fault == "logs-and-skips":
+            print(f"WARNING: skipping a batch: {error}", flush=True)  # noqa: T201
+        elif fault == "skips":
+            pass
+        elif fault == "halves":
+            size //= 2
+        else:
+            raise
+        x = y = None
+        torch.cuda.empty_cache()
+    optimizer.zero_grad()
+if "fails-at-the-end" in fault:
+    print("FileNotFoundError: validation.jsonl", flush=True)  # noqa: T201
+    os._exit(1)  # at once: exiting takes torch some time
+if world_size > 1:
+    torch.distributed.destroy_process_group()
