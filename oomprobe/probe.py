@@ -240,9 +240,9 @@ def probe_command(
     """Find the largest batch size with which a command runs, on whatever engine launches it (Linux only).
 
     Each trial is a run of the command, as cold as training. It passes once every rank has made `steps` optimizer steps after
-    the first; then the command and all that it started are ended. The processes report their steps and peaks themselves, and
-    hold torch's allocator to the margin, by a ``sitecustomize`` module in front of PYTHONPATH. The answer is confirmed in two
-    further runs of up to 50 steps each.
+    the first, goes on to 50 while that costs little, and is then ended with all that it started. A ``sitecustomize`` module
+    in front of PYTHONPATH makes the processes report their steps and peaks, and holds torch's allocator to the margin. The
+    answer is confirmed in two further runs of up to 50 steps each.
 
     Args:
         command: The program and its arguments. In each argument, ``{batch}`` stands for the batch size, and ``{dir}`` for a

@@ -39,7 +39,7 @@ def main(wire: int, words: list[str]) -> int:
         for number in IGNORED:
             signal.signal(number, signal.SIG_DFL)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        with open("/proc/self/oom_score_adj", "w") as file:
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # the system's OOM killer takes the command, not the caller
 
     try:
@@ -50,7 +50,8 @@ def main(wire: int, words: list[str]) -> int:
     while not select.select([wire], [], [], TICK_S)[0]:
         ended = reap() or {}
         if command.pid in ended:
-            os.write(wire, b"%d %d" % (ended[command.pid], len(processes_below())))
+            with contextlib.suppress(OSError):  # oomprobe may have been killed at this moment
+                os.write(wire, b"%d %d" % (ended[command.pid], len(processes_below())))
             break
     end_all()
     return 0

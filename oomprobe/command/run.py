@@ -147,9 +147,9 @@ class Run:
         self.output.feed(self._decoder.decode(self._drain()))
 
     def _drain(self) -> bytes:
-        read, least = b"", 2**20
+        read, most = b"", 2**20
         with contextlib.suppress(BlockingIOError):
-            while len(read) < least and (more := os.read(self._pipe, 2**16)):
+            while len(read) < most and (more := os.read(self._pipe, 2**16)):
                 read += more
         return read
 

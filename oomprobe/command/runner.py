@@ -74,7 +74,7 @@ WEAK_SECONDS = (
     "had done by then"
 )
 SHORT = (
-    "weak: the command ended by itself after {steps}, and a confirmation makes at least {wanted}: memory may grow or break up later. "
+    "weak: the command ended by itself after {steps}, and a confirmation makes at least {wanted}: memory may grow or fragment later. "
     "Let it run longer (without --max-steps); oomprobe ends it"
 )
 HANDLED = (
@@ -169,7 +169,7 @@ class CommandRunner:
         return outcome
 
     def _run(self, request: Request) -> tuple[Outcome, Ending]:
-        fractions = self._fractions(request)
+        fractions = self._fractions()
         with (
             Run(self._command, request.batch_size, self._variables(fractions)) as run,
             self._interrupts.delivered_until(None),
@@ -180,7 +180,7 @@ class CommandRunner:
             self._check_pass(request, seen, fractions)
         return self._outcome(request, seen, ending, fractions), ending
 
-    def _fractions(self, request: Request) -> dict[str, float]:
+    def _fractions(self) -> dict[str, float]:
         """Return the caps as fractions of each device's memory; "" stands for devices that no run has reported yet."""
         if self._options.memory_fraction == 1:
             return {}
@@ -231,9 +231,7 @@ class CommandRunner:
             return False
         # More steps see more, and cost little beside starting the command; those of an answer may cost another run.
         run.start_up_s = run.start_up_s or run.elapsed_s
-        least_s = (
-            max(fmean(self._took_s or [0.0]), MORE * run.start_up_s) if request.confirms else MORE * run.start_up_s
-        )
+        least_s = max(MORE * run.start_up_s, fmean(self._took_s or [0.0]) if request.confirms else 0.0)
         return steps >= LOOK_CALLS or run.elapsed_s > least_s
 
     def _ended(self, run: Run, request: Request, seen: Sequence[Report]) -> Ending:
@@ -267,13 +265,11 @@ class CommandRunner:
         if fractions and (why := reports.uncapped(seen, fractions)):
             fraction = self._options.memory_fraction
             raise UnreliableError(NO_MARGIN.format(fraction=fraction, size=size, why=why))
-        smaller, before = self._last_passed
-        program = next((report.program for report in reports.training(seen)), "the program")
-        asked = reports.asked_by_step(seen)
-        if size != smaller and reports.are_the_same(asked, before):
-            raise UnreliableError(
-                IGNORES.format(size=max(size, smaller), smaller=min(size, smaller), batch=BATCH, program=program)
-            )
+        (smaller, larger), asked = sorted((size, self._last_passed[0])), reports.asked_by_step(seen)
+        # Sizes that are closer may come to the same: scripts divide by the number of ranks, or round.
+        if larger >= 2 * smaller and reports.are_the_same(asked, self._last_passed[1]):
+            program = next(report.program for report in reports.training(seen))
+            raise UnreliableError(IGNORES.format(size=larger, smaller=smaller, batch=BATCH, program=program))
         self._last_passed = size, asked
         self._has_stepped |= bool(reports.training(seen))
 
@@ -436,7 +432,9 @@ def _missing(request: Request, seen: Sequence[Report]) -> str:
 
 
 def _timed_out(run: Run, seen: Sequence[Report]) -> Ending:
-    places = "; ".join(f"{report.name} had made {report.steps} steps" for report in seen if report.devices)
+    places = "; ".join(
+        f"{report.name} had made {count(report.steps, 'step', 'steps')}" for report in seen if report.devices
+    )
     last = run.output.tail()[-1:]
     error = f"the command was ended after {format_seconds(run.elapsed_s)}"
     return Ending(verdict=Verdict.TIMED_OUT, error=": ".join([error, *filter(None, [places or "".join(last)])]))

@@ -103,7 +103,7 @@ if arguments.fsdp:
 elif world_size > 1:
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters())
-size = 4 if fault == "ignores" else arguments.batch_size
+size = {"ignores": 4, "rounds": arguments.batch_size // 8 * 8}.get(fault, arguments.batch_size)
 samples = arguments.samples or size * arguments.steps
 for number in range(min(arguments.steps, samples // size)):
     try:

@@ -140,7 +140,7 @@ def test_a_death_is_tried_twice(fault, said):
 def test_a_hang_ends_at_the_limit_and_a_deaf_process_is_killed():
     with pytest.raises(oomprobe.TimeLimitError) as caught:
         probe(python("--fault", "deaf"), start_batch=8, trial_time_limit_s=3)
-    assert "had made 1 steps" in caught.value.trials[0].error
+    assert "had made 1 step" in caught.value.trials[0].error
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,11 @@ def test_a_hang_ends_at_the_limit_and_a_deaf_process_is_killed():
 def test_refused(command, said):
     with pytest.raises(oomprobe.UnreliableError, match=said):
         probe(command, start_batch=8)
+
+
+def test_a_script_may_round_the_batch_size():
+    result = probe(python("--fault", "rounds"), min_batch=33, max_batch=34)
+    assert [trial.batch_size for trial in result.trials] == [33, 34, 34, 34]
 
 
 @pytest.mark.slow
