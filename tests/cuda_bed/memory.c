@@ -10,6 +10,7 @@
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int shared_fd = -1; /* the file of CUDASTUB_SHARED, which holds the table of processes */
+static pid_t opened_by;
 static Process private_table[MAX_PROCESSES], *table = private_table, *this_process;
 static char context_made[MAX_DEVICES], kernels_loaded[MAX_DEVICES], used;
 static Block *blocks;
@@ -17,6 +18,11 @@ static size_t block_count, block_room;
 
 void lock(void) {
     pthread_mutex_lock(&mutex);
+    if (shared_fd >= 0 && opened_by != getpid()) { /* forked: one open file description would be one lock for both */
+        int own = open(settings.shared_file, O_RDWR | O_CLOEXEC);
+        close(shared_fd);
+        shared_fd = own, opened_by = getpid();
+    }
     if (shared_fd >= 0) flock(shared_fd, LOCK_EX);
 }
 
@@ -41,7 +47,7 @@ void reset_memory(void) {
         perror("cudastub: CUDASTUB_SHARED");
         abort();
     }
-    table = mapped;
+    table = mapped, opened_by = getpid();
 }
 
 /* ---- bytes held by each process ---- */
