@@ -81,7 +81,7 @@ def _draw_memory(axes: Any, result: ProbeResult) -> None:
     _scatter(axes, points("peak_allocated_bytes"), "o", DARK, "peak allocated")
     # What a failed size needed is unknown; it was more than its cap.
     failed = [(t.batch_size, (t.cap_bytes or capacity_bytes) / factor) for t in trials if not t.passed]
-    _scatter(axes, failed, "x", "black", "failed, at the memory that it had")
+    _scatter(axes, failed, "x", "black", "failed, at its limit")
     for nbytes, style, name in ((capacity_bytes, "-", "available"), (result.budget_bytes, ":", "budget")):
         if name == "available" or nbytes < capacity_bytes:
             label = f"{name} {format_bytes(nbytes)}"
@@ -90,7 +90,7 @@ def _draw_memory(axes: Any, result: ProbeResult) -> None:
     if result.fit is not None:
         ends = [0, largest]
         peaks = [(result.fit.fixed_bytes + result.fit.bytes_per_sample * size) / factor for size in ends]
-        label = f"straight line (not used, off by up to {100 * min(result.fit.max_relative_error, 10):.1f} %)"
+        label = f"line, not used (off by {100 * min(result.fit.max_relative_error, 10):.1f} %)"
         axes.plot(ends, peaks, "--", color=GREY, linewidth=0.8, label=label)
     axes.axvline(result.batch_size, color=GREY, linewidth=0.6)
     axes.annotate(
@@ -110,9 +110,10 @@ def _draw_throughput(axes: Any, timed: Sequence[Trial]) -> None:
     axes.plot(*zip(*sorted(rates.items()), strict=True), "o-", color=DARK, markersize=3, linewidth=0.8)
     knee = min(size for size, speed in rates.items() if speed >= KNEE_SHARE * max(rates.values()))
     axes.axvline(knee, color=GREY, linewidth=0.8, linestyle="--")
+    is_left = 2 * knee < max(rates)  # otherwise the text would leave the figure
     axes.annotate(
-        f"knee: batch {knee}, {100 * KNEE_SHARE:.0f} % of the best rate", (knee, 0), xytext=(3, 3),
-        textcoords="offset points", fontsize=SMALL - 1, va="bottom",
+        f"knee: batch {knee}, {100 * KNEE_SHARE:.0f} % of the best rate", (knee, 0), xytext=(3 if is_left else -3, 3),
+        textcoords="offset points", fontsize=SMALL - 1, va="bottom", ha="left" if is_left else "right",
     )  # fmt: skip
     axes.set_ylim(0, max(rates.values()) * PADDING)
     _label(axes, "samples/s")
