@@ -35,12 +35,13 @@ class Budget:
     def grow_cap(self) -> int | None:
         """Return the cap of trials that grow, and sample the memory on first use.
 
-        None in a process that may die, and on devices without `edge_bytes`.
+        None in a process that may die, unless it is one of several ranks (what NCCL does at the driver's limit differs, and
+        may be to wait for ever), and on devices without `edge_bytes`.
         """
         facts = self._runner.facts
         if facts.grows_capped and self._fraction < 1:
             return self.search_cap()
-        if facts.replaceable or not facts.device.edge_bytes:
+        if (facts.replaceable and facts.world_size == 1) or not facts.device.edge_bytes:
             return None
         if not self.available_bytes:
             self.take(self._runner.measure(), is_final=False)

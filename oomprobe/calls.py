@@ -14,6 +14,9 @@ from oomprobe.trials import Calls, Request, RunnerInfo, Trial
 
 # Of the time that is left, the share that the calls of a look and of a confirmation may take.
 LOOK_SHARE, CONFIRM_SHARE = 1 / 8, 1 / 2
+# Where a failure costs much, trials that decide go on for so much of that: more calls see more, and a confirmation that fails
+# costs two such failures.
+COST_SHARE = 1 / 4
 ENDED_EARLY = "call {number} of batch {size} failed with {error}, which is not about memory: later calls were not seen"
 VARYING = (
     "the step allocates different amounts from call to call (sequence lengths, routing, a last partial batch): a later call "
@@ -67,25 +70,27 @@ class CallPlan:
             return max(options.steps, options.confirm_steps)
         return options.confirm_steps if confirms else options.steps
 
-    def planned(self, request: Request) -> Request:
-        """Return the request with the number of its calls; a look keeps its own."""
+    def planned(self, request: Request, *, decides: bool = True) -> Request:
+        """Return the request with the number of its calls; a look keeps its own. `decides` is false while the size grows."""
         steps = self._steps(confirms=request.confirms)
         may_end_early = (request.looks or request.confirms) and not self._facts.starts_anew
         return replace(
             request,
             steps=steps,
-            calls=request.calls or self._calls(request.batch_size, steps, confirms=request.confirms),
+            calls=request.calls or self._calls(request.batch_size, steps, confirms=request.confirms, decides=decides),
             step_calls=self._full,
             least_calls=self._ordinary(self._options.steps) if self._full and may_end_early else None,
             more_calls=LOOK_CALLS if request.confirms and may_end_early else 0,
             repeats=not request.looks and not self._counts,
         )
 
-    def _calls(self, size: int, steps: int, *, confirms: bool) -> int | None:
+    def _calls(self, size: int, steps: int, *, confirms: bool, decides: bool) -> int | None:
         """Return the calls of a trial; None if no trial has shown how many an optimizer's step takes."""
         if not self._full:
             return None
         least = max(self._ordinary(steps), self.needed)
+        if decides and not confirms and self._facts.failure_cost_s:
+            return max(least, self.affordable(size, limit_s=COST_SHARE * self._facts.failure_cost_s))
         if not confirms or self._facts.starts_anew or (self.repeats and len(self._facts.step_names) > 1):
             return least
         return max(least, self.affordable(size, CONFIRM_SHARE))
@@ -97,10 +102,15 @@ class CallPlan:
         calls = self.affordable(size, LOOK_SHARE)
         return calls if calls > self._ordinary(self._options.steps) else 0
 
-    def affordable(self, size: int, share: float = CONFIRM_SHARE) -> int:
-        """Return how many calls of this size, up to LOOK_CALLS, fit in the time that the search has taken, or in LOOK_S."""
+    def affordable(self, size: int, share: float = CONFIRM_SHARE, limit_s: float | None = None) -> int:
+        """Return how many calls of this size, up to LOOK_CALLS, fit in `limit_s`.
+
+        None: in the time that the search has taken, or in LOOK_S.
+        """
         device = self._facts.device
-        limits_s = [HOST_LOOK_S if device.on_host else max(LOOK_S, self._clock.elapsed_s)]
+        limits_s = (
+            [HOST_LOOK_S if device.on_host else max(LOOK_S, self._clock.elapsed_s)] if limit_s is None else [limit_s]
+        )
         limits_s += [] if self._clock.end_s is None else [share * (self._clock.end_s - time.monotonic())]
         if self._options.trial_time_limit_s is not None:
             limits_s.append(CONFIRM_SHARE * self._options.trial_time_limit_s)
@@ -126,7 +136,7 @@ class CallPlan:
             self._most = min(self._most, calls.made)
             self.needed = min(self.needed, self._most)
             yield ENDED_EARLY.format(number=calls.made + 1, size=size, error=shortened(calls.ended_early))
-        if calls.varying and request.confirms and not self.is_long:
+        if calls.varying and request.confirms and not self.is_long and not self._facts.starts_anew:
             yield VARYING
         if trial.passed and request.confirms and trial.accumulation_steps == 1:
             self.confirmed = trial.steps // len(self._facts.step_names)

@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 import oomprobe
 from oomprobe import errors
@@ -87,8 +87,8 @@ def _run(arguments: argparse.Namespace) -> int:
     keeping = stdout_kept(for_good=arguments.owns_process) if machine_reads else contextlib.nullcontext(sys.stdout)
     with keeping as stdout:
         result = _probe(arguments, isolate=isolate)
-        if arguments.world_size > 1 or arguments.global_batch:
-            plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size}
+        if arguments.nproc_per_node is None and ((arguments.world_size or 1) > 1 or arguments.global_batch):
+            plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size or 1}
             result = dataclasses.replace(result, options={**result.options, **plan_options})
         if result.contaminated or not arguments.quiet:
             write(sys.stderr if machine_reads else stdout, text.report(result, verbose=arguments.verbose))
@@ -129,6 +129,7 @@ def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
     if arguments.words is None:
         what = arguments.target
         common |= {"isolate": isolate, "device": arguments.device, "breakdown": arguments.breakdown}
+        common |= {"nproc_per_node": arguments.nproc_per_node}
     else:
         what, check, search = arguments.words, probe.check_command, probe.probe_command
         common |= {"passes_after_s": arguments.passes_after}
@@ -136,7 +137,7 @@ def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
         return check(what, arguments.require, **common)
     given = {name: getattr(arguments, name) for name in SEARCH_OPTIONS if getattr(arguments, name) is not None}
     if "global_batch" in given:
-        given["global_batch"] = -(-arguments.global_batch // arguments.world_size)
+        given["global_batch"] = -(-arguments.global_batch // (arguments.world_size or 1))
     return search(what, **given, **common)
 
 
@@ -270,7 +271,15 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "--trial-time-limit", type=float, metavar="S", dest="trial_time_limit_s", help="seconds for one trial"
     )
     run.add_argument("--global-batch", type=_size, metavar="N", help="plan gradient accumulation for N samples")
-    run.add_argument("--world-size", type=_size, default=1, metavar="N", help="ranks that share the global batch (1)")
+    run.add_argument(
+        "--world-size", type=_size, metavar="N", help="ranks that share the global batch, one of which is probed (1)"
+    )
+    run.add_argument(
+        "--nproc-per-node",
+        type=_ranks,
+        metavar="N",
+        help="run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU",
+    )
     run.add_argument("--breakdown", action="store_true", help="run one more step to show where the memory went")
     run.add_argument(
         "--require", type=_size, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
@@ -292,6 +301,10 @@ def _size(text: str) -> int:
     return int(text)
 
 
+def _ranks(text: str) -> int | Literal["gpu"]:
+    return "gpu" if text == "gpu" else _size(text)
+
+
 def _file(text: str) -> Path:
     """Return the absolute path of a file to write, because a step may change the working directory."""
     path = Path(text).absolute()
@@ -308,6 +321,11 @@ def check_run(arguments: argparse.Namespace) -> None:
             NO_TARGET if arguments.target is None else TWO_TARGETS.format(target=arguments.target)
         )
     own = {"--device": arguments.device, "--breakdown": arguments.breakdown, "--in-process": arguments.in_process}
+    own["--nproc-per-node"] = arguments.nproc_per_node
+    if arguments.nproc_per_node is not None and arguments.world_size is not None:
+        raise InvalidArgumentError(
+            "--nproc-per-node says how many ranks there are, so --world-size cannot be given too: leave it out"
+        )
     if is_command and (refused := [option for option, value in own.items() if value]):
         raise InvalidArgumentError(NOT_FOR_COMMANDS.format(options=", ".join(refused)))
     if not is_command and arguments.passes_after is not None:

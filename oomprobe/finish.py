@@ -69,7 +69,7 @@ def run_plan(session: Session, batch_size: int) -> None:
     for _ in range(PLAN_TRIALS):
         entries = plan(
             session.options.global_batch,
-            world_size=1,
+            world_size=session.runner.facts.world_size,
             max_micro_batch=largest,
             min_micro_batch=session.options.min_batch,
             multiple_of=session.options.multiple_of,

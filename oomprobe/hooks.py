@@ -92,6 +92,7 @@ class Stepping:
     def __init__(self, watch: OptimizerWatch, tracker: Tracker) -> None:
         self._watch, self._tracker = watch, tracker
         self._expected: dict[str, set[int]] = {}  # by the name of a step that is known; empty: it steps none
+        self._seen: dict[str, set[int]] = {}  # that have stepped in its turns, by the name of the step
         self._last_call: set[int] = set()  # that stepped in the last call that ran
         self._idle: set[int] = set()  # that were waited for in vain
         self._waited_calls = 0
@@ -105,7 +106,7 @@ class Stepping:
         if name in self._expected:
             return self._expected[name] or None
         found = {id(one) for one in self._tracker.optimizers if not wraps_another(one)}
-        elsewhere = set[int]().union(*self._expected.values())  # optimizers of other steps
+        elsewhere = set[int]().union(*self._expected.values(), *self._seen.values())  # optimizers of other steps
         return (found - elsewhere or None) if elsewhere else found
 
     def start_step(self) -> None:
@@ -129,6 +130,10 @@ class Stepping:
         self._expected[name] = set(self._watch.stepped)
         self._idle = (self._idle | (wanted or set())) - self._watch.stepped
 
+    def end_turn(self, name: str) -> None:
+        """End a turn of a step: what has stepped in it, since `start_step`, is no other step's."""
+        self._seen[name] = self._seen.get(name, set()) | self._watch.stepped
+
     def start_call(self) -> set[int]:
         """Begin a call; pass what is returned to `end_call`."""
         before = set(self._watch.stepped)
@@ -151,6 +156,8 @@ class Stepping:
     def note(self, step_names: Iterable[str]) -> str | None:
         """Return a note if no optimizer stepped, or one did not: its state is not in the measured memory."""
         steps, calls = " and ".join(map(repr, step_names)), count(self._waited_calls, "call", "calls")
+        if not self._expected:
+            return None  # more calls will tell
         if not any(self._expected.values()):
             return NO_OPTIMIZER.format(calls=calls, steps=steps)
         return IDLE.format(count=len(self._idle), calls=calls, steps=steps) if self._idle else None

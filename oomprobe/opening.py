@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,18 +14,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from oomprobe.devices import Device, choose_device, device_error, extras_of, is_host, opened_if_simulated, replays
-from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError, UnreliableError, target_failed
+from oomprobe.errors import (
+    DeviceLostError,
+    InvalidArgumentError,
+    NoDeviceError,
+    OomProbeError,
+    UnreliableError,
+    check_size,
+    target_failed,
+)
 from oomprobe.hooks import OptimizerWatch, outside_modes, preload_dynamo
 from oomprobe.isolation.system import MARK
-from oomprobe.options import Options, Step, StepFn, check_model, named_steps, refuse_process_group
+from oomprobe.options import Options, Step, StepFn, check_model, check_process_group, named_steps
 from oomprobe.report.progress import Progress, reporter
 from oomprobe.report.table import trials_table
+from oomprobe.report.words import count
 from oomprobe.session import Session
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
 from oomprobe.targets import build, name_of
 from oomprobe.trial import LocalRunner
 from oomprobe.trials import Trial
+from oomprobe.units import format_seconds
 
 if TYPE_CHECKING:
     from oomprobe.isolation.runner import Source  # imports on Linux only, like the host device
@@ -41,6 +52,21 @@ NO_BREAKDOWN = (
     "breakdown records the allocations of a step in its own process, which a command does not allow: write a target, "
     "and probe that"
 )
+IN_A_RANK = (
+    "this process is rank {rank} of {ranks}, and a probe starts ranks of its own: call it in one process, before torchrun or "
+    "accelerate launch, with nproc_per_node={local} (oomprobe run path/to/train.py:build --nproc-per-node {local})"
+)
+SEVERAL_MACHINES = (
+    "oomprobe runs the ranks of one machine: probe on one of them (in a Slurm job: srun -N1 -n1 --gpus-per-node=8 oomprobe run ... "
+    "--nproc-per-node 8). DDP needs the same memory per rank on every machine, and FSDP over more ranks needs less, so that answer "
+    "is safe, less what NCCL takes between machines"
+)
+NO_RANKS_THERE = (
+    "device={device!r} cannot be given for several ranks, which have a card each: leave it out, or state a kind or a budget for "
+    "each, such as 'cuda' or 'cuda:8GiB'. CUDA_VISIBLE_DEVICES chooses the cards"
+)
+_KINDS = re.compile(r"(cuda|xpu)(:[\d.]+ ?[A-Za-z]+)?")
+BUILDING = "; building {ranks} ranks took {seconds}, and a search usually builds 7 or 8 groups"
 NOT_RESTORED = "not restored: {names}"
 
 
@@ -55,7 +81,7 @@ def open_model(
     """Open a session for a live model: trials on host memory run in forked children, all others in this process."""
     check_model(model)
     objects, steps = preserved(preserve), named_steps(step_fn)
-    refuse_process_group()
+    check_process_group()
     chosen = choose_device(device, model)
     if is_host(chosen):
         return _forked(model, steps, objects, chosen, options, progress, was_chosen=device is not None)
@@ -69,11 +95,18 @@ def open_target(
     preserve: Any,
     options: Options,
     progress: Progress,
+    nproc_per_node: int | str | None = None,
 ) -> AbstractContextManager[Session]:
-    """Open a session for a target, in child processes or in this one."""
-    name, device = name_of(target), opened_if_simulated(device)
+    """Open a session for a target: in child processes, on several ranks, or in this process."""
+    name = name_of(target)
+    if nproc_per_node is not None:
+        _refuse_isolation(preserve)
+        ranks = _ranks(nproc_per_node, device, isolate=isolate)
+        return _on_ranks(name, ranks, device, options, progress)
+    device = opened_if_simulated(device)
     if isolate and not replays(device):
         _refuse_isolation(preserve)
+        _refuse_in_a_rank()
         return _isolated(name, device, options, progress)
     try:
         model, step_fn = build(name, device)
@@ -102,6 +135,43 @@ def _refuse_isolation(preserve: Any) -> None:
         )
 
 
+def _refuse_in_a_rank() -> None:
+    """Raise InvalidArgumentError in a rank of torchrun or srun: each of them would start a probe of its own."""
+    variables = os.environ
+    ranks, local = variables.get("WORLD_SIZE", "1"), variables.get("LOCAL_WORLD_SIZE", "")
+    if "RANK" in variables and ranks not in ("", "1"):
+        machines = local and local != ranks
+        raise InvalidArgumentError(
+            IN_A_RANK.format(rank=variables["RANK"], ranks=ranks, local=local or ranks)
+            + (f". {SEVERAL_MACHINES}" if machines else "")
+        )
+
+
+def _ranks(nproc_per_node: int | str, device: Any, *, isolate: bool) -> int:
+    """Return the number of ranks, after checking that each has an accelerator; this process does not open them."""
+    _refuse_in_a_rank()
+    if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        tasks = os.environ["SLURM_STEP_NUM_TASKS"]
+        raise InvalidArgumentError(f"this is one of {tasks} tasks that srun has started. {SEVERAL_MACHINES}")
+    if not isolate:
+        raise InvalidArgumentError("ranks are processes of their own: leave out isolate=False (--in-process)")
+    if device is not None and (not isinstance(device, str) or not _KINDS.fullmatch(device)):
+        raise InvalidArgumentError(NO_RANKS_THERE.format(device=device))
+    kind = torch.accelerator.current_accelerator()  # that torch was built for, present or not
+    cards = 0 if kind is None or kind.type == "mps" else int(torch.get_device_module(kind).device_count())
+    if nproc_per_node != "gpu":
+        check_size("nproc_per_node", nproc_per_node)
+    ranks = cards if nproc_per_node == "gpu" else int(nproc_per_node)
+    if ranks > cards or not cards:
+        raise NoDeviceError(
+            f"{count(ranks or 1, 'rank needs', 'ranks need')} an accelerator each, and this machine shows "
+            f"{count(cards, 'accelerator', 'accelerators')} that can be used so (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): lower --nproc-per-node, or try one rank on a simulated card, "
+            "--device sim:24GiB"
+        )
+    return ranks
+
+
 # --- in other processes ---
 
 
@@ -111,6 +181,18 @@ def _isolated(target: str, device: Any, options: Options, progress: Progress) ->
     from oomprobe.isolation.runner import workers
 
     with _processes(workers(target, device, options), options, progress, "" if device else ON_HOST_MEMORY) as session:
+        session.state_verified = True  # the caller's process has no state that a trial could change
+        yield session
+
+
+@contextmanager
+def _on_ranks(target: str, ranks: int, device: Any, options: Options, progress: Progress) -> Iterator[Session]:
+    """Open a session whose trials run on several ranks of this machine; none of their processes is left afterwards."""
+    from oomprobe.isolation.ranks import RanksRunner
+    from oomprobe.isolation.runner import task_of
+
+    task = {**task_of(target, device, options), "ranks": ranks}
+    with _running(lambda clock, interrupts: RanksRunner(ranks, task, clock, interrupts), options, progress) as session:
         session.state_verified = True  # the caller's process has no state that a trial could change
         yield session
 
@@ -133,7 +215,7 @@ def _forked(
     from oomprobe.isolation.runner import forks
 
     tracker = Tracker(model, [step.run for step in steps.values()], preserve, device)
-    source = forks(model, steps, tracker, device, options)
+    source = forks(model, steps, tracker, device)
     resident = tracker.resident_tensors()
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
     try:
@@ -147,18 +229,27 @@ def _forked(
     session.state_verified = True
 
 
-@contextmanager
-def _processes(source: Source, options: Options, progress: Progress, hint: str) -> Iterator[Session]:
+def _processes(source: Source, options: Options, progress: Progress, hint: str) -> AbstractContextManager[Session]:
     from oomprobe.isolation.runner import ProcessRunner
 
+    return _running(lambda clock, interrupts: ProcessRunner(source, clock, interrupts), options, progress, hint)
+
+
+@contextmanager
+def _running(
+    runner_of: Callable[[Clock, Interrupts], Any], options: Options, progress: Progress, hint: str = ""
+) -> Iterator[Session]:
+    """Open a session whose runner starts processes when it is entered, and ends them on exit."""
     status = reporter(progress)
     recorded: list[Trial] = []
     with trials_attached(recorded), Interrupts() as interrupts:
         clock = Clock(options)
         try:
-            with ProcessRunner(source, clock, interrupts) as runner:
-                device = runner.facts.device
-                status.opened(device.name + hint * device.on_host, options)
+            with runner_of(clock, interrupts) as runner:
+                facts = runner.facts
+                if facts.world_size > 1:
+                    hint = BUILDING.format(seconds=format_seconds(clock.elapsed_s), ranks=facts.world_size)
+                status.opened(facts.device.name + hint * (facts.device.on_host or facts.world_size > 1), options)
                 yield Session(runner, options, status, clock, recorded)
         finally:
             status.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ from oomprobe.search import Sizes
 
 StepFn = Callable[[torch.nn.Module, int], object]
 SEVERAL_RANKS = (
-    "{what}: an out-of-memory error on one would leave the others waiting in a collective. Probe the command that starts the "
-    "ranks, oomprobe run -- torchrun ... --batch-size {{batch}}; or "
+    "{what}: one that runs out of memory leaves the others waiting in a collective, and no group survives that. Move what builds "
+    "the model into a function build() and type oomprobe run train.py:build --nproc-per-node {ranks}; or probe the command that "
+    "starts the ranks, oomprobe run -- torchrun ... --batch-size {{batch}}"
 )
+NO_GROUP = (
+    "neither build() nor the step initialised a process group on rank {rank}, so its model trains alone: call "
+    "torch.distributed.init_process_group() in build(), as under torchrun"
+)
+OTHER_GROUP = "the process group of rank {rank} has {made} ranks, but the probe has {ranks}: call init_process_group() without world_size"
 MAX_CALLS = 32  # of a step without an optimizer stepping, before it is assumed to have none
 
 
@@ -29,6 +36,8 @@ class Step:
     max_calls: int = MAX_CALLS  # while waiting for an optimizer to step; 1 for a step that is a whole training run
     # Whether each call is a training run of its own, so that many calls show no more than few.
     starts_anew: bool = False
+    max_batch: int | None = None  # the largest size that there are data for; None: unknown
+    is_timed: bool = True  # whether its times are those of training; a loop that sets itself up takes longer
     caller: Caller | None = None  # what the user typed, for error messages; None if the user wrote `run`
     # Whether the current call created an optimizer and its parameters, which it also drops, so they need no snapshot.
     has_made: Callable[[torch.optim.Optimizer], bool] | None = None
@@ -75,6 +84,17 @@ class Options:
                 f"no multiple of {self.multiple_of} lies between min_batch={self.min_batch} and "
                 f"max_batch={self.max_batch}: lower multiple_of or raise max_batch"
             )
+
+    def within(self, max_batch: int | None) -> Options:
+        """Return the options with sizes up to `max_batch`, that of the data; None: as they are."""
+        if max_batch is None or (self.max_batch is not None and self.max_batch <= max_batch):
+            return self
+        if self.sizes.first > max_batch or (self.start_batch or 0) > max_batch:
+            raise InvalidArgumentError(
+                f"the data set has {max_batch} examples, too few for min_batch={self.min_batch}, start_batch={self.start_batch} or "
+                f"multiple_of={self.multiple_of}"
+            )
+        return replace(self, max_batch=max_batch)
 
     @property
     def sizes(self) -> Sizes:
@@ -135,11 +155,17 @@ def check_model(model: object) -> torch.nn.Module:
     raise InvalidArgumentError(f"model must be a torch.nn.Module, not {kind}")
 
 
-def refuse_process_group() -> None:
-    """Raise InvalidArgumentError if other ranks would wait for a step that this one abandons."""
+def check_process_group(ranks: int = 1, *, has_stepped: bool = True) -> None:
+    """Raise InvalidArgumentError unless the process group has as many ranks as run each trial.
+
+    Others would wait for a step that this one abandons. A group of several must exist once the step has been called.
+    """
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        what = f"torch.distributed is initialised with {distributed.get_world_size()} ranks"
-        raise InvalidArgumentError(
-            SEVERAL_RANKS.format(what=what) + "probe in one process before the ranks are started"
-        )
+    made = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 0
+    if ranks == 1 and made > 1:
+        raise InvalidArgumentError(SEVERAL_RANKS.format(what=f"torch.distributed has {made} ranks", ranks=made))
+    rank = os.environ.get("RANK", 0)
+    if ranks > 1 and made not in (0, ranks):
+        raise InvalidArgumentError(OTHER_GROUP.format(rank=rank, made=made, ranks=ranks))
+    if ranks > 1 and not made and has_stepped:
+        raise InvalidArgumentError(NO_GROUP.format(rank=rank))

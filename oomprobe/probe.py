@@ -6,7 +6,7 @@ Each makes its result after the session has closed, because closing it restores 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,7 @@ from oomprobe.result import ProbeResult
 from oomprobe.summary import result_of
 
 COMMAND_RESOLUTION = 1 / 64  # each trial of a command is a whole run
+RANKS_RESOLUTION = 1 / 128  # each trial that fails ends its ranks, which must be built anew
 
 
 def find_max_batch(
@@ -171,6 +172,7 @@ def probe_target(
     target: str | Callable[[], Any],
     *,
     isolate: bool = True,
+    nproc_per_node: int | Literal["gpu"] | None = None,
     device: Any = None,
     preserve: Any = (),
     progress: Progress = "auto",
@@ -183,10 +185,16 @@ def probe_target(
     the target. On an accelerator one child runs trial after trial while it is healthy, and this process opens no CUDA
     context. A simulated card takes no memory, so it is probed in this process.
 
+    With `nproc_per_node`, each trial runs on so many ranks of this machine, with an accelerator each, and a size fits only if
+    every rank says so. The target does what a script does under ``torchrun``: ``init_process_group``, ``set_device``, DDP or
+    ``fully_shard``. All batch sizes are per rank; `global_batch` counts the samples of all ranks.
+
     Args:
         target: ``module:function`` or ``path/to/file.py:function``, or such a function itself; it takes no arguments and
             returns ``(model, step_fn)``.
         isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
+        nproc_per_node: Ranks, at least 1, or "gpu" for as many as there are accelerators; None for one process without a
+            group. The default of `resolution` is then 1/128.
         device: As for `find_max_batch`. With isolation, a custom `Device` must be picklable.
         preserve: As for `find_max_batch`, but only with ``isolate=False``.
         progress: As for `find_max_batch`.
@@ -197,16 +205,20 @@ def probe_target(
 
     Raises:
         InvalidArgumentError: the target cannot be found or imported in another process, or does not return a model and
-            a step; or trials cannot be isolated here.
+            a step; or trials cannot be isolated here; or this process is a rank itself, or the ranks made no group.
+        NoDeviceError: there are fewer accelerators than ranks, or none.
         StepFailedError: a bug in the step or in the target; or its process died twice at one size without evidence that
             memory was the cause.
+        UnreliableError: a rank was still in the step long after another had finished it.
         OomProbeError: as for `find_max_batch`.
 
     Example:
         >>> probe_target("oomprobe.demo:small_gpt", device="sim:16GiB", resolution=0.5, progress="off").limited_by
         'memory'
     """
-    with open_target(target, isolate, device, preserve, Options(**options), progress) as session:
+    if nproc_per_node is not None:
+        options = {"resolution": RANKS_RESOLUTION, **options}
+    with open_target(target, isolate, device, preserve, Options(**options), progress, nproc_per_node) as session:
         found = finish(session, session.find())
     return result_of(session, found)
 
@@ -216,6 +228,7 @@ def check_target(
     batch_size: int,
     *,
     isolate: bool = True,
+    nproc_per_node: int | Literal["gpu"] | None = None,
     device: Any = None,
     memory_fraction: float = 0.9,
     confirm_steps: int = 5,
@@ -225,7 +238,7 @@ def check_target(
 ) -> ProbeResult:
     """Check that one size fits for a target; see `probe_target` and `check` for arguments and errors."""
     options = _check_options(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
-    with open_target(target, isolate, device, (), options, progress) as session:
+    with open_target(target, isolate, device, (), options, progress, nproc_per_node) as session:
         found = finish(session, session.confirm_only(batch_size))
     return result_of(session, found)
 

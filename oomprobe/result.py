@@ -47,6 +47,8 @@ class ProbeResult:
         elapsed_s: Wall time of the probe.
         in_steps_s: Part of `elapsed_s` spent inside the step.
         breakdown: What held the memory at the answer; None if not requested.
+        world_size: Ranks that ran each trial. All batch sizes are per rank.
+        limiting_rank: The rank that limits, if there are several: which failed at the next size, or had the least memory left.
         schema_version: Version of the JSON form.
     """
 
@@ -70,14 +72,16 @@ class ProbeResult:
     elapsed_s: float = 0.0
     in_steps_s: float = 0.0
     breakdown: Breakdown | None = None
+    world_size: int = 1
+    limiting_rank: int | None = None
     schema_version: int = SCHEMA_VERSION
 
-    def plan(self, global_batch: int, world_size: int = 1) -> tuple[PlanEntry, ...]:
+    def plan(self, global_batch: int, world_size: int | None = None) -> tuple[PlanEntry, ...]:
         """Return ways to reach a global batch with gradient accumulation, best first.
 
         Args:
             global_batch: Samples per optimizer step over all ranks, at least 1.
-            world_size: Ranks that share the global batch, at least 1.
+            world_size: Ranks that share the global batch, at least 1; None: as many as ran the trials.
 
         Returns:
             Entries whose ``ran`` says whether this probe ran that micro-batch and it passed.
@@ -91,7 +95,7 @@ class ProbeResult:
             largest = max((t.batch_size for t in accumulated if t.passed), default=1)
         return plan(
             global_batch,
-            world_size=world_size,
+            world_size=self.world_size if world_size is None else world_size,
             max_micro_batch=largest,
             min_micro_batch=int(self.options.get("min_batch") or 1),
             multiple_of=int(self.options.get("multiple_of") or 1),

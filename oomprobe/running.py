@@ -66,7 +66,7 @@ class Running:
             peak_reserved_bytes=usage.peak_reserved_bytes,
             peak_upper_bytes=usage.peak_upper_bytes,
             step_s=step_s,
-            samples_per_s=request.batch_size / step_s if step_s else None,
+            samples_per_s=request.batch_size / step_s if step_s and self.step.is_timed else None,
             alloc_retries=usage.alloc_retries,
             step_leaked_bytes=self.step_leaked_bytes,
             error=failure.text if failure else OVER_CAP if self.verdict is Verdict.OOM else None,

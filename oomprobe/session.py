@@ -39,6 +39,12 @@ UNSTEADY = (
 )
 
 
+UNSTEADY_GROUPS = (
+    "two trials of batch {size} on groups of ranks differ ({how}). With DDP over NCCL that is one more set of gradients, which NCCL may "
+    "hold for a moment when DDP rebuilds its buckets after the first step; otherwise the ranks' data vary. Keep the margin"
+)
+
+
 class ContradictedError(Exception):
     """A predicted trial was wrong: the search must start again without predictions."""
 
@@ -47,7 +53,8 @@ class Session:
     """Runs the trials that the search asks for and appends them to `trials`. `clock` started with the probe."""
 
     def __init__(self, runner: Runner, options: Options, reporter: Reporter, clock: Clock, trials: list[Trial]) -> None:
-        self.runner, self.options, self.trials, self.clock = runner, options, trials, clock
+        self.runner, self.trials, self.clock = runner, trials, clock
+        self.options = options.within(runner.facts.max_batch)
         self.notes: dict[str, None] = {}  # in order and without duplicates
         self.in_steps_s = 0.0
         self.budget = Budget(runner, options.memory_fraction)
@@ -83,6 +90,7 @@ class Session:
             start=self.options.start_batch,
             grows_capped=self.runner.facts.grows_capped,
             confirmations=self.runner.facts.confirmations,
+            failures_cost=self.runner.facts.failure_cost_s > 0,
         )
         try:
             return find()
@@ -125,7 +133,10 @@ class Session:
         closest = STRIDE if self.device.on_host else 0.0  # below this, fragmentation of malloc's heap decides
         if bad - good <= max(self.options.resolution, closest) * good:
             return True
-        if self.clock.suffices_to_confirm(good, self.trials, calls=self.call_plan.to_confirm):
+        facts = self.runner.facts
+        starting_s = (1 + facts.confirmations) * facts.failure_cost_s  # of the recheck too
+        calls = self.call_plan.to_confirm
+        if self.clock.suffices_to_confirm(good, self.trials, calls=calls, starting_s=starting_s):
             return False
         self.notes[
             f"time limit: bisecting stopped between {good}, which ran, and {bad}, which failed; "
@@ -176,7 +187,7 @@ class Session:
             watches_leaks=looks or fresh,
             exact=looks or confirms or not self._predicts,
         )
-        request = self.call_plan.planned(request)
+        request = self.call_plan.planned(request, decides=phase is not Phase.GROW)
         self._asked_calls = request.calls
         ended: Trial | None = None  # the first try, if it ended its process
         self._reporter.started(size, phase)
@@ -276,7 +287,8 @@ class Session:
             self._stop_predicting()
 
     def _time_is_up(self, trial: Trial) -> TimeLimitError:
-        return self.clock.time_is_up(f"during batch {trial.batch_size}, in trial {len(self.trials)}")
+        places = f" ({trial.error})" if trial.ranks else ""
+        return self.clock.time_is_up(f"during batch {trial.batch_size}, in trial {len(self.trials)}{places}")
 
     def _stop_predicting(self) -> None:
         """Forget predicted trials and run every size from here on."""
@@ -311,6 +323,7 @@ class Session:
         how = diagnosis.how_different(before, trial)
         if how is not None:
             calls = count(trial.steps, "call", "calls")
-            self.notes[UNSTEADY.format(size=trial.batch_size, calls=calls, how=how)] = None
+            note = UNSTEADY if self.runner.facts.world_size == 1 else UNSTEADY_GROUPS
+            self.notes[note.format(size=trial.batch_size, calls=calls, how=how)] = None
             self.call_plan.lengthen(trial.batch_size)
         return how is not None

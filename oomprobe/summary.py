@@ -26,14 +26,17 @@ from oomprobe.units import format_bytes
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 NOT_RESTORED = "state that is not restored: positions of iterators and data loaders, attributes of library objects"
+OTHER_RANKS = "other ranks: DDP buckets, NCCL buffers, sharding"
+OTHER_MACHINES = "ranks on other machines: NCCL takes memory for each connection, and FSDP shards over more ranks"
 NOT_COVERED = (
     "longest sequence or largest sample, unless the step makes such batches",
     "smaller last batch of an epoch, which splits cached blocks: drop_last=True leaves it out",
     "saving and resuming checkpoints",
-    "other ranks: DDP buckets, NCCL buffers, sharding",
+    OTHER_RANKS,
     "data loader workers and their host memory",
 )
 NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
+LITTLE_DATA = "the data set limits the batch size: it has {count} examples"
 SEEN = "seen over {calls}; what happens less often was not"
 # Words in a step's name.
 EVALUATING = {"eval", "evaluate", "evaluation", "val", "valid", "validate", "validation", "test"}
@@ -77,6 +80,8 @@ def result_of(session: Session, found: Found) -> ProbeResult:
         elapsed_s=session.clock.elapsed_s,
         in_steps_s=session.in_steps_s,
         breakdown=session.breakdown,
+        world_size=session.runner.facts.world_size,
+        limiting_rank=(deciding or answer).limiting_rank,
     )
 
 
@@ -125,6 +130,7 @@ def _environment(session: Session) -> dict[str, Any]:
         "device_total_bytes": session.device.total_bytes,
         "threads": session.runner.facts.threads,
         "isolated": session.runner.facts.replaceable,
+        "world_size": session.runner.facts.world_size,
         "allocator_settings": {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ},
         **session.runner.facts.environment,
     }
@@ -149,6 +155,9 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
     if session.call_plan.confirmed:
         kind = "optimizer step" if "command" in environment else "call"
         yield SEEN.format(calls=count(session.call_plan.confirmed, kind, f"{kind}s"))
+    count_of_data = session.runner.facts.max_batch
+    if found.deciding is None and answer.batch_size == count_of_data:
+        yield LITTLE_DATA.format(count=count_of_data)
     for size in found.transient:
         yield f"transient failure: batch {size} failed once and passed when tried again"
     if found.unconfirmed:
@@ -201,6 +210,10 @@ def _not_covered(session: Session) -> list[str]:
     return [
         *session.device.not_covered,
         *([NO_EVALUATION] if words_in_names.isdisjoint(EVALUATING) else []),
-        *NOT_COVERED,
+        *(
+            NOT_COVERED
+            if facts.world_size == 1
+            else [OTHER_MACHINES if item == OTHER_RANKS else item for item in NOT_COVERED]
+        ),
         *([] if facts.replaceable else [NOT_RESTORED]),
     ]

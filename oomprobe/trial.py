@@ -14,6 +14,7 @@ from oomprobe.devices import Device, Usage, describe, extras_of
 from oomprobe.devices.leaks import Baseline
 from oomprobe.devices.recorder import Recorder
 from oomprobe.errors import (
+    InvalidArgumentError,
     NotRunError,
     NotTrainedError,
     OomProbeError,
@@ -25,7 +26,7 @@ from oomprobe.errors import (
 from oomprobe.frames import is_own_fault
 from oomprobe.hooks import COMPILED, Compiled, OptimizerWatch, Stepping, accumulating
 from oomprobe.look import HOST_LOOK_S, LOOK_S, SMALLEST_GROWTH_BYTES, Rows, growth_bytes
-from oomprobe.options import Step, refuse_process_group
+from oomprobe.options import Step, check_process_group
 from oomprobe.running import Running
 from oomprobe.signals import Interrupts
 from oomprobe.state import Snapshot, Tracker, generator_states
@@ -57,7 +58,8 @@ class LocalRunner:
     """Runs trials of one model and its steps in this process; see `oomprobe.trials.Runner`.
 
     With `ends_with_trial` the process ends after one trial, so the runner neither cleans up nor checks for leaks. Without a
-    `snapshot` it cannot restore weights that earlier trials have trained.
+    `snapshot` it cannot restore weights that earlier trials have trained. As one of several `ranks`, it makes exactly the
+    calls of the request, since a rank that makes one more waits for the others for ever, and its process ends with a failure.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class LocalRunner:
         *,
         snapshot: Snapshot | None = None,
         ends_with_trial: bool = False,
+        ranks: int = 1,
     ) -> None:
+        self._ranks = ranks
         self._device, self._extras = device, extras_of(device)
         self._card = self._extras.replay
         self._card.begin_probe(interrupts.poll, replays=len(steps) == 1)
@@ -80,6 +84,7 @@ class LocalRunner:
             step_names=tuple(steps),
             threads=torch.get_num_threads(),
             starts_anew=any(step.starts_anew for step in steps.values()),
+            max_batch=min((step.max_batch for step in steps.values() if step.max_batch is not None), default=None),
         )
         self._model, self._steps, self._tracker = model, steps, tracker
         self._watch, self._interrupts, self._snapshot = watch, interrupts, snapshot
@@ -111,8 +116,9 @@ class LocalRunner:
             self._snapshot.restore_weights()
             running = self._run_cold(request)
         except StepFailedError as error:
+            if self._ranks > 1:
+                raise
             running = self._run_as_left(request, error)
-        refuse_process_group()  # a step may have made one
         trial = running.trial(several=len(self._steps) > 1, timed=not self.facts.device.replays)
         calls = running.calls_made(is_exact=self._tracker.kept.is_exact)
         outcome = Outcome(
@@ -126,6 +132,8 @@ class LocalRunner:
         self._tracker.end_trial(passed=trial.passed)
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
             return outcome
+        if self._ranks > 1 and not trial.passed:
+            return replace(outcome, outside_before_bytes=before_bytes)
         trial = replace(trial, leaked_bytes=self._baseline.settle(keeps=not self._tracker.kept.is_exact))
         measured = None
         if trial.passed and not self._baseline.known:
@@ -177,7 +185,7 @@ class LocalRunner:
             self._card.end_trial()
         except TimeUp:
             running.verdict = Verdict.TIMED_OUT
-        except (SimulationError, NotRunError, NotTrainedError):
+        except (SimulationError, NotRunError, NotTrainedError, InvalidArgumentError):
             raise
         except Exception as error:
             self._judge(running, error)
@@ -233,23 +241,33 @@ class LocalRunner:
         Raise NotTrainedError if an optimizer that stepped before no longer does: the size was not really trained.
         """
         request, row, stepping = running.request, running.row, self._stepping
-        wanted = stepping.wanted(running.name) if stepping.knows(running.name) else None
+        is_known, wanted = stepping.knows(running.name), stepping.wanted(running.name)
+        if not is_known and self._ranks == 1:
+            wanted = None
         share, first_turn = -(-calls // self._turn_count), row.first_calls is None
-        allocations = self._extras.allocations()
+        allocations, seen, last = self._extras.allocations(), 0, 0  # `last`: the call after which another had stepped
         stepping.start_step()
         for number in range(share):
             # A call may be repeated only if it would do all that a full step does.
             is_whole = len(self._steps) == 1 and stepping.did_all(running.name)
             self._call(running, may_repeat=is_whole and request.repeats)
+            if stepping.count > seen:
+                seen, last = stepping.count, number + 1
             if wanted is not None and stepping.has_stepped(wanted):
+                if not is_known:
+                    stepping.learn_step(running.name, wanted, number + 1)
                 wanted, row.timed_from = None, len(row.durations_s)
                 if first_turn:
                     row.first_calls = row.step_calls = number + 1
                     allocations = self._extras.allocations()
             made = len(row.served_bytes)
             running.past_least = request.least_calls is not None and made * self._turn_count >= request.least_calls
-        if wanted is not None:
+        stepping.end_turn(running.name)
+        if wanted is not None and is_known:
             raise self._not_trained(request.batch_size, share)
+        if wanted is not None and share >= running.step.max_calls:  # no other will step
+            stepping.learn_step(running.name, wanted, share)
+            row.first_calls = last
         row.first_calls = row.first_calls or 0
         running.allocations += self._extras.allocations() - allocations
 
@@ -262,15 +280,18 @@ class LocalRunner:
         row, stepping, allocations = running.row, self._stepping, self._extras.allocations()
         for _ in range(count):
             is_known, wanted = stepping.knows(running.name), stepping.wanted(running.name)
-            if creates_state and is_known and wanted is None:
+            commanded = running.request.step_calls if self._ranks > 1 else 0
+            if creates_state and is_known and wanted is None and not commanded:
                 continue
             stepping.start_step()
             seen, calls = 0, 0  # how many optimizers have stepped, and the call after which the last of them had
-            most = 1 if wanted is None else running.step.max_calls
+            most = commanded or (1 if wanted is None else running.step.max_calls)
             for number in range(most):
                 self._call(running, may_repeat=len(self._steps) == 1 and number == 0)
                 if stepping.count > seen:
                     seen, calls = stepping.count, number + 1
+                if number + 1 < commanded:
+                    continue
                 if wanted is not None and stepping.has_stepped(wanted):
                     break
                 if wanted == set() and not seen and not self._has_gradients():  # there is nothing to step
@@ -331,6 +352,7 @@ class LocalRunner:
                 with self._device.session(), delivered:
                     running.step.run(self._model, request.batch_size)
                     self._device.synchronize()
+                    check_process_group(self._ranks)  # the step may have made one
             finally:
                 duration_s = time.perf_counter() - started_s
                 self._in_steps_s += duration_s

@@ -40,6 +40,34 @@ SECOND_OPINIONS = (Phase.RECHECK, Phase.CONFIRM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrial:
+    """What one of several ranks said about a trial.
+
+    Attributes:
+        rank: Its number, from 0.
+        verdict: How the trial ended there; None if the rank waited for another and was ended.
+        peak_allocated_bytes: As in `Trial`.
+        peak_reserved_bytes: As in `Trial`.
+        available_bytes: Memory available to the rank on its card; None if not measured yet.
+        error: As in `Trial`.
+        where: Where it failed, or where it waited.
+    """
+
+    rank: int
+    verdict: Verdict | None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    available_bytes: int | None = None
+    error: str | None = None
+    where: str | None = None
+
+    @property
+    def left_bytes(self) -> int:
+        """What the peak left of the available memory; 0 if that is unknown."""
+        return (self.available_bytes or 0) - (self.peak_reserved_bytes or 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One batch size, tried.
 
@@ -65,6 +93,9 @@ class Trial:
         accumulation_steps: Micro-batches per optimizer step; 1 unless an accumulation plan was run.
         replayed: Whether a simulated device replayed the recorded allocations of the step instead of running it. Such
             trials guide the search; deciding trials run the step.
+        ranks: What each rank said, if there were several. The trial's own peaks are then the highest of any rank, its times
+            those of the slowest.
+        limiting_rank: The rank that failed by itself; of several, and of passes, the one with the least memory left.
     """
 
     batch_size: int
@@ -85,6 +116,8 @@ class Trial:
     step_name: str | None = None
     accumulation_steps: int = 1
     replayed: bool = False
+    ranks: tuple[RankTrial, ...] = ()
+    limiting_rank: int | None = None
 
     @property
     def passed(self) -> bool:
@@ -94,7 +127,13 @@ class Trial:
 
 def trial_from_dict(data: Mapping[str, Any]) -> Trial:
     """Return the trial that was written as JSON."""
-    return Trial(**{**known_fields(Trial, data), "verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])})
+    read = {"verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])}
+    return Trial(**{**known_fields(Trial, data), **read, "ranks": tuple(map(_rank_from_dict, data.get("ranks", ())))})
+
+
+def _rank_from_dict(data: Mapping[str, Any]) -> RankTrial:
+    verdict = data["verdict"]
+    return RankTrial(**{**known_fields(RankTrial, data), "verdict": None if verdict is None else Verdict(verdict)})
 
 
 def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,6 +157,7 @@ class DeviceInfo:
     counts_bytes: bool = False  # whether it counts the bytes that its allocator hands out
     replays: bool = False  # whether it can repeat and predict calls instead of running them, which takes no time
     not_covered: tuple[str, ...] = ()  # what a simulated card leaves out
+    uuid: str = ""  # the same in every process; "" if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +168,12 @@ class RunnerInfo:
     step_names: tuple[str, ...]
     threads: int
     starts_anew: bool = False  # whether each call starts the loop anew, so that many calls show no more than few
+    max_batch: int | None = None  # the largest size that there are data for; None: unknown
     replaceable: bool = False  # whether a process that dies or is poisoned can be replaced, and its trial tried again
+    world_size: int = 1  # ranks that run each trial
     grows_capped: bool = False  # whether trials that grow have the cap of all others
     confirmations: int = 1  # how often an answer must pass, each time in fresh processes
+    failure_cost_s: float = 0.0  # what a failure takes, if that is as much as many passes
     runs_plans: bool = True  # whether it can run several micro-batches per optimizer step, and record a breakdown
     alone: str = "Run step_fn(model, {batch_size}) once by itself to see it"  # what to type to see a failure
     not_covered: tuple[str, ...] | None = None  # what trials leave out; None: what those of a step function do
@@ -207,8 +250,8 @@ class Outcome:
 class Runner(Protocol):
     """Runs trials for a session.
 
-    In this process (`oomprobe.trial`), in processes that may die (`oomprobe.isolation`), or as runs of a command
-    (`oomprobe.command`).
+    In this process (`oomprobe.trial`), in processes that may die or on several ranks (`oomprobe.isolation`), or as runs of a
+    command (`oomprobe.command`).
 
     A runner promises this:
 

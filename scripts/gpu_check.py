@@ -2,11 +2,12 @@
 
 For each demo model, on a card limited by the user's memory fraction and on the whole card: the answer of `find_max_batch`,
 then the answer without the cap (fifty steps) and sizes around it under the same cap (ten steps), each run cold in its own
-process. Then the tests marked gpu, in the remaining time.
+process. With two cards or more, the same for DDP and FSDP2 with a rank on each (gpu_ranks.py). Then the tests marked gpu, in
+the remaining time.
 
     scripts/gpu-check [EVIDENCE.json]       default: tests/evidence/<card>-torch<version>.json
 
-Takes nine minutes of a card. The file is written after each step, so an interrupted check keeps its findings; the output
+Takes nine minutes of a card, or twelve of several. The file is written after each step, so an interrupted check keeps its findings; the output
 of the tests is next to it, in .tests.txt.
 Exit codes: 0 all promises kept; 1 a test failed, or an answer was wrong or missing; 2 no CUDA device here, or no torch.
 """
@@ -35,6 +36,7 @@ START_S = 20  # on top of these limits: a child on a card needs 5 to 10 s for it
 COLD_STEPS, WHOLE_CARD_STEPS = 10, 50
 # The limits of all parts add up to 330 s, plus START_S for each slow child; the tests get the rest of 500 s.
 CHECK_S, TESTS_AT_LEAST_S = 500, 60
+RANKS_S = 150  # for each strategy on several cards; searching stops earlier
 
 
 def main():
@@ -43,6 +45,7 @@ def main():
     parser.add_argument("--without-tests", action="store_true", help="leave out the tests marked gpu")
     arguments = parser.parse_args()
     try:
+        import gpu_ranks
         import torch._dynamo  # otherwise the first optimizer imports it in each child, in 3 s
 
         import oomprobe.demo  # noqa: F401
@@ -55,7 +58,7 @@ def main():
     if "error" in card:
         print(f"gpu-check: {card['error']} (torch {torch.__version__}); nothing was checked", file=sys.stderr)
         return 2
-    evidence = {**card, **surroundings(), "tests": NOT_RUN, "parts": []}
+    evidence = {**card, **surroundings(), "tests": NOT_RUN, "parts": [], "ranks": {}}
     path = arguments.evidence or default_path(evidence)
 
     def keep():
@@ -67,6 +70,10 @@ def main():
         evidence["parts"].append(dict(part))
         for _ in measure(evidence["parts"][-1]):
             keep()
+    for strategy in ("ddp", "fsdp") if card.get("cards", 1) > 1 else ():
+        progress(f"{strategy} on {card['cards']} cards")
+        evidence["ranks"][strategy] = in_child(gpu_ranks.check_ranks, strategy, card["cards"], limit_s=RANKS_S)
+        keep()
     if not arguments.without_tests:
         left_s = CHECK_S - (time.monotonic() - started)
         evidence["tests"] = run_tests(max(TESTS_AT_LEAST_S, left_s), path.with_suffix(".tests.txt"))
@@ -311,6 +318,10 @@ def wrong(evidence):
     found = []
     if evidence["tests"]["ran"] and evidence["tests"]["exit_code"] != 0:
         found.append(f"tests marked gpu: {evidence['tests']['summary']}")
+    for strategy, found_there in evidence["ranks"].items():
+        said = found_there.get("error") or found_there["whole_card"]
+        if said != "ran":
+            found.append(f"{strategy} on several cards: {said.splitlines()[0]}")
     for part in evidence["parts"]:
         name = f"{part['model']}, {card_of(part)}"
         if "error" in part:
@@ -341,6 +352,11 @@ def print_summary(evidence, path):
             print(
                 f"{part['model']:10} {card_of(part)}: answer {part['answer']}, ran cold up to {part['cold_frontier']}, "
                 f"{len(part['result']['trials'])} trials, {part['outside_steps_s']} s outside the steps"
+            )
+    for strategy, found in evidence["ranks"].items():
+        if "error" not in found:
+            print(
+                f"{strategy:10} {evidence['cards']} cards: answer {found['answer']}, {found['whole_card']} with all memory"
             )
     print(f"tests: {evidence['tests']['summary']}")
     for line in evidence["wrong"]:

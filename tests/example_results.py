@@ -1,10 +1,12 @@
 """Example results: a GPU, a host, and one with every possible warning."""
 
+from dataclasses import replace
+
 from helpers import a_trial
 
 from oomprobe.fit import fit_line
 from oomprobe.result import ProbeResult
-from oomprobe.trials import Phase, Verdict
+from oomprobe.trials import Phase, RankTrial, Verdict
 
 GIB, MIB = 2**30, 2**20
 CUDA_OOM = (
@@ -79,6 +81,47 @@ def gpu():
     )
 
 
+def ranks():
+    """Two ranks, of which the second has the smaller card."""
+    cap = 9 * GIB
+
+    def of(trial, *, waited=False):
+        peak, available = trial.peak_reserved_bytes or 0, (24 * GIB, 10 * GIB)
+        told = [
+            RankTrial(rank=0, verdict=None if waited else trial.verdict, peak_allocated_bytes=peak // 2,
+                      peak_reserved_bytes=None if waited else peak - 100 * MIB, available_bytes=available[0]),
+            RankTrial(rank=1, verdict=trial.verdict, peak_allocated_bytes=peak // 2, peak_reserved_bytes=peak,
+                      available_bytes=available[1], error=trial.error, where=trial.where),
+        ]  # fmt: skip
+        error = trial.error and f"on rank 1 of 2: {trial.error}"
+        return replace(trial, ranks=tuple(told), limiting_rank=1, error=error)
+
+    grow = [of(gpu_trial(2**power, cap=cap)) for power in range(6)]
+    failed = [
+        of(gpu_oom(64, cap=cap), waited=True),
+        of(gpu_oom(40, Phase.BISECT, cap)),
+        of(gpu_oom(40, Phase.RECHECK, cap)),
+    ]
+    confirmed = [of(gpu_trial(39, Phase.CONFIRM, cap, steps=50)) for _ in range(2)]
+    return ProbeResult(
+        batch_size=39,
+        limit_batch_size=39,
+        first_failing_batch_size=64,
+        limited_by="memory",
+        trials=(*grow, *failed, *confirmed),
+        device="NVIDIA GeForce RTX 4090, NVIDIA GeForce RTX 3080",
+        budget_bytes=cap,
+        available_bytes=10 * GIB,
+        state_verified=True,
+        environment={"torch": "2.14.1", "isolated": True, "world_size": 2},
+        options={"memory_fraction": 0.9, "global_batch": 1024},
+        elapsed_s=95.0,
+        in_steps_s=30.0,
+        world_size=2,
+        limiting_rank=1,
+    )
+
+
 def host():
     def ran(batch_size, phase=Phase.GROW, cap=256 * MIB, **rest):
         peak = 30 * MIB + 2 * MIB * batch_size
@@ -139,4 +182,4 @@ def trouble():
     )  # fmt: skip
 
 
-EXAMPLES = {example.__name__: example for example in (gpu, host, trouble)}
+EXAMPLES = {example.__name__: example for example in (gpu, host, trouble, ranks)}

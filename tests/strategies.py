@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from oomprobe.fit import LinearFit
 from oomprobe.result import SCHEMA_VERSION, ProbeResult
-from oomprobe.trials import Phase, Trial, Verdict
+from oomprobe.trials import Phase, RankTrial, Trial, Verdict
 
 counts = st.integers(0, 2**63)
 floats = st.floats(allow_nan=False, allow_infinity=False)
@@ -39,6 +39,7 @@ def built(kind, **chosen):
     return st.builds(kind, **chosen)
 
 
+BY_TYPE["tuple[RankTrial, ...]"] = st.lists(built(RankTrial), max_size=3).map(tuple)
 sizes = st.integers(1, 2**63)
 trials = built(Trial, batch_size=sizes, accumulation_steps=st.integers(1, 64))
 results = built(
@@ -54,5 +55,6 @@ results = built(
         "world_size": st.integers(1, 8),
     }),
     breakdown=st.none(),
+    world_size=st.integers(1, 8),
     schema_version=st.just(SCHEMA_VERSION),
 )  # fmt: skip

@@ -257,12 +257,31 @@ def test_require_refuses_options_it_would_ignore(option):
         ([*NO_TARGET, "--world-size", "0"], "argument --world-size: must be an integer of at least 1, not 0"),
         ([*NO_TARGET, "--global-batch", "-8"], "argument --global-batch: must be an integer of at least 1, not -8"),
         ([*NO_TARGET, "--require", "x"], "argument --require: must be an integer of at least 1, not x"),
+        (
+            [*NO_TARGET, "--nproc-per-node", "all"],
+            "argument --nproc-per-node: must be an integer of at least 1, not all",
+        ),
     ],
 )
 def test_usage_errors_come_before_the_target_is_built(capsys, arguments, said):
     with pytest.raises(SystemExit) as left:
         cli.main(arguments)
     assert left.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["t.py:b", "--nproc-per-node", "2", "--world-size", "4"], "so --world-size cannot be given too"),
+        (["--nproc-per-node", "2", "--", "python", "{batch}"], "--nproc-per-node cannot be given for a command"),
+        (["t.py:b", "--nproc-per-node", "2", "--in-process"], "leave out isolate=False (--in-process)"),
+        (["t.py:b", "--nproc-per-node", "2", "--device", "cuda:0"], "which have a card each"),
+        (["t.py:b", "--nproc-per-node", "gpu"], "accelerator each, and this machine shows 0 accelerators"),
+    ],
+)
+def test_ranks_that_cannot_be(capsys, arguments, said):
+    assert cli.main(["run", *arguments]) in (2, 4)
     assert said in capsys.readouterr().err
 
 

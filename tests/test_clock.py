@@ -26,6 +26,7 @@ def test_time_left_is_kept_for_the_confirmation():
     fits = 100 / (CONFIRM_SLACK * 5 * 0.1)
     assert Clock(options).suffices_to_confirm(int(0.95 * fits), trials)
     assert not Clock(options).suffices_to_confirm(int(1.05 * fits), trials)
+    assert not Clock(options).suffices_to_confirm(1, [], starting_s=100.0)
     assert Clock(options).suffices_to_confirm(10**9, [])
     assert Clock(Options()).suffices_to_confirm(10**9, trials)
 

@@ -1,6 +1,7 @@
 import functools
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oomprobe.errors import InvalidArgumentError, check_size
-from oomprobe.options import Options, Step, check_model, named_steps, refuse_process_group
+from oomprobe.options import Options, Step, check_model, check_process_group, named_steps
 from oomprobe.search import Sizes
 
 SIZES = ["min_batch", "multiple_of", "steps", "confirm_steps", "max_batch", "global_batch"]
@@ -22,9 +23,9 @@ RANGES = {
 }
 
 
-def refused(call):
+def refused(call, *arguments):
     with pytest.raises(InvalidArgumentError) as caught:
-        call()
+        call(*arguments)
     return str(caught.value)
 
 
@@ -196,16 +197,28 @@ def test_anything_but_a_module_is_refused(value, kind):
 # --- ranks ---
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_two_ranks_are_refused(ranks):
-    refuse_process_group()
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+@pytest.mark.parametrize(
+    ("made", "wanted", "said"),
+    [
+        (1, 1, None),
+        (2, 1, "torch.distributed has 2 ranks: one that runs out of memory .* --nproc-per-node 2;"),
+        (2, 2, None),
+        (2, 4, "the process group of rank 0 has 2 ranks, but the probe has 4"),
+        (1, 4, "has 1 ranks, but the probe has 4"),
+    ],
+)
+def test_the_process_group_has_as_many_ranks_as_the_probe(made, wanted, said):
+    check_process_group()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=made)
     try:
-        if ranks == 1:
-            refuse_process_group()
+        if said is None:
+            check_process_group(wanted)
         else:
-            assert refused(refuse_process_group).startswith(
-                "torch.distributed is initialised with 2 ranks: an out-of-memory"
-            )
+            assert re.search(said, refused(check_process_group, wanted))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_group_may_be_made_by_the_step():
+    check_process_group(2, has_stepped=False)
+    assert "nor the step initialised a process group on rank 0" in refused(check_process_group, 2)

@@ -31,7 +31,9 @@ def test_a_result_survives_json(result):
 def test_a_result_of_version_1_is_read():
     written = json.loads(VERSION_1.read_text())
     read = ProbeResult.from_dict(written).to_dict()
-    assert read.pop("breakdown") is None  # added later
+    later = {"breakdown": None, "world_size": 1, "limiting_rank": None}
+    assert {name: read.pop(name) for name in later} == later
+    assert {(str(trial.pop("ranks")), trial.pop("limiting_rank")) for trial in read["trials"]} == {("[]", None)}
     for values, kept in [(read, written), *zip(read["trials"], written["trials"], strict=True)]:
         assert {key: value for key, value in values.items() if key != "trials"}.items() <= kept.items()
 
@@ -99,3 +101,9 @@ def test_a_plan_respects_the_answer_and_the_options():
 
 def test_the_text_of_a_result_is_its_report():
     assert str(a_result()).startswith("verdict: batch 4 fits in 90 B (90 % of 100 B on test device)\n")
+
+
+def test_a_plan_is_for_as_many_ranks_as_were_probed():
+    result = a_result(batch_size=4, trials=(a_trial(4),), world_size=8)
+    assert result.plan(64)[0].world_size == 8
+    assert result.plan(64, world_size=2)[0].world_size == 2

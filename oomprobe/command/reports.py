@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from oomprobe.trials import known_fields
+from oomprobe.trials import RankTrial, Verdict, known_fields
 from oomprobe.verdicts import Link
 
 TOLERANCE = 1e-6  # of a fraction, which torch keeps as a float
@@ -136,6 +136,35 @@ def most_outside_bytes(found: Iterable[Card]) -> int | None:
 def available_bytes(card: Card) -> int:
     """Return the memory of a device that the command's allocators may reserve."""
     return card[0][1].total_bytes - (outside_bytes(card) or 0)
+
+
+def of_ranks(found: Iterable[Card], *, passed: bool) -> tuple[RankTrial, ...]:
+    """Return what each rank on these devices has shown of a run, if there are several; a rank that has not failed says nothing."""
+    ranks = []
+    for card in found:
+        for report, memory in card:
+            if report.rank is not None:
+                is_oom, is_bug = report.raised_ooms or report.why == "oom", report.errors
+                failed = Verdict.OOM if is_oom else Verdict.BUG if is_bug else None
+                ranks.append(
+                    RankTrial(
+                        rank=report.rank,
+                        verdict=Verdict.FITS if passed else failed,
+                        peak_allocated_bytes=memory.peak_allocated_bytes,
+                        peak_reserved_bytes=memory.peak_reserved_bytes,
+                        available_bytes=available_bytes(card),
+                        where=report.where,
+                    )
+                )
+    return tuple(sorted(ranks, key=lambda one: one.rank)) if len(ranks) > 1 else ()
+
+
+def limiting_rank(ranks: Sequence[RankTrial]) -> int | None:
+    """Return the rank that ran out of memory, or of several and of passes, the one with the least memory left."""
+    which = [one for one in ranks if one.verdict is Verdict.OOM] or [
+        one for one in ranks if one.verdict is Verdict.FITS
+    ]
+    return min(which, key=lambda one: one.left_bytes).rank if which else None
 
 
 Asked = dict[str, list[tuple[int, int]]]

@@ -130,6 +130,7 @@ class CommandRunner:
         self._took_s: list[float] = []  # by each run
         self._last_passed: tuple[int, Asked] = (0, {})  # batch size, and what each step asked for
         self._has_stepped = False
+        self._world_size = 1
         self._torch_version: tuple[int, ...] = ()  # the oldest that a process reported
 
     # --- the Runner protocol ---
@@ -143,6 +144,7 @@ class CommandRunner:
             threads=1,
             starts_anew=True,
             replaceable=True,
+            world_size=self._world_size,
             grows_capped=True,
             confirmations=2,
             runs_plans=False,
@@ -297,7 +299,8 @@ class CommandRunner:
         self._torch_version = min([tuple(map(int, report.torch.split(".")[:2])) for report in seen])
         programs = dict.fromkeys(report.program for report in reports.training(seen))
         self._environment |= {"program": ", ".join(programs)} if programs else {}
-        self._environment |= {"torch": seen[-1].torch, "cuda": seen[-1].cuda, "world_size": reports.world_size(seen)}
+        self._environment |= {"torch": seen[-1].torch, "cuda": seen[-1].cuda}
+        self._world_size = reports.world_size(seen)
 
     def _outcome(
         self, request: Request, seen: Sequence[Report], ending: Ending, fractions: Mapping[str, float]
@@ -329,6 +332,8 @@ class CommandRunner:
             alloc_retries=max((memory.retries for _, memory in fullest), default=0),
             error=ending.error or None,
             where=ending.where,
+            ranks=(of_ranks := reports.of_ranks(found, passed=passed)),
+            limiting_rank=reports.limiting_rank(of_ranks),
         )
         return Outcome(
             trial=trial,

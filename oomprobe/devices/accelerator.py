@@ -62,6 +62,7 @@ class AcceleratorDevice:
         properties = self._torch.get_device_properties(self.torch_device)
         self.total_bytes = int(properties.total_memory)
         self.edge_bytes = max(EDGE_BYTES, int(EDGE_SHARE * self.total_bytes))
+        self.uuid = str(getattr(properties, "uuid", ""))  # torch.cuda; of torch.xpu since 2.7
         self.name = stated_name(str(properties.name), stated_bytes, self.total_bytes)
         names = ("is_integrated", "is_integrated_gpu")  # in torch.cuda and torch.xpu
         self.integrated = any(bool(getattr(properties, name, False)) for name in names)

@@ -202,6 +202,7 @@ def describe(device: Device) -> DeviceInfo:
         counts_bytes=hasattr(device, "served_bytes"),
         replays=replays(device),
         not_covered=extras_of(device).replay.not_covered,
+        uuid=str(getattr(device, "uuid", "")),
     )
 
 

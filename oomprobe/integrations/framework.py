@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from oomprobe.probe import find_max_batch
 from oomprobe.result import ProbeResult
 from oomprobe.state.surroundings import generators
 
+WATCHDOG_S = 0.2  # enough for NCCL's watchdog thread to look
 LOOP_STEPS = 2  # optimizer steps in one call of a framework's loop: the second runs with the state the first created
 GENERATORS: Any = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 FOLLOWED_TYPES = (Dataset, DataLoader, Sampler, *GENERATORS)  # under any attribute name
@@ -51,14 +53,24 @@ def framework(name: str, *, minimum: str, extra: str) -> Any:
     return importlib.import_module(name)
 
 
-def refuse_ranks(what: str, ranks: int) -> None:
-    """Raise InvalidArgumentError for more than one rank: if one ran out of memory, the others would hang."""
+def refuse_ranks(what: str, ranks: int, pair: str = "") -> None:
+    """Raise InvalidArgumentError for more than one rank: if one ran out of memory, the others would hang.
+
+    `pair` is the call, in `oomprobe.integrations`, that makes what ``build()`` returns; empty if there is none.
+    """
     if ranks > 1:
-        raise InvalidArgumentError(
-            SEVERAL_RANKS.format(what=f"{what} trains on {ranks} ranks")
-            + "probe on one device, with a smaller memory_fraction that leaves room for what the strategy adds (DDP: buckets "
-            "as large as the gradients)"
-        )
+        returned = f". build() returns oomprobe.integrations.{pair}" if pair else ""
+        raise InvalidArgumentError(SEVERAL_RANKS.format(what=f"{what} trains on {ranks} ranks", ranks=ranks) + returned)
+
+
+def drop_last_collectives(device: torch.device) -> None:
+    """Let NCCL drop the tensors of collectives that have ended; all ranks must call this.
+
+    Its watchdog thread looks every 100 ms, and the next collective then drops the tensors of those that it has seen
+    (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
+    """
+    time.sleep(WATCHDOG_S)
+    torch.distributed.all_reduce(torch.zeros(1, device=device))
 
 
 def skipped_callbacks(callbacks: Iterable[object], harmless: tuple[type, ...]) -> str:
@@ -93,7 +105,6 @@ def probe_loop(
     scan_s: float = 0.0,
     evaluates: bool = False,
     last_batch: bool = False,
-    times_steps: bool = False,
 ) -> ProbeResult:
     """Search among batches of at most `count` examples, and say what the trials covered of the data.
 
@@ -106,7 +117,6 @@ def probe_loop(
         scan_s: Seconds in which each was scanned.
         evaluates: Whether trials evaluate too.
         last_batch: Whether trials run the smaller last batch of an epoch, if training has one and goes on after it.
-        times_steps: Whether a call is one step. A loop sets itself up, so samples per second would be too low.
     """
     if count is not None:
         _limit_to_data(options, count)
@@ -121,7 +131,6 @@ def probe_loop(
         result,
         notes=(*result.notes, *notes),
         not_covered=tuple(item for item in result.not_covered if not item.startswith(covered)),
-        trials=result.trials if times_steps else tuple(replace(one, samples_per_s=None) for one in result.trials),
     )
 
 

@@ -30,6 +30,7 @@ from oomprobe.errors import Caller, DeviceLostError, InvalidArgumentError, NotRu
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
     attributes_kept,
+    drop_last_collectives,
     framework,
     last_batch,
     probe_loop,
@@ -101,22 +102,9 @@ def find_max_batch(
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
     check_seconds("scan_s", scan_s)
-    # lightning and pytorch_lightning define the same classes separately.
-    roots = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
-    package = "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
-    pl = framework(package, minimum="2.5", extra="lightning")
-    if not isinstance(trainer, pl.Trainer):
-        raise InvalidArgumentError(f"trainer must be a {package}.Trainer, not {type(trainer).__name__}")
-    plain = getattr(module, "_orig_mod", module)  # torch.compile wraps the module
-    if not isinstance(plain, pl.LightningModule):
-        raise InvalidArgumentError(f"module must be a LightningModule of {package}, not {type(plain).__name__}")
-    if datamodule is not None and not isinstance(datamodule, pl.LightningDataModule):
-        raise InvalidArgumentError(
-            f"datamodule must be a LightningDataModule of {package}, not {datamodule!r:.60}: pass loaders as "
-            "train_dataloaders=..., val_dataloaders=..."
-        )
+    pl, plain = _checked(trainer, module, datamodule)
     strategy = f"Trainer(strategy={type(trainer.strategy).__name__})"
-    refuse_ranks(strategy, trainer.world_size)
+    refuse_ranks(strategy, trainer.world_size, "lightning.model_and_step(trainer, module, datamodule)")
     if not isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy):
         raise InvalidArgumentError(f"{strategy} adds buffers that trials would not have: probe with strategy='auto'")
     owners = [plain] if datamodule is None else [datamodule, plain]  # in the order of Lightning's hook calls
@@ -131,10 +119,8 @@ def find_max_batch(
         _restored(plain, owners, options.get("preserve", ()), device.torch_device.type),
         tempfile.TemporaryDirectory(prefix="oomprobe-", ignore_cleanup_errors=True) as folder,
     ):
-        automatic = plain.automatic_optimization
-        arguments = _trial_arguments(pl, trainer, micro, folder, validates=EVAL in makers, automatic=automatic)
         training = Training(
-            pl=pl, module=module, owners=owners, makers=makers, arguments=arguments, micro=micro, name=batch_size_name,
+            pl=pl, module=module, owners=owners, makers=makers, folder=folder, micro=micro, name=batch_size_name,
             size_owners=[] if loaders_passed else _size_owners(batch_size_name, owners), user=trainer,
         )  # fmt: skip
         with _hooks_run_once(training):
@@ -149,6 +135,102 @@ def find_max_batch(
     return with_notes(result, notes, skipped)
 
 
+def model_and_step(
+    trainer: Any,
+    module: Any,
+    datamodule: Any = None,
+    *,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    batch_size_name: str = "batch_size",
+    scan_s: float = 30.0,
+) -> tuple[torch.nn.Module, Step]:
+    """Return what a target's ``build()`` returns: the module, and Lightning's own fit as a step.
+
+    For a Trainer on several ranks with ``strategy="ddp"``, which ``oomprobe run train.py:build --nproc-per-node 8`` starts. A call of
+    the step is one `Trainer.fit` for two optimizer steps, as in `find_max_batch`; every rank reads batches of the largest examples.
+    Nothing is restored: the process of a rank ends with the probe.
+
+    Args:
+        trainer: The ``Trainer`` that will train, with ``devices`` as many as there are ranks. It never runs.
+        module: As for `find_max_batch`, like all other arguments.
+        datamodule: As for `find_max_batch`.
+        train_dataloaders: As for `find_max_batch`.
+        val_dataloaders: As for `find_max_batch`.
+        batch_size_name: As for `find_max_batch`.
+        scan_s: As for `find_max_batch`.
+
+    Returns:
+        The module, on its device, and the step.
+
+    Raises:
+        FrameworkError: Lightning is not installed or too old.
+        InvalidArgumentError: the Trainer or the loaders cannot be probed.
+
+    Example:
+        >>> def build():
+        ...     trainer = lightning.pytorch.Trainer(strategy="ddp", devices=8)
+        ...     return model_and_step(trainer, Module(), Data())
+    """
+    check_seconds("scan_s", scan_s)
+    pl, plain = _checked(trainer, module, datamodule)
+    strategy = trainer.strategy
+    if isinstance(strategy, pl.strategies.DDPStrategy):
+        are_started = strategy.cluster_environment.creates_processes_externally and strategy._start_method == "popen"
+    else:
+        are_started = isinstance(strategy, pl.strategies.SingleDeviceStrategy)
+    if not are_started:
+        raise InvalidArgumentError(
+            f"Trainer(strategy={type(strategy).__name__}) cannot be probed as a target here: pass strategy='ddp', and let "
+            "oomprobe run train.py:build --nproc-per-node start its ranks; or probe the command, oomprobe run -- python "
+            "train.py ... {batch}"
+        )
+    owners = [plain] if datamodule is None else [datamodule, plain]
+    training = Training(
+        pl=pl, module=module, owners=owners, user=trainer, name=batch_size_name,
+        makers=_makers(pl, trainer, plain, owners[0], {TRAIN: train_dataloaders, EVAL: val_dataloaders}),
+        size_owners=[] if train_dataloaders is not None else _size_owners(batch_size_name, owners),
+        micro=MICRO_BATCHES if trainer.accumulate_grad_batches > 1 and plain.automatic_optimization else 1,
+        folder=tempfile.gettempdir(),
+    )  # fmt: skip
+    strategy.setup_environment()  # makes the group
+    hooks = _hooks_run_once(training)
+    with _quiet():
+        hooks.__enter__()  # until the process ends
+        with _scanned(training, scan_s) as (fit, sized):
+            count = min(len(order.indices) for order in compress(fit.orders[TRAIN], sized))
+
+    def step(model: torch.nn.Module, batch_size: int) -> None:
+        with _quiet():
+            fit.run(model, batch_size)
+        if trainer.world_size > 1:
+            drop_last_collectives(strategy.root_device)
+
+    step.hooks = hooks  # type: ignore[attr-defined]  # otherwise Python would end them
+    module.to(strategy.root_device)
+    caller = Caller(alone="run trainer.fit with {batch_size} examples per batch under torchrun")
+    return module, Step(run=step, caller=caller, starts_anew=True, is_timed=False, max_batch=count)
+
+
+def _checked(trainer: Any, module: Any, datamodule: Any) -> tuple[Any, Any]:
+    """Return Lightning, and the module without torch.compile's wrapper; refuse arguments of other kinds."""
+    # lightning and pytorch_lightning define the same classes separately.
+    roots = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
+    package = "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
+    pl = framework(package, minimum="2.5", extra="lightning")
+    if not isinstance(trainer, pl.Trainer):
+        raise InvalidArgumentError(f"trainer must be a {package}.Trainer, not {type(trainer).__name__}")
+    plain = getattr(module, "_orig_mod", module)  # torch.compile wraps the module
+    if not isinstance(plain, pl.LightningModule):
+        raise InvalidArgumentError(f"module must be a LightningModule of {package}, not {type(plain).__name__}")
+    if datamodule is not None and not isinstance(datamodule, pl.LightningDataModule):
+        raise InvalidArgumentError(
+            f"datamodule must be a LightningDataModule of {package}, not {datamodule!r:.60}: pass loaders as "
+            "train_dataloaders=..., val_dataloaders=..."
+        )
+    return pl, plain
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """The user's arguments of ``Trainer.fit``, and the settings of a trial's Trainer."""
@@ -157,11 +239,19 @@ class Training:
     module: Any  # as passed, possibly compiled
     owners: Sequence[Any]  # of hooks: the data module, if any, and then the LightningModule
     makers: Mapping[str, Hook]  # by TRAIN and EVAL; each returns the user's loaders
-    arguments: Mapping[str, Any]
+    folder: str  # where a trial's Trainer writes
     micro: int  # batches per optimizer step
     name: str  # batch size attribute
     size_owners: Sequence[Any]  # objects with that attribute; empty if loaders were passed
     user: Any  # the user's Trainer
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a trial's Trainer, for one: a strategy belongs to a Trainer."""
+        automatic = self.owners[-1].automatic_optimization
+        return _trial_arguments(
+            self.pl, self.user, self.micro, self.folder, validates=EVAL in self.makers, automatic=automatic
+        )
 
     def set_size(self, batch_size: int) -> None:
         """Set the attribute that the user's ``train_dataloader()`` reads."""
@@ -175,8 +265,10 @@ def _hooks_run_once(training: Training) -> Iterator[None]:
     trainer, stage = training.pl.Trainer(**training.arguments), training.pl.trainer.states.TrainerFn.FITTING
     for owner in training.owners:
         owner.trainer = trainer
-    for owner in training.owners:
+    strategy = training.user.strategy
+    for owner in training.owners if strategy.is_global_zero else []:
         owner.prepare_data()
+    strategy.barrier()
     for owner in training.owners:
         owner.setup(stage=stage)
     teardowns = [owner.teardown for owner in training.owners]
@@ -198,23 +290,18 @@ def _nothing(*_: object, **__: object) -> None:
 def _search(training: Training, device: Device, options: dict[str, Any], scan_s: float) -> ProbeResult:
     """Scan the data, search, and describe what the trials covered."""
     steps_to_calls(options)
-    training.set_size(1)
-    loaders = {name: _loaders_at(training, name, 1)[0] for name in training.makers}
-    sized = [not training.size_owners or _size_of(loader) == 1 for loader in loaders[TRAIN]]
-    with attributes_kept([loader for found in loaders.values() for loader in found]):
-        orders = {name: [_order_of(one, scan_s) for one in found] for name, found in loaders.items()}
-        fit = Fit(training=training, orders=orders)
-        size_is = f"{training.name} = " if training.size_owners else "loaders of batch_size="
-        caller = Caller(
-            alone=f"run trainer.fit with {size_is}{{batch_size}}",
-            more="As with fast_dev_run, the loggers of a trial are Lightning's DummyLogger, and no callback is called.",
-        )
+    size_is = f"{training.name} = " if training.size_owners else "loaders of batch_size="
+    caller = Caller(
+        alone=f"run trainer.fit with {size_is}{{batch_size}}",
+        more="As with fast_dev_run, the loggers of a trial are Lightning's DummyLogger, and no callback is called.",
+    )
+    with _scanned(training, scan_s) as (fit, sized):
         result = probe_loop(
             training.module,
-            Step(run=fit.run, caller=caller, starts_anew=True),
+            Step(run=fit.run, caller=caller, starts_anew=True, is_timed=False),
             {**options, "device": device},
-            count=min(len(order.indices) for order in compress(orders[TRAIN], sized)),
-            scanned=[(order, KIND[name]) for name, found in orders.items() for order in found],
+            count=min(len(order.indices) for order in compress(fit.orders[TRAIN], sized)),
+            scanned=[(order, KIND[name]) for name, found in fit.orders.items() for order in found],
             scan_s=scan_s,
             evaluates=EVAL in training.makers,
             last_batch=True,
@@ -237,6 +324,17 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
             f"{training.name} exists in several places ({places}), and was set in each: Lightning reads one of them"
         )
     return with_notes(result, notes)
+
+
+@contextmanager
+def _scanned(training: Training, scan_s: float) -> Iterator[tuple[Fit, list[bool]]]:
+    """Scan the data, and yield the fit and whether each training loader follows the batch size; then restore the loaders."""
+    training.set_size(1)
+    loaders = {name: _loaders_at(training, name, 1)[0] for name in training.makers}
+    sized = [not training.size_owners or _size_of(loader) == 1 for loader in loaders[TRAIN]]
+    with attributes_kept([loader for found in loaders.values() for loader in found]):
+        orders = {name: [_order_of(one, scan_s) for one in found] for name, found in loaders.items()}
+        yield Fit(training=training, orders=orders), sized
 
 
 @dataclass(slots=True, kw_only=True)
@@ -349,18 +447,31 @@ def _trial_arguments(
 
     The numbers of epochs and steps are the user's own, since schedulers depend on them; a trial stops itself.
     """
-    index = trainer.strategy.root_device.index
+    strategy = trainer.strategy
+    index = strategy.root_device.index
     # Fewer, as with fast_dev_run, would end a trial early; with manual optimization each optimizer's step counts.
     least = 2 * LOOP_STEPS if automatic else MANUAL_BATCHES
     fabric = "lightning_fabric" if pl.__name__ == "pytorch_lightning" else "lightning.fabric"
     environments = importlib.import_module(f"{fabric}.plugins.environments")
     dummy = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
     logger = type("SilentLogger", (dummy,), {"save_dir": folder, "root_dir": folder, "log_dir": folder})
+    ranks: dict[str, Any] = {"devices": 1 if index is None else [index]}
+    # Otherwise Lightning would detect a cluster, and handle the signals that requeue a job.
+    environment = environments.LightningEnvironment()
+    if isinstance(strategy, pl.strategies.DDPStrategy):
+        again = type(strategy)(
+            process_group_backend=strategy.process_group_backend,
+            ddp_comm_state=strategy._ddp_comm_state,
+            ddp_comm_hook=strategy._ddp_comm_hook,
+            ddp_comm_wrapper=strategy._ddp_comm_wrapper,
+            **strategy._ddp_kwargs,
+        )
+        ranks = {"devices": trainer.num_devices, "strategy": again, "use_distributed_sampler": False}
+        environment = environments.TorchElasticEnvironment()
     return {
+        **ranks,
         "accelerator": trainer.accelerator,
-        "devices": 1 if index is None else [index],
-        # Otherwise Lightning would detect a cluster, and handle the signals that requeue a job.
-        "plugins": [trainer.precision_plugin, environments.LightningEnvironment()],
+        "plugins": [trainer.precision_plugin, environment],
         "max_epochs": trainer.max_epochs if trainer.max_epochs == -1 else max(1, trainer.max_epochs or 1),
         "max_steps": trainer.max_steps if trainer.max_steps == -1 else max(least, trainer.max_steps),
         "accumulate_grad_batches": micro,

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from oomprobe.integrations.accelerate import unchanged
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
     attributes_kept,
+    drop_last_collectives,
     framework,
     last_batch,
     probe_loop,
@@ -141,11 +142,50 @@ def find_max_batch(
     return with_notes(result, notes, _not_covered(trainer, evaluates))
 
 
-def _checked(trainer: Any) -> Any:
+def model_and_step(trainer: Any, *, scan_s: float = 30.0) -> tuple[torch.nn.Module, dict[str, Step]]:
+    """Return what a target's ``build()`` returns: the model of a `transformers.Trainer` and its training loop as a step.
+
+    For a Trainer on several ranks with DDP, which ``oomprobe run train.py:build --nproc-per-node 8`` starts. A call of the step is
+    the Trainer's own loop for two optimizer steps, and if evaluation is on an evaluation too, as in `find_max_batch`; each rank's
+    batches hold the longest examples of its data set. Nothing is restored: the process of a rank ends with the probe.
+
+    Args:
+        trainer: Set up as for ``trainer.train()``. Its own batch size is not used.
+        scan_s: Seconds to scan each data set for its longest examples.
+
+    Returns:
+        The model, on its device, and the steps by name.
+
+    Raises:
+        FrameworkError: transformers is not installed, or too old.
+        InvalidArgumentError: the Trainer's set-up cannot be probed.
+
+    Example:
+        >>> def build():
+        ...     trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
+        ...     return model_and_step(trainer)
+    """
+    framework("transformers", minimum="5.0", extra="transformers")
+    args = _checked(trainer, several_ranks=True)
+    check_seconds("scan_s", scan_s)
+    trainer.model.to(args.device)  # some settings leave it on the CPU until it trains
+    evaluated_on = _values(trainer.eval_dataset) if args.eval_strategy != "no" or args.eval_on_start else []
+    longest, *evaluated = (largest_first(one, scan_s) for one in (trainer.train_dataset, *evaluated_on))
+    copied = _copied(trainer, simulated=False)
+    loop = _Loop(
+        trainer=copied, args=args, longest=longest, evaluated=evaluated, collate=trainer.data_collator, collated=[]
+    )
+    copied.data_collator = loop.counted
+    steps = loop.steps(min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION))
+    return trainer.model, {name: replace(step, max_batch=len(longest.indices)) for name, step in steps.items()}
+
+
+def _checked(trainer: Any, *, several_ranks: bool = False) -> Any:
     args = getattr(trainer, "args", None)
     if args is None or not hasattr(trainer, "train_dataset"):
         raise InvalidArgumentError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
-    refuse_ranks("torchrun, or accelerate launch,", args.world_size)
+    if not several_ranks:
+        refuse_ranks("torchrun, or accelerate launch,", args.world_size, "transformers.model_and_step(trainer)")
     refuse_ranks(f"torch.nn.DataParallel (n_gpu={args.n_gpu}; hide the others by CUDA_VISIBLE_DEVICES=0)", args.n_gpu)
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
@@ -240,11 +280,12 @@ class _Loop:
                 self._evaluate(longest)
 
         alone = "create the Trainer with per_device_train_batch_size={batch_size} and run trainer.train()"
-        steps = {"train": Step(run=train, caller=Caller(alone=alone, more=more), starts_anew=True)}
+        steps = {"train": Step(run=train, caller=Caller(alone=alone, more=more), starts_anew=True, is_timed=False)}
         if self.evaluated:  # no optimizer to wait for
             size = self.trainer.args.per_device_eval_batch_size
             alone = f"run trainer.evaluate() with per_device_eval_batch_size={size}"
-            steps[EVAL] = Step(run=evaluate, caller=Caller(alone=alone, more=more), max_calls=1, starts_anew=True)
+            caller = Caller(alone=alone, more=more)
+            steps[EVAL] = Step(run=evaluate, caller=caller, max_calls=1, starts_anew=True, is_timed=False)
         return steps
 
     def _train(self, batch_size: int, accumulation: int) -> None:
@@ -253,7 +294,8 @@ class _Loop:
         steps = epoch_steps + 2 if last else epoch_steps  # that of the last batch, and the first of the next epoch
         args.max_steps, args.gradient_accumulation_steps = steps, accumulation
         args.per_device_train_batch_size = trainer._train_batch_size = batch_size  # the Trainer reads its args once
-        trainer.train_dataset = self.longest.batches(batch_size, accumulation * epoch_steps, last)
+        count = accumulation * epoch_steps * args.world_size  # each rank reads its share of them
+        trainer.train_dataset = self.longest.batches(batch_size, count, last)
         self._run(batch_size, trainer.train, last)
         if trainer.state.global_step != steps:
             raise NotRunError(
@@ -262,8 +304,13 @@ class _Loop:
             )
 
     def _last_batch(self, batch_size: int) -> int:
-        """Return the size of an epoch's smaller last batch, after which training goes on; 0 if there is none."""
+        """Return the size of an epoch's smaller last batch, after which training goes on; 0 if there is none.
+
+        With several ranks, accelerate fills it up with examples from the beginning.
+        """
         args, count = self.args, len(self.longest.indices)
+        if args.world_size > 1:
+            return 0
         epochs = args.num_train_epochs
         if args.max_steps > 0:
             epochs = args.max_steps * batch_size * args.gradient_accumulation_steps / count
@@ -274,7 +321,8 @@ class _Loop:
         batch_size, dataset = args.per_device_eval_batch_size, trainer.eval_dataset
         size = min(batch_size, len(longest.indices))
         trainer.is_in_train, args.per_device_eval_batch_size = True, size  # else full_eval would cast the model
-        trainer.eval_dataset = longest.batches(size, LOOP_STEPS)  # as an argument, subclasses would prepare it again
+        count = LOOP_STEPS * args.world_size
+        trainer.eval_dataset = longest.batches(size, count)  # as an argument, subclasses would prepare it again
         try:
             self._run(size, trainer.evaluate)
         finally:
@@ -286,6 +334,8 @@ class _Loop:
         try:
             with unchanged():  # a failed loop leaves its loader in the state that accelerators share
                 loop()
+            if self.args.world_size > 1:
+                self._unwrap()
         finally:
             # Drop this call's sum of losses: a block of 512 bytes that a cold start does not have can decide near the limit.
             for name in [name for name, value in vars(self.trainer).items() if isinstance(value, torch.Tensor)]:
@@ -299,6 +349,12 @@ class _Loop:
                 f"{found if self.collated else 'the data_collator of the Trainer was never called'}: in your "
                 "get_train_dataloader or get_eval_dataloader, use self.data_collator and self._train_batch_size"
             )
+
+    def _unwrap(self) -> None:
+        """Drop the DDP model, since the next call makes another one with buckets as large as the gradients."""
+        self.trainer.model_wrapped = self.trainer.model
+        self.trainer.accelerator.free_memory()
+        drop_last_collectives(self.args.device)
 
     def counted(self, examples: Any) -> Any:
         """Collate, and record the number of examples."""

@@ -30,6 +30,7 @@ class Hello:
     resident_bytes: int  # with the model loaded
     trials_in_children: bool  # whether that process forks a child for each trial, as on host memory
     available_bytes: int | None  # None: it changes between trials
+    outside_bytes: int | None = None  # in use on the device, but not by the process's allocator
 
     @classmethod
     def from_dict(cls, data: Message) -> Hello:

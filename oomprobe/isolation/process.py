@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -36,11 +36,12 @@ _COMMAND = (
 
 
 class Process:
-    """A process that runs trials and leads its own session."""
+    """A process that runs trials and leads its own session. `label` precedes each line of its stderr that is passed on."""
 
-    def __init__(self, start: Callable[[Connection, int], int], mark: str = "") -> None:
+    def __init__(self, start: Callable[[Connection, int], int], mark: str = "", label: str = "") -> None:
         """Start the process: `start` gets its end of the wire and the descriptor for its stderr, and returns its pid."""
-        self._oom_kills, self._mark, self._stderr_tail = linux.oom_kills(), mark, b""
+        self._oom_kills, self._mark, self._label = linux.oom_kills(), mark, label.encode()
+        self._stderr_tail = self._unfinished = b""
         self._wire, theirs = Pipe()
         self._stderr, writing = os.pipe()
         os.set_blocking(self._stderr, False)
@@ -55,7 +56,7 @@ class Process:
             os.close(writing)
 
     @classmethod
-    def forked(cls, serve: Callable[[Connection], None]) -> Process:
+    def forked(cls, serve: Callable[[Connection], None], label: str = "") -> Process:
         """Fork this process, and run `serve` in the child."""
         parent = os.getpid()
 
@@ -68,11 +69,11 @@ class Process:
                 _live(parent, stderr, lambda: serve(wire))
             return pid
 
-        return cls(start)
+        return cls(start, label=label)
 
     @classmethod
-    def spawned(cls) -> Process:
-        """Start a worker, a separate program, and return while it is still importing torch."""
+    def spawned(cls, variables: Mapping[str, str] | None = None, label: str = "") -> Process:
+        """Start a worker, a separate program, and return while it is still importing torch; `variables` join its environment."""
         mark = secrets.token_hex(8)
         path = [entry for entry in sys.path if isinstance(entry, str)]  # import ignores all others
         options = [part for option in sys.warnoptions for part in ("-W", option)]
@@ -83,7 +84,7 @@ class Process:
             return os.posix_spawn(
                 sys.executable,
                 [sys.executable, *options, "-c", command],
-                {**os.environ, system.MARK: mark},
+                {**os.environ, **(variables or {}), system.MARK: mark},
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                     (os.POSIX_SPAWN_DUP2, stderr, 2),
@@ -91,7 +92,7 @@ class Process:
                 setsid=True,
             )
 
-        return cls(start, mark)
+        return cls(start, mark, label)
 
     def tell(self, message: Message) -> None:
         """Send a message; if the process is gone, `listen` reports it."""
@@ -105,18 +106,26 @@ class Process:
         """
         idle = _Idle(self.pid)
         while True:
-            has_ended = system.has_ended(self.pid)  # checked first: a message sent before the end still counts
-            ready = wait([self._wire, self._stderr], TICK_S)
-            if self._stderr in ready:
-                self._read_stderr(pass_on=True)
-            if self._wire in ready:
-                return receive(self._wire) or self.end(hung_up=True)
-            if has_ended:
-                return self.end()
+            wait(self.channels, TICK_S)
+            if (answer := self.poll()) is not None:
+                return answer
             if deadline_s is not None and time.monotonic() > deadline_s:
                 return self.end("timed out")
             if stuck_s is not None and idle.for_s > stuck_s:
                 return self.end("stuck")
+
+    @property
+    def channels(self) -> list[Connection | int]:
+        """What to wait for; then `poll`."""
+        return [self._wire, self._stderr]
+
+    def poll(self) -> Message | ExitStatus | None:
+        """Return the next message, or the exit status if the process has ended, or None if there is nothing yet."""
+        has_ended = system.has_ended(self.pid)  # checked first: a message sent before the end still counts
+        self._read_stderr(pass_on=True)
+        if self._wire.poll():
+            return receive(self._wire) or self.end(hung_up=True)
+        return self.end() if has_ended else None
 
     def _read_stderr(self, *, pass_on: bool) -> None:
         with suppress(BlockingIOError):
@@ -124,14 +133,28 @@ class Process:
                 self._stderr_tail = (self._stderr_tail + output)[-TAIL_BYTES:]
                 if pass_on:
                     with suppress(OSError):
-                        os.write(2, output)
+                        os.write(2, self._labelled(output))
 
-    def end(self, why: str | None = None, *, hung_up: bool = False) -> ExitStatus:
-        """End the process and all that it started. If it has `hung_up`, let it finish dumping its stack first."""
-        if why is not None:  # SIGTERM first: faulthandler then writes where it hangs
-            with suppress(OSError):
-                os.kill(self.pid, signal.SIGTERM)
-        until_s = time.monotonic() + (GRACE_S if why is not None or hung_up else 0)
+    def _labelled(self, output: bytes) -> bytes:
+        if not self._label:
+            return output
+        *lines, self._unfinished = (self._unfinished + output).split(b"\n")
+        return b"".join(self._label + line + b"\n" for line in lines)
+
+    def terminate(self) -> None:
+        """Ask the process to end; faulthandler then writes where it hangs."""
+        with suppress(OSError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def end(self, why: str | None = None, *, hung_up: bool = False, until_s: float | None = None) -> ExitStatus:
+        """End the process and all that it started. If it has `hung_up`, let it finish dumping its stack first.
+
+        If there is a reason `why`, ask it to end first. It is killed at `until_s` on the monotonic clock, if it was asked before.
+        """
+        if until_s is None:
+            if why is not None:
+                self.terminate()
+            until_s = time.monotonic() + (GRACE_S if why is not None or hung_up else 0)
         while not system.has_ended(self.pid) and time.monotonic() < until_s:
             self._read_stderr(pass_on=why is None)
             time.sleep(TICK_S / 5)
@@ -152,6 +175,14 @@ class Process:
     def _close(self) -> None:
         self._wire.close()
         os.close(self._stderr)
+
+
+def end_all(processes: Sequence[Process], why: str | None = None) -> list[ExitStatus]:
+    """End processes as `Process.end` does, all within the time that one may take."""
+    for process in processes if why is not None else []:
+        process.terminate()
+    until_s = time.monotonic() + (GRACE_S if why is not None else 0)
+    return [process.end(why, until_s=until_s) for process in processes]
 
 
 class _Idle:

@@ -48,22 +48,25 @@ class Source:
     task: Message | None = None
 
 
-def forks(
-    model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, options: Options
-) -> Source:
+def forks(model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device) -> Source:
     """Return a source of children forked from this process; each runs one trial on host memory."""
     if living := multiprocessing.active_children():
         raise errors.InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
     preload_dynamo()
 
     def answer(wire: Connection) -> None:
-        serve(wire, lambda: (local_runner(model, steps, tracker, device, options), device))
+        serve(wire, lambda: (local_runner(model, steps, tracker, device), device))
 
     return Source(start=lambda: Process.forked(answer))
 
 
 def workers(target: str, device: Any, options: Options) -> Source:
     """Return a source of workers that build a target."""
+    return Source(start=Process.spawned, task=task_of(target, device, options))
+
+
+def task_of(target: str, device: Any, options: Options) -> Message:
+    """Return the message that tells a worker what to build, and for which device."""
     try:
         pickled_device = pickle.dumps(device).hex()
     except Exception as error:
@@ -71,8 +74,7 @@ def workers(target: str, device: Any, options: Options) -> Source:
             f"the {type(device).__name__} given as device cannot be sent to the processes that run trials ({error}): "
             "name it by a string such as 'cuda:1', or pass isolate=False"
         ) from None
-    task = {"target": target, "device": pickled_device, "options": asdict(options)}
-    return Source(start=Process.spawned, task=task)
+    return {"target": target, "device": pickled_device, "options": asdict(options)}
 
 
 class ProcessRunner:

@@ -16,7 +16,7 @@ from oomprobe.devices import Device, device_error, is_host
 from oomprobe.hooks import OptimizerWatch
 from oomprobe.isolation import system
 from oomprobe.isolation.messages import Hello, Message, failure_message, receive, send
-from oomprobe.options import Options, Step
+from oomprobe.options import Step
 from oomprobe.signals import Interrupts
 from oomprobe.state import Tracker
 from oomprobe.trial import LocalRunner
@@ -45,6 +45,7 @@ def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], bu
         resident_bytes=linux.process_bytes("VmRSS"),
         trials_in_children=runner.facts.replaceable,
         available_bytes=runner.measure().available_bytes if device is None or is_host(device) else None,
+        outside_bytes=None if device is None else device.outside_bytes(),
     )
     _answer(wire, {"hello": asdict(hello)})
     while (message := receive(wire)) is not None:
@@ -72,7 +73,11 @@ def _carry_out(runner: Runner, message: Message) -> Message:
 
 
 def local_runner(
-    model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, options: Options
+    model: torch.nn.Module,
+    steps: Mapping[str, Step],
+    tracker: Tracker,
+    device: Device,
+    ranks: int = 1,
 ) -> LocalRunner:
     """Make a runner of trials in this process, without a snapshot: the changed state ends with the process."""
     if is_host(device):
@@ -91,6 +96,7 @@ def local_runner(
         watch,
         Interrupts(),  # the parent ends a process that hangs
         ends_with_trial=is_host(device),
+        ranks=ranks,
     )
 
 

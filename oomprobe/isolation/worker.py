@@ -9,29 +9,39 @@ import sys
 from multiprocessing.connection import Connection
 
 from oomprobe.devices import Device, choose_device, is_host
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.hooks import preload_dynamo
 from oomprobe.isolation import system
 from oomprobe.isolation.messages import Message, receive
 from oomprobe.isolation.process import begin
 from oomprobe.isolation.runner import ProcessRunner, forks
 from oomprobe.isolation.serve import local_runner, serve
-from oomprobe.options import Options, check_model, named_steps, refuse_process_group
+from oomprobe.options import Options, check_model, check_process_group, named_steps
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.state import Tracker
 from oomprobe.targets import build
 from oomprobe.trials import Runner
+
+ON_HOST = (
+    "the model of rank {rank} is on the {kind}, but several ranks need an accelerator each: build it on "
+    "torch.device('cuda', int(os.environ['LOCAL_RANK']))"
+)
 
 
 def main(descriptor: int) -> None:
     """Serve the parent over the inherited descriptor until it closes its end."""
     sys.argv = [""]
     begin()
-    wire = Connection(descriptor)
+    answer(Connection(descriptor))
+    system.flush()
+    os._exit(0)
+
+
+def answer(wire: Connection) -> None:
+    """Build the target of the first message, and answer all others until the other end is closed."""
     task = receive(wire)
     if task is not None:
         serve(wire, lambda: _runner_of(task), building=task["target"])
-    system.flush()
-    os._exit(0)
 
 
 def _runner_of(task: Message) -> tuple[Runner, Device | None]:
@@ -39,15 +49,17 @@ def _runner_of(task: Message) -> tuple[Runner, Device | None]:
     model, step_fn = build(task["target"])
     check_model(model)
     steps = named_steps(step_fn)
-    refuse_process_group()
-    options = Options(**task["options"])
+    ranks = task.get("ranks", 1)
+    check_process_group(ranks, has_stepped=False)
     device = choose_device(pickle.loads(bytes.fromhex(task["device"])), model)
     tracker = Tracker(model, [step.run for step in steps.values()], device=device)
     if not is_host(device):
         preload_dynamo()
-        return local_runner(model, steps, tracker, device, options), device
-    source = forks(model, steps, tracker, device, options)
+        return local_runner(model, steps, tracker, device, ranks), device
+    if ranks > 1:
+        raise InvalidArgumentError(ON_HOST.format(rank=os.environ["RANK"], kind=device.torch_device))
+    source = forks(model, steps, tracker, device)
     gc.collect()
     gc.freeze()  # so that forked children neither scan nor copy existing objects
     # Host memory takes a third process: the caller's, this one, which holds the model, and a child for each trial.
-    return ProcessRunner(source, Clock(options), Interrupts()).__enter__(), None
+    return ProcessRunner(source, Clock(Options(**task["options"])), Interrupts()).__enter__(), None

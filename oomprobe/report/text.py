@@ -14,8 +14,10 @@ from oomprobe.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from oomprobe.result import ProbeResult
+    from oomprobe.trials import RankTrial
 
 TIMING_NOISE = 0.05  # smallest spread assumed between the rates of repeated trials
+ALIKE = 0.01  # ranks whose shares of their memory differ by no more do the same
 SPILL_FACTOR = 2.0  # a size that is slower than a smaller one by more than this may be spilling memory to the host
 _LABEL_WIDTH = 14
 _LIMITS = {
@@ -54,8 +56,14 @@ def verdict_line(result: ProbeResult) -> str:
         return f"verdict: batch {result.batch_size} ran; no process reported its memory"
     fraction = result.options.get("memory_fraction") or result.budget_bytes / max(1, result.available_bytes)
     share = f"{100 * fraction:.3g} % of {format_bytes(result.available_bytes)} on "
-    line = f"verdict: batch {result.batch_size} fits in {format_bytes(result.budget_bytes)} ({share}"
+    per_rank = " per rank" if _counts_per_rank(result) else ""
+    line = f"verdict: batch {result.batch_size}{per_rank} fits in {format_bytes(result.budget_bytes)} ({share}"
     return f"{line}{clip(clean(result.device), max(8, WIDTH - 1 - len(line)))})"
+
+
+def _counts_per_rank(result: ProbeResult) -> bool:
+    """Return whether sizes are those of each rank; only a command's own author knows what its sizes count."""
+    return result.world_size > 1 and "command" not in result.environment
 
 
 def warning_lines(result: ProbeResult) -> list[str]:
@@ -83,6 +91,7 @@ def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
     return {
         "command": [command, *([f"the steps of {program} were counted"] if program else [])] if command else [],
         "checked" if _is_check(result) else "limited by": [_limit(result)],
+        "ranks": _ranks(result, verbose=verbose),
         "holds for": [_holds_for(result)],
         "throughput": _throughput(result),
         "linear fit": _linear_fit(result, verbose=verbose),
@@ -115,6 +124,33 @@ def _limit(result: ProbeResult) -> str:
     return f"{limit}{step}; batch {result.limit_batch_size} is the largest that {passed}{failed}"
 
 
+def _ranks(result: ProbeResult, *, verbose: bool) -> list[str]:
+    """Say how much memory each rank took at the answer, and which one limits."""
+    told = next((t.ranks for t in reversed(result.trials) if t.passed and t.batch_size == result.batch_size), ())
+    if len(told) < 2:
+        return []
+    limits = next((one for one in told if one.rank == result.limiting_rank), told[0])
+    others = [one for one in told if one is not limits]
+    each = [f"rank {one.rank}: {_of_available(one)}" for one in told]
+    if max(map(_shares, told)) - min(map(_shares, told)) <= ALIKE:
+        first = f"{len(told)} ranks, all alike: {_of_available(limits)}"
+    else:
+        peaks = sorted(one.peak_reserved_bytes or 0 for one in others)
+        rest = " to ".join(dict.fromkeys(map(format_bytes, (peaks[0], peaks[-1]))))
+        who = "the others reserve" if len(others) > 1 else "the other reserves"
+        first = f"rank {limits.rank} of {len(told)} limits: {_of_available(limits)}; {who} {rest}"
+    return [first, *(each if verbose and len(set(map(_of_available, told))) > 1 else [])]
+
+
+def _of_available(rank: RankTrial) -> str:
+    available_bytes = rank.available_bytes or 0
+    return f"{format_bytes(rank.peak_reserved_bytes or 0)} reserved of {format_bytes(available_bytes)} available"
+
+
+def _shares(rank: RankTrial) -> float:
+    return (rank.peak_reserved_bytes or 0) / max(1, rank.available_bytes or 0)
+
+
 def _is_check(result: ProbeResult) -> bool:
     """Return whether only one size was checked; a search would begin by growing."""
     return {t.batch_size for t in result.trials} == {result.batch_size} and not any(
@@ -125,8 +161,7 @@ def _is_check(result: ProbeResult) -> bool:
 def _holds_for(result: ProbeResult) -> str:
     environment = result.environment
     here = "" if environment.get("isolated") else ", and this one as the probe found it"
-    ranks = environment.get("world_size", 1)
-    fresh = f"{ranks} fresh processes" if ranks > 1 else "a fresh process"
+    fresh = f"{result.world_size} fresh processes, one for each rank" if result.world_size > 1 else "a fresh process"
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "cuda", "hip") if environment.get(name))
     settings = [f"{name}={value}" for name, value in environment.get("allocator_settings", {}).items()]
     return "; ".join(part for part in (f"{fresh}{here}", versions, *settings) if part)
@@ -141,7 +176,7 @@ def _throughput(result: ProbeResult) -> list[str]:
     if result.batch_size not in rates:
         return []
     answer = rates[result.batch_size][-1]  # its confirmation, with the most steps
-    alone = f"{rate(answer)} samples/s"
+    alone = f"{rate(answer)} samples/s{' per rank' if _counts_per_rank(result) else ''}"
     smaller = {size: repeated[-1] for size, repeated in rates.items() if size < result.batch_size}
     if not smaller:
         return [alone]
@@ -188,7 +223,7 @@ def _estimates(result: ProbeResult) -> list[str]:
 
 def _plan(result: ProbeResult) -> list[str]:
     """List the splits of the global batch, if one was requested."""
-    wanted, world_size = result.options.get("global_batch"), result.options.get("world_size") or 1
+    wanted, world_size = result.options.get("global_batch"), result.options.get("world_size") or result.world_size
     ranks = "" if world_size == 1 else f" x {world_size} ranks"
     if not wanted:
         return []

@@ -41,6 +41,17 @@ def test_gpu_check(tmp_path):
         assert part["answer_share_of_frontier"] > 0.97
 
 
+def test_ranks_on_two_cards(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import gpu_ranks, json\n"
+    code += "print(json.dumps(gpu_ranks.check_ranks('fsdp', 2)))"
+    (tmp_path / "cards").mkdir()
+    options = {"memory": "1GiB,1GiB", "nccl": "64MiB", "shared": tmp_path / "cards/card"}
+    done = forked(lambda: subprocess.check_output([sys.executable, "-c", code], text=True), limit_s=150, **options)
+    found = json.loads(done.splitlines()[-1])
+    assert found["whole_card"] == "ran", found
+    assert found["result"]["world_size"] == 2
+
+
 def test_gpu_traces(tmp_path):
     # As an A100: on an H100 torch's attention in low precision is cuDNN's, which is not on the bed.
     status, said = output_of("scripts/gpu_traces.py", str(tmp_path))

@@ -1,16 +1,23 @@
 """A transformers Trainer on torch's own CUDA allocator: the answer trains in a fresh process."""
 
+import os
+
 import pytest
 import torch
 
+import oomprobe
 from oomprobe import DeviceLostError
 
 from .bed import fail, forked
+from .ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 
 # Torch 2.10 warns of an argument that torch's own DataLoader passes.
-pytestmark = pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor.:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor.:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning"),
+]
 CARD = {"memory": "2GiB", "limit_s": 180}
 
 
@@ -85,3 +92,32 @@ def test_a_lost_card_is_told_as_such_though_the_model_was_moved(tmp_path):
 
     with pytest.raises(DeviceLostError):
         forked(probe, **CARD)
+
+
+def build():
+    from oomprobe.integrations.transformers import model_and_step
+
+    arguments = {"eval_strategy": "steps", "eval_steps": 3} if "EVALUATES" in os.environ else {}
+    return model_and_step(trainer(os.environ["FOLDER"], gradient_accumulation_steps=4, **arguments))
+
+
+def test_a_trainer_on_two_ranks_is_a_target(tmp_path):
+    def probe():
+        result = oomprobe.probe_target(build, nproc_per_node=2, resolution=0.1, progress="off")
+        oomprobe.check_target(build, result.batch_size, nproc_per_node=2, progress="off")
+        return result
+
+    result = on_ranks(tmp_path, probe, limit_s=120, FOLDER=tmp_path)
+    assert (result.limited_by, result.world_size) == ("memory", 2)
+    assert {trial.samples_per_s for trial in result.trials} == {None}
+    assert not [note for note in result.notes if "leak" in note or "differ" in note]
+
+
+def test_a_trainer_on_two_ranks_evaluates_and_ends_with_its_data(tmp_path):
+    def probe():
+        return oomprobe.probe_target(build, nproc_per_node=2, min_batch=4000, progress="off")
+
+    with pytest.raises(oomprobe.InvalidArgumentError, match="has 4520 examples, too few for min_batch=5000"):
+        on_ranks(tmp_path, lambda: oomprobe.probe_target(build, nproc_per_node=2, min_batch=5000), FOLDER=tmp_path)
+    with pytest.raises(oomprobe.NothingFitsError, match="on rank"):
+        on_ranks(tmp_path, probe, limit_s=60, FOLDER=tmp_path, EVALUATES=1)

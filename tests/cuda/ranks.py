@@ -1,0 +1,34 @@
+"""Probe with forked ranks on the bed: a group of two starts in 0.2 s, where processes that import torch take 3 s."""
+
+import os
+
+import torch
+import torch.distributed.fsdp  # otherwise each rank imports it
+
+from oomprobe.isolation import group, ranks, worker
+from oomprobe.isolation.process import Process
+
+from .bed import forked
+
+
+def fork(variables=None, label=""):
+    """Start a rank as `Process.spawned` does, but by forking this process."""
+
+    def serve(wire):
+        os.environ.update(variables or {})
+        torch.set_num_threads(1)
+        worker.answer(wire)
+
+    return Process.forked(serve, label)
+
+
+def searching(function, *, grace_s, late_s):
+    Process.spawned, group.GRACE_S, ranks.LATE_S = fork, grace_s, late_s
+    return function()
+
+
+def on_ranks(tmp_path, function, *, count=2, fault="none", limit_s=30, grace_s=0.5, late_s=300.0, **options):
+    """Run a function that probes with forked ranks, on a bed of `count` devices; `ranked.py` describes the faults."""
+    (tmp_path / "cards").mkdir(exist_ok=True)
+    options = {"memory": ",".join(["1GiB"] * count), "nccl": "16MiB", "shared": tmp_path / "cards/card", **options}
+    return forked(lambda: searching(function, grace_s=grace_s, late_s=late_s), limit_s=limit_s, FAULT=fault, **options)

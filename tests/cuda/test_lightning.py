@@ -1,0 +1,60 @@
+"""Lightning's fit on two ranks as a target. Over gloo: the bed's NCCL moves no objects, which Lightning broadcasts."""
+
+import os
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import oomprobe
+
+from .ranks import on_ranks
+
+pl = pytest.importorskip("lightning.pytorch")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about torch and short runs
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.batch_size = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]), 4
+
+    def prepare_data(self):
+        with open(f"{os.environ['FOLDER']}/prepared", "a") as file:
+            file.write(f"{os.environ['RANK']}\n")
+
+    def train_dataloader(self):
+        count = int(os.environ["COUNT"])
+        return DataLoader(TensorDataset(torch.zeros(1, 512, 256).expand(count, 512, 256)), batch_size=self.batch_size)
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def build():
+    from oomprobe.integrations.lightning import model_and_step
+
+    strategy = pl.strategies.DDPStrategy(process_group_backend="gloo")
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=2, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    return model_and_step(trainer, Module())
+
+
+@pytest.mark.parametrize(("count", "limited_by"), [(5000, "memory"), (9, "max_batch")])
+def test_a_fit_on_two_ranks_is_a_target(tmp_path, count, limited_by):
+    def probe():
+        return oomprobe.probe_target(
+            build, nproc_per_node=2, start_batch=8, resolution=0.6, memory_fraction=0.6, progress="off"
+        )
+
+    result = on_ranks(tmp_path, probe, limit_s=120, FOLDER=tmp_path, COUNT=count)
+    assert (result.limited_by, result.world_size) == (limited_by, 2)
+    assert any("it has 9 examples" in note for note in result.notes) is (count == 9)
+    assert set((tmp_path / "prepared").read_text().split()) == {"0"}  # rank 0 alone, as in training
+    assert {trial.samples_per_s for trial in result.trials} == {None}

@@ -1,0 +1,371 @@
+"""Trials on several ranks: torch's own process groups, FSDP2 and DDP, on two or more devices of the bed.
+
+One test starts everything as users do; in all others, ranks are forked.
+"""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp  # otherwise each rank imports it
+from torch import nn
+
+import oomprobe
+from oomprobe.isolation import group, ranks
+
+from .bed import forked, start
+from .ranks import on_ranks, searching
+
+TARGET = f"{Path(__file__).with_name('ranked.py')}:build"
+MIB = 2**20
+
+
+def probe(**options):
+    return oomprobe.probe_target(TARGET, nproc_per_node=2, progress="off", **{"max_batch": 8, **options})
+
+
+def check(size, **options):
+    return oomprobe.check_target(TARGET, size, nproc_per_node=2, progress="off", **options)
+
+
+# --- answers ---
+
+
+@pytest.mark.parametrize(
+    "variables", [{"SHARD": "1"}, {"BACKEND": "gloo"}, {"SHARD": "1", "BACKEND": "gloo"}], ids=lambda one: "-".join(one)
+)
+def test_the_answer_runs_in_a_fresh_group_and_little_more_does(tmp_path, variables):
+    def run():
+        result = probe(max_batch=None)
+        check(result.batch_size)
+        with pytest.raises(oomprobe.NothingFitsError):
+            check(int(result.batch_size * 1.02))
+        return result
+
+    result = on_ranks(tmp_path, run, limit_s=60, **variables)
+    assert result.limited_by == "memory"
+    assert result.world_size == result.environment["world_size"] == 2
+    assert result.device == "2 x Stub GPU"
+    assert all(len(trial.ranks) == 2 for trial in result.trials)
+    assert [trial.phase for trial in result.trials][-2:] == ["confirm", "confirm"]
+    growing = [trial.cap_bytes for trial in result.trials if trial.phase == "grow"]
+    assert None not in growing  # at the driver's edge, what NCCL does is another matter
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("shard", [{}, {"SHARD": "1"}], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize("model", [{}, {"GPT": "1"}], ids=["MLP", "GPT"])
+def test_answers_over_nccl_are_close_and_do_not_die(tmp_path, count, shard, model):
+    """As docs/evidence.md says of other models: sizes above the answer in fresh groups, under the same cap."""
+
+    def runs(size, **options):
+        try:
+            return oomprobe.check_target(TARGET, size, nproc_per_node=count, progress="off", **options).batch_size
+        except oomprobe.NothingFitsError:
+            return 0
+
+    def run():
+        groups = []
+        built = ranks.RanksRunner._built
+        ranks.RanksRunner._built = lambda self: groups.append(1) or built(self)
+        answer = oomprobe.probe_target(TARGET, nproc_per_node=count, progress="off").batch_size
+        made, above = len(groups), max(1, answer // 200)
+        largest = max(answer, *(runs(answer + number * above) for number in (1, 2, 3, 4, 6, 8)))
+        return made, answer / largest, runs(answer, memory_fraction=1.0, confirm_steps=50)
+
+    made, share, on_whole_card = on_ranks(tmp_path, run, count=count, limit_s=300, CUDASTUB_ASSERT=0, **shard, **model)
+    assert made <= 12
+    assert share > 0.97
+    assert on_whole_card
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_any_number_of_ranks(tmp_path, count):
+    def run():
+        return oomprobe.probe_target(TARGET, nproc_per_node="gpu", progress="off", max_batch=8, global_batch=64)
+
+    result = on_ranks(tmp_path, run, count=count, SHARD="1")
+    assert (result.batch_size, result.limited_by, result.world_size) == (8, "max_batch", count)
+    best = result.plan(64)[0]
+    assert (best.micro_batch, best.accumulation_steps, best.world_size) == (8, 8 // count, count)
+    assert best.ran_accumulated is (count < 8)
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "limiting"),
+    [("none", {"memory": "1GiB,768MiB"}, 1), ("longer:1", {}, 1), ("holds:0", {}, 0)],
+    ids=["less memory", "longer samples", "holds more"],
+)
+def test_the_rank_that_limits_is_named(tmp_path, fault, options, limiting):
+    result = on_ranks(tmp_path, lambda: probe(max_batch=None, resolution=0.2), fault=fault, BACKEND="gloo", **options)
+    assert result.limiting_rank == limiting
+    told = result.trials[-1].ranks
+    assert min(told, key=lambda one: one.left_bytes).rank == limiting
+    assert result.available_bytes == min(one.available_bytes for one in told)
+    assert f"rank {limiting} of 2 limits" in str(result)
+    assert oomprobe.ProbeResult.from_dict(json.loads(result.to_json())) == result
+
+
+def test_the_budget_is_final_after_the_first_trial(tmp_path):
+    """Though it takes two rounds to learn that the optimizer steps at every second call; communicators are made in the first."""
+    result = on_ranks(tmp_path, lambda: probe(max_batch=64), GPT="1", SHARD="1", nccl="64MiB", CUDASTUB_ASSERT=0)
+    assert len({trial.cap_bytes for trial in result.trials[1:]}) == 1
+    assert result.trials[0].steps == 6
+
+
+def test_communicators_are_outside_of_the_budget(tmp_path):
+    small, large = (on_ranks(tmp_path, lambda: check(8), nccl=size).available_bytes for size in ("16MiB", "128MiB"))
+    assert small - large == 112 * MIB
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("shard", [{}, {"SHARD": "1"}], ids=["DDP", "FSDP2"])
+def test_one_rank_out_of_memory_decides(tmp_path, place, shard):
+    begun_s = time.monotonic()
+    result = on_ranks(tmp_path, lambda: probe(min_batch=4, max_batch=6), fault=f"{place}:1:5", **shard)
+    assert (result.batch_size, result.limiting_rank) == (4, 1)
+    failed = next(trial for trial in result.trials if not trial.passed)
+    assert failed.limiting_rank == 1
+    assert failed.error.startswith("on rank 1 of 2: OutOfMemoryError")
+    assert failed.ranks[0].verdict in (None, "fits")  # it waited, or ended the step before it could know
+    assert time.monotonic() - begun_s < 20
+
+
+# --- faults ---
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        (
+            "bug:1:4",
+            oomprobe.StepFailedError,
+            "on rank 1 of 2: the step failed at batch size 4 with KeyError: 'missing'",
+        ),
+        ("building:1", oomprobe.StepFailedError, r"ranked.py:build on rank 1 of 2 failed with KeyError .*'weights'"),
+        ("building_killed:1", oomprobe.StepFailedError, "rank 1 of 2, which was to build .* died: .* SIGKILL"),
+        ("killed:1:4", oomprobe.StepFailedError, "died twice at batch size 4 .* on rank 1 of 2: .* killed by SIGKILL"),
+        ("exits:1:4", oomprobe.StepFailedError, "on rank 1 of 2: .* exited with code 7"),
+        ("same_card", oomprobe.InvalidArgumentError, "ranks 0 and 1 have built their models on one card, cuda:0"),
+        ("no_group", oomprobe.InvalidArgumentError, "nor the step initialised a process group on rank 0"),
+        ("host", oomprobe.InvalidArgumentError, "the model of rank 0 is on the cpu"),
+    ],
+)
+def test_refused(tmp_path, fault, error, said):
+    with pytest.raises(error) as caught:
+        on_ranks(tmp_path, probe, fault=fault)
+    assert re.search(said, str(caught.value), re.DOTALL)
+
+
+def test_a_rank_that_hangs_ends_at_the_limit(tmp_path):
+    with pytest.raises(oomprobe.TimeLimitError, match=r"rank 1 at ranked\.py:\d+") as caught:
+        on_ranks(tmp_path, lambda: probe(trial_time_limit_s=1.5), fault="sleeps:1:4")
+    assert [trial.verdict for trial in caught.value.trials[-2:]] == ["timed out", "timed out"]
+
+
+def test_ranks_that_call_differently_are_out_of_step(tmp_path):
+    with pytest.raises(
+        oomprobe.UnreliableError, match=r"rank 1 was still in the step .* after rank 0 had finished batch 4"
+    ):
+        on_ranks(tmp_path, probe, fault="extra:1:4", late_s=1.0)
+
+
+def test_one_rank_may_take_longer(tmp_path):
+    result = on_ranks(tmp_path, lambda: probe(max_batch=1, trial_time_limit_s=3), fault="saves", late_s=0.1)
+    assert result.batch_size == 1
+    assert result.trials[-1].step_s > 0.3
+
+
+def test_data_that_end_on_one_rank_end_the_trial_early(tmp_path):
+    result = on_ranks(tmp_path, probe, fault="runs_out:1:1")
+    assert result.batch_size == 8
+    assert any("call 7 of batch" in note for note in result.notes)
+    assert result.trials[-1].steps == 6
+
+
+def test_a_group_that_the_step_makes(tmp_path):
+    assert on_ranks(tmp_path, probe, fault="late_group").batch_size == 8
+
+
+def test_a_store_that_is_gone_while_building(tmp_path):
+    def run():
+        ask = group.Group.ask
+
+        def asks(self, *arguments):
+            self._store = None
+            return ask(self, *arguments)
+
+        group.Group.ask = asks
+        probe(time_limit_s=2)
+
+    with pytest.raises(oomprobe.OomProbeError, match=r"while the target was built|on rank \d of 2"):
+        on_ranks(tmp_path, run)
+
+
+def test_no_rank_survives_the_search(tmp_path):
+    (tmp_path / "cards").mkdir()
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    searcher = start(
+        lambda: searching(probe, grace_s=0.5, late_s=300.0),
+        memory="1GiB,1GiB",
+        shared=tmp_path / "cards/card",
+        FAULT="sleeps:1:4",
+        PIDS=pids,
+    )
+    until_s = time.monotonic() + 20
+    while len(list(pids.iterdir())) < 2 and time.monotonic() < until_s:
+        time.sleep(0.05)
+    found = [int(path.name) for path in pids.iterdir()]
+    assert len(found) == 2
+    searcher.kill()
+    with contextlib.suppress(Exception):
+        searcher.result()
+    until_s = time.monotonic() + 3
+    while any(Path(f"/proc/{pid}").exists() for pid in found) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not [pid for pid in found if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("built_mib", [0, 300], ids=["for trials", "for building"])
+def test_memory_of_a_group_that_comes_back_late_is_waited_for(tmp_path, built_mib):
+    """Another process takes most of card 0 just when the first group has failed, and gives it back after two seconds."""
+
+    def hold():
+        until_s = time.monotonic() + 20
+        while not (tmp_path / "failed").exists() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        held = None
+        while held is None and time.monotonic() < until_s:
+            with contextlib.suppress(torch.OutOfMemoryError):  # until the group has ended
+                held = torch.empty(800 * MIB, dtype=torch.uint8, device="cuda")
+        time.sleep(2)
+        return held.numel()
+
+    (tmp_path / "cards").mkdir()
+    holder = start(hold, memory="1GiB,1GiB", shared=tmp_path / "cards/card")
+    ended = ThreadPoolExecutor().submit(holder.result)  # the bed counts the memory of a process until it is reaped
+    sizes = {"min_batch": 900, "max_batch": 1000, "resolution": 0.05}
+    result = on_ranks(
+        tmp_path, lambda: probe(**sizes), fault="forward:1:1000", FAILED=tmp_path / "failed", HELD=built_mib
+    )
+    assert ended.result() == 800 * MIB
+    assert (result.limiting_rank, result.contaminated) == (1, False)
+    assert not [note for note in result.notes if "other processes" in note]
+
+
+def test_a_bug_that_other_trials_leave_behind_is_none(tmp_path):
+    """As with weights that trials have trained until the loss scaler sees only infinities: a new group decides."""
+    result = on_ranks(tmp_path, lambda: probe(max_batch=2), fault="tires")
+    assert [(trial.batch_size, trial.steps) for trial in result.trials] == [(1, 3), (2, 3), (1, 5), (2, 5), (2, 5)]
+
+
+# --- groups that are not ours ---
+
+
+def test_a_live_model_in_a_group_is_refused_with_what_to_type(tmp_path):
+    """Two processes each probe by themselves, and their groups form before the probe or in its first call."""
+
+    def run(rank, is_late):
+        def make_group():
+            dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=rank, world_size=2)
+
+        model = nn.Linear(8, 8).cuda()
+        if not is_late:
+            make_group()
+
+        def step(model, batch_size):
+            with open(tmp_path / f"calls-{rank}", "a") as file:  # a list would be put back
+                file.write("called\n")
+            if not dist.is_initialized():
+                make_group()
+            model(torch.randn(batch_size, 8, device="cuda")).sum().backward()
+
+        try:
+            oomprobe.find_max_batch(model, step, max_batch=8, progress="off")
+        except oomprobe.InvalidArgumentError as error:
+            return str(error)
+
+    for is_late in (False, True):
+        children = [start(run, rank, is_late, memory="1GiB,1GiB", shared=tmp_path / "card") for rank in range(2)]
+        for error in [child.result(limit_s=30) for child in children]:
+            assert "torch.distributed has 2 ranks" in error
+            assert "oomprobe run train.py:build --nproc-per-node 2" in error
+        assert len(list(tmp_path.glob("calls-*"))) == 2 * is_late
+        (tmp_path / "meeting").unlink(missing_ok=True)
+    assert (tmp_path / "calls-0").read_text() == "called\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "error", "said"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "8"}, {}, oomprobe.InvalidArgumentError, "this process is rank 3 of 8"),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, {"nproc_per_node": None}, oomprobe.InvalidArgumentError, "is rank 3 of 8"),
+        (
+            {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
+            {},
+            oomprobe.InvalidArgumentError,
+            "nproc_per_node=8.*the ranks of one machine",
+        ),
+        ({"SLURM_STEP_NUM_TASKS": "16"}, {}, oomprobe.InvalidArgumentError, "one of 16 tasks .*srun -N1 -n1"),
+        (
+            {},
+            {"nproc_per_node": 3},
+            oomprobe.NoDeviceError,
+            "3 ranks need an accelerator each, .* shows 2 accelerators",
+        ),
+        ({}, {"nproc_per_node": 0}, oomprobe.InvalidArgumentError, "nproc_per_node must be an integer"),
+        ({}, {"device": "cuda:1"}, oomprobe.InvalidArgumentError, "have a card each"),
+        ({}, {"device": "cpu"}, oomprobe.InvalidArgumentError, "have a card each"),
+        ({}, {"device": "sim:24GiB"}, oomprobe.InvalidArgumentError, "have a card each"),
+        ({}, {"isolate": False}, oomprobe.InvalidArgumentError, "processes of their own"),
+    ],
+)
+def test_what_cannot_be_asked(variables, options, error, said):
+    options = {"nproc_per_node": 2, "progress": "off", **options}
+    with pytest.raises(error, match=said):
+        forked(lambda: oomprobe.probe_target(TARGET, **options), memory="1GiB,1GiB", **variables)
+
+
+def test_a_budget_for_each_rank(tmp_path):
+    result = on_ranks(tmp_path, lambda: check(8, device="cuda:512MiB"))
+    assert result.available_bytes == 512 * MIB
+
+
+# --- as users start it ---
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["DDP", "FSDP2"])
+def test_the_targets_of_the_page_run(tmp_path, number):
+    page = (Path(__file__).parents[2] / "docs/ranks.md").read_text()
+    (tmp_path / "train.py").write_text(re.findall(r"```py\n(.*?)```", page, re.DOTALL)[number])
+    target = f"{tmp_path / 'train.py'}:build"
+    result = on_ranks(tmp_path, lambda: oomprobe.check_target(target, 4, nproc_per_node=2, progress="off"))
+    assert result.world_size == 2
+
+
+def test_the_command_line_starts_everything(tmp_path):
+    def run():
+        words = [sys.executable, "-m", "oomprobe", "run", TARGET, "--nproc-per-node", "2", "--require", "8"]
+        return subprocess.run([*words, "--json", tmp_path / "r.json"], capture_output=True, text=True, check=False)
+
+    (tmp_path / "cards").mkdir()
+    done = forked(run, memory="1GiB,1GiB", shared=tmp_path / "cards/card", nccl="16MiB", SAYS="hello")
+    assert done.returncode == 0, done.stderr
+    assert "verdict: batch 8 per rank fits in" in done.stdout
+    assert "2 ranks, all alike" in done.stdout
+    assert "probing 2 x Stub GPU; building 2 ranks took" in done.stderr
+    said = [line for line in done.stderr.splitlines() if "hello" in line]
+    assert sorted(said) == ["[rank 1] hello from 1"] * 2 + ["hello from 0"] * 2
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert data["world_size"] == 2
+    assert [one["rank"] for one in data["trials"][0]["ranks"]] == [0, 1]
