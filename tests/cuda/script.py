@@ -106,6 +106,10 @@ optimizer = torch.optim.AdamW(model.parameters())
 size = {"ignores": 4, "rounds": arguments.batch_size // 8 * 8}.get(fault, arguments.batch_size)
 samples = arguments.samples or size * arguments.steps
 for number in range(min(arguments.steps, samples // size)):
+    if fault == "meets" and number == 2:  # go on once another process has made as many steps
+        open(f"{os.environ['MEETING']}/{os.getpid()}", "w").close()
+        while len(os.listdir(os.environ["MEETING"])) < 2:
+            time.sleep(0.01)
     try:
         if number == 1:
             misbehave()

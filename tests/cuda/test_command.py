@@ -151,7 +151,11 @@ def test_a_hang_ends_at_the_limit_and_a_deaf_process_is_killed():
         (python("--fault", "sets-fraction"), "process .* set its allocator's cap to 0.95 of the GPU itself"),
         (python("--steps", "4", options=["-I"]), "no process of the command reported its GPU's memory"),
         (
-            ["sh", "-c", f"for card in 0 0; do {sys.executable} {SCRIPT} --batch-size {{batch}} & done; wait"],
+            [
+                "sh",
+                "-c",
+                f"for card in 0 0; do MEETING={{dir}} {sys.executable} {SCRIPT} --fault meets --batch-size {{batch}} & done; wait",
+            ],
             "process .* hold memory of one GPU",
         ),
     ],
