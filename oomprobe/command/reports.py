@@ -139,7 +139,7 @@ def available_bytes(card: Card) -> int:
 
 
 def of_ranks(found: Iterable[Card], *, passed: bool) -> tuple[RankTrial, ...]:
-    """Return what each rank on these devices has shown of a run, if there are several; a rank that has not failed says nothing."""
+    """Return a record for each rank that uses these devices, if there are several; in a failed run, only failures have a verdict."""
     ranks = []
     for card in found:
         for report, memory in card:

@@ -64,8 +64,9 @@ def _is_timeout(answer: Answer) -> bool:
 
 
 def _verdict(answer: Answer) -> Verdict | None:
-    is_told = isinstance(answer, dict) and "outcome" in answer
-    return Verdict(answer["outcome"]["trial"]["verdict"]) if is_told and isinstance(answer, dict) else None
+    if isinstance(answer, ExitStatus) or "outcome" not in answer:
+        return None
+    return Verdict(answer["outcome"]["trial"]["verdict"])
 
 
 def _left_bytes(answer: Answer, available_bytes: int) -> int:
@@ -78,10 +79,7 @@ def _left_bytes(answer: Answer, available_bytes: int) -> int:
 def passed_outcome(answers: Mapping[int, Message], available_bytes: Mapping[int, int]) -> Outcome:
     """Return the outcome of a trial that every rank has passed."""
     outcomes = {rank: outcome_from_dict(answers[rank]["outcome"]) for rank in sorted(answers)}
-    ranks = tuple(
-        _of_trial(rank, outcome.trial, available_bytes.get(rank), outcome.trial.verdict)
-        for rank, outcome in outcomes.items()
-    )
+    ranks = tuple(_of_trial(rank, outcome.trial, available_bytes.get(rank)) for rank, outcome in outcomes.items())
     limiting = min(ranks, key=lambda one: one.left_bytes).rank
     every = list(outcomes.values())
     trials, calls = [one.trial for one in every], [one.calls for one in every]
@@ -115,9 +113,7 @@ def failed_outcome(
     request: Request, answers: Mapping[int, Answer], believed: int, available_bytes: Mapping[int, int]
 ) -> Outcome:
     """Return the outcome of a trial that failed on the rank that is believed, other than by a bug."""
-    ranks = tuple(
-        _of_answer(request, rank, answers[rank], available_bytes.get(rank), len(answers)) for rank in sorted(answers)
-    )
+    ranks = tuple(_of_answer(request, rank, answers[rank], available_bytes.get(rank)) for rank in sorted(answers))
     rank, answer = ranks[believed], answers[believed]
     if isinstance(answer, dict) and "outcome" in answer:
         outcome = outcome_from_dict(answer["outcome"])
@@ -177,10 +173,10 @@ def _most(values: Sequence[Number | None]) -> Number | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _of_trial(rank: int, trial: Trial, available_bytes: int | None, verdict: Verdict) -> RankTrial:
+def _of_trial(rank: int, trial: Trial, available_bytes: int | None) -> RankTrial:
     return RankTrial(
         rank=rank,
-        verdict=verdict,
+        verdict=trial.verdict,
         peak_allocated_bytes=trial.peak_allocated_bytes,
         peak_reserved_bytes=trial.peak_reserved_bytes,
         available_bytes=available_bytes,
@@ -189,7 +185,7 @@ def _of_trial(rank: int, trial: Trial, available_bytes: int | None, verdict: Ver
     )
 
 
-def _of_answer(request: Request, rank: int, answer: Answer, available_bytes: int | None, ranks: int) -> RankTrial:
+def _of_answer(request: Request, rank: int, answer: Answer, available_bytes: int | None) -> RankTrial:
     verdict: Verdict | None
     if isinstance(answer, ExitStatus):
         verdict, error, where = None, f"it {answer.why}, and was ended", answer.where()
@@ -198,8 +194,7 @@ def _of_answer(request: Request, rank: int, answer: Answer, available_bytes: int
             verdict = classify_exit(answer, smaller_passed=smaller, on_host=False, used_bytes=0, cap_bytes=cap_bytes)
             error = answer.text()
     elif "outcome" in answer:
-        trial = outcome_from_dict(answer["outcome"]).trial
-        return _of_trial(rank, trial, available_bytes, trial.verdict)
+        return _of_trial(rank, outcome_from_dict(answer["outcome"]).trial, available_bytes)
     elif "lost" in answer:
         verdict, error, where = Verdict.POISONED, answer["lost"], None
     else:

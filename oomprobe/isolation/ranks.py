@@ -146,7 +146,7 @@ class RanksRunner:
         raise_failure(self._of_rank(rank, answer["failed"]), 0)
 
     def _await_memory(self, hellos: Sequence[Hello]) -> None:
-        """Wait until the memory of the group before has come back, for a while. Then take what is missing as gone."""
+        """Wait for the memory of the previous group to come back; after `RETURN_S`, accept that others hold it."""
         before = [hello.outside_bytes or 0 for hello in self._hellos]
 
         def is_missing(outside: Sequence[int]) -> bool:

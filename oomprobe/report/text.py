@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from oomprobe.trials import RankTrial
 
 TIMING_NOISE = 0.05  # smallest spread assumed between the rates of repeated trials
-ALIKE = 0.01  # ranks whose shares of their memory differ by no more do the same
+ALIKE = 0.01  # ranks count as alike if the shares of their memory that they reserve differ by no more than this
 SPILL_FACTOR = 2.0  # a size that is slower than a smaller one by more than this may be spilling memory to the host
 _LABEL_WIDTH = 14
 _LIMITS = {

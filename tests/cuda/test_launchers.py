@@ -58,8 +58,10 @@ def test_fsdp_in_nccl_and_what_nccl_takes():
     # 1024 MiB less a context, the kernels and a communicator.
     assert result.available_bytes == (1024 - 100 - 50 - 64) * MIB
     assert result.device == "2 x Stub GPU"
-    assert result.environment["world_size"] == 2
+    assert result.environment["world_size"] == result.world_size == 2
+    assert [(one.rank, one.verdict) for one in result.trials[-1].ranks] == [(0, "fits"), (1, "fits")]
     assert "2 fresh processes" in str(result)
+    assert "2 ranks, all alike" in str(result)
 
 
 @pytest.mark.slow

@@ -476,7 +476,11 @@ def test_arguments_are_refused_with_what_to_type(options, said):
 
 
 def test_strategies_and_other_devices_are_refused():
-    refused("trains on 2 ranks", trainer=quiet_trainer(devices=2, strategy="ddp_spawn"), datamodule=Data())
+    refused(
+        "trains on 2 ranks.*lightning.model_and_step",
+        trainer=quiet_trainer(devices=2, strategy="ddp_spawn"),
+        datamodule=Data(),
+    )
     said = "adds buffers that trials would not have: probe with strategy='auto'"
     refused(said, trainer=quiet_trainer(devices=1, strategy="ddp"), datamodule=Data())
     elsewhere = ledger(9)

@@ -531,7 +531,7 @@ def test_wrong_arguments_are_refused(trainer, options, said):
         ("deepspeed", "a config", "deepspeed='a config' spreads the model over ranks"),
         ("fsdp", "a config", "fsdp='a config' spreads the model over ranks"),
         ("n_gpu", 3, r"DataParallel .*CUDA_VISIBLE_DEVICES=0.* 3 ranks"),
-        ("world_size", 3, "3 ranks"),
+        ("world_size", 3, "--nproc-per-node 3; .*transformers.model_and_step"),
     ],
 )
 def test_several_ranks_are_refused(trainer, monkeypatch, attribute, value, said):
