@@ -44,10 +44,10 @@ def check(size, **options):
 )
 def test_the_answer_runs_in_a_fresh_group_and_little_more_does(tmp_path, variables):
     def run():
-        result = probe(max_batch=None)
+        result = probe(max_batch=None, resolution=0.03)
         check(result.batch_size)
         with pytest.raises(oomprobe.NothingFitsError):
-            check(int(result.batch_size * 1.02))
+            check(int(result.batch_size * 1.05))
         return result
 
     result = on_ranks(tmp_path, run, limit_s=60, **variables)
