@@ -1,0 +1,105 @@
+"""Recordings of physical cards (tests/data/recordings), and their requests fed to an allocator."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "data" / "recordings"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+_SMALL = 2**20  # the largest request that a small segment, of twice this size, serves
+
+
+@dataclass
+class Recording:
+    """What a card recorded; README.md in its folder describes the events."""
+
+    name: str
+    source: dict
+    expandable_segments: bool
+    begins: list
+    events: list
+    ends: list = field(default_factory=list)
+
+    @classmethod
+    def named(cls, name):
+        return cls(name, **json.loads((FOLDER / f"{name}.json").read_text()))
+
+    @property
+    def requests(self):
+        return [event for event in self.events if isinstance(event, list) and not isinstance(event[0], str)]
+
+    @property
+    def peak_reserved_bytes(self):
+        return max((reserved for *_, reserved in replay(self, Nothing())), default=0)
+
+
+class Nothing:
+    """An allocator that does nothing."""
+
+    def malloc(self, nbytes):
+        return None
+
+    def free(self, block):
+        pass
+
+    def empty_cache(self):
+        pass
+
+    def refuses(self, nbytes):
+        return True
+
+
+def replay(recording, allocator):
+    """Feed the requests to an allocator; yield the block, the segment and offset, and the reserved bytes after each request.
+
+    The place and the bytes are the card's; for a refused request, the block and the segment are None.
+
+    Args:
+        recording: Replayed from its beginning.
+        allocator: Has the methods of `Nothing`.
+    """
+    blocks = _blocks_at_the_beginning(recording, allocator)
+    sizes = {segment: size for segment, size, *_ in recording.begins}
+    reserved, pending = sum(sizes.values()), False
+    for event in recording.events:
+        if isinstance(event, int):
+            allocator.free(blocks[-event - 1])
+            continue
+        kind, *numbers = event
+        if kind in ("r", "u"):
+            reserved -= sizes.pop(numbers[0]) if kind == "r" else numbers[0]
+            if not pending:
+                allocator.empty_cache()
+            pending = True
+            continue
+        pending = False
+        if kind == "s":
+            sizes[numbers[0]] = numbers[1]
+        if kind in ("s", "m"):
+            reserved += numbers[-1]
+        elif kind == "o":
+            assert allocator.refuses(numbers[0])
+            yield None, None, reserved
+        else:
+            blocks.append(allocator.malloc(kind))
+            yield blocks[-1], tuple(numbers), reserved
+
+
+def _blocks_at_the_beginning(recording, allocator):
+    """Bring an empty allocator into the state in which the recording begins; return the blocks in use.
+
+    Each segment is made whole and then filled, so that the next one is made too; the gaps are freed at the end.
+    """
+    blocks, gaps = [], []
+    for _, size, *inside in recording.begins:
+        largest = _SMALL if size == 2 * _SMALL else size
+        allocator.free(allocator.malloc(largest))
+        at = 0
+        for offset, nbytes in [*zip(inside[::2], inside[1::2], strict=True), (size, 0)]:
+            gaps += [allocator.malloc(min(largest, offset - start)) for start in range(at, offset, largest)]
+            if nbytes:
+                blocks.append(allocator.malloc(nbytes))
+            at = offset + nbytes
+    for gap in gaps:
+        allocator.free(gap)
+    return blocks

@@ -1,0 +1,96 @@
+"""Recordings of physical cards, fed to the simulated allocator, which decides as the card did; see docs/evidence.md."""
+
+from collections import Counter
+
+import pytest
+from recordings import NAMES, Recording, replay
+
+from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.simulation.settings import AllocatorSettings
+from oomprobe.torch_versions import BlockOrder
+
+APART = 2**44  # between segments, so that only their order matters
+RECORDINGS = {name: Recording.named(name) for name in NAMES}
+SEGMENTS = [name for name in NAMES if not RECORDINGS[name].expandable_segments]
+PAGES = [name for name in NAMES if RECORDINGS[name].expandable_segments]
+
+
+class Replayed(CachingAllocator):
+    """An allocator of torch 2.11 or earlier, which made the recordings."""
+
+    def __init__(self, recording, capacity_bytes=2**62):
+        settings = AllocatorSettings(expandable_segments=recording.expandable_segments, block_order=BlockOrder.ADDRESS)
+        super().__init__(capacity_bytes, settings)
+
+    def address(self, block):
+        return self._live[block].address
+
+    def refuses(self, nbytes):
+        with pytest.raises(AllocatorOutOfMemory):
+            self.malloc(nbytes)
+        return True
+
+
+class Addressed(Replayed):
+    """Its segments get the recorded addresses; it counts those that it releases."""
+
+    def __init__(self, recording):
+        super().__init__(recording)
+        self.to_make = [(segment, size) for segment, size, *_ in recording.begins]
+        self.to_make += [(e[1], e[2]) for e in recording.events if isinstance(e, list) and e[0] == "s"]
+        self.released = Counter()
+
+    def _next_range(self, nbytes):
+        segment, size = self.to_make.pop(0)
+        assert nbytes == size
+        return segment * APART
+
+    def _release(self, block):
+        super()._release(block)
+        self.released[block.address // APART] += 1
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_blocks_and_segments_are_where_the_card_put_them(name):
+    recording = RECORDINGS[name]
+    card = Addressed(recording)
+    for block, place, reserved_bytes in replay(recording, card):
+        assert divmod(card.address(block), APART) == place
+        assert card.reserved_bytes == reserved_bytes
+    assert card.to_make == []
+    assert card.released == Counter(e[1] for e in recording.events if isinstance(e, list) and e[0] == "r")
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_with_its_own_addresses_it_reserves_what_the_card_did(name):
+    recording = RECORDINGS[name]
+    card = Replayed(recording)
+    assert all(card.reserved_bytes == reserved_bytes for *_, reserved_bytes in replay(recording, card))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_expandable_segments(name):
+    """Every block has its place in its segment, pages are mapped and unmapped alike, and one request is refused.
+
+    The card's capacity is not in the recording: here it is the most that was mapped.
+    """
+    recording = RECORDINGS[name]
+    card = Replayed(recording, recording.peak_reserved_bytes)
+    starts = {}
+    for block, place, reserved_bytes in replay(recording, card):
+        assert card.reserved_bytes == reserved_bytes
+        if block is not None:
+            segment, offset = place
+            start = card.address(block) - offset
+            assert starts.setdefault(segment, start) == start
+    assert len({*starts.values()}) == len(starts)
+    assert sum(size for _, size in recording.ends) == card.reserved_bytes
+    assert card.ooms == sum(isinstance(e, list) and e[0] == "o" for e in recording.events)
+
+
+def test_what_the_recordings_cover():
+    """The figures in docs/evidence.md."""
+    requests = {name: len(recording.requests) for name, recording in RECORDINGS.items()}
+    assert (len(SEGMENTS), sum(requests[name] for name in SEGMENTS)) == (10, 17_954)
+    assert (len(PAGES), sum(requests[name] for name in PAGES)) == (3, 3_025)
+    assert len({recording.source["repository"] for recording in RECORDINGS.values()}) == 10
