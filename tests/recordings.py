@@ -26,11 +26,23 @@ class Recording:
 
     @property
     def requests(self):
-        return [event for event in self.events if isinstance(event, list) and not isinstance(event[0], str)]
+        """What a program without places is compared with; see `requests_of`."""
+        return requests_of(self.events, sum(len(inside) // 2 for _, _, *inside in self.begins))
+
+    @property
+    def blocks(self):
+        """The number of requests that got a block."""
+        return sum(isinstance(event, list) and isinstance(event[0], int) for event in self.events)
 
     @property
     def peak_reserved_bytes(self):
         return max((reserved for *_, reserved in replay(self, Nothing())), default=0)
+
+
+def requests_of(events, before=0):
+    """Return sizes of requests, and for each block that is freed -1 less its number, counted without the first `before`."""
+    kept = [event for event in events if isinstance(event, int) or isinstance(event[0], int)]
+    return [event + before if isinstance(event, int) else event[0] for event in kept]
 
 
 class Nothing:

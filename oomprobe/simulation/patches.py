@@ -43,6 +43,8 @@ def simulated(card_mode: CardMode) -> Iterator[None]:
         for patched in _patches(card_mode):
             stack.enter_context(patch.object(*patched))
         stack.enter_context(patch.object(torch, "save", _refuse_save))
+        # Inference mode would pass operators such as einsum to the mode whole, with what they allocate out of sight.
+        stack.enter_context(_without_inference_mode())
         # oneDNN runs a recurrent network as one operator, which hides what it keeps for backward.
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
         torch._C._set_mkldnn_enabled(False)
@@ -90,6 +92,22 @@ def _patches(card_mode: CardMode) -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda.nvtx, name, lambda *_, **__: 0
     checks = checkpoint._allowed_determinism_checks_to_fns
     yield checkpoint, "_allowed_determinism_checks_to_fns", {**checks, "default": _metadata}
+
+
+@contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    """Leave inference mode, and let code inside turn off only gradients instead of entering it."""
+    gradients = torch.is_grad_enabled()
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(gradients),
+        patch.object(torch.inference_mode, "__enter__", _turn_off_gradients),
+    ):
+        yield
+
+
+def _turn_off_gradients(guard: Any) -> None:
+    guard._inference_mode_context = torch.set_grad_enabled(not guard.mode)
 
 
 def _refuse_save(*_: Any, **__: Any) -> None:

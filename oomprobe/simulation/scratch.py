@@ -187,11 +187,20 @@ def convolution_workspace(func: Any, args: Any) -> int:
     return int(images.shape[0] * channels * prod(kernel) * prod(positions) * images.element_size())
 
 
-# --- embeddings ---
+# --- indices that kernels sort ---
 
+_INT64_BYTES = 8
 _MAX_UNSORTED_INDICES = 3072
 _ROWS_PER_PARTIAL = 10
+_SORTED_BY_ONE_BLOCK = 2304
 _INDICES_PER_SORT_TILE = 3840  # on an A100; within a third of it on other cards
+
+
+def _sort_bytes(count: int, column: int) -> int:
+    """Return what cub takes to sort pairs of which each half takes `column` bytes, as measured with torch 2.14."""
+    if count <= _SORTED_BY_ONE_BLOCK:
+        return 1
+    return 2 * column + -(-count // _INDICES_PER_SORT_TILE) * 1024 + 4607
 
 
 def _embedding_backward(op: _Operator) -> Launch | None:
@@ -214,8 +223,24 @@ def _embedding_backward_needs(
     partials = count // _ROWS_PER_PARTIAL + segments
     starts = (segments * index_bytes, segments * index_bytes)
     sums = (column, *starts, partials * index_bytes, partials * 4 * width)
-    sort = (column, 2 * column + -(-count // _INDICES_PER_SORT_TILE) * 1024)
+    sort = (column, _sort_bytes(count, column))
     return Needs(held=(*copy, column, column), before=(sort,), after=(sums,))
+
+
+def _accumulating_index_put(op: _Operator) -> Launch | None:
+    if not op.argument("accumulate"):
+        return None
+    indices = [index for index in op.args[1] if index is not None]
+    count = prod(torch.broadcast_shapes(*(index.shape for index in indices)))  # type: ignore[no-untyped-call]
+    converted = sum(index.element_size() < _INT64_BYTES for index in indices)
+    return _launch(_index_put_needs, (len(indices), converted), (count,))
+
+
+def _index_put_needs(indices: int, converted: int, count: int) -> Needs:
+    """Linear indices, and what sorts them. Source: aten/src/ATen/native/cuda/Indexing.cu (index_put_with_sort_kernel)."""
+    column = count * _INT64_BYTES
+    temporaries = ((column,) * (1 + converted), *((column, column),) * (indices - 1))
+    return Needs(held=(column,), after=(*temporaries, (column, column, column, _sort_bytes(count, column))))
 
 
 # --- attention ---
@@ -269,6 +294,15 @@ def _efficient_backward_needs(
     return Needs(held, ((row_sums * width, row_sums, row_sums), (row_sums, workspace)))
 
 
+# --- elementwise ---
+
+
+def _where(op: _Operator) -> Launch | None:
+    """Copy a number, or a tensor of one number in host memory, to the card. Source: aten/src/ATen/native/TensorCompare.cpp."""
+    copies = tuple(t.element_size() for t in op.args[1:3] if t.dim() == 0 and t.device.index is None)
+    return _launch(_held, copies, ()) if copies else None
+
+
 # --- softmax ---
 
 
@@ -285,6 +319,8 @@ _RULES: dict[Any, Callable[[_Operator], Launch | None]] = {
     _aten.convolution: _convolution(0, 1),
     _aten.convolution_backward: _convolution(0, 1, 2),
     _aten.embedding_dense_backward: _embedding_backward,
+    **dict.fromkeys((_aten.index_put, _aten.index_put_), _accumulating_index_put),
+    _aten.where: _where,
     _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     _aten._softmax_backward_data: _softmax_backward,

@@ -1,8 +1,10 @@
 """Recordings of physical cards on the bed: torch's own allocator reserves what it did there."""
 
 import pytest
+import recorded_step
 import torch
-from recordings import NAMES, Nothing, Recording, replay
+from gpu_recording import events_of
+from recordings import NAMES, Nothing, Recording, replay, requests_of
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
@@ -54,3 +56,21 @@ def test_torchs_allocator_reserves_what_the_card_did(name):
     assert here == [simulated.reserved_bytes for _ in replay(recording, simulated)]
     on_card = [reserved_bytes for *_, reserved_bytes in replay(recording, Nothing())]
     assert (here == on_card) is (name not in DIFFER)
+
+
+# --- a step written anew ---
+
+
+def events_of_six_steps():
+    torch.cuda.memory._record_memory_history(context=None)
+    _, step = recorded_step.build()
+    for _ in range(6):
+        step()
+    return events_of(torch.cuda.memory._snapshot()["device_traces"][0])
+
+
+def test_the_step_of_a_recording_makes_the_requests_of_the_card():
+    on_card = Recording.named(recorded_step.RECORDING).requests
+    events = forked(events_of_six_steps, memory="4GiB")
+    first, last = events[: -len(on_card)], events[-len(on_card) :]
+    assert requests_of(last, sum(request > 0 for request in requests_of(first))) == on_card

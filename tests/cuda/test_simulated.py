@@ -118,6 +118,8 @@ def attended(dtype, width, *, mask=False, groups=8):
 KERNELS = {
     "softmax": lambda: made(1000, 4000).softmax(-1),
     "embedding": lambda: F.embedding(torch.zeros(100_000, dtype=torch.long, device="cuda"), made(5000, 100)),
+    "rows by index": lambda: made(5000, 100)[torch.zeros(100_000, dtype=torch.long, device="cuda")],
+    "elements by two indices": lambda: made(500, 500)[(torch.zeros(200_000, dtype=torch.int32, device="cuda"),) * 2],
     "flash attention": lambda: attended(torch.bfloat16, 80),
     "efficient attention": lambda: attended(torch.float32, 64),
     "flash attention, wide": lambda: attended(torch.bfloat16, 200),

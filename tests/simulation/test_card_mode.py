@@ -598,3 +598,24 @@ def test_a_signal_in_a_library_waits_for_the_next_operator():
     with pytest.raises(KeyboardInterrupt):
         oomprobe.find_max_batch(model, step, device="sim:1GiB", progress="off")
     assert passed == ["library"]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_inference_mode_allocates_as_without_gradients(outside):
+    """Also in operators such as einsum, which copies one of its arguments here."""
+
+    def step():
+        weights = torch.zeros(2, 4, 8, 8, device="cuda")
+        values = torch.zeros(2, 8, 4, 64, device="cuda").transpose(1, 2)
+        return torch.einsum("bhqk,bhkd->bhqd", weights, values)
+
+    def allocated(inside):
+        bench = Bench(None, "1GiB")
+        with torch.inference_mode(outside):
+            bench.run(inside(step))
+            assert torch.is_inference_mode_enabled() is outside
+        return bench.device.allocations(), bench.peak_bytes
+
+    assert allocated(torch.inference_mode()) == allocated(torch.no_grad())
+    blocks, _ = allocated(torch.inference_mode())
+    assert blocks == 5  # the arguments, a copy of the values, cuBLAS's workspace, and the result

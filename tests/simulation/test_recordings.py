@@ -3,8 +3,10 @@
 from collections import Counter
 
 import pytest
+import recorded_step
 from recordings import NAMES, Recording, replay
 
+from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.torch_versions import BlockOrder
@@ -88,9 +90,30 @@ def test_expandable_segments(name):
     assert card.ooms == sum(isinstance(e, list) and e[0] == "o" for e in recording.events)
 
 
+def test_a_simulated_step_makes_the_requests_of_the_card():
+    card = SimulatedDevice("A100-40GB")
+    with card.building():
+        model, step = recorded_step.build()
+    card.place([*model.parameters(), *model.buffers()])
+    card.start_trial()
+    for _ in range(2):
+        with card.session():
+            step()
+    with card.session(), card.history() as history:
+        step()
+    numbers, requests = {}, []
+    for block, nbytes in history.events:
+        if nbytes > 0:
+            numbers[block] = len(numbers)
+        requests.append(nbytes if nbytes > 0 else -1 - numbers[block])
+    recording = RECORDINGS[recorded_step.RECORDING]
+    assert requests == recording.requests
+    assert card.usage().peak_reserved_bytes == recording.peak_reserved_bytes
+
+
 def test_what_the_recordings_cover():
     """The figures in docs/evidence.md."""
-    requests = {name: len(recording.requests) for name, recording in RECORDINGS.items()}
-    assert (len(SEGMENTS), sum(requests[name] for name in SEGMENTS)) == (10, 17_954)
-    assert (len(PAGES), sum(requests[name] for name in PAGES)) == (3, 3_025)
+    blocks = {name: recording.blocks for name, recording in RECORDINGS.items()}
+    assert (len(SEGMENTS), sum(blocks[name] for name in SEGMENTS)) == (10, 17_954)
+    assert (len(PAGES), sum(blocks[name] for name in PAGES)) == (3, 3_025)
     assert len({recording.source["repository"] for recording in RECORDINGS.values()}) == 10
