@@ -163,7 +163,7 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
     if found.unconfirmed:
         yield f"passed a trial but failed confirmation: batch {', '.join(map(str, found.unconfirmed))}"
     if session.device.replays:
-        yield _simulation_note(answer)
+        yield _simulation_note(session, answer)
     yield from _leaks(session, answer)
     held = session.neighbours.held_bytes or [0]
     if held[-1] > held[0]:
@@ -191,14 +191,23 @@ def _leaks(session: Session, answer: Trial) -> Iterator[str]:
         )
 
 
-def _simulation_note(answer: Trial) -> str:
+def _simulation_note(session: Session, answer: Trial) -> str:
     note = "simulated: no kernel ran, and tensors had no values"
     peak_bytes, upper_bytes = answer.peak_reserved_bytes or 0, answer.peak_upper_bytes or 0
     if upper_bytes <= peak_bytes:
         return note
+    note += (
+        f". At batch {answer.batch_size} the allocator reserves {format_bytes(peak_bytes)}, or up to "
+        f"{format_bytes(upper_bytes)} if convolutions take the largest workspaces they may want"
+    )
+    budget_bytes = session.budget.total_bytes
+    if upper_bytes < budget_bytes:
+        return note
+    roomy = [t.batch_size for t in session.trials if t.passed and (t.peak_upper_bytes or 0) < budget_bytes]
+    slower = f"above batch {max(roomy)}" if roomy else "at every size"
     return (
-        f"{note}. At batch {answer.batch_size} the allocator reserves {format_bytes(peak_bytes)}, or up to "
-        f"{format_bytes(upper_bytes)} if convolutions use the largest workspace that fits"
+        f"{note}. Where one does not fit, torch takes another plan of cuDNN's, so this batch runs, but convolutions may be "
+        f"slower {slower}"
     )
 
 

@@ -80,8 +80,8 @@ class Trial:
             that may die.
         peak_allocated_bytes: Most memory in live tensors during the trial; None if not measured.
         peak_reserved_bytes: Most memory held by the allocator during the trial; None if not measured.
-        peak_upper_bytes: Upper end of a simulated peak, with the largest workspace that a convolution would take if
-            there is room; None on other devices.
+        peak_upper_bytes: Upper end of a simulated peak, with the largest workspace that a convolution may want, as far as
+            the cap allows; None on other devices.
         step_s: Median wall time of a call once every optimizer had stepped; None if no such call completed.
         samples_per_s: ``batch_size / step_s``.
         alloc_retries: Times the allocator had to free its cache to serve a request.

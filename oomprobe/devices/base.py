@@ -22,7 +22,8 @@ class Usage:
     Attributes:
         peak_allocated_bytes: Peak memory in live tensors; None if not measured.
         peak_reserved_bytes: Peak memory held by the allocator; None if not measured.
-        peak_upper_bytes: Peak reserved if a convolution takes the largest workspace that fits; None unless simulated.
+        peak_upper_bytes: Peak reserved if convolutions take the largest workspaces they may want, as far as the cap allows;
+            None unless simulated.
         alloc_retries: Number of times the allocator emptied its cache to serve a request.
         under_pressure: Whether a failure now may be an out-of-memory error: the allocator emptied its cache, or
             almost no memory was free.

@@ -70,6 +70,7 @@ class SimulatedDevice:
         self._full = False  # whether the cap is below what is already on the card
         self._card_mode = CardMode(self._memory)
         self._predictor = Predictor()
+        self._workspace_bytes: dict[int, int] = {}  # the largest that a convolution may want, by batch size
         self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # state before the trial's first call
         self._calls: list[Call] = []
         self._trial_calls: list[Call] = []
@@ -109,6 +110,7 @@ class SimulatedDevice:
         """Forget earlier steps; while a step runs, call `poll`, which may raise."""
         self._card_mode.poll, self._card_mode.notes = poll, {}
         self._predictor = Predictor(gives_up=not replays)
+        self._workspace_bytes = {}
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put parameters, buffers, gradients and optimizer state on the card.
@@ -250,6 +252,7 @@ class SimulatedDevice:
             return False
         if not trial.passed:
             return request.confirms
+        self._workspace_bytes[trial.batch_size] = self._memory.largest_workspace_bytes
         return not self._predictor.learn(trial.batch_size, self._trial_calls)
 
     def predict_trial(self, request: Request) -> Trial | None:
@@ -275,10 +278,19 @@ class SimulatedDevice:
             cap_bytes=request.cap_bytes,
             peak_allocated_bytes=allocator.peak_allocated_bytes,
             peak_reserved_bytes=allocator.peak_reserved_bytes,
+            peak_upper_bytes=min(
+                allocator.peak_reserved_bytes + self._workspace_at(request.batch_size),
+                self._memory.allowed(request.cap_bytes),
+            ),
             alloc_retries=allocator.alloc_retries,
             error=error,
             replayed=True,
         )
+
+    def _workspace_at(self, batch_size: int) -> int:
+        """Bound what a convolution may want at a size that did not run: it grows no faster than the batch."""
+        ran = max((size for size in self._workspace_bytes if size <= batch_size), default=min(self._workspace_bytes))
+        return -(-self._workspace_bytes[ran] * max(ran, batch_size) // ran)
 
 
 def _card(card: str | int | Card) -> Card:

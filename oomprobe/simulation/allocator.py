@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.torch_versions import BlockOrder
@@ -239,15 +238,6 @@ class CachingAllocator:
         for sizes in groups:
             for handle in self.malloc_all(sizes):
                 self.free(handle)
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether `malloc` would succeed without releasing the cache."""
-        if self.allocated_bytes + nbytes > self.capacity_bytes:
-            return False  # saves the copy, which takes a millisecond
-        twin = self.copy()
-        with suppress(AllocatorOutOfMemory):
-            twin.malloc(nbytes)
-        return twin.alloc_retries == self.alloc_retries
 
     def empty_cache(self) -> None:
         """release_cached_blocks: return every unused cached segment, or page of one, to the driver."""

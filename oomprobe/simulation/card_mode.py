@@ -172,9 +172,8 @@ class CardMode(TorchDispatchMode):
             if self.is_on_card(args[0]):
                 self.memory.reallocate(args[0].untyped_storage())
             return
-        workspace_bytes = scratch.convolution_workspace(func, args)
-        if workspace_bytes:
-            self.memory.note_workspace(workspace_bytes)
+        memory, workspace_bytes = self.memory, scratch.convolution_workspace(func, args)
+        memory.largest_workspace_bytes = max(memory.largest_workspace_bytes, workspace_bytes)
         if func in _IN_PLACE_ON_CUDA and self._is_autograds_zeros(args[0]):
             result.fake_device = CARD
             self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())

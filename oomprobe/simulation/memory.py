@@ -34,7 +34,7 @@ class Memory:
     Attributes:
         fraction: Fraction of the card's total that the process allows itself.
         limit_bytes: Cap set by oomprobe; None: none.
-        largest_workspace_bytes: Largest workspace of a convolution in this trial for which there was room.
+        largest_workspace_bytes: Largest workspace that a convolution of this trial may want.
     """
 
     def __init__(self, card: Card, settings: AllocatorSettings) -> None:
@@ -173,11 +173,6 @@ class Memory:
             for block in held:
                 self.allocator.free(block)
         self.tape.kernel_ended(launch.kernel, index)
-
-    def note_workspace(self, nbytes: int) -> None:
-        """Note a convolution's optional workspace if there is room for it."""
-        if nbytes > self.largest_workspace_bytes and self.allocator.fits(nbytes):
-            self.largest_workspace_bytes = nbytes
 
     def empty_cache(self, *, by_step: bool = False) -> None:
         self.allocator.empty_cache()

@@ -140,11 +140,3 @@ def test_a_copy_behaves_the_same_and_is_independent(steps, more, text):
     for handle in list(allocator._live):
         twin.free(handle)
     assert twin.allocated_bytes == twin.requested_bytes == 0
-
-
-def test_fits_predicts_malloc_and_changes_nothing():
-    allocator = an_allocator(capacity_bytes=100 * MIB)
-    allocator.free(allocator.malloc(60 * MIB))
-    before = allocator.stats()
-    assert [allocator.fits(size * MIB) for size in (60, 40, 70, 101)] == [True, True, False, False]
-    assert allocator.stats() == before

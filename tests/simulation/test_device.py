@@ -320,6 +320,26 @@ def test_the_report_says_that_it_is_simulated():
     assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
 
 
+def test_the_report_says_above_which_size_convolutions_may_be_slower():
+    """The unfolded patches are 25 times the input, so they stop to fit long before the rest."""
+    model = nn.Conv2d(8, 8, 5, padding=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.zeros(batch_size, 8, 64, 64, device="cuda")).mean().backward()
+        optimizer.step()
+
+    result = probe(model, step, "sim:256MiB", memory_fraction=1.0)
+    [note] = [note for note in result.notes if note.startswith("simulated")]
+    patches = 8 * 25 * 64 * 64 * 4
+    had_room = [
+        t.batch_size for t in result.trials if t.passed and t.peak_reserved_bytes + t.batch_size * patches < 2**28
+    ]
+    assert note.endswith(f"convolutions may be slower above batch {max(had_room)}")
+    assert max(had_room) * 4 < result.batch_size
+
+
 def test_retries_before_a_failed_second_call_are_reported():
     """The first call fits; fragmentation makes the second one fail."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))

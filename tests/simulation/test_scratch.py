@@ -1,5 +1,8 @@
 """Scratch memory of kernels; expected numbers are the requests of torch 2.14.1 to its own allocator for the same call."""
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,6 +12,7 @@ from oomprobe.simulation.scratch import convolution_workspace
 
 from .bench import Bench
 
+WORKSPACES = Path(__file__).parents[1] / "data" / "cudnn_workspaces_v100.csv"
 A100, H100, ADA, T4 = ((8, 0), 108, 2048), ((9, 0), 132, 2048), ((8, 9), 128, 1536), ((7, 5), 40, 1024)
 
 
@@ -90,7 +94,6 @@ def backward(images, weight, *, transposed=False, groups=1):
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), padding=(1, 1)), 2 * 8 * 9 * 10 * 10),
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), stride=(2, 2)), 2 * 8 * 9 * 4 * 4),
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), dilation=(2, 2)), 2 * 8 * 9 * 6 * 6),
-        (lambda x: forward(x, torch.empty(16, 8, 1, 1)), 0),  # a matrix product
         (lambda x: forward(x, torch.empty(8, 4, 3, 3), transposed=True), 2 * 4 * 9 * 10 * 10),
         (lambda x: forward(x, torch.empty(8, 4, 3, 3), transposed=True, groups=2), 2 * 8 * 9 * 10 * 10),
         (lambda x: backward(x, torch.empty(16, 8, 3, 3)), 2 * 8 * 9 * 8 * 8),
@@ -101,3 +104,22 @@ def backward(images, weight, *, transposed=False, groups=1):
 def test_unfolded_patches_of_10x10_images(workspace, values):
     assert workspace(torch.empty(2, 8, 10, 10)) == 4 * values
     assert workspace(torch.empty(2, 8, 10, 10, dtype=torch.float16)) == 2 * values
+
+
+def test_a_pointwise_convolution_may_copy_its_input_and_weight():
+    assert forward(torch.empty(2, 8, 10, 10), torch.empty(16, 8, 1, 1)) == 4 * (2 * 8 * 10 * 10 + 16 * 8) + 2**20
+
+
+def test_workspaces_recorded_on_a_card():
+    """All but those of one shape are within what a convolution may want; those are 96 % larger."""
+    lines = WORKSPACES.read_text().splitlines()
+    larger = []
+    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+        numbers = {name: int(value) for name, value in row.items() if name != "kind"}
+        channels, height, kernel, stride = (numbers[name] for name in ("channels", "height", "kernel", "stride"))
+        images = torch.empty(numbers["images"], channels, height, height, device="meta")
+        weight = torch.empty(numbers["out_channels"], channels, kernel, kernel, device="meta")
+        wanted = forward(images, weight, (stride, stride), (kernel // 2,) * 2)
+        if numbers["block_bytes"] > wanted + 2**20:
+            larger.append((kernel, channels, height, round(numbers["block_bytes"] / wanted, 2)))
+    assert larger == [(3, 512, 7, 1.96)] * 3
