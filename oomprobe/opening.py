@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oomprobe.devices import Device, choose_device, device_error, extras_of, is_host, opened_if_simulated, replays
+from oomprobe.devices import (
+    Device,
+    choose_device,
+    device_error,
+    extras_of,
+    is_host,
+    names_simulated,
+    opened_if_simulated,
+    replays,
+)
 from oomprobe.errors import (
     DeviceLostError,
     InvalidArgumentError,
@@ -63,7 +72,7 @@ SEVERAL_MACHINES = (
 )
 NO_RANKS_THERE = (
     "device={device!r} cannot be given for several ranks, which have a card each: leave it out, or state a kind or a budget for "
-    "each, such as 'cuda' or 'cuda:8GiB'. CUDA_VISIBLE_DEVICES chooses the cards"
+    "each, such as 'cuda', 'cuda:8GiB' or 'sim:24GiB'. CUDA_VISIBLE_DEVICES chooses the cards"
 )
 _KINDS = re.compile(r"(cuda|xpu)(:[\d.]+ ?[A-Za-z]+)?")
 BUILDING = "; building {ranks} ranks took {seconds}, and a search usually builds 7 or 8 groups"
@@ -81,7 +90,8 @@ def open_model(
     """Open a session for a live model: trials on host memory run in forked children, all others in this process."""
     check_model(model)
     objects, steps = preserved(preserve), named_steps(step_fn)
-    check_process_group()
+    ranks = extras_of(device).world_size
+    check_process_group(ranks, has_stepped=False)
     chosen = choose_device(device, model)
     if is_host(chosen):
         return _forked(model, steps, objects, chosen, options, progress, was_chosen=device is not None)
@@ -99,6 +109,8 @@ def open_target(
 ) -> AbstractContextManager[Session]:
     """Open a session for a target: in child processes, on several ranks, or in this process."""
     name = name_of(target)
+    if nproc_per_node is not None and names_simulated(device):
+        return _on_simulated_ranks(name, nproc_per_node, device, preserve, options, progress)
     if nproc_per_node is not None:
         _refuse_isolation(preserve)
         ranks = _ranks(nproc_per_node, device, isolate=isolate)
@@ -108,13 +120,34 @@ def open_target(
         _refuse_isolation(preserve)
         _refuse_in_a_rank()
         return _isolated(name, device, options, progress)
+    model, step_fn = _built(name, device)
+    return open_model(model, step_fn, device, preserve, options, progress)
+
+
+def _built(target: str, device: Any) -> tuple[torch.nn.Module, StepFn]:
     try:
-        model, step_fn = build(name, device)
+        return build(target, device)
     except (OomProbeError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise target_failed(error, name) from error
-    return open_model(model, step_fn, device, preserve, options, progress)
+        raise target_failed(error, target) from error
+
+
+@contextmanager
+def _on_simulated_ranks(
+    target: str, nproc_per_node: int | str, device: str, preserve: Any, options: Options, progress: Progress
+) -> Iterator[Session]:
+    """Open a session for the first of several ranks on a simulated card, which runs in this process."""
+    from oomprobe.isolation.group import variables
+
+    _refuse_in_a_rank()
+    check_size("nproc_per_node", nproc_per_node)  # "gpu" too: a simulated machine has as many as are stated
+    ranks = int(nproc_per_node)
+    card = opened_if_simulated(device, ranks)
+    with card.first_rank(variables(0, ranks, port=0)):
+        model, step_fn = _built(target, card)
+        with open_model(model, step_fn, card, preserve, options, progress) as session:
+            yield session
 
 
 def _refuse_isolation(preserve: Any) -> None:
@@ -166,7 +199,7 @@ def _ranks(nproc_per_node: int | str, device: Any, *, isolate: bool) -> int:
         raise NoDeviceError(
             f"{count(ranks or 1, 'rank needs', 'ranks need')} an accelerator each, and this machine shows "
             f"{count(cards, 'accelerator', 'accelerators')} that can be used so (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): lower --nproc-per-node, or try one rank on a simulated card, "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): lower --nproc-per-node, or simulate a rank of DDP, "
             "--device sim:24GiB"
         )
     return ranks

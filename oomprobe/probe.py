@@ -187,7 +187,8 @@ def probe_target(
 
     With `nproc_per_node`, each trial runs on so many ranks of this machine, with an accelerator each, and a size fits only if
     every rank says so. The target does what a script does under ``torchrun``: ``init_process_group``, ``set_device``, DDP or
-    ``fully_shard``. All batch sizes are per rank; `global_batch` counts the samples of all ranks.
+    ``fully_shard``. All batch sizes are per rank; `global_batch` counts the samples of all ranks. On a simulated card, only
+    the first rank runs, and only under DDP.
 
     Args:
         target: ``module:function`` or ``path/to/file.py:function``, or such a function itself; it takes no arguments and

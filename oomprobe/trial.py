@@ -84,6 +84,7 @@ class LocalRunner:
             step_names=tuple(steps),
             threads=torch.get_num_threads(),
             starts_anew=any(step.starts_anew for step in steps.values()),
+            world_size=self._extras.world_size,
             max_batch=min((step.max_batch for step in steps.values() if step.max_batch is not None), default=None),
         )
         self._model, self._steps, self._tracker = model, steps, tracker
@@ -352,7 +353,7 @@ class LocalRunner:
                 with self._device.session(), delivered:
                     running.step.run(self._model, request.batch_size)
                     self._device.synchronize()
-                    check_process_group(self._ranks)  # the step may have made one
+                    check_process_group(max(self._ranks, self._extras.world_size))  # the step may have made one
             finally:
                 duration_s = time.perf_counter() - started_s
                 self._in_steps_s += duration_s

@@ -1,7 +1,14 @@
 """Devices: the `Device` protocol, its implementations, and the choice of one."""
 
 from oomprobe.devices.base import Device, Usage, describe, device_error, extras_of, replays
-from oomprobe.devices.choose import choose_device, current_accelerator, is_host, list_devices, opened_if_simulated
+from oomprobe.devices.choose import (
+    choose_device,
+    current_accelerator,
+    is_host,
+    list_devices,
+    names_simulated,
+    opened_if_simulated,
+)
 
 __all__ = [
     "Device",
@@ -13,6 +20,7 @@ __all__ = [
     "extras_of",
     "is_host",
     "list_devices",
+    "names_simulated",
     "opened_if_simulated",
     "replays",
 ]

@@ -60,6 +60,7 @@ class Device(Protocol):
         allocations(): Number of blocks that the allocator has ever handed out.
         history(): A context manager that records allocations as a `History`, or None if the allocator cannot.
         has_graphs(): Whether this process has captured CUDA graphs.
+        world_size: Ranks of which the step is one, if the device simulates that.
         replay: A `Replay`, which repeats and predicts calls of the step without running them.
     """
 
@@ -165,13 +166,14 @@ class NoReplay(Replay):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """The optional members of a `Device` that are called, each with a default."""
+    """The optional members of a `Device` that trials use, each with a default."""
 
     replay: Replay
     served_bytes: Callable[[], int]
     allocations: Callable[[], int]
     history: Callable[[], AbstractContextManager[History] | None]
     has_graphs: Callable[[], bool]
+    world_size: int
 
 
 def extras_of(device: object) -> Extras:
@@ -182,6 +184,7 @@ def extras_of(device: object) -> Extras:
         "allocations": lambda: 0,
         "history": lambda: None,
         "has_graphs": lambda: False,
+        "world_size": 1,
     }
     return Extras(**{name: getattr(device, name, default) for name, default in defaults.items()})
 

@@ -33,13 +33,18 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     return chosen
 
 
-def opened_if_simulated(device: Any) -> Any:
+def names_simulated(device: Any) -> bool:
+    """Return whether the device is ``"sim:..."``."""
+    return isinstance(device, str) and device.partition(":")[0] == "sim"
+
+
+def opened_if_simulated(device: Any, world_size: int = 1) -> Any:
     """Return the simulated card that ``"sim:..."`` names; return any other device unchanged."""
-    if not isinstance(device, str) or device.partition(":")[0] != "sim":
+    if not names_simulated(device):
         return device
     from oomprobe.devices.simulated import SimulatedDevice  # takes a second to import
 
-    return SimulatedDevice(device.partition(":")[2])
+    return SimulatedDevice(device.partition(":")[2], world_size=world_size)
 
 
 def is_host(device: Device) -> bool:

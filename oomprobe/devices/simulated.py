@@ -7,7 +7,7 @@ cuDNN workspaces, is not guessed.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -21,6 +21,7 @@ from oomprobe.simulation.cards import Card, generic_card
 from oomprobe.simulation.catalogue import find_card
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.patches import building, simulated
+from oomprobe.simulation.ranks import first_of, nccl_note, with_nccl
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import Call, LiveBlocks, Predictor, replay_call
 from oomprobe.simulation.unknown import refuse_address, wants_data
@@ -35,6 +36,8 @@ class SimulatedDevice:
         card: Name in the catalogue (``"H100-80GB"``, see ``oomprobe devices``), a size in bytes or as text (``"24GiB"``),
             all of which the allocator may use, or a `Card` of your own.
         settings: Settings of the allocator; None: those in ``PYTORCH_ALLOC_CONF``.
+        world_size: Ranks of which the step is the first; each then keeps back memory for NCCL. Only `probe_target` and
+            `check_target`, with ``nproc_per_node``, make the process group.
 
     Raises:
         NoDeviceError: the catalogue has no such card.
@@ -61,11 +64,18 @@ class SimulatedDevice:
         "kernels that CUDA loads later, other processes on the card, NCCL",
     )
 
-    def __init__(self, card: str | int | Card, *, settings: AllocatorSettings | None = None) -> None:
+    def __init__(
+        self, card: str | int | Card, *, settings: AllocatorSettings | None = None, world_size: int = 1
+    ) -> None:
         self.card = _card(card)
+        self.world_size = world_size
         self.torch_device = torch.device("cpu")  # where the model stays
         self.name = f"simulated {self.card.full_name}"
         self.total_bytes = self.card.total_bytes
+        self._assumed: dict[str, None] = {}
+        if world_size > 1:
+            self._assumed[nccl_note(self.card, world_size)] = None
+            self.card = with_nccl(self.card)
         self._memory = Memory(self.card, AllocatorSettings.from_environment() if settings is None else settings)
         self._full = False  # whether the cap is below what is already on the card
         self._card_mode = CardMode(self._memory)
@@ -105,6 +115,10 @@ class SimulatedDevice:
             4198400
         """
         return building(self._card_mode)
+
+    def first_rank(self, variables: Mapping[str, str]) -> AbstractContextManager[None]:
+        """Let code inside be the first of the card's ranks; `variables` are those of its environment."""
+        return first_of(self.world_size, variables, self._assumed)
 
     def begin_probe(self, poll: Callable[[], None], *, replays: bool = True) -> None:
         """Forget earlier steps; while a step runs, call `poll`, which may raise."""
@@ -201,7 +215,7 @@ class SimulatedDevice:
     @property
     def notes(self) -> tuple[str, ...]:
         """Assumptions made while simulating."""
-        return tuple(self._card_mode.notes)
+        return (*self._assumed, *self._card_mode.notes)
 
     @contextmanager
     def history(self) -> Iterator[History]:

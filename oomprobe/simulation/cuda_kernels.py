@@ -195,7 +195,7 @@ def _autocast_kernels() -> Iterator[tuple[str, Any]]:
         for name in names:
             base, _, overload = name.partition(".")
             if not _has_kernel(name, "AutocastCUDA"):
-                continue  # rms_norm before torch 2.11
+                continue  # rms_norm before torch 2.12
             yield name, functools.partial(kernel, getattr(getattr(_aten, base), overload or "default"))
     for name in _cpu_extras():
         yield name, torch.library.fallthrough_kernel

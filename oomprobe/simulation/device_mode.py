@@ -33,6 +33,8 @@ class DeviceMode(TorchFunctionMode):
         self._card_mode = card_mode
         self._handlers: dict[Any, Any] = {
             _T.to: self._to,
+            torch._C._nn._parse_to: _parse_to,
+            torch.device: _device,
             _T.cuda: lambda tensor, *_, memory_format=None, **__: self._move(tensor, CARD, memory_format=memory_format),
             _T.cpu: lambda tensor, memory_format=None: self._move(tensor, EXPLICIT_HOST, memory_format=memory_format),
             _T.numpy: self._numpy,
@@ -88,12 +90,8 @@ class DeviceMode(TorchFunctionMode):
             rest = args[1:] if args and args[0] is other else args
             device = SEEN_CARD if self._card_mode.is_on_card(other) else HOST
             return self._to(tensor, device, other.dtype, *rest, **kwargs)
-        if isinstance(kwargs.get("device"), int):
-            kwargs["device"] = SEEN_CARD
-        if args and isinstance(args[0], int):
-            args = (SEEN_CARD, *args[1:])
         copy = bool(kwargs.pop("copy", False))
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = _parse_to(*args, **kwargs)
         return self._move(tensor, requested_device(device), dtype, copy=copy, memory_format=memory_format)
 
     def _move(
@@ -156,6 +154,21 @@ class DeviceMode(TorchFunctionMode):
     ) -> None:  # fmt: skip
         with self:
             torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _parse_to(*args: Any, **kwargs: Any) -> Any:
+    """Parse the arguments of ``.to``, of which a number is the card: torch refuses numbers on a machine without one."""
+    if isinstance(kwargs.get("device"), int):
+        kwargs["device"] = SEEN_CARD
+    if args and isinstance(args[0], int):
+        args = (SEEN_CARD, *args[1:])
+    return torch._C._nn._parse_to(*args, **kwargs)
+
+
+def _device(*args: Any, **kwargs: Any) -> torch.device:
+    if args and isinstance(args[0], int):
+        return SEEN_CARD
+    return torch.device(*args, **kwargs)
 
 
 class BuildingMode(DeviceMode):

@@ -128,7 +128,7 @@ UNCHANGED = {
     "pool3": lambda x: F.avg_pool3d(x[None, None, None], (1, 2, 2)), "pad": lambda x: F.pad(x[None], (1, 1), mode="reflect"),
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
 }  # fmt: skip
-(HIGH if VERSION >= (2, 11) else UNCHANGED)["rms"] = lambda x: F.rms_norm(x, (64,))
+(HIGH if VERSION >= (2, 12) else UNCHANGED)["rms"] = lambda x: F.rms_norm(x, (64,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

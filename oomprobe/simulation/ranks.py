@@ -1,0 +1,136 @@
+"""One rank of several on a simulated card: torch's own fake process group, whose collectives return at once.
+
+Under DDP this rank takes what a rank of a real group takes; FSDP2 is refused. NCCL's own memory is kept back from the card.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.simulation.cards import Card
+from oomprobe.units import format_bytes
+
+# For one communicator: 0.5 GB between 2 cards, 0.7 GB between 4 (NVIDIA/nccl issue 964, A100s), 1.1 GB and more between 8
+# (issue 1685, H100s).
+NCCL_BYTES = 2**30
+_MOST_FOR_NCCL = 20  # this part of the card
+NCCL = (
+    "one rank of {ranks} was simulated, with collectives that take no memory; {kept} of the card was kept back for NCCL, "
+    "which takes 0.5 to 1.6 GB for each communicator, by figures that others published"
+)
+HOOK = "DDP's communication hooks are not simulated: compressed copies of gradients are left out"
+ONLY_DDP = (
+    "a simulated card has ranks for DDP only, not for FSDP or a device mesh: probe on real cards, without --device sim:..., or "
+    "simulate the whole model on one rank"
+)
+
+# Functions of torch.distributed; their operators run on tensors without data in newer versions of torch only.
+_DONE_AT_ONCE = (
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast",
+    "broadcast_object_list", "gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+)  # fmt: skip
+
+
+def with_nccl(card: Card) -> Card:
+    """Return the card with NCCL's memory kept back."""
+    kept_bytes = min(NCCL_BYTES, card.total_bytes // _MOST_FOR_NCCL)
+    return replace(card, context_bytes=card.context_bytes + kept_bytes)
+
+
+def nccl_note(card: Card, ranks: int) -> str:
+    """Return what is assumed; `card` is the one without NCCL."""
+    kept_bytes = with_nccl(card).context_bytes - card.context_bytes
+    return NCCL.format(ranks=ranks, kept=format_bytes(kept_bytes))
+
+
+@contextmanager
+def first_of(ranks: int, variables: Mapping[str, str], notes: dict[str, None]) -> Iterator[None]:
+    """Let code inside be the first of several ranks, whatever process group it asks for.
+
+    Args:
+        ranks: Ranks of the group.
+        variables: Environment variables of this rank.
+        notes: Receives what is left out.
+    """
+    with patch.dict(os.environ, variables), ExitStack() as stack:
+        for owner, name, function in _patches(ranks, notes):
+            stack.enter_context(patch.object(owner, name, function))
+        try:
+            yield
+        finally:
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+
+
+def _patches(ranks: int, notes: dict[str, None]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield replacements for torch's attributes, each with its owner and name."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    init, new_group = distributed.init_process_group, distributed.new_group
+    make, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        init("fake", rank=0, world_size=ranks, store=FakeStore())
+
+    def make_group(members: Any = None, *_: Any, **__: Any) -> Any:
+        return new_group(members, backend="fake")
+
+    def make_ddp(model: Any, *args: Any, **kwargs: Any) -> None:
+        make(model, *args, **kwargs)
+        register(model, None, _reduced)  # the reducer refuses the result of a fake collective
+
+    def leave_out_hook(*_: Any, **__: Any) -> None:
+        notes[HOOK] = None
+
+    yield distributed, "_broadcast_coalesced", lambda *_: None  # of a model's buffers
+    for owner in (distributed, distributed.distributed_c10d):
+        yield owner, "init_process_group", init_process_group
+        yield owner, "new_group", make_group
+        yield owner, "all_gather_object", _all_gather_object
+        for name in _DONE_AT_ONCE:
+            yield owner, name, lambda *_, **__: _Done()
+    yield DistributedDataParallel, "__init__", make_ddp
+    # Its own operators have no fakes; it keeps what batch normalisation keeps, and a few numbers for each channel.
+    yield torch.nn.SyncBatchNorm, "forward", torch.nn.BatchNorm2d.forward
+    yield DeviceMesh, "__init__", _refuse  # made by fully_shard and by tensor parallelism
+    yield FullyShardedDataParallel, "__init__", _refuse
+    yield DistributedDataParallel, "register_comm_hook", leave_out_hook
+
+
+class _Done:
+    """What a collective returns, waited for or not."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise InvalidArgumentError(ONLY_DDP)
+
+
+def _reduced(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+_reduced.__annotations__ = {}  # DDP compares them with its own types, not with their names
+
+
+def _all_gather_object(gathered: list[Any], value: Any, *_: Any, **__: Any) -> None:
+    gathered[:] = [value] * len(gathered)

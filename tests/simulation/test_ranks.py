@@ -1,0 +1,68 @@
+"""The first of several ranks on a simulated card; tests/cuda/test_ranks.py compares it with real ranks."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import oomprobe
+from oomprobe.cli import main
+
+TARGETS = Path(__file__).with_name("ddp.py")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    before = os.environ.get("WORLD_SIZE"), dist.init_process_group
+    yield
+    assert (os.environ.get("WORLD_SIZE"), dist.init_process_group) == before
+    assert not dist.is_initialized()
+
+
+def probe(name, ranks=8, **options):
+    options = {"device": "sim:1GiB", "multiple_of": 1024, "progress": "off", **options}
+    return oomprobe.probe_target(f"{TARGETS}:{name}", nproc_per_node=ranks, **options)
+
+
+@pytest.mark.parametrize("name", ["ddp", "small_buckets", "compressed", "sync_batch_norm"])
+def test_ddp(name):
+    result = probe(name)
+    assert (result.limited_by, result.world_size, result.environment["world_size"]) == ("memory", 8, 8)
+    assert result.available_bytes == 2**30 - 2**30 // 20  # less NCCL's share
+    assert "batch" in str(result)
+    [about_nccl] = [note for note in result.notes if "NCCL" in note]
+    assert about_nccl.startswith(
+        "one rank of 8 was simulated, with collectives that take no memory; 51.20 MiB of the card"
+    )
+    assert any("hooks" in note for note in result.notes) is (name == "compressed")
+
+
+def test_a_card_of_80_gb_keeps_a_gibibyte_for_nccl():
+    one, eight = (
+        oomprobe.check_target(f"{TARGETS}:ddp", 8, nproc_per_node=ranks, device="sim:H100-80GB", progress="off")
+        for ranks in (1, 8)
+    )
+    assert one.available_bytes - eight.available_bytes == 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("fsdp2", {}, "a simulated card has ranks for DDP only"),
+        ("fsdp1", {}, "a simulated card has ranks for DDP only"),
+        ("no_group", {}, "initialised a process group"),
+        ("ddp", {"ranks": "gpu"}, "nproc_per_node must be an integer of at least 1, not 'gpu'"),
+        ("ddp", {"ranks": 0}, "nproc_per_node must be an integer of at least 1, not 0"),
+    ],
+)
+def test_refused(name, options, said):
+    with pytest.raises(oomprobe.InvalidArgumentError) as raised:
+        probe(name, **options)
+    assert said in str(raised.value)
+
+
+def test_the_command_line(capsys):
+    status = main(["run", f"{TARGETS}:ddp", "--device", "sim:1GiB", "--nproc-per-node", "8", "--multiple-of", "1024"])
+    assert status == 0
+    assert "per rank fits in" in capsys.readouterr().out
