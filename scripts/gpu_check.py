@@ -1,13 +1,14 @@
 """Compare oomprobe's answers on a real card with the truth, and write one JSON file of evidence.
 
-For each demo model, on a card limited by the user's memory fraction and on the whole card: the answer of `find_max_batch`,
-then the answer without the cap (fifty steps) and sizes around it under the same cap (ten steps), each run cold in its own
-process. With two cards or more, the same for DDP and FSDP2 with a rank on each (gpu_ranks.py). Then the tests marked gpu, in
-the remaining time.
+First what no recording shows: memory outside the allocator, and what errors look like (gpu_facts.py). Then, for each of four models on a
+card limited to 4 GiB, and one on the whole card: the answer of `find_max_batch`; the answer without the cap (fifty steps), with its peaks
+beside those of a simulated card; and sizes around it under the same cap (ten steps), each run cold in its own process. Then recordings of
+the allocator for two models (gpu_recording.py), and what isolating trials costs. With two cards or more, DDP and FSDP2 with a rank on each
+(gpu_ranks.py). Then the tests marked gpu, in the remaining time.
 
     scripts/gpu-check [EVIDENCE.json]       default: tests/evidence/<card>-torch<version>.json
 
-Takes nine minutes of a card, or twelve of several. The file is written after each step, so an interrupted check keeps its findings; the output
+Takes eight minutes of a card, or twelve of several. The file is written after each step, so an interrupted check keeps its findings; the output
 of the tests is next to it, in .tests.txt.
 Exit codes: 0 all promises kept; 1 a test failed, or an answer was wrong or missing; 2 no CUDA device here, or no torch.
 """
@@ -29,13 +30,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-SMALL = {"limit_bytes": 4 * 2**30, "resolution": 0.0, "time_limit_s": 40, "cold_s": 25}
-WHOLE = {"limit_bytes": None, "resolution": 0.02, "time_limit_s": 60, "cold_s": 40}
-PARTS = [{"model": model, **kind} for kind in (SMALL, WHOLE) for model in ("conv_net", "small_gpt")]
+SMALL = {"limit_bytes": 4 * 2**30, "resolution": 0.0, "time_limit_s": 30, "cold_s": 20}
+WHOLE = {"limit_bytes": None, "resolution": 0.02, "time_limit_s": 50, "cold_s": 30}
+PARTS = [
+    *({"model": model, **SMALL} for model in ("readme", "conv_net", "small_gpt", "gpt_bfloat16")),
+    {"model": "small_gpt", **WHOLE},
+]
+RECORDED = {"conv_net": 2048, "gpt_bfloat16": 256}  # batch sizes
+FACT_S, RECORDING_S, COST_S, SIMULATION_S = 60, 60, 60, 60  # limits
+SEND = (
+    "to send it: open an issue with the form 'Numbers from a GPU' and attach this file, which names the card, the driver, and the "
+    "versions of torch and Python"
+)
 START_S = 20  # on top of these limits: a child on a card needs 5 to 10 s for its context and libraries
 COLD_STEPS, WHOLE_CARD_STEPS = 10, 50
-# The limits of all parts add up to 330 s, plus START_S for each slow child; the tests get the rest of 500 s.
-CHECK_S, TESTS_AT_LEAST_S = 500, 60
+# The limits of all parts add up to 280 s, plus START_S for each slow child; the tests get the rest of 480 s.
+CHECK_S, TESTS_AT_LEAST_S = 480, 60
 RANKS_S = 150  # for each strategy on several cards; searching stops earlier
 
 
@@ -45,7 +55,9 @@ def main():
     parser.add_argument("--without-tests", action="store_true", help="leave out the tests marked gpu")
     arguments = parser.parse_args()
     try:
+        import gpu_facts
         import gpu_ranks
+        import gpu_recording
         import torch._dynamo  # otherwise the first optimizer imports it in each child, in 3 s
 
         import oomprobe.demo  # noqa: F401
@@ -58,18 +70,33 @@ def main():
     if "error" in card:
         print(f"gpu-check: {card['error']} (torch {torch.__version__}); nothing was checked", file=sys.stderr)
         return 2
-    evidence = {**card, **surroundings(), "tests": NOT_RUN, "parts": [], "ranks": {}}
+    evidence = {**card, **surroundings(), "outside_bytes": {}, "errors": {}, "parts": [], "recordings": []}
+    evidence |= {"isolation": {}, "ranks": {}, "tests": NOT_RUN}
     path = arguments.evidence or default_path(evidence)
 
     def keep():
         evidence.update(wrong=wrong(evidence), seconds=round(time.monotonic() - started, 1))
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in evidence.items())
+        path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
+    progress("memory outside the allocator, and errors")
+    evidence["outside_bytes"] = in_child(gpu_facts.outside_bytes, limit_s=FACT_S)
+    for function in gpu_facts.FAILURES:
+        evidence["errors"][function.__name__] = in_child(gpu_facts.error_of, function, limit_s=FACT_S)
+    keep()
     for part in PARTS:
         evidence["parts"].append(dict(part))
         for _ in measure(evidence["parts"][-1]):
             keep()
+    for name, batch_size in RECORDED.items():
+        progress(f"recording of {name}")
+        evidence["recordings"].append(in_child(gpu_recording.record, name, batch_size, limit_s=RECORDING_S))
+        keep()
+    progress("the cost of isolation")
+    for kind, isolate in (("in this process", False), ("isolated", True)):
+        evidence["isolation"][kind] = in_child(gpu_facts.cost, isolate, limit_s=COST_S)
+    keep()
     for strategy in ("ddp", "fsdp") if card.get("cards", 1) > 1 else ():
         progress(f"{strategy} on {card['cards']} cards")
         evidence["ranks"][strategy] = in_child(gpu_ranks.check_ranks, strategy, card["cards"], limit_s=RANKS_S)
@@ -205,12 +232,15 @@ def measure(part):
 
     def runs(runs_so_far, size, steps, cap_bytes):
         limit_s = START_S + max(0.0, started + part["cold_s"] - time.monotonic())
-        died = in_child(train, part["model"], size, steps, cap_bytes, limit_s=limit_s)
-        runs_so_far[size] = died.get("error", "ran")[:200]
-        return not died
+        ended = in_child(train, part["model"], size, steps, cap_bytes, limit_s=limit_s)
+        runs_so_far[size] = ended.pop("error", "ran")[:200]
+        part.setdefault("peaks_on_the_card", ended)
+        return runs_so_far[size] == "ran"
 
     answer, budget_bytes = part["answer"], part["result"]["budget_bytes"]
     runs(part["cold_runs_whole_card"], answer, WHOLE_CARD_STEPS, part["limit_bytes"])
+    yield
+    part["peaks_simulated"] = in_child(simulated_peaks, part["model"], answer, limit_s=SIMULATION_S)
     yield
     stride = max(1, int(part["resolution"] * answer))
     for size in search_around(
@@ -226,11 +256,13 @@ def measure(part):
 
 def probe(part):
     """Return the answer, on a card limited to `limit_bytes`."""
+    from gpu_models import MODELS
+
     import oomprobe
 
     hold_to(part["limit_bytes"])
     own_fraction = user_fraction()
-    model, step = getattr(oomprobe.demo, part["model"])()
+    model, step = MODELS[part["model"]]()
     options = {"resolution": part["resolution"], "time_limit_s": part["time_limit_s"]}
     try:
         result = oomprobe.find_max_batch(model, step, progress="off", **options)
@@ -246,17 +278,24 @@ def probe(part):
 
 
 def train(model_name, batch_size, steps, cap_bytes):
-    """Run steps as at the start of a training script."""
+    """Run steps as at the start of a training script, and return the peaks."""
     import torch
-
-    import oomprobe.demo
+    from gpu_models import MODELS
+    from gpu_recording import peaks_of
 
     hold_to(cap_bytes)
-    model, step = getattr(oomprobe.demo, model_name)()
+    model, step = MODELS[model_name]()
     for _ in range(steps):
         step(model, batch_size)
     torch.cuda.synchronize()
-    return {}
+    return peaks_of(torch.cuda)
+
+
+def simulated_peaks(model_name, batch_size):
+    """Return the peaks of the same steps on a simulation of this card."""
+    from gpu_recording import simulate
+
+    return simulate(model_name, batch_size)["peaks"]
 
 
 def user_fraction():
@@ -314,8 +353,11 @@ def run_tests(limit_s, log):
 
 
 def wrong(evidence):
-    """Return the promises that were broken on this card."""
+    """Return the promises that were broken on this card; a simulated peak that differs is a finding, not a promise."""
     found = []
+    verdict = evidence["errors"].get("out_of_memory", {}).get("verdict", "OOM")
+    if verdict != "OOM":
+        found.append(f"an out-of-memory error was taken for {verdict}")
     if evidence["tests"]["ran"] and evidence["tests"]["exit_code"] != 0:
         found.append(f"tests marked gpu: {evidence['tests']['summary']}")
     for strategy, found_there in evidence["ranks"].items():
@@ -351,8 +393,18 @@ def print_summary(evidence, path):
         if "error" not in part:
             print(
                 f"{part['model']:10} {card_of(part)}: answer {part['answer']}, ran cold up to {part['cold_frontier']}, "
-                f"{len(part['result']['trials'])} trials, {part['outside_steps_s']} s outside the steps"
+                f"{len(part['result']['trials'])} trials, {part['outside_steps_s']} s outside the steps; simulated peak "
+                f"{ratio(part['peaks_simulated'], part['peaks_on_the_card'])} of the card's"
             )
+    for recording in evidence["recordings"]:
+        if "error" not in recording:
+            simulated = recording["simulated"]
+            print(
+                f"{recording['model']}: {simulated['same_in_order']} of {simulated['requests_on_the_card']} requests simulated "
+                f"in order, simulated peak {ratio(simulated, recording['card'])} of the card's"
+            )
+    print(f"outside the allocator: {evidence['outside_bytes']}")
+    print(f"isolation: {evidence['isolation']}")
     for strategy, found in evidence["ranks"].items():
         if "error" not in found:
             print(
@@ -362,6 +414,11 @@ def print_summary(evidence, path):
     for line in evidence["wrong"]:
         print(f"WRONG: {line}")
     print(f"evidence: {path}")
+    print(SEND)
+
+
+def ratio(one, other, name="peak_allocated_bytes"):
+    return f"{one[name] / other[name]:.4f}" if one.get(name) and other.get(name) else "unknown"
 
 
 if __name__ == "__main__":

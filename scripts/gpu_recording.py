@@ -1,10 +1,99 @@
-"""Record what torch's allocator does on a real card, in the format of tests/data/recordings.
+"""The part of gpu-check that records what torch's allocator does on a card, and what a simulated card predicts.
 
-The part of gpu-check that records the first calls of a demo model from an empty allocator, and compares their peaks with those of a
-simulated card.
+A recording has the format of tests/data/recordings, so it can become a test.
 """
 
 import bisect
+import difflib
+from collections import Counter
+
+from gpu_models import MODELS
+
+CALLS = 3
+MOST_EVENTS = 200_000
+
+
+def record(name, batch_size):
+    """Return the events of the first calls of a model on the card, their peaks, and how the simulated ones differ.
+
+    Call it in a process that has not used CUDA.
+    """
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context=None)
+    model, step = MODELS[name]()
+    for _ in range(CALLS):
+        step(model, batch_size)
+    torch.cuda.synchronize()
+    [trace, *_] = torch.cuda.memory._snapshot()["device_traces"]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    events = events_of(trace)
+    found = simulate(name, batch_size)
+    on_card = [event[0] for event in events if isinstance(event, list) and isinstance(event[0], int)]
+    return {
+        "model": name,
+        "batch_size": batch_size,
+        "calls": CALLS,
+        "card": peaks_of(torch.cuda),
+        "simulated": {**found["peaks"], **compared(on_card, found["requests"])},
+        "begins": [],
+        "events": events,
+    }
+
+
+def peaks_of(memory):
+    return {
+        "peak_allocated_bytes": memory.max_memory_allocated(),
+        "peak_reserved_bytes": memory.max_memory_reserved(),
+    }
+
+
+def simulate(name, batch_size, calls=CALLS):
+    """Return the peaks and the requests of the first calls on a simulation of this card."""
+    import torch
+
+    import oomprobe
+    from oomprobe.simulation.cards import Card
+
+    properties = torch.cuda.get_device_properties(0)
+    card = oomprobe.SimulatedDevice(
+        Card(
+            name="card",
+            full_name=properties.name,
+            total_bytes=properties.total_memory,
+            context_bytes=0,
+            compute_capability=(properties.major, properties.minor),
+            multi_processor_count=properties.multi_processor_count,
+        )
+    )
+    with card.history() as history:
+        with card.building():
+            model, step = MODELS[name]()
+        card.place([*model.parameters(), *model.buffers()])
+        card.start_trial()
+        for _ in range(calls):
+            with card.session():
+                step(model, batch_size)
+    usage = card.usage()
+    peaks = {
+        "peak_allocated_bytes": usage.peak_allocated_bytes,
+        "peak_reserved_bytes": usage.peak_reserved_bytes,
+        "peak_upper_bytes": usage.peak_upper_bytes,
+    }
+    return {"peaks": peaks, "requests": [nbytes for _, nbytes in history.events if nbytes > 0]}
+
+
+def compared(on_card, simulated):
+    """Return how many requests are the same in order, and the sizes that only one of the two has, with their number."""
+    matcher = difflib.SequenceMatcher(None, on_card, simulated, autojunk=False)
+    missing, surplus = Counter(on_card), Counter(simulated)
+    return {
+        "requests_on_the_card": len(on_card),
+        "requests": len(simulated),
+        "same_in_order": sum(block.size for block in matcher.get_matching_blocks()),
+        "missing": sorted((missing - surplus).items(), reverse=True)[:50],
+        "surplus": sorted((surplus - missing).items(), reverse=True)[:50],
+    }
 
 
 def events_of(trace):
@@ -19,7 +108,7 @@ def events_of(trace):
     addresses = sorted({event["addr"] for event in trace if event["action"] == "segment_alloc"})
     events, block_of, blocks = [], {}, 0
     for event in trace:
-        address, size = event.get("addr", event.get("device_free", 0)), event["size"]
+        address, size = event.get("addr", 0), event["size"]
         segment = bisect.bisect_right(addresses, address) - 1
         match event["action"]:
             case "segment_alloc":

@@ -80,8 +80,8 @@ def check(monkeypatch, tmp_path):
 
     def run(answers):
         def in_child(function, *args, limit_s):
-            answer = answers[function.__name__]
-            return answer(*args) if callable(answer) else answer
+            answer = answers.get(function.__name__, {"error": "left out"})
+            return dict(answer(*args) if callable(answer) else answer)
 
         monkeypatch.setattr(gpu_check, "find_card", lambda: {"card": "Card"})
         monkeypatch.setattr(gpu_check, "surroundings", lambda: {"torch": "0", "driver": "0"})
@@ -140,11 +140,10 @@ def test_an_interrupted_check_keeps_its_findings(check):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
-@pytest.mark.parametrize("name", ["gpu_check.py", "gpu_traces.py"])
-def test_the_scripts_run_without_installation(name):
+def test_the_script_runs_without_installation():
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, CHECK.with_name(name)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, CHECK.with_name("gpu_check.py")], capture_output=True, text=True, env=environment, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "no CUDA device here" in done.stderr
