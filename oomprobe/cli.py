@@ -278,7 +278,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "--nproc-per-node",
         type=_ranks,
         metavar="N",
-        help="run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU",
+        help="run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU; on a simulated card, the first of N ranks of DDP",
     )
     run.add_argument("--breakdown", action="store_true", help="run one more step to show where the memory went")
     run.add_argument(

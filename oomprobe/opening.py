@@ -90,8 +90,7 @@ def open_model(
     """Open a session for a live model: trials on host memory run in forked children, all others in this process."""
     check_model(model)
     objects, steps = preserved(preserve), named_steps(step_fn)
-    ranks = extras_of(device).world_size
-    check_process_group(ranks, has_stepped=False)
+    check_process_group(extras_of(device).world_size, has_stepped=False)
     chosen = choose_device(device, model)
     if is_host(chosen):
         return _forked(model, steps, objects, chosen, options, progress, was_chosen=device is not None)
@@ -141,7 +140,7 @@ def _on_simulated_ranks(
     from oomprobe.isolation.group import variables
 
     _refuse_in_a_rank()
-    check_size("nproc_per_node", nproc_per_node)  # "gpu" too: a simulated machine has as many as are stated
+    check_size("nproc_per_node", nproc_per_node)  # refuses "gpu": a simulated machine has no number of cards
     ranks = int(nproc_per_node)
     card = opened_if_simulated(device, ranks)
     with card.first_rank(variables(0, ranks, port=0)):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from oomprobe.devices import Device
+from oomprobe.devices import Device, names_simulated
 from oomprobe.errors import InvalidArgumentError, check_size
 from oomprobe.finish import finish
 from oomprobe.opening import open_command, open_model, open_target
@@ -195,7 +195,7 @@ def probe_target(
             returns ``(model, step_fn)``.
         isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
         nproc_per_node: Ranks, at least 1, or "gpu" for as many as there are accelerators; None for one process without a
-            group. The default of `resolution` is then 1/128.
+            group. On real accelerators the default of `resolution` is then 1/128.
         device: As for `find_max_batch`. With isolation, a custom `Device` must be picklable.
         preserve: As for `find_max_batch`, but only with ``isolate=False``.
         progress: As for `find_max_batch`.
@@ -217,7 +217,7 @@ def probe_target(
         >>> probe_target("oomprobe.demo:small_gpt", device="sim:16GiB", resolution=0.5, progress="off").limited_by
         'memory'
     """
-    if nproc_per_node is not None:
+    if nproc_per_node is not None and not names_simulated(device):
         options = {"resolution": RANKS_RESOLUTION, **options}
     with open_target(target, isolate, device, preserve, Options(**options), progress, nproc_per_node) as session:
         found = finish(session, session.find())

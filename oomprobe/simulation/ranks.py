@@ -23,7 +23,7 @@ from oomprobe.units import format_bytes
 # For one communicator: 0.5 GB between 2 cards, 0.7 GB between 4 (NVIDIA/nccl issue 964, A100s), 1.1 GB and more between 8
 # (issue 1685, H100s).
 NCCL_BYTES = 2**30
-_MOST_FOR_NCCL = 20  # this part of the card
+_MOST_FOR_NCCL = 20  # at most this part of the card
 NCCL = (
     "one rank of {ranks} was simulated, with collectives that take no memory; {kept} of the card was kept back for NCCL, "
     "which takes 0.5 to 1.6 GB for each communicator, by figures that others published"
@@ -43,14 +43,16 @@ _DONE_AT_ONCE = (
 
 def with_nccl(card: Card) -> Card:
     """Return the card with NCCL's memory kept back."""
-    kept_bytes = min(NCCL_BYTES, card.total_bytes // _MOST_FOR_NCCL)
-    return replace(card, context_bytes=card.context_bytes + kept_bytes)
+    return replace(card, context_bytes=card.context_bytes + _nccl_bytes(card))
 
 
 def nccl_note(card: Card, ranks: int) -> str:
     """Return what is assumed; `card` is the one without NCCL."""
-    kept_bytes = with_nccl(card).context_bytes - card.context_bytes
-    return NCCL.format(ranks=ranks, kept=format_bytes(kept_bytes))
+    return NCCL.format(ranks=ranks, kept=format_bytes(_nccl_bytes(card)))
+
+
+def _nccl_bytes(card: Card) -> int:
+    return min(NCCL_BYTES, card.total_bytes // _MOST_FOR_NCCL)
 
 
 @contextmanager
@@ -65,10 +67,11 @@ def first_of(ranks: int, variables: Mapping[str, str], notes: dict[str, None]) -
     with patch.dict(os.environ, variables), ExitStack() as stack:
         for owner, name, function in _patches(ranks, notes):
             stack.enter_context(patch.object(owner, name, function))
+        had_group = distributed.is_initialized()
         try:
             yield
         finally:
-            if distributed.is_initialized():
+            if distributed.is_initialized() and not had_group:
                 distributed.destroy_process_group()
 
 

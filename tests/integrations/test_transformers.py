@@ -539,3 +539,33 @@ def test_several_ranks_are_refused(trainer, monkeypatch, attribute, value, said)
     monkeypatch.setattr(type(probed.args), attribute, property(lambda _: value))
     with pytest.raises(oomprobe.InvalidArgumentError, match=said):
         find(probed)
+
+
+# --- a rank on a simulated card ---
+
+
+def on_a_rank():
+    """A target for several ranks; the Trainer makes the process group."""
+    args = transformers.TrainingArguments(output_dir="unused", report_to=[], max_steps=9, save_strategy="no")
+    trainer = transformers.Trainer(
+        model=language_model(), args=args, data_collator=collate, train_dataset=Sentences(4000)
+    )
+    return oomprobe.integrations.transformers.model_and_step(trainer)
+
+
+@pytest.fixture
+def accelerate_forgets():
+    """It remembers the number of ranks until its process ends."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    yield
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+
+
+@pytest.mark.usefixtures("accelerate_forgets")
+def test_a_trainer_on_a_simulated_rank():
+    options = {"nproc_per_node": 4, "device": "sim:1GiB", "progress": "off", "resolution": 0.1}
+    result = oomprobe.probe_target(on_a_rank, max_batch=64, **options)
+    assert (result.batch_size, result.world_size) == (64, 4)
+    assert not torch.distributed.is_initialized()
