@@ -22,6 +22,7 @@ _NAMES = {
     "result": ("ProbeResult",),
     "trials": ("Phase", "Trial", "Verdict"),
     "verdicts": ("Evidence", "classify_error"),
+    "worst_case": ("WorstCaseBatches", "worst_case_batches"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from oomprobe.trials import Verdict as Verdict
     from oomprobe.verdicts import Evidence as Evidence
     from oomprobe.verdicts import classify_error as classify_error
+    from oomprobe.worst_case import WorstCaseBatches as WorstCaseBatches
+    from oomprobe.worst_case import worst_case_batches as worst_case_batches
 
 
 def __getattr__(name: str) -> Any:

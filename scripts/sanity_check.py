@@ -30,13 +30,12 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler(device.type, enabled=mixed)
 
 
-def make_batch(size):
-    """The largest batch that training will see: full resolution, the longest sequence."""
-    return torch.randn(size, 3, 64, 64, device=device), torch.randint(10, (size,), device=device)
+data = torch.utils.data.TensorDataset(torch.randn(256, 3, 64, 64), torch.randint(10, (256,)))
+largest = oomprobe.worst_case_batches(data).to(device)  # as the second argument, your loader's collate_fn
 
 
 def step(model, batch_size):
-    images, labels = make_batch(batch_size)
+    images, labels = largest(batch_size)
     optimizer.zero_grad()
     with torch.autocast(device.type, enabled=mixed):
         loss = nn.functional.cross_entropy(model(images), labels)

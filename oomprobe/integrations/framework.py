@@ -19,11 +19,11 @@ from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from oomprobe.errors import InvalidArgumentError, OomProbeError, check_size
-from oomprobe.integrations.worst_case import LargestFirst
 from oomprobe.options import SEVERAL_RANKS, Step
 from oomprobe.probe import find_max_batch
 from oomprobe.result import ProbeResult
 from oomprobe.state.surroundings import generators
+from oomprobe.worst_case import LargestFirst
 
 WATCHDOG_S = 0.2  # enough for NCCL's watchdog thread to look
 LOOP_STEPS = 2  # optimizer steps in one call of a framework's loop: the second runs with the state the first created

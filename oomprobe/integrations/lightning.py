@@ -40,10 +40,10 @@ from oomprobe.integrations.framework import (
     steps_to_calls,
     with_notes,
 )
-from oomprobe.integrations.worst_case import LargestFirst, largest_first
 from oomprobe.options import Step, check_seconds
 from oomprobe.result import ProbeResult
 from oomprobe.state import Snapshot
+from oomprobe.worst_case import LargestFirst, largest_first
 
 TRAIN, EVAL = "train_dataloader", "val_dataloader"  # methods; the arguments of Trainer.fit end in "s"
 KIND = {TRAIN: "training data", EVAL: "validation data"}

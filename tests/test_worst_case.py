@@ -4,8 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oomprobe
 from oomprobe import InvalidArgumentError
-from oomprobe.integrations.worst_case import SAME_SHAPE_EXAMPLES, largest_first, shapes_of
+from oomprobe.worst_case import SAME_SHAPE_EXAMPLES, largest_first, shapes_of
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 40), st.integers(1, 3))
@@ -122,3 +123,89 @@ def test_an_example_that_raises_is_named():
     with pytest.raises(ZeroDivisionError) as caught:
         largest_first(Broken([[1]] * 4))
     assert caught.value.__notes__ == ["oomprobe: example 2 of the data set raised this, before the first trial"]
+
+
+# --- batches for a step of one's own ---
+
+
+def padded(examples):
+    return {
+        "tokens": torch.nn.utils.rnn.pad_sequence([one["tokens"] for one in examples], batch_first=True),
+        "count": 1,
+    }
+
+
+def sentences(*lengths):
+    return [{"tokens": torch.zeros(length, dtype=torch.long)} for length in lengths]
+
+
+@pytest.mark.parametrize(("size", "shape"), [(1, (1, 9)), (2, (2, 9)), (7, (7, 9))])
+def test_a_batch_is_padded_to_the_longest(size, shape):
+    batches = oomprobe.worst_case_batches(sentences(3, 9, 5), padded)
+    assert [tuple(batches(size)["tokens"].shape) for _ in range(3)] == [shape] * 3
+
+
+def test_small_batches_take_turns_with_the_largest_of_each_axis():
+    pages = [torch.zeros(*sides) for sides in [(2, 2), (9, 1), (1, 8), (2, 3)]]
+    batches = oomprobe.worst_case_batches(pages, lambda examples: examples[0].shape)
+    assert {tuple(batches(1)) for _ in range(4)} >= {(9, 1), (1, 8)}
+
+
+def test_examples_are_read_once_for_all_batches():
+    reads = []
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            reads.append(index)
+            return torch.zeros(index + 1), index
+
+    batches = oomprobe.worst_case_batches(Data(), collate_fn=len)
+    scanned = len(reads)
+    assert [batches(3), batches(2), batches(5)] == [3, 2, 5]
+    assert len(reads) == scanned + 3
+
+
+def test_batches_on_a_device():
+    batches = oomprobe.worst_case_batches(sentences(3, 9), padded).to("meta")
+    assert (batches(2)["tokens"].device.type, batches(2)["count"]) == ("meta", 1)
+
+    class Batch(dict):
+        def to(self, device):
+            return device
+
+    assert oomprobe.worst_case_batches(sentences(3), lambda _: Batch()).to("cuda:1")(1) == "cuda:1"
+
+
+def test_a_step_on_a_simulated_card():
+    model = torch.nn.EmbeddingBag(10, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = oomprobe.worst_case_batches(sentences(3, 1000, 20), padded).to("cuda")
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(batches(batch_size)["tokens"]).sum().backward()
+        optimizer.step()
+
+    result = oomprobe.find_max_batch(model, step, device="sim:64MiB", progress="off", resolution=0.1)
+    assert result.limited_by == "memory"
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "said"),
+    [
+        (sentences(3, 4, 5), {"scan_s": 0}, "1 of 3 examples of the data set were scanned in 0 s"),
+        ([1, 2, 3], {}, "have no size that can be read"),
+    ],
+)
+def test_warned(data, options, said):
+    with pytest.warns(UserWarning, match=said):
+        oomprobe.worst_case_batches(data, **options)
+
+
+@pytest.mark.parametrize(("data", "size"), [([], 1), (iter([1]), 1), (sentences(1), 0), (sentences(1), 1.5)])
+def test_refused(data, size):
+    with pytest.raises(InvalidArgumentError):
+        oomprobe.worst_case_batches(data)(size)

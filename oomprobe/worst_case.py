@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, Subset
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import IterableDataset, Subset, default_collate
 
-from oomprobe.errors import InvalidArgumentError
+from oomprobe.errors import InvalidArgumentError, check_size
 
 # If SAME_SHAPE_EXAMPLES examples all have one shape, of IMAGE_DIMENSIONS or more, the data set holds images of one size.
 SAME_SHAPE_EXAMPLES, IMAGE_DIMENSIONS = 64, 3
@@ -112,6 +114,80 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
         complete=are_images or len(sizes) == len(shuffled),
         known=any(sizes.values()),
     )
+
+
+class WorstCaseBatches:
+    """Collated batches of the largest examples of a data set; made by `worst_case_batches`.
+
+    Attributes:
+        examples: The examples, largest first.
+    """
+
+    def __init__(
+        self,
+        examples: LargestFirst,
+        collate_fn: Callable[[list[Any]], Any],
+        device: str | torch.device | None = None,
+    ) -> None:
+        self.examples = examples
+        self._collate_fn, self._device = collate_fn, device
+        self._read: dict[int, Any] = {}
+        self._made = 0
+
+    def to(self, device: str | torch.device) -> WorstCaseBatches:
+        """Return the same batches on a device."""
+        return WorstCaseBatches(self.examples, self._collate_fn, device)
+
+    def __call__(self, batch_size: int) -> Any:
+        """Return a batch of the largest examples, repeated if the data set has fewer.
+
+        Each example is read once. If the batch is too small for the largest of every field and axis, the next batch goes on
+        with those that are missing.
+        """
+        check_size("batch_size", batch_size)
+        indices = self.examples.batch(batch_size, self._made)
+        self._made += 1
+        for index in indices:
+            if index not in self._read:
+                self._read[index] = self.examples.dataset[index]
+        batch = self._collate_fn([self._read[indices[i % len(indices)]] for i in range(batch_size)])
+        if self._device is None:
+            return batch
+        if hasattr(batch, "to"):
+            return batch.to(self._device)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
+
+
+def worst_case_batches(
+    dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None, scan_s: float = 30.0
+) -> WorstCaseBatches:
+    """Return a function of the batch size that makes a batch of the largest examples, for a step to train on.
+
+    Batches of other examples take less memory, so a size that fits with these fits with all. Warns if examples are left that
+    were not scanned, or have no size that can be read.
+
+    Args:
+        dataset: As for a ``DataLoader``: with ``len()`` and an index. Random crops and augmentations happen once, when an
+            example is read.
+        collate_fn: As for a ``DataLoader``; None: its default.
+        scan_s: Seconds to look for the largest examples, which are read for this, 0 or more.
+
+    Raises:
+        InvalidArgumentError: the data set is a stream or empty.
+
+    Example:
+        >>> import torch, oomprobe
+        >>> data = [{"tokens": torch.zeros(length)} for length in (3, 9, 5)]
+        >>> def padded(examples):
+        ...     return torch.nn.utils.rnn.pad_sequence([one["tokens"] for one in examples], batch_first=True)
+        >>> batches = oomprobe.worst_case_batches(data, padded).to("cpu")
+        >>> batches(2).shape, batches(64).shape
+        (torch.Size([2, 9]), torch.Size([64, 9]))
+    """
+    examples = largest_first(dataset, scan_s)
+    for note in examples.notes(scan_s):
+        warnings.warn(note, stacklevel=2)
+    return WorstCaseBatches(examples, default_collate if collate_fn is None else collate_fn)
 
 
 def _extents(shapes: Mapping[Any, tuple[Shape, ...]]) -> Iterator[tuple[Any, int]]:
