@@ -18,7 +18,8 @@ from oomprobe.report.words import count
 from oomprobe.state.tracker import Tracker, drop_later_state, parameters_of, state_names
 
 NO_OPTIMIZER = (
-    "no optimizer stepped in {calls} of {steps}: the result covers only what the step did, perhaps just a forward pass"
+    "no optimizer stepped in {calls} of {steps}: the result covers only what the step did, perhaps just a forward pass. If "
+    "that is what you want, call model.eval() first"
 )
 IDLE = (
     "some optimizers ({count}) did not step in {calls} of {steps}, so the result does not cover their state: let the step "
@@ -153,13 +154,16 @@ class Stepping:
         """Return whether the last call stepped every optimizer of the step, so that repeating it is a full step."""
         return self._last_call >= self._expected.get(name, set())
 
-    def note(self, step_names: Iterable[str]) -> str | None:
-        """Return a note if no optimizer stepped, or one did not: its state is not in the measured memory."""
+    def note(self, step_names: Iterable[str], *, trains: bool) -> str | None:
+        """Return a note if no optimizer stepped, or one did not: its state is not in the measured memory.
+
+        Where the model does not train, no optimizer is missing.
+        """
         steps, calls = " and ".join(map(repr, step_names)), count(self._waited_calls, "call", "calls")
         if not self._expected:
             return None  # more calls will tell
         if not any(self._expected.values()):
-            return NO_OPTIMIZER.format(calls=calls, steps=steps)
+            return NO_OPTIMIZER.format(calls=calls, steps=steps) if trains else None
         return IDLE.format(count=len(self._idle), calls=calls, steps=steps) if self._idle else None
 
     # Between processes that built the same target, an optimizer is known by its place.

@@ -445,9 +445,14 @@ class LocalRunner:
         self._notes |= dict.fromkeys(getattr(self._device, "notes", ()))
         if self.compiled.is_used:
             self._notes[COMPILED] = None
-        if running.verdict is Verdict.FITS and (note := self._stepping.note(self._steps)):
+        if running.verdict is Verdict.FITS and (note := self._stepping.note(self._steps, trains=self._trains())):
             self._notes[note] = None
         return tuple(self._notes)
+
+    def _trains(self) -> bool:
+        """Return whether the model is there to be trained: not in eval mode, and with gradients."""
+        has_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in self._tracker.parameters())
+        return self._model.training and has_gradients
 
     # --- between trials ---
 

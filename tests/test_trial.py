@@ -1,5 +1,6 @@
 """Trials: the steady state, leaks, and sizes that only seem to run."""
 
+import contextlib
 import gc
 import time
 import weakref
@@ -523,3 +524,20 @@ def test_a_step_without_gradients_waits_for_no_optimizer():
     result = oomprobe.check(nn.Linear(2, 2), step, 4, device=LedgerDevice(), progress="off")
     assert result.trials[0].steps == 50 == len(calls)
     assert any("no optimizer stepped in 1 call of 'step'" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [
+        (nn.Linear(2, 2).eval(), contextlib.nullcontext),
+        (nn.Linear(2, 2).requires_grad_(False), contextlib.nullcontext),
+        (nn.Linear(2, 2), torch.inference_mode),
+    ],
+    ids=["eval mode", "frozen", "gradients off"],
+)
+def test_inference_lacks_no_optimizer(model, context):
+    with context():
+        result = oomprobe.check(
+            model, lambda model, b: model(torch.randn(b, 2)), 4, device=LedgerDevice(), progress="off"
+        )
+    assert not any("optimizer" in note for note in result.notes)
