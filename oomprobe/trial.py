@@ -450,9 +450,10 @@ class LocalRunner:
         return tuple(self._notes)
 
     def _trains(self) -> bool:
-        """Return whether the model is there to be trained: not in eval mode, and with gradients."""
-        has_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in self._tracker.parameters())
-        return self._model.training and has_gradients
+        """Return whether the model may be there to be trained: not in eval mode, not frozen, and with gradients on."""
+        parameters = list(self._tracker.parameters())
+        is_frozen = bool(parameters) and not any(one.requires_grad for one in parameters)
+        return self._model.training and torch.is_grad_enabled() and not is_frozen
 
     # --- between trials ---
 
