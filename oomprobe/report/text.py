@@ -160,7 +160,7 @@ def _is_check(result: ProbeResult) -> bool:
 
 def _holds_for(result: ProbeResult) -> str:
     environment = result.environment
-    here = "" if environment.get("isolated") else ", and this one as the probe found it"
+    here = "" if environment.get("isolated") or result.world_size > 1 else ", and this one as the probe found it"
     fresh = f"{result.world_size} fresh processes, one for each rank" if result.world_size > 1 else "a fresh process"
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "cuda", "hip") if environment.get(name))
     settings = [f"{name}={value}" for name, value in environment.get("allocator_settings", {}).items()]

@@ -23,7 +23,7 @@ from oomprobe.units import format_bytes
 # For one communicator: 0.5 GB between 2 cards, 0.7 GB between 4 (NVIDIA/nccl issue 964, A100s), 1.1 GB and more between 8
 # (issue 1685, H100s).
 NCCL_BYTES = 2**30
-_MOST_FOR_NCCL = 20  # at most this part of the card
+_NCCL_SHARE = 1 / 20  # of a card, at most
 NCCL = (
     "one rank of {ranks} was simulated, with collectives that take no memory; {kept} of the card was kept back for NCCL, "
     "which takes 0.5 to 1.6 GB for each communicator, by figures that others published"
@@ -52,7 +52,7 @@ def nccl_note(card: Card, ranks: int) -> str:
 
 
 def _nccl_bytes(card: Card) -> int:
-    return min(NCCL_BYTES, card.total_bytes // _MOST_FOR_NCCL)
+    return min(NCCL_BYTES, int(_NCCL_SHARE * card.total_bytes))
 
 
 @contextmanager

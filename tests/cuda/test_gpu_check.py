@@ -49,7 +49,7 @@ def test_gpu_check(tmp_path):
         assert simulated["peak_allocated_bytes"] == pytest.approx(on_card["peak_allocated_bytes"], rel=0.001)
     for recording in evidence["recordings"]:
         assert recording["simulated"]["same_in_order"] >= 0.95 * recording["simulated"]["requests_on_the_card"]
-        check_places(recording)
+        check_replay(recording)
     context, *_, training = evidence["outside_bytes"].values()
     assert (context, training) == (500 * 2**20, 750 * 2**20)
     assert evidence["errors"]["out_of_memory"]["verdict"] == "OOM"
@@ -57,14 +57,11 @@ def test_gpu_check(tmp_path):
     assert "to send it: open an issue" in said
 
 
-def check_places(found):
-    """A recording of the bed replays like those of cards: with the addresses of the driver, in every place."""
+def check_replay(found):
+    """The simulated allocator reserves what the recording says, after each request."""
     recording = Recording(found["model"], {}, False, found["begins"], found["events"])
     simulated = CachingAllocator(2**62)
-    for block, (segment, _), reserved_bytes in replay(recording, simulated):
-        assert block is not None
-        assert segment >= 0
-        assert simulated.reserved_bytes == reserved_bytes
+    assert all(simulated.reserved_bytes == reserved_bytes for *_, reserved_bytes in replay(recording, simulated))
 
 
 def test_ranks_on_two_cards(tmp_path):
