@@ -16,10 +16,21 @@ _NAMES = {
         *("OomProbeError", "InvalidArgumentError", "NoDeviceError", "NothingFitsError", "StepFailedError"),
         *("DeviceLostError", "TimeLimitError", "UnreliableError"),
     ),
-    "probe": ("check", "check_command", "check_target", "find_max_batch", "probe_command", "probe_target"),
+    "probe": (
+        *(
+            "check",
+            "check_command",
+            "check_target",
+            "find_max_batch",
+            "find_max_batches",
+            "probe_command",
+            "probe_target",
+        ),
+    ),
     "fit": ("LinearFit",),
     "plan": ("PlanEntry",),
     "result": ("ProbeResult",),
+    "table": ("ProbeTable",),
     "trials": ("Phase", "Trial", "Verdict"),
     "verdicts": ("Evidence", "classify_error"),
     "worst_case": ("WorstCaseBatches", "worst_case_batches"),
@@ -43,9 +54,11 @@ if TYPE_CHECKING:
     from oomprobe.probe import check_command as check_command
     from oomprobe.probe import check_target as check_target
     from oomprobe.probe import find_max_batch as find_max_batch
+    from oomprobe.probe import find_max_batches as find_max_batches
     from oomprobe.probe import probe_command as probe_command
     from oomprobe.probe import probe_target as probe_target
     from oomprobe.result import ProbeResult as ProbeResult
+    from oomprobe.table import ProbeTable as ProbeTable
     from oomprobe.trials import Phase as Phase
     from oomprobe.trials import Trial as Trial
     from oomprobe.trials import Verdict as Verdict

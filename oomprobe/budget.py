@@ -25,6 +25,10 @@ class Budget:
         self.total_bytes = int(self._fraction * self.available_bytes)
         self.is_final |= is_final
 
+    def expect(self, other: Budget) -> None:
+        """Begin with the budget of another row of the table, until the memory is sampled again."""
+        self.available_bytes, self.total_bytes = other.available_bytes, other.total_bytes
+
     def search_cap(self) -> int | None:
         """Return the cap of every trial but those that grow; without a margin, that of those. May sample the memory.
 

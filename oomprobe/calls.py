@@ -17,6 +17,7 @@ LOOK_SHARE, CONFIRM_SHARE = 1 / 8, 1 / 2
 # Where a failure costs much, trials that decide go on for so much of that: more calls see more, and a confirmation that fails
 # costs two such failures.
 COST_SHARE = 1 / 4
+ROW_CALLS = 25  # of a confirmation, where another row of the table has made LOOK_CALLS
 ENDED_EARLY = "call {number} of batch {size} failed with {error}, which is not about memory: later calls were not seen"
 VARYING = (
     "the step allocates different amounts from call to call (sequence lengths, routing, a last partial batch): a later call "
@@ -37,11 +38,18 @@ class CallPlan:
         self._first = 0  # calls until every optimizer has stepped
         self._full = 0  # calls of a full step after that; 0: no trial has passed yet
         self._most = LOOK_CALLS  # fewer if a late call failed with a bug
+        self._most_to_confirm = LOOK_CALLS
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
         self._counts = False  # whether the user's code may know which call it is
         self.needed = 0  # calls that meet the one that needs the most memory, as the look found
         self.confirmed = 0  # calls of the last confirmation
         self.looked: Trial | None = None
+
+    def follow(self, last: CallPlan) -> None:
+        """Begin with what another row of the table has shown of the step; its look and its confirmation count for all rows."""
+        self._first, self._full, self._most, self._counts = last._first, last._full, last._most, last._counts
+        self.needed, self.looked = last.needed, last.looked
+        self._most_to_confirm = ROW_CALLS
 
     @property
     def repeats(self) -> bool:
@@ -93,7 +101,7 @@ class CallPlan:
             return max(least, self.affordable(size, limit_s=COST_SHARE * self._facts.failure_cost_s))
         if not confirms or self._facts.starts_anew or (self.repeats and len(self._facts.step_names) > 1):
             return least
-        return max(least, self.affordable(size, CONFIRM_SHARE))
+        return max(least, min(self._most_to_confirm, self.affordable(size, CONFIRM_SHARE)))
 
     def for_look(self, size: int) -> int:
         """Return the calls of a look; 0 if it would show nothing."""

@@ -18,15 +18,17 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import oomprobe
 from oomprobe import errors
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.report import text
 from oomprobe.report.plot import new_figure
+from oomprobe.report.rows import table_report
 from oomprobe.report.table import trials_table
 from oomprobe.result import ProbeResult
+from oomprobe.table import ProbeTable
 from oomprobe.units import format_bytes
 
 STDOUT = Path("-")
@@ -39,6 +41,11 @@ NO_TARGET = (
     "oomprobe run -- python train.py --batch-size {batch}"
 )
 NO_DASHES = "put two dashes before the command: oomprobe run [options] -- python train.py --batch-size {batch}"
+WITH_COMMAS = "write --over as the argument of the step and its values: --over length=512,1024,2048, not {text}"
+TWO_AXES = (
+    "--over is given {count} times, and a table has one axis: make a table for each value of the other, or let the values of one "
+    "argument stand for both"
+)
 TWO_TARGETS = (
     "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
 )
@@ -86,25 +93,47 @@ def _run(arguments: argparse.Namespace) -> int:
         isolate = False
     keeping = stdout_kept(for_good=arguments.owns_process) if machine_reads else contextlib.nullcontext(sys.stdout)
     with keeping as stdout:
-        result = _probe(arguments, isolate=isolate)
-        if arguments.nproc_per_node is None and ((arguments.world_size or 1) > 1 or arguments.global_batch):
-            plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size or 1}
-            result = dataclasses.replace(result, options={**result.options, **plan_options})
-        if result.contaminated or not arguments.quiet:
-            write(sys.stderr if machine_reads else stdout, text.report(result, verbose=arguments.verbose))
+        probed = _probe(arguments, isolate=isolate)
+        results = [result for _, result in probed.fitting()] if isinstance(probed, ProbeTable) else [probed]
+        contaminated = any(result.contaminated for result in results)
+        if contaminated or not arguments.quiet:
+            write(sys.stderr if machine_reads else stdout, _report(probed, verbose=arguments.verbose))
         if arguments.json == STDOUT:
-            write(stdout, result.to_json())
-        elif arguments.quiet and not result.contaminated:
-            write(stdout, f"{result.batch_size}\n")
-    if arguments.quiet and (weak := [f"oomprobe: {note}" for note in result.notes if note.startswith("weak: ")]):
-        tell(*weak)
+            write(stdout, probed.to_json())
+        elif arguments.quiet and not contaminated:
+            write(stdout, _numbers(probed))
+    weak = dict.fromkeys(note for result in results for note in result.notes if note.startswith("weak: "))
+    if arguments.quiet and weak:
+        tell(*(f"oomprobe: {note}" for note in weak))
     if arguments.json != STDOUT:
-        _save(result.to_json, arguments.json)
-    _save(result.to_html, arguments.html)
-    if arguments.quiet and result.contaminated:
+        _save(probed.to_json, arguments.json)
+    _save(probed.to_html, arguments.html)
+    if arguments.quiet and contaminated:
         tell("oomprobe: no number printed: other processes kept changing the device's memory; see the notes above")
         return errors.UnreliableError.exit_status
-    return 0
+    return 0 if isinstance(probed, ProbeResult) else _exit_status(probed)
+
+
+def _report(probed: ProbeResult | ProbeTable, *, verbose: bool) -> str:
+    if isinstance(probed, ProbeTable):
+        return table_report(probed, verbose=verbose)
+    return text.report(probed, verbose=verbose)
+
+
+def _numbers(probed: ProbeResult | ProbeTable) -> str:
+    """Return the batch size; of a table, a line with value and batch size for each row, ``-`` if it does not fit."""
+    if isinstance(probed, ProbeResult):
+        return f"{probed.batch_size}\n"
+    sizes = ((value, "-" if one is None else one.batch_size) for value, one in probed.rows.items())
+    return "".join(f"{value} {size}\n" for value, size in sizes)
+
+
+def _exit_status(table: ProbeTable) -> int:
+    """Return 0 if a value fits, 1 if none does, and 6 if the time limit cut off rows."""
+    if table.notes:
+        tell(*(f"oomprobe: {note}" for note in table.notes))
+        return errors.TimeLimitError.exit_status
+    return 0 if table.batch_sizes() else errors.NothingFitsError.exit_status
 
 
 def _save(write_to: Callable[[Path], object], path: Path | None) -> None:
@@ -115,7 +144,7 @@ def _save(write_to: Callable[[Path], object], path: Path | None) -> None:
         raise InvalidArgumentError(f"{path} cannot be written: {error}") from None
 
 
-def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
+def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult | ProbeTable:
     from oomprobe import probe
 
     common = {
@@ -125,7 +154,7 @@ def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
         "progress": arguments.progress,
     }
     check: Callable[..., ProbeResult] = probe.check_target
-    search: Callable[..., ProbeResult] = probe.probe_target
+    search: Callable[..., Any] = probe.probe_target
     if arguments.words is None:
         what = arguments.target
         common |= {"isolate": isolate, "device": arguments.device, "breakdown": arguments.breakdown}
@@ -138,7 +167,13 @@ def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult:
     given = {name: getattr(arguments, name) for name in SEARCH_OPTIONS if getattr(arguments, name) is not None}
     if "global_batch" in given:
         given["global_batch"] = -(-arguments.global_batch // (arguments.world_size or 1))
-    return search(what, **given, **common)
+    if arguments.over:
+        return probe.probe_target(what, over=dict(arguments.over), try_larger=arguments.try_larger, **given, **common)
+    result: ProbeResult = search(what, **given, **common)
+    if arguments.nproc_per_node is None and ((arguments.world_size or 1) > 1 or arguments.global_batch):
+        plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size or 1}
+        result = dataclasses.replace(result, options={**result.options, **plan_options})
+    return result
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -158,9 +193,9 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    result = _read(arguments.result)
-    print(text.report(result, verbose=arguments.verbose), end="")
-    _save(result.to_html, arguments.html)
+    shown = _read(arguments.result)
+    print(_report(shown, verbose=arguments.verbose), end="")
+    _save(shown.to_html, arguments.html)
     return 0
 
 
@@ -168,13 +203,17 @@ def _compare(arguments: argparse.Namespace) -> int:
     from oomprobe.report.compare import comparison
 
     names = arguments.first, arguments.second
-    print(comparison(_read(arguments.first), _read(arguments.second), names), end="")
+    first, second = map(_read, names)
+    if isinstance(first, ProbeTable) or isinstance(second, ProbeTable):
+        raise InvalidArgumentError("compare takes two results, and one of these is a table: oomprobe show prints it")
+    print(comparison(first, second, names), end="")
     return 0
 
 
-def _read(path: str) -> ProbeResult:
+def _read(path: str) -> ProbeResult | ProbeTable:
     try:
-        return ProbeResult.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        return ProbeTable.from_dict(data) if "axis" in data else ProbeResult.from_dict(data)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None
 
@@ -280,6 +319,16 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         metavar="N",
         help="run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU; on a simulated card, the first of N ranks of DDP",
     )
+    run.add_argument(
+        "--over",
+        type=_axis,
+        action="append",
+        metavar="NAME=V,V,...",
+        help="make a table: the largest size for each value of an argument of the step, such as length=512,1024,2048",
+    )
+    run.add_argument(
+        "--try-larger", action="store_true", help="with --over: go on above a value with which nothing fits"
+    )
     run.add_argument("--breakdown", action="store_true", help="run one more step to show where the memory went")
     run.add_argument(
         "--require", type=_size, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
@@ -299,6 +348,21 @@ def _size(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text}")
     return int(text)
+
+
+def _axis(text: str) -> tuple[str, list[object]]:
+    name, equals, values = text.partition("=")
+    if not name or not equals or not values:
+        raise argparse.ArgumentTypeError(WITH_COMMAS.format(text=text))
+    return name, [_number(value) for value in values.split(",")]
+
+
+def _number(text: str) -> object:
+    """Return an integer or another number, if the text is one."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _ranks(text: str) -> int | Literal["gpu"]:
@@ -321,7 +385,8 @@ def check_run(arguments: argparse.Namespace) -> None:
             NO_TARGET if arguments.target is None else TWO_TARGETS.format(target=arguments.target)
         )
     own = {"--device": arguments.device, "--breakdown": arguments.breakdown, "--in-process": arguments.in_process}
-    own["--nproc-per-node"] = arguments.nproc_per_node
+    own |= {"--nproc-per-node": arguments.nproc_per_node, "--over": arguments.over}
+    _check_table(arguments)
     if arguments.nproc_per_node is not None and arguments.world_size is not None:
         raise InvalidArgumentError(
             "--nproc-per-node says how many ranks there are, so --world-size cannot be given too: leave it out"
@@ -340,6 +405,21 @@ def check_run(arguments: argparse.Namespace) -> None:
         )
     if arguments.html is not None:
         new_figure(1)  # raises if matplotlib is missing
+
+
+def _check_table(arguments: argparse.Namespace) -> None:
+    if not arguments.over:
+        if arguments.try_larger:
+            raise InvalidArgumentError("--try-larger goes on in a table: add --over, or leave it out")
+        return
+    if len(arguments.over) > 1:
+        raise InvalidArgumentError(TWO_AXES.format(count=len(arguments.over)))
+    if arguments.require is not None:
+        raise InvalidArgumentError("--require checks one size, and --over makes a table: leave one out")
+    if arguments.global_batch is not None or arguments.world_size is not None:
+        raise InvalidArgumentError(
+            "--global-batch and --world-size plan for one answer, and --over has many: in Python, table.rows[value].plan(...) does it"
+        )
 
 
 def _flag(option: str) -> str:
@@ -386,6 +466,8 @@ def explain(error: BaseException, *, required: bool) -> int:
         tell("".join(traceback.format_exception(error)).rstrip())
         tell(f"oomprobe: unexpected internal error ({type(error).__name__}), no answer; please report it")
         return UNFORESEEN
+    if isinstance(error.table, ProbeTable):
+        tell(f"the rows that were finished:\n{table_report(error.table)}")
     if error.trials:
         tell(trials_table(error.trials))
     if isinstance(error, errors.StepFailedError) and error.__cause__ is not None:

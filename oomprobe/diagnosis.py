@@ -110,13 +110,16 @@ def is_size_limit(trials: Sequence[Trial], trial: Trial) -> bool:
     return len(lost) > 1 and any(t.passed and t.batch_size < trial.batch_size for t in trials)
 
 
-def line_through(trials: Sequence[Trial], looked: Trial, budget_bytes: int) -> int | None:
-    """Return the size whose peak would meet the budget, on the line through the smallest trial and the look; or None."""
-    passed = [trial for trial in trials if trial.passed]
-    smallest = min(passed, key=lambda trial: trial.batch_size, default=looked)
-    base_bytes = smallest.peak_allocated_bytes or 0
-    rise_bytes = (looked.peak_allocated_bytes or 0) - base_bytes
-    if rise_bytes <= 0 or looked.batch_size <= smallest.batch_size:
+def line_through(smaller: tuple[int, int], trial: Trial, wanted_bytes: int) -> int | None:
+    """Return the size whose peak would be `wanted_bytes`, on the line through a smaller size with its peak and a trial; or None."""
+    size, peak_bytes = smaller
+    rise_bytes = (trial.peak_allocated_bytes or 0) - peak_bytes
+    if rise_bytes <= 0 or trial.batch_size <= size:
         return None
-    samples = (budget_bytes - base_bytes) * (looked.batch_size - smallest.batch_size) // rise_bytes
-    return smallest.batch_size + max(0, samples)
+    return size + max(0, (wanted_bytes - peak_bytes) * (trial.batch_size - size) // rise_bytes)
+
+
+def smallest_peak(trials: Sequence[Trial]) -> tuple[int, int]:
+    """Return the smallest size that passed, and its peak in bytes; zeros if none has."""
+    peaks = ((trial.batch_size, trial.peak_allocated_bytes or 0) for trial in trials if trial.passed)
+    return min(peaks, default=(0, 0))

@@ -24,10 +24,14 @@ from oomprobe.trials import Trial
 
 
 class OomProbeError(Exception):
-    """Base of all errors raised by this package. ``trials`` holds the trials run before it."""
+    """Base of all errors raised by this package.
+
+    ``trials`` holds the trials run before it, and ``table``, of `find_max_batches`, the rows that were finished, or None.
+    """
 
     exit_status: ClassVar[int] = 6
     trials: tuple[Trial, ...] = ()
+    table: object = None
 
 
 class InvalidArgumentError(OomProbeError, ValueError):
@@ -107,14 +111,20 @@ class Caller:
 
 
 def step_failed(
-    error: BaseException, *, batch_size: int, largest_passed: int | None = None, caller: Caller | None = None
+    error: BaseException,
+    *,
+    batch_size: int,
+    largest_passed: int | None = None,
+    caller: Caller | None = None,
+    row: str = "",
 ) -> StepFailedError:
     """Return the `StepFailedError` for a user's exception; raise it ``from`` that exception.
 
-    `largest_passed` is the largest size that ran; `caller` is given if the step belongs to an adapter.
+    `largest_passed` is the largest size that ran; `caller` is given if the step belongs to an adapter, and `row`, such as
+    ``length=512``, if it has a further argument.
     """
     if caller is None:
-        alone = f"Run step_fn(model, {batch_size}) once by itself to see it."
+        alone = f"Run step_fn(model, {batch_size}{row and ', '}{row}) once by itself to see it."
     else:
         how = caller.alone.replace("{batch_size}", str(batch_size))
         alone = f"To see whether it comes without oomprobe, {how}. {caller.more}".rstrip()

@@ -223,17 +223,17 @@ class Compiled:
 
     Example:
         >>> compiled = Compiled()
-        >>> compiled.start_size(1), compiled.is_used  # nothing was compiled
+        >>> compiled.start_size((0, 1)), compiled.is_used  # nothing was compiled
         (False, False)
     """
 
     def __init__(self) -> None:
         self._frames = _count("frames", "total")  # that dynamo tried until its last reset, successfully or not
         self._graphs = _count("stats", "unique_graphs")  # compiled before this probe
-        self._size: int | None = None
+        self._size: tuple[int, int] | None = None
 
-    def start_size(self, size: int, *, anew: bool = False) -> bool:
-        """Drop code compiled for other sizes, and with `anew` for this one. Return whether there was any."""
+    def start_size(self, size: tuple[int, int], *, anew: bool = False) -> bool:
+        """Drop code compiled for other rows and sizes, and with `anew` for this one. Return whether there was any."""
         dropped = (anew or size != self._size) and self.drop()
         self._size = size
         return dropped

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from oomprobe.axis import NO_AXIS, Axis
 from oomprobe.devices import (
     Device,
     choose_device,
@@ -86,15 +87,16 @@ def open_model(
     preserve: Iterable[Any],
     options: Options,
     progress: Progress,
+    axis: Axis = NO_AXIS,
 ) -> AbstractContextManager[Session]:
     """Open a session for a live model: trials on host memory run in forked children, all others in this process."""
     check_model(model)
-    objects, steps = preserved(preserve), named_steps(step_fn)
+    objects, steps = preserved(preserve), named_steps(step_fn, axis)
     check_process_group(extras_of(device).world_size, has_stepped=False)
     chosen = choose_device(device, model)
     if is_host(chosen):
-        return _forked(model, steps, objects, chosen, options, progress, was_chosen=device is not None)
-    return _here(model, steps, objects, chosen, options, progress)
+        return _forked(model, steps, objects, chosen, options, progress, axis, was_chosen=device is not None)
+    return _here(model, steps, objects, chosen, options, progress, axis)
 
 
 def open_target(
@@ -105,22 +107,23 @@ def open_target(
     options: Options,
     progress: Progress,
     nproc_per_node: int | str | None = None,
+    axis: Axis = NO_AXIS,
 ) -> AbstractContextManager[Session]:
     """Open a session for a target: in child processes, on several ranks, or in this process."""
     name = name_of(target)
     if nproc_per_node is not None and names_simulated(device):
-        return _on_simulated_ranks(name, nproc_per_node, device, preserve, options, progress)
+        return _on_simulated_ranks(name, nproc_per_node, device, preserve, options, progress, axis)
     if nproc_per_node is not None:
         _refuse_isolation(preserve)
         ranks = _ranks(nproc_per_node, device, isolate=isolate)
-        return _on_ranks(name, ranks, device, options, progress)
+        return _on_ranks(name, ranks, device, options, progress, axis)
     device = opened_if_simulated(device)
     if isolate and not replays(device):
         _refuse_isolation(preserve)
         _refuse_in_a_rank()
-        return _isolated(name, device, options, progress)
+        return _isolated(name, device, options, progress, axis)
     model, step_fn = _built(name, device)
-    return open_model(model, step_fn, device, preserve, options, progress)
+    return open_model(model, step_fn, device, preserve, options, progress, axis)
 
 
 def _built(target: str, device: Any) -> tuple[torch.nn.Module, StepFn]:
@@ -134,7 +137,13 @@ def _built(target: str, device: Any) -> tuple[torch.nn.Module, StepFn]:
 
 @contextmanager
 def _on_simulated_ranks(
-    target: str, nproc_per_node: int | str, device: str, preserve: Any, options: Options, progress: Progress
+    target: str,
+    nproc_per_node: int | str,
+    device: str,
+    preserve: Any,
+    options: Options,
+    progress: Progress,
+    axis: Axis,
 ) -> Iterator[Session]:
     """Open a session for the first of several ranks on a simulated card, which runs in this process."""
     from oomprobe.isolation.group import variables
@@ -145,7 +154,7 @@ def _on_simulated_ranks(
     card = opened_if_simulated(device, ranks)
     with card.first_rank(variables(0, ranks, port=0)):
         model, step_fn = _built(target, card)
-        with open_model(model, step_fn, card, preserve, options, progress) as session:
+        with open_model(model, step_fn, card, preserve, options, progress, axis) as session:
             yield session
 
 
@@ -208,22 +217,26 @@ def _ranks(nproc_per_node: int | str, device: Any, *, isolate: bool) -> int:
 
 
 @contextmanager
-def _isolated(target: str, device: Any, options: Options, progress: Progress) -> Iterator[Session]:
+def _isolated(target: str, device: Any, options: Options, progress: Progress, axis: Axis) -> Iterator[Session]:
     """Open a session whose trials run in workers; none of its processes is left afterwards."""
     from oomprobe.isolation.runner import workers
 
-    with _processes(workers(target, device, options), options, progress, "" if device else ON_HOST_MEMORY) as session:
+    with _processes(
+        workers(target, device, options, axis), options, progress, "" if device else ON_HOST_MEMORY
+    ) as session:
         session.state_verified = True  # the caller's process has no state that a trial could change
         yield session
 
 
 @contextmanager
-def _on_ranks(target: str, ranks: int, device: Any, options: Options, progress: Progress) -> Iterator[Session]:
+def _on_ranks(
+    target: str, ranks: int, device: Any, options: Options, progress: Progress, axis: Axis
+) -> Iterator[Session]:
     """Open a session whose trials run on several ranks of this machine; none of their processes is left afterwards."""
     from oomprobe.isolation.ranks import RanksRunner
     from oomprobe.isolation.runner import task_of
 
-    task = {**task_of(target, device, options), "ranks": ranks}
+    task = {**task_of(target, device, options, axis), "ranks": ranks}
     with _running(lambda clock, interrupts: RanksRunner(ranks, task, clock, interrupts), options, progress) as session:
         session.state_verified = True  # the caller's process has no state that a trial could change
         yield session
@@ -237,6 +250,7 @@ def _forked(
     device: Device,
     options: Options,
     progress: Progress,
+    axis: Axis,
     *,
     was_chosen: bool,
 ) -> Iterator[Session]:
@@ -247,7 +261,7 @@ def _forked(
     from oomprobe.isolation.runner import forks
 
     tracker = Tracker(model, [step.run for step in steps.values()], preserve, device)
-    source = forks(model, steps, tracker, device)
+    source = forks(model, steps, tracker, device, axis)
     resident = tracker.resident_tensors()
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
     try:
@@ -324,6 +338,7 @@ def _here(
     device: Device,
     options: Options,
     progress: Progress,
+    axis: Axis,
 ) -> Iterator[Session]:
     """Open a session whose trials run in this process. On every way out the state is restored and compared."""
     functions = [step.run for step in steps.values()]
@@ -342,7 +357,9 @@ def _here(
                     card.place(state_tensors(optimizer))
 
         with OptimizerWatch(keep_new_optimizer, model) as watch:
-            runner = LocalRunner(device, model, steps, snapshot.tracker, watch, interrupts, snapshot=snapshot)
+            runner = LocalRunner(
+                device, model, steps, snapshot.tracker, watch, interrupts, snapshot=snapshot, axis=axis
+            )
             session = Session(runner, options, status, Clock(options), recorded)
             status.opened(device.name, options)
             with _state_restored(session, snapshot, device):

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from oomprobe.axis import NO_AXIS, Axis
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
 from oomprobe.search import Sizes
 
-StepFn = Callable[[torch.nn.Module, int], object]
+StepFn = Callable[..., object]  # of the model and a batch size, and in a table of a value by name
 SEVERAL_RANKS = (
     "{what}: one that runs out of memory leaves the others waiting in a collective, and no group survives that. Move what builds "
     "the model into a function build() and type oomprobe run train.py:build --nproc-per-node {ranks}; or probe the command that "
@@ -112,19 +113,19 @@ def _check_number(name: str, value: object, wanted: str, holds: Callable[[float]
         raise InvalidArgumentError(f"{name} must be {wanted}, not {value!r}")
 
 
-def named_steps(step_fn: object) -> dict[str, Step]:
-    """Return the steps by name; a single one is named ``"step"``."""
+def named_steps(step_fn: object, axis: Axis = NO_AXIS) -> dict[str, Step]:
+    """Return the steps by name; a single one is named ``"step"``. Each must take the argument of the `axis`, if there is one."""
     steps: Mapping[Any, Any] = step_fn if isinstance(step_fn, Mapping) else {"step": step_fn}
     if not steps:
         raise InvalidArgumentError("step_fn is an empty mapping: give at least one step, {'train': step_fn}")
     for name, step in steps.items():
         if not isinstance(name, str):
             raise InvalidArgumentError(f"names of steps must be strings, not {name!r}")
-        _check_step(name, step.run if isinstance(step, Step) else step)
+        _check_step(name, step.run if isinstance(step, Step) else step, axis)
     return {name: step if isinstance(step, Step) else Step(run=step) for name, step in steps.items()}
 
 
-def _check_step(name: str, step: object) -> None:
+def _check_step(name: str, step: object, axis: Axis) -> None:
     if not callable(step):
         raise InvalidArgumentError(
             f"{name} must be a function (model, batch_size) that runs one full optimisation step, "
@@ -139,11 +140,11 @@ def _check_step(name: str, step: object) -> None:
     except (TypeError, ValueError):  # a callable implemented in C
         return
     try:
-        signature.bind(torch.nn.Identity(), 1)
+        signature.bind(torch.nn.Identity(), 1, **axis.arguments(0))
     except TypeError as error:
+        arguments = f"(model, batch_size{axis.name and ', '}{axis.name})"
         raise InvalidArgumentError(
-            f"{name}{signature} cannot be called with (model, batch_size): {error}. "
-            "Write it as def step_fn(model, batch_size): ..."
+            f"{name}{signature} cannot be called with {arguments}: {error}. Write it as def step_fn{arguments}: ..."
         ) from None
 
 

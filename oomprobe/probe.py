@@ -1,4 +1,4 @@
-"""`find_max_batch` and `check`, and the same for targets and commands: options in, result out.
+"""`find_max_batch`, `find_max_batches` and `check`, and the same for targets and commands: options in, result out.
 
 Each makes its result after the session has closed, because closing it restores the state and sets `state_verified`.
 """
@@ -6,10 +6,11 @@ Each makes its result after the session has closed, because closing it restores 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 
+from oomprobe.axis import Axis
 from oomprobe.devices import Device, names_simulated
 from oomprobe.errors import InvalidArgumentError, check_size
 from oomprobe.finish import finish
@@ -17,7 +18,9 @@ from oomprobe.opening import open_command, open_model, open_target
 from oomprobe.options import Options, Step, StepFn
 from oomprobe.report.progress import Progress
 from oomprobe.result import ProbeResult
+from oomprobe.rows import Rows
 from oomprobe.summary import result_of
+from oomprobe.table import ProbeTable
 
 COMMAND_RESOLUTION = 1 / 64  # each trial of a command is a whole run
 RANKS_RESOLUTION = 1 / 128  # each trial that fails ends its ranks, which must be built anew
@@ -122,6 +125,64 @@ def find_max_batch(
     return result_of(session, found)
 
 
+def find_max_batches(
+    model: torch.nn.Module,
+    step_fn: StepFn | Step | Mapping[str, StepFn | Step],
+    over: Mapping[str, Iterable[Any]],
+    *,
+    try_larger: bool = False,
+    device: str | torch.device | Device | None = None,
+    preserve: Iterable[Any] = (),
+    progress: Progress = "auto",
+    **options: Any,
+) -> ProbeTable:
+    """Find the largest batch size for each value of one argument of the step, such as each length of a sequence.
+
+    Each row of the table is a whole search, and its answer is run and confirmed as `find_max_batch` does it. From the second
+    on, a search begins near its answer, and what does not depend on the value is learned once: which optimizers step, how
+    many calls a trial must make, the memory that libraries take. Only the first row looks at many calls of a small size.
+
+    Args:
+        model: As for `find_max_batch`.
+        step_fn: ``step_fn(model, batch_size, length=...)``, or a mapping of several, as for `find_max_batch`; the name of the
+            further argument is yours.
+        over: The argument's name and its values, ``{"length": [512, 1024, 2048]}``: numbers, tuples such as ``(640, 480)``,
+            or anything else that can be a key and has a text. They are searched in this order.
+        try_larger: Try values above one with which not even the smallest batch fits; otherwise they count as not fitting.
+        device: As for `find_max_batch`.
+        preserve: As for `find_max_batch`.
+        progress: As for `find_max_batch`.
+        **options: As for `find_max_batch`, for each row; but `start_batch` is for the first row, and `time_limit_s` for the
+            whole table. Once that has passed, the rows that are finished make the table.
+
+    Returns:
+        The results by value; None for a value with which nothing fits.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or `over` has several axes; nothing was run.
+        TimeLimitError: the time limit passed before any row was finished.
+        OomProbeError: as for `find_max_batch`. Its text names the row, and its ``.table`` has those that were finished.
+
+    Example:
+        >>> model = torch.nn.GRU(32, 32, batch_first=True)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> def step(model, batch_size, length):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(batch_size, length, 32))[0].square().mean().backward()
+        ...     optimizer.step()
+        >>> table = find_max_batches(model, step, {"length": [8, 16]}, device="sim:1GiB", max_batch=64, progress="off")
+        >>> table.batch_sizes()
+        {8: 64, 16: 64}
+    """
+    axis = Axis.of(over)
+    with (
+        Rows(axis) as rows,
+        open_model(model, step_fn, device, preserve, Options(**options), progress, axis) as session,
+    ):
+        rows.search(session, try_larger=try_larger)
+    return rows.table()
+
+
 def check(
     model: torch.nn.Module,
     step_fn: StepFn | Step | Mapping[str, StepFn | Step],
@@ -168,16 +229,28 @@ def check(
     return result_of(session, found)
 
 
+@overload
+def probe_target(target: str | Callable[[], Any], *, over: None = None, **options: Any) -> ProbeResult: ...
+
+
+@overload
+def probe_target(
+    target: str | Callable[[], Any], *, over: Mapping[str, Iterable[Any]], try_larger: bool = False, **options: Any
+) -> ProbeTable: ...
+
+
 def probe_target(
     target: str | Callable[[], Any],
     *,
+    over: Mapping[str, Iterable[Any]] | None = None,
+    try_larger: bool = False,
     isolate: bool = True,
     nproc_per_node: int | Literal["gpu"] | None = None,
     device: Any = None,
     preserve: Any = (),
     progress: Progress = "auto",
     **options: Any,
-) -> ProbeResult:
+) -> ProbeResult | ProbeTable:
     """Find the largest batch size for the model and step that a target builds.
 
     A target can be rebuilt, so its trials run in child processes that may die: from a sticky CUDA error, the system's
@@ -193,6 +266,8 @@ def probe_target(
     Args:
         target: ``module:function`` or ``path/to/file.py:function``, or such a function itself; it takes no arguments and
             returns ``(model, step_fn)``.
+        over: Make a table; as for `find_max_batches`.
+        try_larger: As for `find_max_batches`.
         isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
         nproc_per_node: Ranks, at least 1, or "gpu" for as many as there are accelerators; None for one process without a
             group. On real accelerators the default of `resolution` is then 1/128.
@@ -202,7 +277,7 @@ def probe_target(
         **options: As for `find_max_batch`.
 
     Returns:
-        The answer and all the evidence for it.
+        The answer and all the evidence for it; with `over`, a table of such answers.
 
     Raises:
         InvalidArgumentError: the target cannot be found or imported in another process, or does not return a model and
@@ -219,7 +294,13 @@ def probe_target(
     """
     if nproc_per_node is not None and not names_simulated(device):
         options = {"resolution": RANKS_RESOLUTION, **options}
-    with open_target(target, isolate, device, preserve, Options(**options), progress, nproc_per_node) as session:
+    arguments = target, isolate, device, preserve, Options(**options), progress, nproc_per_node
+    if over is not None:
+        axis = Axis.of(over)
+        with Rows(axis) as rows, open_target(*arguments, axis) as session:
+            rows.search(session, try_larger=try_larger)
+        return rows.table()
+    with open_target(*arguments) as session:
         found = finish(session, session.find())
     return result_of(session, found)
 

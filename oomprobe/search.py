@@ -25,6 +25,7 @@ PAST_HOLES = 1 / 64
 # bytes than the others, because the parameters' own memory hides it; at 256 (of an MLP that runs 4096), 180 % more.
 LOOK_DIVISOR = 16
 GUESS_DIVISOR = 16  # of the first stride from a guess
+NEAR_DIVISOR = 64  # the same, if a trial at half the answer or so told the guess
 # Where a failure costs as much as many passes, as with ranks, which must be started and built anew: bisect at this place in the
 # bracket instead of halfway, and move down from an answer that is not confirmed by this fraction of the size. Over 800 random
 # limits, a search to 1/128 then met 5 failures (at most 6) in 26 trials instead of 6.5 (9) in 23.
@@ -41,7 +42,8 @@ class Reply:
         grows_no_further: Whether memory will not limit any larger size either.
         varies: After a look, whether later calls need more memory than the calls of the trials before it. After another
             trial, whether the same calls of this size ended differently before, so that a pass proves nothing.
-        guess: After a look, a size to begin at; only where to look, never the answer.
+        guess: A size to go on at, told by a look, or where an earlier search is known, by growing; only where to look, never
+            the answer.
         is_certain: Whether a failure needs no second try: the allocator said so in a fresh process.
         tolerance: After a look, how narrow the bracket must be, as a fraction of the size: long trials need to be few.
     """
@@ -146,6 +148,7 @@ def find(
     grows_capped: bool = False,
     confirmations: int = 1,
     failures_cost: bool = False,
+    known: Reply | None = None,
 ) -> Found:
     """Find the largest size that runs under the cap. On a monotone limit the answer is exact.
 
@@ -153,7 +156,8 @@ def find(
     largest good and the smallest bad size. `look` runs many calls of a small size after growing; if its reply varies,
     `try_size` runs longer trials from then on, and the search forgets what passed before. `start` is where growing begins; if
     that fails, the size is halved until one runs. With `grows_capped`, growing is under the cap too. The answer must pass
-    `confirmations` times. If `failures_cost`, the search runs more trials that pass, and fewer that fail.
+    `confirmations` times. If `failures_cost`, the search runs more trials that pass, and fewer that fail. `known` is the reply
+    of the look in an earlier search of the same step: growing is then under the cap, and ends where a reply has a guess.
 
     Example:
         >>> def try_size(size, phase, *, capped):
@@ -167,10 +171,13 @@ def find(
         capped,
         should_stop_bisecting,
         start=sizes.first if start is None else sizes.nearest(start),
-        grows_capped=grows_capped,
+        grows_capped=grows_capped or known is not None,
         confirmations=confirmations,
         failures_cost=failures_cost,
-        looks=look is not None,
+        looks=look is not None and known is None,
+        known=known,
+        varies=known is not None and known.varies,
+        least_tolerance=known.tolerance if known is not None and known.varies else 0.0,
     ).questions()
     reply: Any = None  # the first `send` to a generator must be None
     while True:
@@ -196,6 +203,7 @@ class _Search:
     confirmations: int = 1
     failures_cost: bool = False
     looks: bool = False
+    known: Reply | None = None  # of the look in an earlier search of the same step
     varies: bool = False  # whether later calls of a step need more memory than earlier ones
     full_good: int | None = None  # the bracket with all the memory
     full_bad: int | None = None
@@ -262,11 +270,12 @@ class _Search:
                 size = self.sizes.down(size, 2)
                 continue
             self.full_good = size
-            if reply.within_cap:
+            if reply.within_cap or self.known is not None:
                 self.within_cap = size
             if reply.grows_no_further:
                 self.sizes = replace(self.sizes, last=size)
-            if size == self.sizes.last or self.full_bad is not None:
+            self.guess = reply.guess
+            if size == self.sizes.last or self.full_bad is not None or self.guess is not None:
                 return
             size = self.sizes.up(size, size)
 
@@ -300,7 +309,9 @@ class _Search:
         if not holds_under_cap and not (yield from self.ask(last_good, Phase.BISECT, capped=True)).passed:
             self.good, self.bad = self.within_cap, last_good
         last = self.sizes.last
-        if self.bad is None and last is not None and self.good != last:  # the look took back what growing had passed
+        if (
+            self.looks and self.bad is None and last is not None and self.good != last
+        ):  # the look took back what growing had passed
             if (yield from self.ask(last, Phase.BISECT, capped=True)).passed:
                 self.good = last
             else:
@@ -308,11 +319,8 @@ class _Search:
 
     def begin_at(self, guess: int) -> Questions[None]:
         """Bracket the limit around a guess, in strides that double: trials of many calls need to be few."""
-        size, stride, previous = (
-            self.sizes.down(guess, 1),
-            max(self.sizes.step, self.sizes.down(guess, GUESS_DIVISOR)),
-            None,
-        )
+        step, divisor = self.sizes.step, GUESS_DIVISOR if self.known is None else NEAR_DIVISOR
+        size, stride, previous = self.sizes.nearest(guess), max(step, guess // divisor // step * step), None
         while (self.good or 0) < size and (self.bad is None or size < self.bad):
             passed = (yield from self.ask(size, Phase.BISECT, capped=True)).passed
             self.good, self.bad = (size, self.bad) if passed else (self.good, size)

@@ -50,10 +50,22 @@ class ContradictedError(Exception):
 
 
 class Session:
-    """Runs the trials that the search asks for and appends them to `trials`. `clock` started with the probe."""
+    """Runs the trials that the search asks for and appends them to `trials`. `clock` started with the probe.
 
-    def __init__(self, runner: Runner, options: Options, reporter: Reporter, clock: Clock, trials: list[Trial]) -> None:
-        self.runner, self.trials, self.clock = runner, trials, clock
+    Each row of a table, numbered by `row`, has a session of its own.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        options: Options,
+        reporter: Reporter,
+        clock: Clock,
+        trials: list[Trial],
+        *,
+        row: int = 0,
+    ) -> None:
+        self.runner, self.trials, self.clock, self.row = runner, trials, clock, row
         self.options = options.within(runner.facts.max_batch)
         self.notes: dict[str, None] = {}  # in order and without duplicates
         self.in_steps_s = 0.0
@@ -63,17 +75,31 @@ class Session:
         self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
-        self._reporter = reporter
+        self.reporter = reporter
         self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
         self._asked_calls: int | None = None  # of the last trial
         self._predicts = True  # whether a device that replays may predict trials
         self._allocated: dict[int, Allocated] = {}  # by batch size
         self._ends: dict[tuple[int, int | None, int | None], Trial] = {}  # by batch size, cap and calls
+        # Of another row: what its look found, and the peak of any size with the peak at the limit, in bytes.
+        self._known: Reply | None = None
+        self._peaks = 0, 0
 
     @property
     def device(self) -> DeviceInfo:
         """The device, as far as the runner knows it yet."""
         return self.runner.facts.device
+
+    def follow(self, last: Session, *, fixed_bytes: int, wanted_bytes: int) -> None:
+        """Begin with what the session of another row has learned of the step, whose peak is a line from `fixed_bytes` up.
+
+        The search aims at a peak of `wanted_bytes`.
+        """
+        self.budget.expect(last.budget)
+        self.call_plan.follow(last.call_plan)
+        self._learned, self._predicts, self._peaks = last._learned, last._predicts, (fixed_bytes, wanted_bytes)
+        tolerance = tolerance_of(self.call_plan.needed)
+        self._known = Reply(passed=True, varies=self.call_plan.is_long, tolerance=tolerance)
 
     # --- the search ---
 
@@ -91,6 +117,7 @@ class Session:
             grows_capped=self.runner.facts.grows_capped,
             confirmations=self.runner.facts.confirmations,
             failures_cost=self.runner.facts.failure_cost_s > 0,
+            known=self._known,
         )
         try:
             return find()
@@ -109,6 +136,7 @@ class Session:
             grows_no_further=self.splits,
             varies=self._varies(trial),
             is_certain=self.runner.facts.grows_capped and trial.verdict is Verdict.OOM,
+            guess=None if self._known is None else diagnosis.line_through((0, self._peaks[0]), trial, self._peaks[1]),
         )
 
     def look(self, size: int) -> Reply:
@@ -125,7 +153,7 @@ class Session:
             within_cap=self.budget.holds(trial),
             varies=varies,
             tolerance=tolerance_of(self.call_plan.needed),
-            guess=diagnosis.line_through(self.trials, trial, self.budget.total_bytes),
+            guess=diagnosis.line_through(diagnosis.smallest_peak(self.trials), trial, self.budget.total_bytes),
         )
 
     def should_stop_bisecting(self, good: int, bad: int) -> bool:
@@ -190,7 +218,7 @@ class Session:
         request = self.call_plan.planned(request, decides=phase is not Phase.GROW)
         self._asked_calls = request.calls
         ended: Trial | None = None  # the first try, if it ended its process
-        self._reporter.started(size, phase)
+        self.reporter.started(size, phase)
         while True:
             outcome = self.runner.run(self.with_evidence(request))
             self.take_over(outcome)
@@ -204,7 +232,7 @@ class Session:
                 break
             ended = trial
             request = replace(request, phase=Phase.RECHECK, fresh=True, watches_leaks=True, exact=True)
-            self._reporter.started(size, request.phase)
+            self.reporter.started(size, request.phase)
         self._stop_if_final(outcome)
         return trial
 
@@ -213,6 +241,7 @@ class Session:
         passed = [trial.batch_size for trial in self.trials if trial.passed]
         return replace(
             request,
+            row=self.row,
             deadline_s=self.clock.deadline_s(),
             smaller_passed=any(size < request.batch_size for size in passed),
             largest_passed=max(passed, default=None),
@@ -230,7 +259,7 @@ class Session:
         self.trials.append(trial)
         self._allocated[trial.batch_size] = Allocated(served_bytes=calls.served_bytes, blocks=calls.allocations)
         self.notes |= dict.fromkeys(self.call_plan.learn(request, trial, calls))
-        self._reporter.finished(trial)
+        self.reporter.finished(trial)
         if outcome.measured is not None and not self.budget.is_final:
             self._take_budget(outcome.measured)
 

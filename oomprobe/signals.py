@@ -144,10 +144,11 @@ def _is_free(alarm: int) -> bool:
 class Clock:
     """The time limits of a probe, which starts with its clock; times are on the monotonic clock."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, end_s: float | None = None) -> None:
         self.options = options
         self._started_s = time.monotonic()
-        self.end_s = None if options.time_limit_s is None else self._started_s + options.time_limit_s
+        limit_s = options.time_limit_s
+        self.end_s = self._started_s + limit_s if end_s is None and limit_s is not None else end_s
 
     @property
     def elapsed_s(self) -> float:

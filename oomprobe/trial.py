@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from oomprobe.axis import NO_AXIS, Axis
 from oomprobe.devices import Device, Usage, describe, extras_of
 from oomprobe.devices.leaks import Baseline
 from oomprobe.devices.recorder import Recorder
@@ -74,11 +75,12 @@ class LocalRunner:
         snapshot: Snapshot | None = None,
         ends_with_trial: bool = False,
         ranks: int = 1,
+        axis: Axis = NO_AXIS,
     ) -> None:
         self._ranks = ranks
+        self._axis, self._row = axis, 0
         self._device, self._extras = device, extras_of(device)
         self._card = self._extras.replay
-        self._card.begin_probe(interrupts.poll, replays=len(steps) == 1)
         self.facts = RunnerInfo(
             device=describe(device),
             step_names=tuple(steps),
@@ -92,17 +94,25 @@ class LocalRunner:
         self._stepping = Stepping(watch, tracker)
         self._ends_with_trial = ends_with_trial
         self._is_cold = False  # whether nothing has run since the last clean-up
-        self._baseline = Baseline(device, clean=self._start_cold)
         # What the default random number generators were; a process that ends with its trial needs none.
         self._generators = [] if ends_with_trial else generator_states(device.torch_device.type)
         self.compiled = Compiled()
-        self._notes: dict[str, None] = {}
         self._in_steps_s = 0.0  # of the trial that is running
+        self._begin_row(0)
+
+    def _begin_row(self, row: int) -> None:
+        """Forget what trials with another value of the axis have shown of memory."""
+        self._row = row
+        self._card.begin_probe(self._interrupts.poll, replays=len(self._steps) == 1)
+        self._baseline = Baseline(self._device, clean=self._start_cold)
+        self._notes: dict[str, None] = {}
 
     # --- a trial ---
 
     def run(self, request: Request) -> Outcome:
         """Run one trial, or predict it if the request allows that, and return the memory to its baseline."""
+        if request.row != self._row:
+            self._begin_row(request.row)
         predicted = self._card.predict_trial(request)
         if predicted is not None:
             return Outcome(trial=predicted)
@@ -169,7 +179,7 @@ class LocalRunner:
         """Start cold, make the calls under the cap, and classify the end."""
         running = Running(request=request, step=next(iter(self._steps.values())))
         # A fresh trial drops code compiled for its own size too: its captured graphs hold memory.
-        if self.compiled.start_size(request.batch_size, anew=request.fresh) or not self._is_cold:
+        if self.compiled.start_size((request.row, request.batch_size), anew=request.fresh) or not self._is_cold:
             self._start_cold()
         self._device.start_trial()
         try:
@@ -351,7 +361,7 @@ class LocalRunner:
             delivered = self._interrupts.delivered_until(request.deadline_s, polled=self.facts.device.replays)
             try:
                 with self._device.session(), delivered:
-                    running.step.run(self._model, request.batch_size)
+                    running.step.run(self._model, request.batch_size, **self._axis.arguments(request.row))
                     self._device.synchronize()
                     check_process_group(max(self._ranks, self._extras.world_size))  # the step may have made one
             finally:
@@ -418,7 +428,8 @@ class LocalRunner:
             raise error
         if not running.past_least:
             size, last, caller = request.batch_size, request.largest_passed, running.step.caller
-            raise step_failed(error, batch_size=size, largest_passed=last, caller=caller) from error
+            row = self._axis.label(request.row)
+            raise step_failed(error, batch_size=size, largest_passed=last, caller=caller, row=row) from error
         running.ended_early, running.failure, running.verdict = running.failure.text, None, Verdict.FITS
 
     def _usage(self) -> Usage:

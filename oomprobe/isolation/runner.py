@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from oomprobe import errors
+from oomprobe.axis import Axis
 from oomprobe.devices import Device
 from oomprobe.hooks import preload_dynamo
 from oomprobe.isolation.exit_status import ExitStatus, classify_exit
@@ -48,24 +49,24 @@ class Source:
     task: Message | None = None
 
 
-def forks(model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device) -> Source:
+def forks(model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, axis: Axis) -> Source:
     """Return a source of children forked from this process; each runs one trial on host memory."""
     if living := multiprocessing.active_children():
         raise errors.InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
     preload_dynamo()
 
     def answer(wire: Connection) -> None:
-        serve(wire, lambda: (local_runner(model, steps, tracker, device), device))
+        serve(wire, lambda: (local_runner(model, steps, tracker, device, axis=axis), device))
 
     return Source(start=lambda: Process.forked(answer))
 
 
-def workers(target: str, device: Any, options: Options) -> Source:
+def workers(target: str, device: Any, options: Options, axis: Axis) -> Source:
     """Return a source of workers that build a target."""
-    return Source(start=Process.spawned, task=task_of(target, device, options))
+    return Source(start=Process.spawned, task=task_of(target, device, options, axis))
 
 
-def task_of(target: str, device: Any, options: Options) -> Message:
+def task_of(target: str, device: Any, options: Options, axis: Axis) -> Message:
     """Return the message that tells a worker what to build, and for which device."""
     try:
         pickled_device = pickle.dumps(device).hex()
@@ -74,7 +75,14 @@ def task_of(target: str, device: Any, options: Options) -> Message:
             f"the {type(device).__name__} given as device cannot be sent to the processes that run trials ({error}): "
             "name it by a string such as 'cuda:1', or pass isolate=False"
         ) from None
-    return {"target": target, "device": pickled_device, "options": asdict(options)}
+    try:
+        pickled_axis = pickle.dumps(axis).hex()
+    except Exception as error:
+        raise errors.InvalidArgumentError(
+            f"a value of {axis.name} cannot be sent to the processes that run trials ({error}): pass its name, and let the step "
+            "look it up; or pass isolate=False"
+        ) from None
+    return {"target": target, "device": pickled_device, "axis": pickled_axis, "options": asdict(options)}
 
 
 class ProcessRunner:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from oomprobe import errors, linux
+from oomprobe.axis import NO_AXIS, Axis
 from oomprobe.devices import Device, device_error, is_host
 from oomprobe.hooks import OptimizerWatch
 from oomprobe.isolation import system
@@ -78,6 +79,7 @@ def local_runner(
     tracker: Tracker,
     device: Device,
     ranks: int = 1,
+    axis: Axis = NO_AXIS,
 ) -> LocalRunner:
     """Make a runner of trials in this process, without a snapshot: the changed state ends with the process."""
     if is_host(device):
@@ -97,6 +99,7 @@ def local_runner(
         Interrupts(),  # the parent ends a process that hangs
         ends_with_trial=is_host(device),
         ranks=ranks,
+        axis=axis,
     )
 
 

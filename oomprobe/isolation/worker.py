@@ -48,17 +48,18 @@ def _runner_of(task: Message) -> tuple[Runner, Device | None]:
     """Build the target and return the runner of its trials, with the device if they run in this process."""
     model, step_fn = build(task["target"])
     check_model(model)
-    steps = named_steps(step_fn)
+    axis = pickle.loads(bytes.fromhex(task["axis"]))
+    steps = named_steps(step_fn, axis)
     ranks = task.get("ranks", 1)
     check_process_group(ranks, has_stepped=False)
     device = choose_device(pickle.loads(bytes.fromhex(task["device"])), model)
     tracker = Tracker(model, [step.run for step in steps.values()], device=device)
     if not is_host(device):
         preload_dynamo()
-        return local_runner(model, steps, tracker, device, ranks), device
+        return local_runner(model, steps, tracker, device, ranks, axis), device
     if ranks > 1:
         raise InvalidArgumentError(ON_HOST.format(rank=os.environ["RANK"], kind=device.torch_device))
-    source = forks(model, steps, tracker, device)
+    source = forks(model, steps, tracker, device, axis)
     gc.collect()
     gc.freeze()  # so that forked children neither scan nor copy existing objects
     # Host memory takes a third process: the caller's, this one, which holds the model, and a child for each trial.

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from oomprobe.axis import text_of_value
 from oomprobe.report.breakdown import advice, breakdown_rows
 from oomprobe.report.plot import bracket_figure, result_figure
+from oomprobe.report.rows import best_lines, table_figure, table_notes, table_rows, table_verdict
 from oomprobe.report.table import TEXT_COLUMNS, table_cells
 from oomprobe.report.text import facts, verdict_line, warning_lines
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from oomprobe.result import ProbeResult
+    from oomprobe.table import ProbeTable
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 0 auto; padding: 1rem; }
@@ -29,17 +32,67 @@ td.why { text-align: left; white-space: normal; color: #555; font-size: .8rem; }
 .pictures { display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start; } figure { margin: 0; flex: 1 1 20rem; max-width: 30rem; }
 figure svg { width: 100%; height: auto; } dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
 dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
+details { border-top: 1px solid #ddd; padding: .4rem 0; } summary { cursor: pointer; font-weight: 600; }
 """
 
 
 def page(result: ProbeResult) -> str:
     """Render a result as an HTML document."""
-    verdict = verdict_line(result).removeprefix("verdict: ")
-    warning = " ".join(warning_lines(result)).replace("!! ", "")
-    environment = {name: [_value(value)] for name, value in result.environment.items() if value not in (None, {}, "")}
+    heading = f"<h1>{escape(_sentence(verdict_line(result)))}</h1>"
+    return _document(f"oomprobe: batch {result.batch_size} on {result.device}", [heading, *_body(result)])
+
+
+def table_page(table: ProbeTable) -> str:
+    """Render a table as an HTML document, with the report of each row folded."""
+    folded = (
+        f"<details><summary>{escape(f'{table.axis}={text_of_value(value)}: batch {result.batch_size}')}</summary>"
+        f"{''.join(_body(result))}</details>"
+        for value, result in table.fitting()
+    )
     parts = [
-        f"<h1>{escape(verdict[:1].upper() + verdict[1:])}</h1>",
-        *([f'<p class="warning">{escape(warning)}</p>'] if warning else []),
+        f"<h1>{escape(_sentence(table_verdict(table)))}</h1>",
+        *dict.fromkeys(line for _, result in table.fitting() for line in _warning(result)),
+        _rows(table),
+        f'<div class="pictures">{_svg(table_figure(table), f"batch size for each {table.axis}")}</div>',
+        *_list("Notes", table_notes(table)),
+        "<h2>Rows</h2>",
+        *folded,
+    ]
+    return _document(f"oomprobe: batch sizes over {table.axis}", parts)
+
+
+def table_notebook(table: ProbeTable) -> str:
+    """Render the table for a notebook."""
+    return f"<p><b>{escape(table_verdict(table))}</b></p>{_rows(table)}"
+
+
+def _rows(table: ProbeTable) -> str:
+    heads, rows = table_rows(table)
+    best, lines = table.best(), [f'<div class="scroll"><table><tr>{_cells("th", heads, heads)}</tr>']
+    for value, cells, remark in rows:
+        kind = "failed" if table.rows[value] is None else "answer" if value == best else "passed"
+        lines.append(f'<tr class="{kind}">{_cells("td", heads, cells)}</tr>')
+        if remark:
+            lines.append(f'<tr><td class="why" colspan="{len(heads)}">{escape(remark)}</td></tr>')
+    lines += (f'<tr><td class="why" colspan="{len(heads)}">{escape(line)}</td></tr>' for line in best_lines(table))
+    return "".join([*lines, "</table></div>"])
+
+
+def _sentence(verdict: str) -> str:
+    text = verdict.removeprefix("verdict: ")
+    return text[:1].upper() + text[1:]
+
+
+def _warning(result: ProbeResult) -> list[str]:
+    warning = " ".join(warning_lines(result)).replace("!! ", "")
+    return [f'<p class="warning">{escape(warning)}</p>'] if warning else []
+
+
+def _body(result: ProbeResult) -> list[str]:
+    """Render all but the heading."""
+    environment = {name: [_value(value)] for name, value in result.environment.items() if value not in (None, {}, "")}
+    return [
+        *_warning(result),
         _definitions({label: sentences for label, sentences in facts(result, verbose=True).items() if sentences}),
         f'<div class="pictures">{_svg(result_figure(result), "peak memory and throughput against batch size")}'
         f"{_svg(bracket_figure(result), 'each trial in order, closing in on the answer')}</div>",
@@ -51,10 +104,13 @@ def page(result: ProbeResult) -> str:
         "<h2>Environment</h2>",
         _definitions(environment),
     ]
+
+
+def _document(title: str, parts: Iterable[str]) -> str:
     head = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>oomprobe: batch {result.batch_size} on {escape(result.device)}</title>\n"
+        f"<title>{escape(title)}</title>\n"
         f"<style>{STYLE}</style>\n</head>\n<body>\n"
     )
     return head + "\n".join(parts) + "\n</body>\n</html>\n"

@@ -34,6 +34,7 @@ class Reporter:
     """Callbacks for the progress of a probe."""
 
     opened: Callable[[str, Options], object] = _ignore  # with the device name, before the first trial
+    row: Callable[[str], object] = _ignore  # before each row of a table, with its name
     started: Callable[[int, Phase], object] = _ignore  # before each trial
     finished: Callable[[Trial], object] = _ignore  # with each trial that ended, passed or not
     close: Callable[[], object] = _ignore  # after the last trial: removes the status line from the screen
@@ -53,10 +54,11 @@ def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic)
     if progress == "auto" and _is_terminal():
         show, close = _rich_screen() or (_show_line, lambda: _write(_ERASE))
         line = _StatusLine(show, clock)
-        return Reporter(opened=line.opened, started=line.started, finished=line.finished, close=close)
+        return Reporter(opened=line.opened, row=line.row, started=line.started, finished=line.finished, close=close)
     if progress in ("auto", "plain"):
         return Reporter(
             opened=lambda device, options: _write(f"probing {device}\n"),
+            row=lambda name: _write(f"{name}\n"),
             started=lambda batch_size, phase: _write(f"batch {batch_size}  {phase} ...\n"),
             finished=_write_trial,
         )
@@ -79,10 +81,14 @@ class _StatusLine:
     def __init__(self, show: _Show, clock: Callable[[], float]) -> None:
         self._show, self._clock, self._start_s = show, clock, clock()
         self._trials: list[Trial] = []
+        self._row = ""
         self._step, self._resolution = 1, 0.0
 
     def opened(self, device: str, options: Options) -> None:
         self._step, self._resolution = options.multiple_of, options.resolution
+
+    def row(self, name: str) -> None:
+        self._row, self._trials, self._start_s = f"{name}  ", [], self._clock()
 
     def started(self, batch_size: int, phase: Phase) -> None:
         self._update(f"{phase}  batch {batch_size} ...", phase)
@@ -98,7 +104,7 @@ class _StatusLine:
         good = max((size for size in passed if passed[size] and size < (failing or math.inf)), default=None)
         elapsed_s = int(self._clock() - self._start_s)
         parts = [
-            f"oomprobe: {doing}",
+            f"oomprobe: {self._row}{doing}",
             f"last good {good or '--'}, first failing {failing or '--'}",
             format_seconds(elapsed_s) if elapsed_s else "0 s",
         ]

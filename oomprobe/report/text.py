@@ -40,7 +40,7 @@ def report(result: ProbeResult, *, verbose: bool = False) -> str:
         _fact_lines(result, verbose=verbose),
         [] if result.breakdown is None else breakdown_lines(result.breakdown),
         bullets("notes:", result.notes),
-        bullets("not covered by the trials:", result.not_covered) if verbose else _not_covered(result.not_covered),
+        bullets("not covered by the trials:", result.not_covered) if verbose else not_covered_lines(result.not_covered),
     )
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
@@ -54,10 +54,15 @@ def verdict_line(result: ProbeResult) -> str:
     """Return the answer in one line."""
     if "command" in result.environment and not result.budget_bytes:
         return f"verdict: batch {result.batch_size} ran; no process reported its memory"
+    per_rank = " per rank" if _counts_per_rank(result) else ""
+    return within(result, f"verdict: batch {result.batch_size}{per_rank} fits")
+
+
+def within(result: ProbeResult, what: str) -> str:
+    """Return a line that says in which memory something fits."""
     fraction = result.options.get("memory_fraction") or result.budget_bytes / max(1, result.available_bytes)
     share = f"{100 * fraction:.3g} % of {format_bytes(result.available_bytes)} on "
-    per_rank = " per rank" if _counts_per_rank(result) else ""
-    line = f"verdict: batch {result.batch_size}{per_rank} fits in {format_bytes(result.budget_bytes)} ({share}"
+    line = f"{what} in {format_bytes(result.budget_bytes)} ({share}"
     return f"{line}{clip(clean(result.device), max(8, WIDTH - 1 - len(line)))})"
 
 
@@ -79,7 +84,7 @@ def warning_lines(result: ProbeResult) -> list[str]:
     )
 
 
-def _not_covered(items: tuple[str, ...]) -> list[str]:
+def not_covered_lines(items: tuple[str, ...]) -> list[str]:
     """List the items in one sentence, without the details that follow a bracket, colon or comma."""
     short = [re.split(r" \(|: |, ", item, maxsplit=1)[0] for item in items]
     return wrap(f"not covered: {'; '.join(short)}", rest="  ") if short else []

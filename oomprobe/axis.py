@@ -1,0 +1,106 @@
+"""The axis of a table: one keyword argument of the step, such as a sequence length, and its values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oomprobe.errors import InvalidArgumentError
+
+EXAMPLE = 'over={"length": [512, 1024, 2048]}'
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A keyword argument of the step and the values that it takes, one for each row; without a name there is none.
+
+    Example:
+        >>> Axis.of({"length": range(512, 1025, 512)}).arguments(1)
+        {'length': 1024}
+        >>> Axis().arguments(0)
+        {}
+    """
+
+    name: str = ""
+    values: tuple[Any, ...] = (None,)
+
+    @classmethod
+    def of(cls, over: object) -> Axis:
+        """Return the axis that a mapping states.
+
+        Raises:
+            InvalidArgumentError: it states no axis or several, or no values, or a value twice.
+        """
+        if not isinstance(over, Mapping) or not over:
+            raise InvalidArgumentError(f"over must map an argument of the step to its values, {EXAMPLE}, not {over!r}")
+        if len(over) > 1:
+            raise InvalidArgumentError(
+                f"over has {len(over)} axes, {', '.join(map(str, over))}, and a table has one: let the values of one argument "
+                'stand for both, over={"size": [(640, 480), (1280, 960)]}, or make a table for each value of the other'
+            )
+        ((name, values),) = over.items()
+        if not isinstance(name, str) or not name.isidentifier() or name in ("model", "batch_size"):
+            raise InvalidArgumentError(f"over names {name!r}, which is no further argument of the step: {EXAMPLE}")
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise InvalidArgumentError(f"the values of {name} must be a list, not {values!r}: {EXAMPLE}")
+        return cls(name, _checked(name, values))
+
+    def arguments(self, row: int) -> dict[str, Any]:
+        """Return the keyword arguments of the step in a row."""
+        return {self.name: self.values[row]} if self.name else {}
+
+    def label(self, row: int) -> str:
+        """Name a row, as in ``length=512``; without an axis, return an empty text."""
+        return f"{self.name}={text_of_value(self.values[row])}" if self.name else ""
+
+
+NO_AXIS = Axis()
+
+
+def _checked(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    plain = tuple(value.item() if hasattr(value, "item") else value for value in values)  # of numpy and torch
+    if unhashable := [value for value in plain if value.__hash__ is None]:
+        raise InvalidArgumentError(
+            f"a value of {name} cannot be a key of the table: write {unhashable[0]!r} as a tuple"
+        )
+    if not plain or len(set(plain)) < len(plain):
+        raise InvalidArgumentError(f"{name} must have at least one value, and each only once, not {list(plain)!r}")
+    return plain
+
+
+def text_of_value(value: object) -> str:
+    """Return the text of a value.
+
+    Example:
+        >>> text_of_value(512), text_of_value((640, 480)), text_of_value("short")
+        ('512', '640x480', 'short')
+    """
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def magnitude(value: object) -> float | None:
+    """Return the size of a number, or of the box with sides in a tuple; None for any other value.
+
+    Example:
+        >>> magnitude(512), magnitude((640, 480)), magnitude("short")
+        (512, 307200, None)
+    """
+    sides = value if isinstance(value, tuple) else (value,)
+    if not sides or not all(type(side) in (int, float) and side > 0 for side in sides):
+        return None
+    return math.prod(sides)
+
+
+def is_larger(value: object, other: object) -> bool:
+    """Return whether a value is larger than another, in every side of a tuple at least as large.
+
+    Example:
+        >>> is_larger(1024, 512), is_larger((640, 960), (640, 480)), is_larger((320, 960), (640, 480)), is_larger("b", "a")
+        (True, True, False, False)
+    """
+    sides, others = (one if isinstance(one, tuple) else (one,) for one in (value, other))
+    if value == other or len(sides) != len(others) or magnitude(value) is None or magnitude(other) is None:
+        return False
+    return all(side >= least for side, least in zip(sides, others, strict=True))

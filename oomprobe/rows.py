@@ -1,0 +1,114 @@
+"""Make a table: one search for each value of an axis, in one opened session; each begins with what the last has learned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from oomprobe.axis import Axis, is_larger, magnitude, text_of_value
+from oomprobe.errors import NothingFitsError, OomProbeError, TimeLimitError
+from oomprobe.finish import finish
+from oomprobe.result import ProbeResult
+from oomprobe.session import Session
+from oomprobe.signals import Clock
+from oomprobe.summary import result_of
+from oomprobe.table import ProbeTable, answer_of
+
+# The first trial of a row, of the size at which the step would take as many samples times values as the last answer: large
+# enough that a line through it tells where the limit is, and still below it if memory grows with the square of the value.
+START_SHARE = 1 / 2
+NOT_TRIED = "not tried, since {axis} {value} does not fit (try_larger=True, --try-larger)"
+CUT_OFF = "time limit: there are no rows for {axis} {values}. Allow more time, or make another table for them"
+
+
+class Rows:
+    """The rows of a table while it is made. As a context manager it attaches those that are finished to an error."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._opened: Session | None = None
+        self._results: dict[Any, ProbeResult | None] = {}
+        self._unfit: dict[Any, str] = {}
+        self._notes: list[str] = []
+        self._fixed_bytes = 0  # that the peak of any size has, whatever the value
+
+    def __enter__(self) -> Rows:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._results:
+            return
+        if isinstance(error, OomProbeError):
+            error.table = self.table()
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
+            error.add_note(f"the rows that were finished:\n{self.table()}")
+
+    def table(self) -> ProbeTable:
+        """Return the table, once the session is closed: closing it restores and compares the state."""
+        opened = self._opened
+        assert opened is not None
+        rows = {
+            value: result
+            and replace(result, notes=(*opened.notes, *result.notes), state_verified=opened.state_verified)
+            for value, result in self._results.items()
+        }
+        elapsed_s = opened.clock.elapsed_s
+        return ProbeTable(
+            axis=self._axis.name, rows=rows, unfit=self._unfit, notes=tuple(self._notes), elapsed_s=elapsed_s
+        )
+
+    def search(self, opened: Session, *, try_larger: bool) -> None:
+        """Find the largest size for each value.
+
+        Above a value that does not fit, larger ones are tried only if `try_larger`.
+        """
+        self._opened, last = opened, None
+        for row, value in enumerate(self._axis.values):
+            smaller = next((other for other in self._unfit if is_larger(value, other)), None)
+            if smaller is not None and not try_larger:
+                self._results[value] = None
+                self._unfit[value] = NOT_TRIED.format(axis=self._axis.name, value=text_of_value(smaller))
+                continue
+            opened.reporter.row(self._axis.label(row))
+            session = self._session(opened, row, last)
+            try:
+                found = finish(session, session.find())
+            except NothingFitsError as error:
+                self._results[value], self._unfit[value] = None, str(error)
+            except TimeLimitError as error:
+                if not any(self._results.values()):
+                    _name_row(error, self._axis.label(row))
+                    raise
+                values = ", ".join(map(text_of_value, self._axis.values[row:]))
+                self._notes.append(CUT_OFF.format(axis=self._axis.name, values=values))
+                return
+            except OomProbeError as error:
+                _name_row(error, self._axis.label(row))
+                raise
+            else:
+                result = self._results[value] = result_of(session, found)
+                self._fixed_bytes = self._fixed_bytes or int(result.fit.fixed_bytes if result.fit else 0)
+                last = session, value, result
+
+    def _session(self, opened: Session, row: int, last: tuple[Session, Any, ProbeResult] | None) -> Session:
+        """Return the session of a row, which begins with what the last one that has an answer learned, if memory limited it."""
+        opened.trials.clear()
+        options, clock = opened.options, Clock(opened.options, opened.clock.end_s)
+        if last is None or last[2].limited_by == "step":
+            return Session(opened.runner, options, opened.reporter, clock, opened.trials, row=row)
+        session, value, result = last
+        ratio = (magnitude(value) or 1) / (magnitude(self._axis.values[row]) or 1)
+        start = options.sizes.nearest(int(START_SHARE * ratio * result.batch_size))
+        following = Session(
+            opened.runner, replace(options, start_batch=start), opened.reporter, clock, opened.trials, row=row
+        )
+        answer = answer_of(result)
+        assert answer is not None
+        split_bytes = max(0, (answer.peak_reserved_bytes or 0) - (answer.peak_allocated_bytes or 0))
+        following.follow(session, fixed_bytes=max(0, self._fixed_bytes), wanted_bytes=result.budget_bytes - split_bytes)
+        return following
+
+
+def _name_row(error: OomProbeError, label: str) -> None:
+    """Put the row in front of the error's text."""
+    error.args = (f"{label}: {error}", *error.args[1:])

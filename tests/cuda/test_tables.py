@@ -1,0 +1,241 @@
+"""Tables over an axis on torch's own CUDA allocator: each row against a probe of its own, and what learning together saves."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import oomprobe
+
+from .bed import forked
+from .models import conv_net, runs
+from .ranks import on_ranks, searching
+from .tabled import Attention, Rotated, language_model
+
+LENGTHS = [128, 256, 512, 1024, 2048]
+TARGET = f"{Path(__file__).with_name('tabled.py')}:build"
+
+
+def images():
+    model, _ = conv_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(model, batch_size, size):
+        optimizer.zero_grad()
+        targets = torch.randint(10, (batch_size,), device="cuda")
+        F.cross_entropy(model(torch.randn(batch_size, 3, *size, device="cuda")), targets).backward()
+        optimizer.step()
+
+    return model, step
+
+
+def named_lengths():
+    model, inner = language_model()
+    return model, lambda model, batch_size, length: inner(model, batch_size, {"short": 100, "long": 1500}[length])
+
+
+def evaluating(every=10):
+    model, inner = language_model()
+    calls = 0
+
+    def step(model, batch_size, length):
+        nonlocal calls
+        calls += 1
+        inner(model, batch_size, length)
+        if calls % every == 0:
+            with torch.no_grad():
+                model(torch.randint(500, (8 * batch_size, length), device="cuda"))
+
+    return model, step
+
+
+TABLES = {
+    "fused attention": (language_model, {"length": LENGTHS}),
+    "attention, falling": (lambda: language_model(Attention), {"length": LENGTHS[::-1]}),
+    "attention, mixed": (lambda: language_model(Attention), {"length": [512, 2048, 128, 1024, 256]}),
+    "sizes of images": (images, {"size": [(64, 64), (64, 96), (128, 128), (256, 192), (224, 224)]}),
+    "names": (named_lengths, {"length": ["long", "short"]}),
+}
+
+
+def calls_of(results):
+    return sum(trial.steps + (not trial.passed) for result in results for trial in result.trials)
+
+
+def with_value(step, axis, value):
+    return lambda model, batch_size: step(model, batch_size, **{axis: value})
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "6GiB"])
+@pytest.mark.parametrize("name", TABLES)
+def test_each_row_is_a_probe_of_its_own_and_costs_less(name, memory):
+    make, over = TABLES[name]
+    ((axis, values),) = over.items()
+
+    def run():
+        model, step = make()
+        options = {"progress": "off"}
+        alone = [oomprobe.find_max_batch(model, with_value(step, axis, value), **options) for value in values]
+        return alone, oomprobe.find_max_batches(model, step, over, **options)
+
+    alone, table = forked(run, memory=memory, limit_s=120)
+    assert list(table.rows) == values
+    for value, one in zip(values, alone, strict=True):
+        row = table.rows[value]
+        assert one.batch_size * (1 - 1 / 128) <= row.batch_size <= one.batch_size * (1 + 1 / 128), value
+        assert (row.limited_by, row.budget_bytes, row.state_verified) == ("memory", one.budget_bytes, True)
+        assert row.trials[-1].phase == "confirm" or "marginal" in str(row.notes)
+        assert not [note for note in row.notes if note.startswith("leak")], row.notes
+        assert forked(runs_with, name, value, row.batch_size, memory=memory)
+    if len(values) == 5:
+        assert calls_of(table.rows.values()) <= 0.55 * calls_of(alone)
+    assert oomprobe.ProbeTable.from_dict(json.loads(table.to_json())) == table
+
+
+def runs_with(name, value, batch_size):
+    make, ((axis, _),) = TABLES[name][0], TABLES[name][1].items()
+
+    def build():
+        model, step = make()
+        return model, with_value(step, axis, value)
+
+    return runs(build, batch_size, steps=50)
+
+
+def test_what_happens_at_every_tenth_call_is_learned_once():
+    def run():
+        model, step = evaluating()
+        return oomprobe.find_max_batches(model, step, {"length": LENGTHS[:3]}, progress="off")
+
+    table = forked(run, memory="1GiB")
+    looks = [t for row in table.rows.values() for t in row.trials if t.phase == "grow" and t.steps == 50]
+    assert len(looks) == 1
+    for length, row in table.rows.items():
+        assert row.trials[-1].steps >= 11, length
+
+        def alone(length=length, batch_size=row.batch_size):
+            def build():
+                model, step = evaluating()
+                return model, with_value(step, "length", length)
+
+            return runs(build, batch_size, steps=30)
+
+        assert forked(alone, memory="1GiB")
+
+
+# --- rows without an answer ---
+
+
+def table_of(lengths, **options):
+    model, step = language_model(Attention)
+    return oomprobe.find_max_batches(model, step, {"length": lengths}, **{"progress": "off", **options})
+
+
+def test_a_value_that_does_not_fit_is_a_row_and_larger_ones_are_not_tried():
+    table = forked(table_of, [8192, 512, 16384], memory="1GiB")
+    assert table.rows[8192] is table.rows[16384] is None
+    assert table.batch_sizes() == {512: table.rows[512].batch_size}
+    assert "does not fit" in table.unfit[8192]
+    assert table.unfit[16384] == "not tried, since length 8192 does not fit (try_larger=True, --try-larger)"
+    lines = str(table).splitlines()
+    assert lines[0].startswith("verdict: 1 of 3 values of length fit in ")
+    assert [line.split()[:2] for line in lines[3:5]] == [["8192", "-"], ["^", "batch"]]
+
+
+def test_larger_values_are_tried_if_asked():
+    table = forked(lambda: table_of([512, 8192, 16384], try_larger=True), memory="1GiB")
+    assert "does not fit" in table.unfit[16384]
+    assert table.batch_sizes().keys() == {512}
+
+
+def test_a_time_limit_leaves_finished_rows_whole():
+    def run():
+        model, inner = language_model(Attention)
+
+        def step(model, batch_size, length):
+            inner(model, batch_size, length)
+            if length == 1024:
+                time.sleep(60)
+
+        return oomprobe.find_max_batches(
+            model, step, {"length": [256, 512, 1024, 2048]}, progress="off", time_limit_s=8, max_batch=16
+        )
+
+    table = forked(run, memory="1GiB")
+    assert table.batch_sizes() == {256: 16, 512: 16}
+    assert all(row.state_verified for row in table.rows.values())
+    assert table.notes == (
+        "time limit: there are no rows for length 1024, 2048. Allow more time, or make another table for them",
+    )
+
+
+def test_a_bug_names_its_row_and_leaves_the_finished_ones():
+    def run():
+        model, step = language_model(places=512)
+        with pytest.raises(oomprobe.StepFailedError) as caught:
+            oomprobe.find_max_batches(model, step, {"length": [256, 512, 1024]}, progress="off", max_batch=4)
+        return str(caught.value), type(caught.value.__cause__), caught.value.table
+
+    text, cause, table = forked(run, memory="1GiB")
+    assert text.startswith("length=1024: the step failed at batch size 1 with IndexError: position 1024 of 512")
+    assert "Run step_fn(model, 1, length=1024) once by itself" in text
+    assert cause is IndexError
+    assert table.batch_sizes() == {256: 4, 512: 4}
+    assert table.rows[256].state_verified
+
+
+def test_ctrl_c_shows_the_finished_rows_and_restores_the_model():
+    def run():
+        model, inner = language_model()
+        before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+
+        def step(model, batch_size, length):
+            inner(model, batch_size, length)
+            if length == 1024:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt) as caught:
+            oomprobe.find_max_batches(model, step, {"length": [256, 512, 1024]}, progress="off", max_batch=4)
+        after = model.state_dict()
+        return caught.value.__notes__, all(torch.equal(value, after[name].cpu()) for name, value in before.items())
+
+    (trials, rows), is_restored = forked(run, memory="1GiB")
+    assert is_restored
+    assert trials.startswith("oomprobe was interrupted; the trials so far:")
+    assert "verdict: 2 of 2 values of length fit" in rows
+
+
+# --- in other processes ---
+
+
+def test_one_worker_runs_all_rows_and_each_answer_is_confirmed_in_a_new_one(tmp_path):
+    def run():
+        torch.cuda.init = None  # the caller opens no context
+        return oomprobe.probe_target(TARGET, over={"length": LENGTHS[:3]}, max_batch=64, device="cuda", progress="off")
+
+    table = forked(lambda: searching(run, grace_s=5, late_s=300), memory="1GiB", PIDS=tmp_path, limit_s=60)
+    inside = forked(
+        lambda: oomprobe.find_max_batches(*language_model(), {"length": LENGTHS[:3]}, max_batch=64, progress="off"),
+        memory="1GiB",
+    )
+    assert table.batch_sizes() == inside.batch_sizes()
+    assert table.rows[512].environment["isolated"]
+    # The first worker, and one to confirm each row, which then runs the next row's trials.
+    assert len(list(tmp_path.iterdir())) == 1 + len(table.rows)
+
+
+def test_ranks(tmp_path):
+    def run():
+        options = {"nproc_per_node": 2, "progress": "off", "resolution": 0.1}
+        return oomprobe.probe_target(TARGET, over={"length": [256, 1024]}, **options)
+
+    table = on_ranks(tmp_path, run, BACKEND="gloo", limit_s=60)
+    short, long = table.rows.values()
+    assert short.batch_size == pytest.approx(4 * long.batch_size, rel=0.15)
+    assert all((row.world_size, len(row.trials[-1].ranks)) == (2, 2) for row in table.rows.values())
+    assert "batch per rank" in str(table)
