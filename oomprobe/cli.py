@@ -111,7 +111,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.quiet and contaminated:
         tell("oomprobe: no number printed: other processes kept changing the device's memory; see the notes above")
         return errors.UnreliableError.exit_status
-    return 0 if isinstance(probed, ProbeResult) else _exit_status(probed)
+    if isinstance(probed, ProbeResult):
+        return 0
+    if arguments.quiet:
+        tell(*(f"oomprobe: {note}" for note in probed.notes))
+    if len(probed.rows) < len(arguments.over[0][1]):
+        return errors.TimeLimitError.exit_status
+    return 0 if results else errors.NothingFitsError.exit_status
 
 
 def _report(probed: ProbeResult | ProbeTable, *, verbose: bool) -> str:
@@ -121,19 +127,14 @@ def _report(probed: ProbeResult | ProbeTable, *, verbose: bool) -> str:
 
 
 def _numbers(probed: ProbeResult | ProbeTable) -> str:
-    """Return the batch size; of a table, a line with value and batch size for each row, ``-`` if it does not fit."""
+    """Return the batch size; of a table, a line with each value and its size, ``-`` if it does not fit.
+
+    What ran with all values in turn comes first: a script may train with that.
+    """
     if isinstance(probed, ProbeResult):
         return f"{probed.batch_size}\n"
-    sizes = ((value, "-" if one is None else one.batch_size) for value, one in probed.rows.items())
-    return "".join(f"{value} {size}\n" for value, size in sizes)
-
-
-def _exit_status(table: ProbeTable) -> int:
-    """Return 0 if a value fits, 1 if none does, and 6 if the time limit cut off rows."""
-    if table.notes:
-        tell(*(f"oomprobe: {note}" for note in table.notes))
-        return errors.TimeLimitError.exit_status
-    return 0 if table.batch_sizes() else errors.NothingFitsError.exit_status
+    sizes = probed.mixed or probed.batch_sizes()
+    return "".join(f"{value} {sizes.get(value, '-')}\n" for value in probed.rows)
 
 
 def _save(write_to: Callable[[Path], object], path: Path | None) -> None:
@@ -168,7 +169,8 @@ def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult | Pro
     if "global_batch" in given:
         given["global_batch"] = -(-arguments.global_batch // (arguments.world_size or 1))
     if arguments.over:
-        return probe.probe_target(what, over=dict(arguments.over), try_larger=arguments.try_larger, **given, **common)
+        given |= {"try_larger": arguments.try_larger, "mixed": not arguments.no_mixed}
+        return probe.probe_target(what, over=dict(arguments.over), **given, **common)
     result: ProbeResult = search(what, **given, **common)
     if arguments.nproc_per_node is None and ((arguments.world_size or 1) > 1 or arguments.global_batch):
         plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size or 1}
@@ -329,6 +331,11 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--try-larger", action="store_true", help="with --over: go on above a value with which nothing fits"
     )
+    run.add_argument(
+        "--no-mixed",
+        action="store_true",
+        help="with --over: do not look for sizes that run with all values in turn, as training with buckets does",
+    )
     run.add_argument("--breakdown", action="store_true", help="run one more step to show where the memory went")
     run.add_argument(
         "--require", type=_size, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
@@ -409,8 +416,8 @@ def check_run(arguments: argparse.Namespace) -> None:
 
 def _check_table(arguments: argparse.Namespace) -> None:
     if not arguments.over:
-        if arguments.try_larger:
-            raise InvalidArgumentError("--try-larger goes on in a table: add --over, or leave it out")
+        if arguments.try_larger or arguments.no_mixed:
+            raise InvalidArgumentError("--try-larger and --no-mixed are about a table: add --over, or leave them out")
         return
     if len(arguments.over) > 1:
         raise InvalidArgumentError(TWO_AXES.format(count=len(arguments.over)))

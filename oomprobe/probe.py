@@ -131,6 +131,7 @@ def find_max_batches(
     over: Mapping[str, Iterable[Any]],
     *,
     try_larger: bool = False,
+    mixed: bool = True,
     device: str | torch.device | Device | None = None,
     preserve: Iterable[Any] = (),
     progress: Progress = "auto",
@@ -148,6 +149,8 @@ def find_max_batches(
             further argument is yours.
         over: The argument's name and its values, ``{"length": [512, 1024, 2048]}``: numbers, tuples such as ``(640, 480)``,
             or anything else that can be a key and has a text. They are searched in this order.
+        mixed: Run all values in turn too, in random order in one process, as training with a bucket for each does: at the answers
+            or, while that runs out of memory, at a smaller share of them. These sizes are in `ProbeTable.mixed`.
         try_larger: Try values above one with which not even the smallest batch fits; otherwise they count as not fitting.
         device: As for `find_max_batch`.
         preserve: As for `find_max_batch`.
@@ -179,7 +182,7 @@ def find_max_batches(
         Rows(axis) as rows,
         open_model(model, step_fn, device, preserve, Options(**options), progress, axis) as session,
     ):
-        rows.search(session, try_larger=try_larger)
+        rows.search(session, try_larger=try_larger, mixed=mixed)
     return rows.table()
 
 
@@ -235,7 +238,12 @@ def probe_target(target: str | Callable[[], Any], *, over: None = None, **option
 
 @overload
 def probe_target(
-    target: str | Callable[[], Any], *, over: Mapping[str, Iterable[Any]], try_larger: bool = False, **options: Any
+    target: str | Callable[[], Any],
+    *,
+    over: Mapping[str, Iterable[Any]],
+    try_larger: bool = False,
+    mixed: bool = True,
+    **options: Any,
 ) -> ProbeTable: ...
 
 
@@ -244,6 +252,7 @@ def probe_target(
     *,
     over: Mapping[str, Iterable[Any]] | None = None,
     try_larger: bool = False,
+    mixed: bool = True,
     isolate: bool = True,
     nproc_per_node: int | Literal["gpu"] | None = None,
     device: Any = None,
@@ -268,6 +277,7 @@ def probe_target(
             returns ``(model, step_fn)``.
         over: Make a table; as for `find_max_batches`.
         try_larger: As for `find_max_batches`.
+        mixed: As for `find_max_batches`.
         isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
         nproc_per_node: Ranks, at least 1, or "gpu" for as many as there are accelerators; None for one process without a
             group. On real accelerators the default of `resolution` is then 1/128.
@@ -298,7 +308,7 @@ def probe_target(
     if over is not None:
         axis = Axis.of(over)
         with Rows(axis) as rows, open_target(*arguments, axis) as session:
-            rows.search(session, try_larger=try_larger)
+            rows.search(session, try_larger=try_larger, mixed=mixed)
         return rows.table()
     with open_target(*arguments) as session:
         found = finish(session, session.find())

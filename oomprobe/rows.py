@@ -8,6 +8,7 @@ from typing import Any
 from oomprobe.axis import Axis, is_larger, magnitude, text_of_value
 from oomprobe.errors import NothingFitsError, OomProbeError, TimeLimitError
 from oomprobe.finish import finish
+from oomprobe.mix import mixed_sizes
 from oomprobe.result import ProbeResult
 from oomprobe.session import Session
 from oomprobe.signals import Clock
@@ -30,6 +31,7 @@ class Rows:
         self._results: dict[Any, ProbeResult | None] = {}
         self._unfit: dict[Any, str] = {}
         self._notes: list[str] = []
+        self._mixed: dict[Any, int] = {}
         self._fixed_bytes = 0  # that the peak of any size has, whatever the value
 
     def __enter__(self) -> Rows:
@@ -52,13 +54,17 @@ class Rows:
             and replace(result, notes=(*opened.notes, *result.notes), state_verified=opened.state_verified)
             for value, result in self._results.items()
         }
-        elapsed_s = opened.clock.elapsed_s
         return ProbeTable(
-            axis=self._axis.name, rows=rows, unfit=self._unfit, notes=tuple(self._notes), elapsed_s=elapsed_s
+            axis=self._axis.name,
+            rows=rows,
+            mixed=self._mixed,
+            unfit=self._unfit,
+            notes=tuple(self._notes),
+            elapsed_s=opened.clock.elapsed_s,
         )
 
-    def search(self, opened: Session, *, try_larger: bool) -> None:
-        """Find the largest size for each value.
+    def search(self, opened: Session, *, try_larger: bool, mixed: bool) -> None:
+        """Find the largest size for each value, and with `mixed` the share of these that runs with all values in turn.
 
         Above a value that does not fit, larger ones are tried only if `try_larger`.
         """
@@ -89,6 +95,11 @@ class Rows:
                 result = self._results[value] = result_of(session, found)
                 self._fixed_bytes = self._fixed_bytes or int(result.fit.fixed_bytes if result.fit else 0)
                 last = session, value, result
+        answers = {row: one.batch_size for row, value in enumerate(self._axis.values) if (one := self._results[value])}
+        if mixed and last is not None and len(answers) > 1 and not opened.device.on_host:
+            sizes, notes = mixed_sizes(last[0], self._axis, answers)
+            self._mixed = {self._axis.values[row]: size for row, size in sizes.items()}
+            self._notes += notes
 
     def _session(self, opened: Session, row: int, last: tuple[Session, Any, ProbeResult] | None) -> Session:
         """Return the session of a row, which begins with what the last one that has an answer learned, if memory limited it."""

@@ -43,6 +43,18 @@ class Running:
         return self.rows[self.name]
 
     @property
+    def next_row(self) -> int:
+        """The row of a table whose value the next call gets."""
+        turns = self.request.turns
+        return turns[self.calls % len(turns)][0] if turns else self.request.row
+
+    @property
+    def next_size(self) -> int:
+        """The batch size of the next call."""
+        turns = self.request.turns
+        return turns[self.calls % len(turns)][1] if turns else self.request.batch_size
+
+    @property
     def is_over_cap(self) -> bool:
         """Whether cached blocks pushed the peak over the cap, which torch checks only when it asks the driver for memory."""
         cap_bytes, usage = self.request.cap_bytes, self.usage

@@ -28,6 +28,8 @@ class ProbeTable:
         axis: Name of the step's argument.
         rows: The result for each value, in the order of the search; None for a value with which not even the smallest batch
             fits. Values that a time limit cut off are missing.
+        mixed: The batch size for each value with which steps of all values ran in turn in one process, in random order, as
+            training with a bucket for each value does; empty if that was not tried or did not run.
         unfit: Why there is no result, for each value that has none.
         notes: What concerns the table rather than one row.
         elapsed_s: Wall time of all searches.
@@ -36,13 +38,14 @@ class ProbeTable:
 
     axis: str
     rows: Mapping[Any, ProbeResult | None]
+    mixed: Mapping[Any, int] = field(default_factory=dict)
     unfit: Mapping[Any, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     elapsed_s: float = 0.0
     schema_version: int = SCHEMA_VERSION
 
     def batch_sizes(self) -> dict[Any, int]:
-        """Return the batch size for each value that fits."""
+        """Return the batch size for each value that fits, alone; training that meets all of them needs `mixed`."""
         return {value: result.batch_size for value, result in self.fitting()}
 
     def fitting(self) -> Iterator[tuple[Any, ProbeResult]]:
@@ -65,6 +68,7 @@ class ProbeTable:
             {
                 "value": json.loads(json.dumps(value, default=str)),
                 "batch_size": None if result is None else result.batch_size,
+                "mixed_batch_size": self.mixed.get(value),
                 "unfit": self.unfit.get(value),
                 "result": None if result is None else result.to_dict(),
             }
@@ -82,13 +86,21 @@ class ProbeTable:
         stream = io.StringIO()
         lines = csv.writer(stream, lineterminator="\n")
         measured = ("peak_allocated_bytes", "peak_reserved_bytes", "budget_bytes", "samples_per_s")
-        lines.writerow([self.axis, "batch_size", f"batch_size_x_{self.axis}", *measured, "limited_by"])
+        lines.writerow(
+            [self.axis, "batch_size", "mixed_batch_size", f"batch_size_x_{self.axis}", *measured, "limited_by"]
+        )
         for value, result in self.rows.items():
             cells: list[object] = [text_of_value(value)]
             if result is not None:
                 told = {name: getattr(answer_of(result), name, None) for name in measured}
                 told["budget_bytes"] = result.budget_bytes
-                cells += [result.batch_size, self.product(value), *told.values(), result.limited_by]
+                cells += [
+                    result.batch_size,
+                    self.mixed.get(value),
+                    self.product(value),
+                    *told.values(),
+                    result.limited_by,
+                ]
             lines.writerow(cells)
         return _written(stream.getvalue(), path)
 
@@ -110,6 +122,7 @@ class ProbeTable:
             return cls(
                 axis=data["axis"],
                 rows={value: None if one is None else ProbeResult.from_dict(one) for value, one in results.items()},
+                mixed={value: row["mixed_batch_size"] for value, row in rows.items() if row["mixed_batch_size"]},
                 unfit={value: row["unfit"] for value, row in rows.items() if row["unfit"] is not None},
                 notes=tuple(data["notes"]),
                 elapsed_s=data["elapsed_s"],

@@ -361,7 +361,7 @@ class LocalRunner:
             delivered = self._interrupts.delivered_until(request.deadline_s, polled=self.facts.device.replays)
             try:
                 with self._device.session(), delivered:
-                    running.step.run(self._model, request.batch_size, **self._axis.arguments(request.row))
+                    running.step.run(self._model, running.next_size, **self._axis.arguments(running.next_row))
                     self._device.synchronize()
                     check_process_group(max(self._ranks, self._extras.world_size))  # the step may have made one
             finally:
@@ -427,8 +427,8 @@ class LocalRunner:
         if is_own_fault(error) and not isinstance(error, OomProbeError):  # that is of another probe, inside the step
             raise error
         if not running.past_least:
-            size, last, caller = request.batch_size, request.largest_passed, running.step.caller
-            row = self._axis.label(request.row)
+            size, last, caller = running.next_size, request.largest_passed, running.step.caller
+            row = self._axis.label(running.next_row)
             raise step_failed(error, batch_size=size, largest_passed=last, caller=caller, row=row) from error
         running.ended_early, running.failure, running.verdict = running.failure.text, None, Verdict.FITS
 

@@ -186,6 +186,7 @@ class Request:
 
     batch_size: int
     row: int = 0  # of a table: which of the axis's values the step gets
+    turns: Sequence[tuple[int, int]] = ()  # row and batch size of each call, if these differ from call to call
     phase: Phase  # copied into the `Trial`; decides nothing
     steps: int = 1  # full steps after every optimizer has stepped once
     calls: int | None = None  # of each step; None: as many as `steps` takes, while no trial has passed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from oomprobe.axis import text_of_value
 from oomprobe.report.breakdown import advice, breakdown_rows
 from oomprobe.report.plot import bracket_figure, result_figure
-from oomprobe.report.rows import best_lines, table_figure, table_notes, table_rows, table_verdict
+from oomprobe.report.rows import foot_lines, table_figure, table_notes, table_rows, table_verdict
 from oomprobe.report.table import TEXT_COLUMNS, table_cells
 from oomprobe.report.text import facts, verdict_line, warning_lines
 
@@ -74,7 +74,7 @@ def _rows(table: ProbeTable) -> str:
         lines.append(f'<tr class="{kind}">{_cells("td", heads, cells)}</tr>')
         if remark:
             lines.append(f'<tr><td class="why" colspan="{len(heads)}">{escape(remark)}</td></tr>')
-    lines += (f'<tr><td class="why" colspan="{len(heads)}">{escape(line)}</td></tr>' for line in best_lines(table))
+    lines += (f'<tr><td class="why" colspan="{len(heads)}">{escape(line)}</td></tr>' for line in foot_lines(table))
     return "".join([*lines, "</table></div>"])
 
 

@@ -27,7 +27,7 @@ def table_report(table: ProbeTable, *, verbose: bool = False) -> str:
     shown = [line for result in results[-1:] for line in _fact_lines(facts(result, verbose=False))]
     blocks = [
         [table_verdict(table), *dict.fromkeys(line for result in results for line in warning_lines(result))],
-        [*_aligned(table), *best_lines(table)],
+        [*_aligned(table), *foot_lines(table)],
         [*shown, *wrap(_time(table), first="  time          ", rest=" " * 16)],
         bullets("notes:", table_notes(table)),
         [] if verbose or not results else not_covered_lines(results[-1].not_covered),
@@ -54,6 +54,7 @@ def table_rows(table: ProbeTable) -> tuple[list[str], list[tuple[Any, list[str],
     heads = [
         axis,
         "batch per rank" if per_rank else "batch",
+        "mixed",
         f"batch x {axis}",
         "reserved",
         "of budget",
@@ -69,11 +70,12 @@ def _cells(table: ProbeTable, value: object) -> list[str]:
     result, name = table.rows[value], clean(text_of_value(value))
     answer = None if result is None else answer_of(result)
     if result is None or answer is None:
-        return [name, *"-----"]
+        return [name, *"------"]
     peak_bytes, product = answer.peak_reserved_bytes, table.product(value)
     return [
         name,
         str(result.batch_size),
+        "-" if table.mixed == table.batch_sizes() else str(table.mixed.get(value, "-")),
         "-" if product is None else f"{product:.12g}",
         "-" if peak_bytes is None else format_bytes(peak_bytes),
         "-" if peak_bytes is None or not result.budget_bytes else f"{100 * peak_bytes / result.budget_bytes:.1f} %",
@@ -81,12 +83,14 @@ def _cells(table: ProbeTable, value: object) -> list[str]:
     ]
 
 
-def best_lines(table: ProbeTable) -> list[str]:
-    """Say which value has the largest product; nothing for values that are no numbers."""
-    best = table.best()
-    if best is None:
-        return []
-    return [clip(f"* largest batch x {clean(table.axis)}: {table.product(best):.12g}", WIDTH)]
+def foot_lines(table: ProbeTable) -> list[str]:
+    """Say which value has the largest product, if values are numbers, and what ran with all values in turn."""
+    best, axis = table.best(), clean(table.axis)
+    marked = [] if best is None else [f"* largest batch x {axis}: {table.product(best):.12g}"]
+    same = f"training that meets all values of {axis} in one process runs with these batch sizes too"
+    other = "mixed: batch sizes with which training that meets all values in one process runs"
+    mixed = [same if table.mixed == table.batch_sizes() else other] if table.mixed else []
+    return [clip(line, WIDTH) for line in (*marked, *mixed)]
 
 
 def _aligned(table: ProbeTable) -> Iterator[str]:

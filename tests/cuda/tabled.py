@@ -40,7 +40,9 @@ class Rotated(nn.Module):
 
 
 def language_model(kind=Rotated, *, layers=2, places=2**14):
-    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *(kind() for _ in range(layers)), nn.Linear(WIDTH, VOCABULARY))
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH), *(kind() for _ in range(layers)), nn.Linear(WIDTH, VOCABULARY)
+    )
     model = model.cuda()
     if "RANK" in os.environ:
         model = nn.parallel.DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])

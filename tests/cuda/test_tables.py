@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import oomprobe
 from .bed import forked
 from .models import conv_net, runs
 from .ranks import on_ranks, searching
-from .tabled import Attention, Rotated, language_model
+from .tabled import Attention, language_model
 
 LENGTHS = [128, 256, 512, 1024, 2048]
 TARGET = f"{Path(__file__).with_name('tabled.py')}:build"
@@ -81,17 +82,20 @@ def test_each_row_is_a_probe_of_its_own_and_costs_less(name, memory):
         model, step = make()
         options = {"progress": "off"}
         alone = [oomprobe.find_max_batch(model, with_value(step, axis, value), **options) for value in values]
-        return alone, oomprobe.find_max_batches(model, step, over, **options)
+        return alone, oomprobe.find_max_batches(model, step, over, mixed=False, **options)
 
     alone, table = forked(run, memory=memory, limit_s=120)
     assert list(table.rows) == values
     for value, one in zip(values, alone, strict=True):
         row = table.rows[value]
-        assert one.batch_size * (1 - 1 / 128) <= row.batch_size <= one.batch_size * (1 + 1 / 128), value
+        # Equal, but for a confirmation that fails by chance; then the search moves down by 1/128.
+        assert one.batch_size * (1 - 1 / 64) <= row.batch_size <= one.batch_size * (1 + 1 / 64), value
         assert (row.limited_by, row.budget_bytes, row.state_verified) == ("memory", one.budget_bytes, True)
         assert row.trials[-1].phase == "confirm" or "marginal" in str(row.notes)
         assert not [note for note in row.notes if note.startswith("leak")], row.notes
         assert forked(runs_with, name, value, row.batch_size, memory=memory)
+    equal = [table.rows[value].batch_size == one.batch_size for value, one in zip(values, alone, strict=True)]
+    assert sum(equal) >= len(values) - 1
     if len(values) == 5:
         assert calls_of(table.rows.values()) <= 0.55 * calls_of(alone)
     assert oomprobe.ProbeTable.from_dict(json.loads(table.to_json())) == table
@@ -131,9 +135,56 @@ def test_what_happens_at_every_tenth_call_is_learned_once():
 # --- rows without an answer ---
 
 
-def table_of(lengths, **options):
-    model, step = language_model(Attention)
+def table_of(lengths, make=lambda: language_model(Attention), **options):
+    model, step = make()
     return oomprobe.find_max_batches(model, step, {"length": lengths}, **{"progress": "off", **options})
+
+
+# --- all values in turn ---
+
+
+def trained(make, sizes, seed):
+    """Return the step at which training in buckets runs out of memory, in a process that has done nothing else; 0 if it does not."""
+    model, step = make()
+    lengths = random.Random(seed).choices([*sizes], k=200)
+    for number, length in enumerate(lengths, 1):
+        try:
+            step(model, sizes[length], length)
+        except torch.OutOfMemoryError:
+            return number
+    return 0
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "4GiB"])
+@pytest.mark.parametrize(
+    "make", [lambda: language_model(Attention), language_model, evaluating], ids=["attention", "fused", "evaluating"]
+)
+def test_mixed_sizes_train_in_buckets_with_the_whole_card(make, memory):
+    table = forked(table_of, LENGTHS, make, memory=memory, limit_s=120)
+    assert table.mixed.keys() == table.batch_sizes().keys()
+    ended = [forked(trained, make, table.mixed, seed, memory=memory, limit_s=90) for seed in range(3)]
+    assert ended == [0, 0, 0]
+
+
+def test_sizes_that_run_alone_do_not_run_in_turn():
+    table = forked(table_of, LENGTHS, memory="1GiB")
+    alone = [forked(trained, lambda: language_model(Attention), table.batch_sizes(), seed) for seed in range(3)]
+    assert all(alone)
+    shares = [table.mixed[length] / size for length, size in table.batch_sizes().items()]
+    assert 0.6 < min(shares) < max(shares) < 0.9
+    assert "runs out of memory with the batch sizes of the rows (at length=" in table.notes[0]
+    assert " mixed " in str(table).splitlines()[2]
+
+
+def test_expandable_segments_lose_less():
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    table = forked(table_of, LENGTHS, memory="4GiB", **settings)
+    assert min(table.mixed[length] / size for length, size in table.batch_sizes().items()) > 0.9
+
+
+def test_turns_can_be_left_out():
+    table = forked(lambda: table_of([256, 512], mixed=False, max_batch=8), memory="1GiB")
+    assert (table.mixed, table.notes) == ({}, ())
 
 
 def test_a_value_that_does_not_fit_is_a_row_and_larger_ones_are_not_tried():
@@ -163,7 +214,7 @@ def test_a_time_limit_leaves_finished_rows_whole():
                 time.sleep(60)
 
         return oomprobe.find_max_batches(
-            model, step, {"length": [256, 512, 1024, 2048]}, progress="off", time_limit_s=8, max_batch=16
+            model, step, {"length": [256, 512, 1024, 2048]}, progress="off", time_limit_s=5, max_batch=16
         )
 
     table = forked(run, memory="1GiB")
