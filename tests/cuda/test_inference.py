@@ -1,0 +1,38 @@
+"""The generation loop of docs/inference.md on torch's own CUDA allocator: as on a simulated card, and it survives."""
+
+import pytest
+import torch
+
+import oomprobe
+
+from .bed import forked
+
+pytest.importorskip("transformers")
+from generation import PROMPT, generate, llama
+
+pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values.:FutureWarning")
+NEW_TOKENS = 24
+BED = {
+    "memory": "1GiB",
+    "limit_s": 90,
+    "CUDASTUB_ASSERT": 0,
+}  # tokens have no values there, so an embedding would refuse them
+
+
+def step(model, batch_size):
+    generate(model, batch_size, PROMPT, NEW_TOKENS)
+
+
+def test_generation_is_probed_and_runs():
+    result = forked(lambda: oomprobe.find_max_batch(llama().cuda(), step, progress="off"), **BED)
+    assert (result.limited_by, result.state_verified) == ("memory", True)
+    assert not [note for note in result.notes if "optimizer" in note or note.startswith("leak")]
+
+    def runs():
+        model = llama().cuda()
+        for _ in range(5):
+            step(model, result.batch_size)
+        torch.cuda.synchronize()
+        return True
+
+    assert forked(runs, **BED)
