@@ -167,11 +167,11 @@ def find_max_batches(
         OomProbeError: as for `find_max_batch`. Its text names the row, and its ``.table`` has those that were finished.
 
     Example:
-        >>> model = torch.nn.GRU(32, 32, batch_first=True)
+        >>> model = torch.nn.Linear(32, 32)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> def step(model, batch_size, length):
         ...     optimizer.zero_grad()
-        ...     model(torch.randn(batch_size, length, 32))[0].square().mean().backward()
+        ...     model(torch.randn(batch_size, length, 32)).square().mean().backward()
         ...     optimizer.step()
         >>> table = find_max_batches(model, step, {"length": [8, 16]}, device="sim:1GiB", max_batch=64, progress="off")
         >>> table.batch_sizes()

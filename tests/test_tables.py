@@ -1,0 +1,301 @@
+"""Tables over an axis: arguments, records, text and command line; on simulated cards and host memory. tests/cuda has the answers."""
+
+import contextlib
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from example_results import gpu
+from helpers import same_as_golden
+from ledger import LedgerDevice
+
+import oomprobe
+from oomprobe import InvalidArgumentError, ProbeTable, cli
+from oomprobe.axis import Axis
+from oomprobe.report.html import table_page
+from oomprobe.report.rows import table_report
+from oomprobe.search import Reply, Sizes, find
+
+TARGET = """
+import torch
+
+def build():
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size, length=8):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, length, 16)).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+def too_large():
+    model, step = build()
+    return model, lambda model, batch_size, length: step(model, batch_size, length * 10**7)
+"""
+
+
+def attention():
+    model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size, length):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, length, 64)).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def a_table(**changes):
+    short = gpu()
+    other = replace(short, batch_size=32, notes=("seen over 25 calls; what happens less often was not",))
+    given = {
+        "axis": "length",
+        "rows": {512: short, 1024: other, 8192: None, 16384: None},
+        "mixed": {512: 80, 1024: 28},
+        "unfit": {
+            8192: "batch 1, the smallest allowed, does not fit",
+            16384: "not tried, since length 8192 does not fit",
+        },
+        "notes": ("training that meets all values in one process runs out of memory with the batch sizes of the rows",),
+        "elapsed_s": 83.0,
+    }
+    return ProbeTable(**given | changes)
+
+
+# --- the axis ---
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({}, 'over must map an argument of the step to its values, over={"length": [512, 1024, 2048]}, not {}'),
+        ([512], "over must map an argument"),
+        ({"length": [1], "width": [2]}, "over has 2 axes, length, width, and a table has one"),
+        ({"batch_size": [1]}, "over names 'batch_size', which is no further argument of the step"),
+        ({"a-b": [1]}, "over names 'a-b'"),
+        ({"length": "512"}, "the values of length must be a list, not '512'"),
+        ({"length": 512}, "the values of length must be a list, not 512"),
+        ({"length": []}, "length must have at least one value"),
+        ({"length": [512, 512.0]}, "and each only once"),
+        ({"size": [[640, 480]]}, "a value of size cannot be a key of the table: write [640, 480] as a tuple"),
+    ],
+)
+def test_an_axis_that_makes_no_table_is_refused(over, said):
+    with pytest.raises(InvalidArgumentError) as caught:
+        oomprobe.find_max_batches(*attention(), over)
+    assert said in str(caught.value)
+
+
+def test_values_of_numpy_become_numbers():
+    assert Axis.of({"length": np.arange(2, 6, 2)}).values == (2, 4)
+    assert type(Axis.of({"length": np.arange(2, 6, 2)}).values[0]) is int
+
+
+def test_a_step_without_the_argument_is_refused():
+    with pytest.raises(InvalidArgumentError) as caught:
+        oomprobe.find_max_batches(
+            torch.nn.Linear(1, 1), lambda model, batch_size: None, {"length": [1]}, device="sim:1GiB"
+        )
+    assert "cannot be called with (model, batch_size, length)" in str(caught.value)
+    assert "Write it as def step_fn(model, batch_size, length): ..." in str(caught.value)
+
+
+# --- the search from a known row ---
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 17, 100, 1023, 5000])
+@pytest.mark.parametrize("off", [0.5, 0.98, 1.0, 1.02, 1.5, 4.0])
+@pytest.mark.parametrize("start", [1, 50, 4000])
+def test_a_guess_changes_the_cost_but_not_the_answer(limit, off, start):
+    asked = []
+
+    def try_size(size, phase, *, capped):
+        assert capped
+        asked.append(size)
+        return Reply(passed=size <= limit, guess=round(off * limit))
+
+    found = find(
+        try_size, Sizes(first=1, last=None, step=1), capped=True, should_stop_bisecting=lambda good, bad: False,
+        start=start, known=Reply(passed=True),
+    )  # fmt: skip
+    assert found.batch_size == limit
+    if off == 1.0 and start == limit // 2:
+        assert len(asked) <= 6
+
+
+def test_a_guess_ends_at_the_last_size():
+    def try_size(size, phase, *, capped):
+        assert size <= 64
+        return Reply(passed=True, guess=1000)
+
+    found = find(
+        try_size, Sizes(first=1, last=64, step=1), capped=True, should_stop_bisecting=lambda good, bad: False,
+        start=8, known=Reply(passed=True),
+    )  # fmt: skip
+    assert (found.batch_size, found.deciding) == (64, None)
+
+
+# --- on simulated cards and host memory ---
+
+
+def test_rows_on_a_simulated_card_equal_probes_of_their_own():
+    model, step = attention()
+    lengths = [32, 64, 256]
+    table = oomprobe.find_max_batches(model, step, {"length": lengths}, device="sim:256MiB", progress="off")
+    for length in lengths:
+        alone = oomprobe.find_max_batch(
+            model, lambda model, batch_size, length=length: step(model, batch_size, length), device="sim:256MiB", progress="off"
+        )  # fmt: skip
+        assert table.rows[length].batch_size == alone.batch_size
+        assert any(trial.replayed for trial in table.rows[length].trials)
+    assert table.mixed.keys() == set(lengths)
+
+
+def test_rows_on_host_memory():
+    model, step = attention()
+    table = oomprobe.find_max_batches(
+        model, step, {"length": [8, 16]}, device="cpu:512MiB", progress="off", max_batch=8, time_limit_s=60
+    )
+    assert table.batch_sizes() == {8: 8, 16: 8}
+    assert table.mixed == {}
+
+
+def test_each_row_is_compiled_as_if_training_had_started_with_it():
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = []
+
+    def backend(graph, example_inputs):
+        inputs.extend(example_inputs)
+        return graph.forward
+
+    forward = torch.compile(lambda model, x: model(x).square().mean(), backend=backend)
+
+    def step(model, batch_size, length):
+        optimizer.zero_grad()
+        forward(model, torch.randn(batch_size, length, 16)).backward()
+        optimizer.step()
+
+    options = {"device": LedgerDevice(), "max_batch": 1, "progress": "off", "mixed": False}
+    oomprobe.find_max_batches(model, step, {"length": [4, 8]}, **options)
+    # A second length in the same process would be compiled for any length.
+    assert inputs
+    assert not [one for one in inputs if isinstance(one, torch.SymInt)]
+
+
+# --- records ---
+
+
+def test_a_table_comes_back_from_json():
+    table = a_table()
+    assert ProbeTable.from_dict(json.loads(table.to_json())) == table
+    sizes = a_table(axis="size", rows={(640, 480): gpu()}, mixed={}, unfit={}, notes=())
+    assert ProbeTable.from_dict(json.loads(sizes.to_json())) == sizes
+
+
+@pytest.mark.parametrize("data", [{}, [], {"schema_version": 1}, {"schema_version": 9, "axis": "x"}])
+def test_what_is_no_table_is_refused(data):
+    with pytest.raises(InvalidArgumentError):
+        ProbeTable.from_dict(data)
+
+
+def test_csv_has_a_line_for_each_value(tmp_path):
+    table = a_table()
+    text = table.to_csv(tmp_path / "table.csv")
+    assert (tmp_path / "table.csv").read_text() == text
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [row["length"] for row in rows] == ["512", "1024", "8192", "16384"]
+    assert [row["batch_size"] for row in rows] == ["98", "32", None, None]
+    assert rows[0]["mixed_batch_size"] == "80"
+    assert rows[0]["batch_size_x_length"] == str(98 * 512)
+
+
+def test_the_mapping_and_the_best_value():
+    table = a_table()
+    assert table.batch_sizes() == {512: 98, 1024: 32}
+    assert table.best() == 512
+    assert a_table(rows={"short": gpu()}, mixed={}, unfit={}).best() is None
+    assert a_table(rows={(2, 3): gpu()}, mixed={}, unfit={}).product((2, 3)) == 6 * 98
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_report_equals_its_golden_file(verbose):
+    text = table_report(a_table(), verbose=verbose)
+    same_as_golden(text, f"report_table{'_verbose' * verbose}.txt")
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.isascii()
+
+
+def test_the_page_folds_the_report_of_each_row():
+    page = table_page(a_table())
+    assert page.count("<details>") == 2
+    assert re.search(r'<tr class="answer"><td>512</td><td>98</td>', page)
+    assert '<tr class="failed"><td>8192</td><td>-</td>' in page
+    assert "<script" not in page
+    assert table_page(a_table()) == page
+    assert "<b>verdict: 2 of 4 values of length fit" in a_table()._repr_html_()
+
+
+def test_many_values_have_room_in_the_plot(tmp_path):
+    table = a_table(rows={length: gpu() for length in range(100, 3000, 100)}, mixed={}, unfit={})
+    table.plot(tmp_path / "table.png")
+    assert (tmp_path / "table.png").stat().st_size > 10_000
+
+
+# --- the command line ---
+
+
+@pytest.fixture
+def target(tmp_path):
+    (tmp_path / "lengths.py").write_text(TARGET)
+    return f"{tmp_path / 'lengths.py'}:build"
+
+
+def run(*arguments):
+    return cli.main(["run", *arguments, "--device", "sim:64MiB", "--progress", "off"])
+
+
+def test_quiet_prints_a_line_for_each_value(target, capsys, tmp_path):
+    saved = tmp_path / "table.json"
+    assert run(target, "--over", "length=8,16,32", "--max-batch", "64", "--quiet", "--json", str(saved)) == 0
+    assert capsys.readouterr().out == "8 64\n16 64\n32 64\n"
+    assert cli.main(["show", str(saved)]) == 0
+    assert capsys.readouterr().out.startswith("verdict: 3 of 3 values of length fit in ")
+    assert cli.main(["compare", str(saved), str(saved)]) == 2
+
+
+def test_where_nothing_fits_the_exit_status_is_1(target, capsys):
+    assert run(target.replace("build", "too_large"), "--over", "length=1,2") == 1
+    out = capsys.readouterr().out
+    assert "verdict: 0 of 2 values of length fit" in out
+    assert "not tried, since length 1 does not fit" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--over", "length=1", "--over", "width=2"], "--over is given 2 times, and a table has one axis"),
+        (["--over", "length"], "write --over as the argument of the step and its values"),
+        (["--over", "length=1", "--require", "4"], "--require checks one size, and --over makes a table"),
+        (["--over", "length=1", "--global-batch", "64"], "--global-batch and --world-size plan for one answer"),
+        (["--try-larger"], "--try-larger and --no-mixed are about a table"),
+        (["--over", "size=1"], "cannot be called with (model, batch_size, size)"),
+    ],
+)
+def test_what_makes_no_table_is_refused(target, arguments, said, capsys):
+    with pytest.raises(SystemExit) if arguments[1:] == ["length"] else contextlib.nullcontext():
+        assert run(target, *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_command_has_no_table(capsys):
+    assert cli.main(["run", "--over", "length=1", "--", "python", "x.py", "{batch}"]) == 2
+    assert "--over cannot be given for a command" in capsys.readouterr().err
