@@ -1,5 +1,6 @@
 """A language model whose step takes a length, in this process or, with RANK set, as a rank of DDP; also a target."""
 
+import functools
 import os
 
 import torch
@@ -20,6 +21,18 @@ class Attention(nn.Module):
     def forward(self, x):
         query, key, value = self.inner(x).chunk(3, -1)
         return x + self.outer((query @ key.transpose(1, 2)).softmax(-1) @ value)
+
+
+@functools.cache
+def causal(length, device):
+    return torch.full((length, length), -torch.inf, device=device).triu(1)
+
+
+class Masked(Attention):
+    """A layer that adds a mask, which is kept for each length as long as the process lives."""
+
+    def forward(self, x):
+        return super().forward(x) + causal(x.shape[1], x.device).sum(1, keepdim=True)
 
 
 class Rotated(nn.Module):
