@@ -13,6 +13,7 @@ from oomprobe.axis import Axis
 from oomprobe.errors import OomProbeError, TimeLimitError
 from oomprobe.look import LOOK_CALLS
 from oomprobe.session import Session
+from oomprobe.summary import allocator_settings
 from oomprobe.trials import Phase, Request, Trial, Verdict
 
 TURNS_ROW = -1  # of requests with all rows
@@ -24,9 +25,9 @@ ORDERS = 2
 SHARES = tuple(1 - part / 16 for part in range(13))
 DO_NOT_RUN = (
     "training that meets all values in one process runs out of memory with the batch sizes of the rows (at {label}, in call "
-    "{call}): blocks that one value leaves in the allocator's cache do not fit the next. {instead}. "
-    "PYTORCH_ALLOC_CONF=expandable_segments:True loses less"
+    "{call}): blocks that one value leaves in the allocator's cache do not fit the next. {instead}"
 )
+LOSES_LESS = ". PYTORCH_ALLOC_CONF=expandable_segments:True loses less"
 FEWER = "The mixed sizes, {percent:.0f} % of them, ran {calls} calls in random order, {orders} times"
 NONE_RUNS = "Nor does any share of them down to {percent:.0f} % run"
 NOT_TRIED = "training that meets all values in one process was not tried: {reason}"
@@ -53,8 +54,13 @@ def mixed_sizes(session: Session, axis: Axis, answers: Mapping[int, int]) -> tup
                 break
         else:
             instead = FEWER.format(percent=100 * share, calls=len(orders[0]), orders=ORDERS)
-            return sizes, [DO_NOT_RUN.format(**first, instead=instead)] if first else []
-    return {}, [DO_NOT_RUN.format(**first, instead=NONE_RUNS.format(percent=100 * SHARES[-1]))]
+            return sizes, [_note(first, instead)] if first else []
+    return {}, [_note(first, NONE_RUNS.format(percent=100 * SHARES[-1]))]
+
+
+def _note(first: Mapping[str, object], instead: str) -> str:
+    is_set = any("expandable_segments:true" in value.lower() for value in allocator_settings().values())
+    return DO_NOT_RUN.format(**first, instead=instead) + ("" if is_set else LOSES_LESS)
 
 
 def _in_turn(session: Session, turns: list[tuple[int, int]]) -> Trial:

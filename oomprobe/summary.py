@@ -131,9 +131,14 @@ def _environment(session: Session) -> dict[str, Any]:
         "threads": session.runner.facts.threads,
         "isolated": session.runner.facts.replaceable,
         "world_size": session.runner.facts.world_size,
-        "allocator_settings": {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ},
+        "allocator_settings": allocator_settings(),
         **session.runner.facts.environment,
     }
+
+
+def allocator_settings() -> dict[str, str]:
+    """Return the settings of torch's allocators in the environment."""
+    return {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ}
 
 
 def _first_failing(session: Session, found: Found) -> int | None:

@@ -74,8 +74,7 @@ def _rows(table: ProbeTable) -> str:
         lines.append(f'<tr class="{kind}">{_cells("td", heads, cells)}</tr>')
         if remark:
             lines.append(f'<tr><td class="why" colspan="{len(heads)}">{escape(remark)}</td></tr>')
-    lines += (f'<tr><td class="why" colspan="{len(heads)}">{escape(line)}</td></tr>' for line in foot_lines(table))
-    return "".join([*lines, "</table></div>"])
+    return "".join([*lines, "</table></div>", *(f"<p>{escape(line)}</p>" for line in foot_lines(table))])
 
 
 def _sentence(verdict: str) -> str:

@@ -179,6 +179,7 @@ def test_sizes_that_run_alone_do_not_run_in_turn():
     shares = [table.mixed[length] / size for length, size in table.batch_sizes().items()]
     assert 0.6 < min(shares) < max(shares) < 0.9
     assert "runs out of memory with the batch sizes of the rows (at length=" in table.notes[0]
+    assert table.notes[0].endswith("PYTORCH_ALLOC_CONF=expandable_segments:True loses less")
     assert " mixed " in str(table).splitlines()[2]
 
 
@@ -186,6 +187,7 @@ def test_expandable_segments_lose_less():
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     table = forked(table_of, LENGTHS, memory="4GiB", **settings)
     assert min(table.mixed[length] / size for length, size in table.batch_sizes().items()) > 0.9
+    assert "expandable_segments" not in "".join(table.notes)
 
 
 def test_turns_can_be_left_out():
