@@ -215,7 +215,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _read(path: str) -> ProbeResult | ProbeTable:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        return ProbeTable.from_dict(data) if "axis" in data else ProbeResult.from_dict(data)
+        return ProbeTable.from_dict(data) if isinstance(data, dict) and "axis" in data else ProbeResult.from_dict(data)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None
 

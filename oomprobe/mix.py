@@ -17,10 +17,11 @@ from oomprobe.summary import allocator_settings
 from oomprobe.trials import Phase, Request, Trial, Verdict
 
 TURNS_ROW = -1  # of requests with all rows
-ROUNDS = 4  # at least: calls of each value
-# Trials in different orders. Of 16 tables on torch's CUDA allocator, one had sizes that ran 50 calls under the cap in one order,
-# and failed within 200 in a process with the whole card in four of six others.
+# Trials in different orders: sizes that ran 50 calls under the cap in one order failed within 200 in four of six others, though the
+# process had the whole card (one of 16 tables on torch's CUDA allocator). With half as many calls, one of 32 such tables died.
 ORDERS = 2
+LONG_FACTOR = 2  # as many calls if a call now and then needs the most memory, since each value must meet it
+ROUNDS = 4  # calls of each value, at least
 # Of the answers, tried from the top: trials that fail end after a few calls.
 SHARES = tuple(1 - part / 16 for part in range(13))
 DO_NOT_RUN = (
@@ -35,9 +36,7 @@ NOT_TRIED = "training that meets all values in one process was not tried: {reaso
 
 def mixed_sizes(session: Session, axis: Axis, answers: Mapping[int, int]) -> tuple[Mapping[int, int], list[str]]:
     """Return the largest share of the answers that runs in turn, by row, and notes about it; no sizes if none was found."""
-    calls = LOOK_CALLS * (
-        2 if session.call_plan.is_long else 1
-    )  # each value must meet the call that needs the most memory
+    calls = LOOK_CALLS * (LONG_FACTOR if session.call_plan.is_long else 1)
     shuffle, rounds = random.Random(0), max(ROUNDS, -(-calls // len(answers)))
     orders = [shuffle.sample([*answers] * rounds, rounds * len(answers)) for _ in range(ORDERS)]
     first: dict[str, object] = {}  # failure, of the answers themselves

@@ -309,9 +309,8 @@ class _Search:
         if not holds_under_cap and not (yield from self.ask(last_good, Phase.BISECT, capped=True)).passed:
             self.good, self.bad = self.within_cap, last_good
         last = self.sizes.last
-        if (
-            self.looks and self.bad is None and last is not None and self.good != last
-        ):  # the look took back what growing had passed
+        # If nothing failed, and the last size has not passed, the look took back what growing had passed.
+        if self.looks and self.bad is None and last is not None and self.good != last:
             if (yield from self.ask(last, Phase.BISECT, capped=True)).passed:
                 self.good = last
             else:

@@ -45,6 +45,10 @@ UNSTEADY_GROUPS = (
 )
 
 
+# A guess so many times as large as the trial is none: the trial's peak was that of the optimizer, or of a workspace.
+FARTHEST = 16
+
+
 class ContradictedError(Exception):
     """A predicted trial was wrong: the search must start again without predictions."""
 
@@ -136,8 +140,14 @@ class Session:
             grows_no_further=self.splits,
             varies=self._varies(trial),
             is_certain=self.runner.facts.grows_capped and trial.verdict is Verdict.OOM,
-            guess=None if self._known is None else diagnosis.line_through((0, self._peaks[0]), trial, self._peaks[1]),
+            guess=None if self._known is None else self._guess(trial),
         )
+
+    def _guess(self, trial: Trial) -> int | None:
+        """Return the size at which the line through the trial meets the peak of another row's limit; None if that is far away."""
+        fixed_bytes, wanted_bytes = self._peaks
+        guess = diagnosis.line_through((0, fixed_bytes), trial, wanted_bytes)
+        return guess if guess is not None and guess <= FARTHEST * trial.batch_size else None
 
     def look(self, size: int) -> Reply:
         """Make many calls of a small size, to learn how many calls a trial needs."""

@@ -2,9 +2,10 @@
 
     .venv-cuda/bin/python scripts/benchmark_tables.py [--only WORD]
 
-For each model and card, with torch's default settings and with expandable segments: the calls of the table's rows as a share of those
-of a probe for each value; the rows that differ; the mixed sizes as a share of the rows' (smallest to largest); and how many trainings of
-200 steps in random buckets ran out of memory, in processes that have the whole card, with the rows' sizes and with the mixed ones.
+For each model and card, with torch's default settings and with expandable segments: the calls of the table's rows, and with those in
+turn, as a share of those of a probe for each value; the rows that differ; the mixed sizes as a share of the rows' (smallest to largest);
+and how many trainings of 200 steps in random buckets ran out of memory, in processes that have the whole card, with the rows' sizes and
+with the mixed ones.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from cuda.models import Gpt, language_model  # noqa: E402
 from cuda.test_tables import LENGTHS, TABLES, calls_of, evaluating, with_value  # noqa: E402
 
 import oomprobe  # noqa: E402
+from oomprobe.trial import LocalRunner  # noqa: E402
 
 STEPS, TRAININGS = 200, 4
 SETTINGS = {"default": {}, "expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
@@ -47,12 +49,21 @@ CASES = {
 
 
 def probed(name):
-    """Return the results of separate probes, and the table."""
+    """Return the results of separate probes, the table, and the number of calls that it made in turn."""
     make, over = CASES[name]
     ((axis, values),) = over.items()
     model, step = make()
+    run, in_turn = LocalRunner.run, []
+
+    def counted(self, request):
+        outcome = run(self, request)
+        in_turn.extend([outcome.trial.steps + (not outcome.trial.passed)] * bool(request.turns))
+        return outcome
+
+    LocalRunner.run = counted
     alone = [oomprobe.find_max_batch(model, with_value(step, axis, value), progress="off") for value in values]
-    return alone, oomprobe.find_max_batches(model, step, over, progress="off")
+    table = oomprobe.find_max_batches(model, step, over, progress="off")
+    return alone, table, sum(in_turn)
 
 
 def dies(name, sizes, seed):
@@ -70,7 +81,7 @@ def dies(name, sizes, seed):
 
 def line(name, memory, settings):
     bed = {"memory": memory, "limit_s": 300, **SETTINGS[settings]}
-    alone, table = forked(probed, name, **bed)
+    alone, table, in_turn = forked(probed, name, **bed)
     rows = [result.batch_size for result in table.rows.values()]
     differing = [f"{row / one.batch_size:.3f}" for row, one in zip(rows, alone, strict=True) if row != one.batch_size]
     shares = [table.mixed[value] / size for value, size in table.batch_sizes().items() if table.mixed]
@@ -79,14 +90,15 @@ def line(name, memory, settings):
         for sizes in (table.batch_sizes(), table.mixed)
         if sizes
     ]
+    of_rows, of_probes = calls_of(table.rows.values()), calls_of(alone)
     cells = (
-        f"{calls_of(table.rows.values()) / calls_of(alone):.2f}",
+        f"{of_rows / of_probes:.2f} {(of_rows + in_turn) / of_probes:.2f}",
         " ".join(differing) or "-",
         f"{min(shares):.2f} to {max(shares):.2f}" if shares else "none",
         *(f"{number} of {TRAININGS}" for number in died),
     )
     print(
-        f"{name:20}{memory:6}{settings:12}{cells[0]:>5}  {cells[1]:22}{cells[2]:>14}  {'  '.join(cells[3:])}",
+        f"{name:20}{memory:6}{settings:12}{cells[0]}  {cells[1]:22}{cells[2]:>14}  {'  '.join(cells[3:])}",
         flush=True,
     )
 
@@ -95,7 +107,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORD", help="only models whose name contains it")
     only = parser.parse_args().only
-    print(f"{'table':20}{'card':6}{'segments':12}calls  {'rows that differ':22}{'mixed':>14}  rows' die, mixed die")
+    print(f"{'table':20}{'card':6}{'segments':12}calls      {'rows that differ':22}{'mixed':>14}  rows' die, mixed die")
     for name in [name for name in CASES if only in name]:
         for memory in ("1GiB", "2GiB", "8GiB"):
             for settings in SETTINGS:

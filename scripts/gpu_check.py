@@ -3,7 +3,8 @@
 First what no recording shows: memory outside the allocator, and what errors look like (gpu_facts.py). Then, for each of four models on a
 card limited to 4 GiB, and one on the whole card: the answer of `find_max_batch`; the answer without the cap (fifty steps), with its peaks
 beside those of a simulated card; and sizes around it under the same cap (ten steps), each run cold in its own process. Then recordings of
-the allocator for two models (gpu_recording.py), and what isolating trials costs. With two cards or more, DDP and FSDP2 with a rank on each
+the allocator for two models (gpu_recording.py), what isolating trials costs, and a table over lengths whose sizes train in buckets
+(gpu_table.py). With two cards or more, DDP and FSDP2 with a rank on each
 (gpu_ranks.py). Then the tests marked gpu, in the remaining time.
 
     scripts/gpu-check [EVIDENCE.json]       default: tests/evidence/<card>-torch<version>.json
@@ -37,6 +38,7 @@ PARTS = [
     {"model": "small_gpt", **WHOLE},
 ]
 RECORDED = {"conv_net": 2048, "gpt_bfloat16": 256}  # batch sizes
+TABLE_S, BUCKETS = 60, 2  # a limit; trainings in buckets
 FACT_S, RECORDING_S, COST_S, SIMULATION_S = 60, 60, 60, 60  # limits
 SEND = (
     "to send it: open an issue with the form 'Numbers from a GPU' and attach this file, which names the card, the driver, and the "
@@ -58,6 +60,7 @@ def main():
         import gpu_facts
         import gpu_ranks
         import gpu_recording
+        import gpu_table
         import torch._dynamo  # otherwise the first optimizer imports it in each child, in 3 s
 
         import oomprobe.demo  # noqa: F401
@@ -71,7 +74,7 @@ def main():
         print(f"gpu-check: {card['error']} (torch {torch.__version__}); nothing was checked", file=sys.stderr)
         return 2
     evidence = {**card, **surroundings(), "outside_bytes": {}, "errors": {}, "parts": [], "recordings": []}
-    evidence |= {"isolation": {}, "ranks": {}, "tests": NOT_RUN}
+    evidence |= {"isolation": {}, "table": {}, "ranks": {}, "tests": NOT_RUN}
     path = arguments.evidence or default_path(evidence)
 
     def keep():
@@ -96,6 +99,13 @@ def main():
     progress("the cost of isolation")
     for kind, isolate in (("in this process", False), ("isolated", True)):
         evidence["isolation"][kind] = in_child(gpu_facts.cost, isolate, limit_s=COST_S)
+    keep()
+    progress("a table over lengths")
+    evidence["table"] = in_child(gpu_table.table, hold_small, limit_s=TABLE_S)
+    for kind in ("alone", "mixed"):
+        if sizes := evidence["table"].get(kind):
+            ended = [in_child(gpu_table.train, hold_small, sizes, seed, limit_s=COST_S) for seed in range(BUCKETS)]
+            evidence["table"][f"trained {kind}"] = [one.get("ended") or one["error"] for one in ended]
     keep()
     for strategy in ("ddp", "fsdp") if card.get("cards", 1) > 1 else ():
         progress(f"{strategy} on {card['cards']} cards")
@@ -313,6 +323,10 @@ def hold_to(cap_bytes):
         torch.cuda.set_per_process_memory_fraction(min(1.0, math.nextafter(fraction, 1.0)), 0)
 
 
+def hold_small():
+    hold_to(SMALL["limit_bytes"])
+
+
 def search_around(answer, stride, runs):
     """Run sizes, the answer first; after each yield the largest that ran, until it is known to a tenth of the stride."""
     good, bad, size, closed = 0, None, answer, max(1, stride // 10)
@@ -360,6 +374,9 @@ def wrong(evidence):
         found.append(f"an out-of-memory error was taken for {verdict}")
     if evidence["tests"]["ran"] and evidence["tests"]["exit_code"] != 0:
         found.append(f"tests marked gpu: {evidence['tests']['summary']}")
+    for said in evidence["table"].get("trained mixed", [evidence["table"].get("error", "ran")]):
+        if said != "ran":
+            found.append(f"table over lengths: {said.splitlines()[0]}")
     for strategy, found_there in evidence["ranks"].items():
         said = found_there.get("error") or found_there["whole_card"]
         if said != "ran":
@@ -405,6 +422,7 @@ def print_summary(evidence, path):
             )
     print(f"outside the allocator: {evidence['outside_bytes']}")
     print(f"isolation: {evidence['isolation']}")
+    print(f"table over lengths: { ({name: value for name, value in evidence['table'].items() if name != 'notes'}) }")
     for strategy, found in evidence["ranks"].items():
         if "error" not in found:
             print(

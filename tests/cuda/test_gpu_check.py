@@ -55,6 +55,8 @@ def test_gpu_check(tmp_path):
     assert evidence["errors"]["out_of_memory"]["verdict"] == "OOM"
     assert evidence["isolation"]["isolated"]["answer"] == evidence["isolation"]["in this process"]["answer"] == 256
     assert "to send it: open an issue" in said
+    assert evidence["table"]["alone"].keys() == evidence["table"]["mixed"].keys()
+    assert set(evidence["table"]["trained mixed"]) == {"ran"}
 
 
 def check_replay(found):
