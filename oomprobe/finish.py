@@ -46,7 +46,7 @@ def ease(session: Session, answer: int) -> None:
     confirmed = diagnosis.last_of(session.trials, answer)
     if confirmed.replayed or not diagnosis.is_pressed(confirmed):
         return
-    instead = "lower memory_fraction, or set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    instead = "lower memory_fraction, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     sizes = (session.options.sizes.down(int(share * answer), 1) for share in EASIER)
     with suppress(OomProbeError):  # the answer stands without it
         for size in dict.fromkeys(size for size in sizes if size < answer):

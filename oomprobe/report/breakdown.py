@@ -71,7 +71,7 @@ def advice(breakdown: Breakdown) -> tuple[str, ...]:
         ),
         (
             parts[FRAGMENTATION], SMALL, "",
-            ", are reserved but in no tensor: set PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts",
+            ", are reserved but in no tensor: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the process starts",
         ),
     )  # fmt: skip
     advised = (
