@@ -13,9 +13,9 @@ LENGTHS, WIDTH, STEPS = (128, 256, 512, 1024, 2048), 512, 100
 class Attention(nn.Module):
     """Attention that keeps its weights, so memory grows with the square of the length."""
 
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
-        self.inner, self.outer = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner, self.outer = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):
         query, key, value = self.inner(x).chunk(3, -1)

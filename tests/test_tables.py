@@ -70,6 +70,12 @@ def a_table(**changes):
     return ProbeTable(**given | changes)
 
 
+@pytest.fixture
+def target(tmp_path):
+    (tmp_path / "lengths.py").write_text(TARGET)
+    return f"{tmp_path / 'lengths.py'}:build"
+
+
 # --- the axis ---
 
 
@@ -106,6 +112,12 @@ def test_a_step_without_the_argument_is_refused():
         )
     assert "cannot be called with (model, batch_size, length)" in str(caught.value)
     assert "Write it as def step_fn(model, batch_size, length): ..." in str(caught.value)
+
+
+def test_a_value_that_other_processes_cannot_get_is_refused(target):
+    with pytest.raises(InvalidArgumentError) as caught:
+        oomprobe.probe_target(target, over={"length": [lambda: 8]}, device="cpu:64MiB", progress="off")
+    assert "a value of length cannot be sent to the processes that run trials" in str(caught.value)
 
 
 # --- the search from a known row ---
@@ -251,12 +263,6 @@ def test_many_values_have_room_in_the_plot(tmp_path):
 
 
 # --- the command line ---
-
-
-@pytest.fixture
-def target(tmp_path):
-    (tmp_path / "lengths.py").write_text(TARGET)
-    return f"{tmp_path / 'lengths.py'}:build"
 
 
 def run(*arguments):

@@ -68,21 +68,23 @@ def workers(target: str, device: Any, options: Options, axis: Axis) -> Source:
 
 def task_of(target: str, device: Any, options: Options, axis: Axis) -> Message:
     """Return the message that tells a worker what to build, and for which device."""
+    return {
+        "target": target,
+        "device": _pickled(
+            device, f"the {type(device).__name__} given as device", "name it by a string such as 'cuda:1'"
+        ),
+        "axis": _pickled(axis, f"a value of {axis.name}", "let its name stand for it, and the step look it up"),
+        "options": asdict(options),
+    }
+
+
+def _pickled(value: object, what: str, instead: str) -> str:
     try:
-        pickled_device = pickle.dumps(device).hex()
+        return pickle.dumps(value).hex()
     except Exception as error:
         raise errors.InvalidArgumentError(
-            f"the {type(device).__name__} given as device cannot be sent to the processes that run trials ({error}): "
-            "name it by a string such as 'cuda:1', or pass isolate=False"
+            f"{what} cannot be sent to the processes that run trials ({error}): {instead}, or pass isolate=False"
         ) from None
-    try:
-        pickled_axis = pickle.dumps(axis).hex()
-    except Exception as error:
-        raise errors.InvalidArgumentError(
-            f"a value of {axis.name} cannot be sent to the processes that run trials ({error}): pass its name, and let the step "
-            "look it up; or pass isolate=False"
-        ) from None
-    return {"target": target, "device": pickled_device, "axis": pickled_axis, "options": asdict(options)}
 
 
 class ProcessRunner:
