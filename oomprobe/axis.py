@@ -53,14 +53,18 @@ class Axis:
 
     def label(self, row: int) -> str:
         """Name a row, as in ``length=512``; without an axis, return an empty text."""
-        return f"{self.name}={text_of_value(self.values[row])}" if self.name else ""
+        value = self.values[row]
+        text = repr(value) if isinstance(value, str) else text_of_value(value)
+        return f"{self.name}={text}" if self.name else ""
 
 
 NO_AXIS = Axis()
 
 
 def _checked(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
-    plain = tuple(value.item() if hasattr(value, "item") else value for value in values)  # of numpy and torch
+    plain = tuple(
+        value.item() if getattr(value, "ndim", None) == 0 else value for value in values
+    )  # of numpy and torch
     if unhashable := [value for value in plain if value.__hash__ is None]:
         raise InvalidArgumentError(
             f"a value of {name} cannot be a key of the table: write {unhashable[0]!r} as a tuple"

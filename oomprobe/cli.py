@@ -41,7 +41,7 @@ NO_TARGET = (
     "oomprobe run -- python train.py --batch-size {batch}"
 )
 NO_DASHES = "put two dashes before the command: oomprobe run [options] -- python train.py --batch-size {batch}"
-WITH_COMMAS = "write --over as the argument of the step and its values: --over length=512,1024,2048, not {text}"
+WITH_COMMAS = "write --over as the argument of the step and its values: --over length=512,1024,2048, not {text} (tuples: only from Python)"
 TWO_AXES = (
     "--over is given {count} times, and a table has one axis: make a table for each value of the other, or let the values of one "
     "argument stand for both"
@@ -93,7 +93,13 @@ def _run(arguments: argparse.Namespace) -> int:
         isolate = False
     keeping = stdout_kept(for_good=arguments.owns_process) if machine_reads else contextlib.nullcontext(sys.stdout)
     with keeping as stdout:
-        probed = _probe(arguments, isolate=isolate)
+        try:
+            probed = _probe(arguments, isolate=isolate)
+        except errors.OomProbeError as error:
+            if isinstance(error.table, ProbeTable):  # the rows that were finished
+                _save(error.table.to_json, None if arguments.json == STDOUT else arguments.json)
+                _save(error.table.to_html, arguments.html)
+            raise
         results = [result for _, result in probed.fitting()] if isinstance(probed, ProbeTable) else [probed]
         contaminated = any(result.contaminated for result in results)
         if contaminated or not arguments.quiet:
@@ -115,8 +121,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.quiet:
         tell(*(f"oomprobe: {note}" for note in probed.notes))
-    if len(probed.rows) < len(arguments.over[0][1]):
-        return errors.TimeLimitError.exit_status
+    if len(probed.rows) < len(arguments.over[0][1]) or (probed.notes and not probed.mixed and not arguments.no_mixed):
+        return errors.UnreliableError.exit_status  # rows are missing, or nothing ran in turn
     return 0 if results else errors.NothingFitsError.exit_status
 
 
@@ -359,7 +365,7 @@ def _size(text: str) -> int:
 
 def _axis(text: str) -> tuple[str, list[object]]:
     name, equals, values = text.partition("=")
-    if not name or not equals or not values:
+    if not name or not equals or not values or "(" in values:
         raise argparse.ArgumentTypeError(WITH_COMMAS.format(text=text))
     return name, [_number(value) for value in values.split(",")]
 

@@ -29,7 +29,7 @@ DO_NOT_RUN = (
     "{call}): blocks that one value leaves in the allocator's cache do not fit the next. {instead}"
 )
 LOSES_LESS = ". PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True loses less"
-FEWER = "The mixed sizes, {percent:.0f} % of them, ran {calls} calls in random order, {orders} times"
+FEWER = "The mixed sizes, at most {percent:.0f} % of them, ran {calls} calls in random order, {orders} times"
 NONE_RUNS = "Nor does any share of them down to {percent:.0f} % run"
 NOT_TRIED = "training that meets all values in one process was not tried: {reason}"
 

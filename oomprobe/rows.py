@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from oomprobe.table import ProbeTable, answer_of
 # The first trial of a row, of the size at which the step would take as many samples times values as the last answer: large
 # enough that a line through it tells where the limit is, and still below it if memory grows with the square of the value.
 START_SHARE = 1 / 2
+ALIKE = 1.02  # answers of all rows that differ by no more than this factor are the same
+UNUSED = "all values of {axis} have the same batch size: does the step use {axis}?"
 NOT_TRIED = "not tried, since {axis} {value} does not fit (try_larger=True, --try-larger)"
 CUT_OFF = "time limit: there are no rows for {axis} {values}. Allow more time, or make another table for them"
 
@@ -96,7 +99,13 @@ class Rows:
                 self._fixed_bytes = self._fixed_bytes or int(result.fit.fixed_bytes if result.fit else 0)
                 last = session, value, result
         answers = {row: one.batch_size for row, value in enumerate(self._axis.values) if (one := self._results[value])}
-        if mixed and last is not None and len(answers) > 1 and not opened.device.on_host:
+        if mixed and len(answers) == 1:
+            self._mixed = {self._axis.values[row]: size for row, size in answers.items()}
+        if last is None or len(answers) == 1 or opened.device.on_host:
+            return
+        if max(answers.values()) <= ALIKE * min(answers.values()) and _are_limited(self._results):
+            self._notes.append(UNUSED.format(axis=self._axis.name))
+        if mixed:
             sizes, notes = mixed_sizes(last[0], self._axis, answers)
             self._mixed = {self._axis.values[row]: size for row, size in sizes.items()}
             self._notes += notes
@@ -118,6 +127,11 @@ class Rows:
         split_bytes = max(0, (answer.peak_reserved_bytes or 0) - (answer.peak_allocated_bytes or 0))
         following.follow(session, fixed_bytes=max(0, self._fixed_bytes), wanted_bytes=result.budget_bytes - split_bytes)
         return following
+
+
+def _are_limited(results: Mapping[Any, ProbeResult | None]) -> bool:
+    """Return whether memory limits each row that has an answer."""
+    return all(result.limited_by == "memory" for result in results.values() if result is not None)
 
 
 def _name_row(error: OomProbeError, label: str) -> None:

@@ -35,6 +35,14 @@ def build():
 
     return model, step
 
+def bug():
+    model, step = build()
+
+    def fails(model, batch_size, length):
+        step(model, batch_size, [8][length > 8])
+
+    return model, fails
+
 def too_large():
     model, step = build()
     return model, lambda model, batch_size, length: step(model, batch_size, length * 10**7)
@@ -91,6 +99,7 @@ def target(tmp_path):
         ({"length": 512}, "the values of length must be a list, not 512"),
         ({"length": []}, "length must have at least one value"),
         ({"length": [512, 512.0]}, "and each only once"),
+        ({"size": np.ones((2, 2))}, "a value of size cannot be a key of the table"),
         ({"size": [[640, 480]]}, "a value of size cannot be a key of the table: write [640, 480] as a tuple"),
     ],
 )
@@ -290,6 +299,7 @@ def test_where_nothing_fits_the_exit_status_is_1(target, capsys):
     [
         (["--over", "length=1", "--over", "width=2"], "--over is given 2 times, and a table has one axis"),
         (["--over", "length"], "write --over as the argument of the step and its values"),
+        (["--over", "size=(1,2)"], "tuples: only from Python"),
         (["--over", "length=1", "--require", "4"], "--require checks one size, and --over makes a table"),
         (["--over", "length=1", "--global-batch", "64"], "--global-batch and --world-size plan for one answer"),
         (["--try-larger"], "--try-larger and --no-mixed are about a table"),
@@ -297,9 +307,32 @@ def test_where_nothing_fits_the_exit_status_is_1(target, capsys):
     ],
 )
 def test_what_makes_no_table_is_refused(target, arguments, said, capsys):
-    with pytest.raises(SystemExit) if arguments[1:] == ["length"] else contextlib.nullcontext():
+    with pytest.raises(SystemExit) if arguments[1:] in (["length"], ["size=(1,2)"]) else contextlib.nullcontext():
         assert run(target, *arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_bug_in_a_later_row_keeps_the_finished_ones(target, tmp_path, capsys):
+    saved = tmp_path / "table.json"
+    assert run(target.replace("build", "bug"), "--over", "length=8,16", "--max-batch", "8", "--json", str(saved)) == 3
+    assert ProbeTable.from_dict(json.loads(saved.read_text())).batch_sizes() == {8: 8}
+    assert "length=16: the step failed at batch size" in capsys.readouterr().err
+
+
+def test_an_argument_that_changes_nothing_is_noted():
+    model, inner = attention()
+
+    def step(model, batch_size, **unused):
+        inner(model, batch_size, 64)
+
+    options = {"device": "sim:64MiB", "progress": "off", "mixed": False}
+    table = oomprobe.find_max_batches(model, step, {"lenght": [32, 64]}, **options)
+    assert table.notes == ("all values of lenght have the same batch size: does the step use lenght?",)
+
+
+def test_one_row_alone_is_mixed_too():
+    table = oomprobe.find_max_batches(*attention(), {"length": [8]}, device="sim:64MiB", max_batch=4, progress="off")
+    assert table.mixed == {8: 4}
 
 
 def test_a_command_has_no_table(capsys):

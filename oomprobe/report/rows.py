@@ -106,7 +106,7 @@ def _aligned(table: ProbeTable) -> Iterator[str]:
     for value, cells, remark in rows:
         yield line(cells, "*" if value == best else " ")
         if remark:
-            yield clip(f"{' ' * (widths[0] + 4)}^ {remark}", WIDTH)
+            yield from wrap(remark, first=f"{' ' * (widths[0] + 4)}^ ", rest=" " * (widths[0] + 6))
 
 
 def _fact_lines(told: dict[str, list[str]]) -> Iterator[str]:
