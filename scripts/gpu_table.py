@@ -43,7 +43,7 @@ def table(hold):
     return {"alone": found.batch_sizes(), "mixed": dict(found.mixed), "notes": found.notes, "calls": calls}
 
 
-def train(hold, sizes, seed):
+def in_buckets(hold, sizes, seed):
     """Return how training in random buckets ended in this process, which has done nothing else."""
     hold()
     model, step = model_and_step()

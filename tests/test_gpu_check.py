@@ -130,6 +130,13 @@ def test_broken_promises_are_reported(check, found, dies_after, said):
     assert (status, kept["wrong"]) == (1, [f"conv_net, whole card: {said}"])
 
 
+def test_training_in_buckets_that_dies_is_reported(check):
+    table, died = {"alone": {"8": 4}, "mixed": {"8": 3}}, "out of memory at step 3, length 8"
+    status, kept = check({"probe": FOUND, "train": {}, "table": table, "in_buckets": {"ended": died}})
+    assert kept["table"]["trained alone"] == kept["table"]["trained mixed"] == [died, died]
+    assert (status, set(kept["wrong"])) == (1, {f"table over lengths: {died}"})
+
+
 def test_an_interrupted_check_keeps_its_findings(check):
     def train(*_):
         raise KeyboardInterrupt
