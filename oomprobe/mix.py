@@ -18,7 +18,7 @@ from oomprobe.trials import Phase, Request, Trial, Verdict
 
 TURNS_ROW = -1  # of requests with all rows
 # Trials in different orders: sizes that ran 50 calls under the cap in one order failed within 200 in four of six others, though the
-# process had the whole card (one of 16 tables on torch's CUDA allocator). With half as many calls, one of 32 such tables died.
+# process had the whole card (one of 16 tables on torch's CUDA allocator). With half as many calls, one of 33 tables died.
 ORDERS = 2
 LONG_FACTOR = 2  # as many calls if a call now and then needs the most memory, since each value must meet it
 ROUNDS = 4  # calls of each value, at least
