@@ -17,15 +17,8 @@ _NAMES = {
         *("DeviceLostError", "TimeLimitError", "UnreliableError"),
     ),
     "probe": (
-        *(
-            "check",
-            "check_command",
-            "check_target",
-            "find_max_batch",
-            "find_max_batches",
-            "probe_command",
-            "probe_target",
-        ),
+        *("check", "check_command", "check_target"),
+        *("find_max_batch", "find_max_batches", "probe_command", "probe_target"),
     ),
     "fit": ("LinearFit",),
     "plan": ("PlanEntry",),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from oomprobe.axis import Axis, is_larger, magnitude, text_of_value
+from oomprobe.diagnosis import last_of
 from oomprobe.errors import NothingFitsError, OomProbeError, TimeLimitError
 from oomprobe.finish import finish
 from oomprobe.mix import mixed_sizes
@@ -14,10 +14,10 @@ from oomprobe.result import ProbeResult
 from oomprobe.session import Session
 from oomprobe.signals import Clock
 from oomprobe.summary import result_of
-from oomprobe.table import ProbeTable, answer_of
+from oomprobe.table import ProbeTable
 
-# The first trial of a row, of the size at which the step would take as many samples times values as the last answer: large
-# enough that a line through it tells where the limit is, and still below it if memory grows with the square of the value.
+# The first trial of a row runs at this share of the last answer, scaled by the ratio of the values: it is large enough for the line
+# through it to show where the limit is, and fits even if memory grows with the square of the value and the value has doubled.
 START_SHARE = 1 / 2
 ALIKE = 1.02  # answers of all rows that differ by no more than this factor are the same
 UNUSED = "all values of {axis} have the same batch size: does the step use {axis}?"
@@ -103,7 +103,8 @@ class Rows:
             self._mixed = {self._axis.values[row]: size for row, size in answers.items()}
         if last is None or len(answers) == 1 or opened.device.on_host:
             return
-        if max(answers.values()) <= ALIKE * min(answers.values()) and _are_limited(self._results):
+        limits = {result.limited_by for result in self._results.values() if result is not None}
+        if limits == {"memory"} and max(answers.values()) <= ALIKE * min(answers.values()):
             self._notes.append(UNUSED.format(axis=self._axis.name))
         if mixed:
             sizes, notes = mixed_sizes(last[0], self._axis, answers)
@@ -122,16 +123,10 @@ class Rows:
         following = Session(
             opened.runner, replace(options, start_batch=start), opened.reporter, clock, opened.trials, row=row
         )
-        answer = answer_of(result)
-        assert answer is not None
+        answer = last_of(result.trials, result.batch_size)
         split_bytes = max(0, (answer.peak_reserved_bytes or 0) - (answer.peak_allocated_bytes or 0))
         following.follow(session, fixed_bytes=max(0, self._fixed_bytes), wanted_bytes=result.budget_bytes - split_bytes)
         return following
-
-
-def _are_limited(results: Mapping[Any, ProbeResult | None]) -> bool:
-    """Return whether memory limits each row that has an answer."""
-    return all(result.limited_by == "memory" for result in results.values() if result is not None)
 
 
 def _name_row(error: OomProbeError, label: str) -> None:

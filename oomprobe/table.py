@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oomprobe.axis import magnitude, text_of_value
+from oomprobe.diagnosis import last_of
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.result import SCHEMA_VERSION, ProbeResult
-from oomprobe.trials import Trial
 
 # As for results, the methods that render import `report` when they are called.
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ProbeTable:
         for value, result in self.rows.items():
             cells: list[object] = [text_of_value(value)]
             if result is not None:
-                told = {name: getattr(answer_of(result), name, None) for name in measured}
+                told = {name: getattr(last_of(result.trials, result.batch_size), name, None) for name in measured}
                 told["budget_bytes"] = result.budget_bytes
                 cells += [
                     result.batch_size,
@@ -154,12 +154,6 @@ class ProbeTable:
         from oomprobe.report.rows import table_report
 
         return table_report(self)
-
-
-def answer_of(result: ProbeResult) -> Trial | None:
-    """Return the last trial of the answer, which has confirmed it; None if there is none."""
-    sizes = result.batch_size, True, 1
-    return next((t for t in reversed(result.trials) if (t.batch_size, t.passed, t.accumulation_steps) == sizes), None)
 
 
 def _value(value: Any) -> Hashable:

@@ -43,6 +43,19 @@ def bug():
 
     return model, fails
 
+def alternates():
+    model, step = build()
+    last = None
+
+    def fails(model, batch_size, length):
+        nonlocal last
+        if last not in (None, length):
+            raise ValueError("another length")
+        last = length
+        step(model, batch_size, length)
+
+    return model, fails
+
 def too_large():
     model, step = build()
     return model, lambda model, batch_size, length: step(model, batch_size, length * 10**7)
@@ -310,6 +323,15 @@ def test_what_makes_no_table_is_refused(target, arguments, said, capsys):
     with pytest.raises(SystemExit) if arguments[1:] in (["length"], ["size=(1,2)"]) else contextlib.nullcontext():
         assert run(target, *arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_quiet_sizes_that_did_not_run_in_turn_exit_with_6(target, capsys):
+    target, options = target.replace("build", "alternates"), ["--over", "length=8,16", "--max-batch", "8", "--quiet"]
+    assert run(target, *options) == 6
+    said = capsys.readouterr()
+    assert said.out == "8 8\n16 8\n"
+    assert "another length" in said.err
+    assert run(target, *options, "--no-mixed") == 0
 
 
 def test_a_bug_in_a_later_row_keeps_the_finished_ones(target, tmp_path, capsys):

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from oomprobe.axis import text_of_value
+from oomprobe.diagnosis import last_of
 from oomprobe.report.plot import DARK, PADDING, SMALL, new_figure
 from oomprobe.report.text import facts, not_covered_lines, report, warning_lines, within
 from oomprobe.report.words import WIDTH, bullets, clean, clip, count, rate, wrap
-from oomprobe.table import ProbeTable, answer_of
+from oomprobe.table import ProbeTable
 from oomprobe.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -68,9 +69,9 @@ def table_rows(table: ProbeTable) -> tuple[list[str], list[tuple[Any, list[str],
 
 def _cells(table: ProbeTable, value: object) -> list[str]:
     result, name = table.rows[value], clean(text_of_value(value))
-    answer = None if result is None else answer_of(result)
-    if result is None or answer is None:
+    if result is None:
         return [name, *"------"]
+    answer = last_of(result.trials, result.batch_size)
     peak_bytes, product = answer.peak_reserved_bytes, table.product(value)
     return [
         name,
@@ -118,7 +119,8 @@ def _fact_lines(told: dict[str, list[str]]) -> Iterator[str]:
 def _time(table: ProbeTable) -> str:
     trials = [trial for _, result in table.fitting() for trial in result.trials]
     steps = sum(trial.steps for trial in trials)
-    return f"{format_seconds(table.elapsed_s)} for {count(len(trials), 'trial', 'trials')} of {count(steps, 'call', 'calls')}"
+    rows = f"{count(len(trials), 'trial', 'trials')} of {count(steps, 'call', 'calls')}"
+    return f"{format_seconds(table.elapsed_s)}; the rows took {rows}"
 
 
 def table_notes(table: ProbeTable) -> list[str]:
