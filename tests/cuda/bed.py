@@ -175,7 +175,10 @@ def run_on_bed(code, *, limit_s=120, **options):
     """
 
     def run():
-        command = [sys.executable, "-c", "import json, torch\n" + textwrap.dedent(code)]
+        # Without the interpreter's own exit: torch 2.14 aborts it now and then right after a backward pass, because its
+        # autograd thread still drops a Python object (https://github.com/pytorch/pytorch/issues/190489).
+        leave = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"
+        command = [sys.executable, "-c", "import json, torch\n" + textwrap.dedent(code) + leave]
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     return json.loads(forked(run, limit_s=limit_s, **options).splitlines()[-1])
