@@ -193,6 +193,20 @@ def test_rows_on_a_simulated_card_equal_probes_of_their_own():
     assert table.mixed.keys() == set(lengths)
 
 
+def test_a_peak_that_hides_the_steps_own_points_nowhere():
+    """Such as a fused optimizer's: the line through a trial below that peak is nearly flat."""
+
+    def step(model, batch_size, length):
+        device = next(model.parameters()).device
+        torch.empty(batch_size * length, 2**20, dtype=torch.uint8, device=device)
+        torch.empty(800 * 2**20 + 2**12 * batch_size, dtype=torch.uint8, device=device)
+
+    table = oomprobe.find_max_batches(
+        torch.nn.Linear(4, 4), step, {"length": [1, 2]}, device="sim:1GiB", mixed=False, progress="off"
+    )
+    assert len(table.rows[2].trials) < 15, table.rows[2].trials  # 20 from that point on
+
+
 def test_rows_on_host_memory():
     model, step = attention()
     table = oomprobe.find_max_batches(
