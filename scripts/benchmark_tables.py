@@ -4,8 +4,8 @@
 
 For each model and card, with torch's default settings and with expandable segments: the calls of the table's rows, and with those in
 turn, as a share of those of a probe for each value; the rows that differ; the mixed sizes as a share of the rows' (smallest to largest);
-and how many trainings of 200 steps in random buckets ran out of memory, in processes that have the whole card, with the rows' sizes and
-with the mixed ones.
+how many rows ran out of memory in 200 steps of their value alone under the cap; and how many trainings of 200 steps in random buckets
+did, in processes that have the whole card, with the rows' sizes and with the mixed ones.
 """
 
 import argparse
@@ -66,8 +66,10 @@ def probed(name):
     return alone, table, sum(in_turn)
 
 
-def dies(name, sizes, seed):
+def dies(name, sizes, seed, cap_bytes=None):
     """Return whether training in random buckets runs out of memory in this process, which has done nothing else."""
+    if cap_bytes:
+        torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.get_device_properties(0).total_memory)
     make, ((axis, _),) = CASES[name][0], CASES[name][1].items()
     model, step = make()
     try:
@@ -90,11 +92,15 @@ def line(name, memory, settings):
         for sizes in (table.batch_sizes(), table.mixed)
         if sizes
     ]
+    alone_died = sum(
+        forked(dies, name, {value: one.batch_size}, 0, one.budget_bytes, **bed) for value, one in table.rows.items()
+    )
     of_rows, of_probes = calls_of(table.rows.values()), calls_of(alone)
     cells = (
         f"{of_rows / of_probes:.2f} {(of_rows + in_turn) / of_probes:.2f}",
         " ".join(differing) or "-",
         f"{min(shares):.2f} to {max(shares):.2f}" if shares else "none",
+        f"{alone_died} of {len(rows)}",
         *(f"{number} of {TRAININGS}" for number in died),
     )
     print(
@@ -107,7 +113,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORD", help="only models whose name contains it")
     only = parser.parse_args().only
-    print(f"{'table':20}{'card':6}{'segments':12}calls      {'rows that differ':22}{'mixed':>14}  rows' die, mixed die")
+    print(
+        f"{'table':20}{'card':6}{'segments':12}calls      {'rows that differ':22}{'mixed':>14}  alone   rows'   mixed die"
+    )
     for name in [name for name in CASES if only in name]:
         for memory in ("1GiB", "2GiB", "8GiB"):
             for settings in SETTINGS:
