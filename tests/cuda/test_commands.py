@@ -32,7 +32,15 @@ def test_devices():
 def test_run(tmp_path):
     at = tmp_path / "result.json"
     status, stdout, stderr = typed(
-        "run", target(tmp_path, name="gpt"), "--resolution", "0.05", "--json", str(at), "--breakdown"
+        "run",
+        target(tmp_path, name="gpt"),
+        "--start-batch",
+        "64",
+        "--resolution",
+        "0.2",
+        "--json",
+        str(at),
+        "--breakdown",
     )
     result = json.loads(at.read_text())
     assert status == 0, stderr

@@ -46,11 +46,11 @@ def build():
     return model_and_step(trainer, Module())
 
 
-@pytest.mark.parametrize(("count", "limited_by"), [(5000, "memory"), (9, "max_batch")])
-def test_a_fit_on_two_ranks_is_a_target(tmp_path, count, limited_by):
+@pytest.mark.parametrize(("count", "start_batch", "limited_by"), [(5000, 64, "memory"), (9, 8, "max_batch")])
+def test_a_fit_on_two_ranks_is_a_target(tmp_path, count, start_batch, limited_by):
     def probe():
         return oomprobe.probe_target(
-            build, nproc_per_node=2, start_batch=8, resolution=0.6, memory_fraction=0.6, progress="off"
+            build, nproc_per_node=2, start_batch=start_batch, resolution=0.6, memory_fraction=0.6, progress="off"
         )
 
     result = on_ranks(tmp_path, probe, limit_s=120, FOLDER=tmp_path, COUNT=count)

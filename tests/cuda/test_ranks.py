@@ -40,11 +40,17 @@ def check(size, **options):
 
 
 @pytest.mark.parametrize(
-    "variables", [{"SHARD": "1"}, {"BACKEND": "gloo"}, {"SHARD": "1", "BACKEND": "gloo"}], ids=lambda one: "-".join(one)
+    "variables",
+    [
+        {"SHARD": "1"},
+        {"BACKEND": "gloo"},
+        pytest.param({"SHARD": "1", "BACKEND": "gloo"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda one: "-".join(one),
 )
 def test_the_answer_runs_in_a_fresh_group_and_little_more_does(tmp_path, variables):
     def run():
-        result = probe(max_batch=None, resolution=0.03)
+        result = probe(max_batch=None, start_batch=1024, resolution=0.03)
         check(result.batch_size)
         with pytest.raises(oomprobe.NothingFitsError):
             check(int(result.batch_size * 1.05))

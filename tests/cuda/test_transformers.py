@@ -103,7 +103,7 @@ def build():
 
 def test_a_trainer_on_two_ranks_is_a_target(tmp_path):
     def probe():
-        result = oomprobe.probe_target(build, nproc_per_node=2, resolution=0.1, progress="off")
+        result = oomprobe.probe_target(build, nproc_per_node=2, start_batch=32, resolution=0.3, progress="off")
         oomprobe.check_target(build, result.batch_size, nproc_per_node=2, progress="off")
         return result
 
