@@ -62,9 +62,8 @@ NO_AXIS = Axis()
 
 
 def _checked(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
-    plain = tuple(
-        value.item() if getattr(value, "ndim", None) == 0 else value for value in values
-    )  # of numpy and torch
+    # Scalars of numpy and torch become numbers.
+    plain = tuple(value.item() if getattr(value, "ndim", None) == 0 else value for value in values)
     if unhashable := [value for value in plain if value.__hash__ is None]:
         raise InvalidArgumentError(
             f"a value of {name} cannot be a key of the table: write {unhashable[0]!r} as a tuple"

@@ -17,8 +17,8 @@ LOOK_SHARE, CONFIRM_SHARE = 1 / 8, 1 / 2
 # Where a failure costs much, trials that decide go on for so much of that: more calls see more, and a confirmation that fails
 # costs two such failures.
 COST_SHARE = 1 / 4
-# Of a confirmation, where another row of the table has made LOOK_CALLS. Of 162 rows, this many failed in 200 calls under the cap,
-# with this share of the calls of LOOK_CALLS: 6 with 8 calls (0.62), 2 with 15 (0.68), 1 with 25 (0.77), none with LOOK_CALLS.
+# Calls of a confirmation, where another row of the table has made LOOK_CALLS. Of 162 rows confirmed over 8 calls, 6 failed within
+# 200 calls under the cap; over 15, 2; over 25, 1; over LOOK_CALLS none, but the rows then took 1.3 times the calls.
 ROW_CALLS = 25
 ENDED_EARLY = "call {number} of batch {size} failed with {error}, which is not about memory: later calls were not seen"
 VARYING = (

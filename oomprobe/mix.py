@@ -20,7 +20,7 @@ TURNS_ROW = -1  # of requests with all rows
 # Trials in different orders: sizes that ran 50 calls under the cap in one order failed within 200 in four of six others, though the
 # process had the whole card (one of 16 tables on torch's CUDA allocator). With half as many calls, one of 33 tables died.
 ORDERS = 2
-LONG_FACTOR = 2  # as many calls if a call now and then needs the most memory, since each value must meet it
+LONG_FACTOR = 2  # times as many calls if a call now and then needs the most memory, since each value must meet it
 ROUNDS = 4  # calls of each value, at least
 # Of the answers, tried from the top: trials that fail end after a few calls.
 SHARES = tuple(1 - part / 16 for part in range(13))

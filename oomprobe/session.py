@@ -45,8 +45,8 @@ UNSTEADY_GROUPS = (
 )
 
 
-# A guess more than so many times as large as the trial is not used, since the trial's peak may be that of the optimizer or of a
-# workspace: doubling from there costs less than coming down from a wrong guess. Halving the length of attention makes four.
+# A guess of more than this many times the trial's size is not used: the trial's peak may be that of the optimizer or of a workspace,
+# and doubling costs less than coming down from a wrong guess. Halving the length in attention leads to a true guess of four times.
 FARTHEST = 5
 
 

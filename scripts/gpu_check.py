@@ -4,8 +4,8 @@ First what no recording shows: memory outside the allocator, and what errors loo
 card limited to 4 GiB, and one on the whole card: the answer of `find_max_batch`; the answer without the cap (fifty steps), with its peaks
 beside those of a simulated card; and sizes around it under the same cap (ten steps), each run cold in its own process. Then recordings of
 the allocator for two models (gpu_recording.py), what isolating trials costs, and a table over lengths whose sizes train in buckets
-(gpu_table.py). With two cards or more, DDP and FSDP2 with a rank on each
-(gpu_ranks.py). Then the tests marked gpu, in the remaining time.
+(gpu_table.py). With two cards or more, DDP and FSDP2 with a rank on each (gpu_ranks.py). Then the tests marked gpu, in the remaining
+time.
 
     scripts/gpu-check [EVIDENCE.json]       default: tests/evidence/<card>-torch<version>.json
 
@@ -422,7 +422,8 @@ def print_summary(evidence, path):
             )
     print(f"outside the allocator: {evidence['outside_bytes']}")
     print(f"isolation: {evidence['isolation']}")
-    print(f"table over lengths: { ({name: value for name, value in evidence['table'].items() if name != 'notes'}) }")
+    table = {name: value for name, value in evidence["table"].items() if name != "notes"}
+    print(f"table over lengths: {table}")
     for strategy, found in evidence["ranks"].items():
         if "error" not in found:
             print(

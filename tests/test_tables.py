@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import re
 from dataclasses import replace
 
@@ -204,7 +205,29 @@ def test_a_peak_that_hides_the_steps_own_points_nowhere():
     table = oomprobe.find_max_batches(
         torch.nn.Linear(4, 4), step, {"length": [1, 2]}, device="sim:1GiB", mixed=False, progress="off"
     )
-    assert len(table.rows[2].trials) < 15, table.rows[2].trials  # 20 from that point on
+    assert len(table.rows[2].trials) < 15, table.rows[2].trials  # 20 if the guess is used
+
+
+@pytest.mark.parametrize(("every", "calls"), [(None, 2 * 50), (10, 2 * 100)])
+def test_turns_are_longer_where_a_call_now_and_then_needs_more(tmp_path, every, calls):
+    made, counter = (
+        os.open(tmp_path / "made", os.O_CREAT | os.O_RDWR),
+        [0],
+    )  # a file, since the probe puts counters back
+
+    def step(model, batch_size, length):
+        os.write(made, b".")
+        counter[0] += 1
+        factor = 4 if every and counter[0] % every == 0 else 1
+        torch.empty(batch_size * length * factor, 2**10, device=next(model.parameters()).device)
+
+    def calls_of_a_table(**options):
+        before = os.fstat(made).st_size
+        options |= {"device": "sim:256MiB", "max_batch": 64, "progress": "off"}
+        oomprobe.find_max_batches(torch.nn.Linear(4, 4), step, {"length": [1, 2]}, **options)
+        return os.fstat(made).st_size - before
+
+    assert calls_of_a_table() - calls_of_a_table(mixed=False) == calls
 
 
 def test_rows_on_host_memory():

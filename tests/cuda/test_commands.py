@@ -31,17 +31,8 @@ def test_devices():
 
 def test_run(tmp_path):
     at = tmp_path / "result.json"
-    status, stdout, stderr = typed(
-        "run",
-        target(tmp_path, name="gpt"),
-        "--start-batch",
-        "64",
-        "--resolution",
-        "0.2",
-        "--json",
-        str(at),
-        "--breakdown",
-    )
+    options = ["--start-batch=64", "--resolution=0.2", f"--json={at}", "--breakdown"]
+    status, stdout, stderr = typed("run", target(tmp_path, name="gpt"), *options)
     result = json.loads(at.read_text())
     assert status == 0, stderr
     assert f"batch {result['batch_size']} fits" in stdout
