@@ -390,7 +390,8 @@ def test_a_simulated_rank_takes_what_a_rank_takes(tmp_path):
     """Over gloo. Over NCCL a rank takes one set of gradients more, at times; see docs/evidence.md."""
     found = on_ranks(tmp_path, lambda: peaks_at(100, None), BACKEND="gloo")
     simulated = forked(lambda: peaks_at(100, "sim:1GiB"))
-    assert simulated[:2] == found[:2]
+    assert found[0] - simulated[0] in (0, 512)  # on busy cores, one small block is at times released later
+    assert simulated[1] == found[1]
     assert simulated[2] == pytest.approx(found[2] * 0.95, rel=0.001)  # less NCCL's share
 
 
