@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from oomprobe.axis import Axis, is_larger, magnitude, text_of_value
-from oomprobe.diagnosis import last_of
 from oomprobe.errors import NothingFitsError, OomProbeError, TimeLimitError
 from oomprobe.finish import finish
 from oomprobe.mix import mixed_sizes
@@ -16,9 +15,6 @@ from oomprobe.signals import Clock
 from oomprobe.summary import result_of
 from oomprobe.table import ProbeTable
 
-# The first trial of a row runs at this share of the last answer, scaled by the ratio of the values: it is large enough for the line
-# through it to show where the limit is, and fits even if memory grows with the square of the value and the value has doubled.
-START_SHARE = 1 / 2
 ALIKE = 1.02  # answers of all rows that differ by no more than this factor are the same
 UNUSED = "all values of {axis} have the same batch size: does the step use {axis}?"
 NOT_TRIED = "not tried, since {axis} {value} does not fit (try_larger=True, --try-larger)"
@@ -35,7 +31,6 @@ class Rows:
         self._unfit: dict[Any, str] = {}
         self._notes: list[str] = []
         self._mixed: dict[Any, int] = {}
-        self._fixed_bytes = 0  # that the peak of any size has, whatever the value
 
     def __enter__(self) -> Rows:
         return self
@@ -96,7 +91,6 @@ class Rows:
                 raise
             else:
                 result = self._results[value] = result_of(session, found)
-                self._fixed_bytes = self._fixed_bytes or int(result.fit.fixed_bytes if result.fit else 0)
                 last = session, value, result
         answers = {row: one.batch_size for row, value in enumerate(self._axis.values) if (one := self._results[value])}
         if mixed and len(answers) == 1:
@@ -118,14 +112,12 @@ class Rows:
         if last is None or last[2].limited_by == "step":
             return Session(opened.runner, options, opened.reporter, clock, opened.trials, row=row)
         session, value, result = last
-        ratio = (magnitude(value) or 1) / (magnitude(self._axis.values[row]) or 1)
-        start = options.sizes.nearest(int(START_SHARE * ratio * result.batch_size))
-        following = Session(
-            opened.runner, replace(options, start_batch=start), opened.reporter, clock, opened.trials, row=row
-        )
-        answer = last_of(result.trials, result.batch_size)
-        split_bytes = max(0, (answer.peak_reserved_bytes or 0) - (answer.peak_allocated_bytes or 0))
-        following.follow(session, fixed_bytes=max(0, self._fixed_bytes), wanted_bytes=result.budget_bytes - split_bytes)
+        # If trials are predicted, begin below the limit instead: prediction needs two sizes that run, and then takes no time.
+        if not any(trial.replayed for trial in result.trials):
+            ratio = (magnitude(value) or 1) / (magnitude(self._axis.values[row]) or 1)
+            options = replace(options, start_batch=options.sizes.nearest(int(ratio * result.batch_size)))
+        following = Session(opened.runner, options, opened.reporter, clock, opened.trials, row=row)
+        following.follow(session)
         return following
 
 

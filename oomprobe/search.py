@@ -24,11 +24,11 @@ PAST_HOLES = 1 / 64
 # The look runs at the size that ran, divided by this. At size 1, a call with four times the usual batch allocates 0.8 % more
 # bytes than the others, because the parameters' own memory hides it; at 256 (of an MLP that runs 4096), 180 % more.
 LOOK_DIVISOR = 16
-GUESS_DIVISOR = 16  # of the first stride from a guess
-NEAR_DIVISOR = 64  # the same, if a trial at half the answer or so told the guess
+NEAR = 1 / 16  # of a size that is expected to be near the limit: the first stride from there
 # Where a failure costs as much as many passes, as with ranks, which must be started and built anew: bisect at this place in the
-# bracket instead of halfway, and move down from an answer that is not confirmed by this fraction of the size. Over 800 random
-# limits, a search to 1/128 then met 5 failures (at most 6) in 26 trials instead of 6.5 (9) in 23.
+# bracket instead of halfway, and move at first by this fraction of the size: down from an answer that is not confirmed, or from a
+# size that is expected to be near the limit. Over 800 random limits, a search to 1/128 then met 5 failures (at most 6) in 26 trials
+# instead of 6.5 (9) in 23.
 PLACE, LONG_STRIDE = 1 / 5, 1 / 64
 
 
@@ -42,8 +42,7 @@ class Reply:
         grows_no_further: Whether memory will not limit any larger size either.
         varies: After a look, whether later calls need more memory than the calls of the trials before it. After another
             trial, whether the same calls of this size ended differently before, so that a pass proves nothing.
-        guess: A size to go on at, told by a look, or where an earlier search is known, by growing; only where to look, never
-            the answer.
+        guess: After a look, a size to go on at; only where to look, never the answer.
         is_certain: Whether a failure needs no second try: the allocator said so in a fresh process.
         tolerance: After a look, how narrow the bracket must be, as a fraction of the size: long trials need to be few.
     """
@@ -157,7 +156,8 @@ def find(
     `try_size` runs longer trials from then on, and the search forgets what passed before. `start` is where growing begins; if
     that fails, the size is halved until one runs. With `grows_capped`, growing is under the cap too. The answer must pass
     `confirmations` times. If `failures_cost`, the search runs more trials that pass, and fewer that fail. `known` is the reply
-    of the look in an earlier search of the same step: growing is then under the cap, and ends where a reply has a guess.
+    of the look in an earlier search of the same step: the limit is then expected near `start`, and sought from there in small
+    strides under the cap.
 
     Example:
         >>> def try_size(size, phase, *, capped):
@@ -256,7 +256,8 @@ class _Search:
         return reply
 
     def grow(self) -> Questions[None]:
-        size = self.start
+        """Double the size until one fails; where `start` is expected to be near the limit, begin with small strides."""
+        size, stride = self.start, self.start if self.known is None else self._near(self.start)
         while True:
             reply = yield from self.ask(size, Phase.GROW, capped=self.grows_capped)
             if not reply.passed and size == self.sizes.first and not reply.is_certain:
@@ -267,17 +268,18 @@ class _Search:
                 self.full_bad = size
                 if self.full_good is not None or size == self.sizes.first:
                     return
-                size = self.sizes.down(size, 2)
+                size = max(self.sizes.down(size, 2), size - stride)
+                stride *= 2
                 continue
             self.full_good = size
-            if reply.within_cap or self.known is not None:
+            if reply.within_cap:
                 self.within_cap = size
             if reply.grows_no_further:
                 self.sizes = replace(self.sizes, last=size)
-            self.guess = reply.guess
-            if size == self.sizes.last or self.full_bad is not None or self.guess is not None:
+            if size == self.sizes.last or self.full_bad is not None:
                 return
-            size = self.sizes.up(size, size)
+            size = self.sizes.up(size, stride)
+            stride *= 2
 
     def look(self, largest: int) -> Questions[None]:
         """Look for what happens only at some calls, at a size where many calls are cheap. If it does, believe only that size."""
@@ -318,8 +320,7 @@ class _Search:
 
     def begin_at(self, guess: int) -> Questions[None]:
         """Bracket the limit around a guess, in strides that double: trials of many calls need to be few."""
-        step, divisor = self.sizes.step, GUESS_DIVISOR if self.known is None else NEAR_DIVISOR
-        size, stride, previous = self.sizes.nearest(guess), max(step, guess // divisor // step * step), None
+        size, stride, previous = self.sizes.nearest(guess), self._near(guess), None
         while (self.good or 0) < size and (self.bad is None or size < self.bad):
             passed = (yield from self.ask(size, Phase.BISECT, capped=True)).passed
             self.good, self.bad = (size, self.bad) if passed else (self.good, size)
@@ -327,6 +328,11 @@ class _Search:
                 return
             size = self.sizes.up(size, stride) if passed else size - stride
             stride, previous = 2 * stride, passed
+
+    def _near(self, size: int) -> int:
+        """Return the first stride from a size that is expected to be near the limit."""
+        step, share = self.sizes.step, LONG_STRIDE if self.failures_cost else NEAR
+        return max(step, int(share * size) // step * step)
 
     def _only_choice(self) -> bool:
         """Return whether only the first size is left, with nothing below or between: confirmation alone decides it."""

@@ -45,11 +45,6 @@ UNSTEADY_GROUPS = (
 )
 
 
-# A guess of more than this many times the trial's size is not used: the trial's peak may be that of the optimizer or of a workspace,
-# and doubling costs less than coming down from a wrong guess. Halving the length in attention leads to a true guess of four times.
-FARTHEST = 5
-
-
 class ContradictedError(Exception):
     """A predicted trial was wrong: the search must start again without predictions."""
 
@@ -86,23 +81,18 @@ class Session:
         self._predicts = True  # whether a device that replays may predict trials
         self._allocated: dict[int, Allocated] = {}  # by batch size
         self._ends: dict[tuple[int, int | None, int | None], Trial] = {}  # by batch size, cap and calls
-        # Of another row: what its look found, and the peak of any size with the peak at the limit, in bytes.
-        self._known: Reply | None = None
-        self._peaks = 0, 0
+        self._known: Reply | None = None  # what the look of another row found
 
     @property
     def device(self) -> DeviceInfo:
         """The device, as far as the runner knows it yet."""
         return self.runner.facts.device
 
-    def follow(self, last: Session, *, fixed_bytes: int, wanted_bytes: int) -> None:
-        """Begin with what the session of another row has learned of the step, whose peak is a line from `fixed_bytes` up.
-
-        The search aims at a peak of `wanted_bytes`.
-        """
+    def follow(self, last: Session) -> None:
+        """Begin with what the session of another row has learned of the step; `start_batch` is expected to be near the limit."""
         self.budget.expect(last.budget)
         self.call_plan.follow(last.call_plan)
-        self._learned, self._predicts, self._peaks = last._learned, last._predicts, (fixed_bytes, wanted_bytes)
+        self._learned, self._predicts = last._learned, last._predicts
         tolerance = tolerance_of(self.call_plan.needed)
         self._known = Reply(passed=True, varies=self.call_plan.is_long, tolerance=tolerance)
 
@@ -141,14 +131,7 @@ class Session:
             grows_no_further=self.splits,
             varies=self._varies(trial),
             is_certain=self.runner.facts.grows_capped and trial.verdict is Verdict.OOM,
-            guess=None if self._known is None else self._guess(trial),
         )
-
-    def _guess(self, trial: Trial) -> int | None:
-        """Return the size at which the line through the trial meets the peak of another row's limit; None if that is far away."""
-        fixed_bytes, wanted_bytes = self._peaks
-        guess = diagnosis.line_through((0, fixed_bytes), trial, wanted_bytes)
-        return guess if guess is not None and guess <= FARTHEST * trial.batch_size else None
 
     def look(self, size: int) -> Reply:
         """Make many calls of a small size, to learn how many calls a trial needs."""
@@ -226,7 +209,7 @@ class Session:
             watches_leaks=looks or fresh,
             exact=looks or confirms or not self._predicts,
         )
-        request = self.call_plan.planned(request, decides=phase is not Phase.GROW)
+        request = self.call_plan.planned(request, decides=phase is not Phase.GROW or self._known is not None)
         self._asked_calls = request.calls
         ended: Trial | None = None  # the first try, if it ended its process
         self.reporter.started(size, phase)

@@ -147,33 +147,35 @@ def test_a_value_that_other_processes_cannot_get_is_refused(target):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 17, 100, 1023, 5000])
-@pytest.mark.parametrize("off", [0.5, 0.98, 1.0, 1.02, 1.5, 4.0])
-@pytest.mark.parametrize("start", [1, 50, 4000])
-def test_a_guess_changes_the_cost_but_not_the_answer(limit, off, start):
-    asked = []
+@pytest.mark.parametrize("expected", [1 / 16, 1 / 4, 0.9, 1, 1.1, 4, 16])
+@pytest.mark.parametrize("step", [1, 8])
+def test_the_expected_size_changes_the_cost_but_not_the_answer(limit, expected, step):
+    def search(**options):
+        asked = []
 
-    def try_size(size, phase, *, capped):
-        assert capped
-        asked.append(size)
-        return Reply(passed=size <= limit, guess=round(off * limit))
+        def try_size(size, phase, *, capped):
+            assert size % step == 0
+            asked.append(size)
+            return Reply(passed=size <= limit * step)
 
-    found = find(
-        try_size, Sizes(first=1, last=None, step=1), capped=True, should_stop_bisecting=lambda good, bad: False,
-        start=start, known=Reply(passed=True),
-    )  # fmt: skip
-    assert found.batch_size == limit
-    if off == 1.0 and start == limit // 2:
-        assert len(asked) <= 6
+        sizes = Sizes(first=step, last=None, step=step)
+        found = find(try_size, sizes, capped=True, should_stop_bisecting=lambda good, bad: False, **options)
+        return found.batch_size, len(asked)
+
+    answer, tried = search(start=round(expected * limit * step), known=Reply(passed=True))
+    assert answer == limit * step
+    if 0.9 <= expected <= 1.1 and limit > 10:
+        assert tried <= 0.65 * search()[1]  # 0.69 if the strides were as long as the size
 
 
-def test_a_guess_ends_at_the_last_size():
+def test_the_expected_size_may_be_the_last():
     def try_size(size, phase, *, capped):
         assert size <= 64
-        return Reply(passed=True, guess=1000)
+        return Reply(passed=True, within_cap=True)
 
     found = find(
         try_size, Sizes(first=1, last=64, step=1), capped=True, should_stop_bisecting=lambda good, bad: False,
-        start=8, known=Reply(passed=True),
+        start=60, known=Reply(passed=True),
     )  # fmt: skip
     assert (found.batch_size, found.deciding) == (64, None)
 
@@ -192,20 +194,6 @@ def test_rows_on_a_simulated_card_equal_probes_of_their_own():
         assert table.rows[length].batch_size == alone.batch_size
         assert any(trial.replayed for trial in table.rows[length].trials)
     assert table.mixed.keys() == set(lengths)
-
-
-def test_a_peak_that_hides_the_steps_own_points_nowhere():
-    """Such as a fused optimizer's: the line through a trial below that peak is nearly flat."""
-
-    def step(model, batch_size, length):
-        device = next(model.parameters()).device
-        torch.empty(batch_size * length, 2**20, dtype=torch.uint8, device=device)
-        torch.empty(800 * 2**20 + 2**12 * batch_size, dtype=torch.uint8, device=device)
-
-    table = oomprobe.find_max_batches(
-        torch.nn.Linear(4, 4), step, {"length": [1, 2]}, device="sim:1GiB", mixed=False, progress="off"
-    )
-    assert len(table.rows[2].trials) < 15, table.rows[2].trials  # 20 if the guess is used
 
 
 @pytest.mark.parametrize(("every", "calls"), [(None, 2 * 50), (10, 2 * 100)])
