@@ -112,11 +112,14 @@ class Rows:
         if last is None or last[2].limited_by == "step":
             return Session(opened.runner, options, opened.reporter, clock, opened.trials, row=row)
         session, value, result = last
-        # If trials are predicted, begin below the limit instead: prediction needs two sizes that run, and then takes no time.
+        start = None
+        # Where trials are predicted, small sizes teach the prediction, and large ones then take no time.
         if not any(trial.replayed for trial in result.trials):
             ratio = (magnitude(value) or 1) / (magnitude(self._axis.values[row]) or 1)
-            options = replace(options, start_batch=options.sizes.nearest(int(ratio * result.batch_size)))
-        following = Session(opened.runner, options, opened.reporter, clock, opened.trials, row=row)
+            start = options.sizes.nearest(int(ratio * result.batch_size))
+        following = Session(
+            opened.runner, replace(options, start_batch=start), opened.reporter, clock, opened.trials, row=row
+        )
         following.follow(session)
         return following
 

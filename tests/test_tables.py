@@ -155,6 +155,7 @@ def test_the_expected_size_changes_the_cost_but_not_the_answer(limit, expected, 
 
         def try_size(size, phase, *, capped):
             assert size % step == 0
+            assert capped or not options
             asked.append(size)
             return Reply(passed=size <= limit * step)
 
@@ -198,10 +199,8 @@ def test_rows_on_a_simulated_card_equal_probes_of_their_own():
 
 @pytest.mark.parametrize(("every", "calls"), [(None, 2 * 50), (10, 2 * 100)])
 def test_turns_are_longer_where_a_call_now_and_then_needs_more(tmp_path, every, calls):
-    made, counter = (
-        os.open(tmp_path / "made", os.O_CREAT | os.O_RDWR),
-        [0],
-    )  # a file, since the probe puts counters back
+    made = os.open(tmp_path / "made", os.O_CREAT | os.O_RDWR)  # a file, since the probe puts counters back
+    counter = [0]
 
     def step(model, batch_size, length):
         os.write(made, b".")
