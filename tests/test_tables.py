@@ -169,6 +169,20 @@ def test_the_expected_size_changes_the_cost_but_not_the_answer(limit, expected, 
         assert tried <= 0.65 * search()[1]  # 0.69 if the strides were as long as the size
 
 
+def test_where_failures_cost_few_trials_fail_from_the_expected_size():
+    passed = []
+
+    def try_size(size, phase, *, capped):
+        passed.append(size <= 1000)
+        return Reply(passed=size <= 1000)
+
+    find(
+        try_size, Sizes(first=1, last=None, step=1), capped=True, should_stop_bisecting=lambda good, bad: bad <= good + 8,
+        start=1000, known=Reply(passed=True), failures_cost=True,
+    )  # fmt: skip
+    assert passed.count(False) <= 4  # 5 if the first stride were a sixteenth
+
+
 def test_the_expected_size_may_be_the_last():
     def try_size(size, phase, *, capped):
         assert size <= 64
@@ -187,11 +201,13 @@ def test_the_expected_size_may_be_the_last():
 def test_rows_on_a_simulated_card_equal_probes_of_their_own():
     model, step = attention()
     lengths = [32, 64, 256]
-    table = oomprobe.find_max_batches(model, step, {"length": lengths}, device="sim:256MiB", progress="off")
+    options = {"device": "sim:256MiB", "progress": "off"}
+    table = oomprobe.find_max_batches(model, step, {"length": lengths}, start_batch=2, **options)
+    assert [result.trials[0].batch_size for result in table.rows.values()] == [2, 1, 1]
     for length in lengths:
         alone = oomprobe.find_max_batch(
-            model, lambda model, batch_size, length=length: step(model, batch_size, length), device="sim:256MiB", progress="off"
-        )  # fmt: skip
+            model, lambda model, batch_size, length=length: step(model, batch_size, length), **options
+        )
         assert table.rows[length].batch_size == alone.batch_size
         assert any(trial.replayed for trial in table.rows[length].trials)
     assert table.mixed.keys() == set(lengths)
