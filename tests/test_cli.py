@@ -352,7 +352,7 @@ def test_a_reader_that_exits_early_is_no_error():
 # --- other commands ---
 
 
-@pytest.mark.parametrize("text", ["not json", "{}"])
+@pytest.mark.parametrize("text", ["not json", "{}", "3"])
 def test_show_refuses_what_is_not_a_result(capsys, tmp_path, text):
     path = tmp_path / "r.json"
     path.write_text(text)

@@ -128,6 +128,14 @@ def test_values_of_numpy_become_numbers():
     assert type(Axis.of({"length": np.arange(2, 6, 2)}).values[0]) is int
 
 
+def test_errors_name_a_row_as_its_argument_is_written():
+    assert [Axis.of({"size": [512, (640, 480), "short"]}).label(row) for row in range(3)] == [
+        "size=512",
+        "size=640x480",
+        "size='short'",
+    ]
+
+
 def test_a_step_without_the_argument_is_refused():
     with pytest.raises(InvalidArgumentError) as caught:
         oomprobe.find_max_batches(
