@@ -139,7 +139,7 @@ def test_a_death_is_tried_twice(fault, said):
 
 def test_a_hang_ends_at_the_limit_and_a_deaf_process_is_killed():
     with pytest.raises(oomprobe.TimeLimitError) as caught:
-        probe(python("--fault", "deaf"), start_batch=8, trial_time_limit_s=3)
+        probe(python("--fault", "deaf"), start_batch=8, trial_time_limit_s=5)
     assert "had made 1 step" in caught.value.trials[0].error
 
 
