@@ -66,6 +66,7 @@ def check_replay(found):
     assert all(simulated.reserved_bytes == reserved_bytes for *_, reserved_bytes in replay(recording, simulated))
 
 
+@pytest.mark.slow
 def test_ranks_on_two_cards(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import gpu_ranks, json\n"
     code += "print(json.dumps(gpu_ranks.check_ranks('fsdp', 2)))"
