@@ -128,7 +128,7 @@ def test_values_of_numpy_become_numbers():
     assert type(Axis.of({"length": np.arange(2, 6, 2)}).values[0]) is int
 
 
-def test_errors_name_a_row_as_its_argument_is_written():
+def test_a_row_is_named_by_its_argument_and_value():
     assert [Axis.of({"size": [512, (640, 480), "short"]}).label(row) for row in range(3)] == [
         "size=512",
         "size=640x480",

@@ -292,7 +292,7 @@ def test_one_worker_runs_all_rows_and_each_answer_is_confirmed_in_a_new_one(tmp_
 
 def test_ranks(tmp_path):
     def run():
-        # Forked groups start in 0.05 s, of which a quarter pays for 3 to 5 calls; ordinary groups take seconds.
+        # Forked groups start in 0.05 s, a quarter of which pays for about 3 calls; ordinary groups take seconds to start.
         call_plan.COST_SHARE = 1000
         options = {"nproc_per_node": 2, "progress": "off", "resolution": 0.1}
         return oomprobe.probe_target(TARGET, over={"length": [256, 1024]}, **options)
