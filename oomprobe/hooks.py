@@ -31,6 +31,12 @@ COMPILED = (
 )
 
 
+HOOKS_GONE = (
+    "oomprobe's own hooks on optimizers are gone after batch {size}, so it cannot see whether they step: the step clears "
+    "torch.optim's global hooks, or this is a fault of oomprobe. Please report it with the step's code"
+)
+
+
 class OptimizerWatch:
     """Records the ids of the optimizers that really step, even if a GradScaler or accumulation skips some steps.
 
@@ -55,6 +61,11 @@ class OptimizerWatch:
             register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._if_ours(self._end, optimizer)),
         ]
         return self
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether torch still calls the hooks."""
+        return all(handle.id in (handle.hooks_dict_ref() or ()) for handle in self._handles)
 
     def _if_ours(self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
         """Call `act`. Hooks are process-wide; ignore optimizers that train another model in another thread."""

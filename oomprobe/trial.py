@@ -22,10 +22,11 @@ from oomprobe.errors import (
     SimulationError,
     StepFailedError,
     TimeUp,
+    UnreliableError,
     step_failed,
 )
 from oomprobe.frames import is_own_fault
-from oomprobe.hooks import COMPILED, Compiled, OptimizerWatch, Stepping, accumulating
+from oomprobe.hooks import COMPILED, HOOKS_GONE, Compiled, OptimizerWatch, Stepping, accumulating
 from oomprobe.look import HOST_LOOK_S, LOOK_S, SMALLEST_GROWTH_BYTES, Rows, growth_bytes
 from oomprobe.options import Step, check_process_group
 from oomprobe.running import Running
@@ -203,6 +204,8 @@ class LocalRunner:
         except BaseException as interruption:
             clear_frames(interruption)
             raise
+        if not self._watch.is_alive:
+            raise UnreliableError(HOOKS_GONE.format(size=request.batch_size))
         # The exception is gone by now, and with it the frames that held the failed step's tensors.
         if running.failure is None:
             running.usage = self._usage()

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from oomprobe.state.compare import same
-from oomprobe.state.reach import LIBRARIES, MAX_CONTAINER, MAX_OBJECTS, code_names, has_state, is_users_code
+from oomprobe.state.reach import LIBRARIES, MAX_CONTAINER, MAX_OBJECTS, code_names, has_state, is_users_code, module_of
 from oomprobe.state.tensors import HostCopies, TensorCopy
 from oomprobe.state.values import MAX_ENTRIES
 
@@ -241,7 +241,7 @@ class Kept:
 
     def _is_ours(self, value: Any) -> bool:
         """Return whether an object is of the user's own code, or of the package that the step or the model comes from."""
-        name = getattr(value if isinstance(value, type | types.FunctionType) else type(value), "__module__", None)
+        name = module_of(value)
         return is_users_code(name) or str(name).partition(".")[0] in self._packages
 
     def _saved(self, value: Any) -> Any:
@@ -302,11 +302,8 @@ class Kept:
 
     def _parts_of_function(self, function: types.FunctionType) -> Iterator[Named]:
         if not self._is_ours(function):  # such as a decorator around a function of the user's
-            yield from ((one, "") for one in vars(function).values() if callable(one))
-            inner = (function.__closure__ or ()) if function.__module__.startswith("torch.") else ()
-            yield from (
-                (one, "") for one in _contents(dict(enumerate(inner))).values() if isinstance(one, types.FunctionType)
-            )
+            inner = (*vars(function).values(), *_contents(dict(enumerate(function.__closure__ or ()))).values())
+            yield from ((one, "") for one in inner if isinstance(one, types.FunctionType))
             return
         yield from ((one, f"{function.__name__}()") for one in function.__defaults__ or ())
         yield from ((one, f"{function.__name__}()") for one in (function.__kwdefaults__ or {}).values())

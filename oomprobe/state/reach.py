@@ -7,6 +7,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -75,6 +76,16 @@ def is_users_code(module_name: object) -> bool:
     return not any(part in file for part in _INSTALLED)
 
 
+def module_of(value: Any) -> object:
+    """Return the name of the module whose code an object is.
+
+    For a function it is in its globals: `functools.wraps` gives a library's wrapper the ``__module__`` of what it wraps.
+    """
+    if isinstance(value, types.FunctionType):
+        return value.__globals__.get("__name__")
+    return getattr(value if isinstance(value, type) else type(value), "__module__", None)
+
+
 def _children(value: object) -> Iterator[object]:
     if isinstance(value, types.FunctionType):
         yield from _children_of_function(value)
@@ -110,7 +121,8 @@ def _children_of_module(module: torch.nn.Module) -> Iterator[object]:
 
 
 def _children_of_function(function: types.FunctionType) -> Iterator[object]:
-    if (function.__module__ or "").partition(".")[0] == "torch":
+    if str(module_of(function)).partition(".")[0] == "torch":
+        yield from (one for one in vars(function).values() if isinstance(one, types.FunctionType))  # that it wraps
         return
     for cell in function.__closure__ or ():
         try:

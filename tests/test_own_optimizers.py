@@ -1,0 +1,209 @@
+"""Optimizer classes that users write themselves, or copy into their script, are seen when they step."""
+
+import collections
+import functools
+from typing import ClassVar
+
+import pytest
+import tenacity
+import torch
+from ledger import LedgerDevice
+from torch import nn
+from torch.optim import optimizer as torchs
+
+import oomprobe
+
+
+class Momentum(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1, **defaults):
+        super().__init__(params, {"lr": lr, **defaults})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                self.update(p, m.mul_(0.9).add_(p.grad), group)
+
+    def update(self, p, m, group):
+        p.sub_(m, alpha=group["lr"])
+
+
+class Lion(Momentum):
+    def update(self, p, m, group):
+        p.sub_(torch.lerp(p.grad, m, 0.9).sign(), alpha=group["lr"])
+
+
+class EightBit(Momentum):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["codes"], state["scale"] = torch.zeros_like(p, dtype=torch.int8), torch.ones(())
+                m = 0.9 * state["codes"].float() * state["scale"] + p.grad
+                state["scale"] = m.abs().max() / 127 + 1e-12
+                state["codes"] = (m / state["scale"]).round().to(torch.int8)
+                p.sub_(m, alpha=group["lr"])
+
+
+class WithClosures(Momentum):
+    def __init__(self, params):
+        super().__init__(params)
+        steps = 0
+
+        def count():
+            nonlocal steps
+            steps += 1
+            return steps
+
+        self.count = count
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1 / self.count())
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, and overrides step itself."""
+
+    def __init__(self, inner):
+        self.inner, self.n = inner, 0
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.slow = {p: p.detach().clone() for p in self.param_groups[0]["params"]}
+
+    def step(self):
+        self.inner.step()
+        self.n += 1
+        if self.n % 5 == 0:
+            for p, slow in self.slow.items():
+                slow.lerp_(p.detach(), 0.5)
+                p.data.copy_(slow)
+
+
+class ScheduleFree(Momentum):
+    def __init__(self, params):
+        super().__init__(params, k=0, train_mode=True)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                z.sub_(p.grad, alpha=group["lr"])
+                p.lerp_(z, 1 / group["k"])
+
+
+class Lars(Momentum):
+    def update(self, p, m, group):
+        p.sub_(m, alpha=(group["lr"] * p.norm() / (m.norm() + 1e-9)).item())
+
+
+class Decorated(Momentum):
+    """An installed library wraps a helper of its."""
+
+    @tenacity.retry(stop=tenacity.stop_after_attempt(2))
+    def update(self, p, m, group):
+        p.sub_(m, alpha=group["lr"])
+
+
+class OnSgd(torch.optim.SGD):
+    def step(self, closure=None):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().step(closure)
+
+
+class CountsInTheClass(Momentum):
+    steps: ClassVar = collections.Counter()
+
+    @torch.no_grad()
+    def step(self):
+        self.steps[type(self).__name__] += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1 / self.steps["CountsInTheClass"])
+
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        wrapper.calls += 1
+        return function(*args, **kwargs)
+
+    wrapper.calls = 0
+    return wrapper
+
+
+class WithOwnDecorator(Momentum):
+    step = logged(Momentum.step)
+
+
+class Grouped(Momentum):
+    """Muon: matrices are orthogonalised, everything else is left to AdamW."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__([p for p in params if p.dim() > 1])
+        self.others = torch.optim.AdamW([p for p in params if p.dim() < 2], lr=0.01)
+
+    def step(self):
+        self.others.step()
+        super().step()
+
+    def update(self, p, m, group):
+        p.sub_(m / (m.norm() + 1e-9), alpha=group["lr"])
+
+
+OPTIMIZERS = [
+    Momentum, Lion, EightBit, WithClosures, lambda params: Lookahead(Momentum(params)),
+    lambda params: Lookahead(torch.optim.AdamW(params, lr=0.01)), ScheduleFree, Lars, Decorated, OnSgd, CountsInTheClass,
+    WithOwnDecorator, Grouped,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: getattr(make, "__name__", make))
+def test_an_optimizer_of_the_users_own_is_seen(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = make(model.parameters())
+    data = torch.randn(8, 4)
+
+    def step(model, batch_size):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(data[:batch_size]).square().mean()
+            loss.backward()
+            return loss
+
+        takes_closure = isinstance(optimizer, WithClosures)
+        return optimizer.step(closure) if takes_closure else (closure(), optimizer.step())
+
+    hooks = set(torchs._global_optimizer_post_hooks)
+    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=4, progress="off")
+    assert not any("no optimizer stepped" in note for note in result.notes)
+    assert not any("did not step" in note for note in result.notes)
+    assert result.trials[0].steps < 10
+    assert result.state_verified, result.notes
+    assert set(torchs._global_optimizer_post_hooks) == hooks
+    assert all(p.grad is None and p not in optimizer.state for p in model.parameters())
+
+
+def test_a_trial_that_finds_its_hooks_gone_says_so():
+    model = nn.Linear(2, 2)
+    optimizer = Momentum(model.parameters())
+
+    def step(model, batch_size):
+        torchs._global_optimizer_post_hooks.clear()
+        model(torch.ones(batch_size, 2)).sum().backward()
+        optimizer.step()
+
+    before = dict(torchs._global_optimizer_post_hooks)
+    try:
+        with pytest.raises(oomprobe.UnreliableError, match=r"oomprobe's own hooks .* are gone"):
+            oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=4, progress="off")
+    finally:
+        torchs._global_optimizer_post_hooks.update(before)
