@@ -423,7 +423,7 @@ def _restore(session: Session, snapshot: Snapshot, device: Device) -> None:
                 f"not everything came back as it was before the probe: {', '.join(differences[:5])}. Do not train with "
                 "this model: load it again. The step may be changing it from another thread"
             )
-        if changes := snapshot.tracker.kept.changes():
+        if changes := snapshot.tracker.changes():
             session.notes[NOT_RESTORED.format(names=", ".join(changes))] = None
         session.state_verified = not changes
         gc.collect()

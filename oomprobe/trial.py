@@ -132,7 +132,7 @@ class LocalRunner:
                 raise
             running = self._run_as_left(request, error)
         trial = running.trial(several=len(self._steps) > 1, timed=not self.facts.device.replays)
-        calls = running.calls_made(is_exact=self._tracker.kept.is_exact)
+        calls = running.calls_made(is_exact=self._tracker.is_exact)
         outcome = Outcome(
             trial=trial,
             calls=calls,
@@ -140,13 +140,14 @@ class LocalRunner:
             in_steps_s=self._in_steps_s,
             notes=self._notes_after(running),
             learned=self._stepping.learned(),
+            is_spent=self._snapshot is None and self._tracker.has_replaced_parameters,
         )
         self._tracker.end_trial(passed=trial.passed)
         if trial.verdict is Verdict.POISONED or self._ends_with_trial:
             return outcome
         if self._ranks > 1 and not trial.passed:
             return replace(outcome, outside_before_bytes=before_bytes)
-        trial = replace(trial, leaked_bytes=self._baseline.settle(keeps=not self._tracker.kept.is_exact))
+        trial = replace(trial, leaked_bytes=self._baseline.settle(keeps=not self._tracker.is_exact))
         measured = None
         if trial.passed and not self._baseline.known:
             measured = self.measure()
@@ -166,7 +167,7 @@ class LocalRunner:
 
         A counter that is put back beside an iterator that cannot be may make a running loop fail.
         """
-        if not self._tracker.kept.leave():
+        if not self._tracker.leave():
             raise error
         try:
             running = self._run_cold(request)
@@ -239,13 +240,15 @@ class LocalRunner:
 
         Runs after each trial, so that what a trial leaks is seen (`Baseline.settle`), and before the first.
         """
-        self._tracker.start_cold()
+        self._tracker.start_cold(self._release)
         for put, state in self._generators:
             with suppress(Exception):  # a captured graph may have taken the generator over
                 put(state)
+        self._is_cold = True
+
+    def _release(self) -> None:
         gc.collect()
         self._device.release()
-        self._is_cold = True
 
     # --- its calls ---
 
@@ -383,7 +386,7 @@ class LocalRunner:
         if self._snapshot is not None:
             self._snapshot.release_dead()
         if self.facts.device.replays and not running.counts:
-            values = self._tracker.kept.plain_values()
+            values = self._tracker.plain_values()
             running.counts = running.values is not None and values != running.values
             running.values = values
 

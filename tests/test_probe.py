@@ -331,7 +331,7 @@ def test_ranks_that_the_step_starts_are_refused():
 
 
 def test_a_fault_of_the_probe_is_not_told_as_the_steps(monkeypatch):
-    monkeypatch.setattr("oomprobe.state.snapshot.parameters_of", None)
+    monkeypatch.setattr("oomprobe.state.Tracker.add", None)
 
     def step(model, batch_size):
         model(torch.randn(batch_size, 2)).sum().backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from oomprobe.state.reach import reachable
+from oomprobe.state.walk import reachable
 
 
 class Plain:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import oomprobe
-from oomprobe.state.kept import Kept
+from oomprobe.state import Tracker
 
 CALLS = 24
 SAMPLES = torch.arange(1600.0).view(400, 4).sin()
@@ -915,13 +915,13 @@ def test_a_second_clean_up_forgets_nothing_that_the_first_put_back():
     def step(model, batch_size):
         calls.made += 1
 
-    kept = Kept([step], model)
+    tracker = Tracker(model, [step])
     step(model, 1)
-    kept.end_trial()
+    tracker.end_trial(passed=True)
     for _ in range(2):  # as after compiled code was dropped
-        kept.put_back()
+        tracker.start_cold()
         assert calls.made == 0
-    assert kept.leave()
+    assert tracker.leave()
     assert calls.made == 1
 
 

@@ -284,7 +284,7 @@ class RanksRunner:
                 self._available_bytes[rank] = outcome["measured"]["available_bytes"]
         outcome = passed_outcome(answers, self._available_bytes)
         self._sample = outcome.measured or self._sample
-        if outcome.trial.leaked_bytes:
+        if outcome.trial.leaked_bytes or any(answer["outcome"]["is_spent"] for answer in answers.values()):
             self._end_group()
         self._start_spare()
         return outcome

@@ -202,6 +202,8 @@ class ProcessRunner:
         if trials_in_children:
             return outcome
         trial = outcome.trial
+        if outcome.is_spent:
+            self._end_process()
         if trial.passed:
             self._spare = self._spare or self._source.start()
             return outcome

@@ -11,15 +11,13 @@ import torch
 
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.state.compare import same
-from oomprobe.state.reach import has_state
+from oomprobe.state.places import COPIED_BYTES
 from oomprobe.state.surroundings import Surroundings
-from oomprobe.state.tensors import HostCopies
-from oomprobe.state.tracker import Tracker, parameters_of
-from oomprobe.state.values import Attributes, has_bytes
+from oomprobe.state.tensors import HostCopies, write_back
+from oomprobe.state.tracker import Tracker
+from oomprobe.state.walk import has_state
 
 UNREAD = "state of {kind}: its state_dict() could not be read ({why}), so only its attributes were saved"
-_MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # registries, hooks, the mode
-_OPTIMIZER_ATTRIBUTES = frozenset({"defaults", "param_groups", "state"})
 
 
 class Snapshot:
@@ -41,48 +39,34 @@ class Snapshot:
         preserve: object,
         device_type: str,
         device: object = None,
+        owners: Iterable[object] = (),
     ) -> None:
         self._surroundings = Surroundings(device_type)
-        self.tracker = Tracker(model, steps, preserved(preserve), device)
-        self._copies = self.tracker.kept.copies
-        self._kept: list[Attributes | Stateful] = []
+        self.tracker = Tracker(model, steps, preserved(preserve), device, owners)
+        self._copies = self.tracker.copies
+        self._states: list[Stateful] = []
         self._optimizers: list[StateDict] = []  # for `host_copy` only; their attributes are what is restored
-        self._tensors: dict[int, TensorAndGradient] = {}  # by id
         self.notes: list[str] = []  # state that could be saved only in part
-        buffers = [buffer for module in self.tracker.modules for buffer in module.buffers(recurse=False)]
-        given = [value for value in self.tracker.found if isinstance(value, torch.Tensor)]
-        for tensor in (*self.tracker.parameters(), *buffers, *given):
-            self._keep_tensor(tensor)
-        for module in self.tracker.modules:
-            self._keep_module(module)
-        for value in self.tracker.found:
-            self._keep(value)
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self._model = {name: self._copies.keep(tensor) for name, tensor in named}
-        self._copies.take()
-        self.tracker.kept.copy_large()
+        self._copies.take([*self.tracker.tensors, *self._model.values()])
+        for value in self.tracker.found:
+            self._keep(value)
+        self.tracker.take(COPIED_BYTES)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Save an optimizer that the search did not reach, just before its first step; forget it when it is deleted."""
-        if optimizer in self.tracker.optimizers:
-            return
         self.tracker.add(optimizer)
-        for parameter in parameters_of(optimizer):
-            self._keep_tensor(parameter, hold=False)
-        attributes = Attributes(optimizer, self._copies, _OPTIMIZER_ATTRIBUTES & vars(optimizer).keys())
-        attributes.forget_with(optimizer)
-        self._kept.append(attributes)
-        self._copies.take()
+        self._copies.take(self.tracker.late)
 
     def release_dead(self) -> None:
         """Drop the copies of deleted objects, because a step may create its model and optimizer on each call."""
-        self._kept = [one for one in self._kept if not one.is_gone]
-        self._tensors = {key: one for key, one in self._tensors.items() if not one.is_gone}
+        late = self.tracker.late
+        self.tracker.late = {one: place for one, place in late.items() if one.find() is not None}
 
     def restore(self, *, device_lost: bool = False) -> None:
         """Restore everything in place, or raise UnreliableError; if the device is lost, restore only host memory."""
         failed: list[str] = []
-        self.tracker.kept.put_back(at_end=True)
         for name, restore in self._restorations(device_lost=device_lost):
             try:
                 restore()
@@ -97,28 +81,37 @@ class Snapshot:
             )
 
     def _restorations(self, *, device_lost: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-        """Yield named actions in order: drop replaced gradients to make room, write bytes, restore references."""
+        """Yield named actions in order: put values back, then the bytes of tensors, then what only `load_state_dict` can."""
         if not device_lost:
-            yield from ((one.name, one.drop_replaced_gradient) for one in self._tensors.values())
+            yield "what the step has replaced", self.tracker.put_back
+            for one, place in (self.tracker.tensors | self.tracker.late).items():
+                if one.find() is not None:
+                    yield place.name, one.restore
         for storage in list(self._copies.storages):
             if not device_lost or storage.device.type == "cpu":
                 yield f"a tensor on {storage.device}", storage.write
         if device_lost:
             return
         yield "modes", self.tracker.restore_modes
-        for one in (*self._kept, *self._tensors.values()):
-            yield one.name, one.restore
+        for state in self._states:
+            yield state.name, state.restore
 
     def differences(self) -> list[str]:
         """Return the names of everything that differs from the snapshot; empty if all is identical bit for bit."""
         for storage in self._copies.storages:
             storage.compare()
-        kept = (*self._kept, *self._tensors.values())
-        return [*(name for one in kept for name in one.differences()), *self._surroundings.differences()]
+        loaded = {id(one.owner) for one in self._states if one.has_loaded}
+        tensors = (self.tracker.tensors | self.tracker.late).items()
+        return [
+            *(place.name for one, place in tensors if one.find() is not None and one.differs(one.find())),
+            *self.tracker.differences(loaded),
+            *(one.name for one in self._states if one.differs()),
+            *self._surroundings.differences(),
+        ]
 
     def restore_weights(self) -> None:
         """Restore only parameters and buffers."""
-        self._copies.restore_held()
+        write_back(self._model.values())
 
     def host_copy(self) -> dict[str, Any]:
         """Return the saved model and optimizers in host memory, which survives a lost device."""
@@ -127,81 +120,20 @@ class Snapshot:
             "optimizers": [state.on_host() for state in self._optimizers],
         }
 
-    def _keep_module(self, module: torch.nn.Module) -> None:
-        """Save registries, hooks and attributes: a flag such as "cache built" must match the restored buffers.
-
-        For parallel wrappers such as DDP, skip other attributes: they belong to C++ objects, which cannot be restored.
-        """
-        is_parallel = type(module).__module__.startswith(("torch.distributed.", "torch.nn.parallel."))
-        attributes = Attributes(module, self._copies, _MODULE_ATTRIBUTES if is_parallel else None)
-        has_extra = type(module).get_extra_state is not torch.nn.Module.get_extra_state
-        state = self._state_dict(module, module.get_extra_state) if has_extra else None
-        self._kept.append(attributes if state is None else Stateful(attributes, state, module.set_extra_state))
-
     def _keep(self, value: Any) -> None:
         if isinstance(value, torch.optim.Optimizer):
-            self._kept.append(Attributes(value, self._copies))
             with suppress(Exception):  # a wrapper around another optimizer may have no state_dict
                 self._optimizers.append(StateDict(value.state_dict, self._copies))
-        # Tensors and modules are saved already; positions of data loaders are not covered.
-        elif not isinstance(value, torch.Tensor | torch.nn.Module | torch.utils.data.DataLoader):
-            attributes, state = Attributes(value, self._copies), self._state_dict(value, value.state_dict)
-            self._kept.append(attributes if state is None else Stateful(attributes, state, value.load_state_dict))
-
-    def _state_dict(self, owner: object, read: Callable[[], Any]) -> StateDict | None:
+            return
+        read, load = value.state_dict, value.load_state_dict
+        if isinstance(value, torch.nn.Module):  # its parameters and buffers are saved already
+            if type(value).get_extra_state is torch.nn.Module.get_extra_state:
+                return
+            read, load = value.get_extra_state, value.set_extra_state
         try:
-            return StateDict(read, self._copies)
+            self._states.append(Stateful(value, StateDict(read, self._copies), load))
         except Exception as error:  # it may need an argument, or exist only later or only in distributed training
-            self.notes.append(UNREAD.format(kind=type(owner).__name__, why=f"{type(error).__name__}: {error}"))
-            return None
-
-    def _keep_tensor(self, tensor: torch.Tensor, *, hold: bool = True) -> None:
-        known = self._tensors.get(id(tensor))
-        if known is None or known.find() is not tensor:
-            self._tensors[id(tensor)] = TensorAndGradient(tensor, self._copies, hold=hold)
-
-
-class TensorAndGradient:
-    """The copy of a parameter, or of another tensor, with its gradient.
-
-    A tensor with ``hold=False`` was found when an optimizer stepped in a trial. It may be deleted with that optimizer, and
-    its gradient, which the trial computed, is not saved.
-    """
-
-    def __init__(self, tensor: torch.Tensor, copies: HostCopies, *, hold: bool) -> None:
-        gradient = tensor.grad if hold and tensor.is_leaf else None  # torch warns about other tensors
-        self._copy = copies.keep(tensor, hold=hold)
-        self._gradient = None if gradient is None else copies.keep(gradient)
-        self._shape = tuple(tensor.shape)
-        self.name = f"a tensor of shape {self._shape}"
-        self.find = self._copy.find
-
-    @property
-    def is_gone(self) -> bool:
-        return self.find() is None
-
-    def drop_replaced_gradient(self) -> None:
-        """Free a new gradient, to make room for the saved one."""
-        tensor = self.find()
-        kept = None if self._gradient is None else self._gradient.find()
-        if tensor is not None and tensor.is_leaf and tensor.grad is not kept:
-            tensor.grad = None
-
-    def restore(self) -> None:
-        if self.find() is not None:
-            tensor = self._copy.restore()
-            if self._gradient is not None:
-                tensor.grad = self._gradient.restore()
-
-    def differences(self) -> list[str]:
-        tensor = self.find()
-        if tensor is None:
-            return []
-        found = [self.name] if self._copy.differs(tensor) else []
-        now = tensor.grad if tensor.is_leaf else None
-        if now is not None if self._gradient is None else self._gradient.differs(now):
-            found.append(f"a gradient of shape {self._shape}")
-        return found
+            self.notes.append(UNREAD.format(kind=type(value).__name__, why=f"{type(error).__name__}: {error}"))
 
 
 class StateDict:
@@ -211,6 +143,7 @@ class StateDict:
         self._read, state = read, read()
         kept = {id(tensor): copies.keep(tensor) for tensor in _tensors_in(state)}
         self._copies = list(kept.values())
+        copies.take(self._copies)
         self._state = copy.deepcopy(state, dict(kept))  # the memo makes deepcopy put the copies in place of the tensors
 
     def on_host(self) -> Any:
@@ -227,33 +160,24 @@ class StateDict:
 
 
 class Stateful:
-    """An object with ``state_dict``, restored through its attributes and then, if that was not enough, through `load`.
+    """An object with ``state_dict``, restored through its attributes and then, if that was not enough, through `load`."""
 
-    After `load`, its attributes are no longer compared.
-    """
-
-    is_gone = False
-
-    def __init__(self, attributes: Attributes, state: StateDict, load: Callable[[Any], object]) -> None:
-        self._attributes, self._state, self._load = attributes, state, load
-        self._has_loaded = False
-        self.name = attributes.name
+    def __init__(self, owner: object, state: StateDict, load: Callable[[Any], object]) -> None:
+        self.owner, self._state, self._load = owner, state, load
+        self.has_loaded = False  # then its attributes are no longer compared
+        self.name = f"state of {type(owner).__name__}"
+        self.differs = state.differs
 
     def restore(self) -> None:
-        self._attributes.restore()
         if self._state.differs():
             self._load(self._state.clone())
-            self._has_loaded = True
-
-    def differences(self) -> list[str]:
-        if self._state.differs():
-            return [self.name]
-        return [] if self._has_loaded else self._attributes.differences()
+            self.has_loaded = True
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if has_bytes(value):
-        yield value
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "meta":
+            yield value
     elif isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(part)

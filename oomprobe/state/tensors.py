@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from oomprobe import linux
 from oomprobe.errors import UnreliableError
 from oomprobe.state.compare import inner_tensors, same_tensors
-from oomprobe.state.reach import is_learnable
+from oomprobe.state.walk import is_learnable, weak
 from oomprobe.units import format_bytes
 
 PIECE_WORDS = 2**21  # 16 MiB
@@ -86,25 +86,37 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 class TensorCopy:
     """A copy of a strided tensor: its storage, geometry and bytes.
 
-    With ``hold=True``, for parameters and buffers, the tensor and its memory are kept alive. Gradients and optimizer state
-    have weak references, so that a step which replaces them can free the old ones; `restore` recreates them.
+    The tensor is not kept alive, so that a step which replaces it can free the old one; `restore` makes it anew.
     """
 
-    def __init__(self, tensor: torch.Tensor, storage: StorageCopy, *, hold: bool) -> None:
-        self.find = _reference(tensor, hold=hold)
+    def __init__(self, tensor: torch.Tensor, storage: StorageCopy) -> None:
+        self.find = weak(tensor)
         self.storage, self.device = storage, tensor.device
-        self._own = tensor.detach() if hold else None
+        self._kind = type(tensor)
         self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
         self._dtype, self._requires_grad = tensor.dtype, is_learnable(tensor)
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the bytes were copied."""
+        return self.storage.is_taken
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the tensor was freed, or became another: its memory may be elsewhere, but must look the same."""
+        tensor = self.find()
+        return tensor is None or not self._looks_the_same(tensor)
 
     def restore(self) -> torch.Tensor:
         """Return the tensor, viewing its original memory again; `StorageCopy.write` restores the bytes."""
         tensor = self.find()
         if tensor is None:
             tensor = self._view_of(self.storage.find_or_create())
-            self.find = weakref.ref(tensor)
+            if issubclass(self._kind, torch.nn.Parameter):
+                tensor = torch.Tensor._make_subclass(self._kind, tensor, self._requires_grad)
+            self.find = weak(tensor)
         elif not self._is_same_view(tensor):
-            tensor.data = self._view_of(self.storage.find_or_create()) if self._own is None else self._own
+            tensor.data = self._view_of(self.storage.find_or_create())
         return _with_requires_grad(tensor, self._requires_grad)
 
     def differs(self, now: object) -> bool:
@@ -124,18 +136,22 @@ class TensorCopy:
     def _view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._geometry)
 
-    def _is_same_view(self, tensor: torch.Tensor) -> bool:
+    def _looks_the_same(self, tensor: torch.Tensor) -> bool:
         if not _is_strided(tensor) or tensor.dtype != self._dtype or tensor.device != self.device:
             return False
-        geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        return geometry == self._geometry and tensor.untyped_storage() is self.storage.find()
+        return (tensor.storage_offset(), tensor.size(), tensor.stride()) == self._geometry
+
+    def _is_same_view(self, tensor: torch.Tensor) -> bool:
+        return self._looks_the_same(tensor) and tensor.untyped_storage() is self.storage.find()
 
 
 class WholeCopy:
     """A copy of a tensor without a plain storage, such as a sparse or quantised one."""
 
-    def __init__(self, tensor: torch.Tensor, *, hold: bool) -> None:
-        self.find = _reference(tensor, hold=hold)
+    is_replaced, has_bytes = False, True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.find = weak(tensor)
         self.device = tensor.device
         self._requires_grad = is_learnable(tensor)
         self._copy = tensor.detach().cpu().clone()
@@ -144,7 +160,7 @@ class WholeCopy:
         tensor = self.find()
         if tensor is None:
             tensor = self._copy.to(self.device, copy=True)
-            self.find = weakref.ref(tensor)
+            self.find = weak(tensor)
         elif not same_tensors(tensor, self._copy):
             tensor.data = self._copy.to(self.device, copy=True)
         return _with_requires_grad(tensor, self._requires_grad)
@@ -164,10 +180,17 @@ class WholeCopy:
 class WrapperCopy:
     """A tensor subclass that wraps tensors, such as DTensor: kept alive, with copies of the tensors inside."""
 
+    is_replaced, has_bytes = False, True
+
     def __init__(self, tensor: Any, parts: dict[str, TensorCopy | WholeCopy | WrapperCopy]) -> None:
         self.find: Callable[[], torch.Tensor] = lambda: tensor
         self.device: torch.device = tensor.device
         self._parts = parts
+
+    @property
+    def parts(self) -> list[TensorCopy | WholeCopy | WrapperCopy]:
+        """The copies of the tensors inside."""
+        return list(self._parts.values())
 
     def restore(self) -> torch.Tensor:
         for part in self._parts.values():
@@ -185,11 +208,6 @@ class WrapperCopy:
 
 
 AnyCopy = TensorCopy | WholeCopy | WrapperCopy
-
-
-def _reference(tensor: torch.Tensor, *, hold: bool) -> Callable[[], torch.Tensor | None]:
-    # torch.utils.swap_tensors refuses tensors with weak references, so those that are held have none.
-    return (lambda: tensor) if hold else weakref.ref(tensor)
 
 
 def _with_requires_grad(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
@@ -211,42 +229,32 @@ class HostCopies:
         self._tensors: weakref.WeakValueDictionary[int, AnyCopy] = weakref.WeakValueDictionary()
         self._storages: weakref.WeakValueDictionary[int, StorageCopy] = weakref.WeakValueDictionary()
         self.storages: weakref.WeakSet[StorageCopy] = weakref.WeakSet()
-        self.held: list[AnyCopy] = []
-        self._to_take: list[tuple[StorageCopy, torch.UntypedStorage]] = []
 
-    def keep(self, tensor: Any, *, hold: bool = False, take: bool = True) -> AnyCopy:
-        """Register a tensor, with `take` for the next `take`; with `hold`, keep it and its memory alive."""
-        known = self._tensors.get(id(tensor))
-        if known is not None and known.find() is tensor:
-            if take and isinstance(known, TensorCopy) and (storage := known.storage.find()) is not None:
-                self._to_take.append((known.storage, storage))
-            return known
-        copy: AnyCopy
-        if is_traceable_wrapper_subclass(tensor):
-            parts = {name: self.keep(part, hold=True) for name, part in inner_tensors(tensor).items()}
-            copy = WrapperCopy(tensor, parts)
-        elif _is_strided(tensor):
-            copy = TensorCopy(tensor, self._storage(tensor.untyped_storage(), take=take), hold=hold)
-        else:
-            copy = WholeCopy(tensor, hold=hold)
-        self._tensors[id(tensor)] = copy
-        if hold:
-            self.held.append(copy)
+    def keep(self, tensor: Any) -> AnyCopy:
+        """Register a tensor; `take` copies its bytes."""
+        copy = self._tensors.get(id(tensor))
+        if copy is None or copy.find() is not tensor:
+            if is_traceable_wrapper_subclass(tensor):
+                copy = WrapperCopy(tensor, {name: self.keep(part) for name, part in inner_tensors(tensor).items()})
+            elif _is_strided(tensor):
+                copy = TensorCopy(tensor, self._storage(tensor.untyped_storage()))
+            else:
+                copy = WholeCopy(tensor)
+            self._tensors[id(tensor)] = copy
         return copy
 
-    def _storage(self, storage: torch.UntypedStorage, *, take: bool) -> StorageCopy:
+    def _storage(self, storage: torch.UntypedStorage) -> StorageCopy:
         known = self._storages.get(storage._cdata)
         if known is None or known.find() is not storage:
             known = self._storages[storage._cdata] = StorageCopy(storage)
             self.storages.add(known)
-        if take and not known.is_taken:
-            self._to_take.append((known, storage))
         return known
 
-    def take(self) -> None:
-        """Copy the tensors registered since the last call; raise UnreliableError if they do not fit in host memory."""
-        to_take = {id(copy): (copy, storage) for copy, storage in self._to_take if not copy.is_taken}.values()
-        needed_bytes = sum(copy.nbytes for copy, _ in to_take)
+    def take(self, copies: Iterable[AnyCopy]) -> None:
+        """Copy the bytes of these tensors; raise UnreliableError if they do not fit in host memory."""
+        found = {id(one.storage): one.storage for copy in copies for one in _plain_parts(copy)}.values()
+        to_take = [(one, storage) for one in found if not one.is_taken and (storage := one.find()) is not None]
+        needed_bytes = sum(one.nbytes for one, _ in to_take)
         free_bytes = linux.free_bytes()
         if free_bytes is not None and needed_bytes > HOST_SHARE * free_bytes:
             raise UnreliableError(
@@ -254,13 +262,20 @@ class HostCopies:
                 f"{format_bytes(free_bytes)} is free: nothing was run. Free host memory, or probe a target that each "
                 "trial can build again (oomprobe run path/to/train.py:build)"
             )
-        for copy, storage in to_take:
-            copy.take(storage)
-        self._to_take = []
+        for one, storage in to_take:
+            one.take(storage)
 
-    def restore_held(self) -> None:
-        """Restore only the tensors that are held, which are parameters and buffers."""
-        for storage in {one.storage for one in self.held if isinstance(one, TensorCopy)}:
-            storage.write()
-        for one in self.held:
-            one.restore()
+
+def _plain_parts(copy: AnyCopy) -> list[TensorCopy]:
+    if isinstance(copy, WrapperCopy):
+        return [one for part in copy.parts for one in _plain_parts(part)]
+    return [copy] if isinstance(copy, TensorCopy) else []
+
+
+def write_back(copies: Iterable[AnyCopy]) -> None:
+    """Restore tensors that are alive, bytes and all."""
+    for copy in copies:
+        if not copy.is_replaced:
+            copy.restore()
+            for one in _plain_parts(copy):
+                one.storage.write()

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomprobe.state.kept import Kept
-from oomprobe.state.reach import reachable
-from oomprobe.state.tensors import HostCopies
-from oomprobe.state.values import Attributes
+from oomprobe.state.places import (
+    MAX_ENTRIES,
+    SMALL_BYTES,
+    Inner,
+    Place,
+    array_place,
+    inner_of,
+    is_source,
+    kind_of,
+    too_long,
+)
+from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy
+from oomprobe.state.walk import Kind, Seen, When, code_names, is_learnable, is_training_state, of_tensor, visit, weak
 
 
 class Tracker:
-    """The modules, optimizers, loss scalers and schedulers that steps reach, and what existed when tracking began.
+    """What steps and a model hold, as it was when tracking began: the places, and the tensors.
 
     For a cold start, everything created since then is dropped, and what steps count with is put back. Weights and optimizer
-    state that existed before stay as they are, because their values do not affect memory. `preserve` adds further stateful
-    objects or tensors.
+    state that existed before stay as they are, because their values do not affect memory; those that a step has replaced come
+    back. `preserve` adds further stateful objects or tensors, `owners` objects of libraries that a step changes.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.Adam(model.parameters())
-        >>> tracker = Tracker(model, [lambda model, batch_size: optimizer.step()])
+        >>> tracker = Tracker(model, [lambda model, batch_size: optimizer.step()], [optimizer])
         >>> model.eval()(torch.ones(1, 2)).sum().backward(), optimizer.step()
         (None, None)
         >>> tracker.restore_modes(), tracker.start_cold()
@@ -39,42 +53,116 @@ class Tracker:
         steps: Iterable[object],
         preserve: Iterable[object] = (),
         device: object = None,
+        owners: Iterable[object] = (),
     ) -> None:
-        preserve, steps = list(preserve), list(steps)
-        self.kept = Kept(steps, model, device)
-        found = [model, *preserve, *reachable([model, *steps, *preserve])]
-        self.found: list[object] = list({id(one): one for one in found}.values())
-        self.modules: list[torch.nn.Module] = list(
-            {id(m): m for one in self.found if isinstance(one, torch.nn.Module) for m in one.modules()}.values()
-        )
+        """Find and save; a `device` of the user's own counts memory, which must not be put back."""
+        self.copies = HostCopies()
+        self.found: list[object] = []  # modules and other objects with a state
+        self.places: list[Place] = []
+        self.inner: list[Inner] = []
+        # Tensors of the model, optimizers and other training state; late ones are of optimizers that were found when they stepped.
+        self.tensors: dict[AnyCopy, Place] = {}
+        self.late: dict[AnyCopy, Place] = {}
+        self._loose: dict[TensorCopy, tuple[str, int]] = {}  # other tensors of the user's: path and version
+        self._arrays: list[Seen] = []
+        self._sources: list[tuple[Inner, int]] = []  # of data, which hand out one after another, with their ids
+        self._late: MutableMapping[torch.optim.Optimizer, list[Place]] = WeakIdKeyDictionary()  # live optimizers
+        self._leaves: list[Callable[[], torch.Tensor | None]] = []
+        self._names: set[str] = set()  # that the user's functions use
+        self._left_entries = MAX_ENTRIES
+        self._only_at_end = False
+        roots = [(model, "model"), *((one, "") for one in (*preserve, *steps))]
+        for seen in visit(roots, owners, without=[device]):
+            self._save(seen, self.places)
+        self.modules = [one for one in self.found if isinstance(one, torch.nn.Module)]
+        self._late.update({one: [] for one in self.found if isinstance(one, torch.optim.Optimizer)})
+        for copy in self.tensors:  # the user's code may have been first to name one
+            if isinstance(copy, TensorCopy):
+                self._loose.pop(copy, None)
         self._modes = [(module, module.training) for module in self.modules]
-        self._names = [(module, {*module._buffers, *module._parameters}) for module in self.modules]
-        self._leaves = [one for one in self.found if isinstance(one, torch.Tensor) and one.is_leaf]
-        schedulers = [one for one in self.found if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
-        self._schedulers = [Attributes(one, HostCopies()) for one in schedulers]
-        scalers = [one for one in self.found if isinstance(one, torch.amp.GradScaler) and one.is_enabled()]
-        self._scalers: list[tuple[Any, Any]] = [  # a scaler that has not scaled a loss yet has no state
-            (one, one.state_dict() if one._scale is not None else None) for one in scalers
-        ]
-        self._groups: MutableMapping[torch.optim.Optimizer, _Groups] = WeakIdKeyDictionary()
-        # For each live optimizer, the names of its initial state, by parameter id.
-        self._initial_names: MutableMapping[torch.optim.Optimizer, dict[int, set[Any]]] = WeakIdKeyDictionary()
-        for one in self.found:
-            if isinstance(one, torch.optim.Optimizer):
-                self.add(one)
         self._flags = self._read_flags()
-        self._with_gradient = {id(parameter) for parameter in self.parameters() if parameter.grad is not None}
+        self.take(0)
+
+    # --- finding ---
+
+    def _save(self, seen: Seen, places: list[Place]) -> None:
+        value = seen.value
+        if isinstance(value, types.FunctionType):
+            self._names |= code_names(value.__code__) | {*value.__code__.co_freevars}
+        if seen.kind is Kind.TENSOR:
+            self._save_tensor(seen)
+            return
+        for values in seen.values:
+            size = 0 if values.when is When.COLD else len(values.read())
+            if size <= self._left_entries:
+                self._left_entries -= size
+                places.append(Place(values, self.copies))
+            else:
+                self.inner.append(too_long(values))
+        if seen.kind is Kind.ARRAY:
+            self._arrays.append(seen)
+        elif is_training_state(seen):
+            self.found.append(value)
+        elif (one := inner_of(seen, self._names)) is not None:
+            self.inner.append(one)
+            if is_source(value):
+                self._sources.append((one, id(value)))
+
+    def _save_tensor(self, seen: Seen) -> None:
+        tensor, path = seen.value, seen.path
+        if tensor.device.type == "meta":
+            return
+        if is_learnable(tensor):
+            self._leaves.append(weak(tensor))
+        if seen.trains or is_learnable(tensor):
+            copy = self.copies.keep(tensor)
+            if copy not in self.tensors:
+                self.tensors[copy] = Place(of_tensor(lambda: copy.find(), path), self.copies)
+        elif type(tensor) is torch.Tensor and not tensor.requires_grad:
+            loose = self.copies.keep(tensor)
+            if isinstance(loose, TensorCopy):
+                self._loose[loose] = path, tensor._version
+
+    def take(self, left_bytes: int) -> None:
+        """Copy the arrays and tensors beside the model that are small, and others as far as `left_bytes` goes."""
+        for copy in self._loose:
+            nbytes, tensor = copy.storage.nbytes, copy.find()
+            if tensor is not None and not copy.storage.is_taken and nbytes <= max(SMALL_BYTES, left_bytes):
+                left_bytes -= nbytes if nbytes > SMALL_BYTES else 0
+                copy.storage.take(tensor.untyped_storage())
+        for seen in self._arrays[:]:
+            if (place := array_place(seen, left_bytes)) is not None:
+                left_bytes -= seen.value.nbytes if seen.value.nbytes > SMALL_BYTES else 0
+                self._arrays.remove(seen)
+                self.inner.append(place)
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Track an optimizer that is about to step for the first time; it may be deleted after its step."""
+        if optimizer in self._late:
+            return
+        known, name = {*self.tensors}, type(optimizer).__name__
+        places = self._late[optimizer] = []
+        roots = [(vars(optimizer)[one], f"{name}.{one}") for one in ("param_groups", "state") if one in vars(optimizer)]
+        for seen in visit(roots):
+            if seen.kind in (Kind.HOLDER, Kind.TENSOR) and not seen.path.endswith(
+                ".grad"
+            ):  # which the trial has computed
+                self._save(seen._replace(trains=True), places)
+        self.late |= {copy: self.tensors.pop(copy) for copy in {*self.tensors} - known}
+        for place in self.late.values():
+            place.forget("grad")
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Live optimizers, first those found at the start, in the same order in every process with the same target."""
-        return list(self._initial_names)
+        return list(self._late)
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Track an optimizer that is about to step for the first time; it may be deleted after its step."""
-        if optimizer not in self._initial_names:
-            self._initial_names[optimizer] = state_names(optimizer)
-            self._groups[optimizer] = _Groups(optimizer)
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters of modules and optimizers, and other leaf tensors, each once."""
+        of_modules = (p for module in self.modules for p in module.parameters(recurse=False))
+        of_optimizers = (p for one in self.optimizers for p in parameters_of(one))
+        leaves = (leaf for find in self._leaves if (leaf := find()) is not None)
+        yield from {id(p): p for p in (*of_modules, *of_optimizers, *leaves)}.values()
 
     def resident_tensors(self) -> list[torch.Tensor]:
         """Return what stays on the device between steps: parameters, buffers, gradients and optimizer state."""
@@ -84,70 +172,148 @@ class Tracker:
         states = (tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer))
         return list({id(tensor): tensor for tensor in (*parameters, *buffers, *gradients, *states)}.values())
 
+    # --- before and after each trial ---
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every trial starts at the same call, because everything that counts is put back before it."""
+        return not self._only_at_end and not any(place.moves for place in self.places)
+
+    @property
+    def has_replaced_parameters(self) -> bool:
+        """Whether parameters, of which there is no copy, were replaced or freed since the start."""
+        return any(copy.is_replaced for copy in self.tensors if not copy.has_bytes)
+
     def restore_modes(self) -> None:
         """Restore every module's train or eval mode, as training does between its phases."""
         for module, training in self._modes:
             module.training = training
 
-    def end_trial(self, *, passed: bool) -> None:
-        """Take over what a trial that passed has frozen and grouped, if the step's counters cannot be put back either."""
-        self.kept.end_trial()
-        if passed and not self.kept.is_exact:
-            self._flags = self._read_flags()
-            for optimizer in list(self._groups):
-                self._groups[optimizer] = _Groups(optimizer)
-
-    def _read_flags(self) -> list[tuple[torch.Tensor, bool]]:
-        """Return which parameters require gradients."""
-        parameters = (*(p for module in self.modules for p in module.parameters(recurse=False)), *self._leaves)
-        return [(one, one.requires_grad) for one in parameters if one.is_leaf]
-
-    def start_cold(self) -> None:
-        """Drop what trials have created, and reset what they have changed: all that decides about memory but the weights."""
-        self.kept.put_back()
-        for parameter, requires_grad in self._flags:  # a trial may end while the step has frozen some
-            if parameter.requires_grad != requires_grad:
+    def start_cold(self, release: Callable[[], object] = lambda: None) -> None:
+        """Drop what trials have created, `release` its memory, and put back what they have changed or freed."""
+        self.find_moves()
+        unfinished = []
+        for place in self._all_places():
+            when = place.values.when
+            goes_back = when is When.COLD or (when is When.EACH_TRIAL and not (place.moves or self._only_at_end))
+            if goes_back and not self._put_back(place, create=False):
+                unfinished.append(place)
+        release()
+        for place in unfinished:
+            self._put_back(place)
+        for copy in self.tensors:
+            if copy.has_bytes and copy.is_replaced and copy.find() is not None:
+                copy.restore()
+        for one in self.inner:
+            if one.when is When.EACH_TRIAL and not self._only_at_end:
+                with suppress(Exception):
+                    one.put_back()
+        for copy in self._loose:
+            if copy.storage.nbytes <= SMALL_BYTES and not self._only_at_end:
+                with suppress(Exception):
+                    copy.storage.write()
+        for find, requires_grad in self._flags:  # a trial may end while the step has frozen some
+            parameter = find()
+            if parameter is not None and parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
-        for groups in self._groups.values():
-            groups.restore()
-        for parameter in self.parameters():
-            if id(parameter) not in self._with_gradient:
-                parameter.grad = None
-        for optimizer, names in self._initial_names.items():
-            drop_later_state(optimizer, names)
-        for module, known in self._names:
-            for name in {*module._buffers, *module._parameters} - known:
-                delattr(module, name)
-        # Otherwise schedulers would run past their end, and scalers would refuse to continue after a failed step.
-        for scheduler in self._schedulers:
-            scheduler.restore()
-        for scaler, state in self._scalers:
-            scaler._per_optimizer_states.clear()
-            if state is None:
-                scaler._scale = scaler._growth_tracker = None
-            else:
-                scaler.load_state_dict(state)
 
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """Yield the parameters of modules and optimizers, and other leaf tensors, each once."""
-        of_modules = (p for module in self.modules for p in module.parameters(recurse=False))
-        of_optimizers = (p for one in self.optimizers for p in parameters_of(one))
-        yield from {id(p): p for p in (*of_modules, *of_optimizers, *self._leaves)}.values()
+    def _all_places(self) -> list[Place]:
+        of_optimizers = (place for places in list(self._late.values()) for place in places)
+        return [*self.places, *self.tensors.values(), *self.late.values(), *of_optimizers]
+
+    def _put_back(self, place: Place, *, create: bool = True, at_end: bool = False) -> bool:
+        try:
+            return place.put_back(create=create, at_end=at_end)
+        except Exception:  # `changes` names what did not come back, also from a lost device
+            return create
+
+    def end_trial(self, *, passed: bool) -> None:
+        """Take note of what has moved on, and of what `leave` would bring back.
+
+        If the step's counters cannot be put back, take over what a trial that passed has frozen, grouped and registered, and
+        what has become of the state that optimizers had.
+        """
+        for place in self.places:
+            place.left = {}
+        self.find_moves()
+        if passed and not self.is_exact:
+            self._flags = self._read_flags()
+            containers = {id(one) for optimizer in self.optimizers for one in _containers_of(optimizer)}
+            for place in self._all_places():
+                if place.values.is_registry or (id(place.values.owner) in containers and not place.was_empty):
+                    place.restart_from_here()
+
+    def find_moves(self) -> None:
+        """Mark the values beside an iterator or a queue that has moved on, up to the roots: they must agree with it."""
+        moved = {source for one, source in self._sources if one.has_changed}
+        todo = self.places if moved else []
+        while marked := [place for place in todo if not place.ids.isdisjoint(moved)]:
+            for place in marked:
+                place.moves = True
+                moved.add(id(place if place.values.owner is None else place.values.owner))
+            todo = [place for place in todo if not place.moves]
+        beside = set[int]().union(*(place.ids for place in self.places if place.moves))
+        for place in self.places:
+            place.moves |= (
+                isinstance(place.values.owner, dict | list | set | deque) and id(place.values.owner) in beside
+            )
+
+    def leave(self) -> bool:
+        """Bring back the plain values that the last trial left, and put values back only at the end. Return whether there were any."""
+        has_left = False
+        for place in self.places:
+            if place.values.when is not When.COLD:
+                with suppress(Exception):
+                    has_left |= place.leave()
+        self._only_at_end = True
+        return has_left
+
+    def plain_values(self) -> object:
+        """Return the numbers, texts and lengths that the user's code has changed, and the states of random number generators."""
+        held = [place.plain_values() for place in self.places if place.values.when is not When.COLD]
+        own = [repr(one.read()) for one in self.inner if one.is_written and one.when is When.EACH_TRIAL]
+        return held, own, random.getstate(), repr(np.random.get_state())
+
+    def _read_flags(self) -> list[tuple[Callable[[], torch.Tensor | None], bool]]:
+        """Return which parameters require gradients."""
+        return [(weak(one), one.requires_grad) for one in self.parameters() if one.is_leaf]
+
+    # --- at the end ---
+
+    def put_back(self) -> None:
+        """Put everything back but the bytes of the model and its tensors."""
+        places = self._all_places()
+        unfinished = [place for place in places if not self._put_back(place, create=False, at_end=True)]
+        for place in unfinished:
+            self._put_back(place, at_end=True)
+        for one in self.inner:
+            with suppress(Exception):
+                one.put_back()
+
+    def differences(self, loaded: set[int]) -> list[str]:
+        """Return the paths of what of the training state differs, but for attributes of the objects whose ids are `loaded`."""
+        places = (one for one in self._all_places() if one.values.trains and id(one.values.owner) not in loaded)
+        return [path for place in places for path in place.changes()]
+
+    def changes(self) -> list[str]:
+        """Return what of the user's differs from the start, each with its kind, such as ``"trainer.it (an iterator)"``."""
+        found: dict[str, Any] = {}
+        for one in self.inner:
+            found |= one.changes()
+        for place in self.places:
+            found |= {} if place.values.trains else place.changes()
+        named = {path: kind_of(value) for path, value in found.items()}
+        for copy, (path, version) in self._loose.items():
+            tensor = copy.find()
+            if tensor is not None and not copy.storage.is_intact(tensor._version == version):
+                named[path] = "a tensor"
+        return [f"{path} ({kind})" for path, kind in named.items()]
 
 
-class _Groups:
-    """The parameter groups of an optimizer: learning rates that the step sets, and groups that it adds."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._list = optimizer.param_groups
-        self._groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
-
-    def restore(self) -> None:
-        self._list[:] = [group for group, _, _ in self._groups]
-        for group, values, parameters in self._groups:
-            group.clear()
-            group.update(values)
-            group["params"][:] = parameters
+def _containers_of(optimizer: torch.optim.Optimizer) -> list[object]:
+    """Return the containers of an optimizer's groups and state."""
+    groups, state = optimizer.param_groups, state_of(optimizer)
+    return [groups, *groups, *(group["params"] for group in groups), state, *state.values()]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

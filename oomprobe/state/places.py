@@ -1,0 +1,326 @@
+"""Places where state is kept: each has a path, a way to read and to write it, and a time at which it goes back."""
+
+from __future__ import annotations
+
+import array
+import functools
+import io
+import itertools
+import operator
+import random
+import types
+import weakref
+from collections.abc import Callable
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+
+from oomprobe.state.compare import same
+from oomprobe.state.tensors import AnyCopy, HostCopies
+from oomprobe.state.walk import PLAIN, Kind, Seen, Values, When, module_of
+
+SMALL_BYTES = 2**12  # tensors and arrays up to this size are put back before every trial, larger ones at the end
+COPIED_BYTES = 2**30  # of larger ones outside the model, in all; of the others only their version is compared
+MAX_ENTRIES = 100_000  # in all containers together: comparing them takes 3 ms; of others only the length is compared
+PIECE_BYTES = 2**24
+_MISSING = object()
+_UNKNOWN = object()  # the fingerprint of an object that does not show whether it has changed
+
+
+class Graph:
+    """A tensor with the graph that computed it: it cannot be copied, and keeping it alive would keep a step's memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.find = weakref.ref(tensor)
+
+
+def saved(value: Any, copies: HostCopies, *, trains: bool) -> Any:
+    """Return what to save of a value: for a tensor something that does not keep it alive."""
+    if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+        return value
+    return copies.keep(value) if value.is_leaf or trains else Graph(value)
+
+
+class Place:
+    """Values that were there at the start. To put them back makes each name refer to its first value again.
+
+    Tensors among them are not kept alive, so that steps can free them. Those that were freed are made anew from their copies.
+    """
+
+    def __init__(self, values: Values, copies: HostCopies) -> None:
+        held = values.read()
+        self.values, self._copies = values, copies
+        self.moves = False  # whether a source of data beside them has moved on, so that they must not be put back
+        self.left: dict[Any, Any] = {}  # plain values that the last trial left
+        self._is_namespace = isinstance(held, dict) and held is not values.owner
+        self._take(held)
+        self._first = self._keys, self._before
+        # Objects by which a source of data is known to be among the values, or beside them.
+        self.ids = {id(one) for one in self._before if not isinstance(one, PLAIN)}
+
+    def _take(self, held: Any) -> None:
+        named, trains = isinstance(held, dict), self.values.trains
+        self._keys = [saved(key, self._copies, trains=trains) for key in held] if named else None
+        self._before = [saved(one, self._copies, trains=trains) for one in (held.values() if named else held)]
+        every = [*(self._keys or ()), *self._before]
+        self._is_plain = not any(isinstance(one, AnyCopy | Graph) for one in every)
+
+    @property
+    def name(self) -> str:
+        """The path of what holds the values."""
+        return self.values.path.removesuffix(".")
+
+    @property
+    def was_empty(self) -> bool:
+        """Whether there were no values at the start."""
+        return not self._first[1]
+
+    def restart_from_here(self) -> None:
+        """Let the next trials begin with what is there now; the values of the start still come back at the end."""
+        self._take(self.values.read())
+
+    def forget(self, name: str) -> None:
+        """Let there have been no value with this name at the start."""
+        if self._keys and name in self._keys:
+            del self._before[self._keys.index(name)]
+            self._keys.remove(name)
+
+    def put_back(self, *, at_end: bool = False, create: bool = True) -> bool:
+        """Put the values back. Without `create` leave out freed tensors; return whether all are there."""
+        if at_end and self._first[1] is not self._before:
+            self._keys, self._before = self._first
+            self._is_plain = False
+        held = self.values.read()
+        if self._is_in(held):
+            return True
+        now = _by_key(held)
+        before, is_whole = self._to_write(create=create)
+        if not self.left:
+            self.left = {k: one for k, one in now.items() if isinstance(one, PLAIN) or is_iterator(one)}
+        self.values.write(before, now)
+        return is_whole
+
+    def leave(self) -> bool:
+        """Bring back the plain values that the last trial left; return whether there were any."""
+        now, left = _by_key(self.values.read()), self.left
+        if left:
+            self.values.write({**now, **left}, now)
+        self.left = {}
+        return bool(left)
+
+    def changes(self) -> dict[str, Any]:
+        """Return what differs from the start, by path: the value of the start, or one that was not there."""
+        held = self.values.read()
+        if self._is_in(held):
+            return {}
+        keys, first = self._keys or range(len(self._before)), [_find(one, one) for one in self._before]
+        if isinstance(held, set):
+            keys = first
+        now, before = _by_key(held), {_find(key, key): one for key, one in zip(keys, first, strict=True)}
+        differing = [key for key in {**before, **now} if now.get(key, _MISSING) is not before.get(key, _MISSING)]
+        return {
+            self.values.named(key): now[key] if before.get(key) is None and key in now else before.get(key)
+            for key in differing
+        }
+
+    def plain_values(self) -> object:
+        """Return the numbers, texts and lengths among the values; None if they are those of the start."""
+        held = self.values.read()
+        return None if self._is_in(held) else [(key, _plain(one)) for key, one in _by_key(held).items()]
+
+    def _found(self) -> tuple[list[Any] | None, list[Any]]:
+        if self._is_plain:
+            return self._keys, self._before
+        return None if self._keys is None else list(map(_find, self._keys)), list(map(_find, self._before))
+
+    def _is_in(self, held: Any) -> bool:
+        if len(held) != len(self._before):
+            return False
+        keys, before = self._found()
+        if keys is None:
+            return all(one in held for one in before) if isinstance(held, set) else all(map(is_, held, before))
+        if all(map(is_, held, keys)) and all(map(is_, held.values(), before)):
+            return True
+        # The order of variables means nothing, and their names may be other objects.
+        return self._is_namespace and all(held.get(key, _MISSING) is one for key, one in zip(keys, before, strict=True))
+
+    def _to_write(self, *, create: bool) -> tuple[dict[Any, Any], bool]:
+        get = _restored if create else _find
+        keys, before = self._keys or itertools.count(), self._before
+        if isinstance(self.values.owner, set):
+            keys = before
+        pairs = [(get(key), get(one)) for key, one in zip(keys, before, strict=False)]
+        whole = [(key, one) for key, one in pairs if key is not _MISSING and one is not _MISSING]
+        is_whole = create or len(whole) == len(pairs)
+        return dict(whole), is_whole
+
+
+def _by_key(held: Any) -> dict[Any, Any]:
+    if isinstance(held, dict):
+        return dict(held.items())
+    return {one: one for one in held} if isinstance(held, set) else dict(enumerate(held))
+
+
+def _find(value: Any, gone: Any = _MISSING) -> Any:
+    if not isinstance(value, AnyCopy | Graph):
+        return value
+    found = value.find()
+    return gone if found is None else found
+
+
+def _restored(value: Any) -> Any:
+    return value.restore() if isinstance(value, AnyCopy) else _find(value)
+
+
+class Inner:
+    """A place whose state is compared by value: an array, a generator of random numbers, a container too long to save.
+
+    Without `write` it is only watched, and named if it has changed.
+    """
+
+    moves = False
+
+    def __init__(
+        self,
+        path: str,
+        kind: str,
+        read: Callable[[], Any],
+        write: Callable[[Any], object] | None = None,
+        *,
+        equals: Callable[[Any], bool] | None = None,
+        when: When = When.EACH_TRIAL,
+    ) -> None:
+        self.path, self.kind, self.when = path, kind, when
+        self.read, self._write = read, write
+        self._equals = equals or (lambda before: same(read(), before))
+        self.before: Any = read()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it is put back, not only watched."""
+        return self._write is not None
+
+    @property
+    def has_changed(self) -> bool:
+        return not self._equals(self.before)
+
+    def put_back(self) -> None:
+        if self._write is not None and self.has_changed:
+            self._write(self.before)
+
+    def changes(self) -> dict[str, Any]:
+        return {self.path: self} if self.has_changed else {}
+
+
+def inner_of(seen: Seen, names: set[str]) -> Inner | None:
+    """Return the place of a generator, or of an object of a library that shows whether it has changed."""
+    value, path = seen.value, seen.path
+    if seen.kind is Kind.GENERATOR:
+        return _generator(value, path)
+    if seen.kind is not Kind.LIBRARY or str(module_of(value)).partition(".")[0] == "oomprobe":
+        return None
+
+    def equals(before: Any) -> bool:
+        now = _fingerprint(value)
+        if now is _UNKNOWN:  # what the user's code uses has been used
+            return not (path.rpartition(".")[2] in names or path.endswith("]"))
+        return same(now, before)
+
+    return Inner(path, kind_of(value), lambda: _fingerprint(value), equals=equals)
+
+
+def array_place(seen: Seen, left_bytes: int) -> Inner | None:
+    """Return the place of an array; None if it is larger than `left_bytes`, cannot be written or holds objects."""
+    array = seen.value
+    if (
+        array.nbytes > max(SMALL_BYTES, left_bytes)
+        or array.dtype.hasobject
+        or not array.flags.writeable
+        or isinstance(array, np.memmap)
+    ):
+        return None
+
+    def write(before: Any) -> None:
+        array[...] = before
+
+    is_small = array.nbytes <= SMALL_BYTES
+    return Inner(
+        seen.path,
+        "an array",
+        array.copy,
+        write,
+        equals=lambda before: _same_array(array, before),
+        when=When.EACH_TRIAL if is_small else When.AT_END,
+    )
+
+
+def _same_array(one: Any, other: Any) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = np.atleast_1d(one), np.atleast_1d(other)
+    rows = max(1, PIECE_BYTES // max(1, one[:1].nbytes))
+    starts = range(0, len(one), rows)
+    return all(one[at : at + rows].tobytes() == other[at : at + rows].tobytes() for at in starts)
+
+
+def too_long(values: Values) -> Inner:
+    """Return the place of a container that is too long to save."""
+    return Inner(values.path, kind_of(values.owner), lambda: len(values.read()))
+
+
+def is_iterator(value: Any) -> bool:
+    """Return whether a value is an iterator."""
+    return hasattr(type(value), "__next__")
+
+
+def is_source(value: Any) -> bool:
+    """Return whether a value hands out data one after another, so that counters beside it must agree with its position."""
+    return is_iterator(value) or type(value).__module__ in ("queue", "_queue", "multiprocessing.queues")
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value is, for a reader, such as ``"an iterator"``."""
+    if isinstance(value, Inner):
+        return value.kind
+    if is_iterator(value) and not isinstance(value, io.IOBase):
+        return "an iterator"
+    if isinstance(value, torch.Tensor | Graph | AnyCopy) or value is _MISSING:
+        return "a tensor"
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _generator(value: Any, path: str) -> Inner:
+    kind = "a random number generator"
+    if isinstance(value, random.Random):
+        return Inner(path, kind, value.getstate, value.setstate)
+    if isinstance(value, np.random.RandomState | torch.Generator):
+        return Inner(path, kind, value.get_state, value.set_state)
+    bits = value.bit_generator
+    return Inner(path, kind, lambda: bits.state, lambda state: setattr(bits, "state", state))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PLAIN):
+        return value
+    return len(value) if isinstance(value, dict | list | set) else None
+
+
+def _fingerprint(value: Any) -> Any:
+    """Return what shows that an object of a library has changed; `_UNKNOWN` for an iterator that shows nothing."""
+    if isinstance(value, functools._lru_cache_wrapper):
+        return value.cache_info().currsize
+    if isinstance(value, io.IOBase):
+        return None if value.closed or not value.seekable() else value.tell()
+    if hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
+        hides = not is_iterator(value)  # private attributes, such as caches
+        return {name: _plain(one) for name, one in list(vars(value).items()) if not (hides and name.startswith("_"))}
+    if not is_iterator(value):
+        is_short = isinstance(value, array.array | bytearray) and len(value) <= SMALL_BYTES
+        return bytes(value) if is_short else len(value) if isinstance(value, array.array | bytearray) else None
+    if isinstance(value, itertools.count | itertools.repeat):
+        return repr(value)
+    left = operator.length_hint(value, -1)
+    return _UNKNOWN if left < 0 else left

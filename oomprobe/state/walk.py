@@ -1,0 +1,539 @@
+"""The one walk over what steps, models and other objects hold: closures, names, attributes, containers and modules.
+
+The user's own code is walked into wherever it leads, with a path for each value. Objects of libraries are only passed through,
+a few deep, in search of training state: modules, optimizers and other objects with ``state_dict``, and leaf tensors that require
+gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import enum
+import functools
+import random
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+MAX_DEPTH = 6  # in libraries: an optimizer in a strategy in a trainer is at depth 3
+MAX_OBJECTS = 20_000  # a walk that visits more has entered a data set
+MAX_CONTAINER = 1_000  # lists of parameters are shorter; data sets are longer
+
+LIBRARIES = frozenset({"torch", "oomprobe", *sys.stdlib_module_names})
+PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    types.ModuleType,
+)
+_INSTALLED = ("site-packages", "dist-packages")
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_WRAPPERS = ("fget", "fset", "__func__", "func")  # what a property, static method or cached property wraps
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_HOOKS = tuple(
+    name
+    for name, one in vars(torch.nn.Module()).items()
+    if isinstance(one, dict | set) and name.endswith(("hooks", "kwargs", "called", "set"))
+)
+_COLD = (
+    "torch.optim.",
+    "torch.amp.",
+)  # schedulers and scalers, which refuse to run past their end or after a failed step
+_DATA = (dict, list, tuple, set, frozenset, deque, torch.Tensor, np.ndarray, *_GENERATORS)
+_MISSING = object()
+_PARALLEL = ("torch.distributed.", "torch.nn.parallel.")
+
+
+class Kind(enum.Enum):
+    """What a value is to a probe."""
+
+    TENSOR = enum.auto()
+    ARRAY = enum.auto()
+    GENERATOR = enum.auto()  # of random numbers
+    MODULE = enum.auto()
+    STATEFUL = enum.auto()  # has state_dict() and load_state_dict(), like every optimizer
+    CODE = enum.auto()  # a function, method or class of the user's
+    HOLDER = enum.auto()  # an object of the user's, or a container: all that matters is what it holds
+    LIBRARY = enum.auto()  # an object of a library that the user's code holds, which is not walked into
+
+
+class When(enum.Enum):
+    """When values go back."""
+
+    COLD = enum.auto()  # before each trial, whatever else can go back: they decide about memory
+    EACH_TRIAL = enum.auto()  # before each trial, unless a source of data beside them has moved on
+    AT_END = enum.auto()
+
+
+class Values(NamedTuple):
+    """Values that something holds by name or position, and how to replace them in place."""
+
+    path: str  # what stands before the name of a value, such as "trainer."
+    read: Callable[[], Any]  # a dict, or a list, set or deque: perhaps the live one, which must not be changed
+    write: Callable[[dict[Any, Any], dict[Any, Any]], object]  # by key, what it shall hold, and what it holds now
+    owner: Any = None  # whose they are: an object or a container; None for variables
+    when: When = When.EACH_TRIAL
+    trains: bool = False  # whether they are the model's or an optimizer's, which must come back bit for bit
+    is_registry: bool = False  # of a module: its parameters, buffers or modules
+
+    def named(self, key: Any) -> str:
+        """Return the path of one value."""
+        return f"{self.path}{key}" if self.path.endswith(".") or not self.path else f"{self.path}[{key!r}]"
+
+
+class Seen(NamedTuple):
+    """A value that the walk has met, its path, such as ``"trainer.it"``, and what it holds."""
+
+    value: Any
+    path: str
+    kind: Kind
+    values: tuple[Values, ...] = ()
+    trains: bool = False  # whether the model or an optimizer holds it
+
+
+class _Node(NamedTuple):
+    value: Any
+    path: str
+    depth: int = 0  # in libraries
+    when: When = When.EACH_TRIAL  # for a container: like the values among which it is
+    trains: bool = False
+
+
+def visit(
+    roots: Iterable[tuple[object, str]], owners: Iterable[object] = (), *, without: Iterable[object] = ()
+) -> Iterator[Seen]:
+    """Yield what can be reached from `roots`, pairs of a value and its path: each once, the user's own first, nearest first.
+
+    `owners` are objects of libraries that are walked into like the user's own, `without` objects to leave out.
+    """
+    return _Walk(list(roots), list(owners), without).seen()
+
+
+def reachable(roots: Iterable[object]) -> list[object]:
+    """Return the training state that can be reached: stateful objects, modules, and leaf tensors that require gradients.
+
+    Example:
+        >>> __name__ = "__main__"  # the user's script
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(model, batch_size):
+        ...     optimizer.step()
+        >>> [type(one).__name__ for one in reachable([step])]
+        ['SGD', 'Parameter', 'Parameter']
+    """
+    return [one.value for one in visit((root, "") for root in roots) if is_training_state(one)]
+
+
+def is_training_state(seen: Seen) -> bool:
+    """Return whether a value is a module, an object with ``state_dict``, or a leaf tensor that requires a gradient."""
+    return seen.kind in (Kind.MODULE, Kind.STATEFUL) or (seen.kind is Kind.TENSOR and is_learnable(seen.value))
+
+
+def has_state(value: object) -> bool:
+    """Return whether an object (not a class) has ``state_dict()`` and ``load_state_dict()``."""
+    return not isinstance(value, type) and all(
+        callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def is_learnable(value: object) -> bool:
+    """Return whether a value is a leaf tensor that requires a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+
+
+def is_users_code(module_name: object) -> bool:
+    """Return whether a module is the user's: neither Python's, nor torch's, nor installed from a package.
+
+    Example:
+        >>> is_users_code("__main__"), is_users_code("torch.nn"), is_users_code("json")
+        (True, False, False)
+    """
+    if not isinstance(module_name, str) or module_name == "__main__":
+        return True
+    if module_name.partition(".")[0] in LIBRARIES:
+        return False
+    file = getattr(sys.modules.get(module_name), "__file__", None) or ""
+    return not any(part in file for part in _INSTALLED)
+
+
+def module_of(value: Any) -> object:
+    """Return the name of the module whose code an object is.
+
+    For a function it is in its globals: `functools.wraps` gives a library's wrapper the ``__module__`` of what it wraps.
+    """
+    if isinstance(value, types.FunctionType):
+        return value.__globals__.get("__name__")
+    return getattr(value if isinstance(value, type) else type(value), "__module__", None)
+
+
+def is_parallel(module: torch.nn.Module) -> bool:
+    """Return whether a module is a parallel wrapper such as DDP, whose attributes belong to C++ objects."""
+    return type(module).__module__.startswith(_PARALLEL)
+
+
+def code_names(code: types.CodeType) -> set[str]:
+    """Return the global and attribute names that a function and its inner functions use."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*(code_names(c) for c in inner))
+
+
+class _Walk:
+    """One walk; its methods say what each kind of value holds."""
+
+    def __init__(self, roots: list[tuple[object, str]], owners: list[object], without: Iterable[object]) -> None:
+        self._owners = {id(one) for one in owners}
+        # Objects of these packages are walked into too, but not what they share with others: variables and classes.
+        self._packages = {_package(one) for one, _ in roots}
+        # Kept alive, but for tensors, so that no other object gets their ids.
+        self._met: dict[int, Any] = {id(one): one for one in without}
+        self._queue = deque(_Node(one, path, trains=isinstance(one, torch.Tensor)) for one, path in roots)
+        self._queue.extend(_Node(one, type(one).__name__) for one in owners)
+        self._passed = deque[_Node]()  # held by objects of libraries
+
+    def seen(self) -> Iterator[Seen]:
+        others = 0
+        while self._queue or self._passed:
+            node = self._queue.popleft() if self._queue else self._passed.popleft()
+            value = node.value
+            is_state = isinstance(value, torch.nn.Module | torch.Tensor) or has_state(value)
+            if (
+                id(value) in self._met
+                or isinstance(value, (*PLAIN, *weakref.ProxyTypes))
+                or not (is_state or others < MAX_OBJECTS)
+            ):
+                continue
+            self._met[id(value)] = None if isinstance(value, torch.Tensor) else value
+            others += not is_state
+            if node.depth and not is_state:
+                if node.depth <= MAX_DEPTH:
+                    self._pass(_parts(value), node.path, node.depth + 1)
+                continue
+            found = self._of(node)
+            if not node.depth or found.kind is not Kind.TENSOR or is_learnable(value):
+                yield found
+            for values in found.values:
+                self._descend(values)
+
+    def _descend(self, values: Values) -> None:
+        held = values.read()
+        if (
+            isinstance(values.owner, dict | list | set | deque)
+            and len(held) > MAX_CONTAINER
+            and values.when is not When.COLD
+        ):
+            return
+        of_library = values.trains and not self.is_users(
+            values.owner
+        )  # then what it holds besides data is its own affair
+        for key, one in held.items() if isinstance(held, dict) else enumerate(held):
+            if of_library and not isinstance(one, _DATA):
+                self._pass([one], values.named(key))
+            elif not isinstance(one, PLAIN):
+                self._queue.append(_Node(one, values.named(key), 0, values.when, values.trains))
+
+    def _add(self, path: str, *values: Any) -> None:
+        self._queue.extend(_Node(one, path) for one in values)
+
+    def _pass(self, values: Iterable[Any], path: str, depth: int = 1) -> None:
+        self._passed.extend(_Node(one, path, depth) for one in values if not isinstance(one, PLAIN))
+
+    def is_users(self, value: Any) -> bool:
+        """Return whether an object is of the user's own code, or of the package that a root comes from."""
+        name = module_of(value)
+        return is_users_code(name) or str(name).partition(".")[0] in self._packages
+
+    def _of(self, node: _Node) -> Seen:  # noqa: C901 - one branch for each kind of value
+        value, path, is_owner = node.value, node.path, id(node.value) in self._owners
+        if isinstance(value, torch.Tensor):
+            return Seen(value, path, Kind.TENSOR, (of_tensor(weak(value), path),), node.trains)
+        if isinstance(value, np.ndarray):
+            return Seen(value, path, Kind.ARRAY)
+        if isinstance(value, _GENERATORS):
+            return Seen(value, path, Kind.GENERATOR)
+        if isinstance(value, types.FunctionType):
+            return Seen(value, path, Kind.CODE, tuple(self._of_function(value)))
+        if isinstance(value, types.MethodType):
+            self._add(path or type(value.__self__).__name__.lower(), value.__self__)
+            self._add(path, value.__func__)
+            return Seen(value, path, Kind.CODE)
+        if isinstance(value, functools.partial):
+            self._add(path, value.func, *value.args, *value.keywords.values())
+            return Seen(value, path, Kind.CODE)
+        if isinstance(value, property | staticmethod | classmethod | functools.cached_property):
+            self._add(path, *(getattr(value, name, None) for name in _WRAPPERS))
+            return Seen(value, path, Kind.CODE)
+        if isinstance(value, type):
+            if not is_users_code(value.__module__):
+                return Seen(value, path, Kind.CODE)
+            functions = (one for one in vars(value).values() if isinstance(one, types.FunctionType))  # __call__ too
+            self._add(path, *value.__bases__, *functions)
+            return Seen(value, path, Kind.CODE, (_of_class(value),))
+        if isinstance(value, functools._lru_cache_wrapper):
+            self._add(path, value.__wrapped__)
+            return Seen(value, path, Kind.LIBRARY if is_users_code(module_of(value.__wrapped__)) else Kind.CODE)
+        if isinstance(value, tuple | frozenset):
+            parts = zip(range(MAX_CONTAINER), value, strict=False)
+            self._queue.extend(node._replace(value=one, path=f"{path}[{place}]") for place, one in parts)
+            return Seen(value, path, Kind.HOLDER)
+        if isinstance(value, dict | list | set | deque):
+            base = next(kind for kind in type(value).__mro__ if not self.is_users(kind))
+            held = of_container(value, path, base)._replace(when=node.when, trains=node.trains)
+            more = self._of_instance(value, path) if self.is_users(value) else ()
+            return Seen(value, path, Kind.HOLDER, (held, *more))
+        if isinstance(value, torch.nn.Module):
+            return Seen(value, path, Kind.MODULE, tuple(self._of_module(value, path)))
+        if isinstance(value, torch.utils.data.DataLoader):  # its position is not covered
+            return Seen(
+                value, path, Kind.HOLDER if is_owner else Kind.LIBRARY, tuple(self._of_instance(value, path)) * is_owner
+            )
+        if has_state(value) or isinstance(value, torch.optim.Optimizer):
+            values, when = self._of_instance(value, path), When.EACH_TRIAL if self.is_users(value) else When.AT_END
+            if isinstance(value, torch.optim.Optimizer) or str(module_of(value)).startswith(_COLD):
+                when = When.COLD
+            return Seen(value, path, Kind.STATEFUL, tuple(one._replace(when=when, trains=True) for one in values))
+        if self.is_users(value) or isinstance(value, _NAMESPACES) or is_owner:
+            return Seen(value, path, Kind.HOLDER, tuple(self._of_instance(value, path)))
+        self._pass(_parts(value), path)
+        return Seen(value, path, Kind.LIBRARY)
+
+    def _of_function(self, function: types.FunctionType) -> Iterator[Values]:
+        name, cells = (
+            function.__name__,
+            dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)),
+        )
+        if not self.is_users(function):  # such as a decorator around a function of the user's
+            inside = [*vars(function).values(), *_contents(cells).values()]
+            self._add("", *(one for one in inside if isinstance(one, types.FunctionType)))
+            self._pass(inside, name)
+            return
+        self._add(f"{name}()", *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        if cells:
+            yield Values("", lambda: _contents(cells), lambda before, now: _fill(cells, before))
+        names, variables = code_names(function.__code__), function.__globals__
+        if not is_users_code(module_of(function)):  # of an installed package: it shares these with others
+            self._pass((variables[one] for one in names & variables.keys()), name)
+            return
+        yield of_namespace(vars(function), f"{name}.")
+        yield of_namespace(variables, "", names)
+        for one in names & variables.keys():
+            module = variables[one]
+            if isinstance(module, types.ModuleType) and is_users_code(module.__name__):
+                yield of_namespace(vars(module), f"{one}.", names)
+
+    def _of_instance(self, value: Any, path: str) -> Iterator[Values]:
+        if self.is_users(value):
+            self._add(type(value).__name__, type(value))
+        if hasattr(value, "__dict__"):
+            yield of_namespace(vars(value), f"{path}.", owner=value)
+        slots = {  # not the members of types written in C, which may be new objects at each read
+            name: member
+            for kind in type(value).__mro__
+            if "__slots__" in vars(kind)
+            for name, member in vars(kind).items()
+            if isinstance(member, types.MemberDescriptorType)
+        }
+        if slots and self.is_users(value):
+            yield _of_slots(value, slots, f"{path}.")
+
+    def _of_module(self, module: torch.nn.Module, path: str) -> Iterator[Values]:
+        if self.is_users(module):
+            self._add(type(module).__name__, type(module))
+        hooks = {name: vars(module)[name] for name in _HOOKS if name in vars(module)}
+        self._met |= {id(one): one for one in hooks.values()}
+        for registry in (module._modules, module._parameters, module._buffers):
+            # Sharded parameters change places with whole ones while a step runs, and torch's own objects know which are there.
+            is_sharded = any(is_traceable_wrapper_subclass(one) for one in registry.values() if one is not None)
+            self._met[id(registry)] = registry
+            values = of_container(registry, f"{path}.", dict)
+            yield values._replace(
+                owner=module, when=When.AT_END if is_sharded else When.COLD, trains=True, is_registry=True
+            )
+        yield _of_registries(hooks, path, module)
+        if not is_parallel(module):
+            restarts = self.is_users(module) or type(module).__module__.startswith("torch.nn.modules.")
+            values = of_namespace(vars(module), f"{path}.", owner=module)
+            yield values._replace(when=When.EACH_TRIAL if restarts else When.AT_END, trains=True)
+
+
+def _package(value: Any) -> str:
+    """Return the top-level package of a root; "" for the standard library, torch and oomprobe."""
+    value = getattr(value, "__func__", getattr(value, "func", value))
+    name = getattr(value, "__module__", None) or type(value).__module__
+    package = str(name).partition(".")[0]
+    return "" if package in LIBRARIES else package
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what an object that is not walked into holds."""
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        held = dict.values(value) if isinstance(value, dict) else value
+        return list(held) if len(value) <= MAX_CONTAINER else ()
+    if isinstance(value, types.FunctionType):
+        cells = dict(enumerate(value.__closure__ or ()))
+        return [*_contents(cells).values(), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, type) or type(value).__module__ in ("builtins", "numpy"):
+        return ()
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def weak(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """Return a reference that does not keep a tensor alive; it can outlive its Python object, which is then made anew."""
+    reference, is_old = weakref.ref(tensor), hasattr(tensor, "_fix_weakref")
+
+    def find() -> torch.Tensor | None:
+        found = reference()
+        if is_old and found is not None:
+            found._fix_weakref()  # type: ignore[attr-defined]
+        return found
+
+    return find
+
+
+# --- values, and how to replace them ---
+
+
+def of_namespace(
+    namespace: dict[str, Any], path: str, names: Collection[str] | None = None, *, owner: object = None
+) -> Values:
+    """Return the values of a ``__dict__``; with `names`, only these."""
+
+    def read() -> dict[str, Any]:
+        return namespace if names is None else {name: namespace[name] for name in names if name in namespace}
+
+    def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
+        for name in now.keys() - before.keys():
+            namespace.pop(name, None)
+        namespace.update(before)
+
+    return Values(path, read, write, owner)
+
+
+def of_tensor(find: Callable[[], torch.Tensor | None], path: str) -> Values:
+    """Return the attributes of the tensor that is found, and the gradient of a leaf."""
+
+    def read() -> dict[Any, Any]:
+        now = find()
+        if now is None:
+            return {}
+        known = {"grad": now.grad} if now.is_leaf and now.grad is not None else {}
+        # Sharded parameters of FSDP keep there what its C++ and Python objects know of them.
+        return known if type(now).__module__.startswith("torch.distributed.fsdp") else {**known, **vars(now)}
+
+    def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
+        tensor = find()
+        for name in now.keys() - before.keys():
+            setattr(tensor, name, None) if name == "grad" else delattr(tensor, name)
+        for name, value in before.items():
+            if now.get(name, _MISSING) is not value:
+                setattr(tensor, name, value)
+
+    return Values(f"{path}.", read, write, when=When.COLD, trains=True)
+
+
+def _of_registries(registries: dict[str, Any], path: str, module: torch.nn.Module) -> Values:
+    """Return what a module has registered beside its parameters, buffers and modules, such as hooks."""
+
+    def read() -> dict[Any, Any]:
+        return {
+            (name, key): one
+            for name, held in registries.items()
+            if held
+            for key, one in (held.items() if isinstance(held, dict) else zip(held, held, strict=True))
+        }
+
+    def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
+        for held in registries.values():
+            held.clear()
+        for (name, key), one in before.items():
+            held = registries[name]
+            held.update({key: one} if isinstance(held, dict) else [one])
+
+    return Values(f"{path}.", read, write, owner=module, when=When.COLD, trains=True)
+
+
+def _of_class(kind: type) -> Values:
+    def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
+        for name in now.keys() - before.keys():
+            type.__delattr__(kind, name)
+        for name, value in before.items():
+            if now.get(name, _MISSING) is not value:
+                type.__setattr__(kind, name, value)
+
+    def read() -> dict[Any, Any]:
+        return {name: value for name, value in vars(kind).items() if not name.startswith(("__", "_abc_"))}
+
+    return Values(f"{kind.__name__}.", read, write)
+
+
+def _of_slots(owner: object, slots: dict[str, Any], path: str) -> Values:
+    def read() -> dict[Any, Any]:
+        found = {}
+        for name, member in slots.items():
+            with suppress(AttributeError):  # not set
+                found[name] = member.__get__(owner)
+        return found
+
+    def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
+        for name in now.keys() - before.keys():
+            slots[name].__delete__(owner)
+        for name, value in before.items():
+            slots[name].__set__(owner, value)
+
+    return Values(path, read, write, owner)
+
+
+def of_container(container: Any, path: str, base: Any) -> Values:
+    """Return the values of a dict, list, set or deque; methods of `base` read and change it, not those of a user's subclass."""
+    is_dict = isinstance(container, dict)
+
+    def read() -> Any:
+        if type(container) is base:
+            return container
+        return dict(base.items(container)) if is_dict else [*base.__iter__(container)]
+
+    def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
+        base.clear(container)
+        for key, value in before.items():
+            if is_dict:
+                base.__setitem__(container, key, value)
+            else:
+                (base.add if isinstance(container, set) else base.append)(container, value)
+
+    return Values(path, read, write, container)
+
+
+def _contents(cells: dict[Any, types.CellType]) -> dict[Any, Any]:
+    found = {}
+    for name, cell in cells.items():
+        with suppress(ValueError):  # it is empty
+            found[name] = cell.cell_contents
+    return found
+
+
+def _fill(cells: dict[Any, types.CellType], before: dict[Any, Any]) -> None:
+    for name, cell in cells.items():
+        if name in before:
+            cell.cell_contents = before[name]
+        elif _contents({name: cell}):
+            del cell.cell_contents

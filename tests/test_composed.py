@@ -1,0 +1,67 @@
+"""A property: whatever a loop is composed of, training after a probe equals training without one."""
+
+import pytest
+import torch
+from composed import PARTS, Trainer
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from ledger import MIB, LedgerDevice, Log
+from test_training_goes_on import different, picture
+
+import oomprobe
+
+
+def train(trainer, calls=12):
+    losses = [picture(trainer.step(trainer.model, 4)) for _ in range(calls)]
+    return {"losses": losses, **seen(trainer)}
+
+
+def seen(trainer):
+    model, optimizer = trainer.model, trainer.optimizer
+    attributes = [[(name, picture(value)) for name, value in sorted(vars(p).items())] for p in model.parameters()]
+    kept = vars(trainer) | {"model": [*model.parameters()], "optimizer": optimizer.state_dict(), "feed": None}
+    order = {id(p): place for place, p in enumerate(model.parameters())}
+    groups = [[order.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    return {name: picture(value) for name, value in kept.items()} | {"attributes": attributes, "groups": groups}
+
+
+def shapes(picture):
+    """Return what decides about memory in a picture: everything but the values in tensors."""
+    if isinstance(picture, tuple) and picture and picture[0] in ("Tensor", "Parameter"):
+        return picture[:3], picture[4:]
+    if isinstance(picture, dict):
+        return {name: shapes(value) for name, value in picture.items()}
+    return [shapes(one) for one in picture] if isinstance(picture, tuple | list) else picture
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(parts=st.frozensets(st.sampled_from(PARTS)), warm_calls=st.sampled_from([0, 4]), fails=st.booleans())
+@example(parts=frozenset(PARTS), warm_calls=0, fails=True)
+@example(parts=frozenset(PARTS), warm_calls=4, fails=True)
+def test_training_after_a_probe_equals_training_without(parts, warm_calls, fails):
+    untouched, probed = Trainer(parts), Trainer(parts)
+    for trainer in (untouched, probed):
+        for _ in range(warm_calls):
+            trainer.step(trainer.model, 4)
+    device, before = LedgerDevice(10 * MIB), seen(probed)
+    parameters = [id(p) for p in probed.model.parameters()]
+    starts = Log()
+
+    def step(model, batch_size):
+        len(starts) < len(device.caps) and starts.append(seen(probed))
+        device.take(batch_size * MIB if fails else 0)
+        return probed.step(model, batch_size)
+
+    result = oomprobe.find_max_batch(
+        probed.model, step, device=device, max_batch=None if fails else 8, memory_fraction=1.0, progress="off"
+    )
+    assert result.batch_size == (10 if fails else 8)
+    assert different(before, seen(probed)) == set()
+    if "replaced parameter" not in parts:  # a step that replaces one frees it
+        assert [id(p) for p in probed.model.parameters()] == parameters
+    if "iterator" not in parts:  # every trial starts as the first did, but for the values of the weights
+        assert {str(shapes(start)) for start in starts} == {str(shapes(before))}
+    lost = [note for note in result.notes if note.startswith("not restored: ")]
+    assert bool(lost) == ("iterator" in parts) == (not result.state_verified), result.notes
+    assert all("feed (an iterator)" in note and "," not in note for note in lost), lost
+    assert different(train(probed), train(untouched)) == set()
