@@ -95,7 +95,12 @@ class Values(NamedTuple):
 
     def named(self, key: Any) -> str:
         """Return the path of one value."""
-        return f"{self.path}{key}" if self.path.endswith(".") or not self.path else f"{self.path}[{key!r}]"
+        parts = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(one, PLAIN) for one in parts):  # the text of a tensor takes memory on its device
+            key = type(key).__name__
+        if self.path.endswith(".") or not self.path:
+            return f"{self.path}{'.'.join(map(str, parts)) if isinstance(key, tuple) else key}"
+        return f"{self.path}[{key!r}]"
 
 
 class Seen(NamedTuple):
