@@ -79,7 +79,7 @@ SHORT = (
 )
 HANDLED = (
     "batch {size} passed although its allocator ran out of memory {times}: torch tries other plans of a convolution where one "
-    "does not fit, which are slower; a program that skips such a batch looks the same"
+    "does not fit, which are slower"
 )
 
 

@@ -66,6 +66,25 @@ def test_the_exception_that_ends_the_program(tmp_path):
     assert report.where == "script.py:9"
 
 
+@pytest.mark.parametrize(
+    ("around", "raised"),
+    [("contextlib.suppress(RuntimeError)", 1), ("torch._guards.tracing(torch._guards.TracingContext(None))", 0)],
+    ids=["script", "compiler"],  # which tries kernels, and handles what they raise
+)
+def test_an_out_of_memory_error_that_is_caught(tmp_path, around, raised):
+    code = f"""
+        import contextlib, os, torch
+        if not os.fork():
+            with contextlib.suppress(RuntimeError), {around}:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            os._exit(0)
+        os.wait()
+    """
+    child, parent = run(tmp_path, code)[2]
+    assert (child.raised_ooms, child.why, child.where) == (raised, "oom", "script.py:5")
+    assert (parent.raised_ooms, parent.why) == (0, "exit")
+
+
 def test_several_optimizers_step_once_each(tmp_path):
     code = TRAINS + "    other = torch.optim.SGD(model.parameters(), lr=0.1)\n    for _ in range(5): other.step()\n"
     assert run(tmp_path, code)[2][0].steps == 5

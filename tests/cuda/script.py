@@ -36,6 +36,8 @@ torch.cuda.set_device(device)
 fault = arguments.fault if arguments.batch_size >= arguments.least_size and arguments.rank in (None, rank) else ""
 if fault == "sets-fraction":
     torch.cuda.set_per_process_memory_fraction(0.95)
+if fault == "skips-once-beside-convolutions":
+    convolution = nn.Conv2d(1, 1, 1)
 if "daemon" in fault:  # in a session of its own, with an emptied environment
     subprocess.Popen(
         ["setsid", "sleep", os.environ["SCRIPT_DAEMON"]], env={"PATH": os.environ["PATH"]}, start_new_session=True
@@ -71,7 +73,7 @@ def misbehave():
                 use_up_memory()
             except torch.OutOfMemoryError:
                 time.sleep(600)
-        case "skips-once":
+        case "skips-once" | "skips-once-beside-convolutions":
             with contextlib.suppress(torch.OutOfMemoryError):
                 use_up_memory()
         case "bug":

@@ -104,6 +104,7 @@ def test_out_of_memory(fault, said):
     ("fault", "size"),
     [
         ("skips-once", 8),  # its other steps pass
+        ("skips-once-beside-convolutions", 8),  # of which torch itself catches some errors
         pytest.param("logs-and-skips", 600, marks=pytest.mark.slow),
         pytest.param("skips", 600, marks=pytest.mark.slow),
         pytest.param("halves", 600, marks=pytest.mark.slow),
@@ -111,6 +112,11 @@ def test_out_of_memory(fault, said):
 )
 def test_an_out_of_memory_error_that_the_script_swallows_is_no_pass(fault, size):
     assert one_trial(python("--fault", fault), size=size).verdict is OOM
+
+
+def test_a_skipped_batch_is_seen_without_an_observer(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")  # its allocator tells none
+    assert one_trial(python("--fault", "skips-once"), memory_fraction=1.0).verdict is OOM
 
 
 @pytest.mark.parametrize("fault", ["bug", "mentions-limits"])

@@ -64,6 +64,7 @@ class Watch:
         self.torch, self.has_gpu = torch, bool(torch.version.cuda or getattr(torch.version, "hip", None))
         if self.has_gpu:
             torch.cuda._lazy_call(guarded(self.cuda_starts))
+        guarded(self.watch_for_ooms)()
         try:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -82,6 +83,17 @@ class Watch:
         for device in devices:
             guarded(self.cap)(device)
 
+    def watch_for_ooms(self):
+        """Count the errors that are made for Python: the allocator's observer also sees those that cuDNN handles."""
+        error, made = self.torch.cuda.OutOfMemoryError, guarded(self.raises)
+        make = error.__init__
+
+        def __init__(self, *args, **kwargs):
+            make(self, *args, **kwargs)
+            made()
+
+        error.__init__ = __init__
+
     def cap(self, device):
         import json
 
@@ -97,8 +109,6 @@ class Watch:
         import time
         from weakref import WeakSet
 
-        if os.getpid() != self.pid:  # a forked child
-            self.start()
         if self.optimizers is None:
             self.optimizers = WeakSet()
         self.optimizers.add(optimizer)
@@ -114,18 +124,20 @@ class Watch:
                     guarded(self.cap)(device)
 
     def ran_out(self, *_):
-        """Note an out-of-memory error before torch raises it: the program may catch it, and may hang then."""
-        import gc
-
         self.ooms += 1
+        self.write_oom()
+
+    def raises(self):
+        guards = sys.modules.get("torch._guards")  # Inductor tries kernels, and handles what they raise
+        self.raised += guards is None or guards.TracingContext.try_get() is None
+        self.write_oom()
+
+    def write_oom(self):
+        """Report an out-of-memory error before the program can catch it: it may hang then."""
         frame = sys._getframe()
         while frame is not None and not self.is_users(frame.f_code.co_filename):
             frame = frame.f_back
         self.where = None if frame is None else self.place(frame.f_code.co_filename, frame.f_lineno)
-        # cuDNN's plans and Inductor's benchmarks may run out of memory; torch then tries others.
-        conv = sys.modules["torch.nn.modules.conv"]._ConvNd
-        benchmarks = "torch._inductor.select_algorithm" in sys.modules
-        self.raised += not benchmarks and not any(isinstance(one, conv) for one in gc.get_objects())
         self.write("oom")
 
     # --- the report ---
@@ -135,8 +147,6 @@ class Watch:
         import socket
         import time
 
-        if os.getpid() != self.pid:
-            self.start()
         optimizers = max(1, len(self.optimizers or ()))
         rank, world = self.rank()
         report = {
@@ -250,6 +260,7 @@ def begin():
 
     watch = Watch(os.environ["OOMPROBE_REPORTS"], os.environ.get("OOMPROBE_FRACTIONS") or "{}")
     sys.meta_path.insert(0, Finder(watch))
+    os.register_at_fork(after_in_child=guarded(watch.start))
     atexit.register(lambda: guarded(watch.write)("exit") if "torch" in sys.modules else None)
 
 
