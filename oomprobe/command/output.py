@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from oomprobe.command.reports import Report
+from oomprobe.command.reports import Report, all_report
 from oomprobe.trials import Verdict
 from oomprobe.verdicts import Evidence, Facts, Link, classify
 
@@ -58,6 +58,8 @@ _SLURM_OOM = re.compile(r"^(?:slurmstepd|srun): error: .*(?:oom[-_]kill|OOM Kill
 _KILLED = re.compile(r"killed by signal|SIGKILL", re.IGNORECASE)  # a data loader's worker
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
+QUOTED = "its output quotes an out-of-memory error, and not all of its processes report what they raise: {line}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
@@ -87,7 +89,7 @@ class Output:
 
     first: list[Said] = field(default_factory=list)
     last: deque[Said] = field(default_factory=lambda: deque(maxlen=KEPT))
-    mentions_oom: bool = False  # whether any line quotes torch's out-of-memory error
+    oom_line: str = ""  # the first that quotes torch's out-of-memory error
     mentions_host_oom: bool = False  # whether Slurm says that a task was ended to get host memory
     _tail: deque[str] = field(default_factory=lambda: deque(maxlen=400))
     _part: str = ""  # of a line
@@ -108,7 +110,7 @@ class Output:
         if not line:
             return
         self._tail.append(line)
-        self.mentions_oom |= bool(_TORCH_OOM.search(line))
+        self.oom_line = self.oom_line or (line if _TORCH_OOM.search(line) else "")
         self.mentions_host_oom |= bool(_SLURM_OOM.search(line))
         found, cpp = _EXCEPTION.match(line), _CPP_EXCEPTION.match(line)
         if found is not None and not found["name"].startswith("nccl"):
@@ -160,12 +162,14 @@ def cause_of(reports: Sequence[Report], output: Output, status: int, evidence: E
 
     `status` is the exit status of the command, negative for a signal; `oom_kills` counts what the system's OOM killer ended.
     """
-    said = [one for one in _said(reports, output) if not one.is_launchers]
+    ran_out = next((report for report in reports if report.raised_ooms or report.why == "oom"), None)
+    # Where all report, an out-of-memory error of torch that none has raised is only text, such as a tip.
+    all_told = all_report(reports) and ran_out is None
+    said = [one for one in _said(reports, output, all_told) if not one.is_launchers]
     causes = [one for one in said if not one.is_peers]
     verdicts = [(classify(one.facts, evidence), one) for one in causes]
     out_of_memory = (found for found in verdicts if found[0] in (Verdict.OOM, Verdict.HOST_OOM))
     verdict, cause = next(out_of_memory, None) or next(iter(verdicts), (Verdict.BUG, None))
-    ran_out = next((report for report in reports if report.raised_ooms or report.why == "oom"), None)
     if ran_out is not None and verdict not in (Verdict.OOM, Verdict.HOST_OOM):
         error = "its allocator ran out of memory, and the program caught that"
         return Ending(verdict=Verdict.OOM, error=_named(error, ran_out.name), where=ran_out.where)
@@ -176,15 +180,15 @@ def cause_of(reports: Sequence[Report], output: Output, status: int, evidence: E
         )
     if cause is not None:
         return Ending(verdict=verdict, error=_named(cause.text, cause.who), where=cause.where, context=cause.context)
-    if output.mentions_oom:
-        return Ending(verdict=Verdict.OOM, error="its output quotes an out-of-memory error")
+    if output.oom_line and not all_told:
+        return Ending(verdict=Verdict.OOM, error=QUOTED.format(line=output.oom_line))
     noise = f" ({said[0].text})" if said and output.root_cause() is None else ""
     shown = "\n".join(["", "the end of its output:", *output.tail()]) if output.tail() else ""
     return Ending(verdict=Verdict.CRASHED, error=_exit(output, status) + noise + shown)
 
 
-def _said(reports: Sequence[Report], output: Output) -> Iterator[Said]:
-    printed = output.exceptions()
+def _said(reports: Sequence[Report], output: Output, all_told: bool) -> Iterator[Said]:
+    printed = [one for one in output.exceptions() if not (all_told and _TORCH_OOM.search(one.text))]
     for report in reports:
         if report.errors:
             name, text = report.errors[0].classes[0].removeprefix("builtins."), report.errors[0].text

@@ -98,6 +98,15 @@ def least_steps(reports: Iterable[Report]) -> int:
     return min(report.steps for report in ranks) if len(ranks) >= max(1, world_size(ranks)) else 0
 
 
+def all_report(reports: Sequence[Report]) -> bool:
+    """Return whether every process that holds memory of a device reports, as far as can be known.
+
+    There must be as many as there are ranks. A process beside them that does not report (python -I, a container) cannot be
+    told from none, but is rare: what makes one process silent makes all of a command silent.
+    """
+    return sum(bool(report.devices or report.steps) for report in reports) >= world_size(reports)
+
+
 Card = Sequence[tuple[Report, Memory]]  # all processes that have reserved memory of one device
 
 

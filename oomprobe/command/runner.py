@@ -212,8 +212,8 @@ class CommandRunner:
         troubled, incomplete = _Since(), _Since()
         while not run.has_ended(TICK_S):
             seen = run.reports()
-            if self._passes(run, request, seen, wanted):
-                return seen, FITS
+            if self._has_done_enough(run, request, seen, wanted):
+                return seen, self._swallowed(run, request, seen) or FITS
             may_recover = not any(report.raised_ooms or report.errors for report in seen)
             goes_on = any(report.raised_ooms and report.why == "step" for report in seen)
             if goes_on or troubled.for_s(_is_troubled(seen)) > (HANDLING_S if may_recover else GRACE_S):
@@ -224,12 +224,12 @@ class CommandRunner:
                 return seen, _timed_out(run, seen)
         return (seen := run.reports()), self._ended(run, request, seen)
 
-    def _passes(self, run: Run, request: Request, seen: Sequence[Report], wanted: int) -> bool:
-        """Return whether a running command has done enough."""
+    def _has_done_enough(self, run: Run, request: Request, seen: Sequence[Report], wanted: int) -> bool:
+        """Return whether a running command can be judged."""
         if not seen:
             return self._passes_after_s is not None and run.elapsed_s > self._passes_after_s
         steps = reports.least_steps(seen)
-        if steps < wanted or _is_swallowed(run, seen):
+        if steps < wanted:
             return False
         # More steps see more, and cost little beside starting the command; those of an answer may cost another run.
         run.start_up_s = run.start_up_s or run.elapsed_s
@@ -240,19 +240,27 @@ class CommandRunner:
         """Return how a command ended that ended by itself."""
         steps = min((report.steps for report in reports.training(seen)), default=0)
         enough = steps >= 1 + self._options.steps
-        failure = self._failure(run, request, seen)
-        if _is_swallowed(run, seen) and failure.verdict in (Verdict.OOM, Verdict.HOST_OOM):
-            return failure
+        if swallowed := self._swallowed(run, request, seen):
+            return swallowed
         if run.status == 0 and not seen and run.left_running:
             raise UnreliableError(LEFT_RUNNING.format(size=request.batch_size))
         if run.status == 0 and not enough and (steps or self._has_stepped):
             steps_text = count(steps, "optimizer step", "optimizer steps")
             wanted = 1 + self._options.steps
             raise UnreliableError(TOO_FEW.format(size=request.batch_size, steps=steps_text, wanted=wanted))
+        failure = self._failure(run, request, seen)
         # What fails after the steps of a trial, such as an evaluation without its data, would not have been seen.
         if run.status == 0 or (enough and failure.verdict in (Verdict.BUG, Verdict.CRASHED)):
             return FITS
         return failure
+
+    def _swallowed(self, run: Run, request: Request, seen: Sequence[Report]) -> Ending | None:
+        """Return the out-of-memory error that a program caught and went on from, so that its steps prove nothing."""
+        is_quoted = run.output.oom_line and not reports.all_report(seen)
+        if not is_quoted and not any(report.raised_ooms for report in seen):
+            return None
+        failure = self._failure(run, request, seen)
+        return failure if failure.verdict in (Verdict.OOM, Verdict.HOST_OOM) else None
 
     def _failure(self, run: Run, request: Request, seen: Sequence[Report]) -> Ending:
         pressed = any(report.ooms or memory.retries for report in seen for memory in report.devices)
@@ -391,11 +399,6 @@ def _is_not_its_fault(outcome: Outcome, ending: Ending) -> bool:
     is_known = ending.where is not None  # otherwise no process reported its failure, and how far it had come
     has_begun = outcome.trial.peak_reserved_bytes or outcome.outside_after_bytes
     return bool(PORT_IN_USE.search(ending.error)) or (ending.verdict is Verdict.OOM and is_known and not has_begun)
-
-
-def _is_swallowed(run: Run, seen: Sequence[Report]) -> bool:
-    """Return whether a program caught an out-of-memory error and went on, so that its steps prove nothing."""
-    return run.output.mentions_oom or any(report.raised_ooms for report in seen)
 
 
 def _lacks_ranks(seen: Sequence[Report], wanted: int) -> bool:

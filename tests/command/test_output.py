@@ -1,13 +1,16 @@
 """Outputs of launchers, from real runs on the bed (tests/cuda/script.py and the like), and what is read from them."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from oomprobe.command.output import CONTEXT_LINES, KEPT, Output, cause_of
 from oomprobe.trials import Verdict
-from oomprobe.verdicts import Evidence
+from oomprobe.verdicts import Evidence, Link
+
+from .test_reports import memory, report
 
 OUTPUTS = Path(__file__).parents[1] / "data" / "launchers"
 OOM, BUG, CRASHED, POISONED = Verdict.OOM, Verdict.BUG, Verdict.CRASHED, Verdict.POISONED
@@ -59,9 +62,9 @@ def read(text, chunks=1):
     return output
 
 
-def cause(output, *, status=1, smaller_passed=True, oom_kills=0):
+def cause(output, *, status=1, smaller_passed=True, oom_kills=0, reports=()):
     evidence = Evidence(smaller_size_passed=smaller_passed, memory_pressure=False)
-    return cause_of([], output, status, evidence, oom_kills=oom_kills)
+    return cause_of(reports, output, status, evidence, oom_kills=oom_kills)
 
 
 def test_every_output_is_in_the_table():
@@ -137,6 +140,45 @@ def test_other_outputs(text, verdict, error):
     assert (found.verdict, found.error[: len(error)]) == (verdict, error)
 
 
+TIP = "tip: after 'CUDA out of memory. Tried to allocate 20.00 MiB' lower the batch size"
+REPORTS = report(0, memory())
+
+
+@pytest.mark.parametrize(
+    ("text", "reports", "verdict", "error"),
+    [
+        (TIP, [], OOM, "its output quotes an out-of-memory error"),
+        (TIP, [report(0, memory(), world=2)], OOM, "its output quotes"),  # the other rank does not report
+        (TIP, [REPORTS], CRASHED, "the command exited with 1"),
+        (RAN_OUT, [REPORTS], CRASHED, "the command exited with 1"),
+        (f"{RAN_OUT}\nKeyError: 'x'", [REPORTS], BUG, "KeyError: 'x'"),
+        (
+            RAN_OUT,
+            [replace(REPORTS, errors=(Link(classes=("builtins.KeyError",), text="x"),))],
+            BUG,
+            "rank 0: KeyError: x",
+        ),
+        (RAN_OUT, [replace(REPORTS, raised_ooms=1)], OOM, RAN_OUT),
+        (
+            TIP,
+            [replace(REPORTS, raised_ooms=1)],
+            OOM,
+            "rank 0: its allocator ran out of memory, and the program caught",
+        ),
+        # NCCL takes memory without torch's allocator, and ends a process that can report no more.
+        (
+            "  what():  NCCL error: unhandled cuda error\nRuntimeError: CUDA error: out of memory",
+            [REPORTS],
+            OOM,
+            "RuntimeE",
+        ),
+    ],
+)
+def test_text_decides_only_where_processes_do_not_report(text, reports, verdict, error):
+    found = cause(read(text), reports=reports)
+    assert (found.verdict, found.error[: len(error)]) == (verdict, error)
+
+
 @pytest.mark.parametrize(
     ("status", "said"), [(7, "exited with 7"), (-9, "was killed by SIGKILL"), (137, "was killed by SIGKILL")]
 )
@@ -150,6 +192,11 @@ def test_the_systems_oom_killer():
     assert cause(read(text)).verdict is BUG
     assert cause(read("KeyError: 'a'\n"), oom_kills=1).verdict is BUG  # it ended another program
     assert cause(read(""), status=-9, oom_kills=1).verdict is Verdict.HOST_OOM
+
+
+def test_the_line_that_decides_is_quoted():
+    found = cause(read(f"loading\n[rank1]: {TIP}\nCUDA out of memory. Tried to allocate, again\n"))
+    assert found.error.endswith(f": [rank1]: {TIP}")
 
 
 def test_a_flood_of_exceptions_keeps_the_first_and_the_last():

@@ -49,6 +49,21 @@ def report(rank=None, *devices, steps=3, world=None, why="step", begun_s=0.0, at
 
 
 @pytest.mark.parametrize(
+    ("seen", "all_"),
+    [
+        ([], False),
+        ([report(steps=0)], False),  # a launcher that imports torch
+        ([report(steps=0), report(0, memory(), steps=0)], True),
+        ([report()], True),  # it trains on what torch does not count
+        ([report(0, memory(), world=2)], False),
+        ([report(0, memory(), world=2), report(1, memory("b"))], True),
+    ],
+)
+def test_whether_all_processes_with_memory_report(seen, all_):
+    assert reports.all_report(seen) is all_
+
+
+@pytest.mark.parametrize(
     ("seen", "steps"),
     [
         ([], 0),

@@ -144,6 +144,12 @@ def test_nothing_is_left(script):
     assert result.batch_size == 8
 
 
+def test_a_quoted_error_is_no_pass_by_seconds():
+    line = "skipped a batch: CUDA out of memory. Tried to allocate 2.00 GiB"
+    with pytest.raises(oomprobe.NothingFitsError, match=line):
+        check(shell(f"echo '{line}'; sleep {SECONDS}"), passes_after_s=0.3)
+
+
 def test_a_command_that_only_starts_others_is_refused():
     with pytest.raises(oomprobe.UnreliableError, match="programs that it had started still ran"):
         check(shell(f"sleep {SECONDS} &"))

@@ -36,6 +36,9 @@ torch.cuda.set_device(device)
 fault = arguments.fault if arguments.batch_size >= arguments.least_size and arguments.rank in (None, rank) else ""
 if fault == "sets-fraction":
     torch.cuda.set_per_process_memory_fraction(0.95)
+TIP = "tip: after 'CUDA out of memory. Tried to allocate 20.00 MiB' lower the batch size"
+if fault == "quotes":
+    print(TIP, file=sys.stderr, flush=True)  # noqa: T201
 if fault == "skips-once-beside-convolutions":
     convolution = nn.Conv2d(1, 1, 1)
 if "daemon" in fault:  # in a session of its own, with an emptied environment
@@ -112,6 +115,8 @@ for number in range(min(arguments.steps, samples // size)):
         open(f"{os.environ['MEETING']}/{os.getpid()}", "w").close()
         while len(os.listdir(os.environ["MEETING"])) < 2:
             time.sleep(0.01)
+    if fault == "quotes":
+        print(TIP, f"step {number}", flush=True)  # noqa: T201
     try:
         if number == 1:
             misbehave()

@@ -119,6 +119,27 @@ def test_a_skipped_batch_is_seen_without_an_observer(monkeypatch):
     assert one_trial(python("--fault", "skips-once"), memory_fraction=1.0).verdict is OOM
 
 
+def test_text_decides_nothing_where_processes_report():
+    result = oomprobe.check_command(python("--fault", "quotes"), 8, progress="off")
+    assert [(trial.passed, 50 <= trial.steps < 10_000) for trial in result.trials] == [(True, True)] * 2
+
+
+@pytest.mark.slow
+def test_quotes_change_no_answer():
+    silent, quoting = (
+        probe(python(*words), start_batch=32, multiple_of=8, resolution=0.1) for words in ((), ("--fault", "quotes"))
+    )
+    assert [(trial.batch_size, trial.verdict) for trial in quoting.trials] == [
+        (trial.batch_size, trial.verdict) for trial in silent.trials
+    ]
+
+
+def test_where_no_process_reports_the_deciding_line_is_quoted():
+    trial = one_trial(python("--fault", "quotes", "--steps", "4", options=["-I"]), memory_fraction=1.0)
+    assert trial.verdict is OOM
+    assert trial.error.endswith("tip: after 'CUDA out of memory. Tried to allocate 20.00 MiB' lower the batch size")
+
+
 @pytest.mark.parametrize("fault", ["bug", "mentions-limits"])
 def test_a_bug(fault):
     with pytest.raises(
