@@ -56,7 +56,7 @@ _COLD = (
     "torch.optim.",
     "torch.amp.",
 )  # schedulers and scalers, which refuse to run past their end or after a failed step
-_DATA = (dict, list, tuple, set, frozenset, deque, torch.Tensor, np.ndarray, *_GENERATORS)
+_DATA = (dict, list, tuple, set, frozenset, deque, torch.Tensor, np.ndarray, *_GENERATORS, types.FunctionType)
 _MISSING = object()
 _PARALLEL = ("torch.distributed.", "torch.nn.parallel.")
 
@@ -91,7 +91,7 @@ class Values(NamedTuple):
     owner: Any = None  # whose they are: an object or a container; None for variables
     when: When = When.EACH_TRIAL
     trains: bool = False  # whether they are the model's or an optimizer's, which must come back bit for bit
-    is_registry: bool = False  # of a module: its parameters, buffers or modules
+    is_registry: bool = False  # of a module: its parameters, buffers, modules or hooks
 
     def named(self, key: Any) -> str:
         """Return the path of one value."""
@@ -474,7 +474,7 @@ def _of_registries(registries: dict[str, Any], path: str, module: torch.nn.Modul
             held = registries[name]
             held.update({key: one} if isinstance(held, dict) else [one])
 
-    return Values(f"{path}.", read, write, owner=module, when=When.COLD, trains=True)
+    return Values(f"{path}.", read, write, owner=module, when=When.COLD, trains=True, is_registry=True)
 
 
 def _of_class(kind: type) -> Values:
