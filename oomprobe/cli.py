@@ -476,7 +476,7 @@ def explain(error: BaseException, *, required: bool) -> int:
         )
         return errors.StepFailedError.exit_status
     if not isinstance(error, errors.OomProbeError):
-        tell("".join(traceback.format_exception(error)).rstrip())
+        tell(errors.traceback_of(error))
         tell(f"oomprobe: unexpected internal error ({type(error).__name__}), no answer; please report it")
         return UNFORESEEN
     if isinstance(error.table, ProbeTable):
@@ -484,7 +484,7 @@ def explain(error: BaseException, *, required: bool) -> int:
     if error.trials:
         tell(trials_table(error.trials))
     if isinstance(error, errors.StepFailedError) and error.__cause__ is not None:
-        tell("".join(traceback.format_exception(error.__cause__)).rstrip())
+        tell(errors.traceback_of(error.__cause__))
     tell(f"oomprobe: {error}")
     if required and isinstance(error, errors.NothingFitsError):
         return 5

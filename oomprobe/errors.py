@@ -17,6 +17,9 @@ Each carries ``.trials``, the trials run before it, and ``.exit_status``, that o
 from __future__ import annotations
 
 import re
+import sys
+import traceback
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -117,20 +120,31 @@ def step_failed(
     largest_passed: int | None = None,
     caller: Caller | None = None,
     row: str = "",
+    trial: int = 1,
+    simulated: bool = False,
 ) -> StepFailedError:
     """Return the `StepFailedError` for a user's exception; raise it ``from`` that exception.
 
     `largest_passed` is the largest size that ran; `caller` is given if the step belongs to an adapter, and `row`, such as
-    ``length=512``, if it has a further argument.
+    ``length=512``, if it has a further argument. Of the trials of a process only the first, `trial` 1, ran from the state as it was
+    found; later ones, those of an adapter and those of a `simulated` device may themselves be at fault.
     """
-    if caller is None:
-        alone = f"Run step_fn(model, {batch_size}{row and ', '}{row}) once by itself to see it."
-    else:
+    known = trial == 1 and not simulated and caller is None and (largest_passed is None or largest_passed < batch_size)
+    call = f"step_fn(model, {batch_size}{row and ', '}{row})"
+    if caller is not None:
         how = caller.alone.replace("{batch_size}", str(batch_size))
         alone = f"To see whether it comes without oomprobe, {how}. {caller.more}".rstrip()
+    elif known:
+        alone = f"Run {call} once by itself to see it."
+    else:
+        where = "on a real device" if simulated else "in a new process"
+        alone = f"To see whether it comes without oomprobe, run {call} once {where}."
+    places = [f"in trial {trial} of its process"] * (trial > 1)
+    places += ["on a simulated card, whose tensors have no data"] * simulated
+    came = f" It came {', '.join(places)}." if places else ""
     return StepFailedError(
         f"the step failed at batch size {batch_size} with {type(error).__name__}: {text_of(error)}\n"
-        f"This is not about memory{_no_answer(error, batch_size, largest_passed, caller)}. {alone}",
+        f"This is not about memory{_no_answer(error, batch_size, largest_passed, caller, trial, known)}.{came} {alone}",
         batch_size=batch_size,
     )
 
@@ -139,6 +153,10 @@ def step_failed(
 NO_GPU = re.compile(
     r"Torch not compiled with (?:CUDA|XPU) enabled|Found no NVIDIA driver|No (?:CUDA|HIP) GPUs are available"
     r"|No XPU devices are available"
+)
+# What os.environ["LOCAL_RANK"] raises, and torch/distributed/rendezvous.py (_env_rendezvous_handler).
+OF_A_RANK = re.compile(
+    r"^'(?:(?:LOCAL_|GROUP_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT))'$|env:// rendezvous: environment variable \w+ expected"
 )
 
 
@@ -149,9 +167,14 @@ def target_failed(error: BaseException, target: str) -> OomProbeError:
             f"the target {target} needs a GPU, and this process sees none ({type(error).__name__}: {text_of(error)}). Try it on "
             'a simulated one with --device sim:24GiB (in Python device="sim:24GiB"), or run it where a GPU is'
         )
+    alone = (
+        "It expects to be one of several ranks: add --nproc-per-node N (in Python nproc_per_node=N), the ranks of this machine"
+        if OF_A_RANK.search(text_of(error))
+        else "To see whether it comes without oomprobe, import the file and call the function by itself"
+    )
     return StepFailedError(
         f"the target {target} failed with {type(error).__name__} while it was imported and built: {text_of(error)}\n"
-        "Nothing was probed. The same error occurs without oomprobe: import the file and call the function by itself."
+        f"Nothing was probed. {alone}."
     )
 
 
@@ -175,13 +198,17 @@ def unmeasured(device_name: str, error: BaseException) -> UnreliableError:
     )
 
 
-def _no_answer(error: BaseException, batch_size: int, largest_passed: int | None, caller: Caller | None) -> str:
+def _no_answer(
+    error: BaseException, batch_size: int, largest_passed: int | None, caller: Caller | None, trial: int, known: bool
+) -> str:
     if batch_size == 1 and "Expected more than 1 value per channel when training" in text_of(error):
         return ": BatchNorm cannot train on one sample (torch/nn/functional.py). Use min_batch=2"
-    if largest_passed is None or largest_passed >= batch_size:
-        # The trials of an adapter may themselves be at fault.
-        elsewhere = ": the same error occurs without oomprobe" if caller is None else ""
-        return f", so no batch size would help{elsewhere}"
+    if largest_passed is None and trial > 1:
+        return ""
+    if largest_passed is None:
+        return f", so no batch size would help{': the same error occurs without oomprobe' * known}"
+    if largest_passed >= batch_size:
+        return f"; batch {largest_passed} ran before, so it may depend on what earlier calls left, or on chance"
     limit = "max_batch" if caller is None else caller.limit
     return (
         f"; batch {largest_passed} ran: pass {limit}={largest_passed} if sizes above it are not meant to work "
@@ -201,8 +228,23 @@ def check_size(name: str, value: object) -> None:
 def text_of(error: BaseException) -> str:
     """Return the text of an exception, or a placeholder if its own code raises anything but a signal."""
     try:
-        return str(error)
+        with _tensors_by_shape():
+            return str(error)
     except SIGNALS:
         raise
     except BaseException:
         return "(no text)"
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an exception and its causes, as Python prints it."""
+    with _tensors_by_shape():
+        return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _tensors_by_shape() -> AbstractContextManager[object]:
+    if "torch" not in sys.modules:  # importing it takes seconds, and without it there are no tensors
+        return nullcontext()
+    from oomprobe.frames import TensorsByShape
+
+    return TensorsByShape()

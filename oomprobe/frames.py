@@ -1,4 +1,7 @@
-"""The user's line in a stack or traceback: the innermost that belongs neither to torch nor to oomprobe."""
+"""What is said of an exception without touching a device.
+
+The user's line in a stack or traceback, the innermost that belongs neither to torch nor to oomprobe; and tensors by their shapes.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 TORCH, OOMPROBE = Path(torch.__file__).parent, Path(__file__).parent
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
@@ -71,3 +76,18 @@ def interrupts_library(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+class TensorsByShape(TorchFunctionMode):
+    """Let texts made inside give a tensor's shape, dtype and device: reading its values waits for the device and takes memory there.
+
+    Example:
+        >>> with TensorsByShape():
+        ...     str(KeyError(torch.zeros(3, 4)))
+        'a tensor of shape (3, 4), torch.float32, on cpu'
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.Tensor.__repr__, torch.Tensor.__format__):
+            return func(*args, **(kwargs or {}))
+        return f"a tensor of shape {tuple(args[0].shape)}, {args[0].dtype}, on {args[0].device}"

@@ -95,6 +95,7 @@ class LocalRunner:
         self._stepping = Stepping(watch, tracker)
         self._ends_with_trial = ends_with_trial
         self._is_cold = False  # whether nothing has run since the last clean-up
+        self._number = 0  # of the trial that is running, among those of this process
         # What the default random number generators were; a process that ends with its trial needs none.
         self._generators = [] if ends_with_trial else generator_states(device.torch_device.type)
         self.compiled = Compiled()
@@ -117,7 +118,7 @@ class LocalRunner:
         predicted = self._card.predict_trial(request)
         if predicted is not None:
             return Outcome(trial=predicted)
-        self._in_steps_s = 0.0
+        self._in_steps_s, self._number = 0.0, self._number + 1
         self._stepping.learn(request.learned)
         before_bytes = self._device.outside_bytes()
         try:
@@ -173,8 +174,8 @@ class LocalRunner:
             running = self._run_cold(request)
         except StepFailedError:
             raise error from error.__cause__
-        cause = error.__cause__
-        self._notes[KEPT.format(size=request.batch_size, error=f"{type(cause).__name__}: {cause}")] = None
+        cause = error.__cause__ or error
+        self._notes[KEPT.format(size=request.batch_size, error=failure_of(cause).text)] = None
         return running
 
     def _run_cold(self, request: Request) -> Running:
@@ -415,6 +416,7 @@ class LocalRunner:
         request = running.request
         running.usage = self._usage()
         self._watch.drop_partial_state()
+        clear_frames(error)  # what the failed step holds, before the error's own code makes a text of it
         running.failure = failure_of(error)
         evidence = Evidence(
             # On the host, an ambiguous text at the first size is as likely to be about memory as at a later one.
@@ -425,17 +427,19 @@ class LocalRunner:
         )
         running.verdict = classify(running.failure.facts, evidence)
         if running.verdict is not Verdict.BUG:
-            return  # the health of the device is checked later, when the frames no longer hold the failed step's tensors
+            return  # the health of the device is checked later, when the exception no longer holds the failed step's tensors
         if not self._device.healthy():
             running.verdict = Verdict.POISONED
             return
-        clear_frames(error)
         if is_own_fault(error) and not isinstance(error, OomProbeError):  # that is of another probe, inside the step
             raise error
         if not running.past_least:
             size, last, caller = running.next_size, request.largest_passed, running.step.caller
             row = self._axis.label(running.next_row)
-            raise step_failed(error, batch_size=size, largest_passed=last, caller=caller, row=row) from error
+            raise step_failed(
+                error, batch_size=size, largest_passed=last, caller=caller, row=row, trial=self._number,
+                simulated=self.facts.device.replays,
+            ) from error  # fmt: skip
         running.ended_early, running.failure, running.verdict = running.failure.text, None, Verdict.FITS
 
     def _usage(self) -> Usage:

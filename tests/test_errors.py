@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from oomprobe import errors
 from oomprobe.errors import OomProbeError, StepFailedError, step_failed
@@ -42,6 +43,7 @@ class Speechless(Exception):
 
 
 CALLER = errors.Caller(alone="run train({batch_size})", limit="starting_batch_size", more="It has no logger.")
+UNKNOWN = "To see whether it comes without oomprobe, run step_fn(model, 8) once"
 AT_EVERY_SIZE = (
     "This is not about memory, so no batch size would help: the same error occurs without oomprobe. "
     "Run step_fn(model, 8) once by itself to see it."
@@ -54,7 +56,18 @@ AT_EVERY_SIZE = (
         (KeyError("labels"), {}, f"KeyError: 'labels'\n{AT_EVERY_SIZE}"),
         (StepFailedError("inner"), {}, f"StepFailedError: inner\n{AT_EVERY_SIZE}"),
         (Speechless("x"), {}, f"Speechless: (no text)\n{AT_EVERY_SIZE}"),
-        (ValueError("x"), {"largest_passed": 8}, f"ValueError: x\n{AT_EVERY_SIZE}"),
+        (
+            ValueError("x"),
+            {"largest_passed": 8},
+            "ValueError: x\nThis is not about memory; batch 8 ran before, so it may depend on what earlier calls left, or on "
+            f"chance. {UNKNOWN} in a new process.",
+        ),
+        (
+            ValueError("x"),
+            {"simulated": True, "row": "length=512"},
+            "ValueError: x\nThis is not about memory, so no batch size would help. It came on a simulated card, whose tensors have "
+            "no data. To see whether it comes without oomprobe, run step_fn(model, 8, length=512) once on a real device.",
+        ),
         (
             ValueError("x"),
             {"largest_passed": 4},
@@ -75,13 +88,24 @@ AT_EVERY_SIZE = (
             "logger.",
         ),
     ],
-    ids=["a bug", "our own", "no text", "at each size", "above a pass", "adapter", "adapter above a pass"],
+    ids=["a bug", "our own", "no text", "after a pass", "simulated", "above a pass", "adapter", "adapter above a pass"],
 )
 def test_a_failed_step_says_what_to_do(own, options, said):
     failed = step_failed(own, batch_size=8, **options)
     assert type(failed) is StepFailedError
     assert failed.batch_size == 8
     assert str(failed) == f"the step failed at batch size 8 with {said}"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({}, ""), ({"largest_passed": 8}, "; batch 8 ran before"), ({"largest_passed": 4}, "; batch 4 ran: ")],
+)
+def test_a_later_trial_claims_nothing_about_other_processes(options, said):
+    text = str(step_failed(ValueError("x"), batch_size=8, trial=3, **options))
+    assert f"This is not about memory{said}" in text
+    assert text.endswith(f" It came in trial 3 of its process. {UNKNOWN} in a new process.")
+    assert "the same error" not in text
 
 
 def test_batch_norm_with_one_sample_suggests_min_batch():
@@ -94,3 +118,49 @@ def test_a_failed_target_keeps_its_own_text():
     assert str(failed).startswith("the target train.py:build failed with KeyError while it was imported and built: ")
     assert (failed.trials, failed.batch_size) == ((), 0)
     assert str(errors.target_failed(Speechless("x"), "t:b")).count("(no text)") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("LOCAL_RANK"),
+        KeyError("WORLD_SIZE"),
+        ValueError(
+            "Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set"
+        ),
+    ],
+    ids=str,
+)
+def test_a_target_that_expects_ranks_is_told_how_to_get_them(error):
+    text = str(errors.target_failed(error, "train.py:build"))
+    assert "add --nproc-per-node N (in Python nproc_per_node=N)" in text
+    assert "without oomprobe" not in text
+
+
+def test_the_error_of_a_target_is_not_said_to_occur_elsewhere():
+    text = str(errors.target_failed(KeyError("config"), "train.py:build"))
+    assert "To see whether it comes without oomprobe, import the file and call the function by itself." in text
+    assert "same error" not in text
+
+
+# --- an error that holds tensors ---
+
+
+class OwnText(Exception):
+    def __str__(self):
+        return f"the loss is {self.args[0]} at {self.args[1]}"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError(torch.zeros(3, 4)), "a tensor of shape (3, 4), torch.float32, on cpu"),
+        (ValueError("at", [{"x": torch.zeros(2)}]), "('at', [{'x': a tensor of shape (2,), torch.float32, on cpu}])"),
+        (OwnText(torch.zeros(2), 3), "the loss is a tensor of shape (2,), torch.float32, on cpu at 3"),
+    ],
+    ids=["key", "nested", "own text"],
+)
+def test_a_text_gives_the_shape_of_a_tensor(error, text):
+    assert errors.text_of(error) == text
+    assert errors.traceback_of(error).endswith(f"{type(error).__name__}: {text}")
+    assert "0." in str(error)  # as elsewhere

@@ -541,3 +541,65 @@ def test_inference_lacks_no_optimizer(model, context):
             model, lambda model, b: model(torch.randn(b, 2)), 4, device=LedgerDevice(), progress="off"
         )
     assert not any("optimizer" in note for note in result.notes)
+
+
+# --- a step with a bug ---
+
+
+class Watched:
+    """An object in a frame of the step that takes weak references, as tensors do."""
+
+
+def test_what_the_step_held_is_freed_before_its_error_is_told():
+    alive = Log()
+
+    class OwnText(Exception):
+        def __str__(self):
+            alive.append(self.args[0]() is not None)
+            return ""
+
+    def step(model, batch_size):
+        held = Watched()
+        raise OwnText(weakref.ref(held))
+
+    with pytest.raises(oomprobe.StepFailedError):
+        probe(nn.Linear(1, 1), step)
+    assert alive
+    assert not any(alive)
+
+
+@pytest.mark.parametrize(
+    ("device", "fails", "said"),
+    [
+        (
+            "ledger",
+            lambda trial: True,
+            "at batch size 64 with ValueError: x\nThis .*: the same error occurs without oomprobe",
+        ),
+        ("ledger", lambda trial: trial == 2, "size 32 with .* came in trial 2 of its process.* once in a new process"),
+        (
+            "ledger",
+            lambda trial: trial == 4,
+            "size 56 with .*; batch 48 ran: pass max_batch=48.* in trial 4 of its process",
+        ),
+        ("sim:1GiB", lambda trial: True, "at batch size 64 with .* came on a simulated card.* on a real device"),
+    ],
+    ids=["first trial", "second trial", "after a pass", "simulated"],
+)
+def test_an_error_says_what_is_known_of_it_elsewhere(device, fails, said):
+    ledger = LedgerDevice(50 * MIB)
+    model, optimizer = linear()
+    sizes = Log()
+
+    def step(model, batch_size):
+        if sizes[-1:] != [batch_size]:
+            sizes.append(batch_size)
+        if fails(len(sizes)):
+            raise ValueError("x")
+        ledger.take(batch_size * MIB)
+        model(torch.randn(batch_size, 4)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(oomprobe.StepFailedError, match=f"(?s){said}") as caught:
+        probe(model, step, device=ledger if device == "ledger" else device, start_batch=64, memory_fraction=1.0)
+    assert ("the same error" in str(caught.value)) is ("the same error" in said)

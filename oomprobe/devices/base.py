@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError, device_lost, unmeasured
+from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError, device_lost, text_of, unmeasured
 from oomprobe.trials import DeviceInfo, Request, Trial
 from oomprobe.units import format_bytes
 
@@ -235,7 +235,7 @@ def device_error(device: Device, error: BaseException) -> OomProbeError | None:
     if isinstance(error, DeviceLostError) or not isinstance(error, Exception):
         return None
     if not device.healthy():
-        return device_lost(device.name, f"{type(error).__name__}: {error}")
+        return device_lost(device.name, f"{type(error).__name__}: {text_of(error)}")
     if isinstance(error, OomProbeError):
         return None
     is_devices = any(frame.f_locals.get("self") is device for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -24,7 +24,7 @@ from oomprobe.simulation.patches import building, simulated
 from oomprobe.simulation.ranks import first_of, nccl_note, with_nccl
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import Call, LiveBlocks, Predictor, replay_call
-from oomprobe.simulation.unknown import refuse_address, wants_data
+from oomprobe.simulation.unknown import refuse_address, refuse_array, wants_data
 from oomprobe.trials import Request, Trial, Verdict
 from oomprobe.units import format_bytes, parse_bytes
 
@@ -99,6 +99,7 @@ class SimulatedDevice:
             except RuntimeError as error:
                 if wants_data(error):  # in a kernel that torch does not dispatch
                     refuse_address(error)
+                refuse_array(error)
                 raise
             gc.collect(0)  # free this call's cycles now, not during the next call
         self._calls.append(self._memory.tape.finish())

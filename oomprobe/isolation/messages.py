@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -84,7 +83,7 @@ def failure_message(error: BaseException, *, building: str | None) -> Message:
                 "name": type(cause).__qualname__,
                 "text": text,
                 "arguments": cause.args if is_plain else [text],
-                "traceback": "".join(traceback.format_exception(cause))[-LONGEST_TEXT:],
+                "traceback": errors.traceback_of(cause)[-LONGEST_TEXT:],
             },
         }
     }

@@ -87,6 +87,7 @@ _INSTEAD = {
     "aten::_unique2": "pass the number of classes instead of counting them",
 }
 _WANTS_DATA = ("no fake impl registered", "Cannot access data pointer of Tensor")
+_WANTS_ARRAY = ".numpy() is not supported for tensor subclasses"  # torch/csrc/utils/tensor_numpy.cpp
 
 
 def wants_data(error: RuntimeError) -> bool:
@@ -115,6 +116,15 @@ def refuse_missing_kernel(func: Any, why: BaseException) -> NoReturn:
         f"{func} at {user_line()} cannot run without data ({type(why).__name__}: {why}). Register its output shapes with "
         "torch.library.register_fake, or probe on a real device"
     )
+
+
+def refuse_array(why: RuntimeError) -> None:
+    """Raise if numpy, or other code in C, asked for the values of a tensor: only a call of ``.numpy()`` by the step invents them."""
+    if _WANTS_ARRAY in str(why):
+        raise SimulationError(
+            f"numpy() at {raised_at(why) or 'the step'} depends on the values of a tensor, and a simulated card has none: call "
+            "tensor.cpu().numpy() in the step itself, which gives an array of ones here; or probe on a real device"
+        ) from why
 
 
 def refuse_address(why: BaseException | None = None) -> NoReturn:

@@ -51,6 +51,57 @@ def test_a_sticky_error_ends_the_probe_with_a_snapshot(what, code):
     assert "oomprobe run" in text
 
 
+class OwnTextError(Exception):
+    def __str__(self):
+        return f"cannot use {self.args[0]}"
+
+
+def over_half_of_the_card():
+    """Return a tensor that torch would copy to print it."""
+    return torch.zeros(GIB * 5 // 4 // 8, dtype=torch.complex64, device="cuda").conj()
+
+
+@pytest.mark.parametrize("kind", [KeyError, OwnTextError])
+def test_telling_an_error_takes_no_memory_on_the_device(kind):
+    def probe():
+        model, inner = mlp()
+
+        def step(model, batch_size):
+            inner(model, batch_size)
+            raise kind(over_half_of_the_card())
+
+        try:
+            oomprobe.find_max_batch(model, step, max_batch=4, **QUIET)
+        except oomprobe.StepFailedError as error:
+            return type(error.__cause__).__name__, str(error), torch.cuda.memory_stats()["num_ooms"]
+
+    name, text, ooms = forked(probe, memory="2GiB")
+    assert (name, ooms) == (kind.__name__, 0)
+    assert (
+        f"with {name}: {'cannot use ' * (kind is OwnTextError)}a tensor of shape (167772160,), torch.complex64, on cuda:0"
+        in text
+    )
+
+
+def test_noting_an_error_takes_no_memory_on_the_device():
+    def probe():
+        model, inner = mlp()
+        logged, n = Log([0]), 0
+
+        def step(model, batch_size):
+            nonlocal n
+            inner(model, batch_size)
+            n += 1
+            if n <= logged[-1]:  # n is put back before each trial, what was logged is not
+                raise KeyError(over_half_of_the_card())
+            logged.append(n)
+
+        return oomprobe.find_max_batch(model, step, max_batch=4, **QUIET).notes
+
+    notes = forked(probe, memory="2GiB")
+    assert any("failed with KeyError: a tensor of shape" in note for note in notes), notes
+
+
 def test_a_device_lost_while_the_state_is_restored():
     """The error has the trials and the snapshot, whichever copy of the probe fails."""
 

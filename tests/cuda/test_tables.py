@@ -244,7 +244,7 @@ def test_a_bug_names_its_row_and_leaves_the_finished_ones():
 
     text, cause, table = forked(run, memory="1GiB")
     assert text.startswith("length=1024: the step failed at batch size 2 with IndexError: position 1024 of 512")
-    assert "Run step_fn(model, 2, length=1024) once by itself" in text
+    assert "run step_fn(model, 2, length=1024) once in a new process" in text
     assert cause is IndexError
     assert table.batch_sizes() == {256: 4, 512: 4}
     assert table.rows[256].state_verified

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from oomprobe import errors
 from oomprobe.isolation.messages import failure_message, raise_failure
@@ -58,6 +59,12 @@ def test_a_class_that_the_parent_has_not_imported_is_named():
     failed = sent_to_parent(ValueError("x"), building="t.py:b", module="their_train", text="Theirs: x")
     assert type(failed.__cause__) is RuntimeError
     assert "Theirs: x" in str(failed)
+
+
+def test_a_tensor_is_sent_as_its_shape():
+    failed = step_failure(KeyError(torch.zeros(3, 4)))
+    assert "KeyError: a tensor of shape (3, 4), torch.float32, on cpu" in str(failed)
+    assert "KeyError: a tensor of shape (3, 4), torch.float32, on cpu" in failed.__cause__.__notes__[0]
 
 
 @pytest.mark.parametrize(
