@@ -31,7 +31,6 @@ OTHER_MACHINES = "ranks on other machines: NCCL takes memory for each connection
 NOT_COVERED = (
     "longest sequence or largest sample, unless the step makes such batches",
     "smaller last batch of an epoch, which splits cached blocks: drop_last=True leaves it out",
-    "saving and resuming checkpoints",
     OTHER_RANKS,
     "data loader workers and their host memory",
 )
@@ -40,6 +39,8 @@ LITTLE_DATA = "the data set limits the batch size: it has {count} examples"
 SEEN = "seen over {calls}; what happens less often was not"
 # Words in a step's name.
 EVALUATING = {"eval", "evaluate", "evaluation", "val", "valid", "validate", "validation", "test"}
+LATE = {"saving a checkpoint": {"save"}, "the last evaluation": EVALUATING, "resuming from a checkpoint": {"resume"}}
+NO_LATE = "{what}, which come late: docs/recipes.md runs each as a named step at the answer"
 # For all other verdicts, "memory". A sticky error that recurs at one size limits the size, but is not shown to be memory.
 _LIMITED_BY = {
     Verdict.SIZE_LIMIT: "size_limit",
@@ -221,9 +222,11 @@ def _not_covered(session: Session) -> list[str]:
     if facts.not_covered is not None:
         return list(facts.not_covered)
     words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(facts.step_names).lower()))
+    late = [what for what, words in LATE.items() if words_in_names.isdisjoint(words)]
     return [
         *session.device.not_covered,
         *([NO_EVALUATION] if words_in_names.isdisjoint(EVALUATING) else []),
+        *([NO_LATE.format(what=", ".join(late))] if late else []),
         *(
             NOT_COVERED
             if facts.world_size == 1

@@ -125,6 +125,21 @@ def test_a_leak_says_how_long_the_free_memory_lasts(fields, more, steps):
 def test_a_step_covers_evaluation_if_its_name_says_so(names, covered):
     for name in names.split():
         listed = [line.split()[0] for line in result(trial(1), step_names=["train", name]).not_covered]
-        assert listed == ["evaluation"] * (not covered) + ["longest", "smaller", "saving", "other", "data", "state"], (
+        assert listed == ["evaluation"] * (not covered) + ["saving", "longest", "smaller", "other", "data", "state"], (
             name
         )
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ([""], ["saving a checkpoint, the last evaluation, resuming from a checkpoint, which come late"]),
+        (["train", "eval"], ["saving a checkpoint, resuming from a checkpoint, which come late"]),
+        (["train", "evaluate", "save_and_resume"], []),
+    ],
+    ids=["none", "evaluation", "all"],
+)
+def test_what_comes_late_is_not_covered_unless_a_step_is_named_so(names, told):
+    assert [
+        item.split(":")[0] for item in result(trial(1), step_names=names).not_covered if "come late" in item
+    ] == told

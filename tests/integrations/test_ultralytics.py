@@ -424,6 +424,46 @@ def test_training_matches_training_with_that_batch(tiny, request):
     assert math.isfinite(float(losses[0][0][0]))
 
 
+# After the first eight lines of TRAINING: the recipe of docs/recipes.md, on the host.
+LATE = """
+import functools, types
+import oomprobe
+from ledger import HERE
+on_host = dict(data="tiny.yaml", imgsz=64, device="cpu", workers=0, plots=False, fraction=1.0, verbose=False)
+recipe = sys.argv[1]
+class OnHost(YOLO):
+    def train(self, **options):
+        return super().train(**{**options, **on_host})
+class Probe:
+    def check(*args, **options):
+        result = oomprobe.check(*args, **{**options, "device": HERE, "progress": "off"})
+        print(result.batch_size, len(result.trials), *result.not_covered, sep=chr(10))
+names = {"oomprobe": Probe, "torch": torch, "YOLO": OnHost, "folder": {project!r}, "result": types.SimpleNamespace(batch_size=4)}
+exec(recipe, names)
+"""
+
+
+def test_the_recipe_saves_and_evaluates(tiny, request):
+    root = request.config.rootpath
+    page = (root / "docs/recipes.md").read_text(encoding="utf-8")
+    recipe = page.partition("**Ultralytics**")[2].partition("```py\n")[2].partition("```")[0]
+    script = f"{TRAINING.partition('common =')[0]}\nimport oomprobe.trial\noomprobe.trial.LOOK_S = 0.0\n{LATE}"
+    paths, project = [str(root), str(root / "scripts"), str(root / "tests")], str(tiny / "late")
+    environment = {"PATH": "", "YOLO_CONFIG_DIR": str(tiny), "HOME": str(tiny), "OMP_NUM_THREADS": "1"}
+    script = script.replace("{paths!r}", repr(paths)).replace("{project!r}", repr(project))
+    done = subprocess.run(
+        [sys.executable, "-c", script, recipe], capture_output=True, text=True, cwd=tiny, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    weights = [path.name for path in (tiny / "late").rglob("*.pt")]
+    assert {"last.pt", "best.pt"} == set(weights), weights
+    assert "Validating" in done.stdout + done.stderr  # the best weights, at the end
+    told = done.stdout.splitlines()
+    assert "4" in told
+    assert "resuming from a checkpoint, which" in done.stdout
+    assert "the last evaluation" not in done.stdout
+
+
 def test_other_objects_are_refused(ultralytics):
     wrapper = ultralytics.YOLO("yolo11n.yaml")
     wrapper.train = lambda *_, **__: pytest.fail("it trains")

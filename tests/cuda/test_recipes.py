@@ -1,0 +1,178 @@
+"""The named steps of docs/recipes.md that save, evaluate and resume by the frameworks' own means, as they stand there."""
+
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import oomprobe
+from oomprobe import trial
+
+from .bed import forked
+
+RECIPES = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+CARD = {"memory": "1GiB", "limit_s": 120, "CUDASTUB_ASSERT": 0}
+pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own, about torch and short runs
+
+
+def recipe(framework):
+    """Return the code of a framework's recipe."""
+    [code] = re.findall(rf"^\*\*{framework}\*\*.*?^```py\n(.*?)^```", RECIPES, re.MULTILINE | re.DOTALL)
+    return code
+
+
+class Found:
+    batch_size = 4
+
+
+def run(framework, names):
+    """Run a recipe and return the result of its check."""
+    checked, trial.LOOK_S = [], 0.0  # no more calls than a confirmation needs
+
+    class Probe:
+        @staticmethod
+        def check(*args, **options):
+            checked.append(oomprobe.check(*args, **options, progress="off"))
+
+    exec(recipe(framework), {"oomprobe": Probe, "result": Found, "torch": torch} | names)
+    [result] = checked
+    return result
+
+
+def with_transformers(folder):
+    transformers = pytest.importorskip("transformers")
+    from .test_transformers import padded, trainer
+
+    made = trainer(folder)
+    transformers.logging.set_verbosity_error()
+
+    def arguments(folder, **settings):
+        return transformers.TrainingArguments(
+            folder, report_to=[], disable_tqdm=True, logging_strategy="no", **settings
+        )
+
+    kind = transformers.Trainer
+    return {
+        "Trainer": kind, "TrainingArguments": arguments, "model": made.model, "data": made.eval_dataset, "collate": padded,
+        "folder": folder,
+    }  # fmt: skip
+
+
+def with_lightning(folder):
+    pl = pytest.importorskip("lightning.pytorch")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Data(pl.LightningDataModule):
+        def __init__(self, batch_size):
+            super().__init__()
+            self.batch_size = batch_size
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.zeros(64, 256)), batch_size=self.batch_size)
+
+        val_dataloader = train_dataloader
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+
+        def training_step(self, batch, batch_idx):
+            return self.layers(batch[0]).square().mean()
+
+        validation_step = training_step
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return {
+        "pl": SimpleNamespace(Trainer=partial(pl.Trainer, **quiet)),
+        "Module": Module,
+        "Data": Data,
+        "folder": folder,
+    }
+
+
+def with_accelerate(folder):
+    accelerate = pytest.importorskip("accelerate")
+    from oomprobe.integrations.accelerate import unchanged
+
+    accelerator = accelerate.Accelerator()
+    model = torch.nn.Linear(256, 256)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+    def train(model, batch_size):
+        accelerator.backward(model(torch.zeros(batch_size, 256, device="cuda")).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluate(model, batch_size):
+        accelerator.gather_for_metrics(model(torch.zeros(batch_size, 256, device="cuda")))
+
+    train.result = Found
+    return {
+        "accelerator": accelerator, "model": model, "train": train, "evaluate": evaluate, "unchanged": unchanged,
+        "folder": folder,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("framework", "names", "files"),
+    [
+        ("transformers", with_transformers, {"checkpoint-2", "checkpoint-4"}),
+        ("Lightning", with_lightning, {"2.ckpt", "4.ckpt"}),
+        ("accelerate", with_accelerate, {"model.safetensors", "optimizer.bin"}),
+    ],
+)
+def test_it_saves_evaluates_and_resumes(tmp_path, framework, names, files):
+    result = forked(lambda: run(framework, names(str(tmp_path))), **CARD)
+    assert {path.name for path in tmp_path.iterdir()} >= files
+    assert result.batch_size == 4
+    assert not [item for item in result.not_covered if re.search("sav|resum|last evaluation", item)]
+
+
+def plain(change, *by):
+    """Run the recipe of a plain loop on the card, with a change; return its peak, or the text of its error."""
+    sections = ("\n## Evaluation\n", "\n## Saving, the last evaluation, resuming\n")
+    loop, late = (RECIPES.partition(one)[2].partition("```python\n")[2].partition("```")[0] for one in sections)
+    loop = loop.partition("\nsteps = ")[0]
+    assert change in late
+    trial.LOOK_S = 0.0
+    torch.set_default_device("cuda")
+
+    class Probe:
+        @staticmethod
+        def check(model, steps, batch_size, **_):
+            return oomprobe.check(model, steps, 1, progress="off")  # outputs take little beside the weights
+
+    names = {}
+    exec(loop, names)
+    names["oomprobe"], names["print"] = Probe, lambda _: None
+    late = late.replace("print(oomprobe", "result = (oomprobe").replace(").limiting_step)", "))")
+    try:
+        exec(late.replace(change, *by), names)
+    except oomprobe.NothingFitsError as error:
+        return str(error)
+    return names["result"].trials[-1].peak_allocated_bytes
+
+
+def test_a_checkpoint_that_is_loaded_to_the_card_is_there_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    here, there = (forked(plain, 'map_location="cpu"', f'map_location="{place}"', **CARD) for place in ("cpu", "cuda"))
+    weights = 4 * (1024 + 1) * 1024
+    assert 0.9 * weights < there - here < 1.1 * weights, (there, here)  # the optimizer takes over what was loaded
+
+
+def test_outputs_that_do_not_fit_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "in step 'evaluate'" in forked(plain, "4 * batch_size", "400_000 * batch_size", **CARD)
