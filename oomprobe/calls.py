@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from oomprobe.look import HOST_LOOK_S, LOOK_CALLS, LOOK_S
 from oomprobe.options import Options
-from oomprobe.report.words import shortened
+from oomprobe.report.words import count, shortened
 from oomprobe.signals import Clock
 from oomprobe.trials import Calls, Request, RunnerInfo, Trial
 
@@ -20,6 +20,10 @@ COST_SHARE = 1 / 4
 # Calls of a confirmation, where another row of the table has made LOOK_CALLS. Of 162 rows confirmed over 8 calls, 6 failed within
 # 200 calls under the cap; over 15, 2; over 25, 1; over LOOK_CALLS none, but the rows then took 1.3 times the calls.
 ROW_CALLS = 25
+# Times the calls after which a confirmation failed that later trials make: at a smaller size an epoch has more calls, and several steps
+# take turns. Ten loops with a large call at large sizes only took 3675 calls in all; with twice 3739, with all that the confirmation was
+# to make 4118, and 4541 by confirming ever smaller sizes (20 confirmations instead of 140).
+AHEAD = 4
 ENDED_EARLY = "call {number} of batch {size} failed with {error}, which is not about memory: later calls were not seen"
 VARYING = (
     "the step allocates different amounts from call to call (sequence lengths, routing, a last partial batch): a later call "
@@ -29,6 +33,10 @@ LONG_CALLS = (
     "the step allocates different amounts from call to call (evaluation, lengths, an average or a buffer that it keeps), and the "
     "most within {calls} calls, so each trial after growing made so many: a later call can still need more. To be sure, let "
     "step_fn make the largest batch it can meet"
+)
+LATE = (
+    "batch {size} failed its confirmation after {made}, and each trial had made {before}: those that followed made {calls}. A later "
+    "call can still need more. To be sure, let step_fn make the largest batch it can meet"
 )
 
 
@@ -43,7 +51,8 @@ class CallPlan:
         self._most_to_confirm = LOOK_CALLS
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
         self._counts = False  # whether the user's code may know which call it is
-        self.needed = 0  # calls that meet the one that needs the most memory, as the look found
+        self._decided = 0  # calls of the last trial that passed and was no confirmation
+        self.needed = 0  # calls that meet the one that needs the most memory, as a look or a failed confirmation found
         self.confirmed = 0  # calls of the last confirmation
         self.looked: Trial | None = None
 
@@ -148,14 +157,27 @@ class CallPlan:
             yield ENDED_EARLY.format(number=calls.made + 1, size=size, error=shortened(calls.ended_early))
         if calls.varying and request.confirms and not self.is_long and not self._facts.starts_anew:
             yield VARYING
-        if trial.passed and request.confirms and trial.accumulation_steps == 1:
-            self.confirmed = trial.steps // len(self._facts.step_names)
+        if trial.accumulation_steps == 1 and not request.looks:
+            yield from self._compare_calls(request, trial)
         if request.looks:
             self.looked = trial
             if self.is_long:
                 yield LONG_CALLS.format(calls=self.needed)
             elif trial.passed:
                 self._counts = False  # what the step counts does not decide about memory
+
+    def _compare_calls(self, request: Request, trial: Trial) -> Iterator[str]:
+        """Make trials longer from now on if a confirmation failed in a later call than the trials before it made."""
+        calls_each = trial.steps // len(self._facts.step_names)
+        if trial.passed and request.confirms:
+            self.confirmed = calls_each
+        elif trial.passed:
+            self._decided = calls_each
+        elif request.confirms and request.calls and self._decided <= min(trial.steps, self._most - 1):
+            longest = min(self._most, max(request.calls, trial.steps + 1))
+            self.needed = max(self.needed, min(longest, AHEAD * (trial.steps + 1)))
+            made, before = (count(calls, "call", "calls") for calls in (trial.steps, self._decided))
+            yield LATE.format(size=trial.batch_size, made=made, before=before, calls=self.needed)
 
     def lengthen(self, size: int) -> None:
         """Make as many calls as there is time for from now on, because the step varies."""

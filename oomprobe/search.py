@@ -45,6 +45,8 @@ class Reply:
         guess: After a look, a size to go on at; only where to look, never the answer.
         is_certain: Whether a failure needs no second try: the allocator said so in a fresh process.
         tolerance: After a look, how narrow the bracket must be, as a fraction of the size: long trials need to be few.
+        lengthens: After a confirmation, whether it failed in a later call than the trials before it made, so that trials are
+            longer from here on, and earlier passes prove nothing; `tolerance` is then that of longer trials.
     """
 
     passed: bool
@@ -52,6 +54,7 @@ class Reply:
     grows_no_further: bool = False
     varies: bool = False
     is_certain: bool = False
+    lengthens: bool = False
     tolerance: float = 0.0
     guess: int | None = None
 
@@ -120,7 +123,7 @@ class Sizes:
         count = (bad - low) // self.step
         steps = max(1, int(place * count)) if count > 1 else 0
         if geometric and low > 0 and bad > 2 * low:
-            steps = (math.isqrt(low * bad) - low) // self.step
+            steps = max(1, (math.isqrt(low * bad) - low) // self.step)
         return low + steps * self.step if steps else None
 
 
@@ -321,7 +324,7 @@ class _Search:
     def begin_at(self, guess: int) -> Questions[None]:
         """Bracket the limit around a guess, in strides that double: trials of many calls need to be few."""
         size, stride, previous = self.sizes.nearest(guess), self._near(guess), None
-        while (self.good or 0) < size and (self.bad is None or size < self.bad):
+        while (self.good or self.sizes.first - 1) < size and (self.bad is None or size < self.bad):
             passed = (yield from self.ask(size, Phase.BISECT, capped=True)).passed
             self.good, self.bad = (size, self.bad) if passed else (self.good, size)
             if passed is not previous is not None or size == self.sizes.last:
@@ -419,23 +422,37 @@ class _Search:
             self.good = size
 
     def confirm(self) -> Questions[tuple[int | None, int | None]]:
-        """Run the answer for longer. While that fails, move down in growing strides; then close the bracket."""
+        """Run the answer for longer. While that fails, move down in growing strides; then close the bracket.
+
+        If it fails in a later call than the trials before it made, bisect again below it, by longer trials.
+        """
         good, bad, size, stride = None, self.bad, self.good, 0
         while size is not None:
-            if (yield from self._confirmed(size)):
+            reply = yield from self._confirmed(size)
+            if reply.passed:
                 good = size
             else:
                 self.unconfirmed.append(size)
                 bad = size
-            if good is None:
+            if good is not None:
+                size = self._between(good, bad) if self.unconfirmed else None
+            elif reply.lengthens:
+                yield from self._search_below(size, reply.tolerance)
+                bad, size = self.bad, self.good
+            else:
                 stride = max(2 * stride, self._stride(size), self.sizes.step)
                 size = None if size == self.sizes.first else max(size - stride, self.sizes.first)
-            else:
-                size = self._between(good, bad) if self.unconfirmed else None
         return good, bad
 
+    def _search_below(self, size: int, tolerance: float) -> Questions[None]:
+        self.good, self.bad, self.varies, self.least_tolerance = None, size, True, max(STRIDE, tolerance)
+        self.passed.clear()
+        yield from self.begin_at(size - self._near(size))
+        yield from self.bisect()
+
     def _between(self, good: int, bad: int | None) -> int | None:
-        if bad is None or bad - good <= self._stride(good) or self.should_stop_bisecting(good, bad):
+        closest = max(self._stride(good), self.least_tolerance * good)
+        if bad is None or bad - good <= closest or self.should_stop_bisecting(good, bad):
             return None
         return self.sizes.middle(good, bad)
 
@@ -443,13 +460,14 @@ class _Search:
         share = LONG_STRIDE if self.failures_cost else STRIDE
         return round(share * size / self.sizes.step) * self.sizes.step
 
-    def _confirmed(self, size: int) -> Questions[bool]:
+    def _confirmed(self, size: int) -> Questions[Reply]:
         for _ in range(self.confirmations - 1):
-            if not (yield from self.ask(size, Phase.CONFIRM, capped=True)).passed:
-                return False
+            reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
+            if not reply.passed:
+                return reply
         reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
         if not reply.passed and size == self.sizes.first:  # nothing is below it, so one failure does not decide
             reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
             if reply.passed:
                 self._forget_failure(size, reply)
-        return reply.passed
+        return reply

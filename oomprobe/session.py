@@ -122,15 +122,21 @@ class Session:
 
     def try_size(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
+        needed = self.call_plan.needed
         trial = self.run(size, phase, cap_bytes=self.budget.search_cap() if capped else self.budget.grow_cap())
         if phase is Phase.GROW and trial.passed:
             self._judge_growth(trial)
+        lengthens = phase is Phase.CONFIRM and self.call_plan.needed > needed
+        if lengthens and self.device.replays:
+            self._stop_predicting()
         return Reply(
             passed=trial.passed,
             within_cap=self.budget.holds(trial),
             grows_no_further=self.splits,
             varies=self._varies(trial),
             is_certain=self.runner.facts.grows_capped and trial.verdict is Verdict.OOM,
+            lengthens=lengthens,
+            tolerance=tolerance_of(self.call_plan.needed),
         )
 
     def look(self, size: int) -> Reply:

@@ -286,6 +286,54 @@ def test_a_failed_confirmation_moves_down(memory, sizes, data):
         assert memory.confirmed(found.batch_size)
 
 
+class Lengthening(Memory):
+    """A late call needs more memory. Trials meet it once a confirmation has, and are as long from then on."""
+
+    def __init__(self, limit, late_limit, *, tolerance=0.0, first_length=2, period=lambda size: 1):
+        super().__init__(limit)
+        self.late_limit, self.tolerance, self.length, self.period = late_limit, tolerance, first_length, period
+
+    def __call__(self, size, phase, *, capped):
+        confirms = phase is Phase.CONFIRM
+        meets = confirms or self.period(size) < self.length
+        self.capped_limit = self.late_limit if meets else self.limit
+        reply = super().__call__(size, phase, capped=capped)
+        lengthens = confirms and not reply.passed and self.period(size) >= self.length
+        if lengthens:
+            self.length = 4 * self.period(size) + 1
+        return replace(reply, lengthens=lengthens, tolerance=self.tolerance)
+
+
+@given(st.integers(2, BILLION), allowed_sizes(BILLION), st.data(), st.integers(1, 2), st.booleans())
+def test_a_late_failure_is_followed_by_longer_trials(limit, sizes, data, confirmations, failures_cost):
+    late = data.draw(st.integers(0, limit - 1), label="late limit")
+    tolerance = data.draw(st.sampled_from([0.0, 1 / 32]), label="tolerance")
+    memory = Lengthening(limit, late, tolerance=tolerance, first_length=1)
+    found = search(memory, sizes, confirmations=confirmations, failures_cost=failures_cost)
+    if largest_up_to(limit, sizes) is None or largest_up_to(late, sizes) == largest_up_to(limit, sizes):
+        assert found.unconfirmed in ((), (sizes.first,))
+        return
+    exact = largest_up_to(late, sizes)
+    phases = [phase for _, phase, *_ in memory.calls]
+    assert Phase.RECHECK not in phases[phases.index(Phase.CONFIRM) :]  # a pass would prove nothing
+    if exact is None:
+        assert found.batch_size is None
+        return
+    assert len(found.unconfirmed) == 1
+    assert len(memory.trials(Phase.CONFIRM)) == 1 + confirmations
+    assert found.batch_size == found.limit <= exact < found.deciding
+    assert found.deciding - found.batch_size <= max(sizes.step, found.batch_size / (32 if tolerance else 128))
+
+
+def test_each_later_failure_makes_trials_longer():
+    """The end of an epoch comes the later, the smaller its batches."""
+    memory = Lengthening(1800, 280, period=lambda size: 10_000 // size)
+    found = search(memory)
+    assert 277 <= found.batch_size <= 280
+    assert len(found.unconfirmed) <= 3
+    assert len(memory.calls) <= 60
+
+
 # --- the look ---
 
 
@@ -428,6 +476,7 @@ replies = st.builds(
     grows_no_further=st.sampled_from([False] * 9 + [True]),
     varies=st.booleans(),
     is_certain=st.booleans(),
+    lengthens=st.booleans(),
     tolerance=st.sampled_from([0.0, 1 / 32]),
 )
 

@@ -78,6 +78,20 @@ def in_closure(event, every):
     return model, step
 
 
+def by_epoch(examples, times):
+    """Evaluate at each epoch's end. Epochs of small batches have many calls, so a look does not see it."""
+    (model, optimizer), calls = begun(), 0
+
+    def step(model, batch_size):
+        nonlocal calls
+        calls += 1
+        train(model, optimizer, batch_size)
+        if calls % max(1, examples // batch_size) == 0:
+            evaluate(model, optimizer, batch_size, times)
+
+    return model, step
+
+
 class Trainer:
     """Counts its calls in an attribute; `event` follows every n-th."""
 
@@ -341,6 +355,9 @@ def test_every_nth_call_needs_more(every, event, holder):
 LOOPS = {
     "seven short, one long": (partial(with_lengths, [16] * 7 + [128]), {}),
     "twelve buckets": (partial(with_lengths, [32, 8, 64, 16, 48, 24, 40, 8, 56, 192, 16, 32]), {}),
+    "evaluation after 4000 examples": (partial(by_epoch, 4000, 4), {}),
+    "larger evaluation after 4000 examples": (partial(by_epoch, 4000, 12), {}),
+    "all memory, larger evaluation after 1500": (partial(by_epoch, 1500, 12), {"memory_fraction": 1.0}),
     "average from call 20": (averaging, {"memory": "384MiB"}),
     "weights cloned at every 10th": (cloning, {"memory": "384MiB"}),
     "preconditioner at every 10th": (preconditioned, {"memory": "384MiB"}),

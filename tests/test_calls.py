@@ -1,0 +1,82 @@
+"""How many calls trials make, on a runner that only counts them."""
+
+import pytest
+
+from oomprobe.options import Options
+from oomprobe.report.progress import Reporter
+from oomprobe.session import Session
+from oomprobe.signals import Clock
+from oomprobe.trials import Calls, DeviceInfo, Measured, Outcome, Phase, RunnerInfo, Trial, Verdict
+
+GIB = 2**30
+LIMIT, LATE_LIMIT = 500, 280  # of the first calls, and of the large one
+DEVICE = DeviceInfo(name="a card", torch_device="meta", total_bytes=GIB, on_host=False)
+
+
+class Loop:
+    """A loop whose n-th call needs more memory than the others; `bonus` is the least calls of a confirmation."""
+
+    def __init__(self, *, large_call, call_s=None, bonus=0, step_names=("step",), **facts):
+        self.large_call, self.call_s, self.bonus = large_call, call_s, bonus
+        self.facts = RunnerInfo(device=DEVICE, step_names=step_names, threads=1, **facts)
+
+    def measure(self):
+        return Measured(available_bytes=GIB, outside_bytes=0)
+
+    def run(self, request):
+        wanted = request.calls or 1 + request.steps
+        total, large_call = max(wanted, self.bonus * request.confirms), self.large_call
+        if request.batch_size > LIMIT:
+            steps = 0
+        elif request.batch_size > LATE_LIMIT and total >= large_call:
+            steps = large_call - 1
+        else:
+            steps = total
+        passed = steps == total
+        trial = Trial(
+            batch_size=request.batch_size,
+            verdict=Verdict.FITS if passed else Verdict.OOM,
+            phase=request.phase,
+            steps=steps * len(self.facts.step_names),
+            cap_bytes=request.cap_bytes,
+        )
+        return Outcome(trial=trial, calls=Calls(made=min(steps, wanted), first=1, call_s=self.call_s))
+
+
+GROUPS = {"confirmations": 2, "grows_capped": True}
+LOOPS = {
+    "one process": (Loop(large_call=7), {}),
+    "at the last call": (Loop(large_call=50), {}),
+    "two steps": (Loop(large_call=7, step_names=("train", "eval")), {}),
+    "ranks": (Loop(large_call=6, call_s=3.0, failure_cost_s=60.0, **GROUPS), {"resolution": 1 / 128}),
+    "a command": (Loop(large_call=20, bonus=25, starts_anew=True, **GROUPS), {"resolution": 1 / 64}),
+}
+
+
+def searched(runner, **options):
+    options = Options(**options)
+    session = Session(runner, options, Reporter(), Clock(options), [])
+    return session, session.find()
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_trials_are_longer_after_a_late_failure(name):
+    runner, options = LOOPS[name]
+    session, found = searched(runner, **options)
+    assert (1 - 1 / 32) * LATE_LIMIT <= found.batch_size <= LATE_LIMIT < found.deciding
+    assert len(found.unconfirmed) == 1
+    first = next(number for number, trial in enumerate(session.trials) if trial.phase is Phase.CONFIRM)
+    short, long = session.trials[:first], session.trials[first + 1 :]
+    assert max(trial.steps for trial in short) < runner.large_call * len(runner.facts.step_names)
+    assert all(trial.steps >= runner.large_call - 1 for trial in long)
+    [note] = [note for note in session.notes if "failed its confirmation" in note]
+    made = (runner.large_call - 1) * len(runner.facts.step_names)
+    assert f"batch {found.unconfirmed[0]} failed its confirmation after {made} calls, and each trial had made " in note
+
+
+def test_a_failure_that_is_not_late_lengthens_no_trial():
+    session, _ = searched(Loop(large_call=51))
+    assert session.call_plan.needed == 0
+    session.run(LIMIT + 1, Phase.CONFIRM, cap_bytes=None)
+    assert session.call_plan.needed == 0
+    assert not any("failed its confirmation" in note for note in session.notes)
