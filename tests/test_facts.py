@@ -96,6 +96,19 @@ def test_the_linear_fit_respects_multiple_of():
     assert "  4, not used: the same" in report(a_result(fit=fit, options={"multiple_of": 4}))
 
 
+# Two passes of the answer, one of a plan, a size that failed in confirmation after it had passed, and deaths.
+TRIED = (
+    a_trial(4, phase=Phase.CONFIRM, steps=50),
+    a_trial(4, accumulation_steps=2, steps=3),
+    a_trial(7),
+    a_trial(7, Verdict.OOM, Phase.CONFIRM),
+    a_trial(5, Verdict.CRASHED),
+    a_trial(5, Verdict.TIMED_OUT),
+    a_trial(5, Verdict.OOM, accumulation_steps=2),
+    a_trial(8, Verdict.OOM),
+)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -103,15 +116,35 @@ def test_the_linear_fit_respects_multiple_of():
         ({"limited_by": "max_batch"}, "max_batch, not memory"),
         ({"limited_by": "size_limit"}, "a size limit that is not memory"),
         ({"limiting_step": "eval"}, "memory, in step 'eval'; batch"),
-        ({}, "batch 4 is the largest that ran; batch 5 failed with all available memory"),
+        ({}, "memory; batch 4 ran; batch 5 failed"),
+        ({"trials": ()}, "memory; batch 4 ran"),
+        ({"trials": TRIED[:2], "limited_by": "max_batch"}, "nothing larger was tried; batch 4 ran for 50 calls"),
+        ({"trials": TRIED}, "memory; batch 4 ran for 50 calls; batch 7 failed"),
         (
-            {"trials": (a_trial(4, replayed=True), a_trial(5, Verdict.OOM))},
-            "batch 4 is the largest that passed a replay; batch 5 failed",
+            {"trials": TRIED, "environment": {"command": "train.py"}},
+            "batch 4 ran for 50 optimizer steps; batch 7 failed",
+        ),
+        (
+            {"trials": (*TRIED, a_trial(6, Verdict.OOM, cap_bytes=90)), "limit_batch_size": 6},
+            "memory; batch 4 ran for 50 calls; batch 6 failed",
+        ),
+        (
+            {"trials": (a_trial(6), *TRIED, a_trial(5, Verdict.OOM, cap_bytes=90)), "limit_batch_size": 6},
+            "memory; batch 4 ran for 50 calls; batch 5 failed under the budget (90 B); without it, batch 6 ran",
+        ),
+        (
+            {
+                "trials": (a_trial(6, replayed=True), *TRIED, a_trial(5, Verdict.OOM, cap_bytes=90, replayed=True)),
+                "limit_batch_size": 6,
+            },
+            "batch 5 failed a replay under the budget (90 B); without it, batch 6 passed a replay",
         ),
     ],
 )
 def test_the_limit_is_described(changes, words):
-    assert words in sentence(a_result(**changes), "limited by")
+    line = sentence(a_result(**changes), "limited by")
+    assert words in line
+    assert "trials" not in changes or line.endswith(words)
 
 
 def checked(**changes):
@@ -123,7 +156,7 @@ def test_a_check_asks_for_one_size_and_says_nothing_of_a_limit():
     text = report(checked())
     assert "checked     batch 8 was asked for, and ran; no other size was tried\n" in text
     assert "max_batch, not memory" not in text
-    assert "is the largest that ran" not in text
+    assert "limited by" not in text
     assert "and ran; step 'eval' takes the most memory; no other" in report(checked(limiting_step="eval"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from oomprobe.plan import PlanEntry
 from oomprobe.report.breakdown import breakdown_lines
 from oomprobe.report.table import trials_table
 from oomprobe.report.words import WIDTH, bullets, clean, clip, count, rate, wrap
+from oomprobe.trials import Verdict
 from oomprobe.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ _LIMITS = {
     "step": "the step, not memory: it splits large batches itself",
     "size_limit": "a size limit that is not memory, such as 32-bit indexing",
 }
+_UNTOLD = (Verdict.CRASHED, Verdict.TIMED_OUT)  # they say nothing about the size
 
 
 def report(result: ProbeResult, *, verbose: bool = False) -> str:
@@ -121,12 +124,21 @@ def _limit(result: ProbeResult) -> str:
         step = "" if result.limiting_step is None else f"; step {result.limiting_step!r} takes the most memory"
         return f"batch {result.batch_size} was asked for, and ran{step}; no other size was tried"
     step = "" if result.limiting_step is None else f", in step {result.limiting_step!r}"
-    failing = result.first_failing_batch_size
-    failed = "" if failing is None else f"; batch {failing} failed with all available memory"
-    limit = _LIMITS.get(result.limited_by, result.limited_by)
-    of_limit = [t for t in result.trials if t.batch_size == result.limit_batch_size and t.passed]
-    passed = "passed a replay" if of_limit and all(t.replayed for t in of_limit) else "ran"
-    return f"{limit}{step}; batch {result.limit_batch_size} is the largest that {passed}{failed}"
+    limit, size = _LIMITS.get(result.limited_by, result.limited_by), result.batch_size
+    tried = [t for t in result.trials if t.accumulation_steps == 1 and t.verdict not in _UNTOLD]
+    calls = next((t.steps for t in reversed(tried) if t.passed and t.batch_size == size), 0)
+    kind = "optimizer step" if "command" in result.environment else "call"
+    ran = f"{limit}{step}; batch {size} ran" + (f" for {count(calls, kind, kind + 's')}" if calls else "")
+    failed = min((t for t in tried if not t.passed and t.batch_size > size), key=lambda t: t.batch_size, default=None)
+    if failed is None:
+        return ran
+    ran += f"; batch {failed.batch_size} failed{' a replay' if failed.replayed else ''}"
+    cap_bytes, largest = failed.cap_bytes or math.inf, result.limit_batch_size
+    larger = [t for t in tried if t.passed and t.batch_size == largest and (t.cap_bytes or math.inf) > cap_bytes]
+    if largest < failed.batch_size or not larger:
+        return ran
+    passed = "passed a replay" if all(t.replayed for t in larger) else "ran"
+    return f"{ran} under the budget ({format_bytes(failed.cap_bytes or 0)}); without it, batch {largest} {passed}"
 
 
 def _ranks(result: ProbeResult, *, verbose: bool) -> list[str]:
