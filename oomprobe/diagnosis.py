@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from oomprobe.look import differ
-from oomprobe.trials import Phase, Trial, Verdict
+from oomprobe.report.words import count
+from oomprobe.trials import NO_VERDICT, Phase, Trial, Verdict
 from oomprobe.units import format_bytes
 
 # A step that uses its batch size raises its peak, or the bytes it allocates, within this many doublings; devices that do
@@ -91,6 +92,17 @@ def how_different(before: Trial, after: Trial) -> str | None:
 def last_of(trials: Sequence[Trial], batch_size: int, *, passed: bool = True) -> Trial:
     """Return the last trial of a size that passed, or failed, without gradient accumulation."""
     return [t for t in trials if (t.batch_size, t.passed, t.accumulation_steps) == (batch_size, passed, 1)][-1]
+
+
+def known_so_far(trials: Sequence[Trial]) -> str:
+    """Return the beginning of a sentence: the smallest size that failed, and the largest below it that ran; or ""."""
+    told = [t for t in trials if t.verdict not in NO_VERDICT and t.accumulation_steps == 1 and not t.replayed]
+    ends = {trial.batch_size: trial for trial in told}  # the last trial of each size counts
+    failed = min((size for size, trial in ends.items() if not trial.passed), default=0)
+    ran = max((size for size, trial in ends.items() if trial.passed and not 0 < failed < size), default=0)
+    steps = f" for {count(ends[ran].steps, 'step', 'steps')}" if ran and ends[ran].steps else ""
+    parts = [*([f"batch {ran} ran{steps}"] if ran else []), *([f"batch {failed} failed"] if failed else [])]
+    return f"after {' and '.join(parts)}, " if parts else ""
 
 
 def step_leak_bytes(last: Trial, looked: Trial | None) -> int:

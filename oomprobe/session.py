@@ -11,7 +11,7 @@ from oomprobe.breakdown import Breakdown
 from oomprobe.budget import Budget
 from oomprobe.calls import CallPlan
 from oomprobe.diagnosis import Allocated
-from oomprobe.errors import StepFailedError, TimeLimitError, UnreliableError, device_lost
+from oomprobe.errors import DeviceLostError, StepFailedError, TimeLimitError, UnreliableError, device_lost
 from oomprobe.look import tolerance_of
 from oomprobe.neighbours import Neighbours
 from oomprobe.options import Options
@@ -115,10 +115,15 @@ class Session:
             known=self._known,
         )
         try:
-            return find()
-        except ContradictedError:
-            self._stop_predicting()
-            return find()
+            try:
+                return find()
+            except ContradictedError:
+                self._stop_predicting()
+                return find()
+        except (DeviceLostError, StepFailedError, TimeLimitError, UnreliableError) as error:
+            if not isinstance(error, StepFailedError) or error.__cause__ is None:  # the text of a bug says what ran
+                error.args = (f"{diagnosis.known_so_far(self.trials)}{error}", *error.args[1:])
+            raise
 
     def try_size(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""

@@ -178,7 +178,7 @@ def test_an_index_out_of_bounds_raises_with_a_snapshot():
         timeout_s=180,
         warnings="default",
     )
-    assert out.startswith("lost: a sticky error (batch 8")
+    assert out.startswith("lost: after batch 4 ran for 3 steps, a sticky error (batch 8")
 
 
 LIMITS_THAT_ARE_NOT_MEMORY = {

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import oomprobe
 from oomprobe import Phase, Verdict
+from oomprobe.errors import NotRunError
 
 
 def linear_step(device, *, fixed=0, per_sample=MIB):
@@ -237,6 +238,49 @@ def test_a_device_that_dies_between_steps_is_lost():
     with pytest.raises(oomprobe.DeviceLostError) as caught:
         probe(device, step)
     assert set(caught.value.snapshot["model"]) == {"weight", "bias"}
+
+
+def poison(device):
+    device.is_healthy = False
+    raise torch.OutOfMemoryError("x")
+
+
+def refuse(device):
+    raise NotRunError("batch 17 was not run")
+
+
+def hang(device):
+    time.sleep(60)
+
+
+def mistake(device):
+    raise ValueError("x")
+
+
+KNOWN = "after batch 16 ran for 2 steps and batch 18 failed, "
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "begins"),
+    [
+        (poison, oomprobe.DeviceLostError, f"{KNOWN}a sticky error (batch 17, OutOfMemoryError: x"),
+        (refuse, oomprobe.UnreliableError, f"{KNOWN}batch 17 was not run"),
+        (hang, oomprobe.TimeLimitError, f"{KNOWN}time passed during batch 17, in trial 10, after "),
+        (mistake, oomprobe.StepFailedError, "the step failed at batch size 17 with ValueError: x\nThis is not about memory; "),
+    ],
+)  # fmt: skip
+def test_a_late_error_says_what_is_known(fault, error, begins):
+    device = LedgerDevice(105 * MIB)
+
+    def step(model, batch_size):
+        device.take(batch_size * 6 * MIB)
+        if batch_size == 17:
+            fault(device)
+
+    with pytest.raises(error) as late:
+        probe(device, step, memory_fraction=1.0, trial_time_limit_s=2)
+    assert str(late.value).startswith(begins)
+    assert late.value.trials[0].passed
 
 
 # --- time and signals ---

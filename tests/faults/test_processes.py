@@ -227,6 +227,28 @@ def test_a_death_that_is_not_about_memory_is_a_failed_step(target, words):
     assert [t.verdict for t in failed.value.trials] == [Verdict.FITS] * 3 + [Verdict.CRASHED] * 2
 
 
+def killed_at_nine():
+    return trained(lambda batch_size: batch_size == 9 and sigkill())
+
+
+def hanging_at_nine():
+    return trained(lambda batch_size: batch_size == 9 and sleeps_in_c())
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "error", "what"),
+    [
+        (killed_at_nine, {}, StepFailedError, "the process of the trial died twice at batch size 9 with no sign"),
+        (hanging_at_nine, {"trial_time_limit_s": 4}, TimeLimitError, "time passed during batch 9, in trial "),
+    ],
+)
+def test_a_late_end_says_what_ran_and_what_failed(target, options, error, what):
+    """Ten samples fit: 3, 6, not 12, and then 9."""
+    with pytest.raises(error) as late:
+        probe_target(target, min_batch=3, multiple_of=3, **options, **isolated)
+    assert str(late.value).startswith(f"after batch 6 ran for 2 steps and batch 12 failed, {what}")
+
+
 def says_out_of_memory():
     os.write(2, b"CUDA Setup failed: out of memory at line 380 in csrc/ops.cu\n")
     os._exit(1)
