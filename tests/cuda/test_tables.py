@@ -118,8 +118,12 @@ def test_what_happens_at_every_tenth_call_is_learned_once():
         return oomprobe.find_max_batches(model, step, {"length": LENGTHS[:3]}, progress="off")
 
     table = forked(run, memory="1GiB")
-    looks = [t for row in table.rows.values() for t in row.trials if t.phase == "grow" and t.steps == 50]
+    looks = [
+        t for row in table.rows.values() for t in row.trials if t.steps == 50 and 2 * t.batch_size < row.batch_size
+    ]
     assert len(looks) == 1
+    confirmed = [trial for row in table.rows.values() for trial in row.trials if trial.phase == "confirm"]
+    assert [trial.passed for trial in confirmed].count(False) <= 1  # later rows know how long trials must be
     for length, row in table.rows.items():
         assert all(trial.steps >= 11 for trial in row.trials if trial.passed and trial.phase != "grow"), length
 
