@@ -1,7 +1,5 @@
 """A property: whatever a loop is composed of, training after a probe equals training without one."""
 
-import pytest
-import torch
 from composed import PARTS, Trainer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
