@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import importlib
 import logging
-import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
-from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.torch_version import TorchVersion
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from oomprobe.errors import InvalidArgumentError, OomProbeError, check_size
 from oomprobe.options import SEVERAL_RANKS, Step
 from oomprobe.probe import find_max_batch
 from oomprobe.result import ProbeResult
-from oomprobe.state.surroundings import generators
+from oomprobe.state import Tracker, generator_states, preserved
 from oomprobe.worst_case import LargestFirst
 
 WATCHDOG_S = 0.2  # enough for NCCL's watchdog thread to look
 LOOP_STEPS = 2  # optimizer steps in one call of a framework's loop: the second runs with the state the first created
-GENERATORS: Any = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-FOLLOWED_TYPES = (Dataset, DataLoader, Sampler, *GENERATORS)  # under any attribute name
-FOLLOWED_NAMES = ("dataset", "datasets", "transform", "transforms", "sampler", "batch_sampler", "collate_fn")
 
 
 class FrameworkError(OomProbeError, ImportError):
@@ -162,41 +154,15 @@ def quiet_loggers(*names: str) -> Iterator[None]:
 
 
 @contextmanager
-def attributes_kept(owners: Iterable[object]) -> Iterator[None]:
-    """Restore the attributes of `owners` on exit, the random number generators they hold, and the host's default ones.
-
-    Follows data sets, loaders, samplers, transforms and collate functions. A list or dict that was changed in place stays
-    changed.
-    """
-    restores: list[Callable[[], object]] = [partial(put, get()) for get, put in generators("cpu").values()]
-    seen: dict[int, Any] = {}
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    waiting: list[Any] = list(owners)
-    while waiting:
-        one = waiting.pop()
-        one = one.__self__ if isinstance(one, MethodType) else one
-        if id(one) in seen or isinstance(one, type):
-            continue
-        seen[id(one)] = one
-        if isinstance(one, random.Random):
-            restores.append(partial(one.setstate, one.getstate()))
-        elif isinstance(one, np.random.Generator):
-            restores.append(partial(setattr, one.bit_generator, "state", one.bit_generator.state))
-        elif isinstance(one, GENERATORS):
-            restores.append(partial(one.set_state, one.get_state()))
-        elif hasattr(one, "__dict__"):
-            attributes.append((vars(one), dict(vars(one))))
-            waiting += [one.func, *one.args, *one.keywords.values()] if isinstance(one, partial) else []
-            for name, value in vars(one).items():
-                if name in FOLLOWED_NAMES:
-                    waiting += value if isinstance(value, list | tuple) else [value]
-                elif isinstance(value, FOLLOWED_TYPES):
-                    waiting.append(value)
+def state_kept(owners: Iterable[object], model: torch.nn.Module | None = None, preserve: object = ()) -> Iterator[None]:
+    """Put back on exit what `owners` and `model` hold, and the host's random number generators, but no weights."""
+    generators = generator_states("cpu")
+    tracker = Tracker(torch.nn.Module() if model is None else model, [], preserved(preserve), owners=owners)
+    held = [copy.find() for copy in tracker.tensors]  # what is replaced while this is open must not be freed
     try:
         yield
     finally:
-        for now, before in attributes:
-            now.clear()
-            now.update(before)
-        for restore in restores:
-            restore()
+        tracker.put_back()
+        for put, state in generators:
+            put(state)
+        del held

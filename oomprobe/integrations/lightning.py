@@ -12,7 +12,7 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,6 @@ from oomprobe.devices.choose import model_device
 from oomprobe.errors import Caller, DeviceLostError, InvalidArgumentError, NotRunError
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
-    attributes_kept,
     drop_last_collectives,
     framework,
     last_batch,
@@ -37,12 +36,12 @@ from oomprobe.integrations.framework import (
     quiet_loggers,
     refuse_ranks,
     skipped_callbacks,
+    state_kept,
     steps_to_calls,
     with_notes,
 )
 from oomprobe.options import Step, check_seconds
 from oomprobe.result import ProbeResult
-from oomprobe.state import Snapshot
 from oomprobe.worst_case import LargestFirst, largest_first
 
 TRAIN, EVAL = "train_dataloader", "val_dataloader"  # methods; the arguments of Trainer.fit end in "s"
@@ -115,8 +114,8 @@ def find_max_batch(
     micro = MICRO_BATCHES if accumulates and plain.automatic_optimization else 1
     with (
         _quiet(),
-        attributes_kept([*plain.modules(), *owners]),
-        _restored(plain, owners, options.get("preserve", ()), device.torch_device.type),
+        _in_host_memory(plain),
+        state_kept(owners, plain, options.get("preserve", ())),  # also what `setup()` changes before the probe begins
         tempfile.TemporaryDirectory(prefix="oomprobe-", ignore_cleanup_errors=True) as folder,
     ):
         training = Training(
@@ -272,7 +271,7 @@ def _hooks_run_once(training: Training) -> Iterator[None]:
     for owner in training.owners:
         owner.setup(stage=stage)
     teardowns = [owner.teardown for owner in training.owners]
-    for owner in training.owners:  # undone by the caller's `attributes_kept`
+    for owner in training.owners:  # undone by the caller's `state_kept`
         vars(owner).update(prepare_data=_nothing, setup=_nothing, teardown=_nothing)
     vars(training.owners[-1]).update(configure_callbacks=list)
     try:
@@ -332,7 +331,7 @@ def _scanned(training: Training, scan_s: float) -> Iterator[tuple[Fit, list[bool
     training.set_size(1)
     loaders = {name: _loaders_at(training, name, 1)[0] for name in training.makers}
     sized = [not training.size_owners or _size_of(loader) == 1 for loader in loaders[TRAIN]]
-    with attributes_kept([loader for found in loaders.values() for loader in found]):
+    with state_kept([loader for found in loaders.values() for loader in found]):
         orders = {name: [_order_of(one, scan_s) for one in found] for name, found in loaders.items()}
         yield Fit(training=training, orders=orders), sized
 
@@ -598,22 +597,15 @@ def _device_of(trainer: Any, device: object) -> Device:
 
 
 @contextmanager
-def _restored(module: torch.nn.Module, others: Iterable[Any], preserve: object, device_type: str) -> Iterator[None]:
-    """Restore the state on exit, including what ``setup()`` changed before the probe took its own snapshot.
-
-    The module stays in host memory, where Lightning puts it after each fit, so that the snapshot takes no device memory.
-    """
-    home, lost = model_device(module) or torch.device("cpu"), False
+def _in_host_memory(module: torch.nn.Module) -> Iterator[None]:
+    """Keep the module in host memory, where Lightning puts it after each fit, so that what is restored takes no device memory."""
+    home = model_device(module) or torch.device("cpu")
     module.cpu()
     try:
-        snapshot = Snapshot(module, others, preserve, device_type)
-        try:
-            yield
-        except DeviceLostError:
-            home, lost = torch.device("cpu"), True
-            raise
-        finally:
-            snapshot.restore(device_lost=lost)
+        yield
+    except DeviceLostError:
+        home = torch.device("cpu")
+        raise
     finally:
         module.to(home)
 

@@ -27,13 +27,13 @@ from oomprobe.errors import (
 from oomprobe.integrations.accelerate import unchanged
 from oomprobe.integrations.framework import (
     LOOP_STEPS,
-    attributes_kept,
     drop_last_collectives,
     framework,
     last_batch,
     probe_loop,
     refuse_ranks,
     skipped_callbacks,
+    state_kept,
     steps_to_calls,
     with_notes,
 )
@@ -109,7 +109,7 @@ def find_max_batch(
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     evaluated_on = _values(trainer.eval_dataset) if evaluates else []
     simulated = replays(opened_if_simulated(options.get("device")))
-    with attributes_kept(_shared(trainer)), _placed(trainer, moves=options.get("device") is None):
+    with state_kept(_shared(trainer)), _placed(trainer, moves=options.get("device") is None):
         copied = _copied(trainer, simulated=simulated)
         longest, *evaluated = (largest_first(one, scan_s) for one in (trainer.train_dataset, *evaluated_on))
         loop = _Loop(

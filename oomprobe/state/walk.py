@@ -56,7 +56,11 @@ _COLD = (
     "torch.optim.",
     "torch.amp.",
 )  # schedulers and scalers, which refuse to run past their end or after a failed step
-_DATA = (dict, list, tuple, set, frozenset, deque, torch.Tensor, np.ndarray, *_GENERATORS, types.FunctionType)
+_CONTAINERS = (dict, list, set, deque)
+_DATA = (*_CONTAINERS, tuple, frozenset, torch.Tensor, np.ndarray, *_GENERATORS, types.FunctionType)
+# What owners of data have under any name, and under these.
+_FOLLOWED = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler)
+_FOLLOWED_NAMES = ("dataset", "datasets", "transform", "transforms", "sampler", "batch_sampler", "collate_fn")
 _MISSING = object()
 _PARALLEL = ("torch.distributed.", "torch.nn.parallel.")
 
@@ -237,21 +241,26 @@ class _Walk:
                 self._descend(values)
 
     def _descend(self, values: Values) -> None:
-        held = values.read()
-        if (
-            isinstance(values.owner, dict | list | set | deque)
-            and len(held) > MAX_CONTAINER
-            and values.when is not When.COLD
-        ):
+        """Queue what is held; of an object of a library only data and functions, since the rest is its own affair."""
+        owner, held = values.owner, values.read()
+        if isinstance(owner, _CONTAINERS) and len(held) > MAX_CONTAINER and values.when is not When.COLD:
             return
-        of_library = values.trains and not self.is_users(
-            values.owner
-        )  # then what it holds besides data is its own affair
+        is_owner, is_users = id(owner) in self._owners, owner is None or values.is_registry or self.is_users(owner)
         for key, one in held.items() if isinstance(held, dict) else enumerate(held):
-            if of_library and not isinstance(one, _DATA):
+            if isinstance(one, PLAIN):
+                continue
+            if is_owner and (isinstance(one, _FOLLOWED) or key in _FOLLOWED_NAMES):
+                self._follow(one, values.named(key))
+            elif (values.trains or is_owner) and not is_users and not isinstance(one, _DATA):
                 self._pass([one], values.named(key))
-            elif not isinstance(one, PLAIN):
+            else:
                 self._queue.append(_Node(one, values.named(key), 0, values.when, values.trains))
+
+    def _follow(self, value: Any, path: str) -> None:
+        """Walk into a data set, a loader or what one of them uses, whosever it is."""
+        for one in value if isinstance(value, list | tuple) else [value]:
+            self._owners.add(id(getattr(one, "__self__", one)))
+            self._add(path, one)
 
     def _add(self, path: str, *values: Any) -> None:
         self._queue.extend(_Node(one, path) for one in values)
@@ -297,7 +306,7 @@ class _Walk:
             parts = zip(range(MAX_CONTAINER), value, strict=False)
             self._queue.extend(node._replace(value=one, path=f"{path}[{place}]") for place, one in parts)
             return Seen(value, path, Kind.HOLDER)
-        if isinstance(value, dict | list | set | deque):
+        if isinstance(value, _CONTAINERS):
             base = next(kind for kind in type(value).__mro__ if not self.is_users(kind))
             held = of_container(value, path, base)._replace(when=node.when, trains=node.trains)
             more = self._of_instance(value, path) if self.is_users(value) else ()
@@ -314,7 +323,10 @@ class _Walk:
                 when = When.COLD
             return Seen(value, path, Kind.STATEFUL, tuple(one._replace(when=when, trains=True) for one in values))
         if self.is_users(value) or isinstance(value, _NAMESPACES) or is_owner:
-            return Seen(value, path, Kind.HOLDER, tuple(self._of_instance(value, path)))
+            when = When.EACH_TRIAL if self.is_users(value) else When.AT_END
+            return Seen(
+                value, path, Kind.HOLDER, tuple(one._replace(when=when) for one in self._of_instance(value, path))
+            )
         self._pass(_parts(value), path)
         return Seen(value, path, Kind.LIBRARY)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import oomprobe
-from oomprobe.integrations.framework import FrameworkError, attributes_kept, framework
+from oomprobe.integrations.framework import FrameworkError, state_kept, framework
 
 
 def test_a_missing_framework_names_the_command(tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_generators_are_restored(kind):
     drawn = []
 
     def interrupted():
-        with attributes_kept([owner, "no attributes"]):
+        with state_kept([owner, "no attributes"]):
             drawn.append(draw(owner.own))
             raise KeyboardInterrupt
 
@@ -104,7 +104,7 @@ WAYS = {
 def test_generators_are_found_in_data_objects(way):
     inner = Owner(own=random.Random(7))
     outer = inner.dataset = WAYS[way](inner)  # a cycle is followed once
-    with attributes_kept([outer]):
+    with state_kept([outer]):
         first = inner.own.random()
     assert inner.own.random() == first
 
@@ -112,6 +112,6 @@ def test_generators_are_found_in_data_objects(way):
 def test_attributes_are_restored():
     generator = random.Random(7)
     owner = Owner(own=generator, number=7)
-    with attributes_kept([owner]):
+    with state_kept([owner]):
         owner.own, owner.number, owner.other = torch.Generator(), 8, 1
     assert vars(owner) == {"own": generator, "number": 7}

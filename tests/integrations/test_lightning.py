@@ -40,6 +40,7 @@ from integrations.lightning_models import (
     torchmetrics,
 )
 from oomprobe.integrations.lightning import find_max_batch
+from oomprobe.state.tensors import StorageCopy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in FRAMEWORK_WARNINGS]
 QUIET = {"progress": "off", "memory_fraction": 1.0}
