@@ -74,6 +74,15 @@ def test_answer_is_what_the_memory_holds(room):
     assert {trial.samples_per_s for trial in result.trials} == {None}  # a call takes more than one batch
 
 
+def test_the_weights_are_copied_to_the_host_once(monkeypatch):
+    module, taken, take = Module(ledger(9)), Log(), StorageCopy.take
+    monkeypatch.setattr(StorageCopy, "take", lambda self, storage: (taken.append(self.nbytes), take(self, storage)))
+    probed(module, Data(1000))
+    sizes = [parameter.untyped_storage().nbytes() for parameter in module.parameters()]
+    largest = max(sizes)
+    assert taken.count(largest) == sizes.count(largest)
+
+
 @pytest.mark.parametrize(
     "places",
     [{"module"}, {"data"}, {"module.hparams", "data"}, {"data.hparams"}],
