@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from oomprobe.look import HOST_LOOK_S, LOOK_CALLS, LOOK_S
-from oomprobe.options import Options
+from oomprobe.options import MAX_CALLS, Options
 from oomprobe.report.words import count, shortened
 from oomprobe.signals import Clock
 from oomprobe.trials import Calls, Request, RunnerInfo, Trial
@@ -79,7 +79,8 @@ class CallPlan:
         return calls + self.needed if self.is_long else calls  # another such trial comes before it
 
     def _ordinary(self, steps: int) -> int:
-        """Return the calls of a trial until every optimizer has stepped, and of so many full steps more."""
+        """Return the calls of a trial until every optimizer has stepped, and of so many full steps more, or of one long one."""
+        steps = steps if self._full <= MAX_CALLS else min(steps, 1)
         return self._first + steps * self._full
 
     def _steps(self, *, confirms: bool) -> int:

@@ -73,7 +73,7 @@ class UnreliableError(OomProbeError, RuntimeError):
 
 
 class NotRunError(UnreliableError):
-    """An adapter to a framework found that its step did not run the requested size."""
+    """A step did not run the requested size, or did not step the optimizer whose gradients it computed."""
 
 
 class NotTrainedError(UnreliableError):

@@ -17,9 +17,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomprobe.report.words import count
 from oomprobe.state.tracker import Tracker, drop_later_state, parameters_of, state_names
 
+NO_BACKWARD = (
+    "weak: no optimizer stepped in {calls} of {steps}, and no gradient was left: the result covers only what the step did, perhaps just a "
+    "forward pass. If that is what you want, call model.eval() first"
+)
 NO_OPTIMIZER = (
-    "no optimizer stepped in {calls} of {steps}: the result covers only what the step did, perhaps just a forward pass. If "
-    "that is what you want, call model.eval() first"
+    "weak: no optimizer stepped in {calls} of {steps}, though gradients were computed: the result does not cover an optimizer's state. "
+    "Let step_fn step the optimizer that training has"
+)
+OTHER_OPTIMIZER = (
+    "no torch.optim.Optimizer stepped in {calls} of {steps}, but weights changed: the result covers what the step did, such as an update "
+    "by hand or by an engine's own optimizer"
+)
+NEVER_STEPPED = (
+    "{kind} did not step in {calls} of the step, though its parameters have gradients, so there is no answer: its state and its step were "
+    "not measured. If the step accumulates gradients over more calls, let step_fn run a whole step of the optimizer, or take one "
+    "micro-batch, step each time and pass global_batch=; if it never steps it, add optimizer.step()"
 )
 IDLE = (
     "some optimizers ({count}) did not step in {calls} of {steps}, so the result does not cover their state: let the step "
@@ -35,6 +48,11 @@ HOOKS_GONE = (
     "oomprobe's own hooks on optimizers are gone after batch {size}, so it cannot see whether they step: the step clears "
     "torch.optim's global hooks, or this is a fault of oomprobe. Please report it with the step's code"
 )
+
+
+def never_stepped(kind: str, calls: int) -> str:
+    """Say that an optimizer of this kind has gradients to step, and did not step in so many calls."""
+    return NEVER_STEPPED.format(kind=kind, calls=count(calls, "call", "calls"))
 
 
 class OptimizerWatch:
@@ -165,6 +183,15 @@ class Stepping:
         """Return whether the last call stepped every optimizer of the step, so that repeating it is a full step."""
         return self._last_call >= self._expected.get(name, set())
 
+    @property
+    def waiting(self) -> str:
+        """The kind of an optimizer that has gradients to step, while none has stepped; "" if there is none."""
+        if self._watch.stepped or self._tracker.weights_moved:
+            return ""
+        found = (one for one in self._tracker.optimizers if not wraps_another(one))
+        kinds = (type(one).__name__ for one in found if self._tracker.has_new_gradients(parameters_of(one)))
+        return next(kinds, "")
+
     def note(self, step_names: Iterable[str], *, trains: bool) -> str | None:
         """Return a note if no optimizer stepped, or one did not: its state is not in the measured memory.
 
@@ -174,7 +201,9 @@ class Stepping:
         if not self._expected:
             return None  # more calls will tell
         if not any(self._expected.values()):
-            return NO_OPTIMIZER.format(calls=calls, steps=steps) if trains else None
+            has_gradients = self._tracker.has_new_gradients(self._tracker.parameters())
+            text = OTHER_OPTIMIZER if self._tracker.weights_moved else NO_OPTIMIZER if has_gradients else NO_BACKWARD
+            return text.format(calls=calls, steps=steps) if trains else None
         return IDLE.format(count=len(self._idle), calls=calls, steps=steps) if self._idle else None
 
     # Between processes that built the same target, an optimizer is known by its place.

@@ -27,6 +27,8 @@ NO_GROUP = (
 )
 OTHER_GROUP = "the process group of rank {rank} has {made} ranks, but the probe has {ranks}: call init_process_group() without world_size"
 MAX_CALLS = 32  # of a step without an optimizer stepping, before it is assumed to have none
+# The same where an optimizer has gradients to step, as in loops that accumulate them, if there is time.
+MAX_WAITING_CALLS, WAITING_S = 300, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

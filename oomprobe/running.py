@@ -87,8 +87,8 @@ class Running:
             accumulation_steps=request.accumulation_steps,
         )
 
-    def calls_made(self, *, is_exact: bool) -> Calls:
-        """Return what the calls showed; `is_exact` says whether every trial starts at the same call."""
+    def calls_made(self, *, is_exact: bool, waiting: str) -> Calls:
+        """Return what the calls showed; `is_exact` says whether every trial starts at the same call; `waiting` as in `Calls`."""
         request, rows = self.request, self.rows.values()
         has_looked = request.looks and self.verdict is Verdict.FITS
         medians = [statistics.median(row.durations_s) for row in rows if row.durations_s]
@@ -104,4 +104,5 @@ class Running:
             varying=any(row.varies(request.step_calls or row.step_calls) for row in rows),
             counts=self.counts,
             ended_early=self.ended_early,
+            waiting=waiting,
         )

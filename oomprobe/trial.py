@@ -26,9 +26,9 @@ from oomprobe.errors import (
     step_failed,
 )
 from oomprobe.frames import is_own_fault
-from oomprobe.hooks import COMPILED, HOOKS_GONE, Compiled, OptimizerWatch, Stepping, accumulating
+from oomprobe.hooks import COMPILED, HOOKS_GONE, Compiled, OptimizerWatch, Stepping, accumulating, never_stepped
 from oomprobe.look import HOST_LOOK_S, LOOK_S, SMALLEST_GROWTH_BYTES, Rows, growth_bytes
-from oomprobe.options import Step, check_process_group
+from oomprobe.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S, Step, check_process_group
 from oomprobe.running import Running
 from oomprobe.signals import Interrupts
 from oomprobe.state import Snapshot, Tracker, generator_states
@@ -133,7 +133,7 @@ class LocalRunner:
                 raise
             running = self._run_as_left(request, error)
         trial = running.trial(several=len(self._steps) > 1, timed=not self.facts.device.replays)
-        calls = running.calls_made(is_exact=self._tracker.is_exact)
+        calls = running.calls_made(is_exact=self._tracker.is_exact, waiting=self._stepping.waiting)
         outcome = Outcome(
             trial=trial,
             calls=calls,
@@ -283,43 +283,45 @@ class LocalRunner:
         stepping.end_turn(running.name)
         if wanted is not None and is_known:
             raise self._not_trained(request.batch_size, share)
-        if wanted is not None and share >= running.step.max_calls:  # no other will step
+        if wanted is not None and share >= running.step.max_calls and not stepping.waiting:  # no other will step
             stepping.learn_step(running.name, wanted, share)
             row.first_calls = last
         row.first_calls = row.first_calls or 0
         running.allocations += self._extras.allocations() - allocations
 
-    def _full_steps(self, running: Running, count: int, *, creates_state: bool = False) -> None:
-        """Call the step until all its optimizers have stepped, `count` times; learn which these are on first use.
+    def _full_steps(self, running: Running, steps: int, *, creates_state: bool = False) -> None:
+        """Call the step until all its optimizers have stepped, `steps` times; learn which these are on first use.
 
         A step without any is called once each time; it has no full step that `creates_state`, whose allocations do not count.
         Raise NotTrainedError if an optimizer that stepped before no longer does: the size was not really trained.
         """
         row, stepping, allocations = running.row, self._stepping, self._extras.allocations()
-        for _ in range(count):
+        for _ in range(steps):
             is_known, wanted = stepping.knows(running.name), stepping.wanted(running.name)
             commanded = running.request.step_calls if self._ranks > 1 else 0
             if creates_state and is_known and wanted is None and not commanded:
                 continue
             stepping.start_step()
             seen, calls = 0, 0  # how many optimizers have stepped, and the call after which the last of them had
-            most = commanded or (1 if wanted is None else running.step.max_calls)
-            for number in range(most):
+            most = max(running.step.max_calls, running.request.step_calls, row.step_calls)
+            most = commanded or (1 if wanted is None else most)
+            number, is_done, began_s = 0, False, time.monotonic()
+            while not is_done and (number < most or (not is_known and self._waits(running, number, began_s))):
                 self._call(running, may_repeat=len(self._steps) == 1 and number == 0)
+                number += 1
                 if stepping.count > seen:
-                    seen, calls = stepping.count, number + 1
-                if number + 1 < commanded:
+                    seen, calls = stepping.count, number
+                if number < commanded:
                     continue
-                if wanted is not None and stepping.has_stepped(wanted):
-                    break
-                if wanted == set() and not seen and not self._has_gradients():  # there is nothing to step
-                    break
-            else:
-                if wanted is not None and is_known:
-                    raise self._not_trained(running.request.batch_size, most)
+                nothing_to_step = wanted == set() and not seen and not self._has_gradients()
+                is_done = nothing_to_step or (wanted is not None and stepping.has_stepped(wanted))
+            if wanted is not None and is_known and not is_done:
+                raise self._not_trained(running.request.batch_size, most)
             if not is_known:
+                if self._ranks == 1 and number >= MAX_CALLS and (kind := stepping.waiting):
+                    raise NotRunError(never_stepped(kind, number))
                 stepping.learn_step(
-                    running.name, wanted, number + 1
+                    running.name, wanted, number
                 )  # only here: if a call raises, the next trial learns it
             row.step_calls = calls or 1
             if row.first_calls is None:
@@ -327,6 +329,11 @@ class LocalRunner:
                 row.timed_from = len(row.durations_s)
         if not creates_state:
             running.allocations += self._extras.allocations() - allocations
+
+    def _waits(self, running: Running, number: int, began_s: float) -> bool:
+        """Return whether to go on calling a step of the user's, because an optimizer within reach has gradients to step."""
+        may_wait = self._ranks == 1 and running.step.max_calls == MAX_CALLS and number < MAX_WAITING_CALLS
+        return may_wait and time.monotonic() < began_s + WAITING_S and bool(self._stepping.waiting)
 
     def _not_trained(self, batch_size: int, calls: int) -> NotTrainedError:
         reason = REPLAYS_GRAPH if self._extras.has_graphs() else STOPPED_STEPPING

@@ -229,6 +229,7 @@ class Calls:
     varying: bool = False  # whether full steps allocated different amounts
     counts: bool = False  # whether the user's own code may know which call it is
     ended_early: str | None = None  # the bug of a late call that ended the trial
+    waiting: str = ""  # the kind of an optimizer that has gradients to step, while none has stepped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

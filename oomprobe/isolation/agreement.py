@@ -163,6 +163,7 @@ def _of_all_calls(calls: list[Calls]) -> Calls:
         varying=any(one.varying for one in calls),
         counts=any(one.counts for one in calls),
         ended_early=next((one.ended_early for one in calls if one.ended_early), None),
+        waiting=calls[0].waiting,
     )
 
 

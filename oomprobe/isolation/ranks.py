@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 import tenacity
 
 from oomprobe import errors, linux
+from oomprobe.hooks import never_stepped
 from oomprobe.isolation.agreement import Answer, culprit, failed_outcome, has_failed, measured_of, passed_outcome
 from oomprobe.isolation.exit_status import ExitStatus
 from oomprobe.isolation.group import Group
 from oomprobe.isolation.messages import Hello, Message, raise_failure
-from oomprobe.options import MAX_CALLS
+from oomprobe.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S
 from oomprobe.report.words import count
 from oomprobe.signals import Clock, Interrupts
 from oomprobe.trials import DeviceInfo, Measured, Outcome, Request, RunnerInfo
@@ -218,6 +219,11 @@ class RanksRunner:
         # What every rank has shown is how many calls an optimizer's step takes, and so how many to command.
         if not outcome.calls.first:
             outcome = self._try(_commanded(request, -(-MAX_CALLS // steps)))
+            if outcome.trial.passed and outcome.calls.waiting:
+                calls = min(MAX_WAITING_CALLS, max(MAX_CALLS, int(WAITING_S / (outcome.calls.call_s or WAITING_S))))
+                outcome = self._try(_commanded(request, -(-calls // steps)))
+            if outcome.trial.passed and outcome.calls.waiting:
+                raise errors.NotRunError(never_stepped(outcome.calls.waiting, outcome.calls.made))
         first = outcome.calls.first
         if outcome.trial.passed and first * steps > outcome.calls.made:
             outcome = self._try(_commanded(request, first))

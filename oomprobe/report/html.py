@@ -116,8 +116,9 @@ def _document(title: str, parts: Iterable[str]) -> str:
 
 
 def notebook(result: ProbeResult) -> str:
-    """Render the verdict and the table for a notebook, which has its own style for tables."""
-    return f"<p><b>{escape(verdict_line(result))}</b></p>{_trials(result)}"
+    """Render the verdict, the notes and the table for a notebook, which has its own style for tables."""
+    notes = "".join(f"<p>{escape(note)}</p>" for note in (*warning_lines(result), *result.notes))
+    return f"<p><b>{escape(verdict_line(result))}</b></p>{notes}{_trials(result)}"
 
 
 def _trials(result: ProbeResult) -> str:

@@ -81,6 +81,10 @@ class Tracker:
                 self._loose.pop(copy, None)
         self._modes = [(module, module.training) for module in self.modules]
         self._flags = self._read_flags()
+        self._weights = [(weak(one), _version_of(one)) for one in self.parameters()]
+        self._gradients = {
+            id(one): (id(one.grad), _version_of(one.grad)) for one in self.parameters() if one.grad is not None
+        }
         self.take(0)
 
     # --- finding ---
@@ -183,6 +187,16 @@ class Tracker:
     def has_replaced_parameters(self) -> bool:
         """Whether parameters, of which there is no copy, were replaced or freed since the start."""
         return any(copy.is_replaced for copy in self.tensors if not copy.has_bytes)
+
+    @property
+    def weights_moved(self) -> bool:
+        """Whether a weight was changed in place since the start; changes through its ``data`` do not show."""
+        return any((one := find()) is not None and _version_of(one) != version for find, version in self._weights)
+
+    def has_new_gradients(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether a parameter has a gradient that it did not have at the start."""
+        gradients = ((id(one), one.grad) for one in parameters if one.is_leaf and one.grad is not None)
+        return any(self._gradients.get(key) != (id(grad), _version_of(grad)) for key, grad in gradients)
 
     def restore_modes(self) -> None:
         """Restore every module's train or eval mode, as training does between its phases."""
@@ -308,6 +322,10 @@ class Tracker:
             if tensor is not None and not copy.storage.is_intact(tensor._version == version):
                 named[path] = "a tensor"
         return [f"{path} ({kind})" for path, kind in named.items()]
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _containers_of(optimizer: torch.optim.Optimizer) -> list[object]:

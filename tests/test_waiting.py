@@ -1,0 +1,100 @@
+"""A step whose optimizer comes late, or never, and one that does not train at all."""
+
+import contextlib
+
+import pytest
+import torch
+from ledger import LedgerDevice, Log
+from torch import nn
+
+import oomprobe
+from oomprobe.report.html import notebook
+
+
+def probe(model, step, **options):
+    return oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=4, progress="off", **options)
+
+
+def accumulating(over, *, backward=True, by_hand=False, reach=True):
+    """Return a model and a step that accumulates gradients `over` so many calls."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters()) if reach else None
+    n = 0
+
+    def step(model, batch_size):
+        nonlocal n
+        n += 1
+        loss = model(torch.ones(batch_size, 2)).sum()
+        if backward:
+            loss.backward()
+        if n % over == 0 and reach:
+            optimizer.step()
+            optimizer.zero_grad()
+        elif by_hand:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+                    p.grad = None
+
+    return model, step
+
+
+@pytest.mark.parametrize("over", [1, 5, 32, 64, 200])
+def test_an_optimizer_that_steps_late_is_waited_for(over):
+    model, step = accumulating(over)
+    calls = Log()
+
+    def counted(model, batch_size):
+        calls.append(batch_size)
+        step(model, batch_size)
+
+    result = probe(model, counted)
+    assert all(trial.steps >= 2 * over for trial in result.trials)
+    assert len(calls) < 20 * max(over, 10)
+    assert not [note for note in result.notes if "step in" in note or "stepped" in note]
+    assert result.state_verified
+
+
+def test_an_optimizer_that_never_steps_is_an_error():
+    with pytest.raises(oomprobe.UnreliableError, match=r"AdamW did not step in 300 calls.*pass global_batch=") as raised:
+        probe(*accumulating(10_000))
+    assert raised.value.exit_status == 6
+
+
+NOTES = {
+    "no gradient was left": accumulating(1, backward=False, reach=False),
+    "though gradients were computed": accumulating(1, reach=False),
+    "but weights changed": accumulating(1, by_hand=True, reach=False),
+}
+
+
+@pytest.mark.parametrize("text", NOTES)
+def test_without_an_optimizer_a_note_says_what_was_seen(text):
+    result = probe(*NOTES[text])
+    assert [note for note in result.notes if text in note]
+    assert text in notebook(result)
+
+
+@pytest.mark.parametrize("without", ["eval", "no_grad"])
+def test_inference_is_no_missing_training(without):
+    model = nn.Linear(2, 2)
+    if without == "eval":
+        model.eval()
+    with torch.no_grad() if without == "no_grad" else contextlib.nullcontext():
+        result = probe(model, lambda model, n: model(torch.ones(n, 2)))
+    assert result.notes == ("seen over 50 calls; what happens less often was not",)
+
+
+def test_old_gradients_are_not_waited_for():
+    """A process that has trained evaluates: its gradients are there, but no call computes any."""
+    model, step = accumulating(1)
+    model(torch.ones(1, 2)).sum().backward()
+    calls = Log()
+
+    def evaluate(model, batch_size):
+        calls.append(batch_size)
+        model(torch.ones(batch_size, 2))
+        return step
+
+    result = probe(model, evaluate)
+    assert result.trials[0].steps < 40
