@@ -56,7 +56,9 @@ def test_an_optimizer_that_steps_late_is_waited_for(over):
 
 
 def test_an_optimizer_that_never_steps_is_an_error():
-    with pytest.raises(oomprobe.UnreliableError, match=r"AdamW did not step in 300 calls.*pass global_batch=") as raised:
+    with pytest.raises(
+        oomprobe.UnreliableError, match=r"AdamW did not step in 300 calls.*pass global_batch="
+    ) as raised:
         probe(*accumulating(10_000))
     assert raised.value.exit_status == 6
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import oomprobe
-from oomprobe.integrations.framework import FrameworkError, state_kept, framework
+from oomprobe.integrations.framework import FrameworkError, framework, state_kept
 
 
 def test_a_missing_framework_names_the_command(tmp_path, monkeypatch):
