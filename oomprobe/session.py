@@ -76,6 +76,7 @@ class Session:
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
         self.reporter = reporter
+        self.held_by_step = ""  # a sentence that names what grows from call to call
         self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
         self._asked_calls: int | None = None  # of the last trial
         self._predicts = True  # whether a device that replays may predict trials
@@ -258,6 +259,10 @@ class Session:
         self.notes |= dict.fromkeys(outcome.notes)
         self.in_steps_s += outcome.in_steps_s
         self._learned = outcome.learned or self._learned
+        if outcome.held:
+            self.held_by_step = (
+                f". At the end of a trial the step's code held {', '.join(outcome.held)}, which was not there before"
+            )
 
     def _record(self, request: Request, outcome: Outcome) -> None:
         trial, calls = outcome.trial, outcome.calls

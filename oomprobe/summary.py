@@ -193,7 +193,7 @@ def _leaks(session: Session, answer: Trial) -> Iterator[str]:
     if kept_bytes:
         yield (
             f"leak: each step at batch {answer.batch_size} keeps {format_bytes(kept_bytes)}, so the free memory lasts for "
-            f"about {free_bytes // kept_bytes} steps; something keeps tensors of each step"
+            f"about {free_bytes // kept_bytes} steps; something keeps tensors of each step{session.held_by_step}"
         )
 
 

@@ -141,6 +141,7 @@ class LocalRunner:
             in_steps_s=self._in_steps_s,
             notes=self._notes_after(running),
             learned=self._stepping.learned(),
+            held=running.held,
             is_spent=self._snapshot is None and self._tracker.has_replaced_parameters,
         )
         self._tracker.end_trial(passed=trial.passed)
@@ -464,6 +465,7 @@ class LocalRunner:
         before_bytes = self._device.live_bytes()
         gc.collect()
         garbage_bytes = before_bytes - self._device.live_bytes()
+        running.held = tuple(self._tracker.largest_added(SMALLEST_GROWTH_BYTES))
         cycle_bytes = min(leaked_bytes, garbage_bytes // max(map(len, steady)))
         if cycle_bytes >= SMALLEST_GROWTH_BYTES and running.request.confirms:
             self._notes[CYCLES.format(kept=format_bytes(cycle_bytes), size=running.request.batch_size)] = None

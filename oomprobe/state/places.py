@@ -10,7 +10,7 @@ import operator
 import random
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any
 
@@ -124,6 +124,15 @@ class Place:
             self.values.named(key): now[key] if before.get(key) is None and key in now else before.get(key)
             for key in differing
         }
+
+    def added(self) -> Iterator[tuple[str, Any]]:
+        """Yield each value that was not there at the start, with its path, or that of its container."""
+        held = self.values.read()
+        if not self._is_in(held):
+            before = {id(_find(one)) for one in self._before}
+            for key, one in _by_key(held).items():
+                if id(one) not in before:
+                    yield self.values.named(key) if self._is_namespace else self.name, one
 
     def plain_values(self) -> object:
         """Return the numbers, texts and lengths among the values; None if they are those of the start."""

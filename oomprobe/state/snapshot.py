@@ -13,7 +13,7 @@ from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.state.compare import same
 from oomprobe.state.places import COPIED_BYTES
 from oomprobe.state.surroundings import Surroundings
-from oomprobe.state.tensors import HostCopies, write_back
+from oomprobe.state.tensors import HostCopies, tensors_in, write_back
 from oomprobe.state.tracker import Tracker
 from oomprobe.state.walk import has_state
 
@@ -141,7 +141,7 @@ class StateDict:
 
     def __init__(self, read: Callable[[], Any], copies: HostCopies) -> None:
         self._read, state = read, read()
-        kept = {id(tensor): copies.keep(tensor) for tensor in _tensors_in(state)}
+        kept = {id(tensor): copies.keep(tensor) for tensor in tensors_in(state)}
         self._copies = list(kept.values())
         copies.take(self._copies)
         self._state = copy.deepcopy(state, dict(kept))  # the memo makes deepcopy put the copies in place of the tensors
@@ -172,15 +172,6 @@ class Stateful:
         if self._state.differs():
             self._load(self._state.clone())
             self.has_loaded = True
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "meta":
-            yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(part)
 
 
 def preserved(preserve: object) -> list[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -279,3 +279,13 @@ def write_back(copies: Iterable[AnyCopy]) -> None:
             copy.restore()
             for one in _plain_parts(copy):
                 one.storage.write()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors with data in a value and its containers."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "meta":
+            yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)

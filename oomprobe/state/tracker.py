@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from typing import Any
@@ -24,8 +24,9 @@ from oomprobe.state.places import (
     kind_of,
     too_long,
 )
-from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy
+from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, tensors_in
 from oomprobe.state.walk import Kind, Seen, When, code_names, is_learnable, is_training_state, of_tensor, visit, weak
+from oomprobe.units import format_bytes
 
 
 class Tracker:
@@ -175,6 +176,21 @@ class Tracker:
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
         states = (tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer))
         return list({id(tensor): tensor for tensor in (*parameters, *buffers, *gradients, *states)}.values())
+
+    def largest_added(self, least_bytes: int) -> list[str]:
+        """Return what the user's code has added since the start, such as ``"losses (12.00 MiB)"``, largest first.
+
+        Gradients and optimizer state are not among it, since every step of training makes them.
+        """
+        found: dict[str, dict[int, int]] = defaultdict(dict)
+        for place in (*self.tensors.values(), *(one for one in self.places if one.values.when is not When.COLD)):
+            for path, value in place.added():
+                if not path.endswith(".grad"):
+                    storages = (tensor.untyped_storage() for tensor in tensors_in(value))
+                    found[path] |= {one._cdata: one.nbytes() for one in storages}
+        sizes = {path: sum(storages.values()) for path, storages in found.items()}
+        largest = sorted(sizes, key=lambda path: -sizes[path])[:3]
+        return [f"{path} ({format_bytes(sizes[path])})" for path in largest if sizes[path] >= least_bytes]
 
     # --- before and after each trial ---
 

@@ -94,3 +94,33 @@ def test_the_answer_of_a_composed_loop_lives_for_50_calls(parts):
     result = forked(live, build, **FORK)
     assert result.state_verified == ("iterator" not in parts)
     assert forked(lambda: runs(build, result.batch_size, steps=50, cap_bytes=result.budget_bytes), **FORK)
+
+
+def test_what_grows_is_named_by_its_path():
+    """Gradients per sample that are collected on the parameters, and losses with their graph."""
+
+    def build():
+        model, step = loops.gradients_per_sample()
+        losses = []
+
+        def collecting(model, batch_size):
+            step(model, batch_size)
+            weight = model[0].weight
+            weight.collected = [*getattr(weight, "collected", []), weight.grad_sample]
+            losses.append(model(torch.ones(1, loops.WIDTH, device="cuda")).sum())
+
+        return model, collecting
+
+    def probe():
+        with pytest.raises(oomprobe.UnreliableError) as raised:
+            oomprobe.check(*build(), 8, progress="off")
+        return str(raised.value)
+
+    text = forked(probe, **FORK)
+    assert "model.0.weight.collected (" in text
+    assert "MiB)" in text
+
+
+def test_an_attribute_of_a_parameter_is_no_leak_between_trials():
+    result = forked(live, loops.gradients_per_sample, **FORK)
+    assert not any(trial.leaked_bytes for trial in result.trials)
