@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe.report.words import count
-from oomprobe.state.tracker import Tracker, drop_later_state, parameters_of, state_names
+from oomprobe.state.tracker import Tracker, parameters_of
 
 NO_BACKWARD = (
     "weak: no optimizer stepped in {calls} of {steps}, and no gradient was left: the result covers only what the step did, perhaps just a "
@@ -69,13 +68,13 @@ class OptimizerWatch:
         self._trained = set() if model is None else {id(parameter) for parameter in model.parameters()}
         self._handles: list[Any] = []
         self.stepped: set[int] = set()
-        # Optimizers inside `step`, and the names of their state before it.
-        self._begun: MutableMapping[torch.optim.Optimizer, dict[int, set[Any]]] = WeakIdKeyDictionary()
         self._thread = threading.get_ident()
 
     def __enter__(self) -> OptimizerWatch:
         self._handles = [
-            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._if_ours(self._begin, optimizer)),
+            register_optimizer_step_pre_hook(
+                lambda optimizer, args, kwargs: self._if_ours(self._before_step, optimizer)
+            ),
             register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._if_ours(self._end, optimizer)),
         ]
         return self
@@ -90,23 +89,8 @@ class OptimizerWatch:
         if threading.get_ident() == self._thread or any(id(one) in self._trained for one in parameters_of(optimizer)):
             act(optimizer)
 
-    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        self._before_step(optimizer)
-        self._begun[optimizer] = state_names(optimizer)
-
     def _end(self, optimizer: torch.optim.Optimizer) -> None:
-        self._begun.pop(optimizer, None)
         self.stepped.add(id(optimizer))
-
-    def drop_partial_state(self) -> None:
-        """Drop the state that an optimizer was creating when its step failed.
-
-        An AdamW that runs out of memory there has a step count for a parameter but no averages: its next step at any size
-        would raise ``KeyError``.
-        """
-        for optimizer, before in self._begun.items():
-            drop_later_state(optimizer, before)
-        self._begun.clear()
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:

@@ -423,7 +423,6 @@ class LocalRunner:
         """Classify the failure of a call. Raise StepFailedError for a bug, unless the trial has passed by then."""
         request = running.request
         running.usage = self._usage()
-        self._watch.drop_partial_state()
         clear_frames(error)  # what the failed step holds, before the error's own code makes a text of it
         running.failure = failure_of(error)
         evidence = Evidence(

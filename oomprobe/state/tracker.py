@@ -366,23 +366,3 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in state_of(optimizer).values():
         values = state.values() if isinstance(state, dict) else [state]  # some optimizers store a single value
         yield from (value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
-
-
-def state_names(optimizer: torch.optim.Optimizer) -> dict[int, set[Any]]:
-    """Return the names of an optimizer's state by parameter id."""
-    names = {}
-    for parameter, state in state_of(optimizer).items():
-        if not isinstance(state, dict) or state:  # reading ``optimizer.state[parameter]`` creates an empty dict
-            names[id(parameter)] = set(state) if isinstance(state, dict) else set()
-    return names
-
-
-def drop_later_state(optimizer: torch.optim.Optimizer, before: dict[int, set[Any]]) -> None:
-    """Drop the state that an optimizer created since `state_names` returned `before`."""
-    state = state_of(optimizer)
-    for parameter in list(state):
-        if id(parameter) not in before:
-            del state[parameter]
-        elif isinstance(state[parameter], dict):
-            for name in state[parameter].keys() - before[id(parameter)]:
-                del state[parameter][name]

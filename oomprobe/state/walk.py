@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,32 +31,18 @@ MAX_CONTAINER = 1_000  # lists of parameters are shorter; data sets are longer
 
 LIBRARIES = frozenset({"torch", "oomprobe", *sys.stdlib_module_names})
 PLAIN = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bool,
-    type(None),
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    types.ModuleType,
-)
+    int, float, complex, str, bytes, bool, type(None), enum.Enum, torch.dtype, torch.device, torch.Size, types.ModuleType,
+)  # fmt: skip
 _INSTALLED = ("site-packages", "dist-packages")
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 _WRAPPERS = ("fget", "fset", "__func__", "func")  # what a property, static method or cached property wraps
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(
-    name
-    for name, one in vars(torch.nn.Module()).items()
-    if isinstance(one, dict | set) and name.endswith(("hooks", "kwargs", "called", "set"))
+    name for name, one in vars(torch.nn.Module()).items() if isinstance(one, dict | set) and name not in _REGISTRIES
 )
-_COLD = (
-    "torch.optim.",
-    "torch.amp.",
-)  # schedulers and scalers, which refuse to run past their end or after a failed step
+# Schedulers and scalers refuse to run past their end, or after a failed step.
+_COLD = ("torch.optim.", "torch.amp.")
 _CONTAINERS = (dict, list, set, deque)
 _DATA = (*_CONTAINERS, tuple, frozenset, torch.Tensor, np.ndarray, *_GENERATORS, types.FunctionType)
 # What owners of data have under any name, and under these.
@@ -224,7 +211,7 @@ class _Walk:
             is_state = isinstance(value, torch.nn.Module | torch.Tensor) or has_state(value)
             if (
                 id(value) in self._met
-                or isinstance(value, (*PLAIN, *weakref.ProxyTypes))
+                or isinstance(value, weakref.ProxyTypes)
                 or not (is_state or others < MAX_OBJECTS)
             ):
                 continue
@@ -263,7 +250,7 @@ class _Walk:
             self._add(path, one)
 
     def _add(self, path: str, *values: Any) -> None:
-        self._queue.extend(_Node(one, path) for one in values)
+        self._queue.extend(_Node(one, path) for one in values if not isinstance(one, PLAIN))
 
     def _pass(self, values: Iterable[Any], path: str, depth: int = 1) -> None:
         self._passed.extend(_Node(one, path, depth) for one in values if not isinstance(one, PLAIN))
@@ -287,7 +274,7 @@ class _Walk:
             self._add(path or type(value.__self__).__name__.lower(), value.__self__)
             self._add(path, value.__func__)
             return Seen(value, path, Kind.CODE)
-        if isinstance(value, functools.partial):
+        if isinstance(value, partial):
             self._add(path, value.func, *value.args, *value.keywords.values())
             return Seen(value, path, Kind.CODE)
         if isinstance(value, property | staticmethod | classmethod | functools.cached_property):
@@ -303,8 +290,9 @@ class _Walk:
             self._add(path, value.__wrapped__)
             return Seen(value, path, Kind.LIBRARY if is_users_code(module_of(value.__wrapped__)) else Kind.CODE)
         if isinstance(value, tuple | frozenset):
-            parts = zip(range(MAX_CONTAINER), value, strict=False)
-            self._queue.extend(node._replace(value=one, path=f"{path}[{place}]") for place, one in parts)
+            for place, one in zip(range(MAX_CONTAINER), value, strict=False):
+                if not isinstance(one, PLAIN):
+                    self._queue.append(node._replace(value=one, path=f"{path}[{place}]"))
             return Seen(value, path, Kind.HOLDER)
         if isinstance(value, _CONTAINERS):
             base = next(kind for kind in type(value).__mro__ if not self.is_users(kind))
@@ -313,28 +301,28 @@ class _Walk:
             return Seen(value, path, Kind.HOLDER, (held, *more))
         if isinstance(value, torch.nn.Module):
             return Seen(value, path, Kind.MODULE, tuple(self._of_module(value, path)))
-        if isinstance(value, torch.utils.data.DataLoader):  # its position is not covered
-            return Seen(
-                value, path, Kind.HOLDER if is_owner else Kind.LIBRARY, tuple(self._of_instance(value, path)) * is_owner
-            )
-        if has_state(value) or isinstance(value, torch.optim.Optimizer):
-            values, when = self._of_instance(value, path), When.EACH_TRIAL if self.is_users(value) else When.AT_END
-            if isinstance(value, torch.optim.Optimizer) or str(module_of(value)).startswith(_COLD):
-                when = When.COLD
-            return Seen(value, path, Kind.STATEFUL, tuple(one._replace(when=when, trains=True) for one in values))
-        if self.is_users(value) or isinstance(value, _NAMESPACES) or is_owner:
-            when = When.EACH_TRIAL if self.is_users(value) else When.AT_END
-            return Seen(
-                value, path, Kind.HOLDER, tuple(one._replace(when=when) for one in self._of_instance(value, path))
-            )
-        self._pass(_parts(value), path)
-        return Seen(value, path, Kind.LIBRARY)
+        is_loader, is_optimizer = (
+            isinstance(value, one) for one in (torch.utils.data.DataLoader, torch.optim.Optimizer)
+        )
+        keeps_state = is_optimizer or (has_state(value) and not is_loader)  # the position of a loader is not covered
+        if (
+            not keeps_state
+            and not is_owner
+            and (is_loader or not (self.is_users(value) or isinstance(value, _NAMESPACES)))
+        ):
+            self._pass([] if is_loader else _parts(value), path)
+            return Seen(value, path, Kind.LIBRARY)
+        when = When.AT_END if is_owner or not self.is_users(value) else When.EACH_TRIAL
+        if isinstance(value, _NAMESPACES):
+            when = When.EACH_TRIAL
+        if is_optimizer or str(module_of(value)).startswith(_COLD):
+            when = When.COLD
+        values = tuple(one._replace(when=when, trains=keeps_state) for one in self._of_instance(value, path))
+        return Seen(value, path, Kind.STATEFUL if keeps_state else Kind.HOLDER, values)
 
     def _of_function(self, function: types.FunctionType) -> Iterator[Values]:
-        name, cells = (
-            function.__name__,
-            dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)),
-        )
+        name = function.__name__
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         if not self.is_users(function):  # such as a decorator around a function of the user's
             inside = [*vars(function).values(), *_contents(cells).values()]
             self._add("", *(one for one in inside if isinstance(one, types.FunctionType)))
@@ -374,14 +362,13 @@ class _Walk:
             self._add(type(module).__name__, type(module))
         hooks = {name: vars(module)[name] for name in _HOOKS if name in vars(module)}
         self._met |= {id(one): one for one in hooks.values()}
-        for registry in (module._modules, module._parameters, module._buffers):
+        for registry in (vars(module)[name] for name in _REGISTRIES):
             # Sharded parameters change places with whole ones while a step runs, and torch's own objects know which are there.
             is_sharded = any(is_traceable_wrapper_subclass(one) for one in registry.values() if one is not None)
             self._met[id(registry)] = registry
+            when = When.AT_END if is_sharded else When.COLD
             values = of_container(registry, f"{path}.", dict)
-            yield values._replace(
-                owner=module, when=When.AT_END if is_sharded else When.COLD, trains=True, is_registry=True
-            )
+            yield values._replace(owner=module, when=when, trains=True, is_registry=True)
         yield _of_registries(hooks, path, module)
         if not is_parallel(module):
             restarts = self.is_users(module) or type(module).__module__.startswith("torch.nn.modules.")
@@ -407,7 +394,7 @@ def _parts(value: Any) -> Iterable[Any]:
         return [*_contents(cells).values(), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if isinstance(value, types.MethodType):
         return value.__self__, value.__func__
-    if isinstance(value, functools.partial):
+    if isinstance(value, partial):
         return value.func, *value.args, *value.keywords.values()
     if isinstance(value, type) or type(value).__module__ in ("builtins", "numpy"):
         return ()
@@ -438,12 +425,22 @@ def of_namespace(
     def read() -> dict[str, Any]:
         return namespace if names is None else {name: namespace[name] for name in names if name in namespace}
 
+    return Values(path, read, _writer(namespace.__setitem__, namespace.__delitem__), owner)
+
+
+def _writer(
+    put: Callable[[Any, Any], object], drop: Callable[[Any], object]
+) -> Callable[[dict[Any, Any], dict[Any, Any]], None]:
+    """Return how to write values by name: drop those that are not wanted, put those that differ."""
+
     def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
         for name in now.keys() - before.keys():
-            namespace.pop(name, None)
-        namespace.update(before)
+            drop(name)
+        for name, value in before.items():
+            if now.get(name, _MISSING) is not value:
+                put(name, value)
 
-    return Values(path, read, write, owner)
+    return write
 
 
 def of_tensor(find: Callable[[], torch.Tensor | None], path: str) -> Values:
@@ -457,14 +454,10 @@ def of_tensor(find: Callable[[], torch.Tensor | None], path: str) -> Values:
         # Sharded parameters of FSDP keep there what its C++ and Python objects know of them.
         return known if type(now).__module__.startswith("torch.distributed.fsdp") else {**known, **vars(now)}
 
-    def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
-        tensor = find()
-        for name in now.keys() - before.keys():
-            setattr(tensor, name, None) if name == "grad" else delattr(tensor, name)
-        for name, value in before.items():
-            if now.get(name, _MISSING) is not value:
-                setattr(tensor, name, value)
+    def drop(name: str) -> None:
+        setattr(find(), name, None) if name == "grad" else delattr(find(), name)
 
+    write = _writer(lambda name, value: setattr(find(), name, value), drop)
     return Values(f"{path}.", read, write, when=When.COLD, trains=True)
 
 
@@ -490,16 +483,10 @@ def _of_registries(registries: dict[str, Any], path: str, module: torch.nn.Modul
 
 
 def _of_class(kind: type) -> Values:
-    def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
-        for name in now.keys() - before.keys():
-            type.__delattr__(kind, name)
-        for name, value in before.items():
-            if now.get(name, _MISSING) is not value:
-                type.__setattr__(kind, name, value)
-
     def read() -> dict[Any, Any]:
         return {name: value for name, value in vars(kind).items() if not name.startswith(("__", "_abc_"))}
 
+    write = _writer(partial(type.__setattr__, kind), partial(type.__delattr__, kind))
     return Values(f"{kind.__name__}.", read, write)
 
 
@@ -511,12 +498,7 @@ def _of_slots(owner: object, slots: dict[str, Any], path: str) -> Values:
                 found[name] = member.__get__(owner)
         return found
 
-    def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
-        for name in now.keys() - before.keys():
-            slots[name].__delete__(owner)
-        for name, value in before.items():
-            slots[name].__set__(owner, value)
-
+    write = _writer(lambda name, value: slots[name].__set__(owner, value), lambda name: slots[name].__delete__(owner))
     return Values(path, read, write, owner)
 
 
