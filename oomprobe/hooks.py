@@ -110,6 +110,7 @@ class Stepping:
         self._last_call: set[int] = set()  # that stepped in the last call that ran
         self._idle: set[int] = set()  # that were waited for in vain
         self._waited_calls = 0
+        self._gradients: set[tuple[int, int, int]] = set()  # when `start_step` was called
 
     def knows(self, name: str) -> bool:
         """Return whether a trial has shown what the step steps."""
@@ -124,8 +125,9 @@ class Stepping:
         return (found - elsewhere or None) if elsewhere else found
 
     def start_step(self) -> None:
-        """Count the optimizers that step from here on."""
+        """Count the optimizers that step, and the gradients that are computed, from here on."""
         self._watch.stepped.clear()
+        self._gradients = self._tracker.gradients(self._tracker.parameters())
 
     @property
     def count(self) -> int:
@@ -173,7 +175,7 @@ class Stepping:
         if self._watch.stepped or self._tracker.weights_moved:
             return ""
         found = (one for one in self._tracker.optimizers if not wraps_another(one))
-        kinds = (type(one).__name__ for one in found if self._tracker.has_new_gradients(parameters_of(one)))
+        kinds = (type(one).__name__ for one in found if self._tracker.gradients(parameters_of(one)) - self._gradients)
         return next(kinds, "")
 
     def note(self, step_names: Iterable[str], *, trains: bool) -> str | None:
@@ -185,7 +187,7 @@ class Stepping:
         if not self._expected:
             return None  # more calls will tell
         if not any(self._expected.values()):
-            has_gradients = self._tracker.has_new_gradients(self._tracker.parameters())
+            has_gradients = self._tracker.gradients(self._tracker.parameters()) - self._tracker.first_gradients
             text = OTHER_OPTIMIZER if self._tracker.weights_moved else NO_OPTIMIZER if has_gradients else NO_BACKWARD
             return text.format(calls=calls, steps=steps) if trains else None
         return IDLE.format(count=len(self._idle), calls=calls, steps=steps) if self._idle else None

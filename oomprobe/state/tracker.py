@@ -83,9 +83,7 @@ class Tracker:
         self._modes = [(module, module.training) for module in self.modules]
         self._flags = self._read_flags()
         self._weights = [(weak(one), _version_of(one)) for one in self.parameters()]
-        self._gradients = {
-            id(one): (id(one.grad), _version_of(one.grad)) for one in self.parameters() if one.grad is not None
-        }
+        self.first_gradients = self.gradients(self.parameters())
         self.take(0)
 
     # --- finding ---
@@ -209,10 +207,10 @@ class Tracker:
         """Whether a weight was changed in place since the start; changes through its ``data`` do not show."""
         return any((one := find()) is not None and _version_of(one) != version for find, version in self._weights)
 
-    def has_new_gradients(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return whether a parameter has a gradient that it did not have at the start."""
-        gradients = ((id(one), one.grad) for one in parameters if one.is_leaf and one.grad is not None)
-        return any(self._gradients.get(key) != (id(grad), _version_of(grad)) for key, grad in gradients)
+    def gradients(self, parameters: Iterable[torch.Tensor]) -> set[tuple[int, int, int]]:
+        """Return marks of the gradients that these parameters have, each of which is new once it was computed again."""
+        found = ((one, one.grad) for one in parameters if one.is_leaf)
+        return {(id(one), id(grad), _version_of(grad)) for one, grad in found if grad is not None}
 
     def restore_modes(self) -> None:
         """Restore every module's train or eval mode, as training does between its phases."""
