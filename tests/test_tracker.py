@@ -1,8 +1,12 @@
+import types
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from oomprobe.state import state_tensors
+from oomprobe.state import Snapshot, snapshot, state_tensors
+from oomprobe.state.places import MAX_ENTRIES
 from oomprobe.state.tracker import Tracker
 
 
@@ -49,3 +53,26 @@ def test_a_cold_start_drops_only_later_state():
         assert sorted(known.state[model.weight]) == ["exp_avg", "exp_avg_sq", "step"]
         assert not late.state
         assert not hasattr(model, "table")
+
+
+def test_what_is_saved_does_not_grow_with_the_data():
+    """Entries are counted over all containers together; of those beyond the budget only the length is compared."""
+    data = types.SimpleNamespace(rows=[[*range(4_000)] for _ in range(500)], table={i: [i] * 900 for i in range(500)})
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: data])
+    assert sum(len(place._before) for place in tracker.places) <= MAX_ENTRIES + 1_000
+    data.rows[-1].append(1)
+    data.rows[0][0] = data.rows[-1][0] = -1
+    tracker.start_cold()
+    assert (data.rows[0][0], data.rows[-1][0], len(data.rows[-1])) == (0, -1, 4_001)
+    assert tracker.changes() == ["data.rows[499] (a list)"]
+
+
+def test_arrays_and_tensors_beside_the_model_share_one_limit(monkeypatch):
+    monkeypatch.setattr(snapshot, "COPIED_BYTES", 3 * 2**20)
+    kept = [np.zeros(2**20), torch.zeros(2**18), np.zeros(2**18 // 2)]  # 8, 1 and 1 MiB
+    saved = Snapshot(nn.Linear(1, 1), [lambda model, n: kept], [], "cpu")
+    for one in kept:
+        one[0] = 7
+    saved.restore()
+    assert [one[0].item() for one in kept] == [7, 0, 0]
+    assert saved.differences() == []

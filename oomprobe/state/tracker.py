@@ -133,10 +133,13 @@ class Tracker:
             if tensor is not None and not copy.storage.is_taken and nbytes <= max(SMALL_BYTES, left_bytes):
                 left_bytes -= nbytes if nbytes > SMALL_BYTES else 0
                 copy.storage.take(tensor.untyped_storage())
-        for seen in self._arrays[:]:
-            if (place := array_place(seen, left_bytes)) is not None:
-                left_bytes -= seen.value.nbytes if seen.value.nbytes > SMALL_BYTES else 0
-                self._arrays.remove(seen)
+        arrays, self._arrays = self._arrays, []
+        for seen in arrays:
+            place, nbytes = array_place(seen, left_bytes), seen.value.nbytes
+            if place is None:
+                self._arrays.append(seen)
+            else:
+                left_bytes -= nbytes if nbytes > SMALL_BYTES else 0
                 self.inner.append(place)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
