@@ -378,6 +378,17 @@ def test_demo_probes_two_models_in_45_lines(capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_quiet_tells_that_nothing_was_trained(capsys, tmp_path):
+    (tmp_path / "forward.py").write_text(
+        "import torch\nbuild = lambda: (torch.nn.Linear(8, 8), lambda model, n: model(torch.randn(n, 8)).square().mean())\n"
+    )
+    arguments = [f"{tmp_path}/forward.py:build", "--device", "sim:1GiB", "--max-batch", "4"]
+    code, out, err = run(capsys, "run", *arguments, "--quiet")
+    assert (code, out) == (0, "4\n")
+    assert "oomprobe: weak: no optimizer stepped in" in err
+    assert "no gradient was left" in err
+
+
 def test_quiet_does_not_print_a_contaminated_answer(capsys, target, monkeypatch):
     from oomprobe import probe
 

@@ -1,7 +1,7 @@
 """A target for several ranks, as a user would write it, with a fault on one of them.
 
 FAULT=KIND:RANK:SIZE makes that rank misbehave at that size and above; KIND alone makes each rank do so while building. SHARD=1 shards
-by FSDP2 instead of DDP, BACKEND=gloo needs no NCCL, GPT=1 trains a small GPT in bfloat16, accumulating two batches.
+by FSDP2 instead of DDP, BACKEND=gloo needs no NCCL, EVERY=48 steps the optimizer at every 48th call, GPT=1 trains a small GPT in bfloat16, accumulating two batches.
 """
 
 import os
@@ -105,9 +105,12 @@ def build():
                 optimizer.zero_grad()
             return
         x = torch.randn(batch_size, length, WIDTH, device="cuda")
-        optimizer.zero_grad()
+        every = int(os.environ.get("EVERY", 1))
+        if (calls[0] - 1) % every == 0:
+            optimizer.zero_grad()
         model(x).square().mean().backward()
-        optimizer.step()
+        if calls[0] % every == 0:
+            optimizer.step()
         if KIND == "saves" and rank == 0:
             time.sleep(0.3)
 

@@ -39,6 +39,17 @@ def check(size, **options):
 # --- answers ---
 
 
+def test_ranks_wait_for_an_optimizer_that_accumulates(tmp_path):
+    result = on_ranks(tmp_path, probe, limit_s=60, EVERY="48", BACKEND="gloo")
+    assert result.batch_size == 8
+    assert all(trial.steps >= 96 for trial in result.trials)
+
+
+def test_ranks_whose_optimizer_never_steps_give_no_answer(tmp_path):
+    with pytest.raises(oomprobe.UnreliableError, match="AdamW did not step in 300 calls"):
+        on_ranks(tmp_path, probe, limit_s=60, EVERY="100000", BACKEND="gloo")
+
+
 @pytest.mark.parametrize(
     "variables",
     [
