@@ -76,3 +76,13 @@ def test_arrays_and_tensors_beside_the_model_share_one_limit(monkeypatch):
     saved.restore()
     assert [one[0].item() for one in kept] == [7, 0, 0]
     assert saved.differences() == []
+
+
+def test_a_tensor_that_was_not_copied_and_is_gone_is_named(monkeypatch):
+    monkeypatch.setattr(snapshot, "COPIED_BYTES", 0)
+    kept = types.SimpleNamespace(bank=torch.ones(2**18))
+    saved = Snapshot(nn.Linear(1, 1), [lambda model, n: kept], [], "cpu")
+    kept.bank = None
+    saved.restore()
+    assert kept.bank.shape == (2**18,)
+    assert saved.tracker.changes() == ["kept.bank (a tensor)"]

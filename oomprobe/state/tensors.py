@@ -30,7 +30,7 @@ class StorageCopy:
         # Torch keeps one Python object per storage.
         self.find: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.changed = self.is_taken = False
+        self.changed = self.is_taken = self.is_lost = False
 
     def take(self, storage: torch.UntypedStorage) -> None:
         """Copy the bytes."""
@@ -57,12 +57,13 @@ class StorageCopy:
     def is_intact(self, has_same_version: bool) -> bool:
         """Return whether the bytes are as saved; those that were not copied are judged by the tensor's version."""
         storage = self.find()
-        return storage is None or (self._is_in(storage) if self.is_taken else has_same_version)
+        return storage is None or (self._is_in(storage) if self.is_taken else has_same_version and not self.is_lost)
 
     def find_or_create(self) -> torch.UntypedStorage:
         """Return the storage, or a new one with the saved bytes if it was freed."""
         storage = self.find()
         if storage is None:
+            self.is_lost = not self.is_taken
             saved = self.bytes if self.is_taken else torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
             storage = saved.to(self.device, copy=True).untyped_storage()
             self.find = weakref.ref(storage)

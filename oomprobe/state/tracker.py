@@ -67,7 +67,7 @@ class Tracker:
         self._loose: dict[TensorCopy, tuple[str, int]] = {}  # other tensors of the user's: path and version
         self._arrays: list[Seen] = []
         self._sources: list[tuple[Inner, int]] = []  # of data, which hand out one after another, with their ids
-        self._late: MutableMapping[torch.optim.Optimizer, list[Place]] = WeakIdKeyDictionary()  # live optimizers
+        self._optimizers: MutableMapping[torch.optim.Optimizer, list[Place]] = WeakIdKeyDictionary()  # live ones
         self._leaves: list[Callable[[], torch.Tensor | None]] = []
         self._names: set[str] = set()  # that the user's functions use
         self._left_entries = MAX_ENTRIES
@@ -76,7 +76,7 @@ class Tracker:
         for seen in visit(roots, owners, without=[device]):
             self._save(seen, self.places)
         self.modules = [one for one in self.found if isinstance(one, torch.nn.Module)]
-        self._late.update({one: [] for one in self.found if isinstance(one, torch.optim.Optimizer)})
+        self._optimizers.update({one: [] for one in self.found if isinstance(one, torch.optim.Optimizer)})
         for copy in self.tensors:  # the user's code may have been first to name one
             if isinstance(copy, TensorCopy):
                 self._loose.pop(copy, None)
@@ -144,15 +144,14 @@ class Tracker:
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Track an optimizer that is about to step for the first time; it may be deleted after its step."""
-        if optimizer in self._late:
+        if optimizer in self._optimizers:
             return
         known, name = {*self.tensors}, type(optimizer).__name__
-        places = self._late[optimizer] = []
+        places = self._optimizers[optimizer] = []
         roots = [(vars(optimizer)[one], f"{name}.{one}") for one in ("param_groups", "state") if one in vars(optimizer)]
         for seen in visit(roots):
-            if seen.kind in (Kind.HOLDER, Kind.TENSOR) and not seen.path.endswith(
-                ".grad"
-            ):  # which the trial has computed
+            is_gradient = seen.path.endswith(".grad")  # the trial has computed it
+            if seen.kind in (Kind.HOLDER, Kind.TENSOR) and not is_gradient:
                 self._save(seen._replace(trains=True), places)
         self.late |= {copy: self.tensors.pop(copy) for copy in {*self.tensors} - known}
         for place in self.late.values():
@@ -161,7 +160,7 @@ class Tracker:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Live optimizers, first those found at the start, in the same order in every process with the same target."""
-        return list(self._late)
+        return list(self._optimizers)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of modules and optimizers, and other leaf tensors, each once."""
@@ -249,7 +248,7 @@ class Tracker:
                 parameter.requires_grad_(requires_grad)
 
     def _all_places(self) -> list[Place]:
-        of_optimizers = (place for places in list(self._late.values()) for place in places)
+        of_optimizers = (place for places in list(self._optimizers.values()) for place in places)
         return [*self.places, *self.tensors.values(), *self.late.values(), *of_optimizers]
 
     def _put_back(self, place: Place, *, create: bool = True, at_end: bool = False) -> bool:
