@@ -151,9 +151,15 @@ def _check_step(name: str, step: object, axis: Axis) -> None:
 
 
 def check_model(model: object) -> torch.nn.Module:
-    """Raise InvalidArgumentError unless `model` is a module."""
+    """Raise InvalidArgumentError unless `model` is a module whose parameters have their shapes."""
     if isinstance(model, torch.nn.Module):
-        return model
+        lazy = next((name for name, one in model.named_parameters() if torch.nn.parameter.is_lazy(one)), None)
+        if lazy is None:
+            return model
+        raise InvalidArgumentError(
+            f"the parameter {lazy} of a lazy module has no shape yet: call the model once with a small batch before the probe, as "
+            "before making the optimizer"
+        )
     kind = f"the class {model.__name__}: make an instance" if isinstance(model, type) else type(model).__name__
     raise InvalidArgumentError(f"model must be a torch.nn.Module, not {kind}")
 

@@ -194,6 +194,12 @@ def test_anything_but_a_module_is_refused(value, kind):
     assert refused(lambda: check_model(value)) == f"model must be a torch.nn.Module, not {kind}"
 
 
+def test_a_lazy_module_is_refused():
+    assert refused(lambda: check_model(torch.nn.Sequential(torch.nn.LazyLinear(2)))).startswith(
+        "the parameter 0.weight of a lazy module"
+    )
+
+
 # --- ranks ---
 
 
