@@ -1,4 +1,6 @@
+import gc
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -86,3 +88,40 @@ def test_a_tensor_that_was_not_copied_and_is_gone_is_named(monkeypatch):
     saved.restore()
     assert kept.bank.shape == (2**18,)
     assert saved.tracker.changes() == ["kept.bank (a tensor)"]
+
+
+class Around(torch.optim.Optimizer):
+    """Shares the groups of another optimizer, as wrappers do."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+
+def test_an_optimizer_that_is_replaced_is_freed_and_comes_back():
+    model = nn.Linear(2, 2)
+    held = types.SimpleNamespace(optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
+    tracker = Tracker(model, [lambda model, n: held])
+    model(torch.ones(1, 2)).sum().backward()
+    held.optimizer.step()
+    averages = weakref.ref(held.optimizer.state[model.weight]["exp_avg"])
+    held.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.collect()
+    assert averages() is None
+    tracker.start_cold()
+    assert (type(held.optimizer), held.optimizer.param_groups[0]["lr"]) == (torch.optim.Adam, 0.5)
+    assert [*map(id, held.optimizer.param_groups[0]["params"])] == [*map(id, model.parameters())]
+    assert held.optimizer in tracker.optimizers
+    held.optimizer.step()
+    assert len(held.optimizer.state) == 0  # there are no gradients
+
+
+def test_an_optimizer_that_is_gone_leaves_the_groups_that_another_shares():
+    model = nn.Linear(2, 2)
+    held = types.SimpleNamespace(optimizer=torch.optim.Adam(model.parameters()))
+    held.around = Around(held.optimizer)
+    tracker = Tracker(model, [lambda model, n: held])
+    held.around = None
+    gc.collect()
+    assert len(held.optimizer.param_groups[0]["params"]) == 2
+    tracker.start_cold()
+    assert held.around.inner is held.optimizer

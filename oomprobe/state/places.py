@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import functools
+import gc
 import io
 import itertools
 import operator
@@ -36,8 +37,55 @@ class Graph:
         self.find = weakref.ref(tensor)
 
 
+class Shell:
+    """An optimizer that is not kept alive: a step may make another, and what the old one holds must then be freed.
+
+    Its containers belong to places, which put back what is in them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shells: dict[int, Shell]) -> None:
+        self._kind, self._namespace, self._shells = type(optimizer), vars(optimizer), shells
+        self._watch(optimizer)
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        self.find = weakref.ref(optimizer)
+        groups = self._namespace.get("param_groups", ())  # a wrapper may have those of another
+        params = [group["params"] for group in groups]
+        weakref.finalize(optimizer, self._empty, params).atexit = False
+
+    def restore(self) -> torch.optim.Optimizer:
+        """Return the optimizer, or one with the same attributes if it is gone."""
+        optimizer = self.find()
+        if optimizer is None:
+            optimizer = object.__new__(self._kind)
+            optimizer.__dict__ = self._namespace
+            self._watch(optimizer)
+        return optimizer
+
+    def _empty(self, params: list[list[Any]]) -> None:
+        """Empty the containers of the optimizer, which is gone, unless another has them too."""
+        state = self._namespace.get("state")
+        if isinstance(state, dict) and not self._is_shared(state):
+            state.clear()
+        if not self._is_shared(self._namespace.get("param_groups")):
+            for one in params:
+                one.clear()
+
+    def _is_shared(self, value: object) -> bool:
+        """Return whether another optimizer holds a container: a tracked one, or one that is younger than the frozen garbage."""
+        tracked = (shell.find() for shell in self._shells.values())
+        namespaces = [vars(one) for one in tracked if one is not None]
+        found = gc.get_referrers(value)
+        namespaces += [one for one in found if type(one) is dict and one is not self._namespace]
+        return any(isinstance(one, torch.optim.Optimizer) for one in found) or any(
+            part is value for namespace in namespaces for part in namespace.values()
+        )
+
+
 def saved(value: Any, copies: HostCopies, *, trains: bool) -> Any:
-    """Return what to save of a value: for a tensor something that does not keep it alive."""
+    """Return what to save of a value: for a tensor or an optimizer something that does not keep it alive."""
+    if isinstance(value, torch.optim.Optimizer):
+        return copies.shells.get(id(value), value)
     if not isinstance(value, torch.Tensor) or value.device.type == "meta":
         return value
     return copies.keep(value) if value.is_leaf or trains else Graph(value)
@@ -65,7 +113,7 @@ class Place:
         self._keys = [saved(key, self._copies, trains=trains) for key in held] if named else None
         self._before = [saved(one, self._copies, trains=trains) for one in (held.values() if named else held)]
         every = [*(self._keys or ()), *self._before]
-        self._is_plain = not any(isinstance(one, AnyCopy | Graph) for one in every)
+        self._is_plain = not any(isinstance(one, AnyCopy | Graph | Shell) for one in every)
 
     @property
     def name(self) -> str:
@@ -173,14 +221,14 @@ def _by_key(held: Any) -> dict[Any, Any]:
 
 
 def _find(value: Any, gone: Any = _MISSING) -> Any:
-    if not isinstance(value, AnyCopy | Graph):
+    if not isinstance(value, AnyCopy | Graph | Shell):
         return value
     found = value.find()
     return gone if found is None else found
 
 
 def _restored(value: Any) -> Any:
-    return value.restore() if isinstance(value, AnyCopy) else _find(value)
+    return value.restore() if isinstance(value, AnyCopy | Shell) else _find(value)
 
 
 class Inner:

@@ -50,6 +50,9 @@ class Snapshot:
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self._model = {name: self._copies.keep(tensor) for name, tensor in named}
         self._copies.take([*self.tracker.tensors, *self._model.values()])
+        for optimizer in self.tracker.optimizers:
+            with suppress(Exception):  # a wrapper around another optimizer may have no state_dict
+                self._optimizers.append(StateDict(optimizer.state_dict, self._copies, compares=False))
         for value in self.tracker.found:
             self._keep(value)
         self.tracker.take(COPIED_BYTES)
@@ -121,10 +124,6 @@ class Snapshot:
         }
 
     def _keep(self, value: Any) -> None:
-        if isinstance(value, torch.optim.Optimizer):
-            with suppress(Exception):  # a wrapper around another optimizer may have no state_dict
-                self._optimizers.append(StateDict(value.state_dict, self._copies))
-            return
         read, load = value.state_dict, value.load_state_dict
         if isinstance(value, torch.nn.Module):  # its parameters and buffers are saved already
             if type(value).get_extra_state is torch.nn.Module.get_extra_state:
@@ -139,8 +138,8 @@ class Snapshot:
 class StateDict:
     """The saved result of an object's ``state_dict()``, with each tensor replaced by its copy."""
 
-    def __init__(self, read: Callable[[], Any], copies: HostCopies) -> None:
-        self._read, state = read, read()
+    def __init__(self, read: Callable[[], Any], copies: HostCopies, *, compares: bool = True) -> None:
+        state, self._read = read(), read if compares else dict  # `read` may keep its object alive
         kept = {id(tensor): copies.keep(tensor) for tensor in tensors_in(state)}
         self._copies = list(kept.values())
         copies.take(self._copies)

@@ -18,6 +18,7 @@ from oomprobe.state.places import (
     SMALL_BYTES,
     Inner,
     Place,
+    Shell,
     array_place,
     inner_of,
     is_source,
@@ -73,10 +74,8 @@ class Tracker:
         self._left_entries = MAX_ENTRIES
         self._only_at_end = False
         roots = [(model, "model"), *((one, "") for one in (*preserve, *steps))]
-        for seen in visit(roots, owners, without=[device]):
-            self._save(seen, self.places)
+        self._find(list(visit(roots, owners, without=[device])))
         self.modules = [one for one in self.found if isinstance(one, torch.nn.Module)]
-        self._optimizers.update({one: [] for one in self.found if isinstance(one, torch.optim.Optimizer)})
         for copy in self.tensors:  # the user's code may have been first to name one
             if isinstance(copy, TensorCopy):
                 self._loose.pop(copy, None)
@@ -88,6 +87,13 @@ class Tracker:
 
     # --- finding ---
 
+    def _find(self, every: list[Seen]) -> None:
+        for optimizer in (seen.value for seen in every if isinstance(seen.value, torch.optim.Optimizer)):
+            self.copies.shells[id(optimizer)] = Shell(optimizer, self.copies.shells)
+            self._optimizers[optimizer] = []
+        for seen in every:
+            self._save(seen, self.places)
+
     def _save(self, seen: Seen, places: list[Place]) -> None:
         value = seen.value
         if isinstance(value, types.FunctionType):
@@ -96,6 +102,8 @@ class Tracker:
             self._save_tensor(seen)
             return
         for values in seen.values:
+            if isinstance(value, torch.optim.Optimizer):
+                values = values._replace(owner=None)
             size = 0 if values.when is When.COLD else len(values.read())
             if size <= self._left_entries:
                 self._left_entries -= size
@@ -104,6 +112,8 @@ class Tracker:
                 self.inner.append(too_long(values))
         if seen.kind is Kind.ARRAY:
             self._arrays.append(seen)
+        elif isinstance(value, torch.optim.Optimizer):
+            pass
         elif is_training_state(seen):
             self.found.append(value)
         elif (one := inner_of(seen, self._names)) is not None:
@@ -242,10 +252,17 @@ class Tracker:
             if copy.storage.nbytes <= SMALL_BYTES and not self._only_at_end:
                 with suppress(Exception):
                     copy.storage.write()
+        self._find_optimizers()
         for find, requires_grad in self._flags:  # a trial may end while the step has frozen some
             parameter = find()
             if parameter is not None and parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
+
+    def _find_optimizers(self) -> None:
+        """Track the optimizers that were made anew."""
+        for optimizer in (shell.find() for shell in self.copies.shells.values()):
+            if optimizer is not None:
+                self._optimizers.setdefault(optimizer, [])
 
     def _all_places(self) -> list[Place]:
         of_optimizers = (place for places in list(self._optimizers.values()) for place in places)
@@ -316,6 +333,7 @@ class Tracker:
         unfinished = [place for place in places if not self._put_back(place, create=False, at_end=True)]
         for place in unfinished:
             self._put_back(place, at_end=True)
+        self._find_optimizers()
         for one in self.inner:
             with suppress(Exception):
                 one.put_back()

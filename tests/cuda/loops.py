@@ -116,3 +116,26 @@ def densifies():
 
 
 LOOPS = [own_optimizer, accumulates_64, averages_on_parameters, gradients_per_sample, densifies]
+
+
+def prunes():
+    """Every eighth call drops rows of a layer and makes a new optimizer, as pruning scripts do."""
+    model = nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 512)).cuda()
+    n, optimizer = 0, torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        nonlocal n, optimizer
+        n += 1
+        optimizer.zero_grad()
+        loss_of(model, batch_size).backward()
+        optimizer.step()
+        if n % 8 == 0:
+            keep = torch.arange(max(1024, len(model[0].weight) - 256), device="cuda")
+            model[0].weight, model[0].bias = (nn.Parameter(p.detach()[keep]) for p in (model[0].weight, model[0].bias))
+            model[2].weight = nn.Parameter(model[2].weight.detach()[:, keep])
+            optimizer = torch.optim.AdamW(model.parameters())
+
+    return model, step
+
+
+LOOPS.append(prunes)

@@ -32,24 +32,24 @@ def test_the_answer_lives_in_a_fresh_process(build):
     )
 
 
-def test_a_trial_frees_the_parameters_that_it_replaces():
-    """As training does: its peak is that of a fresh process, to the byte."""
+@pytest.mark.parametrize("build", [loops.densifies, loops.prunes], ids=lambda build: build.__name__)
+def test_a_trial_frees_what_it_replaces(build):
+    """Parameters and optimizers, as training does: its peak is that of a fresh process, to the byte."""
 
     def trained(batch_size, calls):
-        model, step = loops.densifies()
+        model, step = build()
         for _ in range(calls):
             step(model, batch_size)
         return torch.cuda.max_memory_allocated()
 
     def check():
-        model, step = loops.densifies()
+        model, step = build()
         before = [(name, p.shape) for name, p in model.named_parameters()]
         trial = oomprobe.check(model, step, 4096, progress="off").trials[-1]
         assert [(name, p.shape) for name, p in model.named_parameters()] == before
         return trial.steps, trial.peak_allocated_bytes
 
     steps, peak_bytes = forked(check, **FORK)
-    assert steps == 50
     assert peak_bytes == forked(trained, 4096, steps, **FORK)
 
 
