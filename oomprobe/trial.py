@@ -487,6 +487,8 @@ class LocalRunner:
     # --- between trials ---
 
     def measure(self) -> Measured:
-        """Sample the memory now."""
+        """Sample the memory now. Before the first trial, what building left in the cache stays there."""
         available_bytes = self._device.available_bytes()
+        if self._number:
+            self._device.release()
         return Measured(available_bytes=available_bytes, outside_bytes=self._device.outside_bytes())

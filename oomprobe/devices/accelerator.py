@@ -103,7 +103,6 @@ class AcceleratorDevice:
 
     def available_bytes(self) -> int:
         self._refuse_uncapped()
-        self.release()
         return self._usable_bytes()
 
     def _usable_bytes(self) -> int:
