@@ -44,6 +44,12 @@ UNSTEADY_GROUPS = (
     "hold for a moment when DDP rebuilds its buckets after the first step; otherwise the ranks' data vary. Keep the margin"
 )
 
+NEEDS_EMPTYING = (
+    "batch {size} at memory_fraction={fraction:g} ran out of memory in call {call} of a fresh process as building left it, and ran with an "
+    "empty cache: what building frees, such as weights in another dtype, stays reserved, and what training carves out of it pins the "
+    "rest. Call {emptying} after building, before the first step"
+)
+
 
 class ContradictedError(Exception):
     """A predicted trial was wrong: the search must start again without predictions."""
@@ -74,6 +80,7 @@ class Session:
         self.neighbours = Neighbours(runner)
         self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
+        self.needs_emptying = False  # whether the answer ran only after the cache that building left was emptied
         self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
         self.reporter = reporter
         self.held_by_step = ""  # a sentence that names what grows from call to call
@@ -206,7 +213,8 @@ class Session:
     ) -> Trial:
         """Run one trial: again while other processes disturb it, and once more in a new process if it gave no verdict.
 
-        With `looks_for`, make so many calls, and learn from them how many calls later trials need.
+        With `looks_for`, make so many calls, and learn from them how many calls later trials need. A confirmation that fails in a
+        process as building left it is made once more in one that empties the cache first.
         """
         looks, confirms, fresh = looks_for > 0, phase is Phase.CONFIRM, phase in SECOND_OPINIONS
         request = Request(
@@ -218,6 +226,7 @@ class Session:
             looks=looks,
             confirms=confirms,
             fresh=fresh,
+            as_built=confirms and self.runner.facts.builds and not self.needs_emptying,
             watches_leaks=looks or fresh,
             exact=looks or confirms or not self._predicts,
         )
@@ -240,6 +249,14 @@ class Session:
             request = replace(request, phase=Phase.RECHECK, fresh=True, watches_leaks=True, exact=True)
             self.reporter.started(size, request.phase)
         self._stop_if_final(outcome)
+        if request.as_built and trial.verdict is Verdict.OOM:
+            as_built, self.needs_emptying = trial, True
+            trial = self.run(size, phase, cap_bytes=cap_bytes, accumulation_steps=accumulation_steps)
+            self.needs_emptying = trial.passed
+            if trial.passed:
+                fraction, emptying = self.options.memory_fraction, self.device.emptying
+                note = NEEDS_EMPTYING.format(size=size, fraction=fraction, call=as_built.steps + 1, emptying=emptying)
+                self.notes[note] = None
         return trial
 
     def with_evidence(self, request: Request) -> Request:

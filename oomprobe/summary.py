@@ -133,6 +133,7 @@ def _environment(session: Session) -> dict[str, Any]:
         "isolated": session.runner.facts.replaceable,
         "world_size": session.runner.facts.world_size,
         "allocator_settings": allocator_settings(),
+        **({"after": session.device.emptying} if session.needs_emptying else {}),
         **session.runner.facts.environment,
     }
 

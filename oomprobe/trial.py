@@ -89,6 +89,7 @@ class LocalRunner:
             starts_anew=any(step.starts_anew for step in steps.values()),
             world_size=self._extras.world_size,
             max_batch=min((step.max_batch for step in steps.values() if step.max_batch is not None), default=None),
+            builds=snapshot is None and not ends_with_trial,
         )
         self._model, self._steps, self._tracker = model, steps, tracker
         self._watch, self._interrupts, self._snapshot = watch, interrupts, snapshot
@@ -184,7 +185,7 @@ class LocalRunner:
         running = Running(request=request, step=next(iter(self._steps.values())))
         # A fresh trial drops code compiled for its own size too: its captured graphs hold memory.
         if self.compiled.start_size((request.row, request.batch_size), anew=request.fresh) or not self._is_cold:
-            self._start_cold()
+            self._start_cold(keeps_cache=request.as_built and self._number == 1)
         self._device.start_trial()
         try:
             with self._device.cap(request.cap_bytes):
@@ -237,12 +238,12 @@ class LocalRunner:
     def _turn_count(self) -> int:
         return 2 if len(self._steps) > 1 else 1
 
-    def _start_cold(self) -> None:
+    def _start_cold(self, *, keeps_cache: bool = False) -> None:
         """Drop what earlier calls left, so that the next call starts as training does: with only the model in memory.
 
         Runs after each trial, so that what a trial leaks is seen (`Baseline.settle`), and before the first.
         """
-        self._tracker.start_cold(self._release)
+        self._tracker.start_cold(gc.collect if keeps_cache else self._release)
         for put, state in self._generators:
             with suppress(Exception):  # a captured graph may have taken the generator over
                 put(state)

@@ -159,6 +159,11 @@ class DeviceInfo:
     not_covered: tuple[str, ...] = ()  # what a simulated card leaves out
     uuid: str = ""  # the same in every process; "" if unknown
 
+    @property
+    def emptying(self) -> str:
+        """What to type to give its allocator's cache back."""
+        return f"torch.{self.torch_device.split(':')[0]}.empty_cache()"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerInfo:
@@ -178,6 +183,9 @@ class RunnerInfo:
     alone: str = "Run step_fn(model, {batch_size}) once by itself to see it"  # what to type to see a failure
     not_covered: tuple[str, ...] | None = None  # what trials leave out; None: what those of a step function do
     environment: Mapping[str, Any] = field(default_factory=dict)  # what the answer holds for, if not this process's
+    builds: bool = (
+        False  # whether its processes build the model as training will, and so leave what that leaves in the cache
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +205,7 @@ class Request:
     looks: bool = False  # whether to find out how many calls a trial needs
     confirms: bool = False  # whether the answer rests on this trial
     fresh: bool = False  # whether nothing may have run before: in a new process, if there are any, and compiled anew
+    as_built: bool = False  # whether the first trial of a process that `builds` keeps what building left in the cache
     exact: bool = True  # whether a device that replays must run the step instead of predicting the trial
     repeats: bool = True  # whether a device that replays may repeat calls that would be the same
     cap_bytes: int | None = None  # limit of the allocator; None: no limit

@@ -178,7 +178,9 @@ def _is_check(result: ProbeResult) -> bool:
 def _holds_for(result: ProbeResult) -> str:
     environment = result.environment
     here = "" if environment.get("isolated") or result.world_size > 1 else ", and this one as the probe found it"
-    fresh = f"{result.world_size} fresh processes, one for each rank" if result.world_size > 1 else "a fresh process"
+    after = f" after {environment['after']}" if "after" in environment else ""
+    ranks = f"{result.world_size} fresh processes{after}, one for each rank"
+    fresh = ranks if result.world_size > 1 else f"a fresh process{after}"
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "cuda", "hip") if environment.get(name))
     settings = [f"{name}={value}" for name, value in environment.get("allocator_settings", {}).items()]
     return "; ".join(part for part in (f"{fresh}{here}", versions, *settings) if part)

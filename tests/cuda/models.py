@@ -140,6 +140,20 @@ def big_state():
     return language_model(model, torch.optim.AdamW(model.parameters()))
 
 
+def converted(width=2048, depth=4):
+    """Weights that are made in fp32 and trained in bf16: the cache keeps fp32 blocks, with bf16 ones carved out of some."""
+    model = nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())))
+    model = model.cuda().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, width, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+
+    return model, step
+
+
 MODELS = {
     "mlp": mlp,
     "mlp fused": lambda: mlp(lambda parameters: torch.optim.AdamW(parameters, fused=True)),

@@ -1,7 +1,8 @@
 """A target for several ranks, as a user would write it, with a fault on one of them.
 
 FAULT=KIND:RANK:SIZE makes that rank misbehave at that size and above; KIND alone makes each rank do so while building. SHARD=1 shards
-by FSDP2 instead of DDP, BACKEND=gloo needs no NCCL, EVERY=48 steps the optimizer at every 48th call, GPT=1 trains a small GPT in bfloat16, accumulating two batches.
+by FSDP2 instead of DDP, BACKEND=gloo needs no NCCL, EVERY=48 steps the optimizer at every 48th call, GPT=1 trains a small GPT in
+bfloat16, accumulating two batches. HELD=300 keeps 300 MiB on the card, and LEFT=300 leaves so much in the cache.
 """
 
 import os
@@ -72,6 +73,7 @@ def build():
     optimizer = torch.optim.AdamW(model.parameters())
     held_mib = 256 if KIND == "holds" and is_faulty else int(os.environ.get("HELD", 0))
     held = torch.empty(held_mib * 2**20, dtype=torch.uint8, device="cuda")
+    torch.empty(int(os.environ.get("LEFT", 0)) * 2**20, dtype=torch.uint8, device="cuda")
     armed = [False]
     hooks = {
         "forward": lambda: inner[1].register_forward_pre_hook(burst),

@@ -1,0 +1,84 @@
+"""An answer is confirmed in a process as building left it, cache included; where that fails, in one that empties the cache."""
+
+from pathlib import Path
+
+import torch
+
+import oomprobe
+from oomprobe.isolation.process import Process
+
+from .bed import forked
+from .models import converted, runs
+from .ranks import fork, on_ranks
+
+MODELS = Path(__file__).with_name("models.py")
+RANKED = f"{Path(__file__).with_name('ranked.py')}:build"
+# All the memory, so that a fresh process runs under the cap of the confirmation.
+OPTIONS = {"memory_fraction": 1.0, "progress": "off"}
+EMPTYING = "after torch.cuda.empty_cache()"
+
+
+def isolated(name="converted", size=None, **options):
+    """Return a function that probes a target, or one size of it, in forked workers."""
+
+    def probe():
+        Process.spawned = fork
+        probing, sizes = (oomprobe.probe_target, ()) if size is None else (oomprobe.check_target, (size,))
+        return probing(f"{MODELS}:{name}", *sizes, device="cuda", **OPTIONS, **options)
+
+    return probe
+
+
+def emptied():
+    model, step = converted()
+    torch.cuda.empty_cache()
+    return model, step
+
+
+def confirmations(result):
+    return [(trial.batch_size, trial.verdict) for trial in result.trials if trial.phase == "confirm"]
+
+
+def told(result):
+    return [note for note in result.notes if "as building left it" in note]
+
+
+def test_an_answer_that_needs_an_empty_cache_says_so():
+    result = forked(isolated(start_batch=8192), memory="512MiB")
+    answer = result.batch_size
+    assert confirmations(result) == [(answer, "out of memory"), (answer, "fits")]
+    assert not forked(lambda: runs(converted, answer, steps=50), memory="512MiB")
+    assert forked(lambda: runs(emptied, answer, steps=50), memory="512MiB")
+    assert f"holds for   a fresh process {EMPTYING}; torch" in str(result)
+    assert result.environment["after"] == "torch.cuda.empty_cache()"
+    (note,) = told(result)
+    assert note.startswith(f"batch {answer} at memory_fraction=1 ran out of memory in call 2 of a fresh process")
+    assert "Call torch.cuda.empty_cache() after building" in note
+    assert not [note for note in result.notes if "failed its confirmation" in note or "transient" in note]
+
+
+def test_an_answer_that_runs_as_built_says_nothing():
+    result = forked(isolated(start_batch=8192), memory="640MiB")
+    assert confirmations(result) == [(result.batch_size, "fits")]
+    assert forked(lambda: runs(converted, result.batch_size, steps=50), memory="640MiB")
+    assert not told(result)
+    assert "after" not in result.environment
+    assert EMPTYING not in str(result)
+
+
+def test_one_size_is_checked_as_built():
+    result = forked(isolated(size=9216), memory="512MiB")
+    assert confirmations(result) == [(9216, "out of memory"), (9216, "fits")]
+    assert told(result)
+
+
+def test_ranks_are_confirmed_as_built(tmp_path):
+    def probe():
+        return oomprobe.probe_target(
+            RANKED, nproc_per_node=2, start_batch=1024, resolution=0.2, min_batch=1024, **OPTIONS
+        )
+
+    result = on_ranks(tmp_path, probe, BACKEND="gloo", LEFT=400)
+    assert confirmations(result) == [(result.batch_size, verdict) for verdict in ("out of memory", "fits", "fits")]
+    assert told(result)
+    assert f"2 fresh processes {EMPTYING}, one for each rank" in str(result).replace("\n" + 16 * " ", " ")
