@@ -45,7 +45,7 @@ from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
 from oomprobe.targets import build, name_of
 from oomprobe.trial import LocalRunner
 from oomprobe.trials import Trial
-from oomprobe.units import format_seconds
+from oomprobe.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from oomprobe.isolation.runner import Source  # imports on Linux only, like the host device
@@ -78,6 +78,11 @@ NO_RANKS_THERE = (
 _KINDS = re.compile(r"(cuda|xpu)(:[\d.]+ ?[A-Za-z]+)?")
 BUILDING = "; building {ranks} ranks took {seconds}, and a search usually builds 7 or 8 groups"
 NOT_RESTORED = "not restored: {names}"
+CACHED_BYTES = 16 * 2**20  # more than libraries leave
+CACHED = (
+    "{cached} were reserved and free when the probe began, and trials start without them: in another process, call {emptying} after "
+    "building, before training. In this one, the probe has done so"
+)
 
 
 def open_model(
@@ -342,7 +347,7 @@ def _here(
 ) -> Iterator[Session]:
     """Open a session whose trials run in this process. On every way out the state is restored and compared."""
     functions = [step.run for step in steps.values()]
-    status, card = reporter(progress), extras_of(device).replay
+    status, card, cached_bytes = reporter(progress), extras_of(device).replay, extras_of(device).cached_bytes()
     recorded: list[Trial] = []
     preload_dynamo()
     with trials_attached(recorded), Interrupts() as interrupts, garbage_frozen():
@@ -361,6 +366,9 @@ def _here(
                 device, model, steps, snapshot.tracker, watch, interrupts, snapshot=snapshot, axis=axis
             )
             session = Session(runner, options, status, Clock(options), recorded)
+            if cached_bytes > CACHED_BYTES:
+                cached, emptying = format_bytes(cached_bytes), session.device.emptying
+                session.notes[CACHED.format(cached=cached, emptying=emptying)] = None
             status.opened(device.name, options)
             with _state_restored(session, snapshot, device):
                 try:

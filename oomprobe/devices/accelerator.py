@@ -168,6 +168,14 @@ class AcceleratorDevice:
         """Return the total that the allocator has ever handed out; steps that allocate alike add equal amounts."""
         return _of_all(self._stats(), "allocated_bytes", "allocated")
 
+    def cached_bytes(self) -> int:
+        """Return the memory that is reserved and free, without what blocks in use pin: about what `release` gives back."""
+        reserved, *rest = (
+            _of_all(self._stats(), name, "current")
+            for name in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
+        )
+        return reserved - sum(rest)
+
     def allocations(self) -> int:
         """Return the number of blocks that the allocator has ever handed out."""
         return _of_all(self._stats(), "allocation", "allocated")

@@ -58,6 +58,7 @@ class Device(Protocol):
         served_bytes(): Total that the allocator has ever handed out. Steps that allocate alike add equal amounts. Without
             it, a probe cannot look for calls that need more memory than others.
         allocations(): Number of blocks that the allocator has ever handed out.
+        cached_bytes(): Memory that the allocator has reserved and `release` would give back.
         history(): A context manager that records allocations as a `History`, or None if the allocator cannot.
         has_graphs(): Whether this process has captured CUDA graphs.
         world_size: Ranks of which the step is one, if the device simulates that.
@@ -171,6 +172,7 @@ class Extras:
     replay: Replay
     served_bytes: Callable[[], int]
     allocations: Callable[[], int]
+    cached_bytes: Callable[[], int]
     history: Callable[[], AbstractContextManager[History] | None]
     has_graphs: Callable[[], bool]
     world_size: int
@@ -182,6 +184,7 @@ def extras_of(device: object) -> Extras:
         "replay": NoReplay(),
         "served_bytes": lambda: 0,
         "allocations": lambda: 0,
+        "cached_bytes": lambda: 0,
         "history": lambda: None,
         "has_graphs": lambda: False,
         "world_size": 1,

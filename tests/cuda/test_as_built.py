@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import oomprobe
 from oomprobe.isolation.process import Process
 
 from .bed import forked
-from .models import converted, runs
+from .models import converted, mlp, runs
 from .ranks import fork, on_ranks
 
 MODELS = Path(__file__).with_name("models.py")
@@ -82,3 +83,18 @@ def test_ranks_are_confirmed_as_built(tmp_path):
     assert confirmations(result) == [(result.batch_size, verdict) for verdict in ("out of memory", "fits", "fits")]
     assert told(result)
     assert f"2 fresh processes {EMPTYING}, one for each rank" in str(result).replace("\n" + 16 * " ", " ")
+
+
+def in_one_process(build):
+    return lambda: oomprobe.find_max_batch(*build(), max_batch=64, progress="off").notes
+
+
+def test_memory_that_building_left_in_this_process_is_told():
+    (note,) = [note for note in forked(in_one_process(converted)) if "reserved and free" in note]
+    assert note.startswith("48.00 MiB were reserved and free when the probe began, and trials start without them: ")
+    assert "call torch.cuda.empty_cache() after building" in note
+
+
+@pytest.mark.parametrize("build", [emptied, mlp])
+def test_little_memory_that_building_left_is_not_told(build):
+    assert not [note for note in forked(in_one_process(build)) if "reserved and free" in note]
