@@ -111,6 +111,7 @@ class Stepping:
         self._idle: set[int] = set()  # that were waited for in vain
         self._waited_calls = 0
         self._gradients: set[tuple[int, int, int]] = set()  # when `start_step` was called
+        self._weights: set[tuple[int, int]] = set()
 
     def knows(self, name: str) -> bool:
         """Return whether a trial has shown what the step steps."""
@@ -124,9 +125,17 @@ class Stepping:
         elsewhere = set[int]().union(*self._expected.values(), *self._seen.values())  # optimizers of other steps
         return (found - elsewhere or None) if elsewhere else found
 
+    def again(self, wanted: set[int] | None) -> set[int] | None:
+        """Return the optimizers that end a further full step: those with which the last call ended one, if they are wanted.
+
+        A loop may be done with an optimizer (SGD to warm up, then AdamW), so not all that have stepped will step again.
+        """
+        return wanted and (self._last_call & wanted or wanted)
+
     def start_step(self) -> None:
-        """Count the optimizers that step, and the gradients that are computed, from here on."""
+        """Count the optimizers that step, the gradients that are computed and the weights that change from here on."""
         self._watch.stepped.clear()
+        self._weights = self._tracker.weights()
         self._gradients = self._tracker.gradients(self._tracker.parameters())
 
     @property
@@ -172,7 +181,7 @@ class Stepping:
     @property
     def waiting(self) -> str:
         """The kind of an optimizer that has gradients to step, while none has stepped; "" if there is none."""
-        if self._watch.stepped or self._tracker.weights_moved:
+        if self._watch.stepped or self._tracker.weights() - self._weights:
             return ""
         found = (one for one in self._tracker.optimizers if not wraps_another(one))
         kinds = (type(one).__name__ for one in found if self._tracker.gradients(parameters_of(one)) - self._gradients)
@@ -186,9 +195,10 @@ class Stepping:
         steps, calls = " and ".join(map(repr, step_names)), count(self._waited_calls, "call", "calls")
         if not self._expected:
             return None  # more calls will tell
-        if not any(self._expected.values()):
+        if not any(self._expected.values()) and not self._watch.stepped:
             has_gradients = self._tracker.gradients(self._tracker.parameters()) - self._tracker.first_gradients
-            text = OTHER_OPTIMIZER if self._tracker.weights_moved else NO_OPTIMIZER if has_gradients else NO_BACKWARD
+            moved = self._tracker.weights() - self._tracker.first_weights
+            text = OTHER_OPTIMIZER if moved else NO_OPTIMIZER if has_gradients else NO_BACKWARD
             return text.format(calls=calls, steps=steps) if trains else None
         return IDLE.format(count=len(self._idle), calls=calls, steps=steps) if self._idle else None
 

@@ -300,6 +300,8 @@ class LocalRunner:
         row, stepping, allocations = running.row, self._stepping, self._extras.allocations()
         for _ in range(steps):
             is_known, wanted = stepping.knows(running.name), stepping.wanted(running.name)
+            if is_known and running.calls:
+                wanted = stepping.again(wanted)
             commanded = running.request.step_calls if self._ranks > 1 else 0
             if creates_state and is_known and wanted is None and not commanded:
                 continue
@@ -308,7 +310,7 @@ class LocalRunner:
             most = max(running.step.max_calls, running.request.step_calls, row.step_calls)
             most = commanded or (1 if wanted is None else most)
             number, is_done, began_s = 0, False, time.monotonic()
-            while not is_done and (number < most or (not is_known and self._waits(running, number, began_s))):
+            while not is_done and (number < most or self._waits(running, number, began_s)):
                 self._call(running, may_repeat=len(self._steps) == 1 and number == 0)
                 number += 1
                 if stepping.count > seen:
@@ -475,7 +477,10 @@ class LocalRunner:
         self._notes |= dict.fromkeys(getattr(self._device, "notes", ()))
         if self.compiled.is_used:
             self._notes[COMPILED] = None
-        if running.verdict is Verdict.FITS and (note := self._stepping.note(self._steps, trains=self._trains())):
+        confirmed = (
+            running.verdict is Verdict.FITS and running.request.confirms
+        )  # by then every optimizer may have stepped
+        if confirmed and (note := self._stepping.note(self._steps, trains=self._trains())):
             self._notes[note] = None
         return tuple(self._notes)
 

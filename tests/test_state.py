@@ -111,6 +111,7 @@ def replaced_parameters_children_and_hooks():
 
     def change():
         model.append(nn.Linear(1, 1))
+        model[0].weight = model[0]._parameters.pop("weight")  # now the last
         model[1] = nn.Linear(2, 2)
         model[0].register_parameter("extra", nn.Parameter(torch.ones(1)))
         model[0].bias = None

@@ -100,3 +100,49 @@ def test_old_gradients_are_not_waited_for():
 
     result = probe(model, evaluate)
     assert result.trials[0].steps < 40
+
+
+def test_a_loop_may_be_done_with_an_optimizer():
+    model, n = nn.Linear(2, 2), 0
+    first, then = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch_size):
+        nonlocal n
+        n += 1
+        model.zero_grad()
+        model(torch.ones(batch_size, 2)).sum().backward()
+        (first if n <= 10 else then).step()
+
+    result = probe(model, step)
+    assert all(trial.steps >= 11 for trial in result.trials)
+    assert not [note for note in result.notes if "step in" in note]
+
+
+@pytest.mark.parametrize("made", [1, 40, 50])
+def test_a_probe_may_begin_within_an_accumulation(made):
+    model, step = accumulating(48)
+    for _ in range(made):
+        step(model, 4)
+    result = probe(model, step)
+    assert all(trial.steps >= 48 for trial in result.trials)
+
+
+def test_an_optimizer_that_steps_unexpectedly_late_is_not_told_as_missing():
+    """Its gradients are made just before it steps, as those of fp32 copies are."""
+    model, n = nn.Linear(2, 2), 0
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters)
+
+    def step(model, batch_size):
+        nonlocal n
+        n += 1
+        model(torch.ones(batch_size, 2)).sum().backward()
+        for p in model.parameters():
+            p.main_grad = getattr(p, "main_grad", 0) + p.grad
+            p.grad = None
+        if n % 48 == 0:
+            for master, p in zip(masters, model.parameters(), strict=True):
+                master.grad = p.main_grad
+            optimizer.step()
+
+    assert not [note for note in probe(model, step).notes if "stepped" in note]

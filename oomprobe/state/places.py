@@ -102,7 +102,7 @@ class Place:
         self.values, self._copies = values, copies
         self.moves = False  # whether a source of data beside them has moved on, so that they must not be put back
         self.left: dict[Any, Any] = {}  # plain values that the last trial left
-        self._is_namespace = isinstance(held, dict) and held is not values.owner
+        self._is_namespace = isinstance(held, dict) and not values.is_ordered
         self._take(held)
         self._first = self._keys, self._before
         # Objects by which a source of data is known to be among the values, or beside them.

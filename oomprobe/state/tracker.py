@@ -81,8 +81,7 @@ class Tracker:
                 self._loose.pop(copy, None)
         self._modes = [(module, module.training) for module in self.modules]
         self._flags = self._read_flags()
-        self._weights = [(weak(one), _version_of(one)) for one in self.parameters()]
-        self.first_gradients = self.gradients(self.parameters())
+        self.first_weights, self.first_gradients = self.weights(), self.gradients(self.parameters())
         self.take(0)
 
     # --- finding ---
@@ -214,10 +213,9 @@ class Tracker:
         """Whether parameters, of which there is no copy, were replaced or freed since the start."""
         return any(copy.is_replaced for copy in self.tensors if not copy.has_bytes)
 
-    @property
-    def weights_moved(self) -> bool:
-        """Whether a weight was changed in place since the start; changes through its ``data`` do not show."""
-        return any((one := find()) is not None and _version_of(one) != version for find, version in self._weights)
+    def weights(self) -> set[tuple[int, int]]:
+        """Return marks of the weights, each of which is new once it was changed in place, other than through its ``data``."""
+        return {(id(one), _version_of(one)) for one in self.parameters()}
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> set[tuple[int, int, int]]:
         """Return marks of the gradients that these parameters have, each of which is new once it was computed again."""
@@ -231,13 +229,7 @@ class Tracker:
 
     def start_cold(self, release: Callable[[], object] = lambda: None) -> None:
         """Drop what trials have created, `release` its memory, and put back what they have changed or freed."""
-        self.find_moves()
-        unfinished = []
-        for place in self._all_places():
-            when = place.values.when
-            goes_back = when is When.COLD or (when is When.EACH_TRIAL and not (place.moves or self._only_at_end))
-            if goes_back and not self._put_back(place, create=False):
-                unfinished.append(place)
+        unfinished = self._drop_added()  # a method, so that no variable here holds what is to be released
         release()
         for place in unfinished:
             self._put_back(place)
@@ -257,6 +249,17 @@ class Tracker:
             parameter = find()
             if parameter is not None and parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
+
+    def _drop_added(self) -> list[Place]:
+        """Put values back as far as they are there; return the places where some were freed."""
+        self.find_moves()
+        unfinished = []
+        for place in self._all_places():
+            when = place.values.when
+            goes_back = when is When.COLD or (when is When.EACH_TRIAL and not (place.moves or self._only_at_end))
+            if goes_back and not self._put_back(place, create=False):
+                unfinished.append(place)
+        return unfinished
 
     def _find_optimizers(self) -> None:
         """Track the optimizers that were made anew."""

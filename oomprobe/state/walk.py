@@ -82,6 +82,7 @@ class Values(NamedTuple):
     owner: Any = None  # whose they are: an object or a container; None for variables
     when: When = When.EACH_TRIAL
     trains: bool = False  # whether they are the model's or an optimizer's, which must come back bit for bit
+    is_ordered: bool = False  # whether the order of a dict's items is part of it
     is_registry: bool = False  # of a module: its parameters, buffers, modules or hooks
 
     def named(self, key: Any) -> str:
@@ -519,7 +520,7 @@ def of_container(container: Any, path: str, base: Any) -> Values:
             else:
                 (base.add if isinstance(container, set) else base.append)(container, value)
 
-    return Values(path, read, write, container)
+    return Values(path, read, write, container, is_ordered=True)
 
 
 def _contents(cells: dict[Any, types.CellType]) -> dict[Any, Any]:

@@ -121,7 +121,7 @@ LOOPS = [own_optimizer, accumulates_64, averages_on_parameters, gradients_per_sa
 def prunes():
     """Every eighth call drops rows of a layer and makes a new optimizer, as pruning scripts do."""
     model = nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 512)).cuda()
-    n, optimizer = 0, torch.optim.AdamW(model.parameters())
+    n, optimizer, masks = 0, torch.optim.AdamW(model.parameters()), {}
 
     def step(model, batch_size):
         nonlocal n, optimizer
@@ -134,6 +134,7 @@ def prunes():
             model[0].weight, model[0].bias = (nn.Parameter(p.detach()[keep]) for p in (model[0].weight, model[0].bias))
             model[2].weight = nn.Parameter(model[2].weight.detach()[:, keep])
             optimizer = torch.optim.AdamW(model.parameters())
+            masks.update({name: torch.ones_like(p) for name, p in model.named_parameters()})
 
     return model, step
 
