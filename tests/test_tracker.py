@@ -101,6 +101,7 @@ def test_an_optimizer_that_is_replaced_is_freed_and_comes_back():
     model = nn.Linear(2, 2)
     held = types.SimpleNamespace(optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
     tracker = Tracker(model, [lambda model, n: held])
+    tracker.start_cold()
     model(torch.ones(1, 2)).sum().backward()
     held.optimizer.step()
     averages = weakref.ref(held.optimizer.state[model.weight]["exp_avg"])
@@ -120,8 +121,24 @@ def test_an_optimizer_that_is_gone_leaves_the_groups_that_another_shares():
     held = types.SimpleNamespace(optimizer=torch.optim.Adam(model.parameters()))
     held.around = Around(held.optimizer)
     tracker = Tracker(model, [lambda model, n: held])
+    tracker.start_cold()
     held.around = None
     gc.collect()
     assert len(held.optimizer.param_groups[0]["params"]) == 2
     tracker.start_cold()
     assert held.around.inner is held.optimizer
+    groups, held.optimizer, held.around = held.optimizer.param_groups, None, None  # which another is about to take
+    gc.collect()
+    assert len(groups[0]["params"]) == 2
+
+
+def test_after_a_probe_an_optimizer_that_is_gone_is_not_emptied():
+    model = nn.Linear(2, 2)
+    held = types.SimpleNamespace(optimizer=torch.optim.Adam(model.parameters()))
+    tracker = Tracker(model, [lambda model, n: held])
+    tracker.start_cold()
+    tracker.put_back()
+    params = held.optimizer.param_groups[0]["params"]
+    held.optimizer = None
+    gc.collect()
+    assert len(params) == 2

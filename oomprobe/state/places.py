@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import array
 import functools
-import gc
 import io
 import itertools
 import operator
 import random
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -45,13 +45,31 @@ class Shell:
 
     def __init__(self, optimizer: torch.optim.Optimizer, shells: dict[int, Shell]) -> None:
         self._kind, self._namespace, self._shells = type(optimizer), vars(optimizer), shells
-        self._watch(optimizer)
-
-    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         self.find = weakref.ref(optimizer)
-        groups = self._namespace.get("param_groups", ())  # a wrapper may have those of another
-        params = [group["params"] for group in groups]
-        weakref.finalize(optimizer, self._empty, params).atexit = False
+        self._finalizer: Any = None
+
+    def watch(self) -> None:
+        """From now on, empty the containers once the optimizer is gone, unless something else refers to them by then."""
+        optimizer = self.find()
+        if optimizer is not None and (self._finalizer is None or not self._finalizer.alive):
+            groups = self._namespace.get("param_groups", ())  # a wrapper may have those of another
+            state = self._namespace.get("state")
+            held = [*(group["params"] for group in groups), *([state] if isinstance(state, dict) else [])]
+            self._finalizer = weakref.finalize(optimizer, self._empty, held, list(map(sys.getrefcount, held)))
+
+    def unwatch(self) -> None:
+        """Empty nothing any more."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+    def _empty(self, held: list[Any], counts: list[int]) -> None:
+        others = [vars(one) for shell in self._shells.values() if (one := shell.find()) is not None]
+        names = ("state", "param_groups")
+        if not any(self._namespace.get(name) is other.get(name, self) for other in others for name in names):
+            now = list(map(sys.getrefcount, held))
+            for one, count, now_count in zip(held, counts, now, strict=True):
+                if now_count <= count:
+                    one.clear()
 
     def restore(self) -> torch.optim.Optimizer:
         """Return the optimizer, or one with the same attributes if it is gone."""
@@ -59,27 +77,8 @@ class Shell:
         if optimizer is None:
             optimizer = object.__new__(self._kind)
             optimizer.__dict__ = self._namespace
-            self._watch(optimizer)
+            self.find = weakref.ref(optimizer)
         return optimizer
-
-    def _empty(self, params: list[list[Any]]) -> None:
-        """Empty the containers of the optimizer, which is gone, unless another has them too."""
-        state = self._namespace.get("state")
-        if isinstance(state, dict) and not self._is_shared(state):
-            state.clear()
-        if not self._is_shared(self._namespace.get("param_groups")):
-            for one in params:
-                one.clear()
-
-    def _is_shared(self, value: object) -> bool:
-        """Return whether another optimizer holds a container: a tracked one, or one that is younger than the frozen garbage."""
-        tracked = (shell.find() for shell in self._shells.values())
-        namespaces = [vars(one) for one in tracked if one is not None]
-        found = gc.get_referrers(value)
-        namespaces += [one for one in found if type(one) is dict and one is not self._namespace]
-        return any(isinstance(one, torch.optim.Optimizer) for one in found) or any(
-            part is value for namespace in namespaces for part in namespace.values()
-        )
 
 
 def saved(value: Any, copies: HostCopies, *, trains: bool) -> Any:

@@ -88,7 +88,8 @@ class Tracker:
 
     def _find(self, every: list[Seen]) -> None:
         for optimizer in (seen.value for seen in every if isinstance(seen.value, torch.optim.Optimizer)):
-            self.copies.shells[id(optimizer)] = Shell(optimizer, self.copies.shells)
+            if hasattr(optimizer, "__dict__"):
+                self.copies.shells[id(optimizer)] = Shell(optimizer, self.copies.shells)
             self._optimizers[optimizer] = []
         for seen in every:
             self._save(seen, self.places)
@@ -244,7 +245,7 @@ class Tracker:
             if copy.storage.nbytes <= SMALL_BYTES and not self._only_at_end:
                 with suppress(Exception):
                     copy.storage.write()
-        self._find_optimizers()
+        self._find_optimizers(trials=True)
         for find, requires_grad in self._flags:  # a trial may end while the step has frozen some
             parameter = find()
             if parameter is not None and parameter.requires_grad != requires_grad:
@@ -261,11 +262,13 @@ class Tracker:
                 unfinished.append(place)
         return unfinished
 
-    def _find_optimizers(self) -> None:
-        """Track the optimizers that were made anew."""
+    def _find_optimizers(self, *, trials: bool) -> None:
+        """Track the optimizers that were made anew; while `trials` run, those that a step replaces are emptied."""
         for optimizer in (shell.find() for shell in self.copies.shells.values()):
             if optimizer is not None:
                 self._optimizers.setdefault(optimizer, [])
+        for shell in self.copies.shells.values():
+            shell.watch() if trials else shell.unwatch()
 
     def _all_places(self) -> list[Place]:
         of_optimizers = (place for places in list(self._optimizers.values()) for place in places)
@@ -336,7 +339,7 @@ class Tracker:
         unfinished = [place for place in places if not self._put_back(place, create=False, at_end=True)]
         for place in unfinished:
             self._put_back(place, at_end=True)
-        self._find_optimizers()
+        self._find_optimizers(trials=False)
         for one in self.inner:
             with suppress(Exception):
                 one.put_back()
