@@ -142,3 +142,12 @@ def test_after_a_probe_an_optimizer_that_is_gone_is_not_emptied():
     held.optimizer = None
     gc.collect()
     assert len(params) == 2
+
+
+def test_the_order_of_parameters_comes_back():
+    """An optimizer numbers them by it, and so does its checkpoint."""
+    model = nn.Linear(2, 2)
+    tracker = Tracker(model, [lambda model, n: None])
+    model.weight = model._parameters.pop("weight")
+    tracker.start_cold()
+    assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
