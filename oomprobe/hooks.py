@@ -132,11 +132,12 @@ class Stepping:
         """
         return wanted and (self._last_call & wanted or wanted)
 
-    def start_step(self) -> None:
-        """Count the optimizers that step, the gradients that are computed and the weights that change from here on."""
+    def start_step(self, *, may_wait: bool = True) -> None:
+        """Count the optimizers that step from here on; `waiting` needs `may_wait`, which takes a look at every parameter."""
         self._watch.stepped.clear()
-        self._weights = self._tracker.weights()
-        self._gradients = self._tracker.gradients(self._tracker.parameters())
+        if may_wait:
+            self._gradients = self._tracker.gradients(self._tracker.parameters())
+            self._weights = self._tracker.weights()
 
     @property
     def count(self) -> int:

@@ -266,7 +266,7 @@ class LocalRunner:
             wanted = None
         share, first_turn = -(-calls // self._turn_count), row.first_calls is None
         allocations, seen, last = self._extras.allocations(), 0, 0  # `last`: the call after which another had stepped
-        stepping.start_step()
+        stepping.start_step(may_wait=not is_known)
         for number in range(share):
             # A call may be repeated only if it would do all that a full step does.
             is_whole = len(self._steps) == 1 and stepping.did_all(running.name)
