@@ -20,7 +20,13 @@ def live(build):
     return oomprobe.find_max_batch(*build(), progress="off")
 
 
-@pytest.mark.parametrize("build", loops.LOOPS, ids=lambda build: build.__name__)
+# Densification has failed here once in about 30 runs, beside other work, so it runs on request until the cause is known.
+UNSTEADY = {loops.densifies: [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize(
+    "build", [pytest.param(one, marks=UNSTEADY.get(one, []), id=one.__name__) for one in loops.LOOPS]
+)
 def test_the_answer_lives_in_a_fresh_process(build):
     result = forked(live, build, **FORK)
     calls = 130 if build is loops.accumulates_64 else 50
