@@ -477,9 +477,8 @@ class LocalRunner:
         self._notes |= dict.fromkeys(getattr(self._device, "notes", ()))
         if self.compiled.is_used:
             self._notes[COMPILED] = None
-        confirmed = (
-            running.verdict is Verdict.FITS and running.request.confirms
-        )  # by then every optimizer may have stepped
+        # Not before the confirmation: an optimizer may step only then.
+        confirmed = running.verdict is Verdict.FITS and running.request.confirms
         if confirmed and (note := self._stepping.note(self._steps, trains=self._trains())):
             self._notes[note] = None
         return tuple(self._notes)

@@ -236,8 +236,6 @@ class Inner:
     Without `write` it is only watched, and named if it has changed.
     """
 
-    moves = False
-
     def __init__(
         self,
         path: str,

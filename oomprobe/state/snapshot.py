@@ -39,10 +39,9 @@ class Snapshot:
         preserve: object,
         device_type: str,
         device: object = None,
-        owners: Iterable[object] = (),
     ) -> None:
         self._surroundings = Surroundings(device_type)
-        self.tracker = Tracker(model, steps, preserved(preserve), device, owners)
+        self.tracker = Tracker(model, steps, preserved(preserve), device)
         self._copies = self.tracker.copies
         self._states: list[Stateful] = []
         self._optimizers: list[StateDict] = []  # for `host_copy` only; their attributes are what is restored
