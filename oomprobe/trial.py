@@ -26,7 +26,16 @@ from oomprobe.errors import (
     step_failed,
 )
 from oomprobe.frames import is_own_fault
-from oomprobe.hooks import COMPILED, HOOKS_GONE, Compiled, OptimizerWatch, Stepping, accumulating, never_stepped
+from oomprobe.hooks import (
+    COMPILED,
+    HOOKS_GONE,
+    Compiled,
+    OptimizerWatch,
+    Stepping,
+    accumulating,
+    never_stepped,
+    outside_modes,
+)
 from oomprobe.look import HOST_LOOK_S, LOOK_S, SMALLEST_GROWTH_BYTES, Rows, growth_bytes
 from oomprobe.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S, Step, check_process_group
 from oomprobe.running import Running
@@ -216,9 +225,21 @@ class LocalRunner:
             if running.verdict is Verdict.FITS and running.is_over_cap:
                 running.verdict = Verdict.OOM
             running.step_leaked_bytes = self._step_leak(running)
-        elif running.verdict is not Verdict.POISONED and not self._device.healthy():
+        elif running.verdict is not Verdict.POISONED and self._device.healthy():
+            self._end_backward()
+        else:
             running.verdict = Verdict.POISONED
         return running
+
+    def _end_backward(self) -> None:
+        """Make the autograd thread let go of a failed backward's tensors, as it does before its next task.
+
+        Otherwise memory may be released while it still holds one, and the next trial starts in a segment that was not given back.
+        """
+        if self._device.on_host or self.facts.device.replays:
+            return
+        with suppress(Exception), torch.inference_mode(False), outside_modes():  # there may be no memory for it
+            torch.zeros((), device=self._device.torch_device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
     def _turns(self, running: Running) -> Iterator[None]:
         """Give each step its turn; over several of them twice, because training resumes after evaluation.
