@@ -1,4 +1,5 @@
 import functools
+import importlib
 import sys
 import types
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from oomprobe.state import Tracker
 from oomprobe.state.walk import reachable
 
 
@@ -138,3 +140,36 @@ def test_objects_that_the_users_code_names_are_reached(way, train, scheduler):
 def test_library_code_is_not_searched(train, scheduler, monkeypatch):
     monkeypatch.setattr(train, "__file__", "/usr/lib/python3/site-packages/users_train.py")
     assert scheduler not in reachable([train.Calls(), type("Own", (train.Calls,), {})()])
+
+
+INSTALLED = """
+import torch
+CACHE, calls = {}, 0
+
+class Trainer:
+    shared = 0
+    def __init__(self):
+        self.n = 0
+    def step(self, model, batch_size):
+        global calls
+        calls += 1
+        CACHE[batch_size] = calls
+        Trainer.shared += 1
+        self.n += 1
+"""
+
+
+def test_what_an_installed_package_shares_is_never_put_back(tmp_path, monkeypatch):
+    """Its objects are the user's if the step is its own, but not its global variables and class attributes."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "installed_trainer.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(folder)
+    package = importlib.import_module("installed_trainer")
+    trainer, model = package.Trainer(), nn.Linear(1, 1)
+    tracker = Tracker(model, [trainer.step])
+    trainer.step(model, 2)
+    tracker.start_cold()
+    tracker.put_back()
+    assert (trainer.n, package.calls, package.CACHE, package.Trainer.shared) == (0, 1, {2: 1}, 1)
+    del sys.modules["installed_trainer"]
