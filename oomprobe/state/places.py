@@ -37,14 +37,14 @@ class Graph:
         self.find = weakref.ref(tensor)
 
 
-class Shell:
+class OptimizerCopy:
     """An optimizer that is not kept alive: a step may make another, and what the old one holds must then be freed.
 
     Its containers belong to places, which put back what is in them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shells: dict[int, Shell]) -> None:
-        self._kind, self._namespace, self._shells = type(optimizer), vars(optimizer), shells
+    def __init__(self, optimizer: torch.optim.Optimizer, others: dict[int, OptimizerCopy]) -> None:
+        self._kind, self._namespace, self._others = type(optimizer), vars(optimizer), others
         self.find = weakref.ref(optimizer)
         self._finalizer: Any = None
 
@@ -63,7 +63,7 @@ class Shell:
             self._finalizer.detach()
 
     def _empty(self, held: list[Any], counts: list[int]) -> None:
-        others = [vars(one) for shell in self._shells.values() if (one := shell.find()) is not None]
+        others = [vars(one) for copied in self._others.values() if (one := copied.find()) is not None]
         names = ("state", "param_groups")
         if not any(self._namespace.get(name) is other.get(name, self) for other in others for name in names):
             now = list(map(sys.getrefcount, held))
@@ -84,7 +84,7 @@ class Shell:
 def saved(value: Any, copies: HostCopies, *, trains: bool) -> Any:
     """Return what to save of a value: for a tensor or an optimizer something that does not keep it alive."""
     if isinstance(value, torch.optim.Optimizer):
-        return copies.shells.get(id(value), value)
+        return copies.optimizers.get(id(value), value)
     if not isinstance(value, torch.Tensor) or value.device.type == "meta":
         return value
     return copies.keep(value) if value.is_leaf or trains else Graph(value)
@@ -112,7 +112,7 @@ class Place:
         self._keys = [saved(key, self._copies, trains=trains) for key in held] if named else None
         self._before = [saved(one, self._copies, trains=trains) for one in (held.values() if named else held)]
         every = [*(self._keys or ()), *self._before]
-        self._is_plain = not any(isinstance(one, AnyCopy | Graph | Shell) for one in every)
+        self._is_plain = not any(isinstance(one, AnyCopy | Graph | OptimizerCopy) for one in every)
 
     @property
     def name(self) -> str:
@@ -220,17 +220,17 @@ def _by_key(held: Any) -> dict[Any, Any]:
 
 
 def _find(value: Any, gone: Any = _MISSING) -> Any:
-    if not isinstance(value, AnyCopy | Graph | Shell):
+    if not isinstance(value, AnyCopy | Graph | OptimizerCopy):
         return value
     found = value.find()
     return gone if found is None else found
 
 
 def _restored(value: Any) -> Any:
-    return value.restore() if isinstance(value, AnyCopy | Shell) else _find(value)
+    return value.restore() if isinstance(value, AnyCopy | OptimizerCopy) else _find(value)
 
 
-class Inner:
+class OpaquePlace:
     """A place whose state is compared by value: an array, a generator of random numbers, a container too long to save.
 
     Without `write` it is only watched, and named if it has changed.
@@ -268,7 +268,7 @@ class Inner:
         return {self.path: self} if self.has_changed else {}
 
 
-def inner_of(seen: Seen, names: set[str]) -> Inner | None:
+def opaque_place(seen: Seen, names: set[str]) -> OpaquePlace | None:
     """Return the place of a generator, or of an object of a library that shows whether it has changed."""
     value, path = seen.value, seen.path
     if seen.kind is Kind.GENERATOR:
@@ -282,10 +282,10 @@ def inner_of(seen: Seen, names: set[str]) -> Inner | None:
             return not (path.rpartition(".")[2] in names or path.endswith("]"))
         return same(now, before)
 
-    return Inner(path, kind_of(value), lambda: _fingerprint(value), equals=equals)
+    return OpaquePlace(path, kind_of(value), lambda: _fingerprint(value), equals=equals)
 
 
-def array_place(seen: Seen, left_bytes: int) -> Inner | None:
+def array_place(seen: Seen, left_bytes: int) -> OpaquePlace | None:
     """Return the place of an array; None if it is larger than `left_bytes`, cannot be written or holds objects."""
     array = seen.value
     if (
@@ -300,7 +300,7 @@ def array_place(seen: Seen, left_bytes: int) -> Inner | None:
         array[...] = before
 
     is_small = array.nbytes <= SMALL_BYTES
-    return Inner(
+    return OpaquePlace(
         seen.path,
         "an array",
         array.copy,
@@ -319,9 +319,9 @@ def _same_array(one: Any, other: Any) -> bool:
     return all(one[at : at + rows].tobytes() == other[at : at + rows].tobytes() for at in starts)
 
 
-def too_long(values: Values) -> Inner:
+def long_place(values: Values) -> OpaquePlace:
     """Return the place of a container that is too long to save."""
-    return Inner(values.path, kind_of(values.owner), lambda: len(values.read()))
+    return OpaquePlace(values.path, kind_of(values.owner), lambda: len(values.read()))
 
 
 def is_iterator(value: Any) -> bool:
@@ -336,7 +336,7 @@ def is_source(value: Any) -> bool:
 
 def kind_of(value: Any) -> str:
     """Return what a value is, for a reader, such as ``"an iterator"``."""
-    if isinstance(value, Inner):
+    if isinstance(value, OpaquePlace):
         return value.kind
     if is_iterator(value) and not isinstance(value, io.IOBase):
         return "an iterator"
@@ -346,14 +346,14 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _generator(value: Any, path: str) -> Inner:
+def _generator(value: Any, path: str) -> OpaquePlace:
     kind = "a random number generator"
     if isinstance(value, random.Random):
-        return Inner(path, kind, value.getstate, value.setstate)
+        return OpaquePlace(path, kind, value.getstate, value.setstate)
     if isinstance(value, np.random.RandomState | torch.Generator):
-        return Inner(path, kind, value.get_state, value.set_state)
+        return OpaquePlace(path, kind, value.get_state, value.set_state)
     bits = value.bit_generator
-    return Inner(path, kind, lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return OpaquePlace(path, kind, lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
 def _plain(value: Any) -> Any:

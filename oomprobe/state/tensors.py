@@ -229,7 +229,7 @@ class HostCopies:
         # each call.
         self._tensors: weakref.WeakValueDictionary[int, AnyCopy] = weakref.WeakValueDictionary()
         self._storages: weakref.WeakValueDictionary[int, StorageCopy] = weakref.WeakValueDictionary()
-        self.shells: dict[int, Any] = {}  # of optimizers, by id
+        self.optimizers: dict[int, Any] = {}  # `OptimizerCopy`, by id
         self.storages: weakref.WeakSet[StorageCopy] = weakref.WeakSet()
 
     def keep(self, tensor: Any) -> AnyCopy:

@@ -16,14 +16,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomprobe.state.places import (
     MAX_ENTRIES,
     SMALL_BYTES,
-    Inner,
+    OpaquePlace,
+    OptimizerCopy,
     Place,
-    Shell,
     array_place,
-    inner_of,
     is_source,
     kind_of,
-    too_long,
+    long_place,
+    opaque_place,
 )
 from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, tensors_in
 from oomprobe.state.walk import Kind, Seen, When, code_names, is_learnable, is_training_state, of_tensor, visit, weak
@@ -61,13 +61,13 @@ class Tracker:
         self.copies = HostCopies()
         self.found: list[object] = []  # modules and other objects with a state
         self.places: list[Place] = []
-        self.inner: list[Inner] = []
+        self.opaque: list[OpaquePlace] = []
         # Tensors of the model, optimizers and other training state; late ones are of optimizers that were found when they stepped.
         self.tensors: dict[AnyCopy, Place] = {}
         self.late: dict[AnyCopy, Place] = {}
         self._loose: dict[TensorCopy, tuple[str, int]] = {}  # other tensors of the user's: path and version
         self._arrays: list[Seen] = []
-        self._sources: list[tuple[Inner, int]] = []  # of data, which hand out one after another, with their ids
+        self._sources: list[tuple[OpaquePlace, int]] = []  # of data, which hand out one after another, with their ids
         self._optimizers: MutableMapping[torch.optim.Optimizer, list[Place]] = WeakIdKeyDictionary()  # live ones
         self._leaves: list[Callable[[], torch.Tensor | None]] = []
         self._names: set[str] = set()  # that the user's functions use
@@ -89,7 +89,7 @@ class Tracker:
     def _find(self, every: list[Seen]) -> None:
         for optimizer in (seen.value for seen in every if isinstance(seen.value, torch.optim.Optimizer)):
             if hasattr(optimizer, "__dict__"):
-                self.copies.shells[id(optimizer)] = Shell(optimizer, self.copies.shells)
+                self.copies.optimizers[id(optimizer)] = OptimizerCopy(optimizer, self.copies.optimizers)
             self._optimizers[optimizer] = []
         for seen in every:
             self._save(seen, self.places)
@@ -109,15 +109,15 @@ class Tracker:
                 self._left_entries -= size
                 places.append(Place(values, self.copies))
             else:
-                self.inner.append(too_long(values))
+                self.opaque.append(long_place(values))
         if seen.kind is Kind.ARRAY:
             self._arrays.append(seen)
         elif isinstance(value, torch.optim.Optimizer):
             pass
         elif is_training_state(seen):
             self.found.append(value)
-        elif (one := inner_of(seen, self._names)) is not None:
-            self.inner.append(one)
+        elif (one := opaque_place(seen, self._names)) is not None:
+            self.opaque.append(one)
             if is_source(value):
                 self._sources.append((one, id(value)))
 
@@ -150,7 +150,7 @@ class Tracker:
                 self._arrays.append(seen)
             else:
                 left_bytes -= nbytes if nbytes > SMALL_BYTES else 0
-                self.inner.append(place)
+                self.opaque.append(place)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Track an optimizer that is about to step for the first time; it may be deleted after its step."""
@@ -237,7 +237,7 @@ class Tracker:
         for copy in self.tensors:
             if copy.has_bytes and copy.is_replaced and copy.find() is not None:
                 copy.restore()
-        for one in self.inner:
+        for one in self.opaque:
             if one.when is When.EACH_TRIAL and not self._only_at_end:
                 with suppress(Exception):
                     one.put_back()
@@ -264,11 +264,11 @@ class Tracker:
 
     def _find_optimizers(self, *, trials: bool) -> None:
         """Track the optimizers that were made anew; while `trials` run, those that a step replaces are emptied."""
-        for optimizer in (shell.find() for shell in self.copies.shells.values()):
+        for optimizer in (copied.find() for copied in self.copies.optimizers.values()):
             if optimizer is not None:
                 self._optimizers.setdefault(optimizer, [])
-        for shell in self.copies.shells.values():
-            shell.watch() if trials else shell.unwatch()
+        for copied in self.copies.optimizers.values():
+            copied.watch() if trials else copied.unwatch()
 
     def _all_places(self) -> list[Place]:
         of_optimizers = (place for places in list(self._optimizers.values()) for place in places)
@@ -324,7 +324,7 @@ class Tracker:
     def plain_values(self) -> object:
         """Return the numbers, texts and lengths that the user's code has changed, and the states of random number generators."""
         held = [place.plain_values() for place in self.places if place.values.when is not When.COLD]
-        own = [repr(one.read()) for one in self.inner if one.is_written and one.when is When.EACH_TRIAL]
+        own = [repr(one.read()) for one in self.opaque if one.is_written and one.when is When.EACH_TRIAL]
         return held, own, random.getstate(), repr(np.random.get_state())
 
     def _read_flags(self) -> list[tuple[Callable[[], torch.Tensor | None], bool]]:
@@ -340,7 +340,7 @@ class Tracker:
         for place in unfinished:
             self._put_back(place, at_end=True)
         self._find_optimizers(trials=False)
-        for one in self.inner:
+        for one in self.opaque:
             with suppress(Exception):
                 one.put_back()
 
@@ -352,7 +352,7 @@ class Tracker:
     def changes(self) -> list[str]:
         """Return what of the user's differs from the start, each with its kind, such as ``"trainer.it (an iterator)"``."""
         found: dict[str, Any] = {}
-        for one in self.inner:
+        for one in self.opaque:
             found |= one.changes()
         for place in self.places:
             found |= {} if place.values.trains else place.changes()
