@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from oomprobe import linux
 from oomprobe.errors import UnreliableError
 from oomprobe.state.compare import inner_tensors, same_tensors
-from oomprobe.state.walk import is_learnable, weak
+from oomprobe.state.walk import has_data, is_learnable, weak
 from oomprobe.units import format_bytes
 
 PIECE_WORDS = 2**21  # 16 MiB
@@ -286,7 +286,7 @@ def write_back(copies: Iterable[AnyCopy]) -> None:
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors with data in a value and its containers."""
     if isinstance(value, torch.Tensor):
-        if value.device.type != "meta":
+        if has_data(value):
             yield value
     elif isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:

@@ -26,7 +26,18 @@ from oomprobe.state.places import (
     opaque_place,
 )
 from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, tensors_in
-from oomprobe.state.walk import Kind, Seen, When, code_names, is_learnable, is_training_state, of_tensor, visit, weak
+from oomprobe.state.walk import (
+    Kind,
+    Seen,
+    When,
+    code_names,
+    has_data,
+    is_learnable,
+    is_training_state,
+    of_tensor,
+    visit,
+    weak,
+)
 from oomprobe.units import format_bytes
 
 
@@ -123,7 +134,7 @@ class Tracker:
 
     def _save_tensor(self, seen: Seen) -> None:
         tensor, path = seen.value, seen.path
-        if tensor.device.type == "meta":
+        if not has_data(tensor):
             return
         if is_learnable(tensor):
             self._leaves.append(weak(tensor))

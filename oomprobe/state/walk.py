@@ -155,6 +155,11 @@ def is_learnable(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
+def has_data(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has values to copy: neither a meta tensor nor one of a simulated card has."""
+    return tensor.device.type != "meta" and not type(tensor).__module__.startswith("torch._subclasses.")
+
+
 def is_users_code(module_name: object) -> bool:
     """Return whether a module is the user's: neither Python's, nor torch's, nor installed from a package.
 

@@ -569,3 +569,27 @@ def test_a_step_that_counts_is_looked_at(every):
     assert max(trial.steps for trial in bisected) == (11 if every else 0)
     assert any(trial.steps == 9 and not trial.passed for trial in bisected) is (every is not None)
     assert (len(calls) <= 50 + 14) is (every is None)
+
+
+def test_a_step_may_replace_a_module_and_its_optimizer():
+    """The new parameters are simulated, and have no values to copy."""
+    model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000))
+    optimizer, calls = torch.optim.AdamW(model.parameters()), 0
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def step(model, batch_size):
+        nonlocal optimizer, calls
+        calls += 1
+        if calls == 4:
+            old, model[0] = model[0], nn.Embedding(1500, 64)
+            model[0].weight.data[:1000] = old.weight.data
+            optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.zero_grad()
+        model(torch.randint(1000, (batch_size, 128))).logsumexp(-1).mean().backward()
+        optimizer.step()
+
+    result = probe(model, step, max_batch=64)
+    assert (result.batch_size, result.state_verified, calls) == (64, True, 0)
+    assert max(trial.steps for trial in result.trials) > 4
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not optimizer.state
