@@ -63,7 +63,7 @@ def one_trial(command, size=8, **options):
 
 
 def test_the_answer_is_what_fresh_runs_can_do(capfd):
-    result = probe(python(), start_batch=32, multiple_of=8)
+    result = probe(python(), start_batch=32, multiple_of=32)
     answer = result.batch_size
     assert result.limited_by == "memory"
     assert result.first_failing_batch_size is None  # nothing ran without the margin
