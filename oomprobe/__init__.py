@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+from oomprobe.ground.version import __version__ as __version__
 
 # The module of each public name. They load on first use: importing oomprobe is nearly free, and its pure modules work
 # without torch.
@@ -20,11 +20,11 @@ _NAMES = {
         *("check", "check_command", "check_target"),
         *("find_max_batch", "find_max_batches", "probe_command", "probe_target"),
     ),
-    "fit": ("LinearFit",),
-    "plan": ("PlanEntry",),
-    "result": ("ProbeResult",),
-    "table": ("ProbeTable",),
-    "trials": ("Phase", "Trial", "Verdict"),
+    "records.fit": ("LinearFit",),
+    "records.plan": ("PlanEntry",),
+    "records.result": ("ProbeResult",),
+    "records.table": ("ProbeTable",),
+    "records.trials": ("Phase", "Trial", "Verdict"),
     "verdicts": ("Evidence", "classify_error"),
     "worst_case": ("WorstCaseBatches", "worst_case_batches"),
 }
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from oomprobe.errors import StepFailedError as StepFailedError
     from oomprobe.errors import TimeLimitError as TimeLimitError
     from oomprobe.errors import UnreliableError as UnreliableError
-    from oomprobe.fit import LinearFit as LinearFit
-    from oomprobe.plan import PlanEntry as PlanEntry
     from oomprobe.probe import check as check
     from oomprobe.probe import check_command as check_command
     from oomprobe.probe import check_target as check_target
@@ -50,11 +48,13 @@ if TYPE_CHECKING:
     from oomprobe.probe import find_max_batches as find_max_batches
     from oomprobe.probe import probe_command as probe_command
     from oomprobe.probe import probe_target as probe_target
-    from oomprobe.result import ProbeResult as ProbeResult
-    from oomprobe.table import ProbeTable as ProbeTable
-    from oomprobe.trials import Phase as Phase
-    from oomprobe.trials import Trial as Trial
-    from oomprobe.trials import Verdict as Verdict
+    from oomprobe.records.fit import LinearFit as LinearFit
+    from oomprobe.records.plan import PlanEntry as PlanEntry
+    from oomprobe.records.result import ProbeResult as ProbeResult
+    from oomprobe.records.table import ProbeTable as ProbeTable
+    from oomprobe.records.trials import Phase as Phase
+    from oomprobe.records.trials import Trial as Trial
+    from oomprobe.records.trials import Verdict as Verdict
     from oomprobe.verdicts import Evidence as Evidence
     from oomprobe.verdicts import classify_error as classify_error
     from oomprobe.worst_case import WorstCaseBatches as WorstCaseBatches

@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import oomprobe
 from oomprobe import errors
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.ground.units import format_bytes
+from oomprobe.ground.version import __version__
+from oomprobe.records.result import ProbeResult
+from oomprobe.records.table import ProbeTable
 from oomprobe.report import text
 from oomprobe.report.plot import new_figure
-from oomprobe.report.rows import table_report
-from oomprobe.report.table import trials_table
-from oomprobe.result import ProbeResult
-from oomprobe.table import ProbeTable
-from oomprobe.units import format_bytes
+from oomprobe.report.table import table_report
+from oomprobe.report.trials import trials_table
 
 STDOUT = Path("-")
 DEMO_CARD = "sim:H100-80GB"
@@ -259,7 +259,7 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(
         prog="oomprobe", description="Find the largest batch size that truly fits, by running it."
     )
-    whole.add_argument("--version", action="version", version=f"oomprobe {oomprobe.__version__}")
+    whole.add_argument("--version", action="version", version=f"oomprobe {__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
     run = commands.add_parser(
         "run",
@@ -461,7 +461,7 @@ def explain(error: BaseException, *, required: bool) -> int:
         tell("interrupted", *notes)
         return INTERRUPTED
     if isinstance(error, SystemExit):
-        from oomprobe.signals import EXIT_TERMINATED
+        from oomprobe.runners.signals import EXIT_TERMINATED
 
         if error.code == EXIT_TERMINATED:
             tell("terminated", *notes)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from oomprobe.devices import current_accelerator
-from oomprobe.options import StepFn
+from oomprobe.records.options import StepFn
 
 IMAGE_SIDE, CLASSES = 32, 10
 HIDDEN = 65_536

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oomprobe.trials import Trial
+from oomprobe.records.trials import Trial
 
 
 class OomProbeError(Exception):
@@ -245,6 +245,6 @@ def traceback_of(error: BaseException) -> str:
 def _tensors_by_shape() -> AbstractContextManager[object]:
     if "torch" not in sys.modules:  # importing it takes seconds, and without it there are no tensors
         return nullcontext()
-    from oomprobe.frames import TensorsByShape
+    from oomprobe.ground.frames import TensorsByShape
 
     return TensorsByShape()

@@ -10,17 +10,17 @@ from typing import Any, Literal, overload
 
 import torch
 
-from oomprobe.axis import Axis
 from oomprobe.devices import Device, names_simulated
 from oomprobe.errors import InvalidArgumentError, check_size
-from oomprobe.finish import finish
-from oomprobe.opening import open_command, open_model, open_target
-from oomprobe.options import Options, Step, StepFn
+from oomprobe.probing.finish import finish
+from oomprobe.probing.opening import open_command, open_model, open_target
+from oomprobe.probing.summary import result_of
+from oomprobe.probing.tables import Rows
+from oomprobe.records.axis import Axis
+from oomprobe.records.options import Options, Step, StepFn
+from oomprobe.records.result import ProbeResult
+from oomprobe.records.table import ProbeTable
 from oomprobe.report.progress import Progress
-from oomprobe.result import ProbeResult
-from oomprobe.rows import Rows
-from oomprobe.summary import result_of
-from oomprobe.table import ProbeTable
 
 COMMAND_RESOLUTION = 1 / 64  # each trial of a command is a whole run
 RANKS_RESOLUTION = 1 / 128  # each trial that fails ends its ranks, which must be built anew

@@ -23,7 +23,7 @@ from cuda.models import Gpt, language_model  # noqa: E402
 from cuda.test_tables import LENGTHS, TABLES, calls_of, evaluating, with_value  # noqa: E402
 
 import oomprobe  # noqa: E402
-from oomprobe.trial import LocalRunner  # noqa: E402
+from oomprobe.runners.local import LocalRunner  # noqa: E402
 
 STEPS, TRAININGS = 200, 4
 SETTINGS = {"default": {}, "expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from oomprobe import linux
-from oomprobe.hooks import preload_dynamo
+from oomprobe.ground import linux
+from oomprobe.runners.hooks import preload_dynamo
 
 ON_BED = any(Path(torch.__file__).parents[1].glob("nvidia/*/lib/libcudastub.so"))
 pytest.register_assert_rewrite("helpers")

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from helpers import a_trial
 
-from oomprobe.fit import fit_line
-from oomprobe.result import ProbeResult
-from oomprobe.trials import Phase, RankTrial, Verdict
+from oomprobe.records.fit import fit_line
+from oomprobe.records.result import ProbeResult
+from oomprobe.records.trials import Phase, RankTrial, Verdict
 
 GIB, MIB = 2**30, 2**20
 CUDA_OOM = (

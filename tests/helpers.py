@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from oomprobe.fit import fit_line
-from oomprobe.result import ProbeResult
-from oomprobe.trials import Phase, Trial, Verdict
+from oomprobe.records.fit import fit_line
+from oomprobe.records.result import ProbeResult
+from oomprobe.records.trials import Phase, Trial, Verdict
 
 TESTS = Path(__file__).parent
 REPOSITORY = TESTS.parent

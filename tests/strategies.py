@@ -4,9 +4,9 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from oomprobe.fit import LinearFit
-from oomprobe.result import SCHEMA_VERSION, ProbeResult
-from oomprobe.trials import Phase, RankTrial, Trial, Verdict
+from oomprobe.records.fit import LinearFit
+from oomprobe.records.result import SCHEMA_VERSION, ProbeResult
+from oomprobe.records.trials import Phase, RankTrial, Trial, Verdict
 
 counts = st.integers(0, 2**63)
 floats = st.floats(allow_nan=False, allow_infinity=False)

@@ -3,11 +3,11 @@
 import pytest
 from helpers import a_trial
 
-from oomprobe.options import Options
+from oomprobe.probing.session import Session
+from oomprobe.records.options import Options
+from oomprobe.records.trials import Calls, DeviceInfo, Measured, Outcome, Phase, RunnerInfo, Verdict
 from oomprobe.report.progress import Reporter
-from oomprobe.session import Session
-from oomprobe.signals import Clock
-from oomprobe.trials import Calls, DeviceInfo, Measured, Outcome, Phase, RunnerInfo, Verdict
+from oomprobe.runners.signals import Clock
 
 GIB = 2**30
 FITS, OOM = Verdict.FITS, Verdict.OOM

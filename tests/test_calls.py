@@ -2,11 +2,20 @@
 
 import pytest
 
-from oomprobe.options import Options
+from oomprobe.probing.session import Session
+from oomprobe.records.options import Options
+from oomprobe.records.trials import (
+    Calls,
+    DeviceInfo,
+    Measured,
+    Outcome,
+    Phase,
+    RunnerInfo,
+    Trial,
+    Verdict,
+)
 from oomprobe.report.progress import Reporter
-from oomprobe.session import Session
-from oomprobe.signals import Clock
-from oomprobe.trials import Calls, DeviceInfo, Measured, Outcome, Phase, RunnerInfo, Trial, Verdict
+from oomprobe.runners.signals import Clock
 
 GIB = 2**30
 LIMIT, LATE_LIMIT = 500, 280  # of the first calls, and of the large one

@@ -105,7 +105,7 @@ def writes():
 """
 ISOLATED = ["--device", "cpu:1GiB", "--progress", "off"]
 NO_TARGET = ["run", "no such target"]
-RUN = [*ISOLATED, "--in-process"]  # seconds faster; tests/isolation covers child processes
+RUN = [*ISOLATED, "--in-process"]  # seconds faster; tests/workers covers child processes
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import time
 import pytest
 from helpers import a_trial
 
-from oomprobe.options import Options
-from oomprobe.signals import CONFIRM_SLACK, Clock
+from oomprobe.records.options import Options
+from oomprobe.runners.signals import CONFIRM_SLACK, Clock
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from oomprobe.hooks import Compiled
+from oomprobe.runners.hooks import Compiled
 
 SIZES = [2, 4, 8, 6, 5, 6]
 

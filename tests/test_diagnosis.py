@@ -3,8 +3,8 @@
 import pytest
 from helpers import a_trial
 
-from oomprobe.diagnosis import known_so_far
-from oomprobe.trials import Verdict
+from oomprobe.records.trials import Verdict
+from oomprobe.rules.diagnosis import known_so_far
 
 OOM, CRASHED = Verdict.OOM, Verdict.CRASHED
 BRACKET = [a_trial(8, steps=3), a_trial(15, steps=3), a_trial(16, OOM), a_trial(18, OOM), a_trial(1, steps=50)]

@@ -4,7 +4,7 @@ import pytest
 
 from oomprobe import errors
 from oomprobe.cli import explain, explained
-from oomprobe.signals import EXIT_TERMINATED
+from oomprobe.runners.signals import EXIT_TERMINATED
 
 CODES = {
     errors.NothingFitsError: 1,

@@ -5,8 +5,8 @@ import pytest
 from example_results import gpu, host
 from helpers import a_result, a_trial
 
+from oomprobe.records.trials import Phase, Verdict
 from oomprobe.report.text import report
-from oomprobe.trials import Phase, Verdict
 
 
 def sentence(result, word):

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomprobe.fit import estimates, fit_line
+from oomprobe.records.fit import estimates, fit_line
 
 sizes = st.lists(st.integers(1, 2**40), min_size=3, max_size=12, unique=True)
 peaks = st.integers(0, 2**45)

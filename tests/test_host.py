@@ -15,11 +15,11 @@ from ledger import Log
 from torch import nn
 
 import oomprobe
-from oomprobe import linux
 from oomprobe.devices import host
 from oomprobe.devices.host import APPROXIMATE, HostDevice
-from oomprobe.isolation import process, runner
-from oomprobe.isolation.process import Process as TrialProcess
+from oomprobe.ground import linux
+from oomprobe.runners.workers import process, runner
+from oomprobe.runners.workers.process import Process as TrialProcess
 
 MIB, GIB = 2**20, 2**30
 QUIET = {"device": "cpu:128MiB", "progress": "off"}
@@ -111,7 +111,7 @@ def test_a_limit_set_by_the_user_bounds_the_answer():
     code = """
         import resource, torch, torch._dynamo, oomprobe
         from test_host import linear, MIB
-        from oomprobe import linux
+        from oomprobe.ground import linux
         limit = linux.process_bytes("VmSize") + 250 * MIB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         result = oomprobe.find_max_batch(*linear(), device="cpu:1GiB", resolution=0.02, progress="off")

@@ -60,13 +60,68 @@ def imports_of(path):
             yield from submodules or {node.module}
 
 
+# From the ground up. A module or folder imports only what stands on a lower floor, or in its own folder.
+FLOORS = (
+    "ground",
+    "errors",
+    "records",
+    "rules",
+    "verdicts state simulation",
+    "devices report",
+    "runners",
+    "probing",
+    "probe demo worst_case",
+    "integrations",
+    "cli",
+    "__main__",
+)
+FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
+# Errors carry trials; results and tables render themselves.
+CLIMBING = {
+    ("errors", "records"),
+    ("records.result", "report"),
+    ("records.table", "report"),
+    ("ground.units", "errors"),
+}
+
+
+def test_each_floor_imports_only_floors_below():
+    climbing = set()
+    for name, path in MODULES.items():
+        if name == "oomprobe":
+            continue
+        floor = name.split(".")[1]
+        for imported in imports_of(path):
+            other = imported.split(".")[1]
+            if other != floor and FLOOR_OF[other] >= FLOOR_OF[floor]:
+                climbing.add((name.removeprefix("oomprobe."), other))
+    assert climbing == CLIMBING
+
+
 def test_imports_have_no_cycle():
     graph = {name: set(imports_of(path)) for name, path in MODULES.items() if name != "oomprobe"}  # it re-exports
-    for record in ("oomprobe.result", "oomprobe.table"):
-        drawn = {name for name in graph[record] if name.startswith("oomprobe.report.")}
-        assert drawn  # a result and a table render themselves, so these import each other
-        graph[record] -= drawn
+    for record in ("oomprobe.records.result", "oomprobe.records.table"):
+        graph[record] = {name for name in graph[record] if not name.startswith("oomprobe.report.")}
     TopologicalSorter(graph).prepare()
+
+
+def test_names_of_modules_in_texts_are_names_of_modules():
+    """Renaming a module must not leave its old name behind in a text that code compares with or imports."""
+    names = {
+        node.value
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node.value.startswith("oomprobe.") and node.value.replace(".", "").isidentifier() and node.value[-1] != "."
+    }
+    assert {name for name in names if name not in MODULES} <= {"oomprobe.probe_target"}
+
+
+def test_the_top_is_small():
+    entries = [path for path in HOUSE.iterdir() if path.name != "__pycache__"]
+    folders = [path for path in entries if path.is_dir()]
+    assert len(folders) <= 12
+    assert len(entries) - len(folders) <= 8
 
 
 def test_only_devices_test_for_device_classes():

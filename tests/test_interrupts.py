@@ -23,7 +23,7 @@ TERMINATED = 143
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch):
     """Let confirmations make only the calls that `confirm_steps` takes, since steps here are slow."""
-    monkeypatch.setattr("oomprobe.calls.LOOK_CALLS", 1)
+    monkeypatch.setattr("oomprobe.probing.calls.LOOK_CALLS", 1)
 
 
 def probe(act, **options):

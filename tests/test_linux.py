@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from oomprobe import linux
+from oomprobe.ground import linux
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads memory figures of Linux")
 

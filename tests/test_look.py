@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from oomprobe.look import EXACT_CALLS, LOOK_CALLS, WIDEST, calls_needed, growth_bytes, tolerance_of
+from oomprobe.rules.look import (
+    EXACT_CALLS,
+    LOOK_CALLS,
+    WIDEST,
+    calls_needed,
+    growth_bytes,
+    tolerance_of,
+)
 
 KIB = 2**10
 CALLS = range(1, LOOK_CALLS + 1)

@@ -4,12 +4,12 @@ import pytest
 from helpers import a_trial
 
 from oomprobe.errors import OomProbeError
-from oomprobe.neighbours import ATTEMPTS, LOOKS, Neighbours
-from oomprobe.options import Options
+from oomprobe.probing.neighbours import ATTEMPTS, LOOKS, Neighbours
+from oomprobe.probing.session import Session
+from oomprobe.records.options import Options
+from oomprobe.records.trials import DeviceInfo, Measured, Outcome, Phase, RunnerInfo, Verdict
 from oomprobe.report.progress import Reporter
-from oomprobe.session import Session
-from oomprobe.signals import Clock
-from oomprobe.trials import DeviceInfo, Measured, Outcome, Phase, RunnerInfo, Verdict
+from oomprobe.runners.signals import Clock
 
 GIB = 2**30
 

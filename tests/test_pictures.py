@@ -13,13 +13,7 @@ from helpers import a_result, a_trial, same_as_golden
 
 import oomprobe
 from oomprobe import cli
-from oomprobe.breakdown import (
-    ACTIVATIONS,
-    FRAGMENTATION,
-    KINDS,
-    Breakdown,
-    ModuleMemory,
-)
+from oomprobe.records.breakdown import ACTIVATIONS, FRAGMENTATION, KINDS, Breakdown, ModuleMemory
 from oomprobe.report.breakdown import advice, breakdown_lines
 from oomprobe.report.compare import comparison
 from oomprobe.report.html import page

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.plan import plan
+from oomprobe.records.plan import plan
 
 shapes = st.tuples(st.integers(1, 5000), st.integers(1, 16), st.integers(1, 300), st.integers(1, 9))
 

@@ -17,11 +17,11 @@ from ledger import MIB, LedgerDevice
 
 import oomprobe
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.options import Options
+from oomprobe.records.options import Options
+from oomprobe.records.trials import Phase, Verdict
 from oomprobe.report import progress
 from oomprobe.report.progress import reporter
-from oomprobe.report.table import trial_line
-from oomprobe.trials import Phase, Verdict
+from oomprobe.report.trials import trial_line
 
 
 class Terminal(io.StringIO):

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import results
 
-from oomprobe.fit import fit_line
-from oomprobe.report.table import trial_line
+from oomprobe.records.fit import fit_line
+from oomprobe.records.trials import Verdict
 from oomprobe.report.text import report
-from oomprobe.trials import Verdict
+from oomprobe.report.trials import trial_line
 
 VERDICT = re.compile(r"^verdict: batch (\d+)", re.MULTILINE)
 every_example = pytest.mark.parametrize("name", EXAMPLES)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from strategies import floats, results, words
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.result import SCHEMA_VERSION, ProbeResult
-from oomprobe.trials import Phase, Verdict
+from oomprobe.records.result import SCHEMA_VERSION, ProbeResult
+from oomprobe.records.trials import Phase, Verdict
 
 VERSION_1 = Path(__file__).parent / "data" / "result_version_1.json"
 json_values = st.recursive(

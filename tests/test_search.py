@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomprobe.search import Found, Reply, Sizes, find
-from oomprobe.trials import Phase
+from oomprobe.records.sizes import Sizes
+from oomprobe.records.trials import Phase
+from oomprobe.rules.search import Found, Reply, find
 
 BILLION = 10**9
 MANY = 2_000  # calls; no search over the sizes of these tests needs nearly as many

@@ -9,10 +9,11 @@ import pytest
 import torch
 from fake_accelerator import MIB, FakeAccelerator, FakeModule
 
-from oomprobe import InvalidArgumentError, linux
+from oomprobe import InvalidArgumentError
 from oomprobe.devices import choose_device, list_devices, mps, sharing
 from oomprobe.devices.choose import describe_device
 from oomprobe.devices.mps import MpsDevice
+from oomprobe.ground import linux
 
 GIB = 2**30
 WITHOUT_PARAMETERS = torch.nn.ReLU()

@@ -19,8 +19,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import oomprobe
-from oomprobe import linux
 from oomprobe.errors import InvalidArgumentError, UnreliableError
+from oomprobe.ground import linux
 from oomprobe.state import Snapshot, preserved, snapshot
 from oomprobe.state.compare import same
 from oomprobe.state.tensors import StorageCopy

@@ -6,12 +6,12 @@ import types
 import pytest
 from helpers import a_trial
 
-from oomprobe import summary
-from oomprobe.options import Options
+from oomprobe.probing import summary
+from oomprobe.probing.session import Session
+from oomprobe.records.options import Options
+from oomprobe.records.trials import DeviceInfo, Phase, RunnerInfo, Verdict
 from oomprobe.report.progress import Reporter
-from oomprobe.search import Found
-from oomprobe.session import Session
-from oomprobe.trials import DeviceInfo, Phase, RunnerInfo, Verdict
+from oomprobe.rules.search import Found
 
 MIB = 2**20
 

@@ -8,8 +8,8 @@ from helpers import a_trial
 from hypothesis import given
 from strategies import trials
 
-from oomprobe.report.table import trial_line, trials_table
-from oomprobe.trials import Phase, Trial, Verdict
+from oomprobe.records.trials import Phase, Trial, Verdict
+from oomprobe.report.trials import trial_line, trials_table
 
 
 def remarks(*some):

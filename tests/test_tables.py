@@ -17,10 +17,11 @@ from ledger import LedgerDevice
 
 import oomprobe
 from oomprobe import InvalidArgumentError, ProbeTable, cli
-from oomprobe.axis import Axis
+from oomprobe.records.axis import Axis
+from oomprobe.records.sizes import Sizes
 from oomprobe.report.html import table_page
-from oomprobe.report.rows import table_report
-from oomprobe.search import Reply, Sizes, find
+from oomprobe.report.table import table_report
+from oomprobe.rules.search import Reply, find
 
 TARGET = """
 import torch

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.targets import RECIPE, build, load, name_of
+from oomprobe.runners.targets import RECIPE, build, load, name_of
 
 TRAIN = """
 import torch

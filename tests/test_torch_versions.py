@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import oomprobe
-from oomprobe import torch_versions
+from oomprobe.ground import torch_versions
+from oomprobe.ground.torch_versions import BlockOrder, LtWorkspace, workspaces
 from oomprobe.simulation.allocator import CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.torch_versions import BlockOrder, LtWorkspace, workspaces
 
 MIB = 2**20
 CUBLAS, LT = 8_519_680, MIB

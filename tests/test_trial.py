@@ -11,7 +11,7 @@ from ledger import MIB, LedgerDevice, Log
 from torch import nn
 
 import oomprobe
-from oomprobe.trials import Phase, Verdict
+from oomprobe.records.trials import Phase, Verdict
 
 
 def probe(model, step, *, device=None, **options):

@@ -3,7 +3,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.units import format_bytes, format_seconds, parse_bytes
+from oomprobe.ground.units import format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ledger import MIB, LedgerDevice
 
 import oomprobe
-from oomprobe.signals import TimeUp
-from oomprobe.trials import Verdict
+from oomprobe.records.trials import Verdict
+from oomprobe.runners.signals import TimeUp
 from oomprobe.verdicts import Evidence, classify, classify_error, facts_of
 from oomprobe.verdicts.classify import MAX_LINKS, MAX_TEXT
 from oomprobe.verdicts.texts import ERROR_TEXTS

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from oomprobe.hooks import OptimizerWatch, accumulating
+from oomprobe.runners.hooks import OptimizerWatch, accumulating
 from oomprobe.state import Tracker
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from oomprobe import linux
 from oomprobe.devices import sharing
 from oomprobe.devices.base import History, Usage, stated_name, typed_budget
 from oomprobe.errors import UnreliableError
-from oomprobe.trials import Verdict
+from oomprobe.ground import linux
+from oomprobe.records.trials import Verdict
 from oomprobe.verdicts import Evidence, classify_error
 
 MIB = 2**20

@@ -10,9 +10,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from oomprobe.errors import DeviceLostError, InvalidArgumentError, OomProbeError, device_lost, text_of, unmeasured
-from oomprobe.trials import DeviceInfo, Request, Trial
-from oomprobe.units import format_bytes
+from oomprobe.errors import (
+    DeviceLostError,
+    InvalidArgumentError,
+    OomProbeError,
+    device_lost,
+    text_of,
+    unmeasured,
+)
+from oomprobe.ground.units import format_bytes
+from oomprobe.records.trials import DeviceInfo, Request, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from oomprobe.devices.base import Device, replays
 from oomprobe.devices.host import HostDevice
 from oomprobe.devices.mps import MpsDevice
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
-from oomprobe.units import format_bytes, parse_bytes
+from oomprobe.ground.units import format_bytes, parse_bytes
 
 
 def choose_device(device: object, model: torch.nn.Module) -> Device:

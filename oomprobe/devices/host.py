@@ -1,6 +1,6 @@
 """Host memory, limited to a budget by the operating system.
 
-Each trial runs in a child process (`oomprobe.isolation`) whose address space ``RLIMIT_AS`` limits, so torch's CPU
+Each trial runs in a child process (`oomprobe.runners.workers`) whose address space ``RLIMIT_AS`` limits, so torch's CPU
 allocator raises its own error before the OOM killer acts.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from oomprobe import linux
 from oomprobe.devices.base import Usage, stated_name
 from oomprobe.errors import NoDeviceError
+from oomprobe.ground import linux
 
 with suppress(ImportError):  # not on Windows
     import resource

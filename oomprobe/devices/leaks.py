@@ -7,8 +7,8 @@ from collections.abc import Callable
 import tenacity
 
 from oomprobe.devices import Device
-from oomprobe.trials import Trial
-from oomprobe.units import format_bytes
+from oomprobe.ground.units import format_bytes
+from oomprobe.records.trials import Trial
 
 TOLERATED_BYTES = 2**20  # more than the small caches that libraries make for a new shape
 REFUSED_SHARE = 0.05  # of the available memory

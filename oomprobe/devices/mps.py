@@ -10,7 +10,7 @@ import torch
 
 from oomprobe.devices.accelerator import NEARLY_NOTHING, kernel_answers
 from oomprobe.devices.base import Usage
-from oomprobe.units import format_bytes
+from oomprobe.ground.units import format_bytes
 
 # Source: aten/src/ATen/mps/MPSAllocator.h
 DEFAULT_HIGH_WATERMARK = 1.7

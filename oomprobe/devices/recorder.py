@@ -14,7 +14,8 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from oomprobe.breakdown import (
+from oomprobe.devices.base import History
+from oomprobe.records.breakdown import (
     ACTIVATIONS,
     BACKWARD,
     FRAGMENTATION,
@@ -27,7 +28,6 @@ from oomprobe.breakdown import (
     Breakdown,
     ModuleMemory,
 )
-from oomprobe.devices.base import History
 from oomprobe.state import state_tensors
 
 OUTSIDE = "(outside the model)"

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from oomprobe.devices.base import History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
+from oomprobe.ground.units import format_bytes, parse_bytes
+from oomprobe.records.trials import Request, Trial, Verdict
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cards import Card, generic_card
@@ -25,8 +27,6 @@ from oomprobe.simulation.ranks import first_of, nccl_note, with_nccl
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import Call, LiveBlocks, Predictor, replay_call
 from oomprobe.simulation.unknown import refuse_address, refuse_array, wants_data
-from oomprobe.trials import Request, Trial, Verdict
-from oomprobe.units import format_bytes, parse_bytes
 
 
 class SimulatedDevice:

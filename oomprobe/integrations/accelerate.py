@@ -33,11 +33,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from oomprobe import probe
-from oomprobe.errors import Caller, InvalidArgumentError, NothingFitsError, NotRunError, StepFailedError, check_size
-from oomprobe.hooks import wraps_another
+from oomprobe.errors import (
+    Caller,
+    InvalidArgumentError,
+    NothingFitsError,
+    NotRunError,
+    StepFailedError,
+    check_size,
+)
 from oomprobe.integrations.framework import steps_to_calls
-from oomprobe.options import Step
-from oomprobe.trials import Verdict
+from oomprobe.records.options import Step
+from oomprobe.records.trials import Verdict
+from oomprobe.runners.hooks import wraps_another
 from oomprobe.verdicts import classify_error
 
 SHARED_STATES = ("PartialState", "AcceleratorState", "GradientState")  # process-wide, in accelerate.state

@@ -14,9 +14,9 @@ import torch
 from torch.torch_version import TorchVersion
 
 from oomprobe.errors import InvalidArgumentError, OomProbeError, check_size
-from oomprobe.options import SEVERAL_RANKS, Step
 from oomprobe.probe import find_max_batch
-from oomprobe.result import ProbeResult
+from oomprobe.records.options import SEVERAL_RANKS, Step
+from oomprobe.records.result import ProbeResult
 from oomprobe.state import Tracker, generator_states, preserved
 from oomprobe.worst_case import LargestFirst
 

@@ -40,8 +40,8 @@ from oomprobe.integrations.framework import (
     steps_to_calls,
     with_notes,
 )
-from oomprobe.options import Step, check_seconds
-from oomprobe.result import ProbeResult
+from oomprobe.records.options import Step, check_seconds
+from oomprobe.records.result import ProbeResult
 from oomprobe.worst_case import LargestFirst, largest_first
 
 TRAIN, EVAL = "train_dataloader", "val_dataloader"  # methods; the arguments of Trainer.fit end in "s"

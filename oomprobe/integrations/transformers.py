@@ -37,9 +37,9 @@ from oomprobe.integrations.framework import (
     steps_to_calls,
     with_notes,
 )
-from oomprobe.options import Step, check_seconds
-from oomprobe.plan import PlanEntry, plan
-from oomprobe.result import ProbeResult
+from oomprobe.records.options import Step, check_seconds
+from oomprobe.records.plan import PlanEntry, plan
+from oomprobe.records.result import ProbeResult
 from oomprobe.worst_case import LargestFirst, largest_first
 
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs with the gradients of the first; later ones need no more

@@ -21,8 +21,8 @@ import torch
 from oomprobe.devices import Device, choose_device, replays
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
 from oomprobe.integrations.framework import framework, last_batch, probe_loop, quiet_loggers, with_notes
-from oomprobe.options import Step
-from oomprobe.result import ProbeResult
+from oomprobe.records.options import Step
+from oomprobe.records.result import ProbeResult
 
 GRID = 32  # pixels: the trainer rounds image sides up to a multiple of the stride, which is at least this
 OBJECT_SIDE = 0.5  # as a share of the image's side; see `_worst_batch`

@@ -1,1 +1,1 @@
-"""Reports: text, HTML, plots, live progress, plans for gradient accumulation, and the linear fit."""
+"""What people read: text, pages, pictures, and progress while a probe runs."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from oomprobe.breakdown import ACTIVATIONS, BACKWARD, FRAGMENTATION, STATE, STEPPING, Breakdown
-from oomprobe.report.words import WIDTH, bullets, clean, clip
-from oomprobe.units import format_bytes
+from oomprobe.ground.units import format_bytes
+from oomprobe.ground.words import WIDTH, bullets, clean, clip
+from oomprobe.records.breakdown import ACTIVATIONS, BACKWARD, FRAGMENTATION, STATE, STEPPING, Breakdown
 
 LARGE, SMALL = 0.25, 0.1  # shares of the peak above which advice is given
 MOST_ADVICE = 5

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from oomprobe.report.words import WIDTH, clean, clip, rate, wrap
-from oomprobe.units import format_bytes, format_seconds
+from oomprobe.ground.units import format_bytes, format_seconds
+from oomprobe.ground.words import WIDTH, clean, clip, rate, wrap
 
 if TYPE_CHECKING:
-    from oomprobe.result import ProbeResult
+    from oomprobe.records.result import ProbeResult
 
 NAME_WIDTH, CELL_WIDTH = 24, 30
 

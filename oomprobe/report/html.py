@@ -8,18 +8,18 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from oomprobe.axis import text_of_value
+from oomprobe.records.axis import text_of_value
 from oomprobe.report.breakdown import advice, breakdown_rows
 from oomprobe.report.plot import bracket_figure, result_figure
-from oomprobe.report.rows import foot_lines, table_figure, table_notes, table_rows, table_verdict
-from oomprobe.report.table import TEXT_COLUMNS, table_cells
+from oomprobe.report.table import foot_lines, table_figure, table_notes, table_rows, table_verdict
 from oomprobe.report.text import facts, verdict_line, warning_lines
+from oomprobe.report.trials import TEXT_COLUMNS, table_cells
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from oomprobe.result import ProbeResult
-    from oomprobe.table import ProbeTable
+    from oomprobe.records.result import ProbeResult
+    from oomprobe.records.table import ProbeTable
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 0 auto; padding: 1rem; }

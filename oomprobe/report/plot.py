@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.trials import Trial
-from oomprobe.units import byte_unit, format_bytes
+from oomprobe.ground.units import byte_unit, format_bytes
+from oomprobe.records.trials import Trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from oomprobe.result import ProbeResult
+    from oomprobe.records.result import ProbeResult
 
 COLUMN_INCHES = 3.5  # one column of a paper, or a phone
 DARK, LIGHT, GREY = "#1b4f8a", "#e08a2e", "0.45"  # distinct in greyscale too

@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.options import Options
-from oomprobe.report.table import trial_line
-from oomprobe.report.words import clip
-from oomprobe.trials import Phase, Trial
-from oomprobe.units import format_seconds
+from oomprobe.ground.units import format_seconds
+from oomprobe.ground.words import clip
+from oomprobe.records.options import Options
+from oomprobe.records.trials import Phase, Trial
+from oomprobe.report.trials import trial_line
 
 Progress = str | Callable[["Trial"], object]
 _GREEN, _RED, _NORMAL = "\x1b[32m", "\x1b[31m", "\x1b[0m"

@@ -7,16 +7,16 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from oomprobe.plan import PlanEntry
+from oomprobe.ground.units import format_bytes, format_seconds
+from oomprobe.ground.words import WIDTH, bullets, clean, clip, count, rate, wrap
+from oomprobe.records.plan import PlanEntry
+from oomprobe.records.trials import Verdict
 from oomprobe.report.breakdown import breakdown_lines
-from oomprobe.report.table import trials_table
-from oomprobe.report.words import WIDTH, bullets, clean, clip, count, rate, wrap
-from oomprobe.trials import Verdict
-from oomprobe.units import format_bytes, format_seconds
+from oomprobe.report.trials import trials_table
 
 if TYPE_CHECKING:
-    from oomprobe.result import ProbeResult
-    from oomprobe.trials import RankTrial
+    from oomprobe.records.result import ProbeResult
+    from oomprobe.records.trials import RankTrial
 
 TIMING_NOISE = 0.05  # smallest spread assumed between the rates of repeated trials
 ALIKE = 0.01  # ranks count as alike if the shares of their memory that they reserve differ by no more than this

@@ -14,8 +14,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 
+from oomprobe.ground.torch_versions import BlockOrder
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.torch_versions import BlockOrder
 
 MIB = 2**20
 SMALLEST_BLOCK = 512  # kMinBlockSize

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oomprobe import torch_versions
+from oomprobe.ground import torch_versions
 from oomprobe.simulation import scratch
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from oomprobe.ground.torch_versions import LT_BYTES, LtWorkspace, workspaces
 from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, oom_message
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.scratch import Kernel, Launch, borrowed, needs_of
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import Call, LiveBlocks, Tape, replay_call
-from oomprobe.torch_versions import LT_BYTES, LtWorkspace, workspaces
 
 _Storage = Any  # torch.UntypedStorage, on the host or the meta device
 

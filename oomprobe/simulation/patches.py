@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import checkpoint
 
 from oomprobe.errors import SimulationError
-from oomprobe.frames import user_line
+from oomprobe.ground.frames import user_line
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.cuda_kernels import CudaKernels

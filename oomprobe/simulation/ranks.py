@@ -17,8 +17,8 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.ground.units import format_bytes
 from oomprobe.simulation.cards import Card
-from oomprobe.units import format_bytes
 
 # For one communicator: 0.5 GB between 2 cards, 0.7 GB between 4 (NVIDIA/nccl issue 964, A100s), 1.1 GB and more between 8
 # (issue 1685, H100s).

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from oomprobe import torch_versions
+from oomprobe.ground import torch_versions
 from oomprobe.simulation.reductions import Processors, Reduction, buffers
 
 _aten = torch.ops.aten

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.torch_versions import BLOCK_ORDER, SETTINGS_VARIABLES, BlockOrder
+from oomprobe.ground.torch_versions import BLOCK_ORDER, SETTINGS_VARIABLES, BlockOrder
 
 _READERS: dict[str, Callable[[str], Any]] = {
     "expandable_segments": {"True": True, "False": False}.__getitem__,

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from oomprobe.errors import SimulationError
-from oomprobe.frames import raised_at, user_line
+from oomprobe.ground.frames import raised_at, user_line
 
 # --- answers ---
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from oomprobe import linux
 from oomprobe.errors import UnreliableError
+from oomprobe.ground import linux
+from oomprobe.ground.units import format_bytes
 from oomprobe.state.compare import inner_tensors, same_tensors
 from oomprobe.state.walk import has_data, is_learnable, weak
-from oomprobe.units import format_bytes
 
 PIECE_WORDS = 2**21  # 16 MiB
 HOST_SHARE = 0.9  # of the free host memory; the rest is for what the steps need on the host

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from oomprobe.ground.units import format_bytes
 from oomprobe.state.places import (
     MAX_ENTRIES,
     SMALL_BYTES,
@@ -38,7 +39,6 @@ from oomprobe.state.walk import (
     visit,
     weak,
 )
-from oomprobe.units import format_bytes
 
 
 class Tracker:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from oomprobe.errors import SIGNALS, text_of
-from oomprobe.trials import Verdict
+from oomprobe.errors import SIGNALS, DeviceLostError, OomProbeError, text_of
+from oomprobe.records.trials import Verdict
 from oomprobe.verdicts.texts import ERROR_TEXTS, LIBRARIES, ErrorText
 
 # Errors of another probe that ran inside the step are final: their texts quote out-of-memory errors that it has handled,
 # and one class is a MemoryError. A lost device, however, is lost to this probe too.
-_PROBE_ERROR, _DEVICE_LOST = "oomprobe.errors.OomProbeError", "oomprobe.errors.DeviceLostError"
+_PROBE_ERROR, _DEVICE_LOST = (f"{error.__module__}.{error.__name__}" for error in (OomProbeError, DeviceLostError))
 _BUILTINS_OF_TORCH = frozenset({"builtins.RuntimeError", "builtins.MemoryError"})
 MAX_LINKS = 64  # torch makes no longer chains
 MAX_TEXT = 16_000  # characters kept from each end of a text: the cause is first, or last below a traceback

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oomprobe.errors import text_of
-from oomprobe.frames import TORCH, raised_at
+from oomprobe.ground.frames import TORCH, raised_at
 from oomprobe.verdicts.classify import Facts, facts_of
 
 MAX_TEXT = 600

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from oomprobe.trials import Verdict
+from oomprobe.records.trials import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from oomprobe.command.output import CONTEXT_LINES, KEPT, Output, cause_of
-from oomprobe.trials import Verdict
+from oomprobe.records.trials import Verdict
+from oomprobe.runners.command.output import CONTEXT_LINES, KEPT, Output, cause_of
 from oomprobe.verdicts import Evidence, Link
 
 from .test_reports import memory, report

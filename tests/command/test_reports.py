@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from oomprobe.command import reports
-from oomprobe.command.reports import Memory, Report
+from oomprobe.runners.command import reports
+from oomprobe.runners.command.reports import Memory, Report
 
 GIB = 2**30
 

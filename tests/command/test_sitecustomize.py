@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from oomprobe.command.reports import read
-from oomprobe.command.run import HERE
+from oomprobe.runners.command.reports import read
+from oomprobe.runners.command.run import HERE
 
 SITE = HERE / "site"
 TRAINS = """

@@ -5,8 +5,8 @@ import os
 import torch
 import torch.distributed.fsdp  # otherwise each rank imports it
 
-from oomprobe.isolation import group, ranks, worker
-from oomprobe.isolation.process import Process
+from oomprobe.runners.workers import group, ranks, worker
+from oomprobe.runners.workers.process import Process
 
 from .bed import forked
 

@@ -8,7 +8,7 @@ import torch
 from gpu_check import search_around
 
 import oomprobe
-from oomprobe.torch_versions import VERSION
+from oomprobe.ground.torch_versions import VERSION
 
 from .bed import forked
 from .models import MODELS, gpt, held_to, runs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oomprobe
-from oomprobe.isolation.process import Process
+from oomprobe.runners.workers.process import Process
 
 from .bed import forked
 from .models import converted, mlp, runs

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import oomprobe
-from oomprobe.breakdown import ACTIVATIONS, BACKWARD, GRADIENTS, PARAMETERS, STATE
+from oomprobe.records.breakdown import ACTIVATIONS, BACKWARD, GRADIENTS, PARAMETERS, STATE
 
 from .bed import forked, run_on_bed
 from .models import MODELS

@@ -8,7 +8,7 @@ from ledger import Log
 from torch import nn
 
 import oomprobe
-from oomprobe.opening import FROZEN_BY_PYTHON
+from oomprobe.probing.opening import FROZEN_BY_PYTHON
 
 from .bed import forked
 from .models import MODELS, classifier, mlp, runs

@@ -13,7 +13,7 @@ import pytest
 
 import oomprobe
 from oomprobe.cli import main
-from oomprobe.torch_versions import VERSION
+from oomprobe.ground.torch_versions import VERSION
 
 SCRIPT = Path(__file__).with_name("script.py")
 MIB = 2**20

@@ -12,7 +12,7 @@ from gpu_check import search_around
 from torch import nn
 
 import oomprobe
-from oomprobe.torch_versions import VERSION
+from oomprobe.ground.torch_versions import VERSION
 
 from .bed import forked
 from .models import runs

@@ -10,8 +10,8 @@ import torch
 from ledger import Log
 
 import oomprobe
-from oomprobe import neighbours
 from oomprobe.devices.sharing import processes_on
+from oomprobe.probing import neighbours
 
 from .bed import ILLEGAL_ADDRESS, fail, forked, start, target
 from .models import MODELS, mlp

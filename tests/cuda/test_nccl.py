@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from oomprobe.torch_versions import VERSION
+from oomprobe.ground.torch_versions import VERSION
 
 from .bed import ChildDiedError, forked, start
 

@@ -19,7 +19,7 @@ import torch.distributed.fsdp  # otherwise each rank imports it
 from torch import nn
 
 import oomprobe
-from oomprobe.isolation import group, ranks
+from oomprobe.runners.workers import group, ranks
 
 from .bed import forked, start
 from .ranks import on_ranks, searching

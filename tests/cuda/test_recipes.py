@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import oomprobe
-from oomprobe import trial
+from oomprobe.runners import local as trial
 
 from .bed import forked
 

@@ -6,9 +6,9 @@ import torch
 from gpu_recording import events_of
 from recordings import NAMES, Nothing, Recording, replay, requests_of
 
+from oomprobe.ground.torch_versions import VERSION
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.torch_versions import VERSION
 
 from .bed import forked
 

@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomprobe
+from oomprobe.ground.torch_versions import VERSION
+from oomprobe.ground.units import parse_bytes
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.torch_versions import VERSION
-from oomprobe.units import parse_bytes
 
 from .bed import forked
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import oomprobe
-from oomprobe import calls as call_plan
+from oomprobe.probing import calls as call_plan
 
 from .bed import forked
 from .models import conv_net, runs

@@ -9,7 +9,8 @@ from ledger import LedgerDevice, Log
 from torch import nn
 
 from faults.card import CARD, ROOM, SAMPLE_BYTES, trained
-from oomprobe import NothingFitsError, UnreliableError, Verdict, find_max_batch, fit
+from oomprobe import NothingFitsError, UnreliableError, Verdict, find_max_batch
+from oomprobe.records import fit
 
 QUIET = {"progress": "off"}
 
@@ -57,7 +58,7 @@ def test_a_wrong_linear_fit_changes_no_answer(monkeypatch):
     wrong = fit.LinearFit(
         fixed_bytes=0, bytes_per_sample=1e-9, r_squared=1, max_relative_error=0, predicted_max_batch=253731
     )
-    monkeypatch.setattr("oomprobe.summary.fit_line", lambda points, budget: wrong)
+    monkeypatch.setattr("oomprobe.probing.summary.fit_line", lambda points, budget: wrong)
     result = find_max_batch(*trained(), device=CARD, memory_fraction=1.0, **QUIET)
     assert (result.batch_size, result.fit) == (ROOM, wrong)
 

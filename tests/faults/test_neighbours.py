@@ -16,7 +16,7 @@ TOTAL, FIXED, SAMPLE = 1024 * MIB, 64 * MIB, 32 * MIB
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr("oomprobe.neighbours.WAIT", tenacity.wait_none())
+    monkeypatch.setattr("oomprobe.probing.neighbours.WAIT", tenacity.wait_none())
 
 
 @pytest.mark.parametrize("first", [4, 12, 20])
@@ -39,7 +39,7 @@ def test_nothing_of_a_trial_is_alive_while_its_repetition_waits(monkeypatch):
         CARD.fake.outside_bytes = 0
         return 0
 
-    monkeypatch.setattr("oomprobe.neighbours.WAIT", wait)
+    monkeypatch.setattr("oomprobe.probing.neighbours.WAIT", wait)
     model, step = trained()
 
     def watched(model, batch_size):

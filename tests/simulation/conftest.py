@@ -2,8 +2,8 @@
 
 import pytest
 
+from oomprobe.ground.torch_versions import LtWorkspace, Workspaces
 from oomprobe.simulation import memory
-from oomprobe.torch_versions import LtWorkspace, Workspaces
 
 
 @pytest.fixture(autouse=True)

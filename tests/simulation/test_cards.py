@@ -3,11 +3,11 @@ from dataclasses import replace
 
 import pytest
 
-from oomprobe import torch_versions
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
+from oomprobe.ground import torch_versions
+from oomprobe.ground.units import parse_bytes
 from oomprobe.simulation.cards import generic_card
 from oomprobe.simulation.catalogue import CARDS, find_card
-from oomprobe.units import parse_bytes
 
 SMALL, LARGE = 8_519_680, 33_554_432
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from oomprobe.torch_versions import VERSION
+from oomprobe.ground.torch_versions import VERSION
 from simulation.bench import Bench
 
 MIB = 2**20

@@ -7,9 +7,9 @@ import recorded_step
 from recordings import NAMES, Recording, replay
 
 from oomprobe.devices.simulated import SimulatedDevice
+from oomprobe.ground.torch_versions import BlockOrder
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.torch_versions import BlockOrder
 
 APART = 2**44  # between segments, so that only their order matters
 RECORDINGS = {name: Recording.named(name) for name in NAMES}

@@ -3,8 +3,8 @@ import re
 import pytest
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.ground.torch_versions import VERSION
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.torch_versions import VERSION
 
 EXPANDABLE = {"expandable_segments": True}
 

@@ -7,7 +7,15 @@ from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import generic_card
 from oomprobe.simulation.memory import Memory
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import ALLOCATED, FREED, RELEASED, Call, Predictor, lines_through, replay_call
+from oomprobe.simulation.tape import (
+    ALLOCATED,
+    FREED,
+    RELEASED,
+    Call,
+    Predictor,
+    lines_through,
+    replay_call,
+)
 
 MIB = 2**20
 

@@ -1,0 +1,99 @@
+"""What is said of an exception without touching a device.
+
+The user's line in a stack or traceback, the innermost that belongs neither to torch nor to oomprobe; and tensors by their shapes.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+TORCH, OOMPROBE = Path(torch.__file__).parent, Path(__file__).parents[1]
+_PASSES_ON = (
+    "oomprobe.simulation",
+    "oomprobe.devices",
+    "oomprobe.integrations",
+    "oomprobe.demo",
+    "oomprobe.runners.local",
+)
+_STANDARD = Path(sysconfig.get_paths()["stdlib"])
+
+
+@cache
+def is_library(path: Path) -> bool:
+    """Return whether a file belongs to torch or oomprobe. The demo counts as a user's file, because it contains steps.
+
+    Example:
+        >>> is_library(Path(__file__)), is_library(Path("/home/me/train.py"))
+        (True, False)
+    """
+    return path.name != "demo.py" and any(folder in path.parents for folder in (OOMPROBE, TORCH))
+
+
+def user_line() -> str:
+    """Return file and line of the innermost running frame of the user's code, such as ``"train.py:42"``."""
+    return _innermost(traceback.walk_stack(sys._getframe())) or "an unknown line"
+
+
+def raised_at(error: BaseException) -> str | None:
+    """Return file and line of the innermost frame of the user's code in a traceback."""
+    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Return whether an error comes from oomprobe's own code rather than from what that code called.
+
+    Torch's errors pass through the simulation, a device's through `devices`, a framework's through the adapters, and those of a
+    step written in C through the call of it.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    name = frames[-1].f_globals.get("__name__", "") if frames else ""
+    return name.startswith("oomprobe.") and not name.startswith(_PASSES_ON)
+
+
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
+    for frame, line in frames:
+        path = Path(frame.f_code.co_filename)
+        if not is_library(path) and not path.name.startswith("<"):  # code without a file, such as "<string>"
+            return f"{path.name}:{line}"
+    return None
+
+
+def interrupts_library(frame: FrameType | None) -> bool:
+    """Return whether a signal that arrived at this frame interrupted torch or oomprobe rather than the user's code.
+
+    There an exception may leave work half-done, end the process in C++ that does not expect one, or be lost in the
+    callback of a weak reference.
+    """
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.name == "weakref.py" or is_library(path):
+            return True
+        if _STANDARD not in path.parents or "site-packages" in path.parts:
+            return False
+        frame = frame.f_back
+    return False
+
+
+class TensorsByShape(TorchFunctionMode):
+    """Let texts made inside give a tensor's shape, dtype and device: reading its values waits for the device and takes memory there.
+
+    Example:
+        >>> with TensorsByShape():
+        ...     str(KeyError(torch.zeros(3, 4)))
+        'a tensor of shape (3, 4), torch.float32, on cpu'
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.Tensor.__repr__, torch.Tensor.__format__):
+            return func(*args, **(kwargs or {}))
+        return f"a tensor of shape {tuple(args[0].shape)}, {args[0].dtype}, on {args[0].device}"

@@ -1,0 +1,1 @@
+"""A probe while it runs: it opens a session, which answers the search, and closes with a result."""

@@ -1,0 +1,57 @@
+"""The memory that trials may use: a fraction of what is available to this process."""
+
+from __future__ import annotations
+
+from oomprobe.records.trials import Measured, Runner, Trial
+
+
+class Budget:
+    """The caps of trials, from a sample of the memory once a step has loaded its kernels.
+
+    Attributes:
+        available_bytes: Memory available to this process; 0 until it was sampled.
+        total_bytes: `fraction` of that.
+        is_final: Whether it was sampled after a step had loaded its kernels, which take memory outside the allocator.
+    """
+
+    def __init__(self, runner: Runner, fraction: float) -> None:
+        self._runner, self._fraction = runner, fraction
+        self.available_bytes = self.total_bytes = 0
+        self.is_final = False
+
+    def take(self, measured: Measured, *, is_final: bool = True) -> None:
+        """Set the budget from a sample."""
+        self.available_bytes = measured.available_bytes
+        self.total_bytes = int(self._fraction * self.available_bytes)
+        self.is_final |= is_final
+
+    def expect(self, other: Budget) -> None:
+        """Begin with the budget of another row of the table, until the memory is sampled again."""
+        self.available_bytes, self.total_bytes = other.available_bytes, other.total_bytes
+
+    def search_cap(self) -> int | None:
+        """Return the cap of every trial but those that grow; without a margin, that of those. May sample the memory.
+
+        None while no trial has passed that `grows_capped`: its runner then knows a cap of its own.
+        """
+        return (self.total_bytes or None) if self._fraction < 1 else self.grow_cap()
+
+    def grow_cap(self) -> int | None:
+        """Return the cap of trials that grow, and sample the memory on first use.
+
+        None in a process that may die, unless it is one of several ranks (what NCCL does at the driver's limit differs, and
+        may be to wait for ever), and on devices without `edge_bytes`.
+        """
+        facts = self._runner.facts
+        if facts.grows_capped and self._fraction < 1:
+            return self.search_cap()
+        if (facts.replaceable and facts.world_size == 1) or not facts.device.edge_bytes:
+            return None
+        if not self.available_bytes:
+            self.take(self._runner.measure(), is_final=False)
+        return max(self.total_bytes, self.available_bytes - facts.device.edge_bytes)
+
+    def holds(self, trial: Trial) -> bool:
+        """Return whether the trial's peak proves that it passes under the budget too."""
+        peak_bytes = trial.peak_reserved_bytes
+        return trial.passed and peak_bytes is not None and peak_bytes <= self.total_bytes

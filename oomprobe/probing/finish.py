@@ -1,0 +1,125 @@
+"""What follows the search: refuse an answer that leaks, look for an easier size, run the plan, find what held the memory."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from oomprobe.errors import OomProbeError, StepFailedError, TimeLimitError, UnreliableError
+from oomprobe.ground.units import format_bytes
+from oomprobe.ground.words import count
+from oomprobe.probing.session import Session
+from oomprobe.probing.summary import nothing_fits
+from oomprobe.records.options import MAX_CALLS
+from oomprobe.records.plan import plan
+from oomprobe.records.trials import Phase, Request, last_of
+from oomprobe.rules import diagnosis
+from oomprobe.rules.search import Found
+
+# While the accumulation plan does not fit, its micro-batch shrinks. The gradient buffer that accumulation adds is small, so
+# five times a tenth is more than enough.
+PLAN_TRIALS, PLAN_SHRINK = 5, 0.9
+EASIER = (1 - 1 / 32, 1 - 1 / 16, 1 - 1 / 8)  # of the answer: sizes to try if it releases the cache at most calls
+NO_HISTORY = (
+    "no breakdown: {device} does not record its allocations; torch's own CUDA allocator and simulated cards do "
+    "(--device sim:24GiB)"
+)
+NO_PLAN = "the plan for global_batch was not run: the command itself decides how it accumulates gradients"
+PRESSED = (
+    "marginal: at batch {size} the allocator released its cache {retries} in {calls} calls to serve a request, which is slow; "
+    "{instead}"
+)
+
+
+def finish(session: Session, found: Found) -> Found:
+    """Raise if nothing fits or if each step leaks; otherwise run the accumulation plan and the breakdown."""
+    if found.batch_size is None:
+        raise nothing_fits(session)
+    refuse_leaking(session, found.batch_size)
+    ease(session, found.batch_size)
+    run_plan(session, found.batch_size)
+    break_down(session, found.batch_size)
+    return found
+
+
+def ease(session: Session, answer: int) -> None:
+    """If the answer releases the allocator's cache at most calls, look for a smaller size that does not, and name it."""
+    confirmed = last_of(session.trials, answer)
+    if confirmed.replayed or not diagnosis.is_pressed(confirmed):
+        return
+    instead = "lower memory_fraction, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    sizes = (session.options.sizes.down(int(share * answer), 1) for share in EASIER)
+    with suppress(OomProbeError):  # the answer stands without it
+        for size in dict.fromkeys(size for size in sizes if size < answer):
+            trial = session.run(size, Phase.BISECT, cap_bytes=session.budget.search_cap())
+            if trial.passed and not diagnosis.is_pressed(trial):
+                instead = f"batch {size}, tried for this, does not need that"
+                break
+    retries = count(confirmed.alloc_retries, "time", "times")
+    session.notes[PRESSED.format(size=answer, calls=confirmed.steps, retries=retries, instead=instead)] = None
+
+
+def run_plan(session: Session, batch_size: int) -> None:
+    """Run the micro-batch planned for `global_batch` with gradient accumulation; shrink it while that fails."""
+    if session.options.global_batch is None:
+        return
+    if not session.runner.facts.runs_plans:
+        session.notes[NO_PLAN] = None
+        return
+    largest = batch_size
+    for _ in range(PLAN_TRIALS):
+        entries = plan(
+            session.options.global_batch,
+            world_size=session.runner.facts.world_size,
+            max_micro_batch=largest,
+            min_micro_batch=session.options.min_batch,
+            multiple_of=session.options.multiple_of,
+        )
+        entry = next(iter(entries), None)
+        if entry is None:
+            break
+        size, steps = entry.micro_batch, min(entry.accumulation_steps, MAX_CALLS)
+        if steps == 1 and size == batch_size:
+            return
+        try:
+            trial = session.run(size, Phase.CONFIRM, cap_bytes=session.budget.search_cap(), accumulation_steps=steps)
+        except (TimeLimitError, StepFailedError) as error:
+            reason = str(error).splitlines()[0]
+            session.notes[f"the plan for global_batch was not run to completion ({reason})"] = None
+            return
+        if trial.passed:
+            return
+        largest = int(PLAN_SHRINK * size)
+    session.notes[
+        f"no split of global_batch={session.options.global_batch} into micro-batches of at most {batch_size} ran: accumulate "
+        "in the step function, and probe that"
+    ] = None
+
+
+def break_down(session: Session, batch_size: int) -> None:
+    """Run one more step at the answer, which is not recorded as a trial, to find what held the memory."""
+    if not session.options.breakdown:
+        return
+    request = Request(
+        batch_size=batch_size, phase=Phase.CONFIRM, steps=1, cap_bytes=session.budget.search_cap(), breakdown=True
+    )
+    try:
+        outcome = session.runner.run(session.with_evidence(request))
+    except OomProbeError as error:  # the answer stands without it
+        session.notes[f"no breakdown: {str(error).splitlines()[0]}"] = None
+        return
+    session.take_over(outcome)
+    session.breakdown = outcome.breakdown
+    if not outcome.trial.passed:
+        session.notes[f"no breakdown: its extra step ended with {outcome.trial.verdict}"] = None
+    elif session.breakdown is None:
+        session.notes[NO_HISTORY.format(device=session.device.name)] = None
+
+
+def refuse_leaking(session: Session, answer: int) -> None:
+    """Raise UnreliableError if each step leaks enough to exhaust the memory soon."""
+    kept_bytes, free_bytes = session.leak_of_step(answer)
+    least_steps = diagnosis.STEPS_TO_LAST if session.runner.facts.replaceable else diagnosis.STEPS_TO_LAST_HERE
+    if kept_bytes and free_bytes // kept_bytes < least_steps:
+        kept, free = format_bytes(kept_bytes), format_bytes(free_bytes)
+        text = diagnosis.LEAKS.format(size=answer, kept=kept, free=free, steps=free_bytes // kept_bytes)
+        raise UnreliableError(text + session.held_by_step)

@@ -1,0 +1,96 @@
+"""Other processes on the device, whose memory comes and goes while trials run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import tenacity
+import torch
+
+from oomprobe.devices.sharing import processes_on
+from oomprobe.ground.units import format_bytes
+from oomprobe.records.trials import NO_VERDICT, DeviceInfo, Outcome, Runner
+
+# Growth outside our allocator that is ignored: this fraction of the device, but at least this many bytes. Kernels that
+# libraries load late take over 250 MiB.
+MOVED_SHARE, MOVED_BYTES = 0.02, 512 * 2**20
+ATTEMPTS = 5  # at one trial, while other processes change their memory
+LOOKS = 3  # samples before the next attempt, until memory is steady; all waits together take at most 24 seconds
+WAIT = tenacity.wait_exponential(multiplier=2, max=16)
+
+
+class Neighbours:
+    """Watches the memory of other processes on the device: a trial that failed while it grew runs again.
+
+    A pass always counts. A failure counts if the others left the whole cap free. After `ATTEMPTS` it counts anyway, and
+    the answer is marked as contaminated, because the others may have caused it.
+    """
+
+    def __init__(self, runner: Runner, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._runner, self._sleep = runner, sleep
+        self._expected_bytes: int | None = None
+        self._spoiled = 0  # disturbed attempts at the current trial
+        self.contaminated = False
+        self.notes: dict[str, None] = {}
+        self.held_bytes: list[int] = []  # samples, each after a trial
+
+    @property
+    def _device(self) -> DeviceInfo:
+        return self._runner.facts.device
+
+    @property
+    def _tolerated_bytes(self) -> float:
+        return max(MOVED_SHARE * self._device.total_bytes, MOVED_BYTES)
+
+    def expect(self, outside_bytes: int | None) -> None:
+        """Take `outside_bytes` as the normal level, once kernels and libraries are loaded."""
+        if outside_bytes is not None:
+            self._expected_bytes = outside_bytes
+            self.held_bytes.append(outside_bytes)
+
+    def names(self) -> str:
+        """Describe the other processes on the device; empty if unknown."""
+        is_cuda = self._device.torch_device.startswith("cuda")
+        return processes_on(torch.device(self._device.torch_device)) if is_cuda else ""
+
+    def should_rerun(self, outcome: Outcome, look: Callable[[], int | None]) -> bool:
+        """Return whether to rerun the trial, after waiting for the others; `look` returns the outside bytes now."""
+        trial, after_bytes = outcome.trial, outcome.outside_after_bytes
+        outside_bytes = max(outcome.outside_before_bytes or 0, after_bytes or 0)
+        grown_bytes = self._grown_bytes(outside_bytes)
+        has_room = trial.cap_bytes is not None and self._device.total_bytes - outside_bytes >= trial.cap_bytes
+        may_be_theirs = not trial.passed and trial.verdict not in NO_VERDICT and not has_room
+        disturbed = may_be_theirs and grown_bytes > self._tolerated_bytes
+        self._spoiled = self._spoiled + 1 if disturbed else 0
+        if disturbed and self._spoiled < ATTEMPTS and not self.contaminated:  # wait in vain only once
+            self.notes[
+                f"other processes on the device held {format_bytes(grown_bytes)} more around batch {trial.batch_size}, which "
+                "failed: that trial was discarded and tried again"
+            ] = None
+            self._wait_for_quiet(look)
+            return True
+        if disturbed:
+            self._spoiled, self.contaminated, self._expected_bytes = 0, True, after_bytes
+            names = self.names()
+            self.notes[
+                f"CONTAMINATED: other processes on the device{f' ({names})' if names else ''} kept more memory than before "
+                f"around batch {trial.batch_size}, so the answer may be too small. Probe again once they have ended"
+            ] = None
+        if self._expected_bytes is not None and after_bytes is not None:
+            self.held_bytes.append(after_bytes)
+        return False
+
+    def _wait_for_quiet(self, look: Callable[[], int | None]) -> None:
+        """Wait until the others are back at their normal level. Retry on values: a kept exception would hold tensors alive."""
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(LOOKS),
+            wait=WAIT,
+            retry=tenacity.retry_if_result(lambda grown_bytes: grown_bytes > self._tolerated_bytes),
+            retry_error_callback=lambda state: None,
+            sleep=self._sleep,
+        )
+        retrying(lambda: self._grown_bytes(look() or 0))
+
+    def _grown_bytes(self, outside_bytes: int) -> int:
+        return 0 if self._expected_bytes is None else outside_bytes - self._expected_bytes

@@ -1,0 +1,392 @@
+"""One probe while it runs: the trials that the search asks for, and their second tries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from oomprobe.errors import (
+    DeviceLostError,
+    StepFailedError,
+    TimeLimitError,
+    UnreliableError,
+    device_lost,
+)
+from oomprobe.ground.words import count
+from oomprobe.probing.budget import Budget
+from oomprobe.probing.calls import CallPlan
+from oomprobe.probing.neighbours import Neighbours
+from oomprobe.records.breakdown import Breakdown
+from oomprobe.records.options import Options
+from oomprobe.records.trials import (
+    LOST,
+    NO_VERDICT,
+    SECOND_OPINIONS,
+    DeviceInfo,
+    Measured,
+    Outcome,
+    Phase,
+    Request,
+    Runner,
+    Trial,
+    Verdict,
+    last_of,
+)
+from oomprobe.report.progress import Reporter
+from oomprobe.rules import diagnosis, search
+from oomprobe.rules.diagnosis import Allocated
+from oomprobe.rules.look import tolerance_of
+from oomprobe.rules.search import STRIDE, Found, Reply
+from oomprobe.runners.signals import Clock
+
+UNSTEADY = (
+    "the step varies: batch {size} ended differently in two trials of {calls} under the same cap ({how}), so something that it "
+    "depends on was not put back between trials (an iterator, a file, the time). Keep the margin"
+)
+
+
+UNSTEADY_GROUPS = (
+    "two trials of batch {size} on groups of ranks differ ({how}). With DDP over NCCL that is one more set of gradients, which NCCL may "
+    "hold for a moment when DDP rebuilds its buckets after the first step; otherwise the ranks' data vary. Keep the margin"
+)
+
+NEEDS_EMPTYING = (
+    "batch {size} at memory_fraction={fraction:g} ran out of memory in call {call} of a fresh process as building left it, and ran with an "
+    "empty cache: what building frees, such as weights in another dtype, stays reserved, and what training carves out of it pins the "
+    "rest. Call {emptying} after building, before the first step"
+)
+
+
+class ContradictedError(Exception):
+    """A predicted trial was wrong: the search must start again without predictions."""
+
+
+class Session:
+    """Runs the trials that the search asks for and appends them to `trials`. `clock` started with the probe.
+
+    Each row of a table, numbered by `row`, has a session of its own.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        options: Options,
+        reporter: Reporter,
+        clock: Clock,
+        trials: list[Trial],
+        *,
+        row: int = 0,
+    ) -> None:
+        self.runner, self.trials, self.clock, self.row = runner, trials, clock, row
+        self.options = options.within(runner.facts.max_batch)
+        self.notes: dict[str, None] = {}  # in order and without duplicates
+        self.in_steps_s = 0.0
+        self.budget = Budget(runner, options.memory_fraction)
+        self.call_plan = CallPlan(runner.facts, options, clock)
+        self.neighbours = Neighbours(runner)
+        self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
+        self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
+        self.needs_emptying = False  # whether the answer ran only after the cache that building left was emptied
+        self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
+        self.reporter = reporter
+        self.held_by_step = ""  # a sentence that names what grows from call to call
+        self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
+        self._asked_calls: int | None = None  # of the last trial
+        self._predicts = True  # whether a device that replays may predict trials
+        self._allocated: dict[int, Allocated] = {}  # by batch size
+        self._ends: dict[tuple[int, int | None, int | None], Trial] = {}  # by batch size, cap and calls
+        self._known: Reply | None = None  # what the look of another row found
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The device, as far as the runner knows it yet."""
+        return self.runner.facts.device
+
+    def follow(self, last: Session) -> None:
+        """Begin with what the session of another row has learned of the step; `start_batch` is expected to be near the limit."""
+        self.budget.expect(last.budget)
+        self.call_plan.follow(last.call_plan)
+        self._learned, self._predicts = last._learned, last._predicts
+        tolerance = tolerance_of(self.call_plan.needed)
+        self._known = Reply(passed=True, varies=self.call_plan.is_long, tolerance=tolerance)
+
+    # --- the search ---
+
+    def find(self) -> Found:
+        """Find the largest size that runs."""
+        looks = self.device.counts_bytes and not self.runner.facts.starts_anew
+        find = partial(
+            search.find,
+            self.try_size,
+            self.options.sizes,
+            capped=self.options.memory_fraction < 1,
+            should_stop_bisecting=self.should_stop_bisecting,
+            look=self.look if looks else None,
+            start=self.options.start_batch,
+            grows_capped=self.runner.facts.grows_capped,
+            confirmations=self.runner.facts.confirmations,
+            failures_cost=self.runner.facts.failure_cost_s > 0,
+            known=self._known,
+        )
+        try:
+            try:
+                return find()
+            except ContradictedError:
+                self._stop_predicting()
+                return find()
+        except (DeviceLostError, StepFailedError, TimeLimitError, UnreliableError) as error:
+            if not isinstance(error, StepFailedError) or error.__cause__ is None:  # the text of a bug says what ran
+                error.args = (f"{diagnosis.known_so_far(self.trials)}{error}", *error.args[1:])
+            raise
+
+    def try_size(self, size: int, phase: Phase, *, capped: bool) -> Reply:
+        """Run one size for the search."""
+        needed = self.call_plan.needed
+        trial = self.run(size, phase, cap_bytes=self.budget.search_cap() if capped else self.budget.grow_cap())
+        if phase is Phase.GROW and trial.passed:
+            self._judge_growth(trial)
+        lengthens = phase is Phase.CONFIRM and self.call_plan.needed > needed
+        if lengthens and self.device.replays:
+            self._stop_predicting()
+        return Reply(
+            passed=trial.passed,
+            within_cap=self.budget.holds(trial),
+            grows_no_further=self.splits,
+            varies=self._varies(trial),
+            is_certain=self.runner.facts.grows_capped and trial.verdict is Verdict.OOM,
+            lengthens=lengthens,
+            tolerance=tolerance_of(self.call_plan.needed),
+        )
+
+    def look(self, size: int) -> Reply:
+        """Make many calls of a small size, to learn how many calls a trial needs."""
+        calls = self.call_plan.for_look(size)
+        if not calls:
+            return Reply(passed=True)
+        trial = self.run(size, Phase.GROW, cap_bytes=self.budget.grow_cap(), looks_for=calls)
+        varies = trial.passed and self.call_plan.is_long
+        if self.device.replays and (varies or not trial.passed):
+            self._stop_predicting()
+        return Reply(
+            passed=trial.passed,
+            within_cap=self.budget.holds(trial),
+            varies=varies,
+            tolerance=tolerance_of(self.call_plan.needed),
+            guess=diagnosis.line_through(diagnosis.smallest_peak(self.trials), trial, self.budget.total_bytes),
+        )
+
+    def should_stop_bisecting(self, good: int, bad: int) -> bool:
+        """Return whether the bracket is narrow enough, or the time left is needed to confirm."""
+        closest = STRIDE if self.device.on_host else 0.0  # below this, fragmentation of malloc's heap decides
+        if bad - good <= max(self.options.resolution, closest) * good:
+            return True
+        facts = self.runner.facts
+        starting_s = (1 + facts.confirmations) * facts.failure_cost_s  # of the recheck too
+        calls = self.call_plan.to_confirm
+        if self.clock.suffices_to_confirm(good, self.trials, calls=calls, starting_s=starting_s):
+            return False
+        self.notes[
+            f"time limit: bisecting stopped between {good}, which ran, and {bad}, which failed; "
+            "a larger size may fit (allow more with time_limit_s)"
+        ] = None
+        return True
+
+    def confirm_only(self, size: int) -> Found:
+        """Run one size under the cap. Rerun it if it failed, or if the cap shrank below its peak once kernels were loaded."""
+        self.budget.take(self.runner.measure(), is_final=False)
+        first_budget_bytes = self.budget.total_bytes
+        trial = first = self.run(size, Phase.CONFIRM, cap_bytes=self.budget.search_cap())
+        again = not trial.passed
+        if trial.passed:
+            self._take_budget(self.runner.measure())
+            peak_bytes, budget_bytes = trial.peak_reserved_bytes, self.budget.total_bytes
+            shrank = budget_bytes < (trial.cap_bytes or first_budget_bytes)
+            again = shrank and (peak_bytes is None or peak_bytes > budget_bytes)
+        varies = self._varies(trial)
+        for _ in range(again + self.runner.facts.confirmations - 1):
+            trial = self.run(size, Phase.CONFIRM, cap_bytes=self.budget.search_cap())
+            varies |= self._varies(trial)
+            if not trial.passed:
+                break
+        if not trial.passed:
+            return Found(batch_size=None)
+        return Found(batch_size=size, limit=size, transient=() if first.passed or varies else (size,))
+
+    # --- one trial, with second tries ---
+
+    def run(
+        self, size: int, phase: Phase, *, cap_bytes: int | None, accumulation_steps: int = 1, looks_for: int = 0
+    ) -> Trial:
+        """Run one trial: again while other processes disturb it, and once more in a new process if it gave no verdict.
+
+        With `looks_for`, make so many calls, and learn from them how many calls later trials need. A confirmation that fails in a
+        process as building left it is made once more in one that empties the cache first.
+        """
+        looks, confirms, fresh = looks_for > 0, phase is Phase.CONFIRM, phase in SECOND_OPINIONS
+        request = Request(
+            batch_size=size,
+            phase=phase,
+            cap_bytes=cap_bytes,
+            accumulation_steps=accumulation_steps,
+            calls=looks_for or None,
+            looks=looks,
+            confirms=confirms,
+            fresh=fresh,
+            as_built=confirms and self.runner.facts.builds and not self.needs_emptying,
+            watches_leaks=looks or fresh,
+            exact=looks or confirms or not self._predicts,
+        )
+        request = self.call_plan.planned(request, decides=phase is not Phase.GROW or self._known is not None)
+        self._asked_calls = request.calls
+        ended: Trial | None = None  # the first try, if it ended its process
+        self.reporter.started(size, phase)
+        while True:
+            outcome = self.runner.run(self.with_evidence(request))
+            self.take_over(outcome)
+            trial = outcome.trial
+            if self.neighbours.should_rerun(outcome, lambda: self.runner.measure().outside_bytes):
+                continue
+            self._record(request, outcome)
+            if ended is not None:
+                self._note_death(ended, trial)
+            if ended is not None or not self._deserves_new_process(trial):
+                break
+            ended = trial
+            request = replace(request, phase=Phase.RECHECK, fresh=True, watches_leaks=True, exact=True)
+            self.reporter.started(size, request.phase)
+        self._stop_if_final(outcome)
+        if request.as_built and trial.verdict is Verdict.OOM:
+            as_built, self.needs_emptying = trial, True
+            trial = self.run(size, phase, cap_bytes=cap_bytes, accumulation_steps=accumulation_steps)
+            self.needs_emptying = trial.passed
+            if trial.passed:
+                fraction, emptying = self.options.memory_fraction, self.device.emptying
+                note = NEEDS_EMPTYING.format(size=size, fraction=fraction, call=as_built.steps + 1, emptying=emptying)
+                self.notes[note] = None
+        return trial
+
+    def with_evidence(self, request: Request) -> Request:
+        """Add the deadline and the evidence from earlier trials."""
+        passed = [trial.batch_size for trial in self.trials if trial.passed]
+        return replace(
+            request,
+            row=self.row,
+            deadline_s=self.clock.deadline_s(),
+            smaller_passed=any(size < request.batch_size for size in passed),
+            largest_passed=max(passed, default=None),
+            learned=self._learned,
+        )
+
+    def take_over(self, outcome: Outcome) -> None:
+        """Add up what belongs to the probe rather than to the trial."""
+        self.notes |= dict.fromkeys(outcome.notes)
+        self.in_steps_s += outcome.in_steps_s
+        self._learned = outcome.learned or self._learned
+        if outcome.held:
+            self.held_by_step = (
+                f". At the end of a trial the step's code held {', '.join(outcome.held)}, which was not there before"
+            )
+
+    def _record(self, request: Request, outcome: Outcome) -> None:
+        trial, calls = outcome.trial, outcome.calls
+        self.trials.append(trial)
+        self._allocated[trial.batch_size] = Allocated(served_bytes=calls.served_bytes, blocks=calls.allocations)
+        self.notes |= dict.fromkeys(self.call_plan.learn(request, trial, calls))
+        self.reporter.finished(trial)
+        if outcome.measured is not None and not self.budget.is_final:
+            self._take_budget(outcome.measured)
+
+    def _take_budget(self, measured: Measured) -> None:
+        self.budget.take(measured)
+        self.neighbours.expect(measured.outside_bytes)
+
+    def _deserves_new_process(self, trial: Trial) -> bool:
+        """Return whether to try again in a new process, because the trial says nothing about the size.
+
+        Raise TimeLimitError if no time is left for that.
+        """
+        if (
+            trial.verdict not in NO_VERDICT
+            or not self.runner.facts.replaceable
+            or diagnosis.is_size_limit(self.trials, trial)
+        ):
+            return False
+        if self.clock.is_over:
+            raise self._time_is_up(trial)
+        return True
+
+    def _note_death(self, died: Trial, again: Trial) -> None:
+        """Note a process death that did not recur, or a sticky error that did."""
+        size, how = died.batch_size, f"{died.verdict}: {died.error}"
+        if again.verdict not in NO_VERDICT:
+            self.notes[f"batch {size} ended its process once ({how}); tried again in a new one: {again.verdict}"] = None
+        elif again.verdict is Verdict.POISONED:
+            self.notes[
+                f"batch {size} ended in a sticky error in two processes ({how}): the cause is not memory but a limit of a "
+                "kernel, or a bug that appears at that size. The answer is below it"
+            ] = None
+
+    def _stop_if_final(self, outcome: Outcome) -> None:
+        """Raise if no further trial makes sense."""
+        trial = outcome.trial
+        if trial.verdict is Verdict.TIMED_OUT:
+            raise self._time_is_up(trial)
+        if trial.verdict in LOST and not diagnosis.is_size_limit(self.trials, trial):
+            if trial.verdict is Verdict.POISONED:
+                what = f"batch {trial.batch_size}, {trial.error}"
+                raise device_lost(self.device.name, what, replaceable=self.runner.facts.replaceable)
+            raise StepFailedError(
+                f"the process of the trial died twice at batch size {trial.batch_size} with no sign that memory was the "
+                f"cause, so there is no answer: {trial.error}\n"
+                f"{self.runner.facts.alone.format(batch_size=trial.batch_size)}",
+                batch_size=trial.batch_size,
+            )
+        if outcome.refusal is not None:
+            raise UnreliableError(outcome.refusal)
+        if outcome.contradicts_replay:
+            if any(one.replayed for one in self.trials):
+                raise ContradictedError
+            self._stop_predicting()
+
+    def _time_is_up(self, trial: Trial) -> TimeLimitError:
+        places = f" ({trial.error})" if trial.ranks else ""
+        return self.clock.time_is_up(f"during batch {trial.batch_size}, in trial {len(self.trials)}{places}")
+
+    def _stop_predicting(self) -> None:
+        """Forget predicted trials and run every size from here on."""
+        self._predicts = False
+        self.trials[:] = [trial for trial in self.trials if not trial.replayed]
+
+    # --- what trials say about the step ---
+
+    def leak_of_step(self, answer: int) -> tuple[int, int]:
+        """Return the bytes that each step of the answer leaks and the bytes that the answer leaves free."""
+        last, budget_bytes = last_of(self.trials, answer), self.budget.total_bytes
+        kept_bytes = diagnosis.step_leak_bytes(last, self.call_plan.looked)
+        return kept_bytes, self.budget.available_bytes - min(budget_bytes, last.peak_reserved_bytes or budget_bytes)
+
+    def _judge_growth(self, now: Trial) -> None:
+        """Raise if the step takes the same memory at every size, and find out whether it splits its batch itself."""
+        smaller = diagnosis.same_memory_smaller(self.trials, self._allocated, on_host=self.device.on_host)
+        if smaller is not None:
+            if now.replayed:
+                raise ContradictedError  # the two sizes it was predicted from may have had different lengths
+            raise UnreliableError(diagnosis.FLAT.format(size=now.batch_size, smaller=smaller.batch_size))
+        first = diagnosis.splits_from(self.trials, self._allocated) if self.options.max_batch is None else None
+        self.splits = first is not None
+        if first is not None:
+            self.notes[diagnosis.SPLITS.format(smaller=first.batch_size, size=now.batch_size)] = None
+
+    def _varies(self, trial: Trial) -> bool:
+        """Return whether the size ended differently before, after the same calls under the same cap, and note that."""
+        before = self._ends.setdefault((trial.batch_size, trial.cap_bytes, self._asked_calls), trial)
+        if trial.replayed or before.replayed or self.neighbours.contaminated or self.device.on_host:
+            return False
+        how = diagnosis.how_different(before, trial)
+        if how is not None:
+            calls = count(trial.steps, "call", "calls")
+            note = UNSTEADY if self.runner.facts.world_size == 1 else UNSTEADY_GROUPS
+            self.notes[note.format(size=trial.batch_size, calls=calls, how=how)] = None
+            self.call_plan.lengthen(trial.batch_size)
+        return how is not None

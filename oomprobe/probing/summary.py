@@ -1,0 +1,236 @@
+"""The result of a finished probe, with its notes, or the error that nothing fits."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from oomprobe.errors import NothingFitsError
+from oomprobe.ground.torch_versions import untested_note
+from oomprobe.ground.units import format_bytes
+from oomprobe.ground.version import __version__
+from oomprobe.ground.words import count, shortened
+from oomprobe.probing.session import Session
+from oomprobe.records.fit import estimates, fit_line
+from oomprobe.records.result import ProbeResult
+from oomprobe.records.trials import Phase, Trial, Verdict, last_of
+from oomprobe.rules.search import Found
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+NOT_RESTORED = "state that is not restored: positions of iterators and data loaders, attributes of library objects"
+OTHER_RANKS = "other ranks: DDP buckets, NCCL buffers, sharding"
+OTHER_MACHINES = "ranks on other machines: NCCL takes memory for each connection, and FSDP shards over more ranks"
+NOT_COVERED = (
+    "longest sequence or largest sample, unless the step makes such batches",
+    "smaller last batch of an epoch, which splits cached blocks: drop_last=True leaves it out",
+    OTHER_RANKS,
+    "data loader workers and their host memory",
+)
+NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
+LITTLE_DATA = "the data set limits the batch size: it has {count} examples"
+SEEN = "seen over {calls}; what happens less often was not"
+# Words in a step's name.
+EVALUATING = {"eval", "evaluate", "evaluation", "val", "valid", "validate", "validation", "test"}
+LATE = {"saving a checkpoint": {"save"}, "the last evaluation": EVALUATING, "resuming from a checkpoint": {"resume"}}
+NO_LATE = "{what}, which come late: docs/recipes.md runs each as a named step at the answer"
+# For all other verdicts, "memory". A sticky error that recurs at one size limits the size, but is not shown to be memory.
+_LIMITED_BY = {
+    Verdict.SIZE_LIMIT: "size_limit",
+    Verdict.POISONED: "size_limit",
+    Verdict.HOST_OOM: "host_memory",
+}
+
+
+def result_of(session: Session, found: Found) -> ProbeResult:
+    """Make the result from the trials of a session."""
+    assert found.batch_size is not None
+    answer = last_of(session.trials, found.batch_size)
+    deciding = None if found.deciding is None else last_of(session.trials, found.deciding, passed=False)
+    points = [
+        (t.batch_size, t.peak_allocated_bytes)
+        for t in session.trials
+        if t.passed and t.peak_allocated_bytes is not None and t.accumulation_steps == 1
+    ]
+    fit = fit_line(points, session.budget.total_bytes)
+    return ProbeResult(
+        batch_size=found.batch_size,
+        limit_batch_size=found.limit or found.batch_size,
+        first_failing_batch_size=_first_failing(session, found),
+        limited_by=_limited_by(session, deciding),
+        limiting_step=(deciding or answer).step_name,
+        trials=tuple(session.trials),
+        fit=fit,
+        device=session.device.name,
+        budget_bytes=session.budget.total_bytes,
+        available_bytes=session.budget.available_bytes,
+        notes=tuple(_notes(session, found, answer)),
+        not_covered=tuple(_not_covered(session)),
+        contaminated=session.neighbours.contaminated,
+        state_verified=session.state_verified,
+        environment=_environment(session),
+        estimates={} if fit is None else estimates(points, budget_bytes=session.budget.total_bytes),
+        options=asdict(session.options),
+        elapsed_s=session.clock.elapsed_s,
+        in_steps_s=session.in_steps_s,
+        breakdown=session.breakdown,
+        world_size=session.runner.facts.world_size,
+        limiting_rank=(deciding or answer).limiting_rank,
+    )
+
+
+def _limited_by(session: Session, deciding: Trial | None) -> str:
+    if deciding is None:
+        return "step" if session.splits else "max_batch"
+    return _LIMITED_BY.get(deciding.verdict, "memory")
+
+
+def nothing_fits(session: Session) -> NothingFitsError:
+    """Return the error for a probe in which not even the smallest size ran."""
+    options, last = session.options, next(trial for trial in reversed(session.trials) if not trial.passed)
+    grows_capped = session.runner.facts.grows_capped and options.memory_fraction < 1
+    is_capped = last.cap_bytes is not None and (grows_capped or last.cap_bytes <= session.budget.total_bytes)
+    with_all = not is_capped or options.memory_fraction == 1
+    one_size = options.min_batch == options.max_batch
+    budget = f"within a budget of {format_bytes(last.cap_bytes or 0)} (memory_fraction={options.memory_fraction})"
+    advice = [
+        *(["a smaller batch size"] if one_size else []),
+        "a smaller model or sample, activation checkpointing or lower precision",
+        *([] if one_size or options.min_batch == 1 else [f"min_batch below {options.min_batch}"]),
+        *([] if with_all else ["a larger memory_fraction"]),
+    ]
+    neighbours = session.neighbours.names()
+    others = f"Other processes are on the device: {neighbours}.\n" if neighbours else ""
+    which = "" if one_size else ", the smallest allowed,"
+    where = f" ({last.where})" if last.where else ""
+    step = f", in step {last.step_name!r}" if last.step_name else ""
+    return NothingFitsError(
+        f"batch {last.batch_size}{which} does not fit on {session.device.name} "
+        f"{'with all available memory' if with_all else budget}{step}: {last.verdict}{where}\n"
+        f"  {shortened(last.error)}\n{others}Try {'; or '.join(advice)}."
+    )
+
+
+def _environment(session: Session) -> dict[str, Any]:
+    return {
+        "oomprobe": __version__,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": "simulated" if session.device.replays else session.device.torch_device,
+        "device_name": session.device.name,
+        "device_total_bytes": session.device.total_bytes,
+        "threads": session.runner.facts.threads,
+        "isolated": session.runner.facts.replaceable,
+        "world_size": session.runner.facts.world_size,
+        "allocator_settings": allocator_settings(),
+        **({"after": session.device.emptying} if session.needs_emptying else {}),
+        **session.runner.facts.environment,
+    }
+
+
+def allocator_settings() -> dict[str, str]:
+    """Return the settings of torch's allocators in the environment."""
+    return {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ}
+
+
+def _first_failing(session: Session, found: Found) -> int | None:
+    """Return the smallest size above the limit that failed; smaller sizes may have failed too, for example by fragmentation."""
+    limit = found.limit or found.batch_size or 0
+    if found.first_failing is None or found.first_failing > limit:
+        return found.first_failing
+    grown = (t for t in session.trials if not t.passed and t.phase is Phase.GROW and t.accumulation_steps == 1)
+    failed = {t.batch_size for t in grown}
+    return min((size for size in failed - set(found.transient) if size > limit), default=None)
+
+
+def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
+    yield from session.notes
+    environment = session.runner.facts.environment
+    if "torch" not in environment and (note := untested_note()):
+        yield note
+    yield from session.neighbours.notes
+    if session.call_plan.confirmed:
+        kind = "optimizer step" if "command" in environment else "call"
+        yield SEEN.format(calls=count(session.call_plan.confirmed, kind, f"{kind}s"))
+    count_of_data = session.runner.facts.max_batch
+    if found.deciding is None and answer.batch_size == count_of_data:
+        yield LITTLE_DATA.format(count=count_of_data)
+    for size in found.transient:
+        yield f"transient failure: batch {size} failed once and passed when tried again"
+    if found.unconfirmed:
+        yield f"passed a trial but failed confirmation: batch {', '.join(map(str, found.unconfirmed))}"
+    if session.device.replays:
+        yield _simulation_note(session, answer)
+    yield from _leaks(session, answer)
+    held = session.neighbours.held_bytes or [0]
+    if held[-1] > held[0]:
+        yield (
+            f"memory outside this process's allocator grew by {format_bytes(held[-1] - held[0])} while probing (loaded "
+            "kernels, library handles, other processes): the cap does not count it, and it eats into the margin"
+        )
+    if found.deciding is not None and found.deciding - answer.batch_size > session.options.multiple_of:
+        yield f"not exact: sizes between {answer.batch_size} and {found.deciding} were not tried"
+
+
+def _leaks(session: Session, answer: Trial) -> Iterator[str]:
+    leaking = [t for t in session.trials if t.leaked_bytes and not t.step_leaked_bytes]
+    if leaking:
+        worst = max(leaking, key=lambda t: t.leaked_bytes)
+        yield (
+            f"leak: {format_bytes(worst.leaked_bytes)} was not freed after batch {worst.batch_size}, even by garbage "
+            "collection; something keeps tensors of earlier steps, which makes the answer smaller"
+        )
+    kept_bytes, free_bytes = session.leak_of_step(answer.batch_size)
+    if kept_bytes:
+        yield (
+            f"leak: each step at batch {answer.batch_size} keeps {format_bytes(kept_bytes)}, so the free memory lasts for "
+            f"about {free_bytes // kept_bytes} steps; something keeps tensors of each step{session.held_by_step}"
+        )
+
+
+def _simulation_note(session: Session, answer: Trial) -> str:
+    note = "simulated: no kernel ran, and tensors had no values"
+    peak_bytes, upper_bytes = answer.peak_reserved_bytes or 0, answer.peak_upper_bytes or 0
+    if upper_bytes <= peak_bytes:
+        return note
+    note += (
+        f". At batch {answer.batch_size} the allocator reserves {format_bytes(peak_bytes)}, or up to "
+        f"{format_bytes(upper_bytes)} if convolutions take the largest workspaces they may want"
+    )
+    budget_bytes = session.budget.total_bytes
+    if upper_bytes < budget_bytes:
+        return note
+    roomy = [t.batch_size for t in session.trials if t.passed and (t.peak_upper_bytes or 0) < budget_bytes]
+    slower = f"above batch {max(roomy)}" if roomy else "at every size"
+    return (
+        f"{note}. Where one does not fit, torch takes another plan of cuDNN's, so this batch runs, but convolutions may be "
+        f"slower {slower}"
+    )
+
+
+def _not_covered(session: Session) -> list[str]:
+    facts = session.runner.facts
+    if facts.not_covered is not None:
+        return list(facts.not_covered)
+    words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(facts.step_names).lower()))
+    late = [what for what, words in LATE.items() if words_in_names.isdisjoint(words)]
+    return [
+        *session.device.not_covered,
+        *([NO_EVALUATION] if words_in_names.isdisjoint(EVALUATING) else []),
+        *([NO_LATE.format(what=", ".join(late))] if late else []),
+        *(
+            NOT_COVERED
+            if facts.world_size == 1
+            else [OTHER_MACHINES if item == OTHER_RANKS else item for item in NOT_COVERED]
+        ),
+        *([] if facts.replaceable else [NOT_RESTORED]),
+    ]

@@ -1,0 +1,129 @@
+"""Make a table: one search for each value of an axis, in one opened session; each begins with what the last has learned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from oomprobe.errors import NothingFitsError, OomProbeError, TimeLimitError
+from oomprobe.probing.finish import finish
+from oomprobe.probing.mixed import mixed_sizes
+from oomprobe.probing.session import Session
+from oomprobe.probing.summary import result_of
+from oomprobe.records.axis import Axis, is_larger, magnitude, text_of_value
+from oomprobe.records.result import ProbeResult
+from oomprobe.records.table import ProbeTable
+from oomprobe.runners.signals import Clock
+
+ALIKE = 1.02  # answers of all rows that differ by no more than this factor are the same
+UNUSED = "all values of {axis} have the same batch size: does the step use {axis}?"
+NOT_TRIED = "not tried, since {axis} {value} does not fit (try_larger=True, --try-larger)"
+CUT_OFF = "time limit: there are no rows for {axis} {values}. Allow more time, or make another table for them"
+
+
+class Rows:
+    """The rows of a table while it is made. As a context manager it attaches those that are finished to an error."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._opened: Session | None = None
+        self._results: dict[Any, ProbeResult | None] = {}
+        self._unfit: dict[Any, str] = {}
+        self._notes: list[str] = []
+        self._mixed: dict[Any, int] = {}
+
+    def __enter__(self) -> Rows:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._results:
+            return
+        if isinstance(error, OomProbeError):
+            error.table = self.table()
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
+            error.add_note(f"the rows that were finished:\n{self.table()}")
+
+    def table(self) -> ProbeTable:
+        """Return the table, once the session is closed: closing it restores and compares the state."""
+        opened = self._opened
+        assert opened is not None
+        rows = {
+            value: result
+            and replace(result, notes=(*opened.notes, *result.notes), state_verified=opened.state_verified)
+            for value, result in self._results.items()
+        }
+        return ProbeTable(
+            axis=self._axis.name,
+            rows=rows,
+            mixed=self._mixed,
+            unfit=self._unfit,
+            notes=tuple(self._notes),
+            elapsed_s=opened.clock.elapsed_s,
+        )
+
+    def search(self, opened: Session, *, try_larger: bool, mixed: bool) -> None:
+        """Find the largest size for each value, and with `mixed` the share of these that runs with all values in turn.
+
+        Above a value that does not fit, larger ones are tried only if `try_larger`.
+        """
+        self._opened, last = opened, None
+        for row, value in enumerate(self._axis.values):
+            smaller = next((other for other in self._unfit if is_larger(value, other)), None)
+            if smaller is not None and not try_larger:
+                self._results[value] = None
+                self._unfit[value] = NOT_TRIED.format(axis=self._axis.name, value=text_of_value(smaller))
+                continue
+            opened.reporter.row(self._axis.label(row))
+            session = self._session(opened, row, last)
+            try:
+                found = finish(session, session.find())
+            except NothingFitsError as error:
+                self._results[value], self._unfit[value] = None, str(error)
+            except TimeLimitError as error:
+                if not any(self._results.values()):
+                    _name_row(error, self._axis.label(row))
+                    raise
+                values = ", ".join(map(text_of_value, self._axis.values[row:]))
+                self._notes.append(CUT_OFF.format(axis=self._axis.name, values=values))
+                return
+            except OomProbeError as error:
+                _name_row(error, self._axis.label(row))
+                raise
+            else:
+                result = self._results[value] = result_of(session, found)
+                last = session, value, result
+        answers = {row: one.batch_size for row, value in enumerate(self._axis.values) if (one := self._results[value])}
+        if mixed and len(answers) == 1:
+            self._mixed = {self._axis.values[row]: size for row, size in answers.items()}
+        if last is None or len(answers) == 1 or opened.device.on_host:
+            return
+        limits = {result.limited_by for result in self._results.values() if result is not None}
+        if limits == {"memory"} and max(answers.values()) <= ALIKE * min(answers.values()):
+            self._notes.append(UNUSED.format(axis=self._axis.name))
+        if mixed:
+            sizes, notes = mixed_sizes(last[0], self._axis, answers)
+            self._mixed = {self._axis.values[row]: size for row, size in sizes.items()}
+            self._notes += notes
+
+    def _session(self, opened: Session, row: int, last: tuple[Session, Any, ProbeResult] | None) -> Session:
+        """Return the session of a row, which begins with what the last one that has an answer learned, if memory limited it."""
+        opened.trials.clear()
+        options, clock = opened.options, Clock(opened.options, opened.clock.end_s)
+        if last is None or last[2].limited_by == "step":
+            return Session(opened.runner, options, opened.reporter, clock, opened.trials, row=row)
+        session, value, result = last
+        start = None
+        # Where trials are predicted, small sizes teach the prediction, and large ones then take no time.
+        if not any(trial.replayed for trial in result.trials):
+            ratio = (magnitude(value) or 1) / (magnitude(self._axis.values[row]) or 1)
+            start = options.sizes.nearest(int(ratio * result.batch_size))
+        following = Session(
+            opened.runner, replace(options, start_batch=start), opened.reporter, clock, opened.trials, row=row
+        )
+        following.follow(session)
+        return following
+
+
+def _name_row(error: OomProbeError, label: str) -> None:
+    """Put the row in front of the error's text."""
+    error.args = (f"{label}: {error}", *error.args[1:])

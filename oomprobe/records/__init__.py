@@ -1,0 +1,1 @@
+"""What is passed on: trials, options, results, tables, plans. Only results and tables render themselves."""

@@ -1,0 +1,176 @@
+"""The result of a probe: plain data, and its JSON form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.records.breakdown import Breakdown
+from oomprobe.records.fit import LinearFit
+from oomprobe.records.plan import PlanEntry, plan
+from oomprobe.records.trials import Trial, known_fields, trial_from_dict
+
+# The methods that render import `report` when they are called, and `report` reads results: the only circle of the package.
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """The answer and all the evidence for it.
+
+    Attributes:
+        batch_size: The answer: it ran, at exactly this size, with the allocator capped at `budget_bytes`.
+        limit_batch_size: Largest size that ran at all (on a simulated device, or was replayed).
+        first_failing_batch_size: Smallest size that failed without the margin, or None.
+        limited_by: ``"memory"``, ``"host_memory"``, ``"max_batch"``, ``"size_limit"`` or ``"step"``: the step splits its
+            batch itself, so memory limits no size.
+        limiting_step: Name of the step that limits, when several were given.
+        trials: Every trial, in the order they ran.
+        fit: The straight line through (batch size, peak), a diagnostic; None with fewer than three points.
+        device: Name of the device.
+        budget_bytes: Cap on the allocator for the answer: `memory_fraction` of `available_bytes`.
+        available_bytes: Memory available to this process.
+        notes: What a careful reader should know about this number.
+        not_covered: What could need memory in training but was not part of the trials.
+        contaminated: Whether other processes may have changed the answer.
+        state_verified: Whether the restored state was compared bit for bit and equal.
+        environment: Versions and settings the number is valid for.
+        estimates: What rules of thumb would have answered, by name. Never used.
+        options: The options of the call.
+        elapsed_s: Wall time of the probe.
+        in_steps_s: Part of `elapsed_s` spent inside the step.
+        breakdown: What held the memory at the answer; None if not requested.
+        world_size: Ranks that ran each trial. All batch sizes are per rank.
+        limiting_rank: The rank that limits, if there are several: which failed at the next size, or had the least memory left.
+        schema_version: Version of the JSON form.
+    """
+
+    batch_size: int
+    limit_batch_size: int
+    first_failing_batch_size: int | None
+    limited_by: str
+    limiting_step: str | None = None
+    trials: tuple[Trial, ...]
+    fit: LinearFit | None = None
+    device: str
+    budget_bytes: int
+    available_bytes: int
+    notes: tuple[str, ...] = ()
+    not_covered: tuple[str, ...] = ()
+    contaminated: bool = False
+    state_verified: bool = False
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    estimates: Mapping[str, float | None] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+    in_steps_s: float = 0.0
+    breakdown: Breakdown | None = None
+    world_size: int = 1
+    limiting_rank: int | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    def plan(self, global_batch: int, world_size: int | None = None) -> tuple[PlanEntry, ...]:
+        """Return ways to reach a global batch with gradient accumulation, best first.
+
+        Args:
+            global_batch: Samples per optimizer step over all ranks, at least 1.
+            world_size: Ranks that share the global batch, at least 1; None: as many as ran the trials.
+
+        Returns:
+            Entries whose ``ran`` says whether this probe ran that micro-batch and it passed.
+
+        Raises:
+            InvalidArgumentError: a size is not a positive integer.
+        """
+        accumulated = [t for t in self.trials if t.accumulation_steps > 1]
+        largest = self.batch_size
+        if not all(t.passed for t in accumulated):  # then trust only sizes that passed with accumulation
+            largest = max((t.batch_size for t in accumulated if t.passed), default=1)
+        return plan(
+            global_batch,
+            world_size=self.world_size if world_size is None else world_size,
+            max_micro_batch=largest,
+            min_micro_batch=int(self.options.get("min_batch") or 1),
+            multiple_of=int(self.options.get("multiple_of") or 1),
+            ran=frozenset((t.batch_size, t.accumulation_steps) for t in self.trials if t.passed and not t.replayed),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON types; `from_dict` reads them back."""
+        return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[no-any-return]
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the result as JSON text, and write it to `path` if given."""
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ProbeResult:
+        """Return the result that `to_dict` wrote.
+
+        Raises:
+            InvalidArgumentError: the data has another schema version, or is not a result.
+        """
+        version = data.get("schema_version") if isinstance(data, Mapping) else None
+        if version != SCHEMA_VERSION:
+            raise InvalidArgumentError(
+                f"this result has schema_version {version!r}; this oomprobe reads {SCHEMA_VERSION}: run the probe again, "
+                "or read it with the oomprobe that wrote it"
+            )
+        try:
+            known = known_fields(cls, data)
+            known["trials"] = tuple(trial_from_dict(t) for t in data["trials"])
+            known["fit"] = None if data.get("fit") is None else LinearFit(**known_fields(LinearFit, data["fit"]))
+            known["breakdown"] = None if data.get("breakdown") is None else Breakdown.from_dict(data["breakdown"])
+            known |= {name: tuple(data[name]) for name in ("notes", "not_covered")}
+            return cls(**known)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"this is not a result that oomprobe wrote: {error!r}") from error
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw peak memory and throughput against batch size.
+
+        Args:
+            path: File to save the plot to; its suffix sets the format: ``.png``, ``.svg``, ``.pdf``. None: do not save.
+
+        Returns:
+            The figure, one column wide.
+
+        Raises:
+            InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
+        """
+        from oomprobe.report.plot import result_figure
+
+        figure = result_figure(self)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the result as one self-contained HTML file.
+
+        Raises:
+            InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
+        """
+        from oomprobe.report.html import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        from oomprobe.report.html import notebook
+
+        return notebook(self)
+
+    def __str__(self) -> str:
+        from oomprobe.report.text import report
+
+        return report(self)

@@ -1,0 +1,166 @@
+"""The table of answers for the values of an axis: plain data, with its JSON and CSV forms."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.records.axis import magnitude, text_of_value
+from oomprobe.records.result import SCHEMA_VERSION, ProbeResult
+from oomprobe.records.trials import last_of
+
+# As for results, the methods that render import `report` when they are called.
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeTable:
+    """The largest batch size for each value of one axis, such as each length of a sequence.
+
+    Attributes:
+        axis: Name of the step's argument.
+        rows: The result for each value, in the order of the search; None for a value with which not even the smallest batch
+            fits. Values that a time limit cut off are missing.
+        mixed: The batch size for each value with which steps of all values ran in turn in one process, in random order, as
+            training with a bucket for each value does; empty if that was not tried or did not run.
+        unfit: Why there is no result, for each value that has none.
+        notes: What concerns the table rather than one row.
+        elapsed_s: Wall time of all searches.
+        schema_version: Version of the JSON form.
+    """
+
+    axis: str
+    rows: Mapping[Any, ProbeResult | None]
+    mixed: Mapping[Any, int] = field(default_factory=dict)
+    unfit: Mapping[Any, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    elapsed_s: float = 0.0
+    schema_version: int = SCHEMA_VERSION
+
+    def batch_sizes(self) -> dict[Any, int]:
+        """Return the batch size for each value that fits, alone; training that meets all of them needs `mixed`."""
+        return {value: result.batch_size for value, result in self.fitting()}
+
+    def fitting(self) -> Iterator[tuple[Any, ProbeResult]]:
+        """Yield the values that fit, with their results."""
+        yield from ((value, result) for value, result in self.rows.items() if result is not None)
+
+    def product(self, value: object) -> float | None:
+        """Return a value times its batch size, such as the tokens of a batch; None if it does not fit or is no number."""
+        result, size = self.rows[value], magnitude(value)
+        return None if result is None or size is None else size * result.batch_size
+
+    def best(self) -> Any:
+        """Return the value with the largest product of value and batch size; None without any."""
+        products = {value: product for value in self.rows if (product := self.product(value)) is not None}
+        return max(products, key=lambda value: products[value], default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as JSON types; `from_dict` reads them back, except values other than numbers, texts and tuples."""
+        rows = [
+            {
+                "value": json.loads(json.dumps(value, default=str)),
+                "batch_size": None if result is None else result.batch_size,
+                "mixed_batch_size": self.mixed.get(value),
+                "unfit": self.unfit.get(value),
+                "result": None if result is None else result.to_dict(),
+            }
+            for value, result in self.rows.items()
+        ]
+        about = {"schema_version": self.schema_version, "axis": self.axis}
+        return {**about, "rows": rows, "notes": list(self.notes), "elapsed_s": self.elapsed_s}
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the table as JSON text, and write it to `path` if given."""
+        return _written(json.dumps(self.to_dict(), indent=2) + "\n", path)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Return one line for each value as CSV text, with a head, and write it to `path` if given."""
+        stream = io.StringIO()
+        lines = csv.writer(stream, lineterminator="\n")
+        measured = ("peak_allocated_bytes", "peak_reserved_bytes", "budget_bytes", "samples_per_s")
+        lines.writerow(
+            [self.axis, "batch_size", "mixed_batch_size", f"batch_size_x_{self.axis}", *measured, "limited_by"]
+        )
+        for value, result in self.rows.items():
+            cells: list[object] = [text_of_value(value)]
+            if result is not None:
+                told = {name: getattr(last_of(result.trials, result.batch_size), name, None) for name in measured}
+                told["budget_bytes"] = result.budget_bytes
+                cells += [
+                    result.batch_size,
+                    self.mixed.get(value),
+                    self.product(value),
+                    *told.values(),
+                    result.limited_by,
+                ]
+            lines.writerow(cells)
+        return _written(stream.getvalue(), path)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ProbeTable:
+        """Return the table that `to_dict` wrote.
+
+        Raises:
+            InvalidArgumentError: the data has another schema version, or is not a table.
+        """
+        version = data.get("schema_version") if isinstance(data, Mapping) else None
+        if version != SCHEMA_VERSION or "axis" not in data:
+            raise InvalidArgumentError(
+                f"this is not a table with schema_version {SCHEMA_VERSION} that oomprobe wrote: make it again"
+            )
+        try:
+            rows = {_value(row["value"]): row for row in data["rows"]}
+            results = {value: row["result"] for value, row in rows.items()}
+            return cls(
+                axis=data["axis"],
+                rows={value: None if one is None else ProbeResult.from_dict(one) for value, one in results.items()},
+                mixed={value: row["mixed_batch_size"] for value, row in rows.items() if row["mixed_batch_size"]},
+                unfit={value: row["unfit"] for value, row in rows.items() if row["unfit"] is not None},
+                notes=tuple(data["notes"]),
+                elapsed_s=data["elapsed_s"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"this is not a table that oomprobe wrote: {error!r}") from error
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw the batch size, and its product with the value, for each value; see `ProbeResult.plot`."""
+        from oomprobe.report.table import table_figure
+
+        figure = table_figure(self)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the table, with the report of each row, as one self-contained HTML file; see `ProbeResult.to_html`."""
+        from oomprobe.report.html import table_page
+
+        Path(path).write_text(table_page(self), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        from oomprobe.report.html import table_notebook
+
+        return table_notebook(self)
+
+    def __str__(self) -> str:
+        from oomprobe.report.table import table_report
+
+        return table_report(self)
+
+
+def _value(value: Any) -> Hashable:
+    return tuple(map(_value, value)) if isinstance(value, list) else value
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text

@@ -1,0 +1,302 @@
+"""The records of a probe, and what a session and a runner of its trials have agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Protocol
+
+from oomprobe.records.breakdown import Breakdown
+
+
+class Verdict(StrEnum):
+    """How a trial ended."""
+
+    FITS = "fits"
+    OOM = "out of memory"
+    HOST_OOM = "out of host memory"
+    SIZE_LIMIT = "size limit"
+    POISONED = "poisoned"
+    CRASHED = "crashed"
+    TIMED_OUT = "timed out"
+    BUG = "bug"
+
+
+LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the process died or can give no further verdict
+NO_VERDICT = LOST | {Verdict.TIMED_OUT}  # the trial says nothing about the size
+
+
+class Phase(StrEnum):
+    """Why a size was tried: for people, and to read trials by afterwards. What a trial is to do stands in its `Request`."""
+
+    GROW = "grow"
+    BISECT = "bisect"
+    RECHECK = "recheck"
+    CONFIRM = "confirm"
+
+
+SECOND_OPINIONS = (Phase.RECHECK, Phase.CONFIRM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrial:
+    """What one of several ranks said about a trial.
+
+    Attributes:
+        rank: Its number, from 0.
+        verdict: How the trial ended there; None if the rank waited for another and was ended.
+        peak_allocated_bytes: As in `Trial`.
+        peak_reserved_bytes: As in `Trial`.
+        available_bytes: Memory available to the rank on its card; None if not measured yet.
+        error: As in `Trial`.
+        where: Where it failed, or where it waited.
+    """
+
+    rank: int
+    verdict: Verdict | None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    available_bytes: int | None = None
+    error: str | None = None
+    where: str | None = None
+
+    @property
+    def left_bytes(self) -> int:
+        """What the peak left of the available memory; 0 if that is unknown."""
+        return (self.available_bytes or 0) - (self.peak_reserved_bytes or 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One batch size, tried.
+
+    Attributes:
+        batch_size: The size passed to the step.
+        verdict: How it ended.
+        phase: Why it was tried.
+        steps: Completed calls of the step; of a command, optimizer steps that every rank has made.
+        cap_bytes: Limit of the allocator; None if only the device's own limit applied, as while growing in a process
+            that may die.
+        peak_allocated_bytes: Most memory in live tensors during the trial; None if not measured.
+        peak_reserved_bytes: Most memory held by the allocator during the trial; None if not measured.
+        peak_upper_bytes: Upper end of a simulated peak, with the largest workspace that a convolution may want, as far as
+            the cap allows; None on other devices.
+        step_s: Median wall time of a call once every optimizer had stepped; None if no such call completed.
+        samples_per_s: ``batch_size / step_s``.
+        alloc_retries: Times the allocator had to free its cache to serve a request.
+        leaked_bytes: Memory still in use after the trial and a full clean-up.
+        step_leaked_bytes: Memory that each further step leaves in use, not counting uncollected garbage.
+        error: Text of the failure; None if it passed.
+        where: Where it failed, such as ``"backward, model.py:142"``.
+        step_name: Which of several named steps failed, or had the highest peak; None for a single step.
+        accumulation_steps: Micro-batches per optimizer step; 1 unless an accumulation plan was run.
+        replayed: Whether a simulated device replayed the recorded allocations of the step instead of running it. Such
+            trials guide the search; deciding trials run the step.
+        ranks: What each rank said, if there were several. The trial's own peaks are then the highest of any rank, its times
+            those of the slowest.
+        limiting_rank: The rank that failed by itself; of several, and of passes, the one with the least memory left.
+    """
+
+    batch_size: int
+    verdict: Verdict
+    phase: Phase
+    steps: int = 0
+    cap_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_upper_bytes: int | None = None
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    alloc_retries: int = 0
+    leaked_bytes: int = 0
+    step_leaked_bytes: int = 0
+    error: str | None = None
+    where: str | None = None
+    step_name: str | None = None
+    accumulation_steps: int = 1
+    replayed: bool = False
+    ranks: tuple[RankTrial, ...] = ()
+    limiting_rank: int | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the size ran."""
+        return self.verdict is Verdict.FITS
+
+
+def last_of(trials: Sequence[Trial], batch_size: int, *, passed: bool = True) -> Trial:
+    """Return the last trial of a size that passed, or failed, without gradient accumulation."""
+    return [t for t in trials if (t.batch_size, t.passed, t.accumulation_steps) == (batch_size, passed, 1)][-1]
+
+
+def trial_from_dict(data: Mapping[str, Any]) -> Trial:
+    """Return the trial that was written as JSON."""
+    read = {"verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])}
+    return Trial(**{**known_fields(Trial, data), **read, "ranks": tuple(map(_rank_from_dict, data.get("ranks", ())))})
+
+
+def _rank_from_dict(data: Mapping[str, Any]) -> RankTrial:
+    verdict = data["verdict"]
+    return RankTrial(**{**known_fields(RankTrial, data), "verdict": None if verdict is None else Verdict(verdict)})
+
+
+def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that `cls` has a field for; a newer oomprobe with the same schema may have written more."""
+    return {f.name: data[f.name] for f in fields(cls) if f.name in data}
+
+
+# --- between a session and a runner ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """Properties of a device, which may be in another process; named as in `Device`."""
+
+    name: str
+    torch_device: str
+    total_bytes: int
+    on_host: bool
+    integrated: bool = False
+    edge_bytes: int = 0
+    counts_bytes: bool = False  # whether it counts the bytes that its allocator hands out
+    replays: bool = False  # whether it can repeat and predict calls instead of running them, which takes no time
+    not_covered: tuple[str, ...] = ()  # what a simulated card leaves out
+    uuid: str = ""  # the same in every process; "" if unknown
+
+    @property
+    def emptying(self) -> str:
+        """What to type to give its allocator's cache back."""
+        return f"torch.{self.torch_device.split(':')[0]}.empty_cache()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerInfo:
+    """What a session knows about its runner before the first trial."""
+
+    device: DeviceInfo
+    step_names: tuple[str, ...]
+    threads: int
+    starts_anew: bool = False  # whether each call starts the loop anew, so that many calls show no more than few
+    max_batch: int | None = None  # the largest size that there are data for; None: unknown
+    replaceable: bool = False  # whether a process that dies or is poisoned can be replaced, and its trial tried again
+    world_size: int = 1  # ranks that run each trial
+    grows_capped: bool = False  # whether trials that grow have the cap of all others
+    confirmations: int = 1  # how often an answer must pass, each time in fresh processes
+    failure_cost_s: float = 0.0  # what a failure takes, if that is as much as many passes
+    runs_plans: bool = True  # whether it can run several micro-batches per optimizer step, and record a breakdown
+    alone: str = "Run step_fn(model, {batch_size}) once by itself to see it"  # what to type to see a failure
+    not_covered: tuple[str, ...] | None = None  # what trials leave out; None: what those of a step function do
+    environment: Mapping[str, Any] = field(default_factory=dict)  # what the answer holds for, if not this process's
+    builds: bool = False  # whether its processes build the model as training will, which leaves something in the cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A trial to run."""
+
+    batch_size: int
+    row: int = 0  # of a table: which of the axis's values the step gets
+    turns: Sequence[tuple[int, int]] = ()  # row and batch size of each call, if these differ from call to call
+    phase: Phase  # copied into the `Trial`; decides nothing
+    steps: int = 1  # full steps after every optimizer has stepped once
+    calls: int | None = None  # of each step; None: as many as `steps` takes, while no trial has passed
+    step_calls: int = 0  # calls of a full step; 0: unknown
+    least_calls: int | None = None  # a bug after so many calls ends the trial, which has passed; None: it is an error
+    more_calls: int = 0  # without `calls`: make up to so many in all, while they fit in LOOK_S
+    watches_leaks: bool = False  # whether to note the peak and the live bytes after each call
+    looks: bool = False  # whether to find out how many calls a trial needs
+    confirms: bool = False  # whether the answer rests on this trial
+    fresh: bool = False  # whether nothing may have run before: in a new process, if there are any, and compiled anew
+    as_built: bool = False  # whether the first trial of a process that `builds` keeps what building left in the cache
+    exact: bool = True  # whether a device that replays must run the step instead of predicting the trial
+    repeats: bool = True  # whether a device that replays may repeat calls that would be the same
+    cap_bytes: int | None = None  # limit of the allocator; None: no limit
+    accumulation_steps: int = 1  # micro-batches per optimizer step
+    breakdown: bool = False  # whether to record the allocations of one more full step
+    deadline_s: float | None = None  # on this machine's monotonic clock, at the time of the request; None: no limit
+    smaller_passed: bool = False  # whether a smaller size has passed: evidence for an ambiguous error text
+    largest_passed: int | None = None
+    learned: Mapping[str, Sequence[int]] = field(default_factory=dict)  # `Outcome.learned` of earlier trials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A sample of the device's memory between trials."""
+
+    available_bytes: int  # available to this process
+    outside_bytes: int | None  # in use, but not by this process's allocator; None if unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """What the calls of a trial showed; numbers of calls are those of each step."""
+
+    made: int = 0
+    first: int = 0  # until every optimizer had stepped
+    needed: int = 0  # after a look: how many calls meet the one that needs the most memory
+    call_s: float | None = None  # time of one call of each step; None if all were repeated
+    served_bytes: int = 0  # that the allocator handed out after the first full step; 0 if unknown
+    allocations: int = 0  # number of blocks for them; 0 if unknown
+    varying: bool = False  # whether full steps allocated different amounts
+    counts: bool = False  # whether the user's own code may know which call it is
+    ended_early: str | None = None  # the bug of a late call that ended the trial
+    waiting: str = ""  # the kind of an optimizer that has gradients to step, while none has stepped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A finished trial and what was measured in it and around it."""
+
+    trial: Trial
+    calls: Calls = Calls()
+    measured: Measured | None = None
+    outside_before_bytes: int | None = None  # `Measured.outside_bytes` before the trial
+    outside_after_bytes: int | None = None
+    refusal: str | None = None  # why the probe must stop, such as a large leak
+    held: tuple[str, ...] = ()  # where memory grows from call to call, what the user's code held at the end
+    is_spent: bool = False  # whether its process must end: the step has replaced parameters of which there is no copy
+    contradicts_replay: bool = False  # whether it proves earlier predicted trials wrong
+    in_steps_s: float = 0.0  # time inside the step
+    notes: tuple[str, ...] = ()  # what a reader of the result should know; the same note may come again
+    # For each step the places of the optimizers that step, among those that building made; negative for all others.
+    learned: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    breakdown: Breakdown | None = None
+
+
+class Runner(Protocol):
+    """Runs trials for a session.
+
+    In this process (`oomprobe.runners.local`), in processes that may die or on several ranks (`oomprobe.runners.workers`), or as runs of a
+    command (`oomprobe.runners.command`).
+
+    A runner promises this:
+
+    - `run` tries one size from a cold start under the request's cap, makes each step's `calls` (or finds out how many the
+      requested `steps` take), and returns an `Outcome` however the trial ended: out of memory, a death, a time limit. It
+      keeps no exception, frame or tensor of the trial, and the memory is back at its baseline unless its process has ended.
+      It copies `batch_size`, `phase`, `cap_bytes` and `accumulation_steps` into the `Trial`, whose verdict is never BUG.
+    - `run` raises StepFailedError for a bug of the step (unless `least_calls` have passed), and UnreliableError if the size
+      was not really run. Any other exception of its own ends the probe.
+    - Second tries are the session's: `run` tries a size once. It starts over by itself only if what earlier trials left
+      makes the step fail: trained weights, or a counter that was put back although the iterator beside it had moved on. If the
+      runner is `replaceable`, the next `run` replaces a process that died or was poisoned, and unless it `grows_capped`,
+      trials that grow have no cap.
+    - `Outcome.measured` is sampled after the first pass, when the step has loaded its kernels, and on host memory after each
+      trial. `outside_before_bytes` and `outside_after_bytes` are sampled around each trial, where known.
+    - The request carries what one process must know from another: which optimizers step (`Request.learned`), and how many
+      calls to make. `exact` and `repeats` concern only devices that replay.
+    """
+
+    @property
+    def facts(self) -> RunnerInfo:
+        """What the session needs to know before the first trial."""
+        ...
+
+    def measure(self) -> Measured:
+        """Sample the memory now."""
+        ...
+
+    def run(self, request: Request) -> Outcome:
+        """Run one trial."""
+        ...

@@ -1,0 +1,111 @@
+"""The table of trials, and one trial as a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from oomprobe.ground.units import byte_unit, format_bytes, format_seconds
+from oomprobe.ground.words import WIDTH, clean, clip, count, rate, shortened
+from oomprobe.records.trials import Trial
+
+_STEP_NAME = "step name"
+TEXT_COLUMNS = ("phase", "verdict", _STEP_NAME)  # all others hold numbers
+
+
+def trials_table(trials: Iterable[Trial]) -> str:
+    """Render trials as a table, each followed by a line with its remarks, if any; no final newline."""
+    title, heads, rows = table_cells(trials)
+    if not rows:
+        return "no trial was run"
+    widths = _widths(heads, [cells for _, cells, _ in rows])
+    lines = [title, _row(heads, heads, widths)]
+    for _, cells, remark in rows:
+        lines.append(_row(heads, cells, widths))
+        if remark:
+            lines.append(clip(f"{' ' * (widths[0] + 4)}^ {remark}", WIDTH))
+    return "\n".join(lines)
+
+
+def table_cells(trials: Iterable[Trial]) -> tuple[str, list[str], list[tuple[Trial, list[str], str]]]:
+    """Return the title, the heads, and the cells and remark of each trial; omit columns that no trial measured."""
+    trials = tuple(trials)
+    sizes = [size for t in trials for size in (t.peak_allocated_bytes, t.peak_reserved_bytes, t.cap_bytes) if size]
+    unit, factor = byte_unit(max(sizes, default=0))
+    title = f"trials (memory in {unit}; '-': not measured, or no cap; each kind of error is shown once)"
+    columns = {head: cell for head, cell in _columns(factor).items() if any(cell(t) is not None for t in trials)}
+    rows, shown = [], set()
+    for trial in trials:
+        failure = "" if trial.verdict in shown else _failure(trial)
+        remark = "; ".join(part for part in (*_remarks(trial), failure) if part)
+        rows.append((trial, [cell(trial) or "-" for cell in columns.values()], remark))
+        shown.add(trial.verdict)
+    return title, list(columns), rows
+
+
+def trial_line(trial: Trial) -> str:
+    """Render one trial as one line for the progress log."""
+    peaks = [b for b in (trial.peak_allocated_bytes, trial.peak_reserved_bytes) if b is not None]
+    parts = (
+        f"batch {trial.batch_size}",
+        trial.verdict.value,
+        trial.phase.value,
+        None if trial.step_name is None else clean(trial.step_name),
+        f"peak {format_bytes(max(peaks))}" if peaks else None,
+        None if trial.cap_bytes is None else f"cap {format_bytes(trial.cap_bytes)}",
+        None if trial.samples_per_s is None else f"{rate(trial.samples_per_s)} samples/s",
+        "replayed" if trial.replayed else None,
+        *_remarks(trial),
+        _failure(trial),
+    )
+    return clip("  ".join(part for part in parts if part), WIDTH)
+
+
+def _columns(factor: int) -> dict[str, Callable[[Trial], str | None]]:
+    def memory(size_bytes: int | None) -> str | None:
+        return None if size_bytes is None else f"{size_bytes / factor:.{2 if factor > 1 else 0}f}"
+
+    return {
+        "batch": lambda t: str(t.batch_size),
+        "phase": lambda t: t.phase.value,
+        "verdict": lambda t: t.verdict.value,
+        "steps": lambda t: "replay" if t.replayed else str(t.steps),
+        "allocated": lambda t: memory(t.peak_allocated_bytes),
+        "reserved": lambda t: memory(t.peak_reserved_bytes),
+        "cap": lambda t: memory(t.cap_bytes),
+        "time/step": lambda t: None if t.step_s is None else format_seconds(t.step_s),
+        "samples/s": lambda t: None if t.samples_per_s is None else rate(t.samples_per_s),
+        _STEP_NAME: lambda t: None if t.step_name is None else clean(t.step_name),
+    }
+
+
+def _widths(heads: list[str], rows: list[list[str]]) -> list[int]:
+    """Return column widths; the step names, which may be long, are shortened to fit the line."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    excess = sum(2 + width for width in widths) - WIDTH
+    if excess > 0 and heads[-1] == _STEP_NAME:
+        widths[-1] = max(len(_STEP_NAME), widths[-1] - excess)
+    return widths
+
+
+def _row(heads: list[str], cells: list[str], widths: list[int]) -> str:
+    aligned = (
+        f"{clip(cell, width):{'<' if head in TEXT_COLUMNS else '>'}{width}}"
+        for head, cell, width in zip(heads, cells, widths, strict=True)
+    )
+    return ("  " + "  ".join(aligned)).rstrip()
+
+
+def _remarks(trial: Trial) -> list[str]:
+    remarks = []
+    if trial.leaked_bytes:
+        remarks.append(f"LEAKED {format_bytes(trial.leaked_bytes)}")
+    if trial.accumulation_steps > 1:
+        remarks.append(f"{trial.accumulation_steps} accumulation steps")
+    if trial.alloc_retries and trial.passed:
+        remarks.append(count(trial.alloc_retries, "allocator retry", "allocator retries"))
+    return remarks
+
+
+def _failure(trial: Trial) -> str:
+    """Say where and why the trial failed."""
+    return ": ".join(part for part in (clean(trial.where or ""), clean(shortened(trial.error))) if part)

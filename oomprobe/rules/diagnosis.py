@@ -1,0 +1,132 @@
+"""What the trials say about the step: that it ignores its batch size, splits it, varies, leaks, or presses the allocator.
+
+Pure: everything is read from the trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from oomprobe.ground.units import format_bytes
+from oomprobe.ground.words import count
+from oomprobe.records.trials import NO_VERDICT, Phase, Trial, Verdict
+from oomprobe.rules.look import differ
+
+# A step that uses its batch size raises its peak, or the bytes it allocates, within this many doublings; devices that do
+# not count allocated bytes get more. Allocators round up small requests, and the host's resident memory is noisy.
+DOUBLINGS, UNCOUNTED_DOUBLINGS, HOST_NOISE_BYTES = 10, 24, 16 * 2**20
+ENDLESS_BATCH = 2**40  # no memory holds this batch: a step that still passes ignores batch_size
+# Over this many doublings a step that splits its batch itself multiplies its allocations at each, and its peak stays the
+# same. An ordinary step allocates as many blocks for any batch (27 and 27, where such a step allocated 55, 191, 735, 2911).
+SPLITTING_DOUBLINGS, SPLITTING_FACTOR = 3, 1.6
+# Refuse the answer if a leak in each step would use up the free memory in fewer steps than this. The second number is for
+# the user's own process, where other things may have grown.
+STEPS_TO_LAST, STEPS_TO_LAST_HERE = 1000, 100
+
+FLAT = (
+    "batch {size} needs no more memory than batch {smaller}, so memory does not limit the batch size: the step ignores "
+    "batch_size, does not run the model on this device, or runs out of data. If it runs out of data, pass max_batch; if it "
+    "pads small batches, pass the size it pads to as min_batch"
+)
+SPLITS = (
+    "memory does not limit this step: from batch {smaller} to {size} its peak stays the same while the number of its allocations "
+    "grows with the batch, so it splits the batch itself. Larger batches run, in more time; to try them, pass max_batch"
+)
+LEAKS = (
+    "each step at batch {size} keeps {kept}, even after collecting garbage, so training would use up the {free} left free "
+    "after about {steps} more. Something keeps tensors of each step: a list of losses that still have their graph (append "
+    "loss.item()), a cache keyed by shape, or a buffer that takes more than so many calls to fill; if it is a buffer, run the "
+    "step until it is full, then probe"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocated:
+    """What the calls of a trial allocated after the first full step; 0 if unknown."""
+
+    served_bytes: int
+    blocks: int
+
+
+def same_memory_smaller(trials: Sequence[Trial], allocated: Mapping[int, Allocated], *, on_host: bool) -> Trial | None:
+    """Return a much smaller trial that took as much memory as the last one that grew; None if there is none."""
+    grown = [trial for trial in trials if trial.phase is Phase.GROW and trial.passed]
+    now = grown[-1]
+    served = {size: one.served_bytes for size, one in allocated.items()}
+    doublings = DOUBLINGS if served.get(now.batch_size) else UNCOUNTED_DOUBLINGS
+    then = grown[-1 - doublings] if len(grown) > doublings else None
+    noise_bytes = HOST_NOISE_BYTES if on_host else 0
+    if (
+        then is not None
+        and (now.peak_allocated_bytes or 0) <= (then.peak_allocated_bytes or 0) + noise_bytes
+        and served.get(now.batch_size) == served.get(then.batch_size)
+    ):
+        return then
+    return (then or grown[0]) if now.batch_size >= ENDLESS_BATCH else None
+
+
+def splits_from(trials: Sequence[Trial], allocated: Mapping[int, Allocated]) -> Trial | None:
+    """Return the trial from which on doublings multiplied the step's allocations and did not raise its peak; or None."""
+    grown = [trial for trial in trials if trial.phase is Phase.GROW and trial.passed][-1 - SPLITTING_DOUBLINGS :]
+    if len(grown) <= SPLITTING_DOUBLINGS or any(trial.replayed for trial in grown):
+        return None
+    first, last = grown[0], grown[-1]
+    blocks = [allocated[trial.batch_size].blocks for trial in grown]
+    multiplies = all(0 < SPLITTING_FACTOR * fewer <= more for fewer, more in pairwise(blocks))
+    same_peak = not differ(first.peak_allocated_bytes or 0, last.peak_allocated_bytes or 0)
+    return first if multiplies and same_peak else None
+
+
+def how_different(before: Trial, after: Trial) -> str | None:
+    """Say how two trials of the same calls under the same cap differ; None if they do not."""
+    peaks = before.peak_allocated_bytes or 0, after.peak_allocated_bytes or 0
+    if before.verdict is not after.verdict:
+        return f"{before.verdict}, then {after.verdict}"
+    if after.passed and differ(*peaks):
+        return f"peaks of {format_bytes(peaks[0])} and {format_bytes(peaks[1])}"
+    return None
+
+
+def known_so_far(trials: Sequence[Trial]) -> str:
+    """Return the beginning of a sentence: the smallest size that failed, and the largest below it that ran; or ""."""
+    told = [t for t in trials if t.verdict not in NO_VERDICT and t.accumulation_steps == 1 and not t.replayed]
+    ends = {trial.batch_size: trial for trial in told}  # the last trial of each size counts
+    failed = min((size for size, trial in ends.items() if not trial.passed), default=0)
+    ran = max((size for size, trial in ends.items() if trial.passed and not 0 < failed < size), default=0)
+    steps = f" for {count(ends[ran].steps, 'step', 'steps')}" if ran and ends[ran].steps else ""
+    parts = [*([f"batch {ran} ran{steps}"] if ran else []), *([f"batch {failed} failed"] if failed else [])]
+    return f"after {' and '.join(parts)}, " if parts else ""
+
+
+def step_leak_bytes(last: Trial, looked: Trial | None) -> int:
+    """Return the bytes that each step of the answer leaves in use; 0 if a longer look saw that level off."""
+    levelled_off = looked is not None and looked.passed and looked.steps > last.steps and not looked.step_leaked_bytes
+    return 0 if levelled_off else last.step_leaked_bytes
+
+
+def is_pressed(trial: Trial) -> bool:
+    """Return whether the allocator released its cache at half of the calls or more: each takes a synchronisation."""
+    return 2 * trial.alloc_retries >= trial.steps > 0
+
+
+def is_size_limit(trials: Sequence[Trial], trial: Trial) -> bool:
+    """Return whether this size is a limit of its own: a smaller one passed, and two processes had a sticky error here."""
+    lost = [t for t in trials if t.verdict is Verdict.POISONED and t.batch_size == trial.batch_size]
+    return len(lost) > 1 and any(t.passed and t.batch_size < trial.batch_size for t in trials)
+
+
+def line_through(smaller: tuple[int, int], trial: Trial, wanted_bytes: int) -> int | None:
+    """Return the size whose peak would be `wanted_bytes`, on the line through a smaller size with its peak and a trial; or None."""
+    size, peak_bytes = smaller
+    rise_bytes = (trial.peak_allocated_bytes or 0) - peak_bytes
+    if rise_bytes <= 0 or trial.batch_size <= size:
+        return None
+    return size + max(0, (wanted_bytes - peak_bytes) * (trial.batch_size - size) // rise_bytes)
+
+
+def smallest_peak(trials: Sequence[Trial]) -> tuple[int, int]:
+    """Return the smallest size that passed, and its peak in bytes; zeros if none has."""
+    peaks = ((trial.batch_size, trial.peak_allocated_bytes or 0) for trial in trials if trial.passed)
+    return min(peaks, default=(0, 0))

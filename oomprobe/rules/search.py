@@ -1,0 +1,425 @@
+"""Doubling and bisection over integers. Pure: it asks whether a size runs and never looks at memory itself.
+
+A search has four phases. *grow* doubles the size with all the memory until one fails, then looks at a small size for what
+happens only at some calls. *bisect* closes the bracket under the cap, and tries a size slightly above the bracket in case
+the failure there was isolated. *recheck* repeats the failure that decided. *confirm* runs the answer for longer and moves
+down if that fails. Whatever the replies, a size is only returned after it ran under the cap and passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from oomprobe.records.sizes import Sizes
+from oomprobe.records.trials import Phase
+
+# Fraction of the size: how narrow the bracket must be if the limit is not sharp, and the first step down after a failed
+# confirmation. If sequence lengths vary from step to step, moving down one size at a time would fail many times.
+STRIDE = 1 / 128
+# Fraction of the size: how far above the bracket to look past a hole, which is a failing size below the limit. On CUDA's
+# allocator one size in five to twenty is a hole, and a search that stopped at one would answer up to a tenth too low.
+PAST_HOLES = 1 / 64
+# The look runs at the size that ran, divided by this. At size 1, a call with four times the usual batch allocates 0.8 % more
+# bytes than the others, because the parameters' own memory hides it; at 256 (of an MLP that runs 4096), 180 % more.
+LOOK_DIVISOR = 16
+NEAR = 1 / 16  # of a size that is expected to be near the limit: the first stride from there
+# Where a failure costs as much as many passes, as with ranks, which must be started and built anew: bisect at this place in the
+# bracket instead of halfway, and make the first stride this fraction of the size, both down from an answer that is not confirmed and
+# away from a size that is expected to be near the limit. Over 800 random limits, a search from the smallest size to 1/128 then met
+# 5 failures (at most 6) in 26 trials instead of 6.5 (9) in 23.
+PLACE, LONG_STRIDE = 1 / 5, 1 / 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """How a trial ended.
+
+    Attributes:
+        passed: Whether the size ran.
+        within_cap: Whether its peak proves that it passes under the cap too.
+        grows_no_further: Whether memory will not limit any larger size either.
+        varies: After a look, whether later calls need more memory than the calls of the trials before it. After another
+            trial, whether the same calls of this size ended differently before, so that a pass proves nothing.
+        guess: After a look, a size to go on at; only where to look, never the answer.
+        is_certain: Whether a failure needs no second try: the allocator said so in a fresh process.
+        tolerance: After a look, how narrow the bracket must be, as a fraction of the size: long trials need to be few.
+        lengthens: After a confirmation, whether it failed in a later call than the trials before it made, so that trials are
+            longer from here on, and earlier passes prove nothing; `tolerance` is then that of longer trials.
+    """
+
+    passed: bool
+    within_cap: bool = False
+    grows_no_further: bool = False
+    varies: bool = False
+    is_certain: bool = False
+    lengthens: bool = False
+    tolerance: float = 0.0
+    guess: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A size to run, under the cap or with all the memory, or to look at."""
+
+    size: int
+    phase: Phase
+    capped: bool
+    looks: bool = False
+
+
+_T = TypeVar("_T")
+Questions = Generator[Question, Reply, _T]  # part of a search, which ends with a _T
+
+
+class TrySize(Protocol):
+    """Runs a size and replies."""
+
+    def __call__(self, size: int, phase: Phase, *, capped: bool) -> Reply: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The outcome of a search."""
+
+    batch_size: int | None  # the confirmed answer; None if nothing fits
+    limit: int | None = None  # largest size that passed at all
+    first_failing: int | None = None  # smallest size that failed without the margin and did not pass later
+    deciding: int | None = None  # smallest failure above the answer, under the cap or in confirmation
+    transient: tuple[int, ...] = ()  # sizes that failed, then passed when tried again
+    unconfirmed: tuple[int, ...] = ()  # sizes that passed, then failed in confirmation
+
+
+def find(
+    try_size: TrySize,
+    sizes: Sizes,
+    *,
+    capped: bool,
+    should_stop_bisecting: Callable[[int, int], bool],
+    look: Callable[[int], Reply] | None = None,
+    start: int | None = None,
+    grows_capped: bool = False,
+    confirmations: int = 1,
+    failures_cost: bool = False,
+    known: Reply | None = None,
+) -> Found:
+    """Find the largest size that runs under the cap. On a monotone limit the answer is exact.
+
+    Unless `capped`, there is no cap, and grow's replies hold for bisect too. `should_stop_bisecting` is called with the
+    largest good and the smallest bad size. `look` runs many calls of a small size after growing; if its reply varies,
+    `try_size` runs longer trials from then on, and the search forgets what passed before. `start` is where growing begins; if
+    that fails, the size is halved until one runs. With `grows_capped`, growing is under the cap too. The answer must pass
+    `confirmations` times. If `failures_cost`, the search runs more trials that pass, and fewer that fail. `known` is the reply
+    of the look in an earlier search of the same step: the limit is then expected near `start`, and sought from there in small
+    strides under the cap.
+
+    Example:
+        >>> def try_size(size, phase, *, capped):
+        ...     return Reply(passed=size <= (90 if capped else 100))
+        >>> sizes = Sizes(first=1, last=None, step=1)
+        >>> find(try_size, sizes, capped=True, should_stop_bisecting=lambda good, bad: False).batch_size
+        90
+    """
+    questions = _Search(
+        sizes,
+        capped,
+        should_stop_bisecting,
+        start=sizes.first if start is None else sizes.nearest(start),
+        grows_capped=grows_capped or known is not None,
+        confirmations=confirmations,
+        failures_cost=failures_cost,
+        looks=look is not None and known is None,
+        known=known,
+        varies=known is not None and known.varies,
+        least_tolerance=known.tolerance if known is not None and known.varies else 0.0,
+    ).questions()
+    reply: Any = None  # the first `send` to a generator must be None
+    while True:
+        try:
+            question = questions.send(reply)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]  # a StopIteration has no type
+        if question.looks and look is not None:
+            reply = look(question.size)
+        else:
+            reply = try_size(question.size, question.phase, capped=question.capped)
+
+
+@dataclass(slots=True)
+class _Search:
+    """Asks by yielding questions, which keeps the search out of the user's tracebacks between `find` and the step."""
+
+    sizes: Sizes
+    has_cap: bool
+    should_stop_bisecting: Callable[[int, int], bool]
+    start: int  # where growing begins
+    grows_capped: bool = False
+    confirmations: int = 1
+    failures_cost: bool = False
+    looks: bool = False
+    known: Reply | None = None  # of the look in an earlier search of the same step
+    varies: bool = False  # whether later calls of a step need more memory than earlier ones
+    full_good: int | None = None  # the bracket with all the memory
+    full_bad: int | None = None
+    good: int | None = None  # the bracket under the cap
+    bad: int | None = None
+    within_cap: int | None = None  # largest size whose peak with all the memory stayed within the cap
+    passed: set[int] = field(default_factory=set)
+    failed_full: set[int] = field(default_factory=set)  # with all the memory
+    failed: set[int] = field(default_factory=set)  # under the cap
+    certain: set[int] = field(default_factory=set)  # failures that need no second try
+    tolerance: float = 0.0  # fraction of the size: a bracket this narrow is not closed further
+    least_tolerance: float = 0.0
+    guess: int | None = None  # where to begin under the cap
+    transient: list[int] = field(default_factory=list)
+    unconfirmed: list[int] = field(default_factory=list)
+
+    def questions(self) -> Questions[Found]:
+        """Run the whole search and return what was found."""
+        yield from self.grow()
+        if self.looks and self.full_good is not None and self.sizes.down(self.full_good, LOOK_DIVISOR) < self.full_good:
+            yield from self.look(self.full_good)
+        if self.full_good is not None:
+            yield from self.enter_cap()
+            if self.guess is not None:
+                yield from self.begin_at(self.guess)
+            yield from self.look_past_holes()
+            yield from self.bisect()
+            yield from self.recheck()
+        answer, deciding = yield from self.confirm()
+        return Found(
+            batch_size=answer,
+            limit=max(self.passed, default=None),
+            first_failing=min(self.failed_full - self.passed, default=None),
+            deciding=deciding,
+            transient=tuple(self.transient),
+            unconfirmed=tuple(self.unconfirmed),
+        )
+
+    def ask(self, size: int, phase: Phase, *, capped: bool, looks: bool = False) -> Questions[Reply]:
+        reply = yield Question(size=size, phase=phase, capped=capped and self.has_cap, looks=looks)
+        if reply.passed:
+            self.passed.add(size)
+            return reply
+        if reply.is_certain:
+            self.certain.add(size)
+        if capped or not self.has_cap:
+            self.failed.add(size)
+        if not capped or not self.has_cap:
+            self.failed_full.add(size)
+        return reply
+
+    def grow(self) -> Questions[None]:
+        """Double the size until one fails; where `start` is expected to be near the limit, begin with small strides."""
+        size, stride = self.start, self.start if self.known is None else self._near(self.start)
+        while True:
+            reply = yield from self.ask(size, Phase.GROW, capped=self.grows_capped)
+            if not reply.passed and size == self.sizes.first and not reply.is_certain:
+                reply = yield from self.ask(size, Phase.RECHECK, capped=self.grows_capped)  # nothing is below it
+                if reply.passed:
+                    self._forget_failure(size, reply)
+            if not reply.passed:
+                self.full_bad = size
+                if self.full_good is not None or size == self.sizes.first:
+                    return
+                size = max(self.sizes.down(size, 2), size - stride)
+                stride *= 2
+                continue
+            self.full_good = size
+            if reply.within_cap:
+                self.within_cap = size
+            if reply.grows_no_further:
+                self.sizes = replace(self.sizes, last=size)
+            if size == self.sizes.last or self.full_bad is not None:
+                return
+            size = self.sizes.up(size, stride)
+            stride *= 2
+
+    def look(self, largest: int) -> Questions[None]:
+        """Look for what happens only at some calls, at a size where many calls are cheap. If it does, believe only that size."""
+        size = self.sizes.down(largest, LOOK_DIVISOR)
+        reply = yield from self.ask(size, Phase.GROW, capped=False, looks=True)
+        while not reply.passed and size > self.sizes.first:  # a late call needs far more memory than the others
+            self.full_bad, size = size, self.sizes.down(size, LOOK_DIVISOR)
+            reply = yield from self.ask(size, Phase.GROW, capped=False, looks=True)
+        if not reply.passed:
+            self.full_good, self.bad = None, size
+        elif reply.varies or size < self.sizes.down(largest, LOOK_DIVISOR):
+            self.varies, self.least_tolerance, self.guess = True, reply.tolerance, reply.guess
+            self.full_good, self.passed = size, {size}
+            self.within_cap = size if reply.within_cap else None
+
+    def _forget_failure(self, size: int, reply: Reply) -> None:
+        """Take the pass of a size that failed before as its verdict; call the failure transient unless the step varies."""
+        if not reply.varies:
+            self.transient.append(size)
+        self.failed.discard(size)
+        self.failed_full.discard(size)
+
+    def enter_cap(self) -> Questions[None]:
+        """Move the bracket under the cap: if its lower end does not run there, that becomes the upper end."""
+        self.good, self.bad = self.full_good, self.full_bad
+        last_good = self.full_good
+        assert last_good is not None
+        holds_under_cap = not self.has_cap or self.within_cap == last_good or self._only_choice()
+        if not holds_under_cap and not (yield from self.ask(last_good, Phase.BISECT, capped=True)).passed:
+            self.good, self.bad = self.within_cap, last_good
+        last = self.sizes.last
+        # If nothing failed, and the last size has not passed, the look took back what growing had passed.
+        if self.looks and self.bad is None and last is not None and self.good != last:
+            if (yield from self.ask(last, Phase.BISECT, capped=True)).passed:
+                self.good = last
+            else:
+                self.bad = last
+
+    def begin_at(self, guess: int) -> Questions[None]:
+        """Bracket the limit around a guess, in strides that double: trials of many calls need to be few."""
+        size, stride, previous = self.sizes.nearest(guess), self._near(guess), None
+        while (self.good or self.sizes.first - 1) < size and (self.bad is None or size < self.bad):
+            passed = (yield from self.ask(size, Phase.BISECT, capped=True)).passed
+            self.good, self.bad = (size, self.bad) if passed else (self.good, size)
+            if passed is not previous is not None or size == self.sizes.last:
+                return
+            size = self.sizes.up(size, stride) if passed else size - stride
+            stride, previous = 2 * stride, passed
+
+    def _near(self, size: int) -> int:
+        """Return the first stride from a size that is expected to be near the limit."""
+        step, share = self.sizes.step, LONG_STRIDE if self.failures_cost else NEAR
+        return max(step, int(share * size) // step * step)
+
+    def _only_choice(self) -> bool:
+        """Return whether only the first size is left, with nothing below or between: confirmation alone decides it."""
+        return self.good == self.sizes.first and self.bad == self.sizes.up(self.sizes.first, self.sizes.step)
+
+    def bisect(self) -> Questions[None]:
+        """Close the bracket under the cap. Its upper end must fail there too, not just with all the memory."""
+        stride = self.sizes.step
+        while (size := self._candidate(stride)) is not None:
+            if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
+                self.bad = size
+            elif size != self.bad and self.bad is not None:
+                self.good = size
+            else:  # it failed with all the memory but passed under the cap, or nothing above it has failed
+                if size == self.bad:
+                    self.transient.append(size)
+                    self.failed_full.discard(size)
+                self.good, self.bad = size, self._failure_above(size)
+                stride *= 2
+
+    def _candidate(self, stride: int) -> int | None:
+        if self.bad is None:
+            assert self.good is not None
+            return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)
+        if self.good is not None:
+            is_narrow = self.bad - self.good <= max(self.tolerance, self.least_tolerance) * self.good
+            if is_narrow or self.should_stop_bisecting(self.good, self.bad):
+                return None
+        place = PLACE if self.failures_cost else 1 / 2
+        middle = self.sizes.middle(self.good, self.bad, geometric=self.varies, place=place)
+        if middle is None and self.bad not in self.failed:
+            return self.bad
+        return middle
+
+    def _failure_above(self, size: int) -> int | None:
+        return min((s for s in self.failed | self.failed_full if s > size), default=None)
+
+    def recheck(self) -> Questions[None]:
+        """Repeat the deciding failure once: a leak, another process or fragmentation may have caused it.
+
+        If the step varies, a pass would prove nothing.
+        """
+        if self.varies or self.transient or self.bad is None or self.bad not in self.failed - self.certain:
+            return
+        deciding = self.bad
+        reply = yield from self.ask(deciding, Phase.RECHECK, capped=True)
+        if reply.passed and not reply.varies:
+            self._forget_failure(deciding, reply)
+            self.good, self.bad = deciding, self._failure_above(deciding)
+            yield from self.bisect()
+
+    def look_past_holes(self) -> Questions[None]:
+        """Try a size slightly above the bracket. If it passes, the failure below it was a hole: continue from there."""
+        met_hole = False
+        self.tolerance = STRIDE
+        yield from self.bisect()
+        while self.good is not None and self.bad is not None:
+            hole, stride = self.bad, round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step
+            size = self.sizes.up(self.good, stride)
+            if size <= hole or size in self.failed | self.failed_full:
+                break
+            if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
+                break
+            reply = yield from self.ask(hole, Phase.RECHECK, capped=True)
+            if reply.passed:
+                self._forget_failure(hole, reply)
+            else:
+                met_hole = True
+            yield from self._climb(size, stride)
+            yield from self.bisect()
+        self.tolerance = STRIDE if met_hole else 0.0
+
+    def _climb(self, size: int, stride: int) -> Questions[None]:
+        """Move up from a size that passed, in doubling strides, until one fails."""
+        self.good, self.bad = size, self.full_bad if self.full_bad and self.full_bad > size else None
+        while True:
+            stride *= 2
+            size = self.sizes.up(self.good, stride)
+            if size == self.good or (self.bad is not None and size >= self.bad):
+                return
+            if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
+                self.bad = size
+                return
+            self.good = size
+
+    def confirm(self) -> Questions[tuple[int | None, int | None]]:
+        """Run the answer for longer. While that fails, move down in growing strides; then close the bracket.
+
+        If it fails in a later call than the trials before it made, bisect again below it, by longer trials.
+        """
+        good, bad, size, stride = None, self.bad, self.good, 0
+        while size is not None:
+            reply = yield from self._confirmed(size)
+            if reply.passed:
+                good = size
+            else:
+                self.unconfirmed.append(size)
+                bad = size
+            if good is not None:
+                size = self._between(good, bad) if self.unconfirmed else None
+            elif reply.lengthens:
+                yield from self._search_below(size, reply.tolerance)
+                bad, size = self.bad, self.good
+            else:
+                stride = max(2 * stride, self._stride(size), self.sizes.step)
+                size = None if size == self.sizes.first else max(size - stride, self.sizes.first)
+        return good, bad
+
+    def _search_below(self, size: int, tolerance: float) -> Questions[None]:
+        self.good, self.bad, self.varies, self.least_tolerance = None, size, True, max(STRIDE, tolerance)
+        self.passed.clear()
+        yield from self.begin_at(size - self._near(size))
+        yield from self.bisect()
+
+    def _between(self, good: int, bad: int | None) -> int | None:
+        closest = max(self._stride(good), self.least_tolerance * good)
+        if bad is None or bad - good <= closest or self.should_stop_bisecting(good, bad):
+            return None
+        return self.sizes.middle(good, bad)
+
+    def _stride(self, size: int) -> int:
+        share = LONG_STRIDE if self.failures_cost else STRIDE
+        return round(share * size / self.sizes.step) * self.sizes.step
+
+    def _confirmed(self, size: int) -> Questions[Reply]:
+        for _ in range(self.confirmations - 1):
+            reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
+            if not reply.passed:
+                return reply
+        reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
+        if not reply.passed and size == self.sizes.first:  # nothing is below it, so one failure does not decide
+            reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
+            if reply.passed:
+                self._forget_failure(size, reply)
+        return reply

@@ -1,0 +1,1 @@
+"""The ways to run one trial: in this process, in workers that may die, as a run of a command."""

@@ -1,0 +1,217 @@
+"""The output of a command, read for the exceptions in it; and the cause of a run's end, from these and the reports. Pure.
+
+Only lines that name an exception are read, never the whole output: a log that mentions INT_MAX would decide otherwise.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+import signal
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from oomprobe.records.trials import Verdict
+from oomprobe.runners.command.reports import Report, all_report
+from oomprobe.verdicts import Evidence, Facts, Link, classify
+
+KEPT = 400  # exceptions from the beginning of the output, and as many from its end
+CONTEXT_LINES = 25  # shown before an exception, or from the end of the output
+LONGEST_LINE = 4000
+SIGNALLED = 128  # a shell exits with this and the number of the signal that ended its program
+# Launchers put the rank in front: torchrun "[rank1]: " and "[default0]:", srun -l "0: ", mpirun "[1,0]<stderr>:", Ray "(pid=7) ".
+_PREFIX = r"(?:\[[^\]\s]*\](?:<\w+>)?:?\s*|\d+: |\([^()]*\) )*"
+_EXCEPTION = re.compile(
+    rf"^{_PREFIX}(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|OutOfResources))(?::\s?(?P<text>.*))?$"
+)
+_CPP_EXCEPTION = re.compile(rf"^{_PREFIX}\s*what\(\):\s+(?P<text>.+)$")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_TORCH_OOM = re.compile(r"(?:CUDA|HIP) out of memory\. Tried to allocate")
+_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code>-?\d+)", re.DOTALL)  # torchrun's
+_GOES_ON = "DistBackendError"  # NCCL's error: its cause stands a few lines below
+_NCCL_FAILURE = re.compile(r"(?:Cuda|HIP) failure.*")
+
+# What launchers raise when a process that they started has failed.
+LAUNCHERS = {
+    "ChildFailedError",
+    "SignalException",
+    "CalledProcessError",
+    "SystemExit",
+    "KeyboardInterrupt",
+    "ProcessExitedException",
+    "ProcessRaisedException",
+    "RendezvousClosedError",
+    "RendezvousConnectionError",
+}
+# How a rank learns that another one has failed.
+_PEERS = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|remote process exited|Socket closed|recv, got 0 bytes|"
+    r"connection was likely closed|client socket has (?:timed out|failed)|Application timeout|Timed out after \d+ seconds waiting|"
+    r"Watchdog caught collective|collective operation timeout|NCCL communicator was aborted|"
+    r"Some NCCL operations have failed or timed out|wait timeout after|Timed out waiting|Wait timeout|heartbeat|"
+    r"ncclRemoteError|ncclSystemError",
+    re.IGNORECASE,
+)
+# Slurm's words when the system has ended a task to get memory: they are about the host.
+_SLURM_OOM = re.compile(r"^(?:slurmstepd|srun): error: .*(?:oom[-_]kill|OOM Killed|Out Of Memory)")
+_KILLED = re.compile(r"killed by signal|SIGKILL", re.IGNORECASE)  # a data loader's worker
+PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+
+QUOTED = "its output quotes an out-of-memory error, and not all of its processes report what they raise: {line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """An exception that a process reported, or that stands in the output."""
+
+    facts: Facts
+    text: str  # "KeyError: 'input_ids'"
+    who: str = ""  # the process, if known
+    where: str | None = None  # the user's line, if known
+    context: tuple[str, ...] = ()  # the lines of the output up to it
+
+    @property
+    def is_launchers(self) -> bool:
+        """Whether a launcher raised it, because something that it started has failed."""
+        return self.facts[0].classes[0].rpartition(".")[2] in LAUNCHERS
+
+    @property
+    def is_peers(self) -> bool:
+        """Whether it tells only that another process has failed."""
+        texts = [link.text for link in self.facts]
+        return any(map(_PEERS.search, texts)) and not any(map(PORT_IN_USE.search, texts))
+
+
+@dataclass(slots=True)
+class Output:
+    """What a command has written so far."""
+
+    first: list[Said] = field(default_factory=list)
+    last: deque[Said] = field(default_factory=lambda: deque(maxlen=KEPT))
+    oom_line: str = ""  # the first that quotes torch's out-of-memory error
+    mentions_host_oom: bool = False  # whether Slurm says that a task was ended to get host memory
+    _tail: deque[str] = field(default_factory=lambda: deque(maxlen=400))
+    _part: str = ""  # of a line
+    _waits_for: str = ""  # the class of an exception that goes on below
+
+    def feed(self, text: str) -> None:
+        """Read more of the output."""
+        *lines, self._part = re.split(r"[\r\n]", self._part + text)
+        self._part = self._part[-LONGEST_LINE:]
+        for line in lines:
+            self._read(_ESCAPES.sub("", line)[:LONGEST_LINE].rstrip())
+
+    def close(self) -> None:
+        """Read the last line, which may not have ended."""
+        self.feed("\n")
+
+    def _read(self, line: str) -> None:
+        if not line:
+            return
+        self._tail.append(line)
+        self.oom_line = self.oom_line or (line if _TORCH_OOM.search(line) else "")
+        self.mentions_host_oom |= bool(_SLURM_OOM.search(line))
+        found, cpp = _EXCEPTION.match(line), _CPP_EXCEPTION.match(line)
+        if found is not None and not found["name"].startswith("nccl"):
+            self._waits_for = found["name"] if found["name"].endswith(_GOES_ON) else ""
+            self._add(found["name"], found["text"] or "")
+        elif cpp is not None:
+            self._add("RuntimeError", cpp["text"])
+        elif self._waits_for and (failure := _NCCL_FAILURE.search(line)):
+            self._add(self._waits_for, failure[0])
+
+    def _add(self, name: str, text: str) -> None:
+        base = "MemoryError" if name.endswith("MemoryError") else "RuntimeError"  # numpy's, and most others
+        classes = (f"builtins.{name}",) if hasattr(builtins, name) else (name, f"builtins.{base}")
+        context = tuple(self._tail)[-CONTEXT_LINES:]
+        said = Said(
+            facts=(Link(classes=classes, text=text),), text=f"{name}: {text}".removesuffix(": "), context=context
+        )
+        if len(self.first) < KEPT:
+            self.first.append(said)
+        else:
+            self.last.append(said)
+
+    def exceptions(self) -> list[Said]:
+        """Return the exceptions in the order of the output."""
+        return [*self.first, *self.last]
+
+    def tail(self) -> list[str]:
+        """Return the last lines."""
+        return list(self._tail)[-CONTEXT_LINES:]
+
+    def root_cause(self) -> tuple[int, int] | None:
+        """Return the rank that failed first and its exit status, as torchrun reports them; None if it does not."""
+        found = _ROOT_CAUSE.search("\n".join(self._tail))
+        return None if found is None else (int(found["rank"]), int(found["code"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Why a run failed."""
+
+    verdict: Verdict
+    error: str
+    where: str | None = None
+    context: Sequence[str] = ()  # lines of the output that show it
+
+
+def cause_of(reports: Sequence[Report], output: Output, status: int, evidence: Evidence, *, oom_kills: int) -> Ending:
+    """Return why a run failed: what its processes reported, then what its output says, then how it exited.
+
+    `status` is the exit status of the command, negative for a signal; `oom_kills` counts what the system's OOM killer ended.
+    """
+    ran_out = next((report for report in reports if report.raised_ooms or report.why == "oom"), None)
+    # Where all report, an out-of-memory error of torch that none has raised is only text, such as a tip.
+    all_told = all_report(reports) and ran_out is None
+    said = [one for one in _said(reports, output, all_told) if not one.is_launchers]
+    causes = [one for one in said if not one.is_peers]
+    verdicts = [(classify(one.facts, evidence), one) for one in causes]
+    out_of_memory = (found for found in verdicts if found[0] in (Verdict.OOM, Verdict.HOST_OOM))
+    verdict, cause = next(out_of_memory, None) or next(iter(verdicts), (Verdict.BUG, None))
+    if ran_out is not None and verdict not in (Verdict.OOM, Verdict.HOST_OOM):
+        error = "its allocator ran out of memory, and the program caught that"
+        return Ending(verdict=Verdict.OOM, error=_named(error, ran_out.name), where=ran_out.where)
+    was_killed = cause is None or _KILLED.search(cause.text)
+    if (oom_kills or output.mentions_host_oom) and was_killed and verdict not in (Verdict.OOM, Verdict.HOST_OOM):
+        return Ending(
+            verdict=Verdict.HOST_OOM, error=f"the system's OOM killer ended a process; {_exit(output, status)}"
+        )
+    if cause is not None:
+        return Ending(verdict=verdict, error=_named(cause.text, cause.who), where=cause.where, context=cause.context)
+    if output.oom_line and not all_told:
+        return Ending(verdict=Verdict.OOM, error=QUOTED.format(line=output.oom_line))
+    noise = f" ({said[0].text})" if said and output.root_cause() is None else ""
+    shown = "\n".join(["", "the end of its output:", *output.tail()]) if output.tail() else ""
+    return Ending(verdict=Verdict.CRASHED, error=_exit(output, status) + noise + shown)
+
+
+def _said(reports: Sequence[Report], output: Output, all_told: bool) -> Iterator[Said]:
+    printed = [one for one in output.exceptions() if not (all_told and _TORCH_OOM.search(one.text))]
+    for report in reports:
+        if report.errors:
+            name, text = report.errors[0].classes[0].removeprefix("builtins."), report.errors[0].text
+            same = (one.context for one in printed if text and one.facts[0].text == text.partition("\n")[0])
+            yield Said(
+                facts=report.errors,
+                text=f"{name}: {text}",
+                who=report.name,
+                where=report.where,
+                context=next(same, ()),
+            )
+    yield from printed
+
+
+def _named(error: str, who: str) -> str:
+    return f"{who}: {error}" if who.startswith("rank") else error
+
+
+def _exit(output: Output, status: int) -> str:
+    rank, code = output.root_cause() or (None, status)
+    who = "the command" if rank is None else f"rank {rank}"
+    if code > SIGNALLED:  # by a shell in between
+        code = SIGNALLED - code
+    if -code in set(signal.Signals):
+        return f"{who} was killed by {signal.Signals(-code).name}"
+    return f"{who} exited with {code}"

@@ -1,0 +1,159 @@
+"""One run of a command, by its keeper: start it, read its output, end it with all that it started."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import secrets
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from oomprobe.errors import UnreliableError
+from oomprobe.ground import linux
+from oomprobe.runners.command.output import Output
+from oomprobe.runners.command.reports import Report, read
+from oomprobe.runners.workers import system
+
+HERE = Path(__file__).parent
+BATCH, DIR = "{batch}", "{dir}"
+BATCH_VARIABLE = "OOMPROBE_BATCH"
+ENDING_S = 60.0  # longer than a keeper takes
+# Trials must not appear among a team's experiments. Hydra shows whole tracebacks only on request.
+OFFLINE = {
+    "WANDB_MODE": "offline",
+    "COMET_MODE": "OFFLINE",
+    "COMET_START_ONLINE": "0",
+    "NEPTUNE_MODE": "offline",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "offline",
+    "HYDRA_FULL_ERROR": "1",
+}
+OFFLINE_FOLDERS = {"WANDB_DIR": "", "COMET_OFFLINE_DIRECTORY": "", "MLFLOW_TRACKING_URI": "file:"}
+
+
+class Run:
+    """A running command. As a context manager it ends the command, and removes its folder, on exit."""
+
+    def __init__(self, command: Sequence[str], batch_size: int, variables: dict[str, str]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="oomprobe-"))
+        self._oom_kills, self._mark = linux.oom_kills(), secrets.token_hex(8)
+        self.output, self.started_s = Output(), time.monotonic()
+        self.start_up_s = 0.0  # until it had made the steps of a trial
+        self.status: int | None = None  # its exit status once it has ended by itself
+        self.left_running = 0  # processes, at that time
+        self._reports = self._folder / "reports"
+        scratch = self._folder / "run"
+        for folder in (self._reports, scratch):
+            folder.mkdir()
+        words = [word.replace(BATCH, str(batch_size)).replace(DIR, str(scratch)) for word in command]
+        environment = {
+            **os.environ,
+            **OFFLINE,
+            **{name: f"{scheme}{scratch}" for name, scheme in OFFLINE_FOLDERS.items()},
+            "PYTHONPATH": os.pathsep.join([str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONUNBUFFERED": "1",  # otherwise the last lines of a killed process are lost
+            BATCH_VARIABLE: str(batch_size),
+            "OOMPROBE_REPORTS": str(self._reports),
+            system.MARK: self._mark,
+            **variables,
+        }
+        self._wire, theirs = socket.socketpair()
+        self._pipe, writing = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        keeper = [sys.executable, "-I", "-S", str(HERE / "keeper.py"), str(theirs.fileno()), *words]
+        try:
+            self._keeper = subprocess.Popen(
+                keeper,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+        except OSError as error:
+            self._close()
+            raise UnreliableError(
+                f"no process could be started for a trial ({error}): free memory or processes"
+            ) from error
+        finally:
+            theirs.close()
+            os.close(writing)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self._close()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started_s
+
+    @property
+    def oom_kills(self) -> int:
+        """How many processes the system's OOM killer has ended since the start."""
+        kills = linux.oom_kills()
+        return 0 if kills is None or self._oom_kills is None else kills - self._oom_kills
+
+    def reports(self) -> list[Report]:
+        """Return what its processes have reported."""
+        return read(self._reports)
+
+    def has_ended(self, wait_s: float) -> bool:
+        """Read its output for so long; return whether it has ended, and then set `status`: negative for a signal."""
+        wire = self._wire.fileno()
+        ready, _, _ = select.select([wire, self._pipe], [], [], wait_s)
+        self._read_output()
+        if wire not in ready:
+            if ready:
+                time.sleep(wait_s / 10)  # a flood of output must not keep this process busy
+            return False
+        with contextlib.suppress(ConnectionError):
+            said = self._wire.recv(4096).decode(errors="replace")
+            if not said[:1].isdigit():
+                raise UnreliableError(f"the command {said or 'was lost: its keeper was killed'}")
+            status, self.left_running = map(int, said.split())
+            self.status = os.waitstatus_to_exitcode(status)
+        self._read_output()
+        self.output.close()
+        return True
+
+    def end(self) -> None:
+        """End it and all that it has started. What it says from here on is not read."""
+        with contextlib.suppress(OSError):
+            self._wire.shutdown(socket.SHUT_WR)
+        until_s = time.monotonic() + ENDING_S
+        while self._keeper.poll() is None:
+            if time.monotonic() > until_s:
+                self._keeper.kill()
+            select.select([self._pipe], [], [], 0.02)
+            self._drain()
+        if self._keeper.returncode < 0:  # it was killed, so do its work
+            system.kill_started(self._keeper.pid, self._mark)
+
+    def _read_output(self) -> None:
+        self.output.feed(self._decoder.decode(self._drain()))
+
+    def _drain(self) -> bytes:
+        read, most = b"", 2**20
+        with contextlib.suppress(BlockingIOError):
+            while len(read) < most and (more := os.read(self._pipe, 2**16)):
+                read += more
+        return read
+
+    def _close(self) -> None:
+        self._wire.close()
+        os.close(self._pipe)
+        shutil.rmtree(self._folder, ignore_errors=True)

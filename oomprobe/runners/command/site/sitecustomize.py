@@ -1,0 +1,269 @@
+"""Runs at the start of every Python process of a command that is probed: caps torch's memory, and reports.
+
+`oomprobe.runners.command.runner` puts this folder in front of PYTHONPATH. Without OOMPROBE_REPORTS this file does nothing but run
+the sitecustomize that it hides. It must not fail a program, slow it or import torch: a finder waits until the program does.
+It belongs to the command's Python, which may be 3.8 or later and need not know oomprobe.
+
+A report is a JSON file for each process that has imported torch. It is written anew after each optimizer step, because a
+process that is killed, or leaves by os._exit, writes none at its end.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+COMPARED = 8  # steps of which two sizes are compared
+EACH_STEP = 64  # after so many steps only every 16th is reported: a report takes about 1 ms
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+MAX_LINKS, MAX_TEXT = 8, 4000  # of a chain of exceptions; characters of each
+
+
+def run_hidden():
+    """Run the sitecustomize that this one hides, the user's or the system's."""
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = sys.modules["sitecustomize"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+def guarded(function):
+    """Make a function that never raises: what escapes a hook would end the user's program."""
+
+    def call(*args, **kwargs):
+        try:
+            function(*args, **kwargs)
+        except Exception:
+            pass
+
+    return call
+
+
+class Watch:
+    """What this process has done so far; see `oomprobe.runners.command.reports` for the meaning of a report's fields."""
+
+    def __init__(self, folder, fractions):
+        self.folder, self.fractions = folder, fractions  # JSON: fractions by UUID; "" stands for all other devices
+        self.start()
+
+    def start(self):
+        import time
+
+        self.pid, self.begun_s, self.steps, self.ooms, self.raised = os.getpid(), time.time(), 0, 0, 0
+        self.optimizers = self.where = None
+        self.step_s, self.outside, self.capped, self.asked = [], {}, {}, {}
+
+    # --- what torch calls ---
+
+    def torch_is_imported(self, torch):
+        """Queue for the moment when CUDA starts in this process, and count the steps of all optimizers."""
+        self.start()
+        self.torch, self.has_gpu = torch, bool(torch.version.cuda or getattr(torch.version, "hip", None))
+        if self.has_gpu:
+            torch.cuda._lazy_call(guarded(self.cuda_starts))
+        guarded(self.watch_for_ooms)()
+        try:
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            disable = getattr(torch, "_disable_dynamo", lambda function: function)
+            register_optimizer_step_post_hook(disable(guarded(self.stepped)))
+        finally:
+            self.write("import")
+
+    def cuda_starts(self):
+        guarded(self.torch._C._cuda_attach_out_of_memory_observer)(guarded(self.ran_out))
+        count = self.torch.cuda.device_count()
+        local = next((int(os.environ[name]) for name in LOCAL_RANKS if os.environ.get(name, "").isdigit()), count)
+        version = tuple(int(part) for part in self.torch.__version__.split(".")[:2])
+        # Before 2.10, setting a fraction makes a context on the device, which takes memory, and leaves it current.
+        devices = range(count) if version >= (2, 10) or count == 1 else [local] if local < count else []
+        for device in devices:
+            guarded(self.cap)(device)
+
+    def watch_for_ooms(self):
+        """Count the errors that are made for Python: the allocator's observer also sees those that cuDNN handles."""
+        error, made = self.torch.cuda.OutOfMemoryError, guarded(self.raises)
+        make = error.__init__
+
+        def __init__(self, *args, **kwargs):
+            make(self, *args, **kwargs)
+            made()
+
+        error.__init__ = __init__
+
+    def cap(self, device):
+        import json
+
+        fractions = json.loads(self.fractions)
+        fraction = fractions.get(self.uuid(device), fractions.get(""))
+        if fraction is not None:
+            current = self.torch.cuda.current_device()
+            self.torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)
+            self.capped[device] = fraction
+            self.torch.cuda._maybe_exchange_device(current)  # makes no context there, as set_device would
+
+    def stepped(self, optimizer, *_):
+        import time
+        from weakref import WeakSet
+
+        if self.optimizers is None:
+            self.optimizers = WeakSet()
+        self.optimizers.add(optimizer)
+        self.steps += 1
+        self.step_s = [*self.step_s[:1], time.time()]  # of the first step and the last
+        if self.has_gpu and self.torch.cuda.is_initialized() and self.torch.cuda.is_current_stream_capturing():
+            return
+        if self.steps <= EACH_STEP or self.steps % 16 == 0:
+            self.write("step")
+        if self.steps == 1:
+            for device in self.used_devices():
+                if device not in self.capped:
+                    guarded(self.cap)(device)
+
+    def ran_out(self, *_):
+        self.ooms += 1
+        self.write_oom()
+
+    def raises(self):
+        guards = sys.modules.get("torch._guards")  # Inductor tries kernels, and handles what they raise
+        self.raised += guards is None or guards.TracingContext.try_get() is None
+        self.write_oom()
+
+    def write_oom(self):
+        """Report an out-of-memory error before the program can catch it: it may hang then."""
+        frame = sys._getframe()
+        while frame is not None and not self.is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        self.where = None if frame is None else self.place(frame.f_code.co_filename, frame.f_lineno)
+        self.write("oom")
+
+    # --- the report ---
+
+    def write(self, why):
+        import json
+        import socket
+        import time
+
+        optimizers = max(1, len(self.optimizers or ()))
+        rank, world = self.rank()
+        report = {
+            "pid": self.pid, "host": socket.gethostname(), "rank": rank, "world_size": world,
+            "program": os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else "",
+            "why": why, "begun_s": self.begun_s, "at_s": time.time(),
+            "torch": str(self.torch.__version__), "cuda": self.torch.version.cuda,
+            "steps": self.steps // optimizers, "step_s": self.step_s,
+            "ooms": self.ooms, "raised_ooms": self.raised, "where": self.where, "errors": [],
+            "devices": [self.device(index) for index in self.used_devices()],
+        }  # fmt: skip
+        if why == "exit":
+            guarded(self.add_errors)(report)
+        path = os.path.join(self.folder, "%s-%d.json" % (report["host"], self.pid))
+        with open(path + ".part", "w") as file:
+            json.dump(report, file)
+        os.replace(path + ".part", path)  # it may be read at any time
+
+    def rank(self):
+        distributed = getattr(self.torch, "distributed", None)
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+        rank = os.environ.get("RANK", "")
+        return (int(rank) if rank.isdigit() else None), None
+
+    def used_devices(self):
+        """Return the devices on which this process has reserved memory; asking others for theirs would take some."""
+        cuda = self.torch.cuda if self.has_gpu else None
+        if cuda is None or not cuda.is_initialized() or cuda._is_in_bad_fork():
+            return []
+        return [i for i in range(cuda.device_count()) if cuda.memory_stats(i).get("reserved_bytes.all.peak")]
+
+    def device(self, index):
+        stats, cuda = self.torch.cuda.memory_stats(index), self.torch.cuda
+        properties, reserved = cuda.get_device_properties(index), stats["reserved_bytes.all.current"]
+        told = {
+            "index": index, "uuid": self.uuid(index), "name": properties.name, "total_bytes": properties.total_memory,
+            "reserved_bytes": reserved, "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
+            "peak_allocated_bytes": stats["allocated_bytes.all.peak"], "retries": stats.get("num_alloc_retries", 0),
+            "fraction": None, "outside_bytes": None,
+        }  # fmt: skip
+        if hasattr(cuda, "get_per_process_memory_fraction"):
+            told["fraction"] = cuda.get_per_process_memory_fraction(index)
+        else:  # torch before 2.7 does not say
+            told["fraction"] = self.capped.get(index)
+        try:  # raises after a sticky error
+            free, total = cuda.mem_get_info(index)
+            told["total_bytes"] = total
+            # The most of all samples: at the end NCCL may have released its memory.
+            self.outside[index] = max(self.outside.get(index, 0), total - free - reserved)
+        except Exception:
+            pass
+        told["outside_bytes"] = self.outside.get(index)
+        asked = self.asked.setdefault(index, {})
+        if 0 < self.steps <= COMPARED:  # before torch 2.1, bytes were counted only rounded
+            total = stats.get("requested_bytes.all.allocated", stats.get("allocated_bytes.all.allocated", 0))
+            asked.setdefault(self.steps, (total, stats.get("allocation.all.allocated", 0)))
+        told["asked"] = [asked[step] for step in sorted(asked)]
+        return told
+
+    def uuid(self, index):
+        return str(getattr(self.torch.cuda.get_device_properties(index), "uuid", index))
+
+    def add_errors(self, report):
+        """Add the exception that ends the program, and its causes; the interpreter has kept it."""
+        error, seen = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None), []
+        while isinstance(error, BaseException) and not any(error is one for one in seen) and len(seen) < MAX_LINKS:
+            seen.append(error)
+            classes = ["%s.%s" % (cls.__module__, cls.__name__) for cls in type(error).__mro__]
+            report["errors"].append({"classes": classes, "text": str(error)[:MAX_TEXT]})
+            trace, error = error.__traceback__, error.__cause__
+            while trace is not None and len(seen) == 1:
+                if self.is_users(trace.tb_frame.f_code.co_filename):
+                    report["where"] = self.place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+                trace = trace.tb_next
+
+    def is_users(self, file):
+        libraries = (os.path.dirname(os.__file__), "<", HERE)
+        return "site-packages" not in file and not file.startswith(libraries)
+
+    def place(self, file, line):
+        return "%s:%d" % (os.path.basename(file), line)
+
+
+class Finder:
+    """Waits for `import torch`, once."""
+
+    def __init__(self, watch):
+        self.watch = watch
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        from importlib.util import find_spec
+
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute, imported = spec.loader.exec_module, guarded(self.watch.torch_is_imported)
+
+            def exec_module(module):
+                execute(module)
+                imported(module)
+
+            guarded(setattr)(spec.loader, "exec_module", exec_module)
+        return spec
+
+
+def begin():
+    import atexit
+
+    watch = Watch(os.environ["OOMPROBE_REPORTS"], os.environ.get("OOMPROBE_FRACTIONS") or "{}")
+    sys.meta_path.insert(0, Finder(watch))
+    os.register_at_fork(after_in_child=guarded(watch.start))
+    atexit.register(lambda: guarded(watch.write)("exit") if "torch" in sys.modules else None)
+
+
+if os.environ.get("OOMPROBE_REPORTS"):
+    guarded(begin)()
+run_hidden()

@@ -1,0 +1,109 @@
+"""The trial that is running: what was requested, and what has been measured so far."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+from oomprobe.devices import Usage
+from oomprobe.records.breakdown import Breakdown
+from oomprobe.records.options import Step
+from oomprobe.records.trials import Calls, Request, Trial, Verdict
+from oomprobe.rules.look import Rows
+from oomprobe.verdicts.failure import Failure
+
+OVER_CAP = "it ran, but its peak was over the cap: it reused memory that the allocator had reserved earlier"
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """The trial that is running: what was requested, and what has been measured so far."""
+
+    request: Request
+    name: str = ""  # of the step whose turn it is
+    step: Step
+    rows: dict[str, Rows] = field(default_factory=dict)  # by the name of the step
+    calls: int = 0
+    allocations: int = 0
+    past_least: bool = False  # whether a bug now ends the trial, which has passed
+    ended_early: str | None = None
+    counts: bool = False
+    values: object = None  # what the user's code counted after the last call
+    step_leaked_bytes: int = 0
+    held: tuple[str, ...] = ()  # as in `Outcome`
+    peak_bytes: int = 0  # the highest of several steps
+    limiting_step: str = ""  # the step that reached it
+    failure: Failure | None = None
+    verdict: Verdict = Verdict.FITS
+    usage: Usage = field(default_factory=Usage)
+    breakdown: Breakdown | None = None
+
+    @property
+    def row(self) -> Rows:
+        """The rows of the step whose turn it is."""
+        return self.rows[self.name]
+
+    @property
+    def next_row(self) -> int:
+        """The row of a table whose value the next call gets."""
+        turns = self.request.turns
+        return turns[self.calls % len(turns)][0] if turns else self.request.row
+
+    @property
+    def next_size(self) -> int:
+        """The batch size of the next call."""
+        turns = self.request.turns
+        return turns[self.calls % len(turns)][1] if turns else self.request.batch_size
+
+    @property
+    def is_over_cap(self) -> bool:
+        """Whether cached blocks pushed the peak over the cap, which torch checks only when it asks the driver for memory."""
+        cap_bytes, usage = self.request.cap_bytes, self.usage
+        if cap_bytes is None or usage.peak_reserved_bytes is None:  # without reserved memory there is no such cache
+            return False
+        return (usage.peak_allocated_bytes or 0) > cap_bytes
+
+    def trial(self, *, several: bool, timed: bool) -> Trial:
+        """Return the record of the trial; of `several` steps it names the one that failed, or had the highest peak."""
+        request, usage, failure, failed = self.request, self.usage, self.failure, self.verdict is not Verdict.FITS
+        durations_s = [row.durations_s[row.timed_from :] for row in self.rows.values()]
+        is_timed = timed and failure is None and any(durations_s)
+        step_s = sum(statistics.median(one) for one in durations_s if one) if is_timed else None
+        return Trial(
+            batch_size=request.batch_size,
+            verdict=self.verdict,
+            phase=request.phase,
+            steps=self.calls,
+            cap_bytes=request.cap_bytes,
+            peak_allocated_bytes=usage.peak_allocated_bytes,
+            peak_reserved_bytes=usage.peak_reserved_bytes,
+            peak_upper_bytes=usage.peak_upper_bytes,
+            step_s=step_s,
+            samples_per_s=request.batch_size / step_s if step_s and self.step.is_timed else None,
+            alloc_retries=usage.alloc_retries,
+            step_leaked_bytes=self.step_leaked_bytes,
+            error=failure.text if failure else OVER_CAP if self.verdict is Verdict.OOM else None,
+            where=failure.where if failure else None,
+            step_name=(self.name if failed else self.limiting_step) if several else None,
+            accumulation_steps=request.accumulation_steps,
+        )
+
+    def calls_made(self, *, is_exact: bool, waiting: str) -> Calls:
+        """Return what the calls showed; `is_exact` says whether every trial starts at the same call; `waiting` as in `Calls`."""
+        request, rows = self.request, self.rows.values()
+        has_looked = request.looks and self.verdict is Verdict.FITS
+        medians = [statistics.median(row.durations_s) for row in rows if row.durations_s]
+        return Calls(
+            made=max((len(row.served_bytes) - row.waited_calls for row in rows), default=0),
+            first=max((row.first_calls or 0 for row in rows), default=0),
+            needed=max(row.calls_needed(request.least_calls or 0, is_exact=is_exact) for row in rows)
+            if has_looked
+            else 0,
+            call_s=sum(medians) if medians else None,
+            served_bytes=sum(sum(row.after_first_bytes) for row in rows),
+            allocations=self.allocations,
+            varying=any(row.varies(request.step_calls or row.step_calls) for row in rows),
+            counts=self.counts,
+            ended_early=self.ended_early,
+            waiting=waiting,
+        )

@@ -1,0 +1,97 @@
+"""Targets: functions that build a model and its step, named by module or file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from oomprobe.devices import extras_of
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.records.options import StepFn
+
+RECIPE = (
+    "Write it as 'path/to/train.py:build' or 'package.module:build', where build() returns (model, step_fn); or probe a command: "
+    "oomprobe run -- python train.py --batch-size {batch}"
+)
+
+
+def name_of(target: object) -> str:
+    """Return the name under which another process can import a target."""
+    if isinstance(target, str):
+        return target
+    name, module = getattr(target, "__qualname__", ""), sys.modules.get(getattr(target, "__module__", None) or "")
+    if module is None or not name.isidentifier() or getattr(module, name, None) is not target:
+        raise InvalidArgumentError(
+            f"{name or type(target).__name__} cannot be imported in another process: it is a lambda, a closure, a method or an "
+            f"object. Move it to the top level of a file. {RECIPE}"
+        )
+    if module.__name__ != "__main__":
+        return f"{module.__name__}:{name}"
+    file = getattr(module, "__file__", None)
+    if file is None or not file.endswith(".py"):
+        raise InvalidArgumentError(
+            f"{name} was defined interactively, so other processes cannot import it: put it in a file. {RECIPE}"
+        )
+    return f"{file}:{name}"
+
+
+def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
+    """Import a target and call it. With a simulated device, the target may use ``"cuda"`` without a GPU."""
+    with extras_of(device).replay.building():
+        built = load(target)()
+    if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], torch.nn.Module):
+        raise InvalidArgumentError(f"{target} returned {type(built).__name__}, not a pair (model, step_fn). {RECIPE}")
+    return built
+
+
+def load(target: str) -> Callable[[], Any]:
+    """Return the function of a target without calling it."""
+    place, _, name = str(target).rpartition(":")
+    if not place or (place.startswith(".") and not place.endswith(".py")) or not name.isidentifier():
+        raise InvalidArgumentError(f"{target!r} is not a target. {RECIPE}")
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InvalidArgumentError(f"{place} has no function {name!r}. {RECIPE}")
+    return function  # type: ignore[no-any-return]
+
+
+def _from_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise InvalidArgumentError(f"there is no file {str(path)!r}. {RECIPE}")
+    # Named by its stem, so that other modules import the same one, unless that name is taken, as ``types`` is.
+    name, present = path.stem, sys.modules.get(path.stem)
+    if present is not None and getattr(present, "__file__", None) != str(path):
+        name = f"_oomprobe_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as for a script, which can import its siblings
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _from_name(name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise InvalidArgumentError(f"there is no module {error.name!r} to import. {RECIPE}") from None
+        raise

@@ -1,0 +1,203 @@
+"""What the ranks of a group said about a trial, as one outcome: who is believed. Pure.
+
+A rank that ran out of memory is believed whatever the others say; then one that died; then the bug of the rank that failed
+first. What the others say after that is noise: their collectives break because of it, or have run by luck.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from oomprobe.records.trials import Calls, Measured, Outcome, RankTrial, Request, Trial, Verdict
+from oomprobe.runners.workers.exit_status import ExitStatus, classify_exit
+from oomprobe.runners.workers.messages import Message, outcome_from_dict
+
+Answer = Message | ExitStatus
+# Why a rank was ended, as part of a sentence.
+TIMED_OUT, WAITED, LATE = "timed out", "waited for another rank", "was late"
+
+
+def has_failed(answer: Answer) -> bool:
+    """Return whether the others need not go on: this rank did not pass, or not with all its calls."""
+    if isinstance(answer, ExitStatus) or "failed" in answer or "lost" in answer:
+        return True
+    outcome = answer.get("outcome")
+    return outcome is not None and (
+        outcome["trial"]["verdict"] != Verdict.FITS or bool(outcome["calls"]["ended_early"])
+    )
+
+
+def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -> int | None:
+    """Return the rank whose failure is believed; None if there is none. `answers` are in the order in which they came."""
+    kinds: tuple[Callable[[Answer], bool], ...] = (_is_limit, _is_death, _is_bug, _is_timeout)
+    if all(map(_is_bug, answers.values())) and len(set(map(_words, answers.values()))) == 1:
+        return min(answers)  # they all have the same bug
+    for is_of_kind in kinds:
+        if found := [rank for rank, answer in answers.items() if is_of_kind(answer)]:
+            return min(found, key=lambda rank: _left_bytes(answers[rank], available_bytes.get(rank, 0)))
+    return None
+
+
+def _is_limit(answer: Answer) -> bool:
+    return _verdict(answer) in (Verdict.OOM, Verdict.HOST_OOM, Verdict.SIZE_LIMIT)
+
+
+def _is_death(answer: Answer) -> bool:
+    died = isinstance(answer, ExitStatus) and answer.why is None
+    return died or _verdict(answer) is Verdict.POISONED or (isinstance(answer, dict) and "lost" in answer)
+
+
+def _is_bug(answer: Answer) -> bool:
+    return isinstance(answer, dict) and "failed" in answer
+
+
+def _words(answer: Answer) -> str:
+    """Return the text of a bug without its numbers, such as that of the rank."""
+    return "" if isinstance(answer, ExitStatus) else re.sub(r"\d+", "", answer["failed"]["text"])
+
+
+def _is_timeout(answer: Answer) -> bool:
+    return isinstance(answer, ExitStatus) and answer.why == TIMED_OUT
+
+
+def _verdict(answer: Answer) -> Verdict | None:
+    if isinstance(answer, ExitStatus) or "outcome" not in answer:
+        return None
+    return Verdict(answer["outcome"]["trial"]["verdict"])
+
+
+def _left_bytes(answer: Answer, available_bytes: int) -> int:
+    """Return what a rank that ran out of memory had left; 0 for all others, of which the first counts."""
+    if not isinstance(answer, dict) or not _is_limit(answer):
+        return 0
+    return available_bytes - (answer["outcome"]["trial"]["peak_reserved_bytes"] or 0)
+
+
+def passed_outcome(answers: Mapping[int, Message], available_bytes: Mapping[int, int]) -> Outcome:
+    """Return the outcome of a trial that every rank has passed."""
+    outcomes = {rank: outcome_from_dict(answers[rank]["outcome"]) for rank in sorted(answers)}
+    ranks = tuple(_of_trial(rank, outcome.trial, available_bytes.get(rank)) for rank, outcome in outcomes.items())
+    limiting = min(ranks, key=lambda one: one.left_bytes).rank
+    every = list(outcomes.values())
+    trials, calls = [one.trial for one in every], [one.calls for one in every]
+    step_s = _most([trial.step_s for trial in trials])
+    trial = replace(
+        outcomes[limiting].trial,
+        peak_allocated_bytes=_most([trial.peak_allocated_bytes for trial in trials]),
+        peak_reserved_bytes=_most([trial.peak_reserved_bytes for trial in trials]),
+        step_s=step_s,
+        samples_per_s=trials[0].batch_size / step_s if step_s and trials[0].samples_per_s else None,
+        alloc_retries=max(trial.alloc_retries for trial in trials),
+        leaked_bytes=max(trial.leaked_bytes for trial in trials),
+        step_leaked_bytes=max(trial.step_leaked_bytes for trial in trials),
+        ranks=ranks,
+        limiting_rank=limiting,
+    )
+    return replace(
+        outcomes[limiting],
+        trial=trial,
+        calls=_of_all_calls(calls),
+        measured=measured_of([one.measured for one in every]),
+        outside_before_bytes=_most([one.outside_before_bytes for one in every]),
+        outside_after_bytes=_most([one.outside_after_bytes for one in every]),
+        refusal=next((one.refusal for one in every if one.refusal), None),
+        in_steps_s=max(one.in_steps_s for one in every),
+        notes=tuple(dict.fromkeys(note for one in every for note in one.notes)),
+    )
+
+
+def failed_outcome(
+    request: Request, answers: Mapping[int, Answer], believed: int, available_bytes: Mapping[int, int]
+) -> Outcome:
+    """Return the outcome of a trial that failed on the rank that is believed, other than by a bug."""
+    ranks = tuple(_of_answer(request, rank, answers[rank], available_bytes.get(rank)) for rank in sorted(answers))
+    rank, answer = ranks[believed], answers[believed]
+    if isinstance(answer, dict) and "outcome" in answer:
+        outcome = outcome_from_dict(answer["outcome"])
+    else:
+        trial = Trial(
+            batch_size=request.batch_size,
+            verdict=rank.verdict or Verdict.CRASHED,
+            phase=request.phase,
+            cap_bytes=request.cap_bytes,
+            where=rank.where,
+            accumulation_steps=request.accumulation_steps,
+        )
+        outcome = Outcome(trial=trial)
+    timed_out = [one for one in ranks if one.verdict is Verdict.TIMED_OUT]
+    if rank.verdict is Verdict.TIMED_OUT:
+        error = "; ".join(f"rank {one.rank} at {one.where or 'an unknown place'}" for one in timed_out)
+    else:
+        error = f"on rank {believed} of {len(answers)}: {rank.error}"
+    return replace(
+        outcome,
+        trial=replace(outcome.trial, error=error, ranks=ranks, limiting_rank=None if timed_out else believed),
+        measured=None,
+        refusal=None,
+        learned={},
+    )
+
+
+def measured_of(every: Sequence[Measured | None]) -> Measured | None:
+    """Return the sample of a group: the least that is available, the most that is outside. None if a rank has none."""
+    samples = [one for one in every if one is not None]
+    if len(samples) < len(every):
+        return None
+    return Measured(
+        available_bytes=min(one.available_bytes for one in samples),
+        outside_bytes=_most([one.outside_bytes for one in samples]),
+    )
+
+
+def _of_all_calls(calls: list[Calls]) -> Calls:
+    return Calls(
+        made=min(one.made for one in calls),
+        first=max(one.first for one in calls),
+        needed=max(one.needed for one in calls),
+        call_s=_most([one.call_s for one in calls]),
+        served_bytes=max(one.served_bytes for one in calls),
+        allocations=max(one.allocations for one in calls),
+        varying=any(one.varying for one in calls),
+        counts=any(one.counts for one in calls),
+        ended_early=next((one.ended_early for one in calls if one.ended_early), None),
+        waiting=calls[0].waiting,
+    )
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _most(values: Sequence[Number | None]) -> Number | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _of_trial(rank: int, trial: Trial, available_bytes: int | None) -> RankTrial:
+    return RankTrial(
+        rank=rank,
+        verdict=trial.verdict,
+        peak_allocated_bytes=trial.peak_allocated_bytes,
+        peak_reserved_bytes=trial.peak_reserved_bytes,
+        available_bytes=available_bytes,
+        error=trial.error,
+        where=trial.where,
+    )
+
+
+def _of_answer(request: Request, rank: int, answer: Answer, available_bytes: int | None) -> RankTrial:
+    verdict: Verdict | None
+    if isinstance(answer, ExitStatus):
+        verdict, error, where = None, f"it {answer.why}, and was ended", answer.where()
+        if answer.why in (None, TIMED_OUT):
+            cap_bytes, smaller = request.cap_bytes, request.smaller_passed
+            verdict = classify_exit(answer, smaller_passed=smaller, on_host=False, used_bytes=0, cap_bytes=cap_bytes)
+            error = answer.text()
+    elif "outcome" in answer:
+        return _of_trial(rank, outcome_from_dict(answer["outcome"]).trial, available_bytes)
+    elif "lost" in answer:
+        verdict, error, where = Verdict.POISONED, answer["lost"], None
+    else:
+        verdict, error, where = Verdict.BUG, answer["failed"]["text"], None
+    return RankTrial(rank=rank, verdict=verdict, available_bytes=available_bytes, error=error, where=where)

@@ -1,0 +1,227 @@
+"""A process that runs trials, seen from its parent: start it, ask it, listen to it, and end it with all its descendants."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import secrets
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+
+from oomprobe.errors import UnreliableError
+from oomprobe.ground import linux
+from oomprobe.runners.workers import system
+from oomprobe.runners.workers.exit_status import ExitStatus
+from oomprobe.runners.workers.messages import Message, receive, send
+
+TAIL_BYTES = 2**14  # of stderr, kept for the trial's error
+GRACE_S = 2.0  # between SIGTERM and SIGKILL
+TICK_S = 0.05  # between checks whether a process has ended while others hold its pipes open
+CPU_READING_S = 1.0  # between readings of a session's processor time
+NO_FORK = (
+    "no process could be started for a trial ({error}): the machine or its cgroup has run out of memory or processes. "
+    "Free some, or state a smaller budget, such as device='cpu:1GiB'"
+)
+_COMMAND = (
+    f"import sys; sys.path[:] = {{path!r}}; from {system.__name__} import die_with_parent; "
+    f"die_with_parent({{parent}}); from {__package__} import worker; worker.main({{end}})"
+)
+
+
+class Process:
+    """A process that runs trials and leads its own session. `label` precedes each line of its stderr that is passed on."""
+
+    def __init__(self, start: Callable[[Connection, int], int], mark: str = "", label: str = "") -> None:
+        """Start the process: `start` gets its end of the wire and the descriptor for its stderr, and returns its pid."""
+        self._oom_kills, self._mark, self._label = linux.oom_kills(), mark, label.encode()
+        self._stderr_tail = self._unfinished = b""
+        self._wire, theirs = Pipe()
+        self._stderr, writing = os.pipe()
+        os.set_blocking(self._stderr, False)
+        system.flush()
+        try:
+            self.pid = start(theirs, writing)
+        except OSError as error:
+            self._close()
+            raise UnreliableError(NO_FORK.format(error=error)) from error
+        finally:
+            theirs.close()
+            os.close(writing)
+
+    @classmethod
+    def forked(cls, serve: Callable[[Connection], None], label: str = "") -> Process:
+        """Fork this process, and run `serve` in the child."""
+        parent = os.getpid()
+
+        def start(wire: Connection, stderr: int) -> int:
+            with warnings.catch_warnings():
+                # Python 3.12 warns if there are threads, and libraries start some. `listen` notices a child that waits for one.
+                warnings.simplefilter("ignore")
+                pid = os.fork()
+            if not pid:
+                _live(parent, stderr, lambda: serve(wire))
+            return pid
+
+        return cls(start, label=label)
+
+    @classmethod
+    def spawned(cls, variables: Mapping[str, str] | None = None, label: str = "") -> Process:
+        """Start a worker, a separate program, and return while it is still importing torch; `variables` join its environment."""
+        mark = secrets.token_hex(8)
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # import ignores all others
+        options = [part for option in sys.warnoptions for part in ("-W", option)]
+
+        def start(wire: Connection, stderr: int) -> int:
+            os.set_inheritable(wire.fileno(), True)
+            command = _COMMAND.format(parent=os.getpid(), path=path, end=wire.fileno())
+            return os.posix_spawn(
+                sys.executable,
+                [sys.executable, *options, "-c", command],
+                {**os.environ, **(variables or {}), system.MARK: mark},
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, stderr, 2),
+                ],
+                setsid=True,
+            )
+
+        return cls(start, mark, label)
+
+    def tell(self, message: Message) -> None:
+        """Send a message; if the process is gone, `listen` reports it."""
+        with suppress(OSError):
+            send(self._wire, message)
+
+    def listen(self, *, deadline_s: float | None, stuck_s: float | None = None) -> Message | ExitStatus:
+        """Return the next message, or the exit status if the process ends first.
+
+        The process is ended at `deadline_s` on the monotonic clock, and after `stuck_s` without any processor time.
+        """
+        idle = _Idle(self.pid)
+        while True:
+            wait(self.channels, TICK_S)
+            if (answer := self.poll()) is not None:
+                return answer
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                return self.end("timed out")
+            if stuck_s is not None and idle.for_s > stuck_s:
+                return self.end("stuck")
+
+    @property
+    def channels(self) -> list[Connection | int]:
+        """What to wait for; then `poll`."""
+        return [self._wire, self._stderr]
+
+    def poll(self) -> Message | ExitStatus | None:
+        """Return the next message, or the exit status if the process has ended, or None if there is nothing yet."""
+        has_ended = system.has_ended(self.pid)  # checked first: a message sent before the end still counts
+        self._read_stderr(pass_on=True)
+        if self._wire.poll():
+            return receive(self._wire) or self.end(hung_up=True)
+        return self.end() if has_ended else None
+
+    def _read_stderr(self, *, pass_on: bool) -> None:
+        with suppress(BlockingIOError):
+            while output := os.read(self._stderr, 2**16):
+                self._stderr_tail = (self._stderr_tail + output)[-TAIL_BYTES:]
+                if pass_on:
+                    with suppress(OSError):
+                        os.write(2, self._labelled(output))
+
+    def _labelled(self, output: bytes) -> bytes:
+        if not self._label:
+            return output
+        *lines, self._unfinished = (self._unfinished + output).split(b"\n")
+        return b"".join(self._label + line + b"\n" for line in lines)
+
+    def terminate(self) -> None:
+        """Ask the process to end; faulthandler then writes where it hangs."""
+        with suppress(OSError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def end(self, why: str | None = None, *, hung_up: bool = False, until_s: float | None = None) -> ExitStatus:
+        """End the process and all that it started. If it has `hung_up`, let it finish dumping its stack first.
+
+        If there is a reason `why`, ask it to end first. It is killed at `until_s` on the monotonic clock, if it was asked before.
+        """
+        if until_s is None:
+            if why is not None:
+                self.terminate()
+            until_s = time.monotonic() + (GRACE_S if why is not None or hung_up else 0)
+        while not system.has_ended(self.pid) and time.monotonic() < until_s:
+            self._read_stderr(pass_on=why is None)
+            time.sleep(TICK_S / 5)
+        system.kill_started(self.pid, self._mark)
+        _, status, used = os.wait4(self.pid, 0)
+        self._read_stderr(pass_on=why is None)
+        kills = linux.oom_kills()
+        self._close()
+        return ExitStatus(
+            signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+            code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+            why=why,
+            stderr=self._stderr_tail.decode(errors="replace").strip(),
+            peak_resident_bytes=used.ru_maxrss * 1024,
+            oom_kills=0 if kills is None or self._oom_kills is None else kills - self._oom_kills,
+        )
+
+    def _close(self) -> None:
+        self._wire.close()
+        os.close(self._stderr)
+
+
+def end_all(processes: Sequence[Process], why: str | None = None) -> list[ExitStatus]:
+    """End processes as `Process.end` does, all within the time that one may take."""
+    for process in processes if why is not None else []:
+        process.terminate()
+    until_s = time.monotonic() + (GRACE_S if why is not None else 0)
+    return [process.end(why, until_s=until_s) for process in processes]
+
+
+class _Idle:
+    """How long a session has used no processor time."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._cpu_s = pid, -1.0
+        self._since_s = self._looked_s = time.monotonic()
+
+    @property
+    def for_s(self) -> float:
+        now = time.monotonic()
+        if now - self._looked_s >= CPU_READING_S:
+            cpu_s, self._looked_s = system.cpu_s(self._pid), now
+            if cpu_s != self._cpu_s:
+                self._cpu_s, self._since_s = cpu_s, now
+        return now - self._since_s
+
+
+def begin() -> None:
+    """Prepare a process for trials: it dumps its stack when it is terminated or crashes, and leaves Ctrl-C to its parent."""
+    system.prefer_to_be_killed()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGTERM, file=2, chain=True)
+
+
+def _live(parent: int, stderr: int, serve: Callable[[], None]) -> None:
+    """Run a forked child from start to end; no exit handler of its parent runs in it."""
+    code = 0
+    try:
+        os.setsid()
+        system.die_with_parent(parent)
+        os.dup2(stderr, 2)
+        begin()
+        serve()
+    except BaseException:
+        traceback.print_exc()
+        code = 70
+    system.flush()
+    os._exit(code)

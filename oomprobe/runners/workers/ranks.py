@@ -1,0 +1,395 @@
+"""Run each trial on several ranks of this machine, which must all say that the size fits."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any, NoReturn
+
+import tenacity
+
+from oomprobe import errors
+from oomprobe.ground import linux
+from oomprobe.ground.units import format_seconds
+from oomprobe.ground.words import count
+from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S
+from oomprobe.records.trials import DeviceInfo, Measured, Outcome, Request, RunnerInfo
+from oomprobe.runners.hooks import never_stepped
+from oomprobe.runners.signals import Clock, Interrupts
+from oomprobe.runners.workers.agreement import (
+    Answer,
+    culprit,
+    failed_outcome,
+    has_failed,
+    measured_of,
+    passed_outcome,
+)
+from oomprobe.runners.workers.exit_status import ExitStatus
+from oomprobe.runners.workers.group import Group
+from oomprobe.runners.workers.messages import Hello, Message, raise_failure
+
+BUILDING_S = 600.0  # for the other ranks to build the target, once one has
+# For the other ranks to end a trial that one has passed: at least so long (rank 0 alone may save a checkpoint), or so many
+# times as long as that one took.
+LATE_S, LATE_FACTOR = 300.0, 10.0
+# After a group was ended, its memory may come back late: wait for it up to so long, until less than this is missing.
+RETURN_S, MISSING_BYTES = 30.0, 64 * 2**20
+BUILDS = 4  # attempts to build a group, if memory of the one before was not free yet
+CONFIRMATIONS = 2  # each in a group of its own: under NCCL, DDP may hold one set of gradients more, by chance
+ALONE = "Run one step at batch size {{batch_size}} under torchrun --nproc-per-node {ranks} to see it"
+SHARED_CARD = (
+    "ranks {ranks} have built their models on one card, {device}: call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first "
+    "in build()"
+)
+OUT_OF_STEP = (
+    "{which} more than {seconds} after {passed} had finished batch {size}: {places}. Do all ranks make the same collectives, and the same "
+    "number of them, in each step?"
+)
+BUILD_LATE = "rank {passed} had built the target, but {seconds} later it was not built on {which}: {places}"
+
+
+class RanksRunner:
+    """Runs trials on all ranks of a group; see `oomprobe.records.trials.Runner`. As a context manager it ends them on exit.
+
+    A group lives while every rank passes. Any other end of a trial ends all its processes, because ranks that wait in a
+    collective cannot be told anything. The next group is started early, so that its imports cost no time.
+    """
+
+    def __init__(self, ranks: int, task: Message, clock: Clock, interrupts: Interrupts) -> None:
+        self._ranks, self._task, self._clock, self._interrupts = ranks, task, clock, interrupts
+        self._group: Group | None = None
+        self._spare: Group | None = None  # started, but with no task yet
+        self._hellos: list[Hello] = []  # of the first group, by rank
+        self._available_bytes: dict[int, int] = {}
+        self._learned: dict[int, Mapping[str, Sequence[int]]] = {}  # which optimizers step, by rank
+        self._building_s = 0.0
+        self._first = 0  # calls until every optimizer has stepped; 0: unknown
+        self._small: Request | None = None  # the first that has passed
+        self._sample: Measured | None = None  # of the memory after the first pass of a group, until it was told
+
+    def __enter__(self) -> RanksRunner:
+        """Start the first group and take over what it reports of the devices and the steps."""
+        started_s = time.monotonic()
+        try:
+            self._ready()
+        except BaseException:
+            self.end()
+            raise
+        self._building_s = time.monotonic() - started_s
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    @cached_property
+    def facts(self) -> RunnerInfo:
+        """What the ranks of the first group have reported; the device with the least memory stands for all."""
+        every = [hello.facts.device for hello in self._hellos]
+        smallest = min(every, key=lambda device: device.total_bytes)
+        names = Counter(device.name for device in every)
+        return replace(
+            self._hellos[0].facts,
+            device=replace(smallest, name=", ".join(f"{number} x {name}" for name, number in names.items())),
+            replaceable=True,
+            world_size=self._ranks,
+            confirmations=CONFIRMATIONS,
+            failure_cost_s=self._building_s,
+            alone=ALONE.format(ranks=self._ranks),
+        )
+
+    # --- the groups ---
+
+    def _ready(self) -> Group:
+        """Return the group; if there is none, take the spare one or a new one, and wait until every rank has built the target."""
+        if self._group is not None:
+            return self._group
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(BUILDS),
+            wait=tenacity.wait_exponential(multiplier=2),
+            # Memory of the group before may not be free yet.
+            retry=tenacity.retry_if_result(lambda answers: bool(self._hellos) and _is_out_of_memory(answers)),
+            retry_error_callback=lambda state: state.outcome.result() if state.outcome else {},
+        )
+        answers: dict[int, Answer] = retrying(self._built)
+        hellos = _hellos(answers)
+        if len(hellos) < self._ranks:
+            self._refuse(answers)
+        if not self._hellos:
+            _check_cards([hello.facts.device for hello in hellos])
+            self._hellos = hellos
+        else:
+            self._await_memory(hellos)
+        return self._current
+
+    @property
+    def _current(self) -> Group:
+        assert self._group is not None
+        return self._group
+
+    def _built(self) -> dict[int, Answer]:
+        """Let a group build the target; it stays if every rank has done so."""
+        self._group, self._spare = self._spare or Group(self._ranks), None
+        answers = self._ask(dict.fromkeys(range(self._ranks), self._task), self._clock.end_s, building=True)
+        if len(_hellos(answers)) < self._ranks:
+            self._end_group()
+        return answers
+
+    def _refuse(self, answers: Mapping[int, Answer]) -> NoReturn:
+        """Raise the error for a group that did not build the target."""
+        rank = culprit(answers, {})
+        if rank is None:
+            places, passed = _places(answers), next(iter(answers))
+            seconds, which = format_seconds(BUILDING_S), _ranks_of(answers)
+            raise errors.UnreliableError(BUILD_LATE.format(passed=passed, seconds=seconds, which=which, places=places))
+        answer = answers[rank]
+        if isinstance(answer, ExitStatus) and answer.why is not None:
+            raise self._clock.time_is_up(f"while the target was built ({_places(answers)})")
+        if isinstance(answer, ExitStatus):
+            raise errors.StepFailedError(
+                f"rank {rank} of {self._ranks}, which was to build and run the target {self._task['target']}, died: "
+                f"{answer.text()}\nNothing was probed. {ALONE.format(ranks=self._ranks).format(batch_size=1)}"
+            )
+        raise_failure(self._of_rank(rank, answer["failed"]), 0)
+
+    def _await_memory(self, hellos: Sequence[Hello]) -> None:
+        """Wait for the memory of the previous group to come back; after `RETURN_S`, accept that others hold it."""
+        before = [hello.outside_bytes or 0 for hello in self._hellos]
+
+        def is_missing(outside: Sequence[int]) -> bool:
+            return any(now > then + MISSING_BYTES for now, then in zip(outside, before, strict=True))
+
+        outside = [hello.outside_bytes or 0 for hello in hellos]
+        if is_missing(outside):
+            retrying = tenacity.Retrying(
+                stop=tenacity.stop_after_delay(RETURN_S),
+                wait=tenacity.wait_exponential(multiplier=0.25, max=4),
+                retry=tenacity.retry_if_result(is_missing),
+                retry_error_callback=lambda state: state.outcome.result() if state.outcome else outside,
+            )
+            outside = retrying(lambda: [one.outside_bytes or 0 for one in self._measured().values()])
+        self._hellos = [
+            replace(hello, outside_bytes=max(now, hello.outside_bytes or 0))
+            for hello, now in zip(self._hellos, outside, strict=True)
+        ]
+
+    def _ask(
+        self, messages: Mapping[int, Message], deadline_s: float | None, *, building: bool = False
+    ) -> dict[int, Answer]:
+        try:
+            with self._interrupts.delivered_until(None):
+                return self._current.ask(
+                    messages,
+                    deadline_s,
+                    lambda took_s: BUILDING_S if building else max(LATE_S, LATE_FACTOR * took_s),
+                )
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End all processes."""
+        self._end_group()
+        self._group, self._spare = self._spare, None
+        self._end_group()
+
+    def _end_group(self) -> None:
+        last, self._group = self._group, None
+        if last is not None:
+            last.end()
+
+    def _start_spare(self) -> None:
+        """Start the next group, unless host memory is too scarce for what this one took to build."""
+        taken_bytes, free_bytes = sum(hello.resident_bytes for hello in self._hellos), linux.free_bytes()
+        if self._spare is None and (free_bytes is None or free_bytes > taken_bytes):
+            self._spare = Group(self._ranks)
+
+    # --- the Runner protocol ---
+
+    def run(self, request: Request) -> Outcome:
+        """Run one trial; a `fresh` one in a group that has run nothing else. Every call of it is commanded here."""
+        outcome = self._run(request)
+        if outcome.trial.passed:  # a group may have passed others before it, of which the session knows nothing
+            outcome, self._sample = replace(outcome, measured=self._sample), None
+        return outcome
+
+    def _run(self, request: Request) -> Outcome:
+        if self._group is not None and self._group.has_run and request.fresh:
+            self._end_group()
+        if request.calls is not None:
+            return self._try(replace(request, step_calls=self._first))
+        steps = 1 + request.steps
+        outcome = self._try(_commanded(request, self._first or 1))
+        if self._first or not outcome.trial.passed:
+            return outcome
+        # What every rank has shown is how many calls an optimizer's step takes, and so how many to command.
+        if not outcome.calls.first:
+            outcome = self._try(_commanded(request, -(-MAX_CALLS // steps)))
+            if outcome.trial.passed and outcome.calls.waiting:
+                calls = min(MAX_WAITING_CALLS, max(MAX_CALLS, int(WAITING_S / (outcome.calls.call_s or WAITING_S))))
+                outcome = self._try(_commanded(request, -(-calls // steps)))
+            if outcome.trial.passed and outcome.calls.waiting:
+                raise errors.NotRunError(never_stepped(outcome.calls.waiting, outcome.calls.made))
+        first = outcome.calls.first
+        if outcome.trial.passed and first * steps > outcome.calls.made:
+            outcome = self._try(_commanded(request, first))
+        if outcome.trial.passed:
+            self._first = max(1, first)
+        return replace(outcome, calls=replace(outcome.calls, made=first + self._first * request.steps))
+
+    def _try(self, request: Request) -> Outcome:
+        """Run one trial, in a new group if there is none; its time limit starts now, after the target was built.
+
+        What looks like a bug in a group that has run other trials may come from what these have left there: trained weights, or
+        a counter that was put back beside an iterator that was not. A new group then decides.
+        """
+        group = self._ready()
+        if not group.has_run and not request.fresh:
+            self._warm_up()
+            group = self._ready()
+        is_first, group.has_run = not group.has_run, True
+        answers = self._answers(request)
+        rank = culprit(answers, self._available_bytes)
+        passed = {number: answer for number, answer in answers.items() if isinstance(answer, dict)}
+        if rank is None and len(passed) == self._ranks:
+            self._small = self._small or request
+            return self._passed(passed)
+        self._end_group()
+        if rank is None:
+            early = self._early(request, answers, passed)
+            outcome = self._try(replace(request, calls=early["made"]))
+            return replace(outcome, calls=replace(outcome.calls, ended_early=early["ended_early"]))
+        answer = answers[rank]
+        if isinstance(answer, ExitStatus) or "failed" not in answer:
+            return failed_outcome(request, answers, rank, self._available_bytes)
+        if not is_first:
+            return self._try(replace(request, fresh=True))
+        return raise_failure(self._of_rank(rank, answer["failed"]), request.batch_size)
+
+    def _answers(self, request: Request) -> dict[int, Answer]:
+        request = replace(request, deadline_s=self._clock.deadline_s())
+        messages = {
+            rank: {"do": "run", "request": asdict(replace(request, learned=self._learned.get(rank, {})))}
+            for rank in range(self._ranks)
+        }
+        return self._ask(messages, request.deadline_s)
+
+    def _warm_up(self) -> None:
+        """Run a small size that has passed in a new group, so that the trials that decide all begin alike.
+
+        After its first step, once in the life of a process, DDP rebuilds its buckets, and NCCL may still hold the old ones during
+        the second. If only the first trial of each group met that, verdicts would depend on their order. The trials that confirm do
+        meet it, as training does.
+        """
+        if self._small is not None:
+            answers = self._answers(_commanded(self._small, self._first or 1))
+            if any(map(has_failed, answers.values())):
+                self._end_group()
+            else:
+                self._current.has_run = True
+
+    def _passed(self, answers: Mapping[int, Message]) -> Outcome:
+        for rank, answer in answers.items():
+            outcome = answer["outcome"]
+            self._learned[rank] = outcome["learned"] or self._learned.get(rank, {})
+            if outcome["measured"] is not None:
+                self._available_bytes[rank] = outcome["measured"]["available_bytes"]
+        outcome = passed_outcome(answers, self._available_bytes)
+        self._sample = outcome.measured or self._sample
+        if outcome.trial.leaked_bytes or any(answer["outcome"]["is_spent"] for answer in answers.values()):
+            self._end_group()
+        self._start_spare()
+        return outcome
+
+    def _early(self, request: Request, answers: Mapping[int, Answer], passed: Mapping[int, Message]) -> dict[str, Any]:
+        """Return the calls of the rank that ended first, such as with its data, while others went on and waited for it.
+
+        Raise UnreliableError if none did: then the ranks do not do the same.
+        """
+        calls: list[dict[str, Any]] = [answer["outcome"]["calls"] for answer in passed.values()]
+        if early := [one for one in calls if one["ended_early"]]:
+            return min(early, key=lambda one: int(one["made"]))
+        raise errors.UnreliableError(
+            OUT_OF_STEP.format(
+                which=f"{_ranks_of(answers)} {'was' if len(answers) - len(passed) == 1 else 'were'} still in the step",
+                seconds=format_seconds(LATE_S),
+                passed="the others" if len(passed) > 1 else f"rank {next(iter(passed))}",
+                size=request.batch_size,
+                places=_places(answers),
+            )
+        )
+
+    def measure(self) -> Measured:
+        """Sample the memory now: the least that a rank has available."""
+        samples = self._measured()
+        self._available_bytes = {rank: one.available_bytes for rank, one in samples.items()}
+        measured = measured_of([*samples.values()])
+        assert measured is not None
+        return measured
+
+    def _measured(self) -> dict[int, Measured]:
+        for _ in range(2):
+            self._ready()
+            answers = self._ask({rank: {"do": "measure"} for rank in range(self._ranks)}, self._clock.end_s)
+            told = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, dict)}
+            samples = {rank: Measured(**answer["measured"]) for rank, answer in told.items() if "measured" in answer}
+            if len(samples) == self._ranks:
+                return samples
+            self._end_group()
+        raise errors.UnreliableError(
+            f"two groups of {count(self._ranks, 'rank', 'ranks')} failed while they measured the memory of {self.facts.device.name}, "
+            "between trials, so there is no answer. The step is not the cause: probe again, or check the driver and the system's log"
+        )
+
+    def _of_rank(self, rank: int, failed: dict[str, Any]) -> dict[str, Any]:
+        """Add the rank to the failure that it reported."""
+        where = f"on rank {rank} of {self._ranks}"
+        building = failed["building"] and f"{failed['building']} {where}"
+        text = failed["text"] if failed["kind"] == "InvalidArgumentError" else f"{where}: {failed['text']}"
+        return {**failed, "text": text, "building": building}
+
+
+def _commanded(request: Request, step_calls: int) -> Request:
+    """Return the request with the number of its calls, if a step of the optimizers takes `step_calls`."""
+    return replace(request, calls=step_calls * (1 + request.steps), step_calls=step_calls)
+
+
+def _check_cards(devices: Sequence[DeviceInfo]) -> None:
+    """Raise InvalidArgumentError unless each rank has an accelerator of its own."""
+    ranks = defaultdict(list)
+    for rank, device in enumerate(devices):
+        ranks[device.uuid or device.torch_device].append(rank)
+    for shared in ranks.values():
+        if len(shared) > 1:
+            place = devices[shared[0]].torch_device
+            raise errors.InvalidArgumentError(SHARED_CARD.format(ranks=" and ".join(map(str, shared)), device=place))
+
+
+def _hellos(answers: Mapping[int, Answer]) -> list[Hello]:
+    """Return what the ranks that have built the target told, in their order."""
+    told = [answer for _, answer in sorted(answers.items()) if isinstance(answer, dict) and "hello" in answer]
+    return [Hello.from_dict(answer["hello"]) for answer in told]
+
+
+def _is_out_of_memory(answers: Mapping[int, Answer]) -> bool:
+    return any(
+        isinstance(answer, dict) and "failed" in answer and answer["failed"]["cause"]["name"] == "OutOfMemoryError"
+        for answer in answers.values()
+    )
+
+
+def _late(answers: Mapping[int, Answer]) -> dict[int, ExitStatus]:
+    return {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, ExitStatus)}
+
+
+def _ranks_of(answers: Mapping[int, Answer]) -> str:
+    late = _late(answers)
+    return f"rank {next(iter(late))}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+
+
+def _places(answers: Mapping[int, Answer]) -> str:
+    return "; ".join(
+        f"rank {rank} at {status.where() or 'an unknown place'}" for rank, status in _late(answers).items()
+    )

@@ -1,0 +1,122 @@
+"""What a trial's process does, forked or spawned: run trials on request and send the results."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+
+import torch
+
+from oomprobe import errors
+from oomprobe.devices import Device, device_error, is_host
+from oomprobe.ground import linux
+from oomprobe.records.axis import NO_AXIS, Axis
+from oomprobe.records.options import Step
+from oomprobe.records.trials import Phase, Request, Runner
+from oomprobe.runners.hooks import OptimizerWatch
+from oomprobe.runners.local import LocalRunner
+from oomprobe.runners.signals import Interrupts
+from oomprobe.runners.workers import system
+from oomprobe.runners.workers.messages import Hello, Message, failure_message, receive, send
+from oomprobe.state import Tracker
+from oomprobe.verdicts.failure import failure_of
+
+NO_BACKWARD = (
+    "host memory is probed in children forked from this process, but they cannot run a backward pass: this process has "
+    "already run one while an accelerator was visible. Probe in fresh processes: "
+    "oomprobe run path/to/train.py:build --device cpu"
+)
+
+
+def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], building: str | None = None) -> None:
+    """Answer requests with a runner until the other end is closed.
+
+    `make` returns the runner, and the device if trials run in this process, otherwise None. `building` is the target it builds.
+    """
+    try:
+        runner, device = make()
+    except BaseException as error:
+        _answer(wire, failure_message(error, building=building))
+        return
+    hello = Hello(
+        facts=runner.facts,
+        resident_bytes=linux.process_bytes("VmRSS"),
+        trials_in_children=runner.facts.replaceable,
+        available_bytes=runner.measure().available_bytes if device is None or is_host(device) else None,
+        outside_bytes=None if device is None else device.outside_bytes(),
+    )
+    _answer(wire, {"hello": asdict(hello)})
+    while (message := receive(wire)) is not None:
+        try:
+            answer = _carry_out(runner, message)
+        except BaseException as error:
+            told = None if device is None else device_error(device, error)
+            if isinstance(told, errors.DeviceLostError):
+                answer = {"lost": failure_of(error).text}
+            else:
+                answer = failure_message(error if told is None else told, building=None)
+        _answer(wire, answer)
+
+
+def _answer(wire: Connection, answer: Message) -> None:
+    system.flush()
+    send(wire, answer)
+
+
+def _carry_out(runner: Runner, message: Message) -> Message:
+    if message["do"] == "measure":
+        return {"measured": asdict(runner.measure())}
+    request = message["request"]
+    return {"outcome": asdict(runner.run(Request(**{**request, "phase": Phase(request["phase"])})))}
+
+
+def local_runner(
+    model: torch.nn.Module,
+    steps: Mapping[str, Step],
+    tracker: Tracker,
+    device: Device,
+    ranks: int = 1,
+    axis: Axis = NO_AXIS,
+) -> LocalRunner:
+    """Make a runner of trials in this process, without a snapshot: the changed state ends with the process."""
+    if is_host(device):
+        torch.set_num_threads(1)  # the threads of the parent were not forked
+        _compile_here()
+        _try_backward()
+    gc.collect()
+    gc.freeze()  # so that trials collect only what they created
+    watch = OptimizerWatch(tracker.add, model)
+    watch.__enter__()  # until this process ends
+    return LocalRunner(
+        device,
+        model,
+        steps,
+        tracker,
+        watch,
+        Interrupts(),  # the parent ends a process that hangs
+        ends_with_trial=is_host(device),
+        ranks=ranks,
+        axis=axis,
+    )
+
+
+def _compile_here() -> None:
+    """Make torch.compile compile in this process: the threads that serve its worker pool were not forked."""
+    config = sys.modules.get("torch._inductor.config")
+    if config is None:
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    else:
+        config.compile_threads = 1  # type: ignore[attr-defined]
+
+
+def _try_backward() -> None:
+    """Raise if no backward pass can run: autograd cannot restart its threads after a fork (torch/csrc/autograd/engine.cpp)."""
+    try:
+        torch.ones(1, device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "fork" in str(error):
+            raise errors.InvalidArgumentError(NO_BACKWARD) from error

@@ -1,0 +1,66 @@
+"""The program of a worker: build a target and run its trials on request."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import sys
+from multiprocessing.connection import Connection
+
+from oomprobe.devices import Device, choose_device, is_host
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.records.options import Options, check_model, check_process_group, named_steps
+from oomprobe.records.trials import Runner
+from oomprobe.runners.hooks import preload_dynamo
+from oomprobe.runners.signals import Clock, Interrupts
+from oomprobe.runners.targets import build
+from oomprobe.runners.workers import system
+from oomprobe.runners.workers.messages import Message, receive
+from oomprobe.runners.workers.process import begin
+from oomprobe.runners.workers.runner import ProcessRunner, forks
+from oomprobe.runners.workers.serve import local_runner, serve
+from oomprobe.state import Tracker
+
+ON_HOST = (
+    "the model of rank {rank} is on the {kind}, but several ranks need an accelerator each: build it on "
+    "torch.device('cuda', int(os.environ['LOCAL_RANK']))"
+)
+
+
+def main(descriptor: int) -> None:
+    """Serve the parent over the inherited descriptor until it closes its end."""
+    sys.argv = [""]
+    begin()
+    answer(Connection(descriptor))
+    system.flush()
+    os._exit(0)
+
+
+def answer(wire: Connection) -> None:
+    """Build the target of the first message, and answer all others until the other end is closed."""
+    task = receive(wire)
+    if task is not None:
+        serve(wire, lambda: _runner_of(task), building=task["target"])
+
+
+def _runner_of(task: Message) -> tuple[Runner, Device | None]:
+    """Build the target and return the runner of its trials, with the device if they run in this process."""
+    model, step_fn = build(task["target"])
+    check_model(model)
+    axis = pickle.loads(bytes.fromhex(task["axis"]))
+    steps = named_steps(step_fn, axis)
+    ranks = task.get("ranks", 1)
+    check_process_group(ranks, has_stepped=False)
+    device = choose_device(pickle.loads(bytes.fromhex(task["device"])), model)
+    tracker = Tracker(model, [step.run for step in steps.values()], device=device)
+    if not is_host(device):
+        preload_dynamo()
+        return local_runner(model, steps, tracker, device, ranks, axis), device
+    if ranks > 1:
+        raise InvalidArgumentError(ON_HOST.format(rank=os.environ["RANK"], kind=device.torch_device))
+    source = forks(model, steps, tracker, device, axis)
+    gc.collect()
+    gc.freeze()  # so that forked children neither scan nor copy existing objects
+    # Host memory takes a third process: the caller's, this one, which holds the model, and a child for each trial.
+    return ProcessRunner(source, Clock(Options(**task["options"])), Interrupts()).__enter__(), None

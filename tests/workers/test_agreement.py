@@ -1,0 +1,133 @@
+"""Who is believed when the ranks of a group disagree about a trial."""
+
+from dataclasses import asdict
+
+import pytest
+
+from oomprobe.records.trials import Calls, Measured, Outcome, Phase, Request, Trial, Verdict
+from oomprobe.runners.workers.agreement import (
+    LATE,
+    TIMED_OUT,
+    WAITED,
+    culprit,
+    failed_outcome,
+    has_failed,
+    passed_outcome,
+)
+from oomprobe.runners.workers.exit_status import ExitStatus
+from oomprobe.runners.workers.messages import failure_message
+
+MIB = 2**20
+REQUEST = Request(batch_size=8, phase=Phase.BISECT, cap_bytes=500 * MIB)
+AVAILABLE = {0: 1000 * MIB, 1: 1000 * MIB, 2: 1000 * MIB}
+
+
+def told(verdict=Verdict.FITS, *, peak_mib=100, error=None, calls=None, measured=None):
+    trial = Trial(
+        batch_size=8,
+        verdict=verdict,
+        phase=Phase.BISECT,
+        steps=3,
+        cap_bytes=500 * MIB,
+        peak_allocated_bytes=peak_mib * MIB // 2,
+        peak_reserved_bytes=peak_mib * MIB,
+        step_s=peak_mib / 100,
+        samples_per_s=800 / peak_mib,
+        error=error,
+    )
+    return {"outcome": asdict(Outcome(trial=trial, calls=calls or Calls(made=3, first=1), measured=measured))}
+
+
+def ended(*, signal=None, code=None, why=None, stderr=""):
+    return ExitStatus(signal=signal, code=code, why=why, stderr=stderr, peak_resident_bytes=0, oom_kills=0)
+
+
+PASSED, OOM = told(), told(Verdict.OOM, error="CUDA out of memory")
+BUG, LOST = failure_message(ValueError("shape"), building=None), {"lost": "an illegal memory access"}
+NOISE = failure_message(RuntimeError("Connection closed by peer"), building=None)
+KILLED, WAITING, SLOW = ended(signal=9), ended(signal=15, why=WAITED), ended(signal=15, why=TIMED_OUT)
+
+
+@pytest.mark.parametrize(
+    ("answers", "believed"),
+    [
+        ({0: PASSED, 1: PASSED}, None),
+        ({1: OOM, 0: PASSED}, 1),
+        ({0: NOISE, 1: OOM}, 1),  # whatever came first
+        ({0: KILLED, 1: OOM}, 1),
+        ({0: NOISE, 1: KILLED}, 1),
+        ({0: NOISE, 1: LOST}, 1),
+        ({1: BUG, 0: NOISE}, 1),
+        ({1: BUG, 0: BUG}, 0),  # all have the same
+        ({1: BUG, 0: NOISE, 2: BUG}, 1),
+        ({1: BUG, 0: SLOW}, 1),
+        ({0: SLOW, 1: SLOW}, 0),
+        ({1: OOM, 0: WAITING}, 1),
+        ({1: told(Verdict.HOST_OOM), 0: KILLED}, 1),
+        ({1: told(Verdict.SIZE_LIMIT), 0: BUG}, 1),
+        ({0: told(Verdict.OOM, peak_mib=300), 1: told(Verdict.OOM, peak_mib=400)}, 1),  # it has less left
+        ({1: PASSED, 0: ended(signal=15, why=LATE)}, None),
+    ],
+)
+def test_believed(answers, believed):
+    assert culprit(answers, AVAILABLE) == believed
+
+
+@pytest.mark.parametrize("answer", [OOM, BUG, LOST, KILLED, told(calls=Calls(made=2, ended_early="StopIteration"))])
+def test_one_that_has_failed_ends_the_trial_of_all(answer):
+    assert has_failed(answer)
+
+
+@pytest.mark.parametrize("answer", [PASSED, {"hello": {}}, {"measured": {}}])
+def test_one_that_has_passed_does_not(answer):
+    assert not has_failed(answer)
+
+
+def test_a_pass_is_the_slowest_and_the_largest_of_all_ranks():
+    answers = {
+        2: told(
+            peak_mib=200, calls=Calls(made=3, first=1, needed=9), measured=Measured(available_bytes=7, outside_bytes=2)
+        ),
+        0: told(
+            peak_mib=100,
+            calls=Calls(made=3, first=2, varying=True),
+            measured=Measured(available_bytes=5, outside_bytes=9),
+        ),
+    }
+    outcome = passed_outcome(answers, {0: 150 * MIB, 2: 1000 * MIB})
+    trial = outcome.trial
+    assert (trial.peak_reserved_bytes, trial.peak_allocated_bytes, trial.step_s) == (200 * MIB, 100 * MIB, 2.0)
+    assert trial.samples_per_s == 4
+    assert trial.limiting_rank == 0  # 50 MiB are left there, and 800 MiB on the other
+    assert [(one.rank, one.verdict, one.available_bytes) for one in trial.ranks] == [
+        (0, Verdict.FITS, 150 * MIB),
+        (2, Verdict.FITS, 1000 * MIB),
+    ]
+    assert outcome.calls == Calls(made=3, first=2, needed=9, varying=True)
+    assert outcome.measured == Measured(available_bytes=5, outside_bytes=9)
+
+
+def test_a_failure_says_on_which_rank_and_what_the_others_did():
+    where = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 7 in step\n'
+    outcome = failed_outcome(REQUEST, {1: OOM, 0: ended(signal=15, why=WAITED, stderr=where), 2: PASSED}, 1, AVAILABLE)
+    assert outcome.trial.verdict is Verdict.OOM
+    assert outcome.trial.error == "on rank 1 of 3: CUDA out of memory"
+    assert outcome.trial.limiting_rank == 1
+    assert [(one.verdict, one.where) for one in outcome.trial.ranks] == [
+        (None, "train.py:7"),
+        (Verdict.OOM, None),
+        (Verdict.FITS, None),
+    ]
+    assert outcome.trial.ranks[0].error == "it waited for another rank, and was ended"
+
+
+def test_a_death_is_a_trial_too():
+    trial = failed_outcome(REQUEST, {0: NOISE, 1: KILLED}, 1, AVAILABLE).trial
+    assert (trial.verdict, trial.batch_size, trial.cap_bytes) == (Verdict.CRASHED, 8, 500 * MIB)
+    assert trial.error.startswith("on rank 1 of 2: the trial's process was killed by SIGKILL")
+
+
+def test_a_time_limit_names_no_rank():
+    trial = failed_outcome(REQUEST, {0: SLOW, 1: SLOW}, 0, AVAILABLE).trial
+    assert (trial.verdict, trial.limiting_rank) == (Verdict.TIMED_OUT, None)
+    assert trial.error == "rank 0 at an unknown place; rank 1 at an unknown place"

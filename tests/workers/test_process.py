@@ -1,0 +1,268 @@
+"""Processes that answer, die, hang, write to stderr and leave descendants, seen from their parent."""
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from faults.processes import is_gone, open_files
+
+from oomprobe.runners.workers import process
+from oomprobe.runners.workers.exit_status import ExitStatus
+from oomprobe.runners.workers.messages import receive, send
+from oomprobe.runners.workers.process import TAIL_BYTES, Process
+from workers.stage import Stage
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
+PROMPT_S = 5  # enough for a busy machine, and much less than LONG_S
+LONG_S = 20  # until a sleeping process would end by itself
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    stage = Stage(__name__, tmp_path_factory.mktemp("stage") / "stderr")
+    yield stage
+    stage.close()
+
+
+# --- in children ---
+
+
+def answers(wire):
+    while (message := receive(wire)) is not None:
+        send(wire, {"heard": message})
+
+
+def kills_itself(wire):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def aborts(wire):
+    os.write(2, b"a library: no licence\n")
+    os.abort()
+
+
+def exits(wire):
+    os._exit(3)
+
+
+def raises(wire):
+    raise KeyError("labels")
+
+
+def answers_and_dies(wire):
+    send(wire, {"heard": receive(wire), "more": "x" * 100_000})  # waits in the socket until the parent listens
+    os._exit(3)
+
+
+def sleeps(wire):
+    time.sleep(LONG_S)
+
+
+def ignores_sigterm(wire):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sleeps(wire)
+
+
+def computes(wire):
+    until = time.process_time() + 1.2
+    while time.process_time() < until:
+        pass
+    send(wire, {"heard": "nothing"})
+
+
+def waits_for_a_worker(wire):
+    if not (worker := os.fork()):
+        computes(wire)
+        os._exit(0)
+    os.waitpid(worker, 0)
+    time.sleep(LONG_S)
+
+
+def hangs_up(wire):
+    wire.close()
+    time.sleep(LONG_S)
+
+
+def writes_much(wire):
+    os.write(2, b"first words\n" + b"a line of a log\n" * (2 * TAIL_BYTES // 16) + b"last words\n")
+    time.sleep(LONG_S)
+
+
+def sleeper(**options):
+    process = subprocess.Popen(["sleep", str(LONG_S)], **options)
+    process.returncode = 0  # no ResourceWarning
+    return process.pid
+
+
+def starts_three(wire):
+    """Start a child, a child in another process group, and an orphan."""
+    orphan = subprocess.run(
+        ["sh", "-c", f"sleep {LONG_S} >&- & echo $!"], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    send(wire, {"heard": [sleeper(), sleeper(process_group=0), int(orphan)]})
+    receive(wire)
+    os._exit(3)
+
+
+def passes_on_its_pipes(wire):
+    sleeper(pass_fds=[wire.fileno()], start_new_session=True)
+    os._exit(3)
+
+
+def reports_its_setup(wire):
+    ignored = [name for name in ("SIGINT", "SIGTERM") if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN]
+    killed_first = Path("/proc/self/oom_score_adj").read_text()
+    send(wire, {"heard": [os.getsid(0) == os.getpid(), ignored, killed_first]})
+
+
+# --- scenes ---
+
+
+def plain(answer):
+    return {"exit": dataclasses.asdict(answer)} if isinstance(answer, ExitStatus) else answer
+
+
+def listened(act, *, within_s=None, stuck_s=None, after_s=0.0, **constants):
+    """Return the answer or exit status of a child, how long it took, and whether the child is gone."""
+    for name, value in constants.items():
+        setattr(process, name, value)
+    child, began_s = Process.forked(globals()[act]), time.monotonic()
+    child.tell({"do": "something"})
+    time.sleep(after_s)
+    answer = plain(child.listen(deadline_s=None if within_s is None else began_s + within_s, stuck_s=stuck_s))
+    return {**answer, "took_s": time.monotonic() - began_s, "gone": is_gone(child.pid)}
+
+
+def asked_twice():
+    before, child = open_files(), Process.forked(answers)
+    heard = []
+    for number in range(2):
+        child.tell({"number": number})
+        heard.append(child.listen(deadline_s=None))
+    return [*heard, plain(child.end()), open_files() == before]
+
+
+def left_behind(end):
+    """Return whether descendants ran, whether all have ended with the child, and whether another process is spared."""
+    other, child = sleeper(), Process.forked(starts_three)
+    pids = child.listen(deadline_s=None)["heard"]
+    ran = not any(map(is_gone, [child.pid, *pids]))
+    if end == "death":
+        child.tell({"do": "die"})
+        child.listen(deadline_s=None)
+    else:
+        child.end("timed out")
+    spared = not is_gone(other)
+    os.kill(other, signal.SIGKILL)
+    until_s = time.monotonic() + PROMPT_S
+    while not (ended := all(map(is_gone, [child.pid, *pids]))) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return [ran, ended, spared]
+
+
+def ends_without_cleaning_up(act, file):
+    with open(file, "w") as log, contextlib.redirect_stdout(log):
+        atexit.register(log.write, "at exit ")
+        sys.stdout.write("buffered before ")
+        try:
+            return listened(act)["exit"]["code"]
+        finally:
+            log.write("finally ")
+
+
+# --- tests ---
+
+
+def exit_of(stage, act, **given):
+    result = stage.play(listened, act=act.__name__, **given)
+    assert result["gone"]
+    assert result["took_s"] < PROMPT_S
+    return result["exit"]
+
+
+def test_it_answers_twice_and_leaves_no_file_open(stage):
+    first, second, end, closed = stage.play(asked_twice)
+    assert [first, second] == [{"heard": {"number": 0}}, {"heard": {"number": 1}}]
+    assert end["exit"]["why"] is None
+    assert closed
+
+
+def test_it_leads_a_session_ignores_ctrl_c_and_is_killed_first(stage):
+    assert stage.play(listened, act="reports_its_setup")["heard"] == [True, ["SIGINT"], "1000\n"]
+
+
+@pytest.mark.parametrize(
+    ("act", "number", "code", "words"),
+    [
+        (kills_itself, signal.SIGKILL, None, ""),
+        (aborts, signal.SIGABRT, None, "a library: no licence"),
+        (exits, None, 3, ""),
+        (raises, None, 70, "KeyError: 'labels'"),
+    ],
+)
+def test_an_exit_status_has_signal_code_and_stderr(stage, act, number, code, words):
+    seen = exit_of(stage, act)
+    assert (seen["signal"], seen["code"], seen["why"], seen["oom_kills"]) == (number, code, None, 0)
+    assert words in seen["stderr"]
+    assert 2**20 < seen["peak_resident_bytes"] < 2**33
+
+
+def test_an_answer_sent_whole_before_a_death_counts(stage):
+    assert stage.play(listened, act="answers_and_dies", after_s=0.3)["heard"] == {"do": "something"}
+
+
+def test_the_trace_of_a_hang_is_kept_and_not_passed_on(stage):
+    before = len(stage.stderr)
+    seen = exit_of(stage, sleeps, within_s=0.3)
+    assert (seen["why"], seen["signal"]) == ("timed out", signal.SIGTERM)
+    assert "most recent call first" in seen["stderr"]
+    assert "in sleeps" in seen["stderr"]
+    assert "most recent call first" not in stage.stderr[before:]
+
+
+@pytest.mark.parametrize(
+    ("act", "options", "why", "number"),
+    [
+        (ignores_sigterm, {"within_s": 0.3, "GRACE_S": 0.3}, "timed out", signal.SIGKILL),
+        (sleeps, {"stuck_s": 0.4, "CPU_READING_S": 0.1}, "stuck", signal.SIGTERM),
+        (hangs_up, {"GRACE_S": 0.3}, None, signal.SIGKILL),
+    ],
+)
+def test_a_process_that_does_not_end_is_terminated(stage, act, options, why, number):
+    seen = exit_of(stage, act, **options)
+    assert (seen["why"], seen["signal"]) == (why, number)
+
+
+@pytest.mark.parametrize("act", ["computes", "waits_for_a_worker"])
+def test_a_busy_process_is_not_stuck(stage, act):
+    assert stage.play(listened, act=act, stuck_s=0.7, CPU_READING_S=0.1)["heard"] == "nothing"
+
+
+def test_the_end_of_its_stderr_is_kept_and_all_of_it_passed_on(stage):
+    kept = exit_of(stage, writes_much, within_s=0.5)["stderr"]
+    assert TAIL_BYTES - 1000 < len(kept) <= TAIL_BYTES
+    assert "last words" in kept
+    assert "first words" not in kept
+    assert "first words\na line of a log\n" in stage.stderr
+
+
+@pytest.mark.parametrize("end", ["death", "timed out"])
+def test_all_its_descendants_end_and_no_other_process(stage, end):
+    assert stage.play(left_behind, end=end) == [True, True, True]
+
+
+def test_a_process_that_holds_its_pipes_does_not_hide_its_death(stage):
+    assert exit_of(stage, passes_on_its_pipes)["code"] == 3
+
+
+@pytest.mark.parametrize(("act", "code"), [("exits", 3), ("raises", 70)])
+def test_a_child_runs_and_writes_nothing_of_its_parents(stage, tmp_path, act, code):
+    assert stage.play(ends_without_cleaning_up, act=act, file=str(tmp_path / "log")) == code
+    assert (tmp_path / "log").read_text() == "buffered before finally "
