@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 PARAMETERS, GRADIENTS, STATE, ACTIVATIONS = "parameters", "gradients", "optimizer state", "activations"
 BACKWARD, STEPPING, WORKSPACES = "backward temporaries", "optimizer temporaries", "workspaces"
@@ -65,10 +64,3 @@ class Breakdown:
     def live_bytes(self) -> int:
         """Bytes in tensors at the peak."""
         return sum(self.parts.values()) - self.parts[FRAGMENTATION]
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Breakdown:
-        """Read what `dataclasses.asdict` wrote."""
-        modules = tuple(ModuleMemory(**module) for module in data["modules"])
-        repeated = None if data["repeated"] is None else tuple(data["repeated"])
-        return cls(**{**data, "modules": modules, "repeated": repeated})

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.fit import LinearFit
+from oomprobe.records.plain import from_plain
 from oomprobe.records.plan import PlanEntry, plan
-from oomprobe.records.trials import Trial, known_fields, trial_from_dict
+from oomprobe.records.trials import Trial
 
 # The methods that render import `report` when they are called, and `report` reads results: the only circle of the package.
 if TYPE_CHECKING:
@@ -127,12 +128,7 @@ class ProbeResult:
                 "or read it with the oomprobe that wrote it"
             )
         try:
-            known = known_fields(cls, data)
-            known["trials"] = tuple(trial_from_dict(t) for t in data["trials"])
-            known["fit"] = None if data.get("fit") is None else LinearFit(**known_fields(LinearFit, data["fit"]))
-            known["breakdown"] = None if data.get("breakdown") is None else Breakdown.from_dict(data["breakdown"])
-            known |= {name: tuple(data[name]) for name in ("notes", "not_covered")}
-            return cls(**known)
+            return from_plain(cls, data)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgumentError(f"this is not a result that oomprobe wrote: {error!r}") from error
 

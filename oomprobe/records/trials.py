@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -128,22 +128,6 @@ class Trial:
 def last_of(trials: Sequence[Trial], batch_size: int, *, passed: bool = True) -> Trial:
     """Return the last trial of a size that passed, or failed, without gradient accumulation."""
     return [t for t in trials if (t.batch_size, t.passed, t.accumulation_steps) == (batch_size, passed, 1)][-1]
-
-
-def trial_from_dict(data: Mapping[str, Any]) -> Trial:
-    """Return the trial that was written as JSON."""
-    read = {"verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])}
-    return Trial(**{**known_fields(Trial, data), **read, "ranks": tuple(map(_rank_from_dict, data.get("ranks", ())))})
-
-
-def _rank_from_dict(data: Mapping[str, Any]) -> RankTrial:
-    verdict = data["verdict"]
-    return RankTrial(**{**known_fields(RankTrial, data), "verdict": None if verdict is None else Verdict(verdict)})
-
-
-def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that `cls` has a field for; a newer oomprobe with the same schema may have written more."""
-    return {f.name: data[f.name] for f in fields(cls) if f.name in data}
 
 
 # --- between a session and a runner ---

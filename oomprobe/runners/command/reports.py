@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from oomprobe.records.trials import RankTrial, Verdict, known_fields
+from oomprobe.records.plain import from_plain
+from oomprobe.records.trials import RankTrial, Verdict
 from oomprobe.verdicts import Link
 
 TOLERANCE = 1e-6  # of a fraction, which torch keeps as a float
@@ -31,9 +31,8 @@ class Memory:
     peak_reserved_bytes: int
     peak_allocated_bytes: int
     retries: int  # times that the allocator released its cache to serve a request
-    asked: tuple[
-        tuple[int, int], ...
-    ]  # bytes and blocks asked of the allocator, in all, by the end of each of the first steps
+    # Bytes and blocks asked of the allocator, in all, by the end of each of the first steps.
+    asked: tuple[tuple[int, int], ...]
     fraction: float | None  # of the total that the allocator may reserve; None: unknown
     outside_bytes: int | None  # the most that was in use but not reserved by this process; None: unknown
 
@@ -60,16 +59,6 @@ class Report:
     errors: tuple[Link, ...]  # the exception that ended the process, and its causes
     devices: tuple[Memory, ...]  # on which it has reserved memory
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        """Read what a process wrote."""
-        errors = (Link(classes=tuple(one["classes"]), text=one["text"]) for one in data["errors"])
-        devices = (
-            Memory(**{**known_fields(Memory, one), "asked": tuple(map(tuple, one["asked"]))}) for one in data["devices"]
-        )
-        read = {"errors": tuple(errors), "devices": tuple(devices), "step_s": tuple(data["step_s"])}
-        return cls(**{**known_fields(cls, data), **read})
-
     @property
     def name(self) -> str:
         """The process as a reader knows it."""
@@ -78,7 +67,7 @@ class Report:
 
 def read(folder: Path) -> list[Report]:
     """Return the reports in a folder, in the order in which they were written."""
-    reports = [Report.from_dict(json.loads(path.read_bytes())) for path in folder.glob("*.json")]
+    reports = [from_plain(Report, json.loads(path.read_bytes())) for path in folder.glob("*.json")]
     return sorted(reports, key=lambda report: report.at_s)
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from oomprobe.records.plain import from_plain
 from oomprobe.records.trials import Calls, Measured, Outcome, RankTrial, Request, Trial, Verdict
 from oomprobe.runners.workers.exit_status import ExitStatus, classify_exit
-from oomprobe.runners.workers.messages import Message, outcome_from_dict
+from oomprobe.runners.workers.messages import Message
 
 Answer = Message | ExitStatus
 # Why a rank was ended, as part of a sentence.
@@ -78,7 +79,7 @@ def _left_bytes(answer: Answer, available_bytes: int) -> int:
 
 def passed_outcome(answers: Mapping[int, Message], available_bytes: Mapping[int, int]) -> Outcome:
     """Return the outcome of a trial that every rank has passed."""
-    outcomes = {rank: outcome_from_dict(answers[rank]["outcome"]) for rank in sorted(answers)}
+    outcomes = {rank: from_plain(Outcome, answers[rank]["outcome"]) for rank in sorted(answers)}
     ranks = tuple(_of_trial(rank, outcome.trial, available_bytes.get(rank)) for rank, outcome in outcomes.items())
     limiting = min(ranks, key=lambda one: one.left_bytes).rank
     every = list(outcomes.values())
@@ -116,7 +117,7 @@ def failed_outcome(
     ranks = tuple(_of_answer(request, rank, answers[rank], available_bytes.get(rank)) for rank in sorted(answers))
     rank, answer = ranks[believed], answers[believed]
     if isinstance(answer, dict) and "outcome" in answer:
-        outcome = outcome_from_dict(answer["outcome"])
+        outcome = from_plain(Outcome, answer["outcome"])
     else:
         trial = Trial(
             batch_size=request.batch_size,
@@ -195,7 +196,7 @@ def _of_answer(request: Request, rank: int, answer: Answer, available_bytes: int
             verdict = classify_exit(answer, smaller_passed=smaller, on_host=False, used_bytes=0, cap_bytes=cap_bytes)
             error = answer.text()
     elif "outcome" in answer:
-        return _of_trial(rank, outcome_from_dict(answer["outcome"]).trial, available_bytes)
+        return _of_trial(rank, from_plain(Outcome, answer["outcome"]).trial, available_bytes)
     elif "lost" in answer:
         verdict, error, where = Verdict.POISONED, answer["lost"], None
     else:

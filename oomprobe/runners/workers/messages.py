@@ -13,8 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from oomprobe import errors
-from oomprobe.records.breakdown import Breakdown
-from oomprobe.records.trials import Calls, DeviceInfo, Measured, Outcome, RunnerInfo, trial_from_dict
+from oomprobe.records.trials import RunnerInfo
 from oomprobe.verdicts.failure import failure_of
 
 LONGEST_TEXT = 16_000
@@ -30,27 +29,6 @@ class Hello:
     trials_in_children: bool  # whether that process forks a child for each trial, as on host memory
     available_bytes: int | None  # None: it changes between trials
     outside_bytes: int | None = None  # in use on the device, but not by the process's allocator
-
-    @classmethod
-    def from_dict(cls, data: Message) -> Hello:
-        """Read what `dataclasses.asdict` wrote."""
-        facts, device = data["facts"], data["facts"]["device"]
-        device = DeviceInfo(**{**device, "not_covered": tuple(device["not_covered"])})
-        facts = RunnerInfo(**{**facts, "device": device, "step_names": tuple(facts["step_names"])})
-        return cls(**{**data, "facts": facts})
-
-
-def outcome_from_dict(data: Message) -> Outcome:
-    """Read what `dataclasses.asdict` wrote."""
-    measured, breakdown = data["measured"], data["breakdown"]
-    read = {
-        "trial": trial_from_dict(data["trial"]),
-        "calls": Calls(**data["calls"]),
-        "measured": None if measured is None else Measured(**measured),
-        "breakdown": None if breakdown is None else Breakdown.from_dict(breakdown),
-        "notes": tuple(data["notes"]),
-    }
-    return Outcome(**{**data, **read})
 
 
 def send(wire: Connection, message: Message) -> None:

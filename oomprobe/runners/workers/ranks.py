@@ -16,6 +16,7 @@ from oomprobe.ground import linux
 from oomprobe.ground.units import format_seconds
 from oomprobe.ground.words import count
 from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S
+from oomprobe.records.plain import from_plain
 from oomprobe.records.trials import DeviceInfo, Measured, Outcome, Request, RunnerInfo
 from oomprobe.runners.hooks import never_stepped
 from oomprobe.runners.signals import Clock, Interrupts
@@ -334,7 +335,9 @@ class RanksRunner:
             self._ready()
             answers = self._ask({rank: {"do": "measure"} for rank in range(self._ranks)}, self._clock.end_s)
             told = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, dict)}
-            samples = {rank: Measured(**answer["measured"]) for rank, answer in told.items() if "measured" in answer}
+            samples = {
+                rank: from_plain(Measured, answer["measured"]) for rank, answer in told.items() if "measured" in answer
+            }
             if len(samples) == self._ranks:
                 return samples
             self._end_group()
@@ -370,7 +373,7 @@ def _check_cards(devices: Sequence[DeviceInfo]) -> None:
 def _hellos(answers: Mapping[int, Answer]) -> list[Hello]:
     """Return what the ranks that have built the target told, in their order."""
     told = [answer for _, answer in sorted(answers.items()) if isinstance(answer, dict) and "hello" in answer]
-    return [Hello.from_dict(answer["hello"]) for answer in told]
+    return [from_plain(Hello, answer["hello"]) for answer in told]
 
 
 def _is_out_of_memory(answers: Mapping[int, Answer]) -> bool:

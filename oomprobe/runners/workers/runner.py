@@ -15,11 +15,12 @@ from oomprobe import errors
 from oomprobe.devices import Device
 from oomprobe.records.axis import Axis
 from oomprobe.records.options import Options, Step
+from oomprobe.records.plain import from_plain
 from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo, Trial, Verdict
 from oomprobe.runners.hooks import preload_dynamo
 from oomprobe.runners.signals import Clock, Interrupts
 from oomprobe.runners.workers.exit_status import ExitStatus, classify_exit
-from oomprobe.runners.workers.messages import Hello, Message, outcome_from_dict, raise_failure
+from oomprobe.runners.workers.messages import Hello, Message, raise_failure
 from oomprobe.runners.workers.process import GRACE_S, Process
 from oomprobe.runners.workers.serve import local_runner, serve
 from oomprobe.state import Tracker
@@ -138,7 +139,7 @@ class ProcessRunner:
         if "failed" in answer:
             self._end_process()
             raise_failure(answer["failed"], 0)
-        self._hello = Hello.from_dict(answer["hello"])
+        self._hello = from_plain(Hello, answer["hello"])
         return None
 
     def _ask(self, message: Message, deadline_s: float | None) -> Message | ExitStatus:
@@ -196,7 +197,7 @@ class ProcessRunner:
         answer = self._answer(request) if ended is None else ended
         if isinstance(answer, ExitStatus) or "lost" in answer:
             return Outcome(trial=self._died(request, answer))
-        outcome = outcome_from_dict(answer["outcome"])
+        outcome = from_plain(Outcome, answer["outcome"])
         if self._forks_here:
             return replace(outcome, measured=self.measure())
         if trials_in_children:
@@ -232,7 +233,7 @@ class ProcessRunner:
         for _ in range(2):
             answer = self._ask({"do": "measure"}, self._clock.end_s)
             if not isinstance(answer, ExitStatus) and "measured" in answer:
-                return Measured(**answer["measured"])
+                return from_plain(Measured, answer["measured"])
             if isinstance(answer, ExitStatus) and answer.why is not None:
                 raise self._clock.time_is_up("while the memory was measured")
         raise errors.UnreliableError(

@@ -16,7 +16,8 @@ from oomprobe.devices import Device, device_error, is_host
 from oomprobe.ground import linux
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import Step
-from oomprobe.records.trials import Phase, Request, Runner
+from oomprobe.records.plain import from_plain
+from oomprobe.records.trials import Request, Runner
 from oomprobe.runners.hooks import OptimizerWatch
 from oomprobe.runners.local import LocalRunner
 from oomprobe.runners.signals import Interrupts
@@ -70,8 +71,7 @@ def _answer(wire: Connection, answer: Message) -> None:
 def _carry_out(runner: Runner, message: Message) -> Message:
     if message["do"] == "measure":
         return {"measured": asdict(runner.measure())}
-    request = message["request"]
-    return {"outcome": asdict(runner.run(Request(**{**request, "phase": Phase(request["phase"])})))}
+    return {"outcome": asdict(runner.run(from_plain(Request, message["request"])))}
 
 
 def local_runner(

@@ -1,0 +1,43 @@
+"""Read a record from plain data, such as JSON, by the annotations of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
+    """Return the dataclass that `dataclasses.asdict`, and then perhaps JSON, made plain.
+
+    It leaves out keys that are no field: a newer oomprobe with the same schema may have written more.
+
+    Raises:
+        KeyError, TypeError, ValueError: the data lack a field without a default, or are of another form.
+
+    Example:
+        >>> from oomprobe.records.breakdown import ModuleMemory
+        >>> from_plain(ModuleMemory, {"name": "a", "kind": "b", "count": 1, "activation_bytes": 2, "invented_later": 3})
+        ModuleMemory(name='a', kind='b', count=1, activation_bytes=2)
+    """
+    return cls(**{name: _read(kind, data[name]) for name, kind in get_type_hints(cls).items() if name in data})
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Return a value as its annotation wants it; a number, a text, or anything that is annotated otherwise stays as it is."""
+    outer, inner = get_origin(kind), get_args(kind)
+    if outer is UnionType and NoneType in inner:
+        return None if value is None else _read(inner[0], value)
+    if outer is tuple and inner[-1] is not ...:
+        return tuple(_read(kind, one) for kind, one in zip(inner, value, strict=True))
+    if outer in (tuple, Sequence):
+        return tuple(_read(inner[0], one) for one in value)
+    if outer is Mapping:
+        return {key: _read(inner[1], one) for key, one in dict(value).items()}
+    if is_dataclass(kind) and isinstance(kind, type):
+        return from_plain(kind, value)
+    return kind(value) if isinstance(kind, type) and issubclass(kind, StrEnum) else value
