@@ -92,30 +92,24 @@ def probe_loop(
     steps: Step | Mapping[str, Step],
     options: dict[str, Any],
     *,
-    count: int | None,
     scanned: Sequence[tuple[LargestFirst, str]] = (),
     scan_s: float = 0.0,
     evaluates: bool = False,
     last_batch: bool = False,
 ) -> ProbeResult:
-    """Search among batches of at most `count` examples, and say what the trials covered of the data.
+    """Search, and say what the trials covered of the data.
 
     Args:
-        model: As for `oomprobe.find_max_batch`, like `steps` and `options`.
+        model: As for `oomprobe.find_max_batch`, like `steps`.
         steps: Each call is a framework's loop over a few batches.
-        options: Those of `oomprobe.find_max_batch`; `max_batch` is set to at most `count`.
-        count: Examples in the training data; None: unknown.
+        options: Those of `oomprobe.find_max_batch`.
         scanned: Each data set that trials read, and what it is called.
         scan_s: Seconds in which each was scanned.
         evaluates: Whether trials evaluate too.
         last_batch: Whether trials run the smaller last batch of an epoch, if training has one and goes on after it.
     """
-    if count is not None:
-        _limit_to_data(options, count)
     result = find_max_batch(model, steps, **options)
     notes = [note for largest, what in scanned for note in largest.notes(scan_s, what)]
-    if result.limited_by == "max_batch" and result.options["max_batch"] == count:
-        notes.append(f"the data set limits the batch size: it has {count} examples")
     has_largest = bool(scanned) and all(largest.has_largest(result.batch_size) for largest, _ in scanned)
     covered = ("longest sequence",) * has_largest + ("evaluation between epochs",) * evaluates
     covered += ("smaller last batch",) * last_batch
@@ -129,17 +123,6 @@ def probe_loop(
 def with_notes(result: ProbeResult, notes: Iterable[str], not_covered: Iterable[str] = ()) -> ProbeResult:
     """Add what an adapter has to say."""
     return replace(result, notes=(*result.notes, *notes), not_covered=(*result.not_covered, *not_covered))
-
-
-def _limit_to_data(options: dict[str, Any], count: int) -> None:
-    asked = options.get("max_batch")
-    if asked is not None:
-        check_size("max_batch", asked)
-    options["max_batch"] = count if asked is None else min(count, asked)
-    sizes = {name: options[name] for name in ("min_batch", "multiple_of") if options.get(name) is not None}
-    if any(isinstance(size, int) and size > count for size in sizes.values()):
-        listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise InvalidArgumentError(f"the data set has {count} examples, too few for {listed}")
 
 
 @contextmanager

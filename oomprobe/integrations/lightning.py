@@ -295,11 +295,11 @@ def _search(training: Training, device: Device, options: dict[str, Any], scan_s:
         more="As with fast_dev_run, the loggers of a trial are Lightning's DummyLogger, and no callback is called.",
     )
     with _scanned(training, scan_s) as (fit, sized):
+        count = min(len(order.indices) for order in compress(fit.orders[TRAIN], sized))
         result = probe_loop(
             training.module,
-            Step(run=fit.run, caller=caller, starts_anew=True, is_timed=False),
+            Step(run=fit.run, caller=caller, starts_anew=True, is_timed=False, max_batch=count),
             {**options, "device": device},
-            count=min(len(order.indices) for order in compress(fit.orders[TRAIN], sized)),
             scanned=[(order, KIND[name]) for name, found in fit.orders.items() for order in found],
             scan_s=scan_s,
             evaluates=EVAL in training.makers,

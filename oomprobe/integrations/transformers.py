@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -122,7 +122,6 @@ def find_max_batch(
                 trainer.model,
                 loop.steps(accumulation),
                 options,
-                count=len(longest.indices),
                 scanned=scanned,
                 scan_s=scan_s,
                 last_batch=True,
@@ -177,7 +176,7 @@ def model_and_step(trainer: Any, *, scan_s: float = 30.0) -> tuple[torch.nn.Modu
     )
     copied.data_collator = loop.counted
     steps = loop.steps(min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION))
-    return trainer.model, {name: replace(step, max_batch=len(longest.indices)) for name, step in steps.items()}
+    return trainer.model, steps
 
 
 def _checked(trainer: Any, *, several_ranks: bool = False) -> Any:
@@ -280,7 +279,15 @@ class _Loop:
                 self._evaluate(longest)
 
         alone = "create the Trainer with per_device_train_batch_size={batch_size} and run trainer.train()"
-        steps = {"train": Step(run=train, caller=Caller(alone=alone, more=more), starts_anew=True, is_timed=False)}
+        steps = {
+            "train": Step(
+                run=train,
+                caller=Caller(alone=alone, more=more),
+                starts_anew=True,
+                is_timed=False,
+                max_batch=len(self.longest.indices),
+            )
+        }
         if self.evaluated:  # no optimizer to wait for
             size = self.trainer.args.per_device_eval_batch_size
             alone = f"run trainer.evaluate() with per_device_eval_batch_size={size}"

@@ -112,7 +112,7 @@ def find_max_batch(
         options.setdefault("min_batch", 2)  # batch norm cannot train on one image with a last feature map of one point
     options["device"] = None if device is None else chosen
     knows_length = dataset_size > 0
-    result = probe_loop(trained, step, options, count=dataset_size or None, last_batch=knows_length)
+    result = probe_loop(trained, step, options, last_batch=knows_length)
     return with_notes(result, notes, NOT_COVERED)
 
 
@@ -188,7 +188,8 @@ def _training(
             f"every image had {objects} objects (max_num_obj; the trainer counts four times the fullest image's), "
             "each a quarter of the image, with as many anchors matched as the assigner may match"
         )
-    return trained, Step(run=step, caller=caller, starts_anew=True, is_timed=not dataset_size), notes
+    found = Step(run=step, caller=caller, starts_anew=True, is_timed=not dataset_size, max_batch=dataset_size or None)
+    return trained, found, notes
 
 
 def _optimizer(model: torch.nn.Module, net: Any, dataset_size: int) -> torch.optim.Optimizer:

@@ -162,7 +162,7 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
         kind = "optimizer step" if "command" in environment else "call"
         yield SEEN.format(calls=count(session.call_plan.confirmed, kind, f"{kind}s"))
     count_of_data = session.runner.facts.max_batch
-    if found.deciding is None and answer.batch_size == count_of_data:
+    if found.deciding is None and count_of_data is not None and session.options.max_batch == count_of_data:
         yield LITTLE_DATA.format(count=count_of_data)
     for size in found.transient:
         yield f"transient failure: batch {size} failed once and passed when tried again"

@@ -93,10 +93,9 @@ class Options:
         if max_batch is None or (self.max_batch is not None and self.max_batch <= max_batch):
             return self
         if self.sizes.first > max_batch or (self.start_batch or 0) > max_batch:
-            raise InvalidArgumentError(
-                f"the data set has {max_batch} examples, too few for min_batch={self.min_batch}, start_batch={self.start_batch} or "
-                f"multiple_of={self.multiple_of}"
-            )
+            sizes = {name: getattr(self, name) for name in ("min_batch", "start_batch", "multiple_of")}
+            asked = ", ".join(f"{name}={size}" for name, size in sizes.items() if size not in (None, 1))
+            raise InvalidArgumentError(f"the data set has {max_batch} examples, too few for {asked}")
         return replace(self, max_batch=max_batch)
 
     @property

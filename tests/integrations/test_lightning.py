@@ -202,11 +202,14 @@ def test_only_weight_averaging_is_said_to_copy_the_weights(kind, copies):
     assert ("keeps a copy" in missed) is copies
 
 
-@pytest.mark.parametrize(("asked", "found"), [(80, 50), (20, 20)])
-def test_no_batch_is_larger_than_the_data_set(asked, found):
-    result = probed(Module(ledger(1000)), Data(50), max_batch=asked)
+@pytest.mark.parametrize(
+    ("asked", "found", "by_data"),
+    [({}, 50, True), ({"max_batch": 80}, 50, True), ({"max_batch": 20}, 20, False), ({"multiple_of": 8}, 48, True)],
+)
+def test_no_batch_is_larger_than_the_data_set(asked, found, by_data):
+    result = probed(Module(ledger(1000)), Data(50), **asked)
     assert (result.batch_size, result.limited_by) == (found, "max_batch")
-    assert any("it has 50 examples" in note for note in result.notes) is (found == 50)
+    assert ("the data set limits the batch size: it has 50 examples" in result.notes) is by_data
 
 
 # --- what a trial does ---
