@@ -18,7 +18,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from cuda.bed import forked  # noqa: E402
+from bed import forked  # noqa: E402
 from cuda.models import Gpt, language_model  # noqa: E402
 from cuda.test_tables import LENGTHS, TABLES, calls_of, evaluating, with_value  # noqa: E402
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 VERSIONS = ("2.6.0", "2.8.0", "2.10.0", "2.12.1", "2.14.1", "2.15.0", "2.15.0:python3.12")
 SUITES = {
-    "tests/cuda": ["tests/cuda"],
+    "tests/cuda": ["tests/cuda", "tests/bed"],
     "simulation": ["tests/simulation", "tests/test_torch_versions.py", "oomprobe/simulation", "oomprobe/devices"],
 }
 PAGE, BEGIN, END = ROOT / "docs" / "evidence.md", "<!-- versions: begin -->", "<!-- versions: end -->"

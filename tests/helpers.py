@@ -2,9 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -15,26 +12,7 @@ from oomprobe.records.fit import fit_line
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.trials import Phase, Trial, Verdict
 
-TESTS = Path(__file__).parent
-REPOSITORY = TESTS.parent
-GOLDEN = TESTS / "golden"
-
-
-def run_python(code, timeout_s=120, warnings="error", stdin=""):
-    """Run code in a new process, which can import the test modules, and return its output."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), str(TESTS), os.environ.get("PYTHONPATH")]))
-    child = subprocess.run(
-        [sys.executable, "-W", warnings, "-c", textwrap.dedent(code)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2"},
-        cwd=REPOSITORY,
-        check=False,
-    )
-    assert child.returncode == 0, f"exit code {child.returncode}\n{child.stdout}\n{child.stderr}"
-    return child.stdout
+GOLDEN = Path(__file__).parent / "golden"
 
 
 # --- results ---

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 from fake_accelerator import FakeAccelerator, FakeModule
-from helpers import run_python
+from processes import run_python
 from torch import nn
 
 import oomprobe

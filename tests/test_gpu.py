@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import torch._dynamo  # otherwise the first optimizer imports it after the objects so far were frozen
-from helpers import run_python
+from processes import run_python
 from torch import nn
 
 from oomprobe import Phase, Verdict, demo, find_max_batch

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_python
 from ledger import Log
+from processes import run_python
 from torch import nn
 
 import oomprobe

@@ -13,8 +13,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from helpers import Net, Training, bits, run_python
+from helpers import Net, Training, bits
 from ledger import Box, LedgerDevice, Log
+from processes import run_python
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 

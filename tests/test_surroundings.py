@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import run_python
 from ledger import LedgerDevice
+from processes import run_python
 from torch import nn
 
 import oomprobe

@@ -1,6 +1,6 @@
 """What torch's versions, from 2.6, do differently with a GPU's memory; a simulated card does what the torch beside it does.
 
-Seen on the allocators of torch 2.6 to 2.15 (tests/cuda_bed, tests/cuda/test_simulated.py). Free blocks of one size:
+Seen on the allocators of torch 2.6 to 2.15 (tests/bed, tests/cuda/test_simulated.py). Free blocks of one size:
 pull requests 178362, 183489 and 183591 of pytorch/pytorch; workspaces of 2.15: pull request 194311.
 """
 

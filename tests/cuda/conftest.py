@@ -1,4 +1,4 @@
-"""Tests on torch's CUDA build and the bed (tests/cuda_bed); `scripts/test tests/cuda` runs them."""
+"""Tests on torch's CUDA build and the bed (tests/bed); `scripts/test tests/cuda` runs them."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 """Models whose steps read no value back, because kernels on the bed compute none; each returns (model, step)."""
 
 import math
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -189,3 +190,27 @@ def runs(build, batch_size, *, steps, cap_bytes=None):
     except torch.OutOfMemoryError:
         return False
     return True
+
+
+TARGET = """
+import sys
+sys.path.insert(0, {tests!r})
+from bed import fail
+from cuda.models import MODELS
+
+def build():
+    model, inner = MODELS[{name!r}]()
+
+    def step(model, batch_size):
+        {fault}
+        inner(model, batch_size)
+
+    return model, step
+"""
+
+
+def target(tmp_path, fault="pass", name="mlp"):
+    """Write a file with one of these models and a fault in its step, and return the target."""
+    path = tmp_path / "target.py"
+    path.write_text(TARGET.format(tests=str(Path(__file__).parents[1]), name=name, fault=fault))
+    return f"{path}:build"

@@ -4,11 +4,10 @@ import os
 
 import torch
 import torch.distributed.fsdp  # otherwise each rank imports it
+from bed import forked
 
 from oomprobe.runners.workers import group, ranks, worker
 from oomprobe.runners.workers.process import Process
-
-from .bed import forked
 
 
 def fork(variables=None, label=""):

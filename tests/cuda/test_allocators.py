@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from bed import forked, run_on_bed
 
 import oomprobe
 
-from .bed import forked, run_on_bed
 from .models import mlp
 
 MIB, GIB = 2**20, 2**30

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
+from bed import forked
 from gpu_check import search_around
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
 
-from .bed import forked
 from .models import MODELS, gpt, held_to, runs
 
 SEGMENT_BYTES = 20 * 2**20

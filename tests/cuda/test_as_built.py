@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bed import forked
 
 import oomprobe
 from oomprobe.runners.workers.process import Process
 
-from .bed import forked
 from .models import converted, mlp, runs
 from .ranks import fork, on_ranks
 

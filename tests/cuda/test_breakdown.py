@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from bed import forked, run_on_bed
 
 import oomprobe
 from oomprobe.records.breakdown import ACTIVATIONS, BACKWARD, GRADIENTS, PARAMETERS, STATE
 
-from .bed import forked, run_on_bed
 from .models import MODELS
 
 MIB = 2**20

@@ -4,13 +4,13 @@ import gc
 
 import pytest
 import torch
+from bed import forked
 from ledger import Log
 from torch import nn
 
 import oomprobe
 from oomprobe.probing.opening import FROZEN_BY_PYTHON
 
-from .bed import forked
 from .models import MODELS, classifier, mlp, runs
 
 MIB = 2**20

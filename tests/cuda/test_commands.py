@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from bed import forked
 
-from .bed import forked, target
+from .models import target
 
 
 def typed(*arguments, memory="1GiB", **options):

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from bed import fail, forked
 
 from oomprobe.devices import choose_device
 from oomprobe.devices.accelerator import AcceleratorDevice
-
-from .bed import fail, forked
 
 MIB = 2**20
 

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from bed import forked
 from gpu_check import search_around
 from torch import nn
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
 
-from .bed import forked
 from .models import runs
 
 WIDTH, LENGTH, CALLS = 64, 32, 50

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from bed import ILLEGAL_ADDRESS, fail, forked, start
 from ledger import Log
 
 import oomprobe
 from oomprobe.devices.sharing import processes_on
 from oomprobe.probing import neighbours
 
-from .bed import ILLEGAL_ADDRESS, fail, forked, start, target
-from .models import MODELS, mlp
+from .models import MODELS, mlp, target
 
 MIB, GIB = 2**20, 2**30
 QUIET = {"progress": "off"}

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from bed import forked
 from recordings import Recording, replay
 
 from oomprobe.simulation.allocator import CachingAllocator
-
-from .bed import forked
 
 ROOT = Path(__file__).parents[2]
 CARD = {"memory": "80GiB", "context": "500MiB", "lazy": "250MiB"}

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from bed import forked
 from torch import nn
 
 import oomprobe
-
-from .bed import forked
 
 
 def step(model, batch_size):

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from bed import forked
 
 import oomprobe
-
-from .bed import forked
 
 pytest.importorskip("transformers")
 from generation import PROMPT, generate, llama

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from bed import forked
 from composed import PARTS, Trainer
 
 import oomprobe
 
 from . import loops
-from .bed import forked
 from .models import runs
 
 FORK = {"memory": "1GiB", "limit_s": 120}

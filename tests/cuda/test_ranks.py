@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # otherwise each rank imports it
+from bed import forked, start
 from torch import nn
 
 import oomprobe
 from oomprobe.runners.workers import group, ranks
 
-from .bed import forked, start
 from .ranks import on_ranks, searching
 
 TARGET = f"{Path(__file__).with_name('ranked.py')}:build"

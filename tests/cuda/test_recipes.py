@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bed import forked
 
 import oomprobe
 from oomprobe.runners import local as trial
-
-from .bed import forked
 
 RECIPES = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 CARD = {"memory": "1GiB", "limit_s": 120, "CUDASTUB_ASSERT": 0}

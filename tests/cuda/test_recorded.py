@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from bed import forked
 
 import oomprobe
 
-from .bed import forked
 from .models import MODELS
 
 RECORD = Path(__file__).parents[1] / "golden" / "bed_probes.json"

@@ -3,14 +3,13 @@
 import pytest
 import recorded_step
 import torch
+from bed import forked
 from gpu_recording import events_of
 from recordings import NAMES, Nothing, Recording, replay, requests_of
 
 from oomprobe.ground.torch_versions import VERSION
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
-
-from .bed import forked
 
 
 class Torchs:

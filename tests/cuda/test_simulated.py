@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from bed import forked
 from simulation.bench import ALLOCATOR_SETTINGS
 from torch import nn
 from torch.nn import functional as F
@@ -14,8 +15,6 @@ from oomprobe.ground.units import parse_bytes
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.settings import AllocatorSettings
-
-from .bed import forked
 
 MIB = 2**20
 

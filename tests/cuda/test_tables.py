@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from bed import forked
 from torch.nn import functional as F
 
 import oomprobe
 from oomprobe.probing import calls as call_plan
 
-from .bed import forked
 from .models import conv_net, runs
 from .ranks import on_ranks, searching
 from .tabled import Attention, Masked, language_model

@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
+from bed import fail, forked
 
 import oomprobe
 from oomprobe import DeviceLostError
 
-from .bed import fail, forked
 from .ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")

@@ -8,9 +8,9 @@ import tempfile
 
 import pytest
 import torch
+from processes import MARK, children, marked, open_files
 
 from faults import card
-from faults.processes import MARK, children, marked, open_files
 
 
 def settings():

@@ -9,8 +9,7 @@ import sys
 import termios
 
 import pytest
-
-from faults.processes import PATIENCE_S, environment, marked, until
+from processes import PATIENCE_S, environment, marked, until
 
 TARGET = """
 import sys
@@ -74,7 +73,7 @@ def command(tmp_path, mark):
     """Start a probe that sleeps in batch 4, with or without a terminal."""
     (tmp_path / "slow_target.py").write_text(TARGET)
     line = [sys.executable, "-m", "oomprobe", "run", f"{tmp_path}/slow_target.py:build", "--device", "cpu:1GiB"]
-    env = environment(mark, TMPDIR=str(tmp_path / "temporary"), NO_COLOR="1")
+    env = environment(TMPDIR=str(tmp_path / "temporary"), NO_COLOR="1")
     started = []
 
     def start(*options, terminal):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from fake_accelerator import ILLEGAL_ADDRESS
 from ledger import Log
+from processes import marked
 
 from faults.card import CARD, ROOM, trained
-from faults.processes import marked
 from oomprobe import (
     DeviceLostError,
     InvalidArgumentError,

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import PATIENCE_S, environment, marked
 
 from faults.card import CARD, trained
-from faults.processes import PATIENCE_S, environment, marked
 from oomprobe import Phase, TimeLimitError, probe_target
 
 GRACE_S = 25  # for a hanging process to be terminated, on a busy machine
@@ -40,7 +40,13 @@ def test_a_script_that_probes_itself_on_import_is_refused(tmp_path, mark):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "train.py"]
     done = subprocess.run(
-        command, env=environment(mark), cwd=tmp_path, timeout=PATIENCE_S, capture_output=True, text=True, check=False
+        command,
+        env=environment(),
+        cwd=tmp_path,
+        timeout=PATIENCE_S,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith('put the call under if __name__ == "__main__":')

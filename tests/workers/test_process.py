@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.processes import is_gone, open_files
+from processes import Stage, is_gone, open_files
 
 from oomprobe.runners.workers import process
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.messages import receive, send
 from oomprobe.runners.workers.process import TAIL_BYTES, Process
-from workers.stage import Stage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
 PROMPT_S = 5  # enough for a busy machine, and much less than LONG_S

@@ -6,25 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from processes import is_gone, until
 
-from .bed import ChildDiedError, forked, start
+from bed import ChildDiedError, forked, start
 
 MIB = 2**20
 
 
 def allocate(mib):
     return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def free_mib():
@@ -75,8 +68,7 @@ def test_shared_memory(tmp_path):
 
     shared = tmp_path / "device"
     holder = start(hold, shared=shared)
-    while holder.is_running() and not (tmp_path / "held").exists():
-        time.sleep(0.01)
+    until(lambda: not holder.is_running() or (tmp_path / "held").exists(), every_s=0.01)
     assert forked(look, shared=shared) == (424, 1)
     assert forked(free_mib) == 1024
     holder.kill()
@@ -109,8 +101,7 @@ def test_visible_devices(tmp_path, early):
 
     bed = {"memory": "1GiB,2GiB,3GiB", "shared": tmp_path / "cards"}
     holder = start(hold, **bed, **({"CUDA_VISIBLE_DEVICES": "2,1"} if early else {}))
-    while holder.is_running() and not (tmp_path / "held").exists():
-        time.sleep(0.01)
+    until(lambda: not holder.is_running() or (tmp_path / "held").exists(), every_s=0.01)
     every = forked(look, **bed)
     holder.kill()
     with pytest.raises(ChildDiedError):
@@ -205,8 +196,4 @@ def test_forked_timeout_kills_grandchildren(tmp_path):
     with pytest.raises(TimeoutError, match=r"longer than 0.5 s"):
         forked(hang, limit_s=0.5)
     grandchild = int((tmp_path / "pid").read_text())
-    for _ in range(100):
-        if not is_alive(grandchild):
-            break
-        time.sleep(0.05)
-    assert not is_alive(grandchild)
+    assert until(lambda: is_gone(grandchild), within_s=5)

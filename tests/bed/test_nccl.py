@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import until
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from bed import ChildDiedError, forked, start
 from oomprobe.ground.torch_versions import VERSION
-
-from .bed import ChildDiedError, forked, start
 
 MIB = 2**20
 
@@ -49,11 +49,7 @@ def results(tmp_path, function, **options):
 
 
 def wait_for(path):
-    for _ in range(1000):
-        if path.exists():
-            return
-        time.sleep(0.01)
-    raise TimeoutError(f"{path.name} was not written")
+    until(path.exists, within_s=10, every_s=0.01)
 
 
 def filled(value, count=4, dtype=torch.float32):
