@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import hasty
 from ledger import Log
 from processes import run_python
 from torch import nn
@@ -18,7 +19,7 @@ import oomprobe
 from oomprobe.devices import host
 from oomprobe.devices.host import APPROXIMATE, HostDevice
 from oomprobe.ground import linux
-from oomprobe.runners.workers import process, runner
+from oomprobe.runners.workers import process
 from oomprobe.runners.workers.process import Process as TrialProcess
 
 MIB, GIB = 2**20, 2**30
@@ -186,7 +187,7 @@ def test_the_cause_of_a_bug_is_the_steps_exception():
 
 
 def test_a_child_that_hangs_is_reported_with_a_remedy(monkeypatch):
-    monkeypatch.setattr(runner, "STUCK_IN_STEP_S", 2.0)
+    monkeypatch.setattr("oomprobe.probing.opening.Clock", hasty(stuck_in_step_s=2.0))
     with pytest.raises(oomprobe.UnreliableError, match=r"hangs at test_host\.py:\d+.*set_num_threads.*oomprobe run"):
         oomprobe.find_max_batch(*linear(lambda batch_size: time.sleep(60)), **QUIET)
 

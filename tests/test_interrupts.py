@@ -9,6 +9,7 @@ import traceback
 
 import pytest
 import torch
+from helpers import hasty
 from ledger import Box, LedgerDevice
 
 import oomprobe
@@ -23,7 +24,7 @@ TERMINATED = 143
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch):
     """Let confirmations make only the calls that `confirm_steps` takes, since steps here are slow."""
-    monkeypatch.setattr("oomprobe.probing.calls.LOOK_CALLS", 1)
+    monkeypatch.setattr("oomprobe.probing.opening.Clock", hasty(look_calls=1))
 
 
 def probe(act, **options):

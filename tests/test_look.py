@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from oomprobe.records.patience import PATIENCE
 from oomprobe.rules.look import (
     EXACT_CALLS,
-    LOOK_CALLS,
     WIDEST,
     calls_needed,
     growth_bytes,
@@ -14,7 +14,7 @@ from oomprobe.rules.look import (
 )
 
 KIB = 2**10
-CALLS = range(1, LOOK_CALLS + 1)
+CALLS = range(1, PATIENCE.look_calls + 1)
 
 
 def row(larger=lambda call: False, *, usual=100_000, large=150_000):

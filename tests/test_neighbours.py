@@ -7,6 +7,7 @@ from oomprobe.errors import OomProbeError
 from oomprobe.probing.neighbours import ATTEMPTS, LOOKS, Neighbours
 from oomprobe.probing.session import Session
 from oomprobe.records.options import Options
+from oomprobe.records.patience import Patience
 from oomprobe.records.trials import DeviceInfo, Measured, Outcome, Phase, RunnerInfo, Verdict
 from oomprobe.report.progress import Reporter
 from oomprobe.runners.signals import Clock
@@ -44,7 +45,7 @@ class Schedule:
 
 def watching(expected=GIB):
     slept = []
-    watch = Neighbours(Schedule(), sleep=slept.append)
+    watch = Neighbours(Schedule(), Patience(sleep=slept.append))
     watch.names = lambda: "pid 7 (python) holds 3.00 GiB"
     watch.expect(expected)
     return watch, slept

@@ -9,7 +9,6 @@ from dataclasses import replace
 from oomprobe.ground.words import count, shortened
 from oomprobe.records.options import MAX_CALLS, Options
 from oomprobe.records.trials import Calls, Request, RunnerInfo, Trial
-from oomprobe.rules.look import HOST_LOOK_S, LOOK_CALLS, LOOK_S
 from oomprobe.runners.signals import Clock
 
 # Of the time that is left, the share that the calls of a look and of a confirmation may take.
@@ -17,8 +16,8 @@ LOOK_SHARE, CONFIRM_SHARE = 1 / 8, 1 / 2
 # Where a failure costs much, trials that decide go on for so much of that: more calls see more, and a confirmation that fails
 # costs two such failures.
 COST_SHARE = 1 / 4
-# Calls of a confirmation, where another row of the table has made LOOK_CALLS. Of 162 rows confirmed over 8 calls, 6 failed within
-# 200 calls under the cap; over 15, 2; over 25, 1; over LOOK_CALLS none, but the rows then took 1.3 times the calls.
+# Calls of a confirmation, where another row of the table has made all of `Patience.look_calls`. Of 162 rows confirmed over 8 calls, 6
+# failed within 200 calls under the cap; over 15, 2; over 25, 1; over 50 none, but the rows then took 1.3 times the calls.
 ROW_CALLS = 25
 # Times the calls after which a confirmation failed that later trials make: at a smaller size an epoch has more calls, and several steps
 # take turns. Ten loops with a large call at large sizes only took 3675 calls in all; with twice 3739, with all that the confirmation was
@@ -44,11 +43,11 @@ class CallPlan:
     """Plans the calls of each trial. Numbers of calls are those of each step."""
 
     def __init__(self, facts: RunnerInfo, options: Options, clock: Clock) -> None:
-        self._facts, self._options, self._clock = facts, options, clock
+        self._facts, self._options, self._clock, self._patience = facts, options, clock, clock.patience
         self._first = 0  # calls until every optimizer has stepped
         self._full = 0  # calls of a full step after that; 0: no trial has passed yet
-        self._most = LOOK_CALLS  # fewer if a late call failed with a bug
-        self._most_to_confirm = LOOK_CALLS
+        self._most = self._patience.look_calls  # fewer if a late call failed with a bug
+        self._most_to_confirm = self._most
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
         self._counts = False  # whether the user's code may know which call it is
         self._decided = 0  # calls of the last trial that passed and was no confirmation
@@ -100,7 +99,7 @@ class CallPlan:
             calls=request.calls or self._calls(request.batch_size, steps, confirms=request.confirms, decides=decides),
             step_calls=self._full,
             least_calls=self._ordinary(self._options.steps) if self._full and may_end_early else None,
-            more_calls=LOOK_CALLS if request.confirms and may_end_early else 0,
+            more_calls=self._patience.look_calls if request.confirms and may_end_early else 0,
             repeats=not request.looks and not self._counts,
         )
 
@@ -123,14 +122,13 @@ class CallPlan:
         return calls if calls > self._ordinary(self._options.steps) else 0
 
     def affordable(self, size: int, share: float = CONFIRM_SHARE, limit_s: float | None = None) -> int:
-        """Return how many calls of this size, up to LOOK_CALLS, fit in `limit_s`.
+        """Return how many calls of this size, up to `Patience.look_calls`, fit in `limit_s`.
 
-        None: in the time that the search has taken, or in LOOK_S.
+        None: in the time that the search has taken, or in `Patience.look_s`.
         """
-        device = self._facts.device
-        limits_s = (
-            [HOST_LOOK_S if device.on_host else max(LOOK_S, self._clock.elapsed_s)] if limit_s is None else [limit_s]
-        )
+        device, patience = self._facts.device, self._patience
+        look_s = patience.host_look_s if device.on_host else max(patience.look_s, self._clock.elapsed_s)
+        limits_s = [look_s if limit_s is None else limit_s]
         limits_s += [] if self._clock.end_s is None else [share * (self._clock.end_s - time.monotonic())]
         if self._options.trial_time_limit_s is not None:
             limits_s.append(CONFIRM_SHARE * self._options.trial_time_limit_s)
@@ -140,7 +138,7 @@ class CallPlan:
         # A simulated call takes as long at any size.
         scale = 1.0 if nearest is None or device.replays else max(1.0, size / nearest)
         call_s = 0.0 if nearest is None else self._call_s[nearest] * scale
-        return min(self._most, int(min(limits_s) / call_s) if call_s else LOOK_CALLS)
+        return min(self._most, int(min(limits_s) / call_s) if call_s else patience.look_calls)
 
     def learn(self, request: Request, trial: Trial, calls: Calls) -> Iterator[str]:
         """Learn from a trial that ended, and yield notes about it."""

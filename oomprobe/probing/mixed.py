@@ -14,7 +14,6 @@ from oomprobe.probing.session import Session
 from oomprobe.probing.summary import allocator_settings
 from oomprobe.records.axis import Axis
 from oomprobe.records.trials import Phase, Request, Trial, Verdict
-from oomprobe.rules.look import LOOK_CALLS
 
 TURNS_ROW = -1  # of requests with all rows
 # Trials in different orders: sizes that ran 50 calls under the cap in one order failed within 200 in four of six others, though the
@@ -36,7 +35,7 @@ NOT_TRIED = "training that meets all values in one process was not tried: {reaso
 
 def mixed_sizes(session: Session, axis: Axis, answers: Mapping[int, int]) -> tuple[Mapping[int, int], list[str]]:
     """Return the largest share of the answers that runs in turn, by row, and notes about it; no sizes if none was found."""
-    calls = LOOK_CALLS * (LONG_FACTOR if session.call_plan.is_long else 1)
+    calls = session.clock.patience.look_calls * (LONG_FACTOR if session.call_plan.is_long else 1)
     shuffle, rounds = random.Random(0), max(ROUNDS, -(-calls // len(answers)))
     orders = [shuffle.sample([*answers] * rounds, rounds * len(answers)) for _ in range(ORDERS)]
     first: dict[str, object] = {}  # failure, of the answers themselves

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import tenacity
@@ -10,6 +9,7 @@ import torch
 
 from oomprobe.devices.sharing import processes_on
 from oomprobe.ground.units import format_bytes
+from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.records.trials import NO_VERDICT, DeviceInfo, Outcome, Runner
 
 # Growth outside our allocator that is ignored: this fraction of the device, but at least this many bytes. Kernels that
@@ -17,7 +17,7 @@ from oomprobe.records.trials import NO_VERDICT, DeviceInfo, Outcome, Runner
 MOVED_SHARE, MOVED_BYTES = 0.02, 512 * 2**20
 ATTEMPTS = 5  # at one trial, while other processes change their memory
 LOOKS = 3  # samples before the next attempt, until memory is steady; all waits together take at most 24 seconds
-WAIT = tenacity.wait_exponential(multiplier=2, max=16)
+LONGEST_WAIT_S = 16
 
 
 class Neighbours:
@@ -27,8 +27,8 @@ class Neighbours:
     the answer is marked as contaminated, because the others may have caused it.
     """
 
-    def __init__(self, runner: Runner, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._runner, self._sleep = runner, sleep
+    def __init__(self, runner: Runner, patience: Patience = PATIENCE) -> None:
+        self._runner, self._patience = runner, patience
         self._expected_bytes: int | None = None
         self._spoiled = 0  # disturbed attempts at the current trial
         self.contaminated = False
@@ -85,10 +85,10 @@ class Neighbours:
         """Wait until the others are back at their normal level. Retry on values: a kept exception would hold tensors alive."""
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(LOOKS),
-            wait=WAIT,
+            wait=tenacity.wait_exponential(multiplier=self._patience.neighbour_s, max=LONGEST_WAIT_S),
             retry=tenacity.retry_if_result(lambda grown_bytes: grown_bytes > self._tolerated_bytes),
             retry_error_callback=lambda state: None,
-            sleep=self._sleep,
+            sleep=self._patience.sleep,
         )
         retrying(lambda: self._grown_bytes(look() or 0))
 

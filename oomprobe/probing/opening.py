@@ -324,7 +324,11 @@ def open_command(
         try:
             status.opened(shlex.join(words), options)
             session = Session(
-                CommandRunner(words, options, interrupts, passes_after_s), options, status, clock, recorded
+                CommandRunner(words, options, interrupts, passes_after_s, clock.patience),
+                options,
+                status,
+                clock,
+                recorded,
             )
             session.state_verified = True  # the caller's process has no state that a trial could change
             yield session
@@ -362,10 +366,19 @@ def _here(
                     card.place(state_tensors(optimizer))
 
         with OptimizerWatch(keep_new_optimizer, model) as watch:
+            clock = Clock(options)
             runner = LocalRunner(
-                device, model, steps, snapshot.tracker, watch, interrupts, snapshot=snapshot, axis=axis
+                device,
+                model,
+                steps,
+                snapshot.tracker,
+                watch,
+                interrupts,
+                snapshot=snapshot,
+                axis=axis,
+                patience=clock.patience,
             )
-            session = Session(runner, options, status, Clock(options), recorded)
+            session = Session(runner, options, status, clock, recorded)
             if cached_bytes > CACHED_BYTES:
                 cached, emptying = format_bytes(cached_bytes), session.device.emptying
                 session.notes[CACHED.format(cached=cached, emptying=emptying)] = None

@@ -84,7 +84,7 @@ class Session:
         self.in_steps_s = 0.0
         self.budget = Budget(runner, options.memory_fraction)
         self.call_plan = CallPlan(runner.facts, options, clock)
-        self.neighbours = Neighbours(runner)
+        self.neighbours = Neighbours(runner, clock.patience)
         self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.needs_emptying = False  # whether the answer ran only after the cache that building left was emptied

@@ -108,7 +108,7 @@ class Rows:
     def _session(self, opened: Session, row: int, last: tuple[Session, Any, ProbeResult] | None) -> Session:
         """Return the session of a row, which begins with what the last one that has an answer learned, if memory limited it."""
         opened.trials.clear()
-        options, clock = opened.options, Clock(opened.options, opened.clock.end_s)
+        options, clock = opened.options, Clock(opened.options, opened.clock.end_s, patience=opened.clock.patience)
         if last is None or last[2].limited_by == "step":
             return Session(opened.runner, options, opened.reporter, clock, opened.trials, row=row)
         session, value, result = last

@@ -187,7 +187,7 @@ class Request:
     calls: int | None = None  # of each step; None: as many as `steps` takes, while no trial has passed
     step_calls: int = 0  # calls of a full step; 0: unknown
     least_calls: int | None = None  # a bug after so many calls ends the trial, which has passed; None: it is an error
-    more_calls: int = 0  # without `calls`: make up to so many in all, while they fit in LOOK_S
+    more_calls: int = 0  # without `calls`: make up to so many in all, while they fit in `Patience.look_s`
     watches_leaks: bool = False  # whether to note the peak and the live bytes after each call
     looks: bool = False  # whether to find out how many calls a trial needs
     confirms: bool = False  # whether the answer rests on this trial

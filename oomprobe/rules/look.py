@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-LOOK_CALLS = 50  # of a look and of a confirmation, if there is time for so many
-LOOK_S = 10.0  # the calls of each may take so long, or as long as the search has taken
-HOST_LOOK_S = 1.0  # on host memory, where calls are slow and answers approximate
 # A call that hands out more than this fraction above the others counts as larger. At size 1, a call with four times the
 # usual batch handed out 0.8 % more; calls that do the same hand out the same bytes, but for scalars that are logged.
 LARGER = 0.002

@@ -28,8 +28,9 @@ from oomprobe.ground.frames import is_own_fault
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S, Step, check_process_group
+from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo, Verdict
-from oomprobe.rules.look import HOST_LOOK_S, LOOK_S, SMALLEST_GROWTH_BYTES, Rows, growth_bytes
+from oomprobe.rules.look import SMALLEST_GROWTH_BYTES, Rows, growth_bytes
 from oomprobe.runners.hooks import (
     COMPILED,
     HOOKS_GONE,
@@ -86,8 +87,9 @@ class LocalRunner:
         ends_with_trial: bool = False,
         ranks: int = 1,
         axis: Axis = NO_AXIS,
+        patience: Patience = PATIENCE,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._patience = ranks, patience
         self._axis, self._row = axis, 0
         self._device, self._extras = device, extras_of(device)
         self._card = self._extras.replay
@@ -376,7 +378,7 @@ class LocalRunner:
                     self._call(running)
             return
         running.past_least = request.more_calls > 0
-        until_s = time.monotonic() + (HOST_LOOK_S if self._device.on_host else LOOK_S)
+        until_s = time.monotonic() + (self._patience.host_look_s if self._device.on_host else self._patience.look_s)
         while len(row.served_bytes) < request.more_calls and self._has_time(until_s, running):
             self._call(running, may_repeat=len(self._steps) == 1)
         running.allocations += self._extras.allocations() - allocations

@@ -14,6 +14,7 @@ from oomprobe.errors import TimeLimitError, TimeUp
 from oomprobe.ground.frames import interrupts_library
 from oomprobe.ground.units import format_seconds
 from oomprobe.records.options import Options
+from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.records.trials import Trial
 
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
@@ -142,10 +143,10 @@ def _is_free(alarm: int) -> bool:
 
 
 class Clock:
-    """The time limits of a probe, which starts with its clock; times are on the monotonic clock."""
+    """The time limits of a probe, which starts with its clock, and how long its parts wait; times are on the monotonic clock."""
 
-    def __init__(self, options: Options, end_s: float | None = None) -> None:
-        self.options = options
+    def __init__(self, options: Options, end_s: float | None = None, *, patience: Patience = PATIENCE) -> None:
+        self.options, self.patience = options, patience
         self._started_s = time.monotonic()
         limit_s = options.time_limit_s
         self.end_s = self._started_s + limit_s if end_s is None and limit_s is not None else end_s

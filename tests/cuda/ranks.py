@@ -5,8 +5,10 @@ import os
 import torch
 import torch.distributed.fsdp  # otherwise each rank imports it
 from bed import forked
+from helpers import hasty
 
-from oomprobe.runners.workers import group, ranks, worker
+from oomprobe.probing import opening
+from oomprobe.runners.workers import worker
 from oomprobe.runners.workers.process import Process
 
 
@@ -22,7 +24,7 @@ def fork(variables=None, label=""):
 
 
 def searching(function, *, grace_s, late_s):
-    Process.spawned, group.GRACE_S, ranks.LATE_S = fork, grace_s, late_s
+    Process.spawned, opening.Clock = fork, hasty(failing_s=grace_s, late_s=late_s)
     return function()
 
 

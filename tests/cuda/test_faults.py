@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from bed import ILLEGAL_ADDRESS, fail, forked, start
+from helpers import hasty
 from ledger import Log
 
 import oomprobe
 from oomprobe.devices.sharing import processes_on
-from oomprobe.probing import neighbours
+from oomprobe.probing import opening
 
 from .models import MODELS, mlp, target
 
@@ -172,7 +173,7 @@ def neighbour(tmp_path):
 def waiting(then=lambda: None):
     """Make probes wait for neighbours in no time, and return the list of waits."""
     slept = []
-    neighbours.WAIT = lambda state: slept.append(then()) or 0
+    opening.Clock = hasty(sleep=lambda seconds: slept.append(then()))
     return slept
 
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bed import forked
+from helpers import hasty
 
 import oomprobe
-from oomprobe.runners import local as trial
+from oomprobe.probing import opening
 
 RECIPES = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 CARD = {"memory": "1GiB", "limit_s": 120, "CUDASTUB_ASSERT": 0}
@@ -29,7 +30,7 @@ class Found:
 
 def run(framework, names):
     """Run a recipe and return the result of its check."""
-    checked, trial.LOOK_S = [], 0.0  # no more calls than a confirmation needs
+    checked, opening.Clock = [], hasty(look_s=0.0)  # no more calls than a confirmation needs
 
     class Probe:
         @staticmethod
@@ -146,7 +147,7 @@ def plain(change, *by):
     loop, late = (RECIPES.partition(one)[2].partition("```python\n")[2].partition("```")[0] for one in sections)
     loop = loop.partition("\nsteps = ")[0]
     assert change in late
-    trial.LOOK_S = 0.0
+    opening.Clock = hasty(look_s=0.0)
     torch.set_default_device("cuda")
 
     class Probe:

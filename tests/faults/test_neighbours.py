@@ -3,8 +3,8 @@
 import weakref
 
 import pytest
-import tenacity
 from fake_accelerator import MIB, ledger
+from helpers import hasty
 from ledger import Log
 
 from faults.card import CARD, scanned, trained
@@ -16,7 +16,7 @@ TOTAL, FIXED, SAMPLE = 1024 * MIB, 64 * MIB, 32 * MIB
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr("oomprobe.probing.neighbours.WAIT", tenacity.wait_none())
+    monkeypatch.setattr("oomprobe.probing.opening.Clock", hasty(sleep=lambda seconds: None))
 
 
 @pytest.mark.parametrize("first", [4, 12, 20])
@@ -34,12 +34,11 @@ def test_a_neighbour_for_three_calls_changes_no_answer(first):
 def test_nothing_of_a_trial_is_alive_while_its_repetition_waits(monkeypatch):
     activations, alive = Log(), Log()
 
-    def wait(state):
+    def wait(seconds):
         alive.append([reference() for reference in activations if reference() is not None])
         CARD.fake.outside_bytes = 0
-        return 0
 
-    monkeypatch.setattr("oomprobe.probing.neighbours.WAIT", wait)
+    monkeypatch.setattr("oomprobe.probing.opening.Clock", hasty(sleep=wait))
     model, step = trained()
 
     def watched(model, batch_size):

@@ -447,7 +447,7 @@ def test_the_recipe_saves_and_evaluates(tiny, request):
     root = request.config.rootpath
     page = (root / "docs/recipes.md").read_text(encoding="utf-8")
     recipe = page.partition("**Ultralytics**")[2].partition("```py\n")[2].partition("```")[0]
-    script = f"{TRAINING.partition('common =')[0]}\nimport oomprobe.runners.local\noomprobe.trial.LOOK_S = 0.0\n{LATE}"
+    script = f"{TRAINING.partition('common =')[0]}\nfrom helpers import hasty\nfrom oomprobe.probing import opening\nopening.Clock = hasty(look_s=0.0)\n{LATE}"
     paths, project = [str(root), str(root / "scripts"), str(root / "tests")], str(tiny / "late")
     environment = {"PATH": "", "YOLO_CONFIG_DIR": str(tiny), "HOME": str(tiny), "OMP_NUM_THREADS": "1"}
     script = script.replace("{paths!r}", repr(paths)).replace("{project!r}", repr(project))

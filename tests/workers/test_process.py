@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from processes import Stage, is_gone, open_files
 
-from oomprobe.runners.workers import process
+from oomprobe.records.patience import Patience
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.messages import receive, send
 from oomprobe.runners.workers.process import TAIL_BYTES, Process
@@ -128,11 +128,9 @@ def plain(answer):
     return {"exit": dataclasses.asdict(answer)} if isinstance(answer, ExitStatus) else answer
 
 
-def listened(act, *, within_s=None, stuck_s=None, after_s=0.0, **constants):
+def listened(act, *, within_s=None, stuck_s=None, after_s=0.0, **waits):
     """Return the answer or exit status of a child, how long it took, and whether the child is gone."""
-    for name, value in constants.items():
-        setattr(process, name, value)
-    child, began_s = Process.forked(globals()[act]), time.monotonic()
+    child, began_s = Process.forked(globals()[act], patience=Patience(**waits)), time.monotonic()
     child.tell({"do": "something"})
     time.sleep(after_s)
     answer = plain(child.listen(deadline_s=None if within_s is None else began_s + within_s, stuck_s=stuck_s))
@@ -229,9 +227,9 @@ def test_the_trace_of_a_hang_is_kept_and_not_passed_on(stage):
 @pytest.mark.parametrize(
     ("act", "options", "why", "number"),
     [
-        (ignores_sigterm, {"within_s": 0.3, "GRACE_S": 0.3}, "timed out", signal.SIGKILL),
-        (sleeps, {"stuck_s": 0.4, "CPU_READING_S": 0.1}, "stuck", signal.SIGTERM),
-        (hangs_up, {"GRACE_S": 0.3}, None, signal.SIGKILL),
+        (ignores_sigterm, {"within_s": 0.3, "ending_s": 0.3}, "timed out", signal.SIGKILL),
+        (sleeps, {"stuck_s": 0.4, "cpu_reading_s": 0.1}, "stuck", signal.SIGTERM),
+        (hangs_up, {"ending_s": 0.3}, None, signal.SIGKILL),
     ],
 )
 def test_a_process_that_does_not_end_is_terminated(stage, act, options, why, number):
@@ -241,7 +239,7 @@ def test_a_process_that_does_not_end_is_terminated(stage, act, options, why, num
 
 @pytest.mark.parametrize("act", ["computes", "waits_for_a_worker"])
 def test_a_busy_process_is_not_stuck(stage, act):
-    assert stage.play(listened, act=act, stuck_s=0.7, CPU_READING_S=0.1)["heard"] == "nothing"
+    assert stage.play(listened, act=act, stuck_s=0.7, cpu_reading_s=0.1)["heard"] == "nothing"
 
 
 def test_the_end_of_its_stderr_is_kept_and_all_of_it_passed_on(stage):

@@ -18,6 +18,7 @@ from oomprobe.errors import InvalidArgumentError, StepFailedError, UnreliableErr
 from oomprobe.ground.units import format_seconds
 from oomprobe.ground.words import count
 from oomprobe.records.options import Options
+from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.records.trials import (
     Calls,
     DeviceInfo,
@@ -28,7 +29,6 @@ from oomprobe.records.trials import (
     Trial,
     Verdict,
 )
-from oomprobe.rules.look import LOOK_CALLS
 from oomprobe.runners.command import reports
 from oomprobe.runners.command.output import PORT_IN_USE, Ending, cause_of
 from oomprobe.runners.command.reports import Asked, Report
@@ -38,10 +38,6 @@ from oomprobe.verdicts import Evidence
 
 MORE = 1.25  # times what it takes to start the command and to make the steps of a trial: trials go on for so long
 TICK_S = 0.1  # between readings of the reports
-GRACE_S = 5.0  # for a command to end by itself after a process of it has failed
-# The same after an out-of-memory error that torch may have handled itself, if no step follows it.
-HANDLING_S = 60.0
-MISSING_S = 60.0  # for the ranks of other machines to report, after those of this one have made their steps
 ATTEMPTS = 4
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # where both are set, torch ignores the second
 LARGEST_READ_BYTES = 2**20  # of a file among the arguments
@@ -128,10 +124,15 @@ class CommandRunner:
     """Runs a command for each trial; see `oomprobe.records.trials.Runner`."""
 
     def __init__(
-        self, command: list[str], options: Options, interrupts: Interrupts, passes_after_s: float | None
+        self,
+        command: list[str],
+        options: Options,
+        interrupts: Interrupts,
+        passes_after_s: float | None,
+        patience: Patience = PATIENCE,
     ) -> None:
         self._command, self._options, self._interrupts = command, options, interrupts
-        self._passes_after_s = passes_after_s
+        self._passes_after_s, self._patience = passes_after_s, patience
         self._available: dict[str, tuple[int, int]] = {}  # bytes available and in all, by UUID of the device
         self._measured = Measured(available_bytes=0, outside_bytes=None)  # by the first run that passed
         self._device = DeviceInfo(name="the command's device", torch_device="cuda:0", total_bytes=0, on_host=False)
@@ -217,7 +218,7 @@ class CommandRunner:
 
     def _watch(self, run: Run, request: Request) -> tuple[list[Report], Ending]:
         """Follow a run until it passes, fails or ends; return its reports and its ending."""
-        wanted = _wanted(request)
+        wanted, patience = _wanted(request), self._patience
         troubled, incomplete = _Since(), _Since()
         while not run.has_ended(TICK_S):
             seen = run.reports()
@@ -225,10 +226,11 @@ class CommandRunner:
                 return seen, self._swallowed(run, request, seen) or FITS
             may_recover = not any(report.raised_ooms or report.errors for report in seen)
             goes_on = any(report.raised_ooms and report.why == "step" for report in seen)
-            if goes_on or troubled.for_s(_is_troubled(seen)) > (HANDLING_S if may_recover else GRACE_S):
+            recovering_s = patience.handling_s if may_recover else patience.failed_s
+            if goes_on or troubled.for_s(_is_troubled(seen)) > recovering_s:
                 return seen, self._failure(run, request, seen)
-            if incomplete.for_s(_lacks_ranks(seen, wanted)) > MISSING_S:
-                raise UnreliableError(_missing(request, seen))
+            if incomplete.for_s(_lacks_ranks(seen, wanted)) > patience.missing_s:
+                raise UnreliableError(_missing(request, seen, patience.missing_s))
             if request.deadline_s is not None and time.monotonic() > request.deadline_s:
                 return seen, _timed_out(run, seen)
         return (seen := run.reports()), self._ended(run, request, seen)
@@ -243,7 +245,7 @@ class CommandRunner:
         # More steps see more, and cost little beside starting the command; those of an answer may cost another run.
         run.start_up_s = run.start_up_s or run.elapsed_s
         least_s = max(MORE * run.start_up_s, fmean(self._took_s or [0.0]) if request.confirms else 0.0)
-        return steps >= LOOK_CALLS or run.elapsed_s > least_s
+        return steps >= self._patience.look_calls or run.elapsed_s > least_s
 
     def _ended(self, run: Run, request: Request, seen: Sequence[Report]) -> Ending:
         """Return how a command ended that ended by itself."""
@@ -437,14 +439,14 @@ def _failed(request: Request, ending: Ending) -> str:
     )
 
 
-def _missing(request: Request, seen: Sequence[Report]) -> str:
+def _missing(request: Request, seen: Sequence[Report], waited_s: float) -> str:
     known, world_size = len(reports.training(seen)), reports.world_size(seen)
     return MISSING.format(
         size=request.batch_size,
         seen=known,
         all=world_size,
         missing=world_size - known,
-        waited=format_seconds(MISSING_S),
+        waited=format_seconds(waited_s),
     )
 
 

@@ -14,21 +14,22 @@ from multiprocessing.connection import wait
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.runners.workers.agreement import LATE, TIMED_OUT, WAITED, Answer, has_failed
 from oomprobe.runners.workers.messages import Message
 from oomprobe.runners.workers.process import TICK_S, Process, end_all
 
 HOST = "127.0.0.1"
-GRACE_S = 5.0  # for the other ranks to say that they have failed too, once one has
 
 
 class Group:
     """The processes of one group, by rank."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, patience: Patience = PATIENCE) -> None:
         """Start the processes, and return while they are still importing torch."""
         # Torch keeps the keys of an earlier group in a store (2.14 adds no prefix), so each group has one of its own.
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        self._patience = patience
         self.has_run = False  # whether it has run a trial
         self.processes: dict[int, Process] = {}
         try:
@@ -40,12 +41,12 @@ class Group:
             raise
 
     def ask(
-        self, messages: Mapping[int, Message], deadline_s: float | None, patience: Callable[[float], float]
+        self, messages: Mapping[int, Message], deadline_s: float | None, late_s: Callable[[float], float]
     ) -> dict[int, Answer]:
         """Send each rank its message, and return the answers in the order in which they came.
 
-        Once a rank has failed, the others have `GRACE_S`; once one has passed after some seconds, they have `patience` of
-        these. Those that have not answered by then, or by the deadline, are ended, and their exit status says why.
+        Once a rank has failed, the others have `Patience.failing_s`; once one has passed after some seconds, they have `late_s`
+        of these. Those that have not answered by then, or by the deadline, are ended, and their exit status says why.
         """
         started_s = time.monotonic()
         for rank, process in self.processes.items():
@@ -58,11 +59,12 @@ class Group:
                 if (answer := process.poll()) is not None:
                     answers[rank], now_s = answer, time.monotonic()
                     failed = has_failed(answer)
-                    limits += [(now_s + GRACE_S, WAITED) if failed else (now_s + patience(now_s - started_s), LATE)]
+                    failing_s, passed_s = self._patience.failing_s, now_s - started_s
+                    limits += [(now_s + failing_s, WAITED) if failed else (now_s + late_s(passed_s), LATE)]
             late = [rank for rank in waiting if rank not in answers]
             if late and limits and time.monotonic() > min(limits)[0]:
                 why = WAITED if any(map(has_failed, answers.values())) else min(limits)[1]
-                answers |= zip(late, end_all([waiting[rank] for rank in late], why), strict=True)
+                answers |= zip(late, end_all([waiting[rank] for rank in late], why, self._patience), strict=True)
         self.processes = {rank: one for rank, one in self.processes.items() if isinstance(answers[rank], dict)}
         return answers
 

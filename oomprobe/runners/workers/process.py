@@ -17,14 +17,13 @@ from multiprocessing.connection import Connection, wait
 
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
+from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.runners.workers import system
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.messages import Message, receive, send
 
 TAIL_BYTES = 2**14  # of stderr, kept for the trial's error
-GRACE_S = 2.0  # between SIGTERM and SIGKILL
 TICK_S = 0.05  # between checks whether a process has ended while others hold its pipes open
-CPU_READING_S = 1.0  # between readings of a session's processor time
 NO_FORK = (
     "no process could be started for a trial ({error}): the machine or its cgroup has run out of memory or processes. "
     "Free some, or state a smaller budget, such as device='cpu:1GiB'"
@@ -38,9 +37,16 @@ _COMMAND = (
 class Process:
     """A process that runs trials and leads its own session. `label` precedes each line of its stderr that is passed on."""
 
-    def __init__(self, start: Callable[[Connection, int], int], mark: str = "", label: str = "") -> None:
+    def __init__(
+        self,
+        start: Callable[[Connection, int], int],
+        mark: str = "",
+        label: str = "",
+        patience: Patience = PATIENCE,
+    ) -> None:
         """Start the process: `start` gets its end of the wire and the descriptor for its stderr, and returns its pid."""
         self._oom_kills, self._mark, self._label = linux.oom_kills(), mark, label.encode()
+        self._patience = patience
         self._stderr_tail = self._unfinished = b""
         self._wire, theirs = Pipe()
         self._stderr, writing = os.pipe()
@@ -56,7 +62,7 @@ class Process:
             os.close(writing)
 
     @classmethod
-    def forked(cls, serve: Callable[[Connection], None], label: str = "") -> Process:
+    def forked(cls, serve: Callable[[Connection], None], label: str = "", patience: Patience = PATIENCE) -> Process:
         """Fork this process, and run `serve` in the child."""
         parent = os.getpid()
 
@@ -69,7 +75,7 @@ class Process:
                 _live(parent, stderr, lambda: serve(wire))
             return pid
 
-        return cls(start, label=label)
+        return cls(start, label=label, patience=patience)
 
     @classmethod
     def spawned(cls, variables: Mapping[str, str] | None = None, label: str = "") -> Process:
@@ -104,7 +110,7 @@ class Process:
 
         The process is ended at `deadline_s` on the monotonic clock, and after `stuck_s` without any processor time.
         """
-        idle = _Idle(self.pid)
+        idle = _Idle(self.pid, self._patience.cpu_reading_s)
         while True:
             wait(self.channels, TICK_S)
             if (answer := self.poll()) is not None:
@@ -154,7 +160,7 @@ class Process:
         if until_s is None:
             if why is not None:
                 self.terminate()
-            until_s = time.monotonic() + (GRACE_S if why is not None or hung_up else 0)
+            until_s = time.monotonic() + (self._patience.ending_s if why is not None or hung_up else 0)
         while not system.has_ended(self.pid) and time.monotonic() < until_s:
             self._read_stderr(pass_on=why is None)
             time.sleep(TICK_S / 5)
@@ -177,25 +183,25 @@ class Process:
         os.close(self._stderr)
 
 
-def end_all(processes: Sequence[Process], why: str | None = None) -> list[ExitStatus]:
+def end_all(processes: Sequence[Process], why: str | None = None, patience: Patience = PATIENCE) -> list[ExitStatus]:
     """End processes as `Process.end` does, all within the time that one may take."""
     for process in processes if why is not None else []:
         process.terminate()
-    until_s = time.monotonic() + (GRACE_S if why is not None else 0)
+    until_s = time.monotonic() + (patience.ending_s if why is not None else 0)
     return [process.end(why, until_s=until_s) for process in processes]
 
 
 class _Idle:
     """How long a session has used no processor time."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid, self._cpu_s = pid, -1.0
+    def __init__(self, pid: int, reading_s: float) -> None:
+        self._pid, self._reading_s, self._cpu_s = pid, reading_s, -1.0
         self._since_s = self._looked_s = time.monotonic()
 
     @property
     def for_s(self) -> float:
         now = time.monotonic()
-        if now - self._looked_s >= CPU_READING_S:
+        if now - self._looked_s >= self._reading_s:
             cpu_s, self._looked_s = system.cpu_s(self._pid), now
             if cpu_s != self._cpu_s:
                 self._cpu_s, self._since_s = cpu_s, now

@@ -32,12 +32,9 @@ from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.group import Group
 from oomprobe.runners.workers.messages import Hello, Message, raise_failure
 
-BUILDING_S = 600.0  # for the other ranks to build the target, once one has
-# For the other ranks to end a trial that one has passed: at least so long (rank 0 alone may save a checkpoint), or so many
-# times as long as that one took.
-LATE_S, LATE_FACTOR = 300.0, 10.0
-# After a group was ended, its memory may come back late: wait for it up to so long, until less than this is missing.
-RETURN_S, MISSING_BYTES = 30.0, 64 * 2**20
+# The other ranks have `Patience.late_s` to end a trial that one has passed, or this many times as long as that one took.
+LATE_FACTOR = 10.0
+MISSING_BYTES = 64 * 2**20  # of the memory of a group that was ended: the next one waits while more has not come back
 BUILDS = 4  # attempts to build a group, if memory of the one before was not free yet
 CONFIRMATIONS = 2  # each in a group of its own: under NCCL, DDP may hold one set of gradients more, by chance
 ALONE = "Run one step at batch size {{batch_size}} under torchrun --nproc-per-node {ranks} to see it"
@@ -132,7 +129,7 @@ class RanksRunner:
 
     def _built(self) -> dict[int, Answer]:
         """Let a group build the target; it stays if every rank has done so."""
-        self._group, self._spare = self._spare or Group(self._ranks), None
+        self._group, self._spare = self._spare or self._new_group(), None
         answers = self._ask(dict.fromkeys(range(self._ranks), self._task), self._clock.end_s, building=True)
         if len(_hellos(answers)) < self._ranks:
             self._end_group()
@@ -143,7 +140,7 @@ class RanksRunner:
         rank = culprit(answers, {})
         if rank is None:
             places, passed = _places(answers), next(iter(answers))
-            seconds, which = format_seconds(BUILDING_S), _ranks_of(answers)
+            seconds, which = format_seconds(self._clock.patience.building_s), _ranks_of(answers)
             raise errors.UnreliableError(BUILD_LATE.format(passed=passed, seconds=seconds, which=which, places=places))
         answer = answers[rank]
         if isinstance(answer, ExitStatus) and answer.why is not None:
@@ -156,7 +153,7 @@ class RanksRunner:
         raise_failure(self._of_rank(rank, answer["failed"]), 0)
 
     def _await_memory(self, hellos: Sequence[Hello]) -> None:
-        """Wait for the memory of the previous group to come back; after `RETURN_S`, accept that others hold it."""
+        """Wait for the memory of the previous group to come back; after `Patience.returning_s`, accept that others hold it."""
         before = [hello.outside_bytes or 0 for hello in self._hellos]
 
         def is_missing(outside: Sequence[int]) -> bool:
@@ -165,7 +162,7 @@ class RanksRunner:
         outside = [hello.outside_bytes or 0 for hello in hellos]
         if is_missing(outside):
             retrying = tenacity.Retrying(
-                stop=tenacity.stop_after_delay(RETURN_S),
+                stop=tenacity.stop_after_delay(self._clock.patience.returning_s),
                 wait=tenacity.wait_exponential(multiplier=0.25, max=4),
                 retry=tenacity.retry_if_result(is_missing),
                 retry_error_callback=lambda state: state.outcome.result() if state.outcome else outside,
@@ -179,16 +176,20 @@ class RanksRunner:
     def _ask(
         self, messages: Mapping[int, Message], deadline_s: float | None, *, building: bool = False
     ) -> dict[int, Answer]:
+        patience = self._clock.patience
         try:
             with self._interrupts.delivered_until(None):
                 return self._current.ask(
                     messages,
                     deadline_s,
-                    lambda took_s: BUILDING_S if building else max(LATE_S, LATE_FACTOR * took_s),
+                    lambda took_s: patience.building_s if building else max(patience.late_s, LATE_FACTOR * took_s),
                 )
         except BaseException:
             self.end()
             raise
+
+    def _new_group(self) -> Group:
+        return Group(self._ranks, self._clock.patience)
 
     def end(self) -> None:
         """End all processes."""
@@ -205,7 +206,7 @@ class RanksRunner:
         """Start the next group, unless host memory is too scarce for what this one took to build."""
         taken_bytes, free_bytes = sum(hello.resident_bytes for hello in self._hellos), linux.free_bytes()
         if self._spare is None and (free_bytes is None or free_bytes > taken_bytes):
-            self._spare = Group(self._ranks)
+            self._spare = self._new_group()
 
     # --- the Runner protocol ---
 
@@ -315,7 +316,7 @@ class RanksRunner:
         raise errors.UnreliableError(
             OUT_OF_STEP.format(
                 which=f"{_ranks_of(answers)} {'was' if len(answers) - len(passed) == 1 else 'were'} still in the step",
-                seconds=format_seconds(LATE_S),
+                seconds=format_seconds(self._clock.patience.late_s),
                 passed="the others" if len(passed) > 1 else f"rank {next(iter(passed))}",
                 size=request.batch_size,
                 places=_places(answers),

@@ -21,13 +21,11 @@ from oomprobe.runners.hooks import preload_dynamo
 from oomprobe.runners.signals import Clock, Interrupts
 from oomprobe.runners.workers.exit_status import ExitStatus, classify_exit
 from oomprobe.runners.workers.messages import Hello, Message, raise_failure
-from oomprobe.runners.workers.process import GRACE_S, Process
+from oomprobe.runners.workers.process import Process
 from oomprobe.runners.workers.serve import local_runner, serve
 from oomprobe.state import Tracker
 
-STUCK_S = 10.0  # a starting child that uses no processor time for so long waits for threads that were not forked
-STUCK_IN_STEP_S = 60.0  # the same inside a step, which may wait for data
-WORKER_GRACE_S = GRACE_S + 30.0  # beyond a trial's limit: time for a worker to end its child and answer
+ANSWERING_S = 30.0  # beyond a trial's limit and the end of its child: time for a worker to answer
 STUCK = (
     "a child forked for a trial hangs at {where}: it waits for a thread or a lock of the process that holds the model. Call "
     "torch.set_num_threads(1) before the first operation in that process, and start other threads in the step. If a script "
@@ -133,7 +131,7 @@ class ProcessRunner:
         self._has_run = False
         if self._source.task is not None:
             self._process.tell(self._source.task)
-        answer = self._wait(self._clock.end_s, STUCK_S)
+        answer = self._wait(self._clock.end_s, self._clock.patience.stuck_s)
         if isinstance(answer, ExitStatus):
             return answer
         if "failed" in answer:
@@ -150,8 +148,8 @@ class ProcessRunner:
         assert self._process is not None
         self._process.tell(message)
         if deadline_s is not None and self._greeting.trials_in_children:
-            deadline_s += WORKER_GRACE_S
-        answer = self._wait(deadline_s, STUCK_IN_STEP_S)
+            deadline_s += self._clock.patience.ending_s + ANSWERING_S
+        answer = self._wait(deadline_s, self._clock.patience.stuck_in_step_s)
         if isinstance(answer, ExitStatus):
             return answer
         if self._forks_here or "lost" in answer:
