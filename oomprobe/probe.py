@@ -6,17 +6,20 @@ Each makes its result after the session has closed, because closing it restores 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, overload
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
 from oomprobe.devices import Device, names_simulated
-from oomprobe.errors import InvalidArgumentError, check_size
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.probing.finish import finish
 from oomprobe.probing.opening import open_command, open_model, open_target
+from oomprobe.probing.order import CheckOptions, CommandCheckOptions, CommandOptions, Order, SearchOptions
+from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
-from oomprobe.records.axis import Axis
+from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import Options, Step, StepFn
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
@@ -69,7 +72,7 @@ def find_max_batch(
             doubles, or halves if it fails: a good guess saves trials, a bad one costs some, and the answer is the same.
         steps: Full steps per trial, at least 1, after a first step that creates the optimizer state. Simulated devices
             run at least `confirm_steps` where they repeat calls, which costs nothing.
-        confirm_steps: Full steps that confirm the answer at least, from 1. The confirmation makes up to 50 calls: as many as
+        confirm_steps: Fewest full steps that confirm the answer; at least 1. The confirmation makes up to 50 calls: as many as
             fit in 10 s, or in the time that the search took (on host memory, in 1 s).
         preserve: Further objects to restore: tensors, or objects with ``state_dict()`` and ``load_state_dict()``. Objects
             that the step closes over, refers to by global name, or is a method of are found automatically, and so are
@@ -120,7 +123,8 @@ def find_max_batch(
         trial_time_limit_s=trial_time_limit_s,
         breakdown=breakdown,
     )
-    with open_model(model, step_fn, device, preserve, options, progress) as session:
+    order = Order(options=options, device=device, preserve=preserve, progress=progress)
+    with open_model(order, model, step_fn) as session:  # not `_answer`: a user's traceback shows each frame to the step
         found = finish(session, session.find())
     return result_of(session, found)
 
@@ -132,10 +136,7 @@ def find_max_batches(
     *,
     try_larger: bool = False,
     mixed: bool = True,
-    device: str | torch.device | Device | None = None,
-    preserve: Iterable[Any] = (),
-    progress: Progress = "auto",
-    **options: Any,
+    **options: Unpack[SearchOptions],
 ) -> ProbeTable:
     """Find the largest batch size for each value of one argument of the step, such as each length of a sequence.
 
@@ -144,18 +145,14 @@ def find_max_batches(
     many calls a trial must make, the memory that libraries take. Only the first row looks at many calls of a small size.
 
     Args:
-        model: As for `find_max_batch`.
-        step_fn: ``step_fn(model, batch_size, length=...)``, or a mapping of several, as for `find_max_batch`; the name of the
-            further argument is yours.
+        model: The model, already on its device.
+        step_fn: ``step_fn(model, batch_size, length=...)``, or a mapping of several; the name of the further argument is yours.
         over: The argument's name and its values, ``{"length": [512, 1024, 2048]}``: numbers, tuples such as ``(640, 480)``,
             or anything else that can be a key and has a text. They are searched in this order.
         mixed: Run all values in turn too, in random order in one process, as training with a bucket for each does: at the answers
             or, while that runs out of memory, at a smaller share of them. These sizes are in `ProbeTable.mixed`.
         try_larger: Try values above one with which not even the smallest batch fits; otherwise they count as not fitting.
-        device: As for `find_max_batch`.
-        preserve: As for `find_max_batch`.
-        progress: As for `find_max_batch`.
-        **options: As for `find_max_batch`, for each row; but `start_batch` is for the first row, and `time_limit_s` for the
+        **options: Those of `find_max_batch`, for each row; but `start_batch` is for the first row, and `time_limit_s` for the
             whole table. Once that has passed, the rows that are finished make the table.
 
     Returns:
@@ -178,40 +175,23 @@ def find_max_batches(
         {8: 64, 16: 64}
     """
     axis = Axis.of(over)
-    with (
-        Rows(axis) as rows,
-        open_model(model, step_fn, device, preserve, Options(**options), progress, axis) as session,
-    ):
-        rows.search(session, try_larger=try_larger, mixed=mixed)
-    return rows.table()
+    return _table(axis, open_model(Order.of(options, axis=axis), model, step_fn), try_larger=try_larger, mixed=mixed)
 
 
 def check(
     model: torch.nn.Module,
     step_fn: StepFn | Step | Mapping[str, StepFn | Step],
     batch_size: int,
-    *,
-    device: str | torch.device | Device | None = None,
-    memory_fraction: float = 0.9,
-    confirm_steps: int = 5,
-    preserve: Iterable[Any] = (),
-    time_limit_s: float | None = None,
-    breakdown: bool = False,
-    progress: Progress = "auto",
+    **options: Unpack[CheckOptions],
 ) -> ProbeResult:
     """Check that one size fits by running a confirmed trial under the cap.
 
     Args:
-        model: As for `find_max_batch`.
-        step_fn: As for `find_max_batch`.
+        model: The model, already on its device.
+        step_fn: The step, or a mapping of several.
         batch_size: The size to check, at least 1.
-        device: As for `find_max_batch`.
-        memory_fraction: As for `find_max_batch`.
-        confirm_steps: Full steps to run after every optimizer has stepped once, at least 1.
-        preserve: As for `find_max_batch`.
-        time_limit_s: As for `find_max_batch`.
-        breakdown: As for `find_max_batch`.
-        progress: As for `find_max_batch`.
+        **options: Those of `find_max_batch` that concern no search: `device`, `memory_fraction`, `confirm_steps`, `preserve`,
+            `time_limit_s`, `breakdown` and `progress`.
 
     Returns:
         A result whose `batch_size` is the size checked.
@@ -226,14 +206,18 @@ def check(
         >>> check(model, step, 32, device="cpu:1GiB", progress="off").batch_size
         32
     """
-    options = _check_options(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
-    with open_model(model, step_fn, device, preserve, options, progress) as session:
-        found = finish(session, session.confirm_only(batch_size))
-    return result_of(session, found)
+    return _answer(open_model(Order.of(options, batch_size=batch_size), model, step_fn), batch_size)
 
 
 @overload
-def probe_target(target: str | Callable[[], Any], *, over: None = None, **options: Any) -> ProbeResult: ...
+def probe_target(
+    target: str | Callable[[], Any],
+    *,
+    over: None = None,
+    isolate: bool = True,
+    nproc_per_node: int | Literal["gpu"] | None = None,
+    **options: Unpack[SearchOptions],
+) -> ProbeResult: ...
 
 
 @overload
@@ -243,7 +227,9 @@ def probe_target(
     over: Mapping[str, Iterable[Any]],
     try_larger: bool = False,
     mixed: bool = True,
-    **options: Any,
+    isolate: bool = True,
+    nproc_per_node: int | Literal["gpu"] | None = None,
+    **options: Unpack[SearchOptions],
 ) -> ProbeTable: ...
 
 
@@ -255,10 +241,7 @@ def probe_target(
     mixed: bool = True,
     isolate: bool = True,
     nproc_per_node: int | Literal["gpu"] | None = None,
-    device: Any = None,
-    preserve: Any = (),
-    progress: Progress = "auto",
-    **options: Any,
+    **options: Unpack[SearchOptions],
 ) -> ProbeResult | ProbeTable:
     """Find the largest batch size for the model and step that a target builds.
 
@@ -267,24 +250,21 @@ def probe_target(
     the target. On an accelerator one child runs trial after trial while it is healthy, and this process opens no CUDA
     context. A simulated card takes no memory, so it is probed in this process.
 
-    With `nproc_per_node`, each trial runs on so many ranks of this machine, with an accelerator each, and a size fits only if
-    every rank says so. The target does what a script does under ``torchrun``: ``init_process_group``, ``set_device``, DDP or
+    With `nproc_per_node`, each trial runs on that many ranks of this machine, one accelerator each; a size fits only if it
+    fits on every rank. The target does what a script does under ``torchrun``: ``init_process_group``, ``set_device``, DDP or
     ``fully_shard``. All batch sizes are per rank; `global_batch` counts the samples of all ranks. On a simulated card, only
     the first rank runs, and only under DDP.
 
     Args:
         target: ``module:function`` or ``path/to/file.py:function``, or such a function itself; it takes no arguments and
             returns ``(model, step_fn)``.
-        over: Make a table; as for `find_max_batches`.
-        try_larger: As for `find_max_batches`.
-        mixed: As for `find_max_batches`.
+        over: Make a table of the answers for these values; see `find_max_batches`, as for `try_larger` and `mixed`.
+        try_larger: Only with `over`.
+        mixed: Only with `over`.
         isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
         nproc_per_node: Ranks, at least 1, or "gpu" for as many as there are accelerators; None for one process without a
             group. On real accelerators the default of `resolution` is then 1/128.
-        device: As for `find_max_batch`. With isolation, a custom `Device` must be picklable.
-        preserve: As for `find_max_batch`, but only with ``isolate=False``.
-        progress: As for `find_max_batch`.
-        **options: As for `find_max_batch`.
+        **options: Those of `find_max_batch`. With isolation, a custom `Device` must be picklable, and there is nothing to `preserve`.
 
     Returns:
         The answer and all the evidence for it; with `over`, a table of such answers.
@@ -302,17 +282,11 @@ def probe_target(
         >>> probe_target("oomprobe.demo:small_gpt", device="sim:16GiB", resolution=0.5, progress="off").limited_by
         'memory'
     """
-    if nproc_per_node is not None and not names_simulated(device):
-        options = {"resolution": RANKS_RESOLUTION, **options}
-    arguments = target, isolate, device, preserve, Options(**options), progress, nproc_per_node
-    if over is not None:
-        axis = Axis.of(over)
-        with Rows(axis) as rows, open_target(*arguments, axis) as session:
-            rows.search(session, try_larger=try_larger, mixed=mixed)
-        return rows.table()
-    with open_target(*arguments) as session:
-        found = finish(session, session.find())
-    return result_of(session, found)
+    on_ranks = nproc_per_node is not None and not names_simulated(options.get("device"))
+    axis = NO_AXIS if over is None else Axis.of(over)
+    order = Order.of(options, axis=axis, resolution=RANKS_RESOLUTION if on_ranks else 0.0)
+    opened = open_target(order, target, isolate=isolate, nproc_per_node=nproc_per_node)
+    return _answer(opened) if over is None else _table(axis, opened, try_larger=try_larger, mixed=mixed)
 
 
 def check_target(
@@ -321,26 +295,15 @@ def check_target(
     *,
     isolate: bool = True,
     nproc_per_node: int | Literal["gpu"] | None = None,
-    device: Any = None,
-    memory_fraction: float = 0.9,
-    confirm_steps: int = 5,
-    time_limit_s: float | None = None,
-    breakdown: bool = False,
-    progress: Progress = "auto",
+    **options: Unpack[CheckOptions],
 ) -> ProbeResult:
     """Check that one size fits for a target; see `probe_target` and `check` for arguments and errors."""
-    options = _check_options(batch_size, memory_fraction, confirm_steps, time_limit_s, breakdown)
-    with open_target(target, isolate, device, (), options, progress, nproc_per_node) as session:
-        found = finish(session, session.confirm_only(batch_size))
-    return result_of(session, found)
+    order = Order.of(options, batch_size=batch_size)
+    return _answer(open_target(order, target, isolate=isolate, nproc_per_node=nproc_per_node), batch_size)
 
 
 def probe_command(
-    command: Sequence[str],
-    *,
-    passes_after_s: float | None = None,
-    progress: Progress = "auto",
-    **options: Any,
+    command: Sequence[str], *, passes_after_s: float | None = None, **options: Unpack[CommandOptions]
 ) -> ProbeResult:
     """Find the largest batch size with which a command runs, on whatever engine launches it (Linux only).
 
@@ -352,10 +315,9 @@ def probe_command(
     Args:
         command: The program and its arguments. In each argument, ``{batch}`` stands for the batch size, and ``{dir}`` for a
             folder of the trial that is removed after it. The size is in the environment variable OOMPROBE_BATCH too.
-        passes_after_s: For commands whose processes cannot report: a trial that runs so many seconds passes, whatever it
-            has done by then. None: such a trial passes when the command exits with 0.
-        progress: As for `find_max_batch`.
-        **options: As for `find_max_batch`, except `device`, `preserve` and `breakdown`. The default of `resolution` is 1/64.
+        passes_after_s: For commands whose processes cannot report: a trial passes once it has run this many seconds, whatever
+            it has done. None: such a trial passes when the command exits with 0.
+        **options: Those of `find_max_batch`, except `device`, `preserve` and `breakdown`. The default of `resolution` is 1/64.
             The plan for `global_batch` is printed and not run.
 
     Returns:
@@ -372,49 +334,40 @@ def probe_command(
         Traceback (most recent call last):
         oomprobe.errors.InvalidArgumentError: the command does not use the batch size: ...
     """
-    with open_command(command, passes_after_s, _command_options(options), progress) as session:
-        found = finish(session, session.find())
-    return result_of(session, found)
+    _refuse_for_commands(options)
+    order = Order.of(options, resolution=COMMAND_RESOLUTION)
+    return _answer(open_command(order, command, passes_after_s))
 
 
 def check_command(
     command: Sequence[str],
     batch_size: int,
     *,
-    memory_fraction: float = 0.9,
-    confirm_steps: int = 5,
-    time_limit_s: float | None = None,
     passes_after_s: float | None = None,
-    progress: Progress = "auto",
+    **options: Unpack[CommandCheckOptions],
 ) -> ProbeResult:
     """Check that a command runs with one size; see `probe_command` and `check` for arguments and errors."""
-    options = _check_options(batch_size, memory_fraction, confirm_steps, time_limit_s, False)
-    with open_command(command, passes_after_s, options, progress) as session:
-        found = finish(session, session.confirm_only(batch_size))
-    return result_of(session, found)
+    _refuse_for_commands(options)
+    return _answer(open_command(Order.of(options, batch_size=batch_size), command, passes_after_s), batch_size)
 
 
-def _command_options(options: Mapping[str, Any]) -> Options:
-    """Return the options of a command; refuse those that would need its processes to be ours."""
-    refused = [name for name in ("device", "preserve", "isolate") if name in options]
-    if refused:
+def _refuse_for_commands(options: Mapping[str, object]) -> None:
+    """Raise InvalidArgumentError for options that would need the command's processes to be ours."""
+    if refused := [name for name in ("device", "preserve", "isolate") if name in options]:
         raise InvalidArgumentError(
             f"{', '.join(refused)} cannot be given for a command: it runs as it is, on the devices that it chooses "
             "(CUDA_VISIBLE_DEVICES narrows them)"
         )
-    return Options(**{"resolution": COMMAND_RESOLUTION, **options})
 
 
-def _check_options(
-    batch_size: int, memory_fraction: float, confirm_steps: int, time_limit_s: float | None, breakdown: bool
-) -> Options:
-    """Return options that allow only `batch_size`."""
-    check_size("batch_size", batch_size)
-    return Options(
-        memory_fraction=memory_fraction,
-        min_batch=batch_size,
-        max_batch=batch_size,
-        confirm_steps=confirm_steps,
-        time_limit_s=time_limit_s,
-        breakdown=breakdown,
-    )
+def _answer(opened: AbstractContextManager[Session], batch_size: int | None = None) -> ProbeResult:
+    """Search, or check one size; the result is made once the session is closed."""
+    with opened as session:
+        found = finish(session, session.find() if batch_size is None else session.confirm_only(batch_size))
+    return result_of(session, found)
+
+
+def _table(axis: Axis, opened: AbstractContextManager[Session], *, try_larger: bool, mixed: bool) -> ProbeTable:
+    with Rows(axis) as rows, opened as session:
+        rows.search(session, try_larger=try_larger, mixed=mixed)
+    return rows.table()

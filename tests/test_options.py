@@ -9,8 +9,9 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oomprobe.errors import InvalidArgumentError, check_size
-from oomprobe.records.options import Options, Step, check_model, check_process_group, named_steps
+from oomprobe.records.options import Options, Step, check_model, named_steps
 from oomprobe.records.sizes import Sizes
+from oomprobe.runners.ranks_here import check_process_group
 
 SIZES = ["min_batch", "multiple_of", "steps", "confirm_steps", "max_batch", "global_batch"]
 TIMES = ["time_limit_s", "trial_time_limit_s"]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-from oomprobe.errors import InvalidArgumentError, OomProbeError, check_size
+from oomprobe.errors import OomProbeError, check_size
 from oomprobe.probe import find_max_batch
-from oomprobe.records.options import SEVERAL_RANKS, Step
+from oomprobe.records.options import Step
 from oomprobe.records.result import ProbeResult
 from oomprobe.state import Tracker, generator_states, preserved
 from oomprobe.worst_case import LargestFirst
@@ -43,16 +43,6 @@ def framework(name: str, *, minimum: str, extra: str) -> Any:
             f"this needs {package} {minimum} or newer, and {version} is installed: {install} --upgrade"
         )
     return importlib.import_module(name)
-
-
-def refuse_ranks(what: str, ranks: int, pair: str = "") -> None:
-    """Raise InvalidArgumentError for more than one rank: if one ran out of memory, the others would hang.
-
-    `pair` is the call, in `oomprobe.integrations`, that makes what ``build()`` returns; empty if there is none.
-    """
-    if ranks > 1:
-        returned = f". build() returns oomprobe.integrations.{pair}" if pair else ""
-        raise InvalidArgumentError(SEVERAL_RANKS.format(what=f"{what} trains on {ranks} ranks", ranks=ranks) + returned)
 
 
 def drop_last_collectives(device: torch.device) -> None:

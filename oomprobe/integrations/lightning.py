@@ -34,7 +34,6 @@ from oomprobe.integrations.framework import (
     last_batch,
     probe_loop,
     quiet_loggers,
-    refuse_ranks,
     skipped_callbacks,
     state_kept,
     steps_to_calls,
@@ -42,6 +41,7 @@ from oomprobe.integrations.framework import (
 )
 from oomprobe.records.options import Step, check_seconds
 from oomprobe.records.result import ProbeResult
+from oomprobe.runners.ranks_here import refuse_ranks
 from oomprobe.worst_case import LargestFirst, largest_first
 
 TRAIN, EVAL = "train_dataloader", "val_dataloader"  # methods; the arguments of Trainer.fit end in "s"
@@ -103,7 +103,7 @@ def find_max_batch(
     check_seconds("scan_s", scan_s)
     pl, plain = _checked(trainer, module, datamodule)
     strategy = f"Trainer(strategy={type(trainer.strategy).__name__})"
-    refuse_ranks(strategy, trainer.world_size, "lightning.model_and_step(trainer, module, datamodule)")
+    refuse_ranks(f"{strategy} trains on", trainer.world_size, "lightning.model_and_step(trainer, module, datamodule)")
     if not isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy):
         raise InvalidArgumentError(f"{strategy} adds buffers that trials would not have: probe with strategy='auto'")
     owners = [plain] if datamodule is None else [datamodule, plain]  # in the order of Lightning's hook calls

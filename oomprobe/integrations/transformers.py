@@ -31,7 +31,6 @@ from oomprobe.integrations.framework import (
     framework,
     last_batch,
     probe_loop,
-    refuse_ranks,
     skipped_callbacks,
     state_kept,
     steps_to_calls,
@@ -40,6 +39,7 @@ from oomprobe.integrations.framework import (
 from oomprobe.records.options import Step, check_seconds
 from oomprobe.records.plan import PlanEntry, plan
 from oomprobe.records.result import ProbeResult
+from oomprobe.runners.ranks_here import refuse_ranks
 from oomprobe.worst_case import LargestFirst, largest_first
 
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs with the gradients of the first; later ones need no more
@@ -184,8 +184,12 @@ def _checked(trainer: Any, *, several_ranks: bool = False) -> Any:
     if args is None or not hasattr(trainer, "train_dataset"):
         raise InvalidArgumentError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
     if not several_ranks:
-        refuse_ranks("torchrun, or accelerate launch,", args.world_size, "transformers.model_and_step(trainer)")
-    refuse_ranks(f"torch.nn.DataParallel (n_gpu={args.n_gpu}; hide the others by CUDA_VISIBLE_DEVICES=0)", args.n_gpu)
+        refuse_ranks(
+            "torchrun, or accelerate launch, trains on", args.world_size, "transformers.model_and_step(trainer)"
+        )
+    refuse_ranks(
+        f"torch.nn.DataParallel (n_gpu={args.n_gpu}; hide the others by CUDA_VISIBLE_DEVICES=0) trains on", args.n_gpu
+    )
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise InvalidArgumentError(

@@ -1,31 +1,22 @@
-"""The arguments of a probe, checked before anything runs."""
+"""The arguments of a probe, checked before anything runs. Importing this module does not import torch."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.sizes import Sizes
 
+if TYPE_CHECKING:
+    import torch
+
+Judge = Callable[[str, object], None]  # of the name of an option and its value; raises InvalidArgumentError
 StepFn = Callable[..., object]  # of the model and a batch size, and in a table of a value by name
-SEVERAL_RANKS = (
-    "{what}: one that runs out of memory leaves the others waiting in a collective, and no group survives that. Move what builds "
-    "the model into a function build() and type oomprobe run train.py:build --nproc-per-node {ranks}; or probe the command that "
-    "starts the ranks, oomprobe run -- torchrun ... --batch-size {{batch}}"
-)
-NO_GROUP = (
-    "neither build() nor the step initialised a process group on rank {rank}, so its model trains alone: call "
-    "torch.distributed.init_process_group() in build(), as under torchrun"
-)
-OTHER_GROUP = "the process group of rank {rank} has {made} ranks, but the probe has {ranks}: call init_process_group() without world_size"
 MAX_CALLS = 32  # of a step without an optimizer stepping, before it is assumed to have none
 # The same where an optimizer has gradients to step, as in loops that accumulate them, if there is time.
 MAX_WAITING_CALLS, WAITING_S = 300, 10.0
@@ -46,34 +37,65 @@ class Step:
     has_made: Callable[[torch.optim.Optimizer], bool] | None = None
 
 
+def check_seconds(name: str, value: object) -> None:
+    """Raise InvalidArgumentError unless `value` is a number of seconds."""
+    _check_number(name, value, "a number of seconds, at least 0", lambda x: x >= 0)
+
+
+def _check_limit(name: str, value: object) -> None:
+    _check_number(name, value, "a positive number of seconds", lambda x: 0 < x < math.inf)
+
+
+def _check_share(name: str, value: object) -> None:
+    _check_number(name, value, "above 0 and at most 1", lambda x: 0 < x <= 1)
+
+
+def _check_resolution(name: str, value: object) -> None:
+    _check_number(name, value, "at least 0 and under 1", lambda x: 0 <= x < 1)
+
+
+def _check_number(name: str, value: object, wanted: str, holds: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
+        raise InvalidArgumentError(f"{name} must be {wanted}, not {value!r}")
+
+
+_METAVARS: Mapping[Judge, str] = {check_size: "N", _check_limit: "S", _check_share: "F", _check_resolution: "F"}
+
+
+def _option(default: object, help: str, judge: Judge | None = None, *, in_checks: bool = False) -> Any:
+    """Return the field of an option: its `help` on the command line, with the default for ``{}``, and the `judge` of its values.
+
+    A flag has no judge. `in_checks` says whether a check of one size takes it too.
+    """
+    metavar = None if judge is None else _METAVARS[judge]
+    metadata = {"help": help.format(default), "judge": judge, "metavar": metavar, "in_checks": in_checks}
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of `find_max_batch` that are numbers or flags; their meaning is documented there."""
 
-    memory_fraction: float = 0.9
-    min_batch: int = 1
-    max_batch: int | None = None
-    multiple_of: int = 1
-    start_batch: int | None = None
-    steps: int = 2
-    confirm_steps: int = 5
-    global_batch: int | None = None
-    resolution: float = 0.0
-    time_limit_s: float | None = None
-    trial_time_limit_s: float | None = None
-    breakdown: bool = False
+    memory_fraction: float = _option(0.9, "share of available memory to use ({})", _check_share, in_checks=True)
+    min_batch: int = _option(1, "smallest size to try ({})", check_size)
+    max_batch: int | None = _option(None, "largest size to try (no limit)", check_size)
+    multiple_of: int = _option(1, "try only multiples of this ({})", check_size)
+    start_batch: int | None = _option(None, "size to begin at, then doubled or halved (--min-batch)", check_size)
+    steps: int = _option(2, "full steps per trial ({})", check_size)
+    confirm_steps: int = _option(5, "full steps to confirm the answer ({})", check_size, in_checks=True)
+    global_batch: int | None = _option(None, "plan gradient accumulation for N samples", check_size)
+    resolution: float = _option(
+        0.0, "stop within this fraction of the size (0: exact; a command: 1/64)", _check_resolution
+    )
+    time_limit_s: float | None = _option(None, "seconds for the whole probe", _check_limit, in_checks=True)
+    trial_time_limit_s: float | None = _option(None, "seconds for one trial", _check_limit)
+    breakdown: bool = _option(False, "run one more step to show where the memory went", in_checks=True)
 
     def __post_init__(self) -> None:
-        for name in ("min_batch", "multiple_of", "steps", "confirm_steps"):
-            check_size(name, getattr(self, name))
-        for name in ("max_batch", "start_batch", "global_batch"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
-        for name in ("time_limit_s", "trial_time_limit_s"):
-            if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), "a positive number of seconds", lambda x: 0 < x < math.inf)
-        _check_number("memory_fraction", self.memory_fraction, "above 0 and at most 1", lambda x: 0 < x <= 1)
-        _check_number("resolution", self.resolution, "at least 0 and under 1", lambda x: 0 <= x < 1)
+        for option in fields(self):
+            value, judge = getattr(self, option.name), option.metadata["judge"]
+            if judge is not None and (value is not None or option.default is not None):
+                judge(option.name, value)
         if self.max_batch is not None and self.min_batch > self.max_batch:
             raise InvalidArgumentError(
                 f"min_batch={self.min_batch} is larger than max_batch={self.max_batch}: swap them"
@@ -87,6 +109,18 @@ class Options:
                 f"no multiple of {self.multiple_of} lies between min_batch={self.min_batch} and "
                 f"max_batch={self.max_batch}: lower multiple_of or raise max_batch"
             )
+
+    @classmethod
+    def to_check(cls, batch_size: int, **given: Any) -> Options:
+        """Return options that allow only `batch_size`.
+
+        Raises:
+            InvalidArgumentError: one of those given is about a search.
+        """
+        check_size("batch_size", batch_size)
+        if ignored := [one.name for one in fields(cls) if one.name in given and not one.metadata["in_checks"]]:
+            raise InvalidArgumentError(f"a check runs one size and no search, so it would ignore {', '.join(ignored)}")
+        return cls(**given, min_batch=batch_size, max_batch=batch_size)
 
     def within(self, max_batch: int | None) -> Options:
         """Return the options with sizes up to `max_batch`, that of the data; None: as they are."""
@@ -102,16 +136,6 @@ class Options:
     def sizes(self) -> Sizes:
         """The sizes that may be tried."""
         return Sizes.between_limits(self.min_batch, self.max_batch, self.multiple_of)
-
-
-def check_seconds(name: str, value: object) -> None:
-    """Raise InvalidArgumentError unless `value` is a number of seconds."""
-    _check_number(name, value, "a number of seconds, at least 0", lambda x: x >= 0)
-
-
-def _check_number(name: str, value: object, wanted: str, holds: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
-        raise InvalidArgumentError(f"{name} must be {wanted}, not {value!r}")
 
 
 def named_steps(step_fn: object, axis: Axis = NO_AXIS) -> dict[str, Step]:
@@ -141,7 +165,7 @@ def _check_step(name: str, step: object, axis: Axis) -> None:
     except (TypeError, ValueError):  # a callable implemented in C
         return
     try:
-        signature.bind(torch.nn.Identity(), 1, **axis.arguments(0))
+        signature.bind(None, 1, **axis.arguments(0))
     except TypeError as error:
         arguments = f"(model, batch_size{axis.name and ', '}{axis.name})"
         raise InvalidArgumentError(
@@ -151,6 +175,8 @@ def _check_step(name: str, step: object, axis: Axis) -> None:
 
 def check_model(model: object) -> torch.nn.Module:
     """Raise InvalidArgumentError unless `model` is a module whose parameters have their shapes."""
+    import torch
+
     if isinstance(model, torch.nn.Module):
         lazy = next((name for name, one in model.named_parameters() if torch.nn.parameter.is_lazy(one)), None)
         if lazy is None:
@@ -161,19 +187,3 @@ def check_model(model: object) -> torch.nn.Module:
         )
     kind = f"the class {model.__name__}: make an instance" if isinstance(model, type) else type(model).__name__
     raise InvalidArgumentError(f"model must be a torch.nn.Module, not {kind}")
-
-
-def check_process_group(ranks: int = 1, *, has_stepped: bool = True) -> None:
-    """Raise InvalidArgumentError unless the process group has as many ranks as run each trial.
-
-    Others would wait for a step that this one abandons. A group of several must exist once the step has been called.
-    """
-    distributed = torch.distributed
-    made = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 0
-    if ranks == 1 and made > 1:
-        raise InvalidArgumentError(SEVERAL_RANKS.format(what=f"torch.distributed has {made} ranks", ranks=made))
-    rank = os.environ.get("RANK", 0)
-    if ranks > 1 and made not in (0, ranks):
-        raise InvalidArgumentError(OTHER_GROUP.format(rank=rank, made=made, ranks=ranks))
-    if ranks > 1 and not made and has_stepped:
-        raise InvalidArgumentError(NO_GROUP.format(rank=rank))

@@ -27,7 +27,7 @@ from oomprobe.errors import (
 from oomprobe.ground.frames import is_own_fault
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.axis import NO_AXIS, Axis
-from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S, Step, check_process_group
+from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S, Step
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo, Verdict
 from oomprobe.rules.look import SMALLEST_GROWTH_BYTES, Rows, growth_bytes
@@ -41,6 +41,7 @@ from oomprobe.runners.hooks import (
     never_stepped,
     outside_modes,
 )
+from oomprobe.runners.ranks_here import check_process_group
 from oomprobe.runners.running import Running
 from oomprobe.runners.signals import Interrupts
 from oomprobe.state import Snapshot, Tracker, generator_states

@@ -1,9 +1,11 @@
-"""Random number generators and global flags of torch, numpy and Python."""
+"""Random number generators and global flags of torch, numpy and Python, and its garbage collection."""
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -101,3 +103,24 @@ class Surroundings:
     def differences(self) -> list[str]:
         """Return the names of the values that have changed."""
         return [name for name, value in self._values.items() if not same(_read(self._flags[name][0]), value)]
+
+
+FROZEN_BY_PYTHON = 1000  # at most: collecting garbage in 3.12 freezes immortal objects, 375 at the start
+
+
+@contextmanager
+def garbage_frozen() -> Iterator[None]:
+    """Freeze existing objects so that garbage collection scans only new ones: 0.01 ms, not 98, with frameworks imported.
+
+    Forked children inherit this and copy fewer pages. Freeze nothing if the caller has frozen objects, because unfreezing
+    would unfreeze theirs too.
+    """
+    if gc.get_freeze_count() > FROZEN_BY_PYTHON:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -9,7 +9,7 @@ from ledger import Log
 from torch import nn
 
 import oomprobe
-from oomprobe.probing.opening import FROZEN_BY_PYTHON
+from oomprobe.state.surroundings import FROZEN_BY_PYTHON
 
 from .models import MODELS, classifier, mlp, runs
 

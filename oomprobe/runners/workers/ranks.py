@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -17,8 +17,9 @@ from oomprobe.ground.units import format_seconds
 from oomprobe.ground.words import count
 from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S
 from oomprobe.records.plain import from_plain
-from oomprobe.records.trials import DeviceInfo, Measured, Outcome, Request, RunnerInfo
+from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo
 from oomprobe.runners.hooks import never_stepped
+from oomprobe.runners.ranks_here import check_cards
 from oomprobe.runners.signals import Clock, Interrupts
 from oomprobe.runners.workers.agreement import (
     Answer,
@@ -38,10 +39,6 @@ MISSING_BYTES = 64 * 2**20  # of the memory of a group that was ended: the next 
 BUILDS = 4  # attempts to build a group, if memory of the one before was not free yet
 CONFIRMATIONS = 2  # each in a group of its own: under NCCL, DDP may hold one set of gradients more, by chance
 ALONE = "Run one step at batch size {{batch_size}} under torchrun --nproc-per-node {ranks} to see it"
-SHARED_CARD = (
-    "ranks {ranks} have built their models on one card, {device}: call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first "
-    "in build()"
-)
 OUT_OF_STEP = (
     "{which} more than {seconds} after {passed} had finished batch {size}: {places}. Do all ranks make the same collectives, and the same "
     "number of them, in each step?"
@@ -116,7 +113,7 @@ class RanksRunner:
         if len(hellos) < self._ranks:
             self._refuse(answers)
         if not self._hellos:
-            _check_cards([hello.facts.device for hello in hellos])
+            check_cards([hello.facts.device for hello in hellos])
             self._hellos = hellos
         else:
             self._await_memory(hellos)
@@ -358,17 +355,6 @@ class RanksRunner:
 def _commanded(request: Request, step_calls: int) -> Request:
     """Return the request with the number of its calls, if a step of the optimizers takes `step_calls`."""
     return replace(request, calls=step_calls * (1 + request.steps), step_calls=step_calls)
-
-
-def _check_cards(devices: Sequence[DeviceInfo]) -> None:
-    """Raise InvalidArgumentError unless each rank has an accelerator of its own."""
-    ranks = defaultdict(list)
-    for rank, device in enumerate(devices):
-        ranks[device.uuid or device.torch_device].append(rank)
-    for shared in ranks.values():
-        if len(shared) > 1:
-            place = devices[shared[0]].torch_device
-            raise errors.InvalidArgumentError(SHARED_CARD.format(ranks=" and ".join(map(str, shared)), device=place))
 
 
 def _hellos(answers: Mapping[int, Answer]) -> list[Hello]:

@@ -9,10 +9,10 @@ import sys
 from multiprocessing.connection import Connection
 
 from oomprobe.devices import Device, choose_device, is_host
-from oomprobe.errors import InvalidArgumentError
-from oomprobe.records.options import Options, check_model, check_process_group, named_steps
+from oomprobe.records.options import Options, check_model, named_steps
 from oomprobe.records.trials import Runner
 from oomprobe.runners.hooks import preload_dynamo
+from oomprobe.runners.ranks_here import check_process_group, refuse_host
 from oomprobe.runners.signals import Clock, Interrupts
 from oomprobe.runners.targets import build
 from oomprobe.runners.workers import system
@@ -21,11 +21,6 @@ from oomprobe.runners.workers.process import begin
 from oomprobe.runners.workers.runner import ProcessRunner, forks
 from oomprobe.runners.workers.serve import local_runner, serve
 from oomprobe.state import Tracker
-
-ON_HOST = (
-    "the model of rank {rank} is on the {kind}, but several ranks need an accelerator each: build it on "
-    "torch.device('cuda', int(os.environ['LOCAL_RANK']))"
-)
 
 
 def main(descriptor: int) -> None:
@@ -58,7 +53,7 @@ def _runner_of(task: Message) -> tuple[Runner, Device | None]:
         preload_dynamo()
         return local_runner(model, steps, tracker, device, ranks, axis), device
     if ranks > 1:
-        raise InvalidArgumentError(ON_HOST.format(rank=os.environ["RANK"], kind=device.torch_device))
+        refuse_host(device.torch_device)
     source = forks(model, steps, tracker, device, axis)
     gc.collect()
     gc.freeze()  # so that forked children neither scan nor copy existing objects
