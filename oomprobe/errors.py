@@ -56,12 +56,7 @@ class NothingFitsError(OomProbeError, MemoryError):
 
 
 class DeviceLostError(OomProbeError, RuntimeError):
-    """A sticky error: this process can no longer use the device.
-
-    ``snapshot`` is the state from before the first step, in host memory; the device's own copy is lost.
-    """
-
-    snapshot: object = None
+    """A sticky error: this process can no longer use the device, and what was in its memory is lost."""
 
 
 class TimeLimitError(OomProbeError, RuntimeError):
@@ -183,9 +178,9 @@ def device_lost(device_name: str, what: str, *, replaceable: bool = False) -> De
     lost = (
         "a fresh process hit the same error. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
         if replaceable
-        else f"this process can no longer use {device_name}, and all tensors on it are lost. The state from before "
-        "the first step is in this error's .snapshot. Start a new process; to run trials in child processes that may "
-        "fail like this, use oomprobe run path/to/train.py:build or oomprobe.probe_target"
+        else f"this process can no longer use {device_name}, and all tensors on it are lost. Start a new process. If the "
+        "model cannot be built again, save it before you probe; to run trials in child processes that may fail like this, use "
+        "oomprobe run path/to/train.py:build or oomprobe.probe_target"
     )
     return DeviceLostError(f"a sticky error ({what}): {lost}")
 

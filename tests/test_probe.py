@@ -2,6 +2,7 @@
 
 import operator
 import os
+import random
 import signal
 import threading
 import time
@@ -208,21 +209,24 @@ ILLEGAL_ADDRESS = RuntimeError("CUDA error: an illegal memory access was encount
 
 @pytest.mark.parametrize("error", [ILLEGAL_ADDRESS, torch.OutOfMemoryError("x"), ValueError("x")], ids=repr)
 def test_a_poisoned_process_gives_no_further_verdict(error):
-    """Whether the error says so, or any other error leaves the device unhealthy."""
-    device, calls = LedgerDevice(10 * MIB), Log()
+    """Whether the error says so, or any other error leaves the device unhealthy; what is on the host comes back."""
+    device, calls, seen = LedgerDevice(10 * MIB), Log(), []
 
     def step(model, batch_size):
         calls.append(batch_size)
+        seen.append(random.random())
         if batch_size == 8:
             device.is_healthy = False
             raise error
         device.take(batch_size * MIB)
 
-    with pytest.raises(oomprobe.DeviceLostError, match=type(error).__name__) as caught:
+    generator = random.getstate()
+    with pytest.raises(oomprobe.DeviceLostError, match=f"{type(error).__name__}.*save it before you probe") as caught:
         probe(device, step)
+    assert seen == []
+    assert random.getstate() == generator
     assert (calls[-1], list(calls)) == (8, sorted(calls))
     assert (caught.value.trials[-1].batch_size, caught.value.trials[-1].verdict) == (8, Verdict.POISONED)
-    assert set(caught.value.snapshot["model"]) == {"weight", "bias"}
 
 
 def test_a_device_that_dies_between_steps_is_lost():
@@ -235,9 +239,8 @@ def test_a_device_that_dies_between_steps_is_lost():
     def step(model, batch_size):
         device.release = die
 
-    with pytest.raises(oomprobe.DeviceLostError) as caught:
+    with pytest.raises(oomprobe.DeviceLostError):
         probe(device, step)
-    assert set(caught.value.snapshot["model"]) == {"weight", "bias"}
 
 
 def poison(device):

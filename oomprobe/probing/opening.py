@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -301,18 +301,15 @@ def _here(
 def _state_restored(session: Session, snapshot: Snapshot, device: Device) -> Iterator[None]:
     """Restore and compare the state on every way out, and release the memory that the probe reserved."""
     try:
-        try:
-            yield
-        except DeviceLostError:
-            raise
-        except BaseException:
-            _restore(session, snapshot, device)
-            raise
-        _restore(session, snapshot, device)
-    except DeviceLostError as error:
-        error.snapshot = snapshot.host_copy()
-        snapshot.restore(device_lost=True)
+        yield
+    except DeviceLostError:
+        with suppress(UnreliableError):  # what was on the device is lost; all else comes back
+            snapshot.restore()
         raise
+    except BaseException:
+        _restore(session, snapshot, device)
+        raise
+    _restore(session, snapshot, device)
 
 
 def _restore(session: Session, snapshot: Snapshot, device: Device) -> None:

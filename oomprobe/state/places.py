@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from oomprobe.state.compare import same
-from oomprobe.state.tensors import AnyCopy, HostCopies
-from oomprobe.state.walk import PLAIN, Kind, Seen, Values, When, has_data, module_of
+from oomprobe.state.tensors import AnyCopy, HostCopies, can_copy
+from oomprobe.state.walk import PLAIN, Kind, Seen, Values, When, module_of
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are put back before every trial, larger ones at the end
 COPIED_BYTES = 2**30  # of larger ones outside the model, in all; of the others only their version is compared
@@ -87,7 +87,7 @@ def saved(value: Any, copies: HostCopies, *, trains: bool) -> Any:
         return copies.optimizers.get(id(value), value)
     if not isinstance(value, torch.Tensor) or value.device.type == "meta":
         return value
-    return copies.keep(value) if has_data(value) and (value.is_leaf or trains) else Graph(value)
+    return copies.keep(value) if can_copy(value) and (value.is_leaf or trains) else Graph(value)
 
 
 class Place:

@@ -83,12 +83,11 @@ class Surroundings:
         read = {name: _read(get) for name, (get, _) in self._flags.items()}
         self._values = {name: value for name, value in read.items() if value is not _UNREADABLE}
 
-    def restore(self, *, device_lost: bool = False) -> list[str]:
+    def restore(self) -> list[str]:
         """Restore all values, and return the names of those that could not be set."""
-        lost = {name for name in self._values if device_lost and name.startswith("torch (") and name != "torch (cpu)"}
         failed: list[str] = []
         for _ in range(2):  # torch's old and new precision flags set each other
-            failed = [name for name in self._values if name not in lost and not self._set(name)]
+            failed = [name for name in self._values if not self._set(name)]
         return failed
 
     def _set(self, name: str) -> bool:

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from oomprobe.errors import UnreliableError
+from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.ground import linux
 from oomprobe.ground.units import format_bytes
-from oomprobe.state.compare import inner_tensors, same_tensors
+from oomprobe.state.compare import inner_tensors
 from oomprobe.state.walk import has_data, is_learnable, weak
 
 PIECE_WORDS = 2**21  # 16 MiB
+NO_COPY = (
+    "{name} is {kind}, whose values cannot be put back in this process. Probe the model with oomprobe run path/to/train.py:build "
+    "or oomprobe.probe_target, on a real device: there each trial runs in a process that ends with what it changed"
+)
 HOST_SHARE = 0.9  # of the free host memory; the rest is for what the steps need on the host
 
 
@@ -146,50 +150,18 @@ class TensorCopy:
         return self._looks_the_same(tensor) and tensor.untyped_storage() is self.storage.find()
 
 
-class WholeCopy:
-    """A copy of a tensor without a plain storage, such as a sparse or quantised one."""
-
-    is_replaced, has_bytes = False, True
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.find = weak(tensor)
-        self.device = tensor.device
-        self._requires_grad = is_learnable(tensor)
-        self._copy = tensor.detach().cpu().clone()
-
-    def restore(self) -> torch.Tensor:
-        tensor = self.find()
-        if tensor is None:
-            tensor = self._copy.to(self.device, copy=True)
-            self.find = weak(tensor)
-        elif not same_tensors(tensor, self._copy):
-            tensor.data = self._copy.to(self.device, copy=True)
-        return _with_requires_grad(tensor, self._requires_grad)
-
-    def differs(self, now: object) -> bool:
-        if not isinstance(now, torch.Tensor) or now.device != self.device:
-            return True
-        return is_learnable(now) != self._requires_grad or not same_tensors(now, self._copy)
-
-    def on_host(self) -> torch.Tensor:
-        return self._copy
-
-    def clone(self) -> torch.Tensor:
-        return self._copy.to(self.device, copy=True)
-
-
 class WrapperCopy:
     """A tensor subclass that wraps tensors, such as DTensor: kept alive, with copies of the tensors inside."""
 
     is_replaced, has_bytes = False, True
 
-    def __init__(self, tensor: Any, parts: dict[str, TensorCopy | WholeCopy | WrapperCopy]) -> None:
+    def __init__(self, tensor: Any, parts: dict[str, TensorCopy | WrapperCopy]) -> None:
         self.find: Callable[[], torch.Tensor] = lambda: tensor
         self.device: torch.device = tensor.device
         self._parts = parts
 
     @property
-    def parts(self) -> list[TensorCopy | WholeCopy | WrapperCopy]:
+    def parts(self) -> list[TensorCopy | WrapperCopy]:
         """The copies of the tensors inside."""
         return list(self._parts.values())
 
@@ -203,12 +175,12 @@ class WrapperCopy:
     def differs(self, now: object) -> bool:
         return now is not self.find() or any(part.differs(getattr(now, name)) for name, part in self._parts.items())
 
-    def on_host(self) -> dict[str, Any]:
-        """Return the saved tensors inside, by the wrapper's names for them."""
-        return {name: part.on_host() for name, part in self._parts.items()}
+    def on_host(self) -> torch.Tensor:
+        """Return the tensor itself: the bytes of those inside come back in place."""
+        return self.find()
 
 
-AnyCopy = TensorCopy | WholeCopy | WrapperCopy
+AnyCopy = TensorCopy | WrapperCopy
 
 
 def _with_requires_grad(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
@@ -219,6 +191,19 @@ def _with_requires_grad(tensor: torch.Tensor, requires_grad: bool) -> torch.Tens
 
 def _is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def kind_of_storage(tensor: torch.Tensor) -> str:
+    """Return what a tensor without a copy is, such as ``"a sparse_coo tensor"``."""
+    what = str(tensor.layout).removeprefix("torch.") if tensor.layout is not torch.strided else ""
+    return f"a {what or ('quantised' if tensor.is_quantized else 'conjugated or negated')} tensor"
+
+
+def can_copy(tensor: Any) -> bool:
+    """Return whether a tensor, or each inside a wrapper, has data in a storage; a sparse or quantised one has none of its own."""
+    if is_traceable_wrapper_subclass(tensor):
+        return all(map(can_copy, inner_tensors(tensor).values()))
+    return has_data(tensor) and _is_strided(tensor)
 
 
 class HostCopies:
@@ -238,10 +223,10 @@ class HostCopies:
         if copy is None or copy.find() is not tensor:
             if is_traceable_wrapper_subclass(tensor):
                 copy = WrapperCopy(tensor, {name: self.keep(part) for name, part in inner_tensors(tensor).items()})
-            elif _is_strided(tensor):
+            elif can_copy(tensor):
                 copy = TensorCopy(tensor, self._storage(tensor.untyped_storage()))
             else:
-                copy = WholeCopy(tensor)
+                raise InvalidArgumentError(NO_COPY.format(name="a tensor", kind=kind_of_storage(tensor)))
             self._tensors[id(tensor)] = copy
         return copy
 

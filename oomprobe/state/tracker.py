@@ -26,7 +26,7 @@ from oomprobe.state.places import (
     long_place,
     opaque_place,
 )
-from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, tensors_in
+from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, kind_of_storage, tensors_in
 from oomprobe.state.walk import (
     Kind,
     Seen,
@@ -77,6 +77,7 @@ class Tracker:
         self.tensors: dict[AnyCopy, Place] = {}
         self.late: dict[AnyCopy, Place] = {}
         self._loose: dict[TensorCopy, tuple[str, int]] = {}  # other tensors of the user's: path and version
+        self.uncopied: dict[str, str] = {}  # tensors of them of which no copy can be made, and what they are, by path
         self._arrays: list[Seen] = []
         self._sources: list[tuple[OpaquePlace, int]] = []  # of data, which hand out one after another, with their ids
         self._optimizers: MutableMapping[torch.optim.Optimizer, list[Place]] = WeakIdKeyDictionary()  # live ones
@@ -138,7 +139,12 @@ class Tracker:
             return
         if is_learnable(tensor):
             self._leaves.append(weak(tensor))
-        if seen.trains or is_learnable(tensor):
+        trains = seen.trains or is_learnable(tensor)
+        if not can_copy(tensor):
+            if trains:
+                self.places.append(Place(seen.values[0], self.copies))
+                self.uncopied[path or "a tensor"] = kind_of_storage(tensor)
+        elif trains:
             copy = self.copies.keep(tensor)
             if copy not in self.tensors:
                 self.tensors[copy] = Place(of_tensor(lambda: copy.find(), path), self.copies)

@@ -37,18 +37,24 @@ def acting(act):
 
 @pytest.mark.parametrize("what", ["launch", "memcpy", "sync"])
 @pytest.mark.parametrize("code", [ILLEGAL_ADDRESS, ASSERT])
-def test_a_sticky_error_ends_the_probe_with_a_snapshot(what, code):
+def test_a_sticky_error_ends_the_probe(what, code):
     def probe():
-        model, step = acting(lambda call, size: size == 64 and fail(what, code=code))
-        weight = model[0].weight.detach().cpu().clone()
+        counted = []
+
+        def act(call, size):
+            counted.append(call)
+            if size == 64:
+                fail(what, code=code)
+
+        model, step = acting(act)
         try:
             oomprobe.find_max_batch(model, step, **QUIET)
         except oomprobe.DeviceLostError as error:
-            kept = error.snapshot["model"]["0.weight"]
-            return [trial.batch_size for trial in error.trials], torch.equal(kept, weight), str(error)
+            return [trial.batch_size for trial in error.trials], counted, str(error)
 
-    sizes, is_same, text = forked(probe)
-    assert (sizes[-1], is_same) == (64, True)
+    sizes, counted, text = forked(probe)
+    assert (sizes[-1], counted) == (64, [])  # what is on the host comes back
+    assert "save it before you probe" in text
     assert "oomprobe run" in text
 
 
@@ -104,7 +110,7 @@ def test_noting_an_error_takes_no_memory_on_the_device():
 
 
 def test_a_device_lost_while_the_state_is_restored():
-    """The error has the trials and the snapshot, whichever copy of the probe fails."""
+    """The error has the trials, whichever copy of the probe fails."""
 
     def probe(in_calls):
         model, step = mlp()
@@ -120,9 +126,9 @@ def test_a_device_lost_while_the_state_is_restored():
             oomprobe.find_max_batch(model, last, max_batch=1, **QUIET)
             return "ended"
         except oomprobe.DeviceLostError as error:
-            return len(error.trials), sorted(error.snapshot)
+            return len(error.trials)
 
-    lost = (2, ["model", "optimizers"])
+    lost = 2
     found = [forked(probe, in_calls) for in_calls in range(1, 40, 6)]
     assert lost in found
     assert all(outcome in ("ended", lost) for outcome in found)
