@@ -275,7 +275,7 @@ class SimulatedDevice:
         if request.exact or self._cold is None:
             return None
         cold, live = self._cold
-        calls = self._predictor.calls(request.batch_size, request.calls or 1 + request.steps)
+        calls = self._predictor.calls(request.batch_size, request.wanted_calls)
         if calls is None or cold.reserved_bytes > self._memory.allowed(request.cap_bytes):
             return None
         allocator = cold.copy()
@@ -286,11 +286,9 @@ class SimulatedDevice:
                 live = replay_call(allocator, call, live)
         except AllocatorOutOfMemory as refusal:
             error = f"OutOfMemoryError: {refusal}"
-        return Trial(
-            batch_size=request.batch_size,
-            verdict=Verdict.FITS if error is None else Verdict.OOM,
-            phase=request.phase,
-            cap_bytes=request.cap_bytes,
+        return Trial.of(
+            request,
+            Verdict.FITS if error is None else Verdict.OOM,
             peak_allocated_bytes=allocator.peak_allocated_bytes,
             peak_reserved_bytes=allocator.peak_reserved_bytes,
             peak_upper_bytes=min(

@@ -13,8 +13,8 @@ from oomprobe.runners.signals import Clock
 
 # Of the time that is left, the share that the calls of a look and of a confirmation may take.
 LOOK_SHARE, CONFIRM_SHARE = 1 / 8, 1 / 2
-# Where a failure costs much, trials that decide go on for so much of that: more calls see more, and a confirmation that fails
-# costs two such failures.
+# Where a failure is expensive, a deciding trial keeps calling for this share of its cost: more calls see more, and a failed
+# confirmation costs two failures.
 COST_SHARE = 1 / 4
 # Calls of a confirmation, where another row of the table has made all of `Patience.look_calls`. Of 162 rows confirmed over 8 calls, 6
 # failed within 200 calls under the cap; over 15, 2; over 25, 1; over 50 none, but the rows then took 1.3 times the calls.
@@ -91,15 +91,15 @@ class CallPlan:
 
     def planned(self, request: Request, *, decides: bool = True) -> Request:
         """Return the request with the number of its calls; a look keeps its own. `decides` is false while the size grows."""
+        if request.accumulation_steps > 1:  # one full step creates the state, and the micro-batches follow
+            return replace(request, steps=0, repeats=not self._counts)
         steps = self._steps(confirms=request.confirms)
         may_end_early = (request.looks or request.confirms) and not self._facts.starts_anew
         return replace(
             request,
             steps=steps,
             calls=request.calls or self._calls(request.batch_size, steps, confirms=request.confirms, decides=decides),
-            step_calls=self._full,
             least_calls=self._ordinary(self._options.steps) if self._full and may_end_early else None,
-            more_calls=self._patience.look_calls if request.confirms and may_end_early else 0,
             repeats=not request.looks and not self._counts,
         )
 

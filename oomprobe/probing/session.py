@@ -234,7 +234,6 @@ class Session:
             confirms=confirms,
             fresh=fresh,
             as_built=confirms and self.runner.facts.builds and not self.needs_emptying,
-            watches_leaks=looks or fresh,
             exact=looks or confirms or not self._predicts,
         )
         request = self.call_plan.planned(request, decides=phase is not Phase.GROW or self._known is not None)
@@ -253,7 +252,7 @@ class Session:
             if ended is not None or not self._deserves_new_process(trial):
                 break
             ended = trial
-            request = replace(request, phase=Phase.RECHECK, fresh=True, watches_leaks=True, exact=True)
+            request = replace(request, phase=Phase.RECHECK, fresh=True, exact=True)
             self.reporter.started(size, request.phase)
         self._stop_if_final(outcome)
         if request.as_built and trial.verdict is Verdict.OOM:
@@ -268,13 +267,11 @@ class Session:
 
     def with_evidence(self, request: Request) -> Request:
         """Add the deadline and the evidence from earlier trials."""
-        passed = [trial.batch_size for trial in self.trials if trial.passed]
         return replace(
             request,
             row=self.row,
             deadline_s=self.clock.deadline_s(),
-            smaller_passed=any(size < request.batch_size for size in passed),
-            largest_passed=max(passed, default=None),
+            passed=tuple({trial.batch_size: None for trial in self.trials if trial.passed}),
             learned=self._learned,
         )
 

@@ -1,4 +1,4 @@
-"""The records of a probe, and what a session and a runner of its trials have agreed on."""
+"""The records of a probe, and the contract between a session and its runner."""
 
 from __future__ import annotations
 
@@ -119,6 +119,12 @@ class Trial:
     ranks: tuple[RankTrial, ...] = ()
     limiting_rank: int | None = None
 
+    @classmethod
+    def of(cls, request: Request, verdict: Verdict, **measured: Any) -> Trial:
+        """Return the trial of a request that ended like this; `measured` are its other fields."""
+        asked = {"batch_size": request.batch_size, "phase": request.phase, "cap_bytes": request.cap_bytes}
+        return cls(**{**asked, "accumulation_steps": request.accumulation_steps, **measured, "verdict": verdict})
+
     @property
     def passed(self) -> bool:
         """Whether the size ran."""
@@ -184,11 +190,8 @@ class Request:
     turns: Sequence[tuple[int, int]] = ()  # row and batch size of each call, if these differ from call to call
     phase: Phase  # copied into the `Trial`; decides nothing
     steps: int = 1  # full steps after every optimizer has stepped once
-    calls: int | None = None  # of each step; None: as many as `steps` takes, while no trial has passed
-    step_calls: int = 0  # calls of a full step; 0: unknown
-    least_calls: int | None = None  # a bug after so many calls ends the trial, which has passed; None: it is an error
-    more_calls: int = 0  # without `calls`: make up to so many in all, while they fit in `Patience.look_s`
-    watches_leaks: bool = False  # whether to note the peak and the live bytes after each call
+    calls: int | None = None  # of each step; None: as many as `steps` takes, and to confirm more, while time allows
+    least_calls: int | None = None  # after this many calls a bug ends the trial as a pass; None: it is an error
     looks: bool = False  # whether to find out how many calls a trial needs
     confirms: bool = False  # whether the answer rests on this trial
     fresh: bool = False  # whether nothing may have run before: in a new process, if there are any, and compiled anew
@@ -199,9 +202,28 @@ class Request:
     accumulation_steps: int = 1  # micro-batches per optimizer step
     breakdown: bool = False  # whether to record the allocations of one more full step
     deadline_s: float | None = None  # on this machine's monotonic clock, at the time of the request; None: no limit
-    smaller_passed: bool = False  # whether a smaller size has passed: evidence for an ambiguous error text
-    largest_passed: int | None = None
+    passed: tuple[int, ...] = ()  # the sizes that have passed
     learned: Mapping[str, Sequence[int]] = field(default_factory=dict)  # `Outcome.learned` of earlier trials
+
+    @property
+    def wanted_calls(self) -> int:
+        """Calls of each step that a pass takes, if every optimizer steps at each call."""
+        return self.calls or 1 + self.steps
+
+    @property
+    def watches_leaks(self) -> bool:
+        """Whether to note the peak and the live bytes after each call."""
+        return self.looks or self.fresh
+
+    @property
+    def smaller_passed(self) -> bool:
+        """Whether a smaller size has passed: evidence for an ambiguous error text."""
+        return any(size < self.batch_size for size in self.passed)
+
+    @property
+    def largest_passed(self) -> int | None:
+        """The largest size that has passed; None if none has."""
+        return max(self.passed, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +247,6 @@ class Calls:
     varying: bool = False  # whether full steps allocated different amounts
     counts: bool = False  # whether the user's own code may know which call it is
     ended_early: str | None = None  # the bug of a late call that ended the trial
-    waiting: str = ""  # the kind of an optimizer that has gradients to step, while none has stepped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ VARIES = 0.01
 
 
 @dataclass(slots=True)
-class Rows:
+class Series:
     """What one step did in one trial, a number for each call."""
 
     served_bytes: list[int] = field(default_factory=list)  # that the allocator handed out
@@ -40,17 +40,23 @@ class Rows:
         """Bytes handed out by each call after the first full step."""
         return self.served_bytes[self.waited_calls + (self.first_calls or 0) :]
 
-    def varies(self, step_calls: int) -> bool:
-        """Return whether full steps of so many calls allocated different amounts."""
-        served = self.after_first_bytes
+    def end_first_step(self, calls: int) -> None:
+        """End the first full step, whose optimizers had all stepped after this many calls."""
+        self.first_calls, self.waited_calls = calls, len(self.served_bytes) - calls
+        self.timed_from = len(self.durations_s)
+
+    @property
+    def varies(self) -> bool:
+        """Whether full steps allocated different amounts."""
+        served, step_calls = self.after_first_bytes, self.step_calls
         starts = range(0, len(served) - step_calls + 1, step_calls)
         return varies([sum(served[start : start + step_calls]) for start in starts])
 
     def calls_needed(self, ordinary_calls: int, *, is_exact: bool) -> int:
-        """Return `calls_needed` of these rows."""
-        rows = self.served_bytes, self.peak_bytes, self.live_bytes
+        """Return `calls_needed` of this series."""
+        numbers = self.served_bytes, self.peak_bytes, self.live_bytes
         first_calls = self.first_calls or 0
-        return calls_needed(*rows, first_calls=first_calls, ordinary_calls=ordinary_calls, is_exact=is_exact)
+        return calls_needed(*numbers, first_calls=first_calls, ordinary_calls=ordinary_calls, is_exact=is_exact)
 
     @property
     def steady_live_bytes(self) -> list[int]:
@@ -99,11 +105,11 @@ def calls_needed(
         needed = max(distances) + 1  # the call after the largest runs in a cache that the largest has split
     if not is_exact and len(largest) == 1:  # its period is unknown
         needed = count
-    for row_bytes, later in ((peak_bytes, 1), (live_bytes, 2)):
-        top_bytes = row_bytes[first_calls - 1] if first_calls else 0
+    for numbers, later in ((peak_bytes, 1), (live_bytes, 2)):
+        top_bytes = numbers[first_calls - 1] if first_calls else 0
         for number in range(first_calls, count):
-            if row_bytes[number] > (1 + LARGER) * top_bytes:
-                top_bytes, needed = row_bytes[number], max(needed, number + later)
+            if numbers[number] > (1 + LARGER) * top_bytes:
+                top_bytes, needed = numbers[number], max(needed, number + later)
     return min(needed, count)
 
 

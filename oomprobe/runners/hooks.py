@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -106,10 +107,12 @@ class Stepping:
     def __init__(self, watch: OptimizerWatch, tracker: Tracker) -> None:
         self._watch, self._tracker = watch, tracker
         self._expected: dict[str, set[int]] = {}  # by the name of a step that is known; empty: it steps none
-        self._seen: dict[str, set[int]] = {}  # that have stepped in its turns, by the name of the step
         self._last_call: set[int] = set()  # that stepped in the last call that ran
         self._idle: set[int] = set()  # that were waited for in vain
         self._waited_calls = 0
+        self.calls = self.last = 0  # since `start_step`, and until the last one in which another optimizer stepped
+        self._count = 0  # of optimizers that had stepped by then
+        self._started_s = 0.0
         self._gradients: set[tuple[int, int, int]] = set()  # when `start_step` was called
         self._weights: set[tuple[int, int]] = set()
 
@@ -122,27 +125,29 @@ class Stepping:
         if name in self._expected:
             return self._expected[name] or None
         found = {id(one) for one in self._tracker.optimizers if not wraps_another(one)}
-        elsewhere = set[int]().union(*self._expected.values(), *self._seen.values())  # optimizers of other steps
+        elsewhere = set[int]().union(*self._expected.values())  # optimizers of other steps
         return (found - elsewhere or None) if elsewhere else found
 
-    def again(self, wanted: set[int] | None) -> set[int] | None:
-        """Return the optimizers that end a further full step: those with which the last call ended one, if they are wanted.
+    def start_step(self, name: str, *, is_further: bool, may_wait: bool) -> set[int] | None:
+        """Count the calls and the optimizers that step from here on; return those that end a full step, as `wanted` does.
 
-        A loop may be done with an optimizer (SGD to warm up, then AdamW), so not all that have stepped will step again.
+        A further full step ends with the optimizers with which the last call ended one, if they are wanted: a loop may be done
+        with an optimizer (SGD to warm up, then AdamW), so not all that have stepped will step again. `waiting` needs `may_wait`,
+        which takes a look at every parameter.
         """
-        return wanted and (self._last_call & wanted or wanted)
-
-    def start_step(self, *, may_wait: bool = True) -> None:
-        """Count the optimizers that step from here on; `waiting` needs `may_wait`, which takes a look at every parameter."""
         self._watch.stepped.clear()
+        self.calls = self.last = self._count = 0
+        self._started_s = time.monotonic()
         if may_wait:
             self._gradients = self._tracker.gradients(self._tracker.parameters())
             self._weights = self._tracker.weights()
+        wanted = self.wanted(name)
+        return wanted and ((is_further and self.knows(name) and self._last_call & wanted) or wanted)
 
     @property
-    def count(self) -> int:
-        """The number of optimizers that have stepped since `start_step`."""
-        return len(self._watch.stepped)
+    def waited_s(self) -> float:
+        """Seconds since `start_step`."""
+        return time.monotonic() - self._started_s
 
     def has_stepped(self, wanted: set[int]) -> bool:
         """Return whether all the wanted optimizers that are alive have stepped, or as many new ones."""
@@ -150,15 +155,11 @@ class Stepping:
         alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
         return bool(stepped) and (stepped >= alive or (bool(stepped - wanted) and len(stepped) >= len(wanted)))
 
-    def learn_step(self, name: str, wanted: set[int] | None, calls: int) -> None:
-        """Take what has stepped in these calls, since `start_step`, as what the step steps."""
-        self._waited_calls = max(self._waited_calls, calls)
+    def learn_step(self, name: str, wanted: set[int] | None) -> None:
+        """Take what has stepped since `start_step` as what the step steps."""
+        self._waited_calls = max(self._waited_calls, self.calls)
         self._expected[name] = set(self._watch.stepped)
         self._idle = (self._idle | (wanted or set())) - self._watch.stepped
-
-    def end_turn(self, name: str) -> None:
-        """End a turn of a step: what has stepped in it, since `start_step`, is no other step's."""
-        self._seen[name] = self._seen.get(name, set()) | self._watch.stepped
 
     def start_call(self) -> set[int]:
         """Begin a call; pass what is returned to `end_call`."""
@@ -170,14 +171,21 @@ class Stepping:
         """End a call that ran."""
         self._last_call = set(self._watch.stepped)
         self._watch.stepped |= before
+        self._count_call()
 
     def repeat_call(self) -> None:
         """Count the optimizers of the last call again."""
         self._watch.stepped |= self._last_call
+        self._count_call()
+
+    def _count_call(self) -> None:
+        self.calls += 1
+        if len(self._watch.stepped) > self._count:
+            self._count, self.last = len(self._watch.stepped), self.calls
 
     def did_all(self, name: str) -> bool:
-        """Return whether the last call stepped every optimizer of the step, so that repeating it is a full step."""
-        return self._last_call >= self._expected.get(name, set())
+        """Return whether the last call stepped every optimizer of a step that is known, so that repeating it is a full step."""
+        return self.knows(name) and self._last_call >= self._expected[name]
 
     @property
     def waiting(self) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from oomprobe.devices import Device, Usage, describe, extras_of
+from oomprobe.devices import Device, Usage, describe, extras_of, replays
 from oomprobe.devices.leaks import Baseline
 from oomprobe.devices.recorder import Recorder
 from oomprobe.errors import (
@@ -30,7 +30,7 @@ from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S, Step
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo, Verdict
-from oomprobe.rules.look import SMALLEST_GROWTH_BYTES, Rows, growth_bytes
+from oomprobe.rules.look import SMALLEST_GROWTH_BYTES, Series, growth_bytes
 from oomprobe.runners.hooks import (
     COMPILED,
     HOOKS_GONE,
@@ -67,12 +67,211 @@ KEPT = (
 )
 
 
+class Caller:
+    """Makes the calls of a trial: in each turn as many as requested, or until every optimizer has stepped.
+
+    With `ranks`, each rank makes the same calls: where the number is not fixed before, `agree` takes whether this rank has made enough,
+    and returns whether all have.
+
+    Attributes:
+        in_steps_s: Time inside the step since the trial began.
+        is_cold: Whether nothing has run since the last clean-up.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: torch.nn.Module,
+        steps: Mapping[str, Step],
+        tracker: Tracker,
+        stepping: Stepping,
+        interrupts: Interrupts,
+        *,
+        snapshot: Snapshot | None,
+        axis: Axis,
+        ranks: int,
+        agree: Callable[[bool], bool],
+        watches_memory: bool,
+        patience: Patience,
+    ) -> None:
+        self._device, self._extras, self._card = device, extras_of(device), extras_of(device).replay
+        self._model, self._steps, self._tracker, self._axis = model, steps, tracker, axis
+        self._stepping, self._interrupts, self._snapshot = stepping, interrupts, snapshot
+        self._ranks, self._agree = max(ranks, self._extras.world_size), agree
+        self._watches_memory, self._replays = watches_memory, replays(device)
+        self._look_calls = patience.look_calls
+        self._look_s = patience.host_look_s if device.on_host else patience.look_s
+        self._turn_count = 2 if len(steps) > 1 else 1
+        self.in_steps_s, self.is_cold = 0.0, False
+
+    def turns(self, running: Running) -> Iterator[int | None]:
+        """Give each step its turn, and yield how many calls to make; over several of them twice, because training resumes after evaluation.
+
+        Evaluation splits cached blocks, and only in the second turn does the state of every step's optimizers exist.
+        """
+        request = running.request
+        for name, step in [*self._steps.items()] * self._turn_count:
+            running.name, running.step = name, step
+            series = running.every.setdefault(name, Series())
+            series.turn_calls = len(series.live_bytes)
+            self._tracker.restore_modes()
+            yield None if request.calls is None else -(-request.calls // self._turn_count)
+            if request.accumulation_steps > 1:
+                with accumulating(self._tracker.optimizers, self._model):
+                    for _ in range(request.accumulation_steps):
+                        self._call(running)
+            if request.breakdown:
+                self._break_down(running)
+            if self._turn_count > 1 and (peak_bytes := self.usage().peak_allocated_bytes or 0) > running.peak_bytes:
+                running.peak_bytes, running.limiting_step = peak_bytes, name
+
+    def make_calls(self, running: Running, calls: int | None) -> None:
+        """Make this many calls; None: make full steps until there are as many as requested after the first, on every rank.
+
+        A full step ends when every optimizer of the step has stepped. The first one of a trial creates optimizer state. Raise NotTrainedError if
+        an optimizer that stepped before no longer does: the size was not really trained.
+        """
+        request, series, stepping = running.request, running.series, self._stepping
+        wanted = stepping.start_step(running.name, is_further=running.calls > 0, may_wait=calls is None)
+        due = request.steps + (series.first_calls is None or wanted is not None)
+        goes_on = request.confirms and request.accumulation_steps == 1 and not running.step.starts_anew
+        allocations, made, full, until_s = self._extras.allocations(), 0, 0, 0.0
+        enough = calls is None and not due
+        while not enough:
+            self._call(running, may_repeat=request.repeats and len(self._steps) == 1 and stepping.did_all(running.name))
+            made += 1
+            if (calls is not None or full < due) and self._ends_step(running, wanted, is_fixed=calls is not None):
+                full += 1
+                if series.first_calls is None:
+                    series.end_first_step(stepping.last)
+                    allocations = self._extras.allocations()
+                series.step_calls = stepping.last or 1
+                wanted = stepping.start_step(running.name, is_further=True, may_wait=calls is None)
+                until_s = time.monotonic() + self._look_s
+            if calls is not None:
+                enough, least = made == calls, request.least_calls
+                running.past_least = least is not None and len(series.served_bytes) * self._turn_count >= least
+            else:
+                running.past_least = goes_on and full >= due
+                mine = full >= due and not (goes_on and self._has_time(until_s, running))
+                enough = self._agree(mine)
+        if calls is not None and wanted is not None and not full and stepping.knows(running.name):
+            raise self._not_trained(request.batch_size, made)
+        series.first_calls = series.first_calls or 0
+        running.allocations += self._extras.allocations() - allocations
+
+    def _ends_step(self, running: Running, wanted: set[int] | None, *, is_fixed: bool) -> bool:
+        """Return whether the last call ended a full step, and learn on first use which optimizers that takes.
+
+        If the number of calls `is_fixed`, more of them follow in any case. Otherwise a step without an optimizer ends with each call, and
+        one that is waited for in vain ends the step too, or raises.
+        """
+        stepping, name = self._stepping, running.name
+        is_known, calls = stepping.knows(name), stepping.calls
+        if wanted is not None and stepping.has_stepped(wanted):
+            is_done = True
+        elif is_fixed:
+            return False
+        else:
+            most = 1 if wanted is None else max(running.step.max_calls, running.series.step_calls)
+            nothing_to_step = wanted == set() and not stepping.last and not self._has_gradients()
+            is_done = nothing_to_step or not (calls < most or self._waits(running))
+            if is_done and is_known and wanted is not None:
+                raise self._not_trained(running.request.batch_size, calls)
+            if is_done and not is_known and calls >= MAX_CALLS and (kind := stepping.waiting):
+                raise NotRunError(never_stepped(kind, calls))
+        if is_done and not is_known:
+            stepping.learn_step(name, wanted)  # only here: if a call raises, the next trial learns it
+        return is_done
+
+    def _waits(self, running: Running) -> bool:
+        """Return whether to go on calling a step of the user's, because an optimizer within reach has gradients to step."""
+        may_wait = running.step.max_calls == MAX_CALLS and self._stepping.calls < MAX_WAITING_CALLS
+        return may_wait and self._stepping.waited_s < WAITING_S and bool(self._stepping.waiting)
+
+    def _not_trained(self, batch_size: int, calls: int) -> NotTrainedError:
+        reason = REPLAYS_GRAPH if self._extras.has_graphs() else STOPPED_STEPPING
+        return NotTrainedError(reason.format(size=batch_size, calls=calls))
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._tracker.parameters())
+
+    def _has_time(self, until_s: float, running: Running) -> bool:
+        """Return whether another call of a confirmation fits, and ends well before the deadline."""
+        series, deadline_s = running.series, running.request.deadline_s
+        longest_s = max(series.durations_s, default=0.0)
+        is_hurried = deadline_s is not None and time.monotonic() + 2 * longest_s > deadline_s
+        return len(series.served_bytes) < self._look_calls and not is_hurried and time.monotonic() + longest_s < until_s
+
+    def _call(self, running: Running, *, may_repeat: bool = False) -> None:
+        """Call the step once. If `may_repeat`, a device that replays may repeat the last call instead."""
+        request, series, before_bytes = running.request, running.series, self._extras.served_bytes()
+        may_repeat = may_repeat and running.calls > 0 and not request.breakdown
+        if may_repeat and self._card.repeat(confirms=request.confirms and running.calls <= request.steps):
+            self._stepping.repeat_call()
+        else:
+            self.is_cold = False
+            before = self._stepping.start_call()
+            started_s = time.perf_counter()
+            delivered = self._interrupts.delivered_until(request.deadline_s, polled=self._replays)
+            try:
+                with self._device.session(), delivered:
+                    running.step.run(self._model, running.next_size, **self._axis.arguments(running.next_row))
+                    self._device.synchronize()
+                    check_process_group(self._ranks)  # the step may have made one
+            finally:
+                duration_s = time.perf_counter() - started_s
+                self.in_steps_s += duration_s
+            series.durations_s.append(duration_s)
+            self._stepping.end_call(before)
+            self._after_call(running)
+        running.calls += 1
+        series.served_bytes.append(self._extras.served_bytes() - before_bytes)
+        if request.watches_leaks and self._watches_memory:
+            series.peak_bytes.append(self.usage().peak_allocated_bytes or 0)
+            series.live_bytes.append(self._device.live_bytes())
+
+    def _after_call(self, running: Running) -> None:
+        if self._snapshot is not None:
+            self._snapshot.release_dead()
+        if self._replays and not running.counts:
+            values = self._tracker.plain_values()
+            running.counts = running.values is not None and values != running.values
+            running.values = values
+
+    def _break_down(self, running: Running) -> None:
+        """Run one more full step and record its allocations; of several steps, keep the one with the highest peak."""
+        history = self._extras.history()
+        if history is None:
+            return
+        recorder = Recorder(self._model, self._tracker.optimizers)
+        one_step = replace(running, request=replace(running.request, steps=0), every={running.name: Series()})
+        with history as recorded, recorder.recording(recorded):
+            self.make_calls(one_step, None)
+        usage = self.usage()
+        found = recorder.breakdown(
+            running.request.batch_size,
+            running.name if len(self._steps) > 1 else None,
+            peak_allocated_bytes=usage.peak_allocated_bytes or 0,
+            peak_reserved_bytes=usage.peak_reserved_bytes or 0,
+        )
+        if running.breakdown is None or found.live_bytes > running.breakdown.live_bytes:
+            running.breakdown = found
+
+    def usage(self) -> Usage:
+        """Return the memory in use; nothing in a poisoned process, where every call fails."""
+        try:
+            return self._device.usage()
+        except Exception:
+            return Usage()
+
+
 class LocalRunner:
     """Runs trials of one model and its steps in this process; see `oomprobe.records.trials.Runner`.
 
     With `ends_with_trial` the process ends after one trial, so the runner neither cleans up nor checks for leaks. Without a
     `snapshot` it cannot restore weights that earlier trials have trained. As one of several `ranks`, it makes exactly the
-    calls of the request, since a rank that makes one more waits for the others for ever, and its process ends with a failure.
+    calls as the others (`agree`), since a rank that makes one more waits for them for ever, and its process ends with a failure.
     """
 
     def __init__(
@@ -87,10 +286,11 @@ class LocalRunner:
         snapshot: Snapshot | None = None,
         ends_with_trial: bool = False,
         ranks: int = 1,
+        agree: Callable[[bool], bool] = bool,
         axis: Axis = NO_AXIS,
         patience: Patience = PATIENCE,
     ) -> None:
-        self._ranks, self._patience = ranks, patience
+        self._ranks = ranks
         self._axis, self._row = axis, 0
         self._device, self._extras = device, extras_of(device)
         self._card = self._extras.replay
@@ -106,13 +306,15 @@ class LocalRunner:
         self._model, self._steps, self._tracker = model, steps, tracker
         self._watch, self._interrupts, self._snapshot = watch, interrupts, snapshot
         self._stepping = Stepping(watch, tracker)
+        self._caller = Caller(
+            device, model, steps, tracker, self._stepping, interrupts,
+            snapshot=snapshot, axis=axis, ranks=ranks, agree=agree, watches_memory=not ends_with_trial, patience=patience,
+        )  # fmt: skip
         self._ends_with_trial = ends_with_trial
-        self._is_cold = False  # whether nothing has run since the last clean-up
         self._number = 0  # of the trial that is running, among those of this process
         # What the default random number generators were; a process that ends with its trial needs none.
         self._generators = [] if ends_with_trial else generator_states(device.torch_device.type)
         self.compiled = Compiled()
-        self._in_steps_s = 0.0  # of the trial that is running
         self._begin_row(0)
 
     def _begin_row(self, row: int) -> None:
@@ -131,7 +333,7 @@ class LocalRunner:
         predicted = self._card.predict_trial(request)
         if predicted is not None:
             return Outcome(trial=predicted)
-        self._in_steps_s, self._number = 0.0, self._number + 1
+        self._caller.in_steps_s, self._number = 0.0, self._number + 1
         self._stepping.learn(request.learned)
         before_bytes = self._device.outside_bytes()
         try:
@@ -146,12 +348,12 @@ class LocalRunner:
                 raise
             running = self._run_as_left(request, error)
         trial = running.trial(several=len(self._steps) > 1, timed=not self.facts.device.replays)
-        calls = running.calls_made(is_exact=self._tracker.is_exact, waiting=self._stepping.waiting)
+        calls = running.calls_made(is_exact=self._tracker.is_exact)
         outcome = Outcome(
             trial=trial,
             calls=calls,
             breakdown=running.breakdown,
-            in_steps_s=self._in_steps_s,
+            in_steps_s=self._caller.in_steps_s,
             notes=self._notes_after(running),
             learned=self._stepping.learned(),
             held=running.held,
@@ -196,20 +398,13 @@ class LocalRunner:
         """Start cold, make the calls under the cap, and classify the end."""
         running = Running(request=request, step=next(iter(self._steps.values())))
         # A fresh trial drops code compiled for its own size too: its captured graphs hold memory.
-        if self.compiled.start_size((request.row, request.batch_size), anew=request.fresh) or not self._is_cold:
+        if self.compiled.start_size((request.row, request.batch_size), anew=request.fresh) or not self._caller.is_cold:
             self._start_cold(keeps_cache=request.as_built and self._number == 1)
         self._device.start_trial()
         try:
             with self._device.cap(request.cap_bytes):
-                for _ in self._turns(running):
-                    if request.calls is not None and request.accumulation_steps == 1:
-                        self._make_calls(running, request.calls)
-                    else:
-                        self._full_steps(running, 1, creates_state=True)
-                        self._full_steps(running, request.steps if request.accumulation_steps == 1 else 0)
-                        self._more_calls(running)
-                    if request.breakdown:
-                        self._break_down(running)
+                for calls in self._caller.turns(running):
+                    self._caller.make_calls(running, calls)
             self._card.end_trial()
         except TimeUp:
             running.verdict = Verdict.TIMED_OUT
@@ -224,7 +419,7 @@ class LocalRunner:
             raise UnreliableError(HOOKS_GONE.format(size=request.batch_size))
         # The exception is gone by now, and with it the frames that held the failed step's tensors.
         if running.failure is None:
-            running.usage = self._usage()
+            running.usage = self._caller.usage()
             if running.verdict is Verdict.FITS and running.is_over_cap:
                 running.verdict = Verdict.OOM
             running.step_leaked_bytes = self._step_leak(running)
@@ -244,24 +439,6 @@ class LocalRunner:
         with suppress(Exception), torch.inference_mode(False), outside_modes():  # there may be no memory for it
             torch.zeros((), device=self._device.torch_device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
-    def _turns(self, running: Running) -> Iterator[None]:
-        """Give each step its turn; over several of them twice, because training resumes after evaluation.
-
-        Evaluation splits cached blocks, and only in the second turn does the state of every step's optimizers exist.
-        """
-        for name, step in [*self._steps.items()] * self._turn_count:
-            running.name, running.step = name, step
-            row = running.rows.setdefault(name, Rows())
-            row.turn_calls = len(row.live_bytes)
-            self._tracker.restore_modes()
-            yield
-            if self._turn_count > 1 and (peak_bytes := self._usage().peak_allocated_bytes or 0) > running.peak_bytes:
-                running.peak_bytes, running.limiting_step = peak_bytes, name
-
-    @property
-    def _turn_count(self) -> int:
-        return 2 if len(self._steps) > 1 else 1
-
     def _start_cold(self, *, keeps_cache: bool = False) -> None:
         """Drop what earlier calls left, so that the next call starts as training does: with only the model in memory.
 
@@ -271,185 +448,18 @@ class LocalRunner:
         for put, state in self._generators:
             with suppress(Exception):  # a captured graph may have taken the generator over
                 put(state)
-        self._is_cold = True
+        self._caller.is_cold = True
 
     def _release(self) -> None:
         gc.collect()
         self._device.release()
-
-    # --- its calls ---
-
-    def _make_calls(self, running: Running, calls: int) -> None:
-        """Make this turn's share of the calls, each of which may be the one that needs the most memory.
-
-        Raise NotTrainedError if an optimizer that stepped before no longer does: the size was not really trained.
-        """
-        request, row, stepping = running.request, running.row, self._stepping
-        is_known, wanted = stepping.knows(running.name), stepping.wanted(running.name)
-        if not is_known and self._ranks == 1:
-            wanted = None
-        share, first_turn = -(-calls // self._turn_count), row.first_calls is None
-        allocations, seen, last = self._extras.allocations(), 0, 0  # `last`: the call after which another had stepped
-        stepping.start_step(may_wait=not is_known)
-        for number in range(share):
-            # A call may be repeated only if it would do all that a full step does.
-            is_whole = len(self._steps) == 1 and stepping.did_all(running.name)
-            self._call(running, may_repeat=is_whole and request.repeats)
-            if stepping.count > seen:
-                seen, last = stepping.count, number + 1
-            if wanted is not None and stepping.has_stepped(wanted):
-                if not is_known:
-                    stepping.learn_step(running.name, wanted, number + 1)
-                wanted, row.timed_from = None, len(row.durations_s)
-                if first_turn:
-                    row.first_calls = row.step_calls = number + 1
-                    allocations = self._extras.allocations()
-            made = len(row.served_bytes)
-            running.past_least = request.least_calls is not None and made * self._turn_count >= request.least_calls
-        stepping.end_turn(running.name)
-        if wanted is not None and is_known:
-            raise self._not_trained(request.batch_size, share)
-        if wanted is not None and share >= running.step.max_calls and not stepping.waiting:  # no other will step
-            stepping.learn_step(running.name, wanted, share)
-            row.first_calls = last
-        row.first_calls = row.first_calls or 0
-        running.allocations += self._extras.allocations() - allocations
-
-    def _full_steps(self, running: Running, steps: int, *, creates_state: bool = False) -> None:
-        """Call the step until all its optimizers have stepped, `steps` times; learn which these are on first use.
-
-        A step without any is called once each time; it has no full step that `creates_state`, whose allocations do not count.
-        Raise NotTrainedError if an optimizer that stepped before no longer does: the size was not really trained.
-        """
-        row, stepping, allocations = running.row, self._stepping, self._extras.allocations()
-        for _ in range(steps):
-            is_known, wanted = stepping.knows(running.name), stepping.wanted(running.name)
-            if is_known and running.calls:
-                wanted = stepping.again(wanted)
-            commanded = running.request.step_calls if self._ranks > 1 else 0
-            if creates_state and is_known and wanted is None and not commanded:
-                continue
-            stepping.start_step()
-            seen, calls = 0, 0  # how many optimizers have stepped, and the call after which the last of them had
-            most = max(running.step.max_calls, running.request.step_calls, row.step_calls)
-            most = commanded or (1 if wanted is None else most)
-            number, is_done, began_s = 0, False, time.monotonic()
-            while not is_done and (number < most or self._waits(running, number, began_s)):
-                self._call(running, may_repeat=len(self._steps) == 1 and number == 0)
-                number += 1
-                if stepping.count > seen:
-                    seen, calls = stepping.count, number
-                if number < commanded:
-                    continue
-                nothing_to_step = wanted == set() and not seen and not self._has_gradients()
-                is_done = nothing_to_step or (wanted is not None and stepping.has_stepped(wanted))
-            if wanted is not None and is_known and not is_done:
-                raise self._not_trained(running.request.batch_size, most)
-            if not is_known:
-                if self._ranks == 1 and number >= MAX_CALLS and (kind := stepping.waiting):
-                    raise NotRunError(never_stepped(kind, number))
-                stepping.learn_step(
-                    running.name, wanted, number
-                )  # only here: if a call raises, the next trial learns it
-            row.step_calls = calls or 1
-            if row.first_calls is None:
-                row.first_calls, row.waited_calls = calls, len(row.served_bytes) - calls
-                row.timed_from = len(row.durations_s)
-        if not creates_state:
-            running.allocations += self._extras.allocations() - allocations
-
-    def _waits(self, running: Running, number: int, began_s: float) -> bool:
-        """Return whether to go on calling a step of the user's, because an optimizer within reach has gradients to step."""
-        may_wait = self._ranks == 1 and running.step.max_calls == MAX_CALLS and number < MAX_WAITING_CALLS
-        return may_wait and time.monotonic() < began_s + WAITING_S and bool(self._stepping.waiting)
-
-    def _not_trained(self, batch_size: int, calls: int) -> NotTrainedError:
-        reason = REPLAYS_GRAPH if self._extras.has_graphs() else STOPPED_STEPPING
-        return NotTrainedError(reason.format(size=batch_size, calls=calls))
-
-    def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._tracker.parameters())
-
-    def _more_calls(self, running: Running) -> None:
-        """Make the micro-batches of an accumulated step; or, to confirm a first size, further calls while there is time."""
-        request, row, allocations = running.request, running.row, self._extras.allocations()
-        if request.accumulation_steps > 1:
-            with accumulating(self._tracker.optimizers, self._model):
-                for _ in range(request.accumulation_steps):
-                    self._call(running)
-            return
-        running.past_least = request.more_calls > 0
-        until_s = time.monotonic() + (self._patience.host_look_s if self._device.on_host else self._patience.look_s)
-        while len(row.served_bytes) < request.more_calls and self._has_time(until_s, running):
-            self._call(running, may_repeat=len(self._steps) == 1)
-        running.allocations += self._extras.allocations() - allocations
-
-    def _has_time(self, until_s: float, running: Running) -> bool:
-        """Return whether another call fits, and ends well before the deadline."""
-        longest_s, deadline_s = max(running.row.durations_s, default=0.0), running.request.deadline_s
-        is_hurried = deadline_s is not None and time.monotonic() + 2 * longest_s > deadline_s
-        return not is_hurried and time.monotonic() + longest_s < until_s
-
-    def _call(self, running: Running, *, may_repeat: bool = False) -> None:
-        """Call the step once. If `may_repeat`, a device that replays may repeat the last call instead."""
-        request, row, before_bytes = running.request, running.row, self._extras.served_bytes()
-        may_repeat = may_repeat and running.calls > 0 and not request.breakdown
-        if may_repeat and self._card.repeat(confirms=request.confirms and running.calls <= request.steps):
-            self._stepping.repeat_call()
-        else:
-            self._is_cold = False
-            before = self._stepping.start_call()
-            started_s = time.perf_counter()
-            delivered = self._interrupts.delivered_until(request.deadline_s, polled=self.facts.device.replays)
-            try:
-                with self._device.session(), delivered:
-                    running.step.run(self._model, running.next_size, **self._axis.arguments(running.next_row))
-                    self._device.synchronize()
-                    check_process_group(max(self._ranks, self._extras.world_size))  # the step may have made one
-            finally:
-                duration_s = time.perf_counter() - started_s
-                self._in_steps_s += duration_s
-            row.durations_s.append(duration_s)
-            self._stepping.end_call(before)
-            self._after_call(running)
-        running.calls += 1
-        row.served_bytes.append(self._extras.served_bytes() - before_bytes)
-        if request.watches_leaks and not self._ends_with_trial:
-            row.peak_bytes.append(self._usage().peak_allocated_bytes or 0)
-            row.live_bytes.append(self._device.live_bytes())
-
-    def _after_call(self, running: Running) -> None:
-        if self._snapshot is not None:
-            self._snapshot.release_dead()
-        if self.facts.device.replays and not running.counts:
-            values = self._tracker.plain_values()
-            running.counts = running.values is not None and values != running.values
-            running.values = values
-
-    def _break_down(self, running: Running) -> None:
-        """Run one more full step and record its allocations; of several steps, keep the one with the highest peak."""
-        history = self._extras.history()
-        if history is None:
-            return
-        recorder = Recorder(self._model, self._tracker.optimizers)
-        with history as recorded, recorder.recording(recorded):
-            self._full_steps(replace(running, rows={running.name: Rows()}), 1)
-        usage = self._usage()
-        found = recorder.breakdown(
-            running.request.batch_size,
-            running.name if len(self._steps) > 1 else None,
-            peak_allocated_bytes=usage.peak_allocated_bytes or 0,
-            peak_reserved_bytes=usage.peak_reserved_bytes or 0,
-        )
-        if running.breakdown is None or found.live_bytes > running.breakdown.live_bytes:
-            running.breakdown = found
 
     # --- what it showed ---
 
     def _judge(self, running: Running, error: Exception) -> None:
         """Classify the failure of a call. Raise StepFailedError for a bug, unless the trial has passed by then."""
         request = running.request
-        running.usage = self._usage()
+        running.usage = self._caller.usage()
         clear_frames(error)  # what the failed step holds, before the error's own code makes a text of it
         running.failure = failure_of(error)
         evidence = Evidence(
@@ -476,15 +486,9 @@ class LocalRunner:
             ) from error  # fmt: skip
         running.ended_early, running.failure, running.verdict = running.failure.text, None, Verdict.FITS
 
-    def _usage(self) -> Usage:
-        try:
-            return self._device.usage()
-        except Exception:  # every call fails in a poisoned process
-            return Usage()
-
     def _step_leak(self, running: Running) -> int:
         """Return the bytes that each further call leaves allocated, not counting uncollected garbage."""
-        steady = [row.steady_live_bytes for row in running.rows.values() if row.live_bytes]
+        steady = [series.steady_live_bytes for series in running.every.values() if series.live_bytes]
         leaked_bytes = sum(growth_bytes(live) for live in steady)
         if not leaked_bytes:
             return 0

@@ -9,7 +9,7 @@ from oomprobe.devices import Usage
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.options import Step
 from oomprobe.records.trials import Calls, Request, Trial, Verdict
-from oomprobe.rules.look import Rows
+from oomprobe.rules.look import Series
 from oomprobe.verdicts.failure import Failure
 
 OVER_CAP = "it ran, but its peak was over the cap: it reused memory that the allocator had reserved earlier"
@@ -17,12 +17,12 @@ OVER_CAP = "it ran, but its peak was over the cap: it reused memory that the all
 
 @dataclass(slots=True, kw_only=True)
 class Running:
-    """The trial that is running: what was requested, and what has been measured so far."""
+    """One trial in progress; `trial()` makes its record."""
 
     request: Request
     name: str = ""  # of the step whose turn it is
     step: Step
-    rows: dict[str, Rows] = field(default_factory=dict)  # by the name of the step
+    every: dict[str, Series] = field(default_factory=dict)  # by the name of the step
     calls: int = 0
     allocations: int = 0
     past_least: bool = False  # whether a bug now ends the trial, which has passed
@@ -39,9 +39,9 @@ class Running:
     breakdown: Breakdown | None = None
 
     @property
-    def row(self) -> Rows:
-        """The rows of the step whose turn it is."""
-        return self.rows[self.name]
+    def series(self) -> Series:
+        """The numbers of the step whose turn it is."""
+        return self.every[self.name]
 
     @property
     def next_row(self) -> int:
@@ -66,15 +66,13 @@ class Running:
     def trial(self, *, several: bool, timed: bool) -> Trial:
         """Return the record of the trial; of `several` steps it names the one that failed, or had the highest peak."""
         request, usage, failure, failed = self.request, self.usage, self.failure, self.verdict is not Verdict.FITS
-        durations_s = [row.durations_s[row.timed_from :] for row in self.rows.values()]
+        durations_s = [series.durations_s[series.timed_from :] for series in self.every.values()]
         is_timed = timed and failure is None and any(durations_s)
         step_s = sum(statistics.median(one) for one in durations_s if one) if is_timed else None
-        return Trial(
-            batch_size=request.batch_size,
-            verdict=self.verdict,
-            phase=request.phase,
+        return Trial.of(
+            request,
+            self.verdict,
             steps=self.calls,
-            cap_bytes=request.cap_bytes,
             peak_allocated_bytes=usage.peak_allocated_bytes,
             peak_reserved_bytes=usage.peak_reserved_bytes,
             peak_upper_bytes=usage.peak_upper_bytes,
@@ -85,25 +83,23 @@ class Running:
             error=failure.text if failure else OVER_CAP if self.verdict is Verdict.OOM else None,
             where=failure.where if failure else None,
             step_name=(self.name if failed else self.limiting_step) if several else None,
-            accumulation_steps=request.accumulation_steps,
         )
 
-    def calls_made(self, *, is_exact: bool, waiting: str) -> Calls:
-        """Return what the calls showed; `is_exact` says whether every trial starts at the same call; `waiting` as in `Calls`."""
-        request, rows = self.request, self.rows.values()
+    def calls_made(self, *, is_exact: bool) -> Calls:
+        """Return what the calls showed; `is_exact` says whether every trial starts at the same call."""
+        request, every = self.request, self.every.values()
         has_looked = request.looks and self.verdict is Verdict.FITS
-        medians = [statistics.median(row.durations_s) for row in rows if row.durations_s]
+        medians = [statistics.median(series.durations_s) for series in every if series.durations_s]
         return Calls(
-            made=max((len(row.served_bytes) - row.waited_calls for row in rows), default=0),
-            first=max((row.first_calls or 0 for row in rows), default=0),
-            needed=max(row.calls_needed(request.least_calls or 0, is_exact=is_exact) for row in rows)
+            made=max((len(series.served_bytes) - series.waited_calls for series in every), default=0),
+            first=max((series.first_calls or 0 for series in every), default=0),
+            needed=max(series.calls_needed(request.least_calls or 0, is_exact=is_exact) for series in every)
             if has_looked
             else 0,
             call_s=sum(medians) if medians else None,
-            served_bytes=sum(sum(row.after_first_bytes) for row in rows),
+            served_bytes=sum(sum(series.after_first_bytes) for series in every),
             allocations=self.allocations,
-            varying=any(row.varies(request.step_calls or row.step_calls) for row in rows),
+            varying=any(series.varies for series in every),
             counts=self.counts,
             ended_early=self.ended_early,
-            waiting=waiting,
         )

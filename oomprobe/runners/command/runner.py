@@ -218,7 +218,7 @@ class CommandRunner:
 
     def _watch(self, run: Run, request: Request) -> tuple[list[Report], Ending]:
         """Follow a run until it passes, fails or ends; return its reports and its ending."""
-        wanted, patience = _wanted(request), self._patience
+        wanted, patience = request.wanted_calls, self._patience
         troubled, incomplete = _Since(), _Since()
         while not run.has_ended(TICK_S):
             seen = run.reports()
@@ -338,10 +338,9 @@ class CommandRunner:
         caps = [
             fractions.get(one.uuid, fractions[""]) * one.total_bytes for card in found for _, one in card if fractions
         ]
-        trial = Trial(
-            batch_size=request.batch_size,
-            verdict=ending.verdict,
-            phase=request.phase,
+        trial = Trial.of(
+            request,
+            ending.verdict,
             steps=steps,
             cap_bytes=request.cap_bytes or (int(min(caps)) if caps else None),
             peak_allocated_bytes=sum(memory.peak_allocated_bytes for _, memory in fullest) or None,
@@ -357,7 +356,7 @@ class CommandRunner:
         return Outcome(
             trial=trial,
             calls=Calls(
-                made=min(steps, _wanted(request)),  # those beyond were a bonus
+                made=min(steps, request.wanted_calls),  # those beyond were a bonus
                 first=min(1, steps),
                 served_bytes=served_bytes,
                 allocations=allocations,
@@ -369,8 +368,8 @@ class CommandRunner:
         )
 
     def _notes(self, request: Request, trial: Trial, seen: Sequence[Report]) -> Iterator[str]:
-        if request.confirms and 0 < trial.steps < _wanted(request):
-            yield SHORT.format(steps=count(trial.steps, "step", "steps"), wanted=_wanted(request))
+        if request.confirms and 0 < trial.steps < request.wanted_calls:
+            yield SHORT.format(steps=count(trial.steps, "step", "steps"), wanted=request.wanted_calls)
         if not trial.steps and self._passes_after_s is not None and not seen:
             yield WEAK_SECONDS.format(seconds=format_seconds(self._passes_after_s))
         elif not trial.steps:
@@ -380,11 +379,6 @@ class CommandRunner:
 
 
 FITS = Ending(verdict=Verdict.FITS, error="")
-
-
-def _wanted(request: Request) -> int:
-    """Return how many steps a pass needs: those requested after the first one, which makes the optimizers' state."""
-    return request.calls or 1 + request.steps
 
 
 class _Since:

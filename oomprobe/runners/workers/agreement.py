@@ -119,15 +119,7 @@ def failed_outcome(
     if isinstance(answer, dict) and "outcome" in answer:
         outcome = from_plain(Outcome, answer["outcome"])
     else:
-        trial = Trial(
-            batch_size=request.batch_size,
-            verdict=rank.verdict or Verdict.CRASHED,
-            phase=request.phase,
-            cap_bytes=request.cap_bytes,
-            where=rank.where,
-            accumulation_steps=request.accumulation_steps,
-        )
-        outcome = Outcome(trial=trial)
+        outcome = Outcome(trial=Trial.of(request, rank.verdict or Verdict.CRASHED, where=rank.where))
     timed_out = [one for one in ranks if one.verdict is Verdict.TIMED_OUT]
     if rank.verdict is Verdict.TIMED_OUT:
         error = "; ".join(f"rank {one.rank} at {one.where or 'an unknown place'}" for one in timed_out)
@@ -164,7 +156,6 @@ def _of_all_calls(calls: list[Calls]) -> Calls:
         varying=any(one.varying for one in calls),
         counts=any(one.counts for one in calls),
         ended_early=next((one.ended_early for one in calls if one.ended_early), None),
-        waiting=calls[0].waiting,
     )
 
 

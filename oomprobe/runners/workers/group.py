@@ -52,15 +52,23 @@ class Group:
         for rank, process in self.processes.items():
             process.tell(messages[rank])
         answers: dict[int, Answer] = {}
+        enough: dict[int, bool] = {}  # what ranks say that have made a call, while others are still in it
         limits = [] if deadline_s is None else [(deadline_s, TIMED_OUT)]
         while waiting := {rank: one for rank, one in self.processes.items() if rank not in answers}:
             wait([channel for process in waiting.values() for channel in process.channels], TICK_S)
             for rank, process in waiting.items():
-                if (answer := process.poll()) is not None:
+                answer = process.poll()
+                if isinstance(answer, dict) and "enough" in answer:
+                    enough[rank] = answer["enough"]
+                elif answer is not None:
                     answers[rank], now_s = answer, time.monotonic()
                     failed = has_failed(answer)
                     failing_s, passed_s = self._patience.failing_s, now_s - started_s
                     limits += [(now_s + failing_s, WAITED) if failed else (now_s + late_s(passed_s), LATE)]
+            if len(enough) == len(self.processes):
+                for process in self.processes.values():
+                    process.tell({"enough": all(enough.values())})
+                enough = {}
             late = [rank for rank in waiting if rank not in answers]
             if late and limits and time.monotonic() > min(limits)[0]:
                 why = WAITED if any(map(has_failed, answers.values())) else min(limits)[1]

@@ -15,10 +15,8 @@ from oomprobe import errors
 from oomprobe.ground import linux
 from oomprobe.ground.units import format_seconds
 from oomprobe.ground.words import count
-from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S
 from oomprobe.records.plain import from_plain
 from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo
-from oomprobe.runners.hooks import never_stepped
 from oomprobe.runners.ranks_here import check_cards
 from oomprobe.runners.signals import Clock, Interrupts
 from oomprobe.runners.workers.agreement import (
@@ -61,7 +59,6 @@ class RanksRunner:
         self._available_bytes: dict[int, int] = {}
         self._learned: dict[int, Mapping[str, Sequence[int]]] = {}  # which optimizers step, by rank
         self._building_s = 0.0
-        self._first = 0  # calls until every optimizer has stepped; 0: unknown
         self._small: Request | None = None  # the first that has passed
         self._sample: Measured | None = None  # of the memory after the first pass of a group, until it was told
 
@@ -208,7 +205,7 @@ class RanksRunner:
     # --- the Runner protocol ---
 
     def run(self, request: Request) -> Outcome:
-        """Run one trial; a `fresh` one in a group that has run nothing else. Every call of it is commanded here."""
+        """Run one trial; a `fresh` one in a group that has run nothing else."""
         outcome = self._run(request)
         if outcome.trial.passed:  # a group may have passed others before it, of which the session knows nothing
             outcome, self._sample = replace(outcome, measured=self._sample), None
@@ -217,26 +214,7 @@ class RanksRunner:
     def _run(self, request: Request) -> Outcome:
         if self._group is not None and self._group.has_run and request.fresh:
             self._end_group()
-        if request.calls is not None:
-            return self._try(replace(request, step_calls=self._first))
-        steps = 1 + request.steps
-        outcome = self._try(_commanded(request, self._first or 1))
-        if self._first or not outcome.trial.passed:
-            return outcome
-        # What every rank has shown is how many calls an optimizer's step takes, and so how many to command.
-        if not outcome.calls.first:
-            outcome = self._try(_commanded(request, -(-MAX_CALLS // steps)))
-            if outcome.trial.passed and outcome.calls.waiting:
-                calls = min(MAX_WAITING_CALLS, max(MAX_CALLS, int(WAITING_S / (outcome.calls.call_s or WAITING_S))))
-                outcome = self._try(_commanded(request, -(-calls // steps)))
-            if outcome.trial.passed and outcome.calls.waiting:
-                raise errors.NotRunError(never_stepped(outcome.calls.waiting, outcome.calls.made))
-        first = outcome.calls.first
-        if outcome.trial.passed and first * steps > outcome.calls.made:
-            outcome = self._try(_commanded(request, first))
-        if outcome.trial.passed:
-            self._first = max(1, first)
-        return replace(outcome, calls=replace(outcome.calls, made=first + self._first * request.steps))
+        return self._try(request)
 
     def _try(self, request: Request) -> Outcome:
         """Run one trial, in a new group if there is none; its time limit starts now, after the target was built.
@@ -283,7 +261,7 @@ class RanksRunner:
         meet it, as training does.
         """
         if self._small is not None:
-            answers = self._answers(_commanded(self._small, self._first or 1))
+            answers = self._answers(self._small)
             if any(map(has_failed, answers.values())):
                 self._end_group()
             else:
@@ -350,11 +328,6 @@ class RanksRunner:
         building = failed["building"] and f"{failed['building']} {where}"
         text = failed["text"] if failed["kind"] == "InvalidArgumentError" else f"{where}: {failed['text']}"
         return {**failed, "text": text, "building": building}
-
-
-def _commanded(request: Request, step_calls: int) -> Request:
-    """Return the request with the number of its calls, if a step of the optimizers takes `step_calls`."""
-    return replace(request, calls=step_calls * (1 + request.steps), step_calls=step_calls)
 
 
 def _hellos(answers: Mapping[int, Answer]) -> list[Hello]:

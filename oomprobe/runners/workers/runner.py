@@ -264,15 +264,7 @@ class ProcessRunner:
                 used_bytes=ended.peak_resident_bytes - hello.resident_bytes,
                 cap_bytes=request.cap_bytes or hello.available_bytes,
             )
-        return Trial(
-            batch_size=request.batch_size,
-            verdict=verdict,
-            phase=request.phase,
-            cap_bytes=request.cap_bytes,
-            error=_how_it_ended(ended),
-            where=where,
-            accumulation_steps=request.accumulation_steps,
-        )
+        return Trial.of(request, verdict, error=_how_it_ended(ended), where=where)
 
 
 def _how_it_ended(ended: Message | ExitStatus) -> str:

@@ -68,6 +68,14 @@ def _answer(wire: Connection, answer: Message) -> None:
     send(wire, answer)
 
 
+def agree(wire: Connection, enough: bool) -> bool:
+    """Tell the parent whether this rank has made enough calls, and return whether all ranks have."""
+    send(wire, {"enough": enough})
+    if (message := receive(wire)) is None:
+        os._exit(0)  # the parent is gone
+    return bool(message["enough"])
+
+
 def _carry_out(runner: Runner, message: Message) -> Message:
     if message["do"] == "measure":
         return {"measured": asdict(runner.measure())}
@@ -81,6 +89,7 @@ def local_runner(
     device: Device,
     ranks: int = 1,
     axis: Axis = NO_AXIS,
+    agree: Callable[[bool], bool] = bool,
 ) -> LocalRunner:
     """Make a runner of trials in this process, without a snapshot: the changed state ends with the process."""
     if is_host(device):
@@ -100,6 +109,7 @@ def local_runner(
         Interrupts(),  # the parent ends a process that hangs
         ends_with_trial=is_host(device),
         ranks=ranks,
+        agree=agree,
         axis=axis,
     )
 

@@ -6,6 +6,8 @@ import gc
 import os
 import pickle
 import sys
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 
 from oomprobe.devices import Device, choose_device, is_host
@@ -19,7 +21,7 @@ from oomprobe.runners.workers import system
 from oomprobe.runners.workers.messages import Message, receive
 from oomprobe.runners.workers.process import begin
 from oomprobe.runners.workers.runner import ProcessRunner, forks
-from oomprobe.runners.workers.serve import local_runner, serve
+from oomprobe.runners.workers.serve import agree, local_runner, serve
 from oomprobe.state import Tracker
 
 
@@ -36,10 +38,10 @@ def answer(wire: Connection) -> None:
     """Build the target of the first message, and answer all others until the other end is closed."""
     task = receive(wire)
     if task is not None:
-        serve(wire, lambda: _runner_of(task), building=task["target"])
+        serve(wire, lambda: _runner_of(task, partial(agree, wire)), building=task["target"])
 
 
-def _runner_of(task: Message) -> tuple[Runner, Device | None]:
+def _runner_of(task: Message, agree: Callable[[bool], bool]) -> tuple[Runner, Device | None]:
     """Build the target and return the runner of its trials, with the device if they run in this process."""
     model, step_fn = build(task["target"])
     check_model(model)
@@ -51,7 +53,7 @@ def _runner_of(task: Message) -> tuple[Runner, Device | None]:
     tracker = Tracker(model, [step.run for step in steps.values()], device=device)
     if not is_host(device):
         preload_dynamo()
-        return local_runner(model, steps, tracker, device, ranks, axis), device
+        return local_runner(model, steps, tracker, device, ranks, axis, agree if ranks > 1 else bool), device
     if ranks > 1:
         refuse_host(device.torch_device)
     source = forks(model, steps, tracker, device, axis)
