@@ -103,6 +103,7 @@ def test_other_systems_have_no_figures(tmp_path, monkeypatch):
         monkeypatch.setattr(linux, name, tmp_path / "none")
     assert linux.free_bytes() is None
     assert linux.oom_kills() is None
+    assert int(linux.OomKills()) == 0
 
 
 def test_kills_of_machine_and_cgroup_are_added(tmp_path, free, monkeypatch):
@@ -110,5 +111,7 @@ def test_kills_of_machine_and_cgroup_are_added(tmp_path, free, monkeypatch):
     linux.VMSTAT.write_text("nr_free_pages 7\noom_kill 3\n")
     free("0::/job\n")
     assert linux.oom_kills() == 3
+    since = linux.OomKills()
     free("0::/job\n", job={"events": "low 0\noom 9\noom_kill 2"})
     assert linux.oom_kills() == 5
+    assert int(since) == 2

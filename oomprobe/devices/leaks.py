@@ -8,6 +8,7 @@ import tenacity
 
 from oomprobe.devices import Device
 from oomprobe.ground.units import format_bytes
+from oomprobe.ground.waiting import until
 from oomprobe.records.trials import Trial
 
 TOLERATED_BYTES = 2**20  # more than the small caches that libraries make for a new shape
@@ -44,12 +45,12 @@ class Baseline:
         most_bytes = self._residue_bytes + TOLERATED_BYTES
         leaked_bytes = self._cleaned()
         if leaked_bytes > most_bytes:  # the autograd thread of a failed backward may hold its tensors a moment longer
-            leaked_bytes = tenacity.Retrying(
-                stop=tenacity.stop_after_attempt(4),
+            leaked_bytes = until(
+                lambda leaked_bytes: leaked_bytes <= most_bytes,
+                self._cleaned,
                 wait=tenacity.wait_exponential(multiplier=0.05),
-                retry=tenacity.retry_if_result(lambda leaked_bytes: leaked_bytes > most_bytes),
-                retry_error_callback=lambda state: state.outcome.result() if state.outcome else 0,
-            )(self._cleaned)
+                stop=tenacity.stop_after_attempt(4),
+            )
         if leaked_bytes > most_bytes and keeps:
             self._live_bytes, leaked_bytes = self._device.live_bytes(), 0
         elif leaked_bytes > most_bytes:

@@ -61,13 +61,23 @@ def _cgroup_free(folder: Path) -> int | None:
 def oom_kills() -> int | None:
     """Count the processes that the OOM killer ended, on the machine and in this process's cgroups; None if unknown.
 
-    A rise between two calls shows that a process was killed for memory. Sources: proc_vmstat(5), cgroup v2
-    ``memory.events``, v1 ``memory.oom_control``.
+    Sources: proc_vmstat(5), cgroup v2 ``memory.events``, v1 ``memory.oom_control``.
     """
     names = ("memory.events", "memory.oom_control")
     files = [VMSTAT, *(folder / name for folder in _cgroup_folders() for name in names)]
     counts = [count for file in files if (count := _count(file, "oom_kill")) is not None]
     return sum(counts) if counts else None
+
+
+class OomKills:
+    """Counts what the OOM killer ends from now on."""
+
+    def __init__(self) -> None:
+        self._before = oom_kills()
+
+    def __int__(self) -> int:
+        now = oom_kills()
+        return 0 if now is None or self._before is None else now - self._before
 
 
 def _count(file: Path, name: str) -> int | None:

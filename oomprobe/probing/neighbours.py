@@ -9,6 +9,7 @@ import torch
 
 from oomprobe.devices.sharing import processes_on
 from oomprobe.ground.units import format_bytes
+from oomprobe.ground.waiting import until
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.records.trials import NO_VERDICT, DeviceInfo, Outcome, Runner
 
@@ -82,15 +83,14 @@ class Neighbours:
         return False
 
     def _wait_for_quiet(self, look: Callable[[], int | None]) -> None:
-        """Wait until the others are back at their normal level. Retry on values: a kept exception would hold tensors alive."""
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(LOOKS),
+        """Wait until the others are back at their normal level."""
+        until(
+            lambda grown_bytes: grown_bytes <= self._tolerated_bytes,
+            lambda: self._grown_bytes(look() or 0),
             wait=tenacity.wait_exponential(multiplier=self._patience.neighbour_s, max=LONGEST_WAIT_S),
-            retry=tenacity.retry_if_result(lambda grown_bytes: grown_bytes > self._tolerated_bytes),
-            retry_error_callback=lambda state: None,
+            stop=tenacity.stop_after_attempt(LOOKS),
             sleep=self._patience.sleep,
         )
-        retrying(lambda: self._grown_bytes(look() or 0))
 
     def _grown_bytes(self, outside_bytes: int) -> int:
         return 0 if self._expected_bytes is None else outside_bytes - self._expected_bytes

@@ -20,8 +20,8 @@ KEPT = 400  # exceptions from the beginning of the output, and as many from its 
 CONTEXT_LINES = 25  # shown before an exception, or from the end of the output
 LONGEST_LINE = 4000
 SIGNALLED = 128  # a shell exits with this and the number of the signal that ended its program
-# Launchers put the rank in front: torchrun "[rank1]: " and "[default0]:", srun -l "0: ", mpirun "[1,0]<stderr>:", Ray "(pid=7) ".
-_PREFIX = r"(?:\[[^\]\s]*\](?:<\w+>)?:?\s*|\d+: |\([^()]*\) )*"
+# Launchers put the rank in front: torchrun "[rank1]: " and "[default0]:", srun -l "0: ".
+_PREFIX = r"(?:\[\w+\]:\s*|\d+: )*"
 _EXCEPTION = re.compile(
     rf"^{_PREFIX}(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|OutOfResources))(?::\s?(?P<text>.*))?$"
 )
@@ -62,7 +62,7 @@ QUOTED = "its output quotes an out-of-memory error, and not all of its processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class ReportedError:
     """An exception that a process reported, or that stands in the output."""
 
     facts: Facts
@@ -87,8 +87,8 @@ class Said:
 class Output:
     """What a command has written so far."""
 
-    first: list[Said] = field(default_factory=list)
-    last: deque[Said] = field(default_factory=lambda: deque(maxlen=KEPT))
+    first: list[ReportedError] = field(default_factory=list)
+    last: deque[ReportedError] = field(default_factory=lambda: deque(maxlen=KEPT))
     oom_line: str = ""  # the first that quotes torch's out-of-memory error
     mentions_host_oom: bool = False  # whether Slurm says that a task was ended to get host memory
     _tail: deque[str] = field(default_factory=lambda: deque(maxlen=400))
@@ -125,7 +125,7 @@ class Output:
         base = "MemoryError" if name.endswith("MemoryError") else "RuntimeError"  # numpy's, and most others
         classes = (f"builtins.{name}",) if hasattr(builtins, name) else (name, f"builtins.{base}")
         context = tuple(self._tail)[-CONTEXT_LINES:]
-        said = Said(
+        said = ReportedError(
             facts=(Link(classes=classes, text=text),), text=f"{name}: {text}".removesuffix(": "), context=context
         )
         if len(self.first) < KEPT:
@@ -133,7 +133,7 @@ class Output:
         else:
             self.last.append(said)
 
-    def exceptions(self) -> list[Said]:
+    def exceptions(self) -> list[ReportedError]:
         """Return the exceptions in the order of the output."""
         return [*self.first, *self.last]
 
@@ -187,13 +187,13 @@ def cause_of(reports: Sequence[Report], output: Output, status: int, evidence: E
     return Ending(verdict=Verdict.CRASHED, error=_exit(output, status) + noise + shown)
 
 
-def _said(reports: Sequence[Report], output: Output, all_told: bool) -> Iterator[Said]:
+def _said(reports: Sequence[Report], output: Output, all_told: bool) -> Iterator[ReportedError]:
     printed = [one for one in output.exceptions() if not (all_told and _TORCH_OOM.search(one.text))]
     for report in reports:
         if report.errors:
             name, text = report.errors[0].classes[0].removeprefix("builtins."), report.errors[0].text
             same = (one.context for one in printed if text and one.facts[0].text == text.partition("\n")[0])
-            yield Said(
+            yield ReportedError(
                 facts=report.errors,
                 text=f"{name}: {text}",
                 who=report.name,

@@ -44,7 +44,7 @@ class Run:
 
     def __init__(self, command: Sequence[str], batch_size: int, variables: dict[str, str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="oomprobe-"))
-        self._oom_kills, self._mark = linux.oom_kills(), secrets.token_hex(8)
+        self.oom_kills, self._mark = linux.OomKills(), secrets.token_hex(8)
         self.output, self.started_s = Output(), time.monotonic()
         self.start_up_s = 0.0  # until it had made the steps of a trial
         self.status: int | None = None  # its exit status once it has ended by itself
@@ -101,12 +101,6 @@ class Run:
         """Seconds since the start."""
         return time.monotonic() - self.started_s
 
-    @property
-    def oom_kills(self) -> int:
-        """How many processes the system's OOM killer has ended since the start."""
-        kills = linux.oom_kills()
-        return 0 if kills is None or self._oom_kills is None else kills - self._oom_kills
-
     def reports(self) -> list[Report]:
         """Return what its processes have reported."""
         return read(self._reports)
@@ -139,19 +133,12 @@ class Run:
             if time.monotonic() > until_s:
                 self._keeper.kill()
             select.select([self._pipe], [], [], 0.02)
-            self._drain()
+            system.drain(self._pipe)
         if self._keeper.returncode < 0:  # it was killed, so do its work
             system.kill_started(self._keeper.pid, self._mark)
 
     def _read_output(self) -> None:
-        self.output.feed(self._decoder.decode(self._drain()))
-
-    def _drain(self) -> bytes:
-        read, most = b"", 2**20
-        with contextlib.suppress(BlockingIOError):
-            while len(read) < most and (more := os.read(self._pipe, 2**16)):
-                read += more
-        return read
+        self.output.feed(self._decoder.decode(system.drain(self._pipe)))
 
     def _close(self) -> None:
         self._wire.close()

@@ -16,6 +16,7 @@ import tenacity
 
 from oomprobe.errors import InvalidArgumentError, StepFailedError, UnreliableError
 from oomprobe.ground.units import format_seconds
+from oomprobe.ground.waiting import Held, until
 from oomprobe.ground.words import count
 from oomprobe.records.options import Options
 from oomprobe.records.patience import PATIENCE, Patience
@@ -169,13 +170,12 @@ class CommandRunner:
 
     def run(self, request: Request) -> Outcome:
         """Run the command once; again if a port was in use, or if memory of an earlier run was not free yet."""
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(ATTEMPTS),
+        outcome, ending = until(
+            lambda result: not _is_not_its_fault(*result),
+            lambda: self._run(request),
             wait=tenacity.wait_exponential(max=8),
-            retry=tenacity.retry_if_result(lambda result: _is_not_its_fault(*result)),
-            retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
+            stop=tenacity.stop_after_attempt(ATTEMPTS),
         )
-        outcome, ending = retrying(self._run, request)
         if ending.verdict is Verdict.BUG:
             raise StepFailedError(_failed(request, ending), batch_size=request.batch_size)
         return outcome
@@ -219,7 +219,7 @@ class CommandRunner:
     def _watch(self, run: Run, request: Request) -> tuple[list[Report], Ending]:
         """Follow a run until it passes, fails or ends; return its reports and its ending."""
         wanted, patience = request.wanted_calls, self._patience
-        troubled, incomplete = _Since(), _Since()
+        troubled, incomplete = Held(), Held()
         while not run.has_ended(TICK_S):
             seen = run.reports()
             if self._has_done_enough(run, request, seen, wanted):
@@ -276,7 +276,7 @@ class CommandRunner:
     def _failure(self, run: Run, request: Request, seen: Sequence[Report]) -> Ending:
         pressed = any(report.ooms or memory.retries for report in seen for memory in report.devices)
         evidence = Evidence(smaller_size_passed=request.smaller_passed, memory_pressure=pressed)
-        return cause_of(seen, run.output, run.status or 0, evidence, oom_kills=run.oom_kills)
+        return cause_of(seen, run.output, run.status or 0, evidence, oom_kills=int(run.oom_kills))
 
     # --- what a run has shown ---
 
@@ -379,19 +379,6 @@ class CommandRunner:
 
 
 FITS = Ending(verdict=Verdict.FITS, error="")
-
-
-class _Since:
-    """How long something has been the case."""
-
-    def __init__(self) -> None:
-        self._since_s: float | None = None
-
-    def for_s(self, is_so: bool) -> float:
-        """Return for how many seconds it has been so, up to now."""
-        now_s = time.monotonic()
-        self._since_s = (self._since_s or now_s) if is_so else None
-        return now_s - (self._since_s or now_s)
 
 
 def _is_troubled(seen: Sequence[Report]) -> bool:

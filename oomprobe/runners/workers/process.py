@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
+from oomprobe.ground.waiting import Held
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.runners.workers import system
 from oomprobe.runners.workers.exit_status import ExitStatus
@@ -45,7 +46,7 @@ class Process:
         patience: Patience = PATIENCE,
     ) -> None:
         """Start the process: `start` gets its end of the wire and the descriptor for its stderr, and returns its pid."""
-        self._oom_kills, self._mark, self._label = linux.oom_kills(), mark, label.encode()
+        self._oom_kills, self._mark, self._label = linux.OomKills(), mark, label.encode()
         self._patience = patience
         self._stderr_tail = self._unfinished = b""
         self._wire, theirs = Pipe()
@@ -134,12 +135,11 @@ class Process:
         return self.end() if has_ended else None
 
     def _read_stderr(self, *, pass_on: bool) -> None:
-        with suppress(BlockingIOError):
-            while output := os.read(self._stderr, 2**16):
-                self._stderr_tail = (self._stderr_tail + output)[-TAIL_BYTES:]
-                if pass_on:
-                    with suppress(OSError):
-                        os.write(2, self._labelled(output))
+        output = system.drain(self._stderr)
+        self._stderr_tail = (self._stderr_tail + output)[-TAIL_BYTES:]
+        if pass_on and output:
+            with suppress(OSError):
+                os.write(2, self._labelled(output))
 
     def _labelled(self, output: bytes) -> bytes:
         if not self._label:
@@ -167,7 +167,7 @@ class Process:
         system.kill_started(self.pid, self._mark)
         _, status, used = os.wait4(self.pid, 0)
         self._read_stderr(pass_on=why is None)
-        kills = linux.oom_kills()
+        oom_kills = int(self._oom_kills)
         self._close()
         return ExitStatus(
             signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
@@ -175,7 +175,7 @@ class Process:
             why=why,
             stderr=self._stderr_tail.decode(errors="replace").strip(),
             peak_resident_bytes=used.ru_maxrss * 1024,
-            oom_kills=0 if kills is None or self._oom_kills is None else kills - self._oom_kills,
+            oom_kills=oom_kills,
         )
 
     def _close(self) -> None:
@@ -192,20 +192,18 @@ def end_all(processes: Sequence[Process], why: str | None = None, patience: Pati
 
 
 class _Idle:
-    """How long a session has used no processor time."""
+    """For how long a session has used no processor time."""
 
     def __init__(self, pid: int, reading_s: float) -> None:
         self._pid, self._reading_s, self._cpu_s = pid, reading_s, -1.0
-        self._since_s = self._looked_s = time.monotonic()
+        self._held, self._read_at_s = Held(), time.monotonic()
 
     @property
     def for_s(self) -> float:
-        now = time.monotonic()
-        if now - self._looked_s >= self._reading_s:
-            cpu_s, self._looked_s = system.cpu_s(self._pid), now
-            if cpu_s != self._cpu_s:
-                self._cpu_s, self._since_s = cpu_s, now
-        return now - self._since_s
+        now_s, before_s = time.monotonic(), self._cpu_s
+        if now_s - self._read_at_s >= self._reading_s:
+            self._cpu_s, self._read_at_s = system.cpu_s(self._pid), now_s
+        return self._held.for_s(self._cpu_s == before_s)
 
 
 def begin() -> None:

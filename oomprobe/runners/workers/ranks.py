@@ -14,6 +14,7 @@ import tenacity
 from oomprobe import errors
 from oomprobe.ground import linux
 from oomprobe.ground.units import format_seconds
+from oomprobe.ground.waiting import until
 from oomprobe.ground.words import count
 from oomprobe.records.plain import from_plain
 from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo
@@ -98,14 +99,13 @@ class RanksRunner:
         """Return the group; if there is none, take the spare one or a new one, and wait until every rank has built the target."""
         if self._group is not None:
             return self._group
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(BUILDS),
-            wait=tenacity.wait_exponential(multiplier=2),
+        answers = until(
             # Memory of the group before may not be free yet.
-            retry=tenacity.retry_if_result(lambda answers: bool(self._hellos) and _is_out_of_memory(answers)),
-            retry_error_callback=lambda state: state.outcome.result() if state.outcome else {},
+            lambda answers: not self._hellos or not _is_out_of_memory(answers),
+            self._built,
+            wait=tenacity.wait_exponential(multiplier=2),
+            stop=tenacity.stop_after_attempt(BUILDS),
         )
-        answers: dict[int, Answer] = retrying(self._built)
         hellos = _hellos(answers)
         if len(hellos) < self._ranks:
             self._refuse(answers)
@@ -150,18 +150,17 @@ class RanksRunner:
         """Wait for the memory of the previous group to come back; after `Patience.returning_s`, accept that others hold it."""
         before = [hello.outside_bytes or 0 for hello in self._hellos]
 
-        def is_missing(outside: Sequence[int]) -> bool:
-            return any(now > then + MISSING_BYTES for now, then in zip(outside, before, strict=True))
+        def is_back(outside: Sequence[int]) -> bool:
+            return all(now <= then + MISSING_BYTES for now, then in zip(outside, before, strict=True))
 
         outside = [hello.outside_bytes or 0 for hello in hellos]
-        if is_missing(outside):
-            retrying = tenacity.Retrying(
-                stop=tenacity.stop_after_delay(self._clock.patience.returning_s),
+        if not is_back(outside):
+            outside = until(
+                is_back,
+                lambda: [one.outside_bytes or 0 for one in self._measured().values()],
                 wait=tenacity.wait_exponential(multiplier=0.25, max=4),
-                retry=tenacity.retry_if_result(is_missing),
-                retry_error_callback=lambda state: state.outcome.result() if state.outcome else outside,
+                stop=tenacity.stop_after_delay(self._clock.patience.returning_s),
             )
-            outside = retrying(lambda: [one.outside_bytes or 0 for one in self._measured().values()])
         self._hellos = [
             replace(hello, outside_bytes=max(now, hello.outside_bytes or 0))
             for hello, now in zip(self._hellos, outside, strict=True)

@@ -36,6 +36,15 @@ def flush() -> None:
             stream.flush()
 
 
+def drain(pipe: int) -> bytes:
+    """Return what is in a pipe that does not block, up to 1 MiB: a flood of output must not keep this process busy."""
+    read = b""
+    with suppress(BlockingIOError):
+        while len(read) < 2**20 and (more := os.read(pipe, 2**16)):
+            read += more
+    return read
+
+
 def cpu_s(session: int) -> float:
     """Return the processor time of all processes in a session, including data loader workers."""
     ticks = sum(int(stat[11]) + int(stat[12]) for _, stat in _processes() if stat[3] == str(session))
