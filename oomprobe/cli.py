@@ -18,18 +18,21 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from oomprobe import errors
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
+from oomprobe.records.axis import Axis
+from oomprobe.records.options import Options
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
 from oomprobe.report import text
 from oomprobe.report.plot import new_figure
 from oomprobe.report.table import table_report
 from oomprobe.report.trials import trials_table
+from oomprobe.runners.targets import name_of
 
 STDOUT = Path("-")
 DEMO_CARD = "sim:H100-80GB"
@@ -49,6 +52,11 @@ TWO_AXES = (
 TWO_TARGETS = (
     "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
 )
+NO_TABLE = "--try-larger and --no-mixed are about a table: add --over, or leave them out"
+NO_TABLE_REQUIRED = "--require checks one size, and --over makes a table: leave one out"
+NO_TABLE_PLANNED = "--global-batch and --world-size plan for one answer, and --over has many: in Python, table.rows[value].plan(...) does it"
+NO_SEARCH = "--require runs one size and no search, so it would ignore {options}: leave that out"
+RANKS_TWICE = "--nproc-per-node says how many ranks there are, so --world-size cannot be given too: leave it out"
 NOT_FOR_COMMANDS = (
     "{options} cannot be given for a command: it runs as it is, in processes of its own and on the devices that it chooses "
     "(CUDA_VISIBLE_DEVICES narrows them). For these options, write a target: oomprobe run path/to/train.py:build"
@@ -65,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.words = command
     arguments.owns_process = argv is None
     try:
-        return _COMMANDS[arguments.command](arguments)
+        return int(arguments.act(arguments))
     except BrokenPipeError:  # the reader of the output, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python flushes stdout again at exit
         return 0
@@ -121,8 +129,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.quiet:
         tell(*(f"oomprobe: {note}" for note in probed.notes))
-    if len(probed.rows) < len(arguments.over[0][1]) or (probed.notes and not probed.mixed and not arguments.no_mixed):
-        return errors.UnreliableError.exit_status  # rows are missing, or nothing ran in turn
+    if len(probed.rows) < len(arguments.over[0][1]) or probed.mixed_failed:
+        return errors.UnreliableError.exit_status
     return 0 if results else errors.NothingFitsError.exit_status
 
 
@@ -154,33 +162,27 @@ def _save(write_to: Callable[[Path], object], path: Path | None) -> None:
 def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult | ProbeTable:
     from oomprobe import probe
 
-    common = {
-        "memory_fraction": arguments.memory_fraction,
-        "confirm_steps": arguments.confirm_steps,
-        "time_limit_s": arguments.time_limit,
-        "progress": arguments.progress,
-    }
+    options = given_options(arguments) | {"progress": arguments.progress}
     check: Callable[..., ProbeResult] = probe.check_target
     search: Callable[..., Any] = probe.probe_target
     if arguments.words is None:
         what = arguments.target
-        common |= {"isolate": isolate, "device": arguments.device, "breakdown": arguments.breakdown}
-        common |= {"nproc_per_node": arguments.nproc_per_node}
+        options |= {name: getattr(arguments, name) for name in ("device", "nproc_per_node")} | {"isolate": isolate}
     else:
         what, check, search = arguments.words, probe.check_command, probe.probe_command
-        common |= {"passes_after_s": arguments.passes_after}
+        options |= {"passes_after_s": arguments.passes_after}
     if arguments.require is not None:
-        return check(what, arguments.require, **common)
-    given = {name: getattr(arguments, name) for name in SEARCH_OPTIONS if getattr(arguments, name) is not None}
-    if "global_batch" in given:
-        given["global_batch"] = -(-arguments.global_batch // (arguments.world_size or 1))
+        options.pop("multiple_of", None)
+        return check(what, arguments.require, **options)
     if arguments.over:
-        given |= {"try_larger": arguments.try_larger, "mixed": not arguments.no_mixed}
-        return probe.probe_target(what, over=dict(arguments.over), **given, **common)
-    result: ProbeResult = search(what, **given, **common)
-    if arguments.nproc_per_node is None and ((arguments.world_size or 1) > 1 or arguments.global_batch):
-        plan_options = {"global_batch": arguments.global_batch, "world_size": arguments.world_size or 1}
-        result = dataclasses.replace(result, options={**result.options, **plan_options})
+        mixed, over = not arguments.no_mixed, dict(arguments.over)
+        return probe.probe_target(what, over=over, try_larger=arguments.try_larger, mixed=mixed, **options)
+    plan: dict[str, Any] = {"global_batch": options.get("global_batch"), "world_size": arguments.world_size or 1}
+    if plan["global_batch"]:
+        options["global_batch"] = -(-plan["global_batch"] // plan["world_size"])
+    result: ProbeResult = search(what, **options)
+    if arguments.nproc_per_node is None and (plan["world_size"] > 1 or plan["global_batch"]):
+        result = dataclasses.replace(result, options={**result.options, **plan})
     return result
 
 
@@ -238,43 +240,37 @@ def _devices(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "run": _run,
-    "demo": _demo,
-    "show": _show,
-    "compare": _compare,
-    "devices": _devices,
+FLAGS = {
+    "--in-process": "run trials in this process",
+    "--try-larger": "with --over: go on above a value with which nothing fits",
+    "--no-mixed": "with --over: do not look for sizes that run with all values in turn, as training with buckets does",
+    "--quiet": "print only the batch size, and errors on stderr",
 }
 
 
-# Options of a search, by their names in `find_max_batch`; --require does not search and would ignore them.
-SEARCH_OPTIONS = (
-    *("min_batch", "max_batch", "multiple_of", "start_batch"),
-    *("steps", "resolution", "trial_time_limit_s", "global_batch"),
-)
-
-
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; ``command`` is the name of the command."""
+    """Return the parser of the whole command line; ``act`` is the function of the command."""
     whole = argparse.ArgumentParser(
         prog="oomprobe", description="Find the largest batch size that truly fits, by running it."
     )
     whole.add_argument("--version", action="version", version=f"oomprobe {__version__}")
-    commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run",
         help="probe a target: path/to/train.py:build, which returns (model, step_fn); or a command",
         usage="%(prog)s [options] TARGET\n       %(prog)s [options] -- COMMAND ... {batch} ...",
         description="Probe a target, or a command in whose arguments {batch} stands for the batch size.",
     )
-    _add_run(run)
     demo = commands.add_parser("demo", help="probe two small models, on a simulated card and here")
     show = commands.add_parser("show", help="print a result that was saved as JSON")
-    show.add_argument("result", metavar="RESULT.json")
     compare = commands.add_parser("compare", help="print two saved results side by side")
+    devices = commands.add_parser("devices", help="list what can be probed")
+    for command, act in {run: _run, demo: _demo, show: _show, compare: _compare, devices: _devices}.items():
+        command.set_defaults(act=act)
+    _add_run(run)
+    show.add_argument("result", metavar="RESULT.json")
     compare.add_argument("first", metavar="A.json")
     compare.add_argument("second", metavar="B.json")
-    commands.add_parser("devices", help="list what can be probed")
     for command in (run, show):
         command.add_argument(
             "--verbose", action="store_true", help="add the fit and estimates, and explain what is not covered"
@@ -296,34 +292,17 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "--device",
         help="cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is)",
     )
-    run.add_argument(
-        "--memory-fraction", type=float, default=0.9, metavar="F", help="share of available memory to use (0.9)"
-    )
-    run.add_argument("--min-batch", type=int, metavar="N", help="smallest size to try (1)")
-    run.add_argument("--max-batch", type=int, metavar="N", help="largest size to try (no limit)")
-    run.add_argument("--multiple-of", type=int, metavar="N", help="try only multiples of this (1)")
-    run.add_argument(
-        "--start-batch", type=int, metavar="N", help="size to begin at, then doubled or halved (--min-batch)"
-    )
-    run.add_argument("--steps", type=int, metavar="N", help="full steps per trial (2)")
-    run.add_argument("--confirm-steps", type=int, default=5, metavar="N", help="full steps to confirm the answer (5)")
-    run.add_argument(
-        "--resolution",
-        type=float,
-        metavar="F",
-        help="stop within this fraction of the size (0: exact; a command: 1/64)",
-    )
-    run.add_argument("--time-limit", type=float, metavar="S", help="seconds for the whole probe")
-    run.add_argument(
-        "--trial-time-limit", type=float, metavar="S", dest="trial_time_limit_s", help="seconds for one trial"
-    )
-    run.add_argument("--global-batch", type=_size, metavar="N", help="plan gradient accumulation for N samples")
+    for option in dataclasses.fields(Options):
+        metavar = option.metadata["metavar"]
+        kind = {"metavar": metavar, "type": int if metavar == "N" else float} if metavar else {"action": "store_true"}
+        told = {"dest": option.name, "default": argparse.SUPPRESS, "help": option.metadata["help"]}
+        run.add_argument(_flag(option.name), **told, **kind)
     run.add_argument(
         "--world-size", type=_size, metavar="N", help="ranks that share the global batch, one of which is probed (1)"
     )
     run.add_argument(
         "--nproc-per-node",
-        type=_ranks,
+        type=lambda text: text if text == "gpu" else _size(text),
         metavar="N",
         help="run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU; on a simulated card, the first of N ranks of DDP",
     )
@@ -335,15 +314,6 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         help="make a table: the largest size for each value of an argument of the step, such as length=512,1024,2048",
     )
     run.add_argument(
-        "--try-larger", action="store_true", help="with --over: go on above a value with which nothing fits"
-    )
-    run.add_argument(
-        "--no-mixed",
-        action="store_true",
-        help="with --over: do not look for sizes that run with all values in turn, as training with buckets does",
-    )
-    run.add_argument("--breakdown", action="store_true", help="run one more step to show where the memory went")
-    run.add_argument(
         "--require", type=_size, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
     )
     run.add_argument(
@@ -352,9 +322,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         metavar="S",
         help="a command whose processes report nothing passes after S seconds (last resort)",
     )
-    run.add_argument("--in-process", action="store_true", help="run trials in this process")
     run.add_argument("--json", type=_file, metavar="PATH", help="write the result as JSON; - for stdout")
-    run.add_argument("--quiet", action="store_true", help="print only the batch size, and errors on stderr")
+    for flag, meaning in FLAGS.items():
+        run.add_argument(flag, action="store_true", help=meaning)
 
 
 def _size(text: str) -> int:
@@ -378,10 +348,6 @@ def _number(text: str) -> object:
     return text
 
 
-def _ranks(text: str) -> int | Literal["gpu"]:
-    return "gpu" if text == "gpu" else _size(text)
-
-
 def _file(text: str) -> Path:
     """Return the absolute path of a file to write, because a step may change the working directory."""
     path = Path(text).absolute()
@@ -390,49 +356,54 @@ def _file(text: str) -> Path:
     return STDOUT if text == "-" else path
 
 
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that were given, by their names in `Options`."""
+    names = [option.name for option in dataclasses.fields(Options)]
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
 def check_run(arguments: argparse.Namespace) -> None:
     """Raise InvalidArgumentError for options that would only fail, or be ignored, after minutes of probing."""
-    required, multiple_of, is_command = arguments.require, arguments.multiple_of, arguments.words is not None
-    if (arguments.target is None) != is_command:
-        raise InvalidArgumentError(
-            NO_TARGET if arguments.target is None else TWO_TARGETS.format(target=arguments.target)
-        )
-    own = {"--device": arguments.device, "--breakdown": arguments.breakdown, "--in-process": arguments.in_process}
-    own |= {"--nproc-per-node": arguments.nproc_per_node, "--over": arguments.over}
-    _check_table(arguments)
-    if arguments.nproc_per_node is not None and arguments.world_size is not None:
-        raise InvalidArgumentError(
-            "--nproc-per-node says how many ranks there are, so --world-size cannot be given too: leave it out"
-        )
-    if is_command and (refused := [option for option, value in own.items() if value]):
-        raise InvalidArgumentError(NOT_FOR_COMMANDS.format(options=", ".join(refused)))
-    if not is_command and arguments.passes_after is not None:
-        raise InvalidArgumentError("--passes-after is for commands: a target's steps are counted")
-    given = (option for option in SEARCH_OPTIONS if getattr(arguments, option) is not None)
-    ignored = [_flag(option) for option in given if option != "multiple_of"]
-    if required is not None and multiple_of is not None and multiple_of > 0 and required % multiple_of:
-        raise InvalidArgumentError(f"--require {required} is not a multiple of {multiple_of}: change one of them")
-    if required is not None and ignored:
-        raise InvalidArgumentError(
-            f"--require runs one size and no search, so it would ignore {', '.join(ignored)}: leave that out"
-        )
+    given, over, required, is_command = (
+        given_options(arguments),
+        arguments.over or [],
+        arguments.require,
+        arguments.words is not None,
+    )
+    Options(**given)  # raises
+    multiple_of = given.pop("multiple_of", 1)
+    of_targets = [
+        _flag(name)
+        for name in ("device", "breakdown", "in_process", "nproc_per_node", "over")
+        if getattr(arguments, name, None)
+    ]
+    of_searches = [
+        _flag(one.name) for one in dataclasses.fields(Options) if one.name in given and not one.metadata["in_checks"]
+    ]
+    shares_global_batch = "global_batch" in given or arguments.world_size is not None
+    refusals = {
+        NO_TARGET: not is_command and arguments.target is None,
+        TWO_TARGETS.format(target=arguments.target): is_command and arguments.target is not None,
+        NOT_FOR_COMMANDS.format(options=", ".join(of_targets)): is_command and of_targets,
+        "--passes-after is for commands: a target's steps are counted": not is_command and arguments.passes_after,
+        NO_TABLE: not over and (arguments.try_larger or arguments.no_mixed),
+        TWO_AXES.format(count=len(over)): len(over) > 1,
+        NO_TABLE_REQUIRED: over and required,
+        NO_TABLE_PLANNED: over and shares_global_batch,
+        RANKS_TWICE: arguments.nproc_per_node is not None and arguments.world_size is not None,
+        f"--require {required} is not a multiple of {multiple_of}: change one of them": required
+        and required % multiple_of,
+        NO_SEARCH.format(options=", ".join(of_searches)): required and of_searches,
+    }
+    for refusal, holds in refusals.items():
+        if holds:
+            raise InvalidArgumentError(refusal)
+    if not is_command:
+        name_of(arguments.target)  # raises
+    if over:
+        Axis.of(dict(over))  # raises
     if arguments.html is not None:
         new_figure(1)  # raises if matplotlib is missing
-
-
-def _check_table(arguments: argparse.Namespace) -> None:
-    if not arguments.over:
-        if arguments.try_larger or arguments.no_mixed:
-            raise InvalidArgumentError("--try-larger and --no-mixed are about a table: add --over, or leave them out")
-        return
-    if len(arguments.over) > 1:
-        raise InvalidArgumentError(TWO_AXES.format(count=len(arguments.over)))
-    if arguments.require is not None:
-        raise InvalidArgumentError("--require checks one size, and --over makes a table: leave one out")
-    if arguments.global_batch is not None or arguments.world_size is not None:
-        raise InvalidArgumentError(
-            "--global-batch and --world-size plan for one answer, and --over has many: in Python, table.rows[value].plan(...) does it"
-        )
 
 
 def _flag(option: str) -> str:

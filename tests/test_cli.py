@@ -1,7 +1,8 @@
 """The command line: options, streams and the exit codes of whole commands."""
 
+import contextlib
 import dataclasses
-import inspect
+import itertools
 import json
 import os
 import re
@@ -11,8 +12,10 @@ import types
 
 import pytest
 
-from oomprobe import InvalidArgumentError, ProbeResult, cli, find_max_batch
-from oomprobe.cli import SEARCH_OPTIONS, check_run, parser, stdout_kept, tell, write
+import oomprobe
+from oomprobe import InvalidArgumentError, ProbeResult, ProbeTable, cli
+from oomprobe.cli import check_run, given_options, parser, stdout_kept, tell, write
+from oomprobe.records.options import Options
 
 TARGET = """
 import atexit
@@ -228,9 +231,30 @@ def parsed(*arguments):
     return parser().parse_args(["run", "train:build", *arguments])
 
 
-def test_search_options_are_options_of_the_search():
-    assert set(SEARCH_OPTIONS) < set(inspect.signature(find_max_batch).parameters)
-    assert all(getattr(parsed(), option) is None for option in SEARCH_OPTIONS)
+VALUES = {"memory_fraction": 0.5, "resolution": 0.5, "breakdown": None}  # of flags: none
+FLAGS = {
+    option.name: [
+        "--" + option.name.removesuffix("_s").replace("_", "-"),
+        *map(str, filter(None, [VALUES.get(option.name, 4)])),
+    ]
+    for option in dataclasses.fields(Options)
+}
+SEARCHES = {option.name for option in dataclasses.fields(Options) if not option.metadata["in_checks"]}
+
+
+def test_every_option_is_one_of_the_command_line():
+    assert given_options(parsed()) == {}
+    given = given_options(parsed(*itertools.chain(*FLAGS.values())))
+    assert given == {name: VALUES.get(name, 4) or True for name in FLAGS}
+    assert Options(**given)
+
+
+def test_help_states_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["run", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for text in ("share of available memory to use (0.9)", "full steps per trial (2)", "confirm the answer (5)"):
+        assert text in said
 
 
 def test_require_goes_with_a_multiple_of():
@@ -239,12 +263,33 @@ def test_require_goes_with_a_multiple_of():
         check_run(parsed("--require", "20", "--multiple-of", "8"))
 
 
-@pytest.mark.parametrize("option", [option for option in SEARCH_OPTIONS if option != "multiple_of"])
+@pytest.mark.parametrize("option", FLAGS)
 def test_require_refuses_options_it_would_ignore(option):
-    flag = "--" + option.removesuffix("_s").replace("_", "-")
-    check_run(parsed(flag, "1"))
-    with pytest.raises(InvalidArgumentError, match=flag):
-        check_run(parsed("--require", "8", flag, "1"))
+    check_run(parsed(*FLAGS[option]))
+    refused = option in SEARCHES - {"multiple_of"}
+    with pytest.raises(InvalidArgumentError, match=FLAGS[option][0]) if refused else contextlib.nullcontext():
+        check_run(parsed("--require", "8", *FLAGS[option]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--version"], "oomprobe "),
+        (["run", "--help"], "--memory-fraction F"),
+        (["run", "--memory-fractoin", "0.8", "x:y"], "unrecognized arguments: --memory-fractoin"),
+        (["run", "--memory-fraction", "2", "x:y"], "memory_fraction must be above 0 and at most 1, not 2.0"),
+        (["run", "--min-batch", "0", "x:y"], "min_batch must be an integer of at least 1, not 0"),
+        (["run", "--min-batch", "9", "--max-batch", "8", "x:y"], "min_batch=9 is larger than max_batch=8: swap them"),
+        (["run", "no/such.py:build"], "there is no file"),
+        (["run", "train.py"], "'train.py' is not a target"),
+        (["run", "x:y", "--over", "length=1,1"], "each only once"),
+    ],
+)
+def test_arguments_are_judged_without_torch(arguments, said):
+    code = "import sys; from oomprobe.cli import main\ntry:\n    main(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert said in done.stdout + done.stderr
+    assert "AssertionError" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -255,7 +300,7 @@ def test_require_refuses_options_it_would_ignore(option):
         ([*NO_TARGET, "--json", "/nonexistent/x.json"], "argument --json: '/nonexistent/x.json' cannot be written"),
         ([*NO_TARGET, "--html", "/"], "argument --html: '/' cannot be written"),
         ([*NO_TARGET, "--world-size", "0"], "argument --world-size: must be an integer of at least 1, not 0"),
-        ([*NO_TARGET, "--global-batch", "-8"], "argument --global-batch: must be an integer of at least 1, not -8"),
+        ([*NO_TARGET, "--global-batch", "x"], "argument --global-batch: invalid int value: 'x'"),
         ([*NO_TARGET, "--require", "x"], "argument --require: must be an integer of at least 1, not x"),
         (
             [*NO_TARGET, "--nproc-per-node", "all"],
@@ -273,11 +318,11 @@ def test_usage_errors_come_before_the_target_is_built(capsys, arguments, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["t.py:b", "--nproc-per-node", "2", "--world-size", "4"], "so --world-size cannot be given too"),
+        (["t:b", "--nproc-per-node", "2", "--world-size", "4"], "so --world-size cannot be given too"),
         (["--nproc-per-node", "2", "--", "python", "{batch}"], "--nproc-per-node cannot be given for a command"),
-        (["t.py:b", "--nproc-per-node", "2", "--in-process"], "leave out isolate=False (--in-process)"),
-        (["t.py:b", "--nproc-per-node", "2", "--device", "cuda:0"], "which have a card each"),
-        (["t.py:b", "--nproc-per-node", "gpu"], "accelerator each, and this machine shows 0 accelerators"),
+        (["t:b", "--nproc-per-node", "2", "--in-process"], "leave out isolate=False (--in-process)"),
+        (["t:b", "--nproc-per-node", "2", "--device", "cuda:0"], "which have a card each"),
+        (["t:b", "--nproc-per-node", "gpu"], "accelerator each, and this machine shows 0 accelerators"),
     ],
 )
 def test_ranks_that_cannot_be(capsys, arguments, said):
@@ -315,6 +360,14 @@ def test_stdout_is_restored_after_an_error(capfd):
     assert sys.stdout is before
     os.write(1, b"on stdout\n")
     assert capfd.readouterr().out == "on stdout\n"
+
+
+@pytest.mark.parametrize(("mixed_failed", "code"), [(False, 0), (True, 6)])
+def test_a_table_without_sizes_in_turn_is_6_only_if_they_were_sought(capsys, monkeypatch, target, mixed_failed, code):
+    found = oomprobe.probe_target(f"{target}:fits", isolate=False, device="cpu:1GiB", max_batch=2, progress="off")
+    table = ProbeTable(axis="length", rows={8: found}, mixed_failed=mixed_failed, notes=("a note",))
+    monkeypatch.setattr("oomprobe.probe.probe_target", lambda *_, **__: table)
+    assert run(capsys, "run", f"{target}:fits", "--over", "length=8", "--quiet")[0] == code
 
 
 def test_messages_go_to_stderr(capsys, monkeypatch):

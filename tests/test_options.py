@@ -1,4 +1,6 @@
+import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import re
@@ -8,7 +10,9 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import oomprobe
 from oomprobe.errors import InvalidArgumentError, check_size
+from oomprobe.probing import order
 from oomprobe.records.options import Options, Step, check_model, named_steps
 from oomprobe.records.sizes import Sizes
 from oomprobe.runners.ranks_here import check_process_group
@@ -71,6 +75,42 @@ def test_a_foreign_integer_is_refused_with_advice(value, kind):
     text = refused(lambda: check_size("batch_size", value))
     assert text.startswith("batch_size must be an integer of at least 1, not ")
     assert f" of type {kind}: pass int(" in text
+
+
+def test_options_are_stated_once():
+    """Where a type checker or a reader needs them again, they are the same."""
+    fields = {option.name: option for option in dataclasses.fields(Options)}
+    riders = {"device", "preserve", "progress"}
+    searches = {*fields, *riders}
+    checks = {name for name, option in fields.items() if option.metadata["in_checks"]} | riders
+    signature = inspect.signature(oomprobe.find_max_batch).parameters
+    assert set(signature) == {"model", "step_fn"} | searches
+    assert {name: signature[name].default for name in fields} == {name: one.default for name, one in fields.items()}
+    assert order.SearchOptions.__optional_keys__ == searches
+    assert order.CheckOptions.__optional_keys__ == checks
+    assert order.CommandOptions.__optional_keys__ == searches - {"device", "preserve", "breakdown"}
+    assert order.CommandCheckOptions.__optional_keys__ == checks - {"device", "preserve", "breakdown"}
+    assert {name: order.SearchOptions.__annotations__[name].__forward_arg__ for name in fields} == {
+        name: signature[name].annotation for name in fields
+    }
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: order.Order.of({"max_bach": 8}), TypeError, "unexpected keyword argument 'max_bach'"),
+        (lambda: order.Order.of({"max_bach": 8}, batch_size=8), TypeError, "unexpected keyword argument 'max_bach'"),
+        (
+            lambda: order.Order.of({"max_batch": 8, "steps": 3}, batch_size=8),
+            InvalidArgumentError,
+            "would ignore max_batch, steps",
+        ),
+        (lambda: order.Order.of({}, batch_size=0), InvalidArgumentError, "batch_size must be an integer of at least 1"),
+    ],
+)
+def test_options_that_a_function_does_not_take_are_named(call, error, said):
+    with pytest.raises(error, match=said):
+        call()
 
 
 # --- sizes ---

@@ -172,8 +172,10 @@ def at_the_top():
     return torch.nn.Linear(1, 1), lambda model, batch_size: None
 
 
-def test_importable_functions_are_named_by_their_module():
+def test_importable_functions_are_named_by_their_module(folder):
+    write(folder / "train.py")
     assert name_of("train.py:build") == "train.py:build"
+    assert refused(lambda: name_of("tarin.py:build")).startswith("there is no file")
     assert name_of(at_the_top) == f"{__name__}:at_the_top"
 
 

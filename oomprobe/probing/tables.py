@@ -31,6 +31,7 @@ class Rows:
         self._unfit: dict[Any, str] = {}
         self._notes: list[str] = []
         self._mixed: dict[Any, int] = {}
+        self._mixed_failed = False
 
     def __enter__(self) -> Rows:
         return self
@@ -56,6 +57,7 @@ class Rows:
             axis=self._axis.name,
             rows=rows,
             mixed=self._mixed,
+            mixed_failed=self._mixed_failed,
             unfit=self._unfit,
             notes=tuple(self._notes),
             elapsed_s=opened.clock.elapsed_s,
@@ -103,6 +105,7 @@ class Rows:
         if mixed:
             sizes, notes = mixed_sizes(last[0], self._axis, answers)
             self._mixed = {self._axis.values[row]: size for row, size in sizes.items()}
+            self._mixed_failed = not sizes
             self._notes += notes
 
     def _session(self, opened: Session, row: int, last: tuple[Session, Any, ProbeResult] | None) -> Session:

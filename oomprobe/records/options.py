@@ -37,59 +37,51 @@ class Step:
     has_made: Callable[[torch.optim.Optimizer], bool] | None = None
 
 
-def check_seconds(name: str, value: object) -> None:
-    """Raise InvalidArgumentError unless `value` is a number of seconds."""
-    _check_number(name, value, "a number of seconds, at least 0", lambda x: x >= 0)
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Raises InvalidArgumentError for a value that is not `wanted`."""
+
+    wanted: str
+    holds: Callable[[float], bool]
+
+    def __call__(self, name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not self.holds(value):
+            raise InvalidArgumentError(f"{name} must be {self.wanted}, not {value!r}")
 
 
-def _check_limit(name: str, value: object) -> None:
-    _check_number(name, value, "a positive number of seconds", lambda x: 0 < x < math.inf)
+check_seconds = _Number("a number of seconds, at least 0", lambda x: x >= 0)
+_LIMIT = _Number("a positive number of seconds", lambda x: 0 < x < math.inf)
+_SHARE = _Number("above 0 and at most 1", lambda x: 0 < x <= 1)
+_RESOLUTION = _Number("at least 0 and under 1", lambda x: 0 <= x < 1)
 
 
-def _check_share(name: str, value: object) -> None:
-    _check_number(name, value, "above 0 and at most 1", lambda x: 0 < x <= 1)
+def _option(default: object, metavar: str, help: str, judge: Judge | None = None, *, in_checks: bool = False) -> Any:
+    """Return the field of an option, with its `metavar` and `help` on the command line, where ``{}`` stands for the default.
 
-
-def _check_resolution(name: str, value: object) -> None:
-    _check_number(name, value, "at least 0 and under 1", lambda x: 0 <= x < 1)
-
-
-def _check_number(name: str, value: object, wanted: str, holds: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
-        raise InvalidArgumentError(f"{name} must be {wanted}, not {value!r}")
-
-
-_METAVARS: Mapping[Judge, str] = {check_size: "N", _check_limit: "S", _check_share: "F", _check_resolution: "F"}
-
-
-def _option(default: object, help: str, judge: Judge | None = None, *, in_checks: bool = False) -> Any:
-    """Return the field of an option: its `help` on the command line, with the default for ``{}``, and the `judge` of its values.
-
-    A flag has no judge. `in_checks` says whether a check of one size takes it too.
+    A flag has no metavar and no judge of its values. `in_checks` says whether a check of one size takes the option too.
     """
-    metavar = None if judge is None else _METAVARS[judge]
-    metadata = {"help": help.format(default), "judge": judge, "metavar": metavar, "in_checks": in_checks}
-    return field(default=default, metadata=metadata)
+    about = {"metavar": metavar, "help": help.format(default), "judge": judge, "in_checks": in_checks}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of `find_max_batch` that are numbers or flags; their meaning is documented there."""
 
-    memory_fraction: float = _option(0.9, "share of available memory to use ({})", _check_share, in_checks=True)
-    min_batch: int = _option(1, "smallest size to try ({})", check_size)
-    max_batch: int | None = _option(None, "largest size to try (no limit)", check_size)
-    multiple_of: int = _option(1, "try only multiples of this ({})", check_size)
-    start_batch: int | None = _option(None, "size to begin at, then doubled or halved (--min-batch)", check_size)
-    steps: int = _option(2, "full steps per trial ({})", check_size)
-    confirm_steps: int = _option(5, "full steps to confirm the answer ({})", check_size, in_checks=True)
-    global_batch: int | None = _option(None, "plan gradient accumulation for N samples", check_size)
+    memory_fraction: float = _option(0.9, "F", "share of available memory to use ({})", _SHARE, in_checks=True)
+    min_batch: int = _option(1, "N", "smallest size to try ({})", check_size)
+    max_batch: int | None = _option(None, "N", "largest size to try (no limit)", check_size)
+    multiple_of: int = _option(1, "N", "try only multiples of this ({})", check_size)
+    start_batch: int | None = _option(None, "N", "size to begin at, then doubled or halved (--min-batch)", check_size)
+    steps: int = _option(2, "N", "full steps per trial ({})", check_size)
+    confirm_steps: int = _option(5, "N", "full steps to confirm the answer ({})", check_size, in_checks=True)
+    global_batch: int | None = _option(None, "N", "plan gradient accumulation for N samples", check_size)
     resolution: float = _option(
-        0.0, "stop within this fraction of the size (0: exact; a command: 1/64)", _check_resolution
+        0.0, "F", "stop within this fraction of the size (0: exact; a command: 1/64)", _RESOLUTION
     )
-    time_limit_s: float | None = _option(None, "seconds for the whole probe", _check_limit, in_checks=True)
-    trial_time_limit_s: float | None = _option(None, "seconds for one trial", _check_limit)
-    breakdown: bool = _option(False, "run one more step to show where the memory went", in_checks=True)
+    time_limit_s: float | None = _option(None, "S", "seconds for the whole probe", _LIMIT, in_checks=True)
+    trial_time_limit_s: float | None = _option(None, "S", "seconds for one trial", _LIMIT)
+    breakdown: bool = _option(False, "", "run one more step to show where the memory went", in_checks=True)
 
     def __post_init__(self) -> None:
         for option in fields(self):

@@ -30,6 +30,7 @@ class ProbeTable:
             fits. Values that a time limit cut off are missing.
         mixed: The batch size for each value with which steps of all values ran in turn in one process, in random order, as
             training with a bucket for each value does; empty if that was not tried or did not run.
+        mixed_failed: Whether steps of all values were to run in turn, and no sizes were found with which they do.
         unfit: Why there is no result, for each value that has none.
         notes: What concerns the table rather than one row.
         elapsed_s: Wall time of all searches.
@@ -39,6 +40,7 @@ class ProbeTable:
     axis: str
     rows: Mapping[Any, ProbeResult | None]
     mixed: Mapping[Any, int] = field(default_factory=dict)
+    mixed_failed: bool = False
     unfit: Mapping[Any, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     elapsed_s: float = 0.0
@@ -74,8 +76,8 @@ class ProbeTable:
             }
             for value, result in self.rows.items()
         ]
-        about = {"schema_version": self.schema_version, "axis": self.axis}
-        return {**about, "rows": rows, "notes": list(self.notes), "elapsed_s": self.elapsed_s}
+        about = {"mixed_failed": self.mixed_failed, "notes": list(self.notes), "elapsed_s": self.elapsed_s}
+        return {"schema_version": self.schema_version, "axis": self.axis, "rows": rows, **about}
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the table as JSON text, and write it to `path` if given."""
@@ -123,6 +125,7 @@ class ProbeTable:
                 axis=data["axis"],
                 rows={value: None if one is None else ProbeResult.from_dict(one) for value, one in results.items()},
                 mixed={value: row["mixed_batch_size"] for value, row in rows.items() if row["mixed_batch_size"]},
+                mixed_failed=data.get("mixed_failed", False),
                 unfit={value: row["unfit"] for value, row in rows.items() if row["unfit"] is not None},
                 notes=tuple(data["notes"]),
                 elapsed_s=data["elapsed_s"],

@@ -1,4 +1,4 @@
-"""Targets: functions that build a model and its step, named by module or file."""
+"""Targets: functions that build a model and its step, named by module or file. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from oomprobe.devices import extras_of
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.records.options import StepFn
+
+if TYPE_CHECKING:
+    import torch
 
 RECIPE = (
     "Write it as 'path/to/train.py:build' or 'package.module:build', where build() returns (model, step_fn); or probe a command: "
@@ -23,8 +23,9 @@ RECIPE = (
 
 
 def name_of(target: object) -> str:
-    """Return the name under which another process can import a target."""
+    """Return the name under which another process can import a target, after checking that a file which it names exists."""
     if isinstance(target, str):
+        _split(target)
         return target
     name, module = getattr(target, "__qualname__", ""), sys.modules.get(getattr(target, "__module__", None) or "")
     if module is None or not name.isidentifier() or getattr(module, name, None) is not target:
@@ -44,6 +45,10 @@ def name_of(target: object) -> str:
 
 def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
     """Import a target and call it. With a simulated device, the target may use ``"cuda"`` without a GPU."""
+    import torch
+
+    from oomprobe.devices import extras_of
+
     with extras_of(device).replay.building():
         built = load(target)()
     if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], torch.nn.Module):
@@ -53,20 +58,25 @@ def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
 
 def load(target: str) -> Callable[[], Any]:
     """Return the function of a target without calling it."""
-    place, _, name = str(target).rpartition(":")
-    if not place or (place.startswith(".") and not place.endswith(".py")) or not name.isidentifier():
-        raise InvalidArgumentError(f"{target!r} is not a target. {RECIPE}")
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
+    place, name = _split(target)
+    module = _from_file(Path(place).resolve()) if place.endswith(".py") else _from_name(place)
     function = getattr(module, name, None)
     if not callable(function):
         raise InvalidArgumentError(f"{place} has no function {name!r}. {RECIPE}")
     return function  # type: ignore[no-any-return]
 
 
+def _split(target: str) -> tuple[str, str]:
+    """Return the module or file of a target, and the name of the function."""
+    place, _, name = target.rpartition(":")
+    if not place or (place.startswith(".") and not place.endswith(".py")) or not name.isidentifier():
+        raise InvalidArgumentError(f"{target!r} is not a target. {RECIPE}")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise InvalidArgumentError(f"there is no file {str(Path(place).resolve())!r}. {RECIPE}")
+    return place, name
+
+
 def _from_file(path: Path) -> ModuleType:
-    path = path.resolve()
-    if not path.is_file():
-        raise InvalidArgumentError(f"there is no file {str(path)!r}. {RECIPE}")
     # Named by its stem, so that other modules import the same one, unless that name is taken, as ``types`` is.
     name, present = path.stem, sys.modules.get(path.stem)
     if present is not None and getattr(present, "__file__", None) != str(path):
