@@ -1,26 +1,11 @@
 """Probe with forked ranks on the bed: a group of two starts in 0.2 s, where processes that import torch take 3 s."""
 
-import os
-
-import torch
-import torch.distributed.fsdp  # otherwise each rank imports it
 from bed import forked
 from helpers import hasty
+from workers.forks import fork
 
 from oomprobe.probing import opening
-from oomprobe.runners.workers import worker
 from oomprobe.runners.workers.process import Process
-
-
-def fork(variables=None, label=""):
-    """Start a rank as `Process.spawned` does, but by forking this process."""
-
-    def serve(wire):
-        os.environ.update(variables or {})
-        torch.set_num_threads(1)
-        worker.answer(wire)
-
-    return Process.forked(serve, label)
 
 
 def searching(function, *, grace_s, late_s):

@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from bed import forked
+from workers.forks import fork
+from zoo import converted, mlp, runs
 
 import oomprobe
 from oomprobe.runners.workers.process import Process
 
-from .models import converted, mlp, runs
-from .ranks import fork, on_ranks
+from .ranks import on_ranks
 
-MODELS = Path(__file__).with_name("models.py")
+MODELS = Path(__file__).parents[1] / "zoo.py"
 RANKED = f"{Path(__file__).with_name('ranked.py')}:build"
 # All the memory, so that a fresh process runs under the cap of the confirmation.
 OPTIONS = {"memory_fraction": 1.0, "progress": "off"}

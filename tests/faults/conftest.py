@@ -9,8 +9,10 @@ import tempfile
 import pytest
 import torch
 from processes import MARK, children, marked, open_files
+from workers.forks import fork
 
 from faults import card
+from oomprobe.runners.workers.process import Process
 
 
 def settings():
@@ -48,6 +50,17 @@ def nothing_left(mark, tmp_path, monkeypatch):
     assert settings() == before
     assert open_files() == files
     assert leftovers(mark) == {"processes": {}, "children": children_before, "temporary files": []}
+
+
+@pytest.fixture
+def spawned():
+    """For tests whose workers must be new interpreters, as in use: see `forked_workers`."""
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(request, monkeypatch):
+    if "spawned" not in request.fixturenames:
+        monkeypatch.setattr(Process, "spawned", fork)
 
 
 @pytest.fixture(autouse=True)

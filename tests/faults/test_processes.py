@@ -179,7 +179,7 @@ def hanging_measuring():
         ),
         (
             hanging_measuring,
-            {"time_limit_s": 8},
+            {"time_limit_s": 2.5},
             TimeLimitError,
             "time passed while the memory was measured, after ",
             1,
@@ -239,7 +239,7 @@ def hanging_at_nine():
     ("target", "options", "error", "what"),
     [
         (killed_at_nine, {}, StepFailedError, "the process of the trial died twice at batch size 9 with no sign"),
-        (hanging_at_nine, {"trial_time_limit_s": 4}, TimeLimitError, "time passed during batch 9, in trial "),
+        (hanging_at_nine, {"trial_time_limit_s": 1.5}, TimeLimitError, "time passed during batch 9, in trial "),
     ],
 )
 def test_a_late_end_says_what_ran_and_what_failed(target, options, error, what):
@@ -296,8 +296,8 @@ def sleeping_in_c():
 def test_a_hanging_step_ends_at_its_time_limit():
     began = time.monotonic()
     with pytest.raises(TimeLimitError, match="time passed during batch") as late:
-        probe_target(sleeping_in_c, trial_time_limit_s=3, **isolated)
-    assert time.monotonic() - began < 3 + GRACE_S
+        probe_target(sleeping_in_c, trial_time_limit_s=1.5, **isolated)
+    assert time.monotonic() - began < 1.5 + GRACE_S
     verdicts = [(t.batch_size, t.verdict) for t in late.value.trials[:3]]
     assert verdicts == [(1, Verdict.FITS), (2, Verdict.FITS), (4, Verdict.TIMED_OUT)]
     assert late.value.trials[2].where.startswith("test_processes.py:")
@@ -313,7 +313,7 @@ def hangs_once():
 
 @pytest.mark.parametrize(
     ("target", "options", "verdict"),
-    [(killed_once, {}, Verdict.CRASHED), (hangs_once, {"trial_time_limit_s": 3}, Verdict.TIMED_OUT)],
+    [(killed_once, {}, Verdict.CRASHED), (hangs_once, {"trial_time_limit_s": 1.5}, Verdict.TIMED_OUT)],
 )
 def test_a_death_or_hang_that_does_not_recur_is_noted(tmp_path, monkeypatch, target, options, verdict):
     monkeypatch.setenv("ONCE", str(tmp_path / "happened"))
@@ -336,11 +336,13 @@ def workers_started():
     return trained()
 
 
+@pytest.mark.usefixtures("spawned")
 def test_a_target_that_started_threads_is_forked():
     result = probe_target(threads_started, device="cpu:1GiB", max_batch=2, progress="off")
     assert (result.batch_size, result.limited_by) == (2, "max_batch")
 
 
+@pytest.mark.usefixtures("spawned")
 def test_a_target_that_started_workers_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"live child processes \(.*start them in the step"):
         probe_target(workers_started, device="cpu:1GiB", max_batch=2, progress="off")
@@ -400,6 +402,7 @@ def workers():
     return at(2, start)
 
 
+@pytest.mark.usefixtures("spawned")
 def test_no_grandchild_outlives_an_answer(mark):
     seen = []
     result = probe_target(workers, max_batch=2, **{**isolated, "progress": lambda trial: seen.append(marked(mark))})
@@ -416,6 +419,7 @@ def asks_for_cuda():
     return trained()
 
 
+@pytest.mark.usefixtures("spawned")
 def test_only_children_touch_the_accelerator(monkeypatch):
     asked = []
     for name in ("is_available", "_lazy_init", "init", "device_count", "current_device", "mem_get_info"):

@@ -63,6 +63,7 @@ def hangs():
     time.sleep(600)
 
 
+@pytest.mark.usefixtures("spawned")
 @pytest.mark.parametrize("where", [on_host, on_card], ids=["host", "card"])
 def test_a_hanging_target_ends_at_the_time_limit(tmp_path, monkeypatch, mark, where):
     monkeypatch.setenv("REACHED", str(tmp_path / "reached"))
@@ -79,6 +80,7 @@ def recorded():
     return trained(lambda _: Path(os.environ["RECORD"]).write_text(f"{os.getpid()} {os.getppid()}"))
 
 
+@pytest.mark.usefixtures("spawned")
 @pytest.mark.parametrize(("where", "each_trial_alone"), [(on_host, True), (on_card, False)], ids=["host", "card"])
 def test_an_answer_is_confirmed_in_a_fresh_process(tmp_path, monkeypatch, where, each_trial_alone):
     record, searched, confirmed = tmp_path / "record", [], []

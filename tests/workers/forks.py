@@ -1,0 +1,19 @@
+"""Workers and ranks that are forked from the tests' process, in 0.1 s, where a new interpreter imports torch for seconds."""
+
+import os
+
+import torch
+
+from oomprobe.runners.workers import worker
+from oomprobe.runners.workers.process import Process
+
+
+def fork(variables=None, label=""):
+    """Start a worker as `Process.spawned` does, but by forking this process; processes that it starts have no mark."""
+
+    def serve(wire):
+        os.environ.update(variables or {})
+        torch.set_num_threads(1)
+        worker.answer(wire)
+
+    return Process.forked(serve, label)
