@@ -28,7 +28,7 @@ def bed(version: str, interpreter: str) -> str:
 def outcome(python: str, paths: list[str]) -> str:
     """Return the counts on pytest's last line, such as "214 passed, 6 skipped"."""
     command = [
-        python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "-m", "not slow",
+        python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal", "-m", "not slow",
     ]  # fmt: skip
     ran = subprocess.run([*command, *paths], cwd=ROOT, capture_output=True, text=True)
     for said in ran.stdout.splitlines():
