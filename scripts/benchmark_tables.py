@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bed import forked  # noqa: E402
-from cuda.models import Gpt, language_model  # noqa: E402
 from cuda.test_tables import LENGTHS, TABLES, calls_of, evaluating, with_value  # noqa: E402
+from zoo import Gpt, language_model  # noqa: E402
 
 import oomprobe  # noqa: E402
 from oomprobe.runners.local import LocalRunner  # noqa: E402

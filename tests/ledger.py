@@ -86,11 +86,7 @@ class LedgerDevice:
 
     def usage(self):
         reserved = self.peak if self.measures_reserved else None
-        return Usage(
-            peak_allocated_bytes=self.peak,
-            peak_reserved_bytes=reserved,
-            under_pressure=self.pressure,
-        )
+        return Usage(peak_allocated_bytes=self.peak, peak_reserved_bytes=reserved, under_pressure=self.pressure)
 
     def live_bytes(self):
         return self.live

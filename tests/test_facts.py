@@ -45,11 +45,7 @@ def test_rates_are_compared_beyond_the_timing_noise(speeds, words):
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        (
-            (),
-            (a_trial(8, samples_per_s=1272.0),),
-            "is faster, 1272 samples/s, by more than the timing noise of 17 %",
-        ),
+        ((), (a_trial(8, samples_per_s=1272.0),), "is faster, 1272 samples/s, by more than the timing noise of 17 %"),
         ((a_trial(8, samples_per_s=1272.0),), (), "batch 8 is as fast, within the timing noise of 17 %"),
         ((), (a_trial(16, Verdict.OOM, samples_per_s=9e3),), "batch 8 is faster, 1060 samples/s"),
         ((), (a_trial(16, samples_per_s=9e3, accumulation_steps=2),), "batch 8 is faster, 1060 samples/s"),

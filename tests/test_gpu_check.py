@@ -11,6 +11,7 @@ from pathlib import Path
 import gpu_check
 import pytest
 import torch
+from processes import is_gone, until
 
 CHECK = Path(__file__).parent.parent / "scripts" / "gpu-check"
 STARTS_ANOTHER = """
@@ -21,21 +22,10 @@ time.sleep(60)
 """
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_grandchildren_end_on_time_out():
     with pytest.raises(subprocess.TimeoutExpired) as raised:
         gpu_check.within([sys.executable, "-c", STARTS_ANOTHER], 1.0)
-    child = int(raised.value.stdout)
-    deadline_s = time.monotonic() + 5
-    while alive(child) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not alive(child)
+    assert until(lambda: is_gone(int(raised.value.stdout)), within_s=5)
 
 
 @pytest.mark.parametrize(

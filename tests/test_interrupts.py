@@ -5,12 +5,12 @@ import os
 import signal
 import threading
 import time
-import traceback
 
 import pytest
 import torch
 from helpers import hasty
 from ledger import Box, LedgerDevice
+from processes import start
 
 import oomprobe
 
@@ -89,23 +89,14 @@ def works(say):
 
 
 class Started:
-    """A child process that probes and reports its progress line by line; exits with 0 after an answer."""
+    """A child process that probes and reports its progress line by line; it returns 0 after an answer."""
 
     def __init__(self, act, prepare=lambda say: None):
         reading, writing = os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            status = 70
-            try:
-                os.close(reading)
-                status = self._probe(act, prepare, lambda text: os.write(writing, f"{text}\n".encode()))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
+        self.child = start(self._probe, act, prepare, lambda text: os.write(writing, f"{text}\n".encode()))
         os.close(writing)
         self._lines, self.heard = os.fdopen(reading), []
-        self._watchdog = threading.Timer(PATIENCE_S, os.kill, (self.pid, signal.SIGKILL))
+        self._watchdog = threading.Timer(PATIENCE_S, self.child.kill)
         self._watchdog.start()
 
     @staticmethod
@@ -135,13 +126,13 @@ class Started:
         raise AssertionError(f"the child did not say {text!r} but {self.heard}")
 
     def send(self, number):
-        os.kill(self.pid, number)
+        self.child.kill(number)
         return self
 
     def end(self):
         """Wait, and return everything the child said and its exit status."""
         self.heard += [line.strip() for line in self._lines]
-        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        status = self.child.result()
         self._watchdog.cancel()
         self._lines.close()
         return self.heard, status

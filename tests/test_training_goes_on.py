@@ -9,7 +9,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import enum
 import functools
 import io
 import itertools
@@ -140,7 +139,7 @@ def picture(value, inside=()):
         return kind, [look(part) for part in value]
     if isinstance(value, set | frozenset):
         return kind, sorted(map(repr, value))
-    if isinstance(value, enum.Enum | itertools.count | array.array):
+    if isinstance(value, itertools.count | array.array):
         return kind, repr(value)
     parts = dict(sorted(getattr(value, "__dict__", {}).items()))
     for base in type(value).__mro__:
@@ -232,12 +231,6 @@ def copied(model):
 
 
 # --- places to count in ---
-
-
-@method(n=0)
-def an_attribute_of_a_trainer(self, model, batch_size):
-    self.n += 1
-    return self.fit(batch(batch_size), lr=min(0.1, 0.004 * self.n))
 
 
 @loop()
@@ -434,14 +427,6 @@ def averages_in_arrays_and_tensors(self, model, batch_size):
     return self.total.clone()
 
 
-@method(bank=torch.ones(608, 4), at=0)
-def a_memory_bank_with_a_pointer(self, model, batch_size):
-    x = batch(batch_size)
-    self.bank[self.at : self.at + batch_size] = x
-    self.at = (self.at + batch_size) % 600
-    return self.fit(x - self.bank.mean(0))
-
-
 @method(shadow=copied, ema=lambda model: copy.deepcopy(model).requires_grad_(False))
 def averaged_weights_made_at_the_start(self, model, batch_size):
     loss = self.fit(batch(batch_size))
@@ -556,17 +541,6 @@ def groups_added_once_and_at_call_3(self, model, batch_size):
     return self.fit(batch(batch_size))
 
 
-Phase = enum.Enum("Phase", "WARMUP MAIN COOLDOWN")
-
-
-@method(phase=Phase.WARMUP, spent={})
-def states_of_a_machine(self, model, batch_size):
-    self.spent[self.phase] = self.spent.get(self.phase, 0) + 1
-    if self.spent[self.phase] == 4:
-        self.phase, self.spent = Phase(self.phase.value % 3 + 1), {}
-    return self.fit(batch(batch_size), lr=0.02 * self.phase.value)
-
-
 @method(
     make=lambda: nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 1)}),
     optimizer=lambda model: [torch.optim.Adam(model[name].parameters(), lr=0.01) for name in "gd"],
@@ -621,28 +595,6 @@ def mixup_with_generators_of_its_own():
         return fit(model, optimizer, x * python.gauss(1, 0.1))
 
     return model, step, lambda: {"rng": rng, "python": python, "generator": generator}
-
-
-@method(generator=lambda _: torch.Generator().manual_seed(6))
-def a_loader_with_its_own_generator(self, model, batch_size):
-    return self.fit(next(iter(DataLoader(SAMPLES, batch_size, shuffle=True, generator=self.generator))))
-
-
-@method(
-    memory=collections.deque(maxlen=40),
-    target=lambda _: net(),
-    rng=lambda _: random.Random(7),
-    epsilon=1.0,
-    frames=0,
-)
-def a_replay_buffer_and_a_target_network(self, model, batch_size):
-    self.frames += 1
-    self.epsilon *= 0.97
-    self.memory.append(batch(3).mean(0) * self.epsilon)
-    x = torch.stack(self.rng.choices(self.memory, k=batch_size))
-    if self.frames % 5 == 0:
-        self.target.load_state_dict(model.state_dict())
-    return self.fit(x + self.target(x).detach())
 
 
 class Recurrent(nn.Module):

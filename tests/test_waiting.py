@@ -6,6 +6,7 @@ import pytest
 import torch
 from ledger import LedgerDevice, Log
 from torch import nn
+from zoo import numbered
 
 import oomprobe
 from oomprobe.report.html import notebook
@@ -19,11 +20,9 @@ def accumulating(over, *, backward=True, by_hand=False, reach=True):
     """Return a model and a step that accumulates gradients `over` so many calls."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters()) if reach else None
-    n = 0
 
-    def step(model, batch_size):
-        nonlocal n
-        n += 1
+    @numbered
+    def step(n, model, batch_size):
         loss = model(torch.ones(batch_size, 2)).sum()
         if backward:
             loss.backward()
@@ -103,12 +102,11 @@ def test_old_gradients_are_not_waited_for():
 
 
 def test_a_loop_may_be_done_with_an_optimizer():
-    model, n = nn.Linear(2, 2), 0
+    model = nn.Linear(2, 2)
     first, then = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(model, batch_size):
-        nonlocal n
-        n += 1
+    @numbered
+    def step(n, model, batch_size):
         model.zero_grad()
         model(torch.ones(batch_size, 2)).sum().backward()
         (first if n <= 10 else then).step()
@@ -129,13 +127,12 @@ def test_a_probe_may_begin_within_an_accumulation(made):
 
 def test_an_optimizer_that_steps_unexpectedly_late_is_not_told_as_missing():
     """Its gradients are made just before it steps, as those of fp32 copies are."""
-    model, n = nn.Linear(2, 2), 0
+    model = nn.Linear(2, 2)
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters)
 
-    def step(model, batch_size):
-        nonlocal n
-        n += 1
+    @numbered
+    def step(n, model, batch_size):
         model(torch.ones(batch_size, 2)).sum().backward()
         for p in model.parameters():
             p.main_grad = getattr(p, "main_grad", 0) + p.grad

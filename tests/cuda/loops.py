@@ -3,6 +3,7 @@
 import torch
 from composed import Momentum
 from torch import nn
+from zoo import numbered, training_step
 
 WIDTH = 512
 
@@ -11,30 +12,25 @@ def layers(count=6):
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(count)]).cuda()
 
 
+def batch(batch_size):
+    return torch.randn(batch_size, WIDTH, device="cuda")
+
+
 def loss_of(model, batch_size):
-    return model(torch.randn(batch_size, WIDTH, device="cuda")).square().mean()
+    return model(batch(batch_size)).square().mean()
 
 
 def own_optimizer():
     model = layers()
-    optimizer = Momentum(model.parameters())
-
-    def step(model, batch_size):
-        loss_of(model, batch_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, step
+    return model, training_step(Momentum(model.parameters()), batch)
 
 
 def accumulates_64():
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters())
-    n = 0
 
-    def step(model, batch_size):
-        nonlocal n
-        n += 1
+    @numbered
+    def step(n, model, batch_size):
         (loss_of(model, batch_size) / 64).backward()
         if n % 64 == 0:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -88,7 +84,6 @@ def densifies():
     model = Cloud()
     named = [{"params": [p], "name": name} for name, p in model.named_parameters()]
     optimizer = torch.optim.Adam(named, lr=1e-3)
-    n = 0
 
     def grow(count):
         for group in optimizer.param_groups:
@@ -101,9 +96,8 @@ def densifies():
             optimizer.state[new] = state
             setattr(model, group["name"], new)
 
-    def step(model, rays):
-        nonlocal n
-        n += 1
+    @numbered
+    def step(n, model, rays):
         optimizer.zero_grad()
         weights = torch.randn(rays, 48, device="cuda") @ model.features[:512].T
         loss = (torch.softmax(weights, -1) @ model.features[:512]).square().mean() + 0 * model.xyz.sum()
@@ -115,17 +109,14 @@ def densifies():
     return model, step
 
 
-LOOPS = [own_optimizer, accumulates_64, averages_on_parameters, gradients_per_sample, densifies]
-
-
 def prunes():
     """Every eighth call drops rows of a layer and makes a new optimizer, as pruning scripts do."""
     model = nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 512)).cuda()
-    n, optimizer, masks = 0, torch.optim.AdamW(model.parameters()), {}
+    optimizer, masks = torch.optim.AdamW(model.parameters()), {}
 
-    def step(model, batch_size):
-        nonlocal n, optimizer
-        n += 1
+    @numbered
+    def step(n, model, batch_size):
+        nonlocal optimizer
         optimizer.zero_grad()
         loss_of(model, batch_size).backward()
         optimizer.step()
@@ -139,4 +130,4 @@ def prunes():
     return model, step
 
 
-LOOPS.append(prunes)
+LOOPS = [own_optimizer, accumulates_64, averages_on_parameters, gradients_per_sample, densifies, prunes]

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from bed import forked, run_on_bed
+from zoo import mlp
 
 import oomprobe
-
-from .models import mlp
 
 MIB, GIB = 2**20, 2**30
 QUIET = {"progress": "off"}
@@ -15,7 +14,7 @@ QUIET = {"progress": "off"}
 ASYNC = """
 import oomprobe, sys
 sys.path.insert(0, "tests")
-from cuda.models import mlp
+from zoo import mlp
 model, step = mlp()
 fractions = [torch.cuda.get_per_process_memory_fraction()]
 result = oomprobe.find_max_batch(model, step, resolution=0.02, progress="off", **{options})

@@ -7,11 +7,10 @@ import pytest
 import torch
 from bed import forked
 from gpu_check import search_around
+from zoo import MODELS, gpt, held_to, runs
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
-
-from .models import MODELS, gpt, held_to, runs
 
 SEGMENT_BYTES = 20 * 2**20
 FORK = {"limit_s": 120}

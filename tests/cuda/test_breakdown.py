@@ -3,11 +3,10 @@
 import pytest
 import torch
 from bed import forked, run_on_bed
+from zoo import MODELS
 
 import oomprobe
 from oomprobe.records.breakdown import ACTIVATIONS, BACKWARD, GRADIENTS, PARAMETERS, STATE
-
-from .models import MODELS
 
 MIB = 2**20
 NAMES = ["mlp", "gpt", "gpt checkpointed", "conv", "mlp accumulating", "many small tensors"]

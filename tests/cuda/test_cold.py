@@ -7,11 +7,10 @@ import torch
 from bed import forked
 from ledger import Log
 from torch import nn
+from zoo import MODELS, classifier, mlp, runs
 
 import oomprobe
 from oomprobe.state.surroundings import FROZEN_BY_PYTHON
-
-from .models import MODELS, classifier, mlp, runs
 
 MIB = 2**20
 QUIET = {"progress": "off"}

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 from bed import forked
-
-from .models import target
+from zoo import target
 
 
 def typed(*arguments, memory="1GiB", **options):

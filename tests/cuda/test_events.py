@@ -11,11 +11,10 @@ import torch
 from bed import forked
 from gpu_check import search_around
 from torch import nn
+from zoo import numbered, peaks, runs, training_step
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
-
-from .models import runs
 
 WIDTH, LENGTH, CALLS = 64, 32, 50
 # Events that raise the peak of the first call by a smaller factor prove nothing.
@@ -66,13 +65,12 @@ def train_on_more(model, optimizer, samples):
 
 def in_closure(event, every):
     """Count the calls in a variable of the enclosing function; `event` follows every n-th."""
-    (model, optimizer), calls = begun(), 0
+    model, optimizer = begun()
 
-    def step(model, batch_size):
-        nonlocal calls
-        calls += 1
+    @numbered
+    def step(number, model, batch_size):
         train(model, optimizer, batch_size)
-        if calls % every == 0:
+        if number % every == 0:
             event(model, optimizer, batch_size)
 
     return model, step
@@ -80,13 +78,12 @@ def in_closure(event, every):
 
 def by_epoch(examples, times):
     """Evaluate at each epoch's end. Epochs of small batches have many calls, so a look does not see it."""
-    (model, optimizer), calls = begun(), 0
+    model, optimizer = begun()
 
-    def step(model, batch_size):
-        nonlocal calls
-        calls += 1
+    @numbered
+    def step(number, model, batch_size):
         train(model, optimizer, batch_size)
-        if calls % max(1, examples // batch_size) == 0:
+        if number % max(1, examples // batch_size) == 0:
             evaluate(model, optimizer, batch_size, times)
 
     return model, step
@@ -112,25 +109,19 @@ def in_attribute(event, every):
 
 
 def with_lengths(lengths):
-    (model, optimizer), calls = begun(), 0
-
-    def step(model, batch_size):
-        nonlocal calls
-        train(model, optimizer, batch_size, lengths[calls % len(lengths)])
-        calls += 1
-
-    return model, step
+    model, optimizer = begun()
+    return model, numbered(lambda n, model, size: train(model, optimizer, size, lengths[(n - 1) % len(lengths)]))
 
 
 def averaging():
     """Copy the model after 20 calls, and average its weights from then on."""
-    (model, optimizer), average, calls = heavy(), None, 0
+    (model, optimizer), average = heavy(), None
 
-    def step(model, batch_size):
-        nonlocal average, calls
+    @numbered
+    def step(number, model, batch_size):
+        nonlocal average
         train(model, optimizer, batch_size, 1)
-        calls += 1
-        if calls == 20:
+        if number == 20:
             average = copy.deepcopy(model)
         elif average is not None:
             with torch.no_grad():
@@ -160,15 +151,14 @@ def cloning():
 
 def preconditioned():
     """Keep a float32 matrix for each weight, refreshed from its gradient at every tenth call."""
-    (model, optimizer), matrices, calls = heavy(), {}, 0
+    (model, optimizer), matrices = heavy(), {}
 
-    def step(model, batch_size):
-        nonlocal calls
+    @numbered
+    def step(number, model, batch_size):
         optimizer.zero_grad()
         forward(model, batch_size, 1).square().mean().backward()
-        calls += 1
         for name, weight in model.named_parameters():
-            if weight.dim() == 2 and calls % 10 == 0:
+            if weight.dim() == 2 and number % 10 == 0:
                 matrices[name] = weight.grad @ weight.grad.T
             if name in matrices:
                 weight.grad = matrices[name] @ weight.grad
@@ -179,13 +169,12 @@ def preconditioned():
 
 def keeping(make_container, *, most=None, every=1, graph=False):
     """Keep an output of every n-th call, with its graph or without; clear the container when it holds `most`."""
-    (model, optimizer), kept, calls = begun(inner=512), make_container(), 0
+    (model, optimizer), kept = begun(inner=512), make_container()
 
-    def step(model, batch_size):
-        nonlocal calls
-        calls += 1
+    @numbered
+    def step(number, model, batch_size):
         output = train(model, optimizer, batch_size)
-        if calls % every == 0:
+        if number % every == 0:
             kept.append(forward(model, batch_size) if graph else output)
         if len(kept) == most:
             kept.clear()
@@ -195,13 +184,12 @@ def keeping(make_container, *, most=None, every=1, graph=False):
 
 def scheduled(rate):
     """Ask for a learning rate at each call, and train on more samples at every tenth."""
-    (model, optimizer), calls = begun(optimize=torch.optim.SGD), 0
+    model, optimizer = begun(optimize=torch.optim.SGD)
 
-    def step(model, batch_size):
-        nonlocal calls
-        optimizer.param_groups[0]["lr"] = rate(calls)
-        calls += 1
-        train(model, optimizer, batch_size * (3 if calls % 10 == 0 else 1))
+    @numbered
+    def step(number, model, batch_size):
+        optimizer.param_groups[0]["lr"] = rate(number - 1)
+        train(model, optimizer, batch_size * (3 if number % 10 == 0 else 1))
 
     return model, step
 
@@ -261,13 +249,7 @@ def embedding():
     """Update many weights with few samples: up to a batch of thousands, the peak is the optimizer's."""
     model = nn.Sequential(nn.Embedding(125_000, WIDTH, device="cuda"), nn.Linear(WIDTH, 512, device="cuda"), nn.ReLU())
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        model(torch.zeros(batch_size, dtype=torch.long, device="cuda")).square().mean().backward()
-        optimizer.step()
-
-    return model, step
+    return model, training_step(optimizer, lambda n: torch.zeros(n, dtype=torch.long, device="cuda"))
 
 
 def sleeping(seconds=0.3):
@@ -302,16 +284,6 @@ def probed(build, **options):
     return oomprobe.find_max_batch(*build(), progress="off", **options).to_dict()
 
 
-def peaks(build, batch_size, calls):
-    """Return the peak up to each call of a process that has done nothing else."""
-    model, step = build()
-    found = []
-    for _ in range(calls):
-        step(model, batch_size)
-        found.append(torch.cuda.max_memory_allocated())
-    return found
-
-
 def check(build, *, memory="1GiB", calls=CALLS, share=0.95, trained=None, rises=True, **options):
     """Compare an answer with fresh processes that run `trained`; return what the probe found."""
     bed, trained = {"memory": memory, "limit_s": 120}, trained or build
@@ -320,7 +292,7 @@ def check(build, *, memory="1GiB", calls=CALLS, share=0.95, trained=None, rises=
     assert (found["limited_by"], found["state_verified"]) == ("memory", True)
     assert not [note for note in found["notes"] if note.startswith("leak") or "transient" in note]
     assert forked(lambda: runs(trained, answer, steps=calls), **bed)
-    first, *_, highest = forked(lambda: peaks(trained, answer, calls), **bed)
+    (first, _), *_, (highest, _) = forked(lambda: peaks(trained, answer, calls), **bed)
     assert not rises or highest > LARGER * first
 
     def passes(size):
@@ -416,6 +388,6 @@ def test_a_step_that_splits_its_batch_ends_growing():
 
 
 def test_a_flat_peak_is_not_taken_for_a_split():
-    at_one, at_thousands = (forked(peaks, embedding, size, 3, memory="512MiB")[-1] for size in (1, 4096))
+    at_one, at_thousands = (forked(peaks, embedding, size, 3, memory="512MiB")[-1][0] for size in (1, 4096))
     assert at_thousands < 1.01 * at_one
     check(embedding, memory="512MiB", calls=10, rises=False)

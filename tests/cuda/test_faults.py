@@ -10,12 +10,12 @@ import torch
 from bed import ILLEGAL_ADDRESS, fail, forked, start
 from helpers import hasty
 from ledger import Log
+from processes import until
+from zoo import MODELS, mlp, target
 
 import oomprobe
 from oomprobe.devices.sharing import processes_on
 from oomprobe.probing import opening
-
-from .models import MODELS, mlp, target
 
 MIB, GIB = 2**20, 2**30
 QUIET = {"progress": "off"}
@@ -236,8 +236,7 @@ def test_processes_share_a_card(tmp_path):
         return result.available_bytes, result.to_dict()["trials"][-1]["peak_reserved_bytes"], named
 
     holder = start(hold, memory="4GiB", shared=shared)
-    while not (tmp_path / "holding").exists():
-        time.sleep(0.01)
+    until((tmp_path / "holding").exists, every_s=0.01)
     available_bytes, peak_bytes, named = forked(probe, memory="4GiB", shared=shared)
     holder.kill()
     assert named == f"pid {holder.pid} ({Path(f'/proc/{os.getpid()}/comm').read_text().strip()}) holds 1024 MiB"

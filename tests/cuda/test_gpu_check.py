@@ -1,10 +1,13 @@
 """The checks for a real card, run on the bed: the tests marked gpu, and scripts/gpu-check."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import gpu_check
 import pytest
 from bed import forked
 from recordings import Recording, replay
@@ -16,26 +19,30 @@ CARD = {"memory": "80GiB", "context": "500MiB", "lazy": "250MiB"}
 A100, H100 = "8.0,108,2048", "9.0,132,2048"
 
 
-def output_of(*arguments, limit_s=300, **options):
-    def run():
-        done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
-        return done.returncode, done.stdout
-
-    return forked(run, limit_s=limit_s, **CARD, **options)
-
-
 def test_tests_marked_gpu(tmp_path):
     # Without the slow test of children, which tests/cuda/test_faults.py covers on the bed.
     which = ["-m", "gpu and not needs_kernels", "-k", "not children_are_replaced", "tests/test_gpu.py"]
-    options = ["-q", "-p", "no:cacheprovider", "--tb=short", *which]
-    status, said = output_of("-m", "pytest", *options, card=H100, shared=tmp_path / "device")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *which]
+
+    def run():
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+        return done.returncode, done.stdout
+
+    status, said = forked(run, limit_s=300, card=H100, shared=tmp_path / "device", **CARD)
     assert status == 0, said
     assert "skipped" not in said.splitlines()[-1]
 
 
 def test_gpu_check(tmp_path):
+    def check():
+        # Two models of four, and one recording of two.
+        gpu_check.PARTS, gpu_check.RECORDED = [gpu_check.PARTS[1], gpu_check.PARTS[-1]], {"gpt_bfloat16": 256}
+        sys.argv = ["gpu-check", "--without-tests", str(tmp_path / "evidence.json")]
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            return gpu_check.main(), said.getvalue()
+
     # As an A100: on an H100, torch's attention in low precision is cuDNN's, which is not on the bed.
-    status, said = output_of("scripts/gpu_check.py", "--without-tests", str(tmp_path / "evidence.json"), card=A100)
+    status, said = forked(check, limit_s=300, card=A100, **CARD)
     evidence = json.loads((tmp_path / "evidence.json").read_text())
     assert (status, evidence["wrong"], evidence["card"]) == (0, [], "Stub GPU"), said
     assert evidence["children"] == "fork"

@@ -6,11 +6,11 @@ import pytest
 import torch
 from bed import forked
 from composed import PARTS, Trainer
+from zoo import peaks, runs
 
 import oomprobe
 
 from . import loops
-from .models import runs
 
 FORK = {"memory": "1GiB", "limit_s": 120}
 MIB = 2**20
@@ -36,12 +36,6 @@ def test_the_answer_lives_in_a_fresh_process(build):
 def test_a_trial_frees_what_it_replaces(build):
     """Parameters and optimizers, as training does: its peak is that of a fresh process, to the byte."""
 
-    def trained(batch_size, calls):
-        model, step = build()
-        for _ in range(calls):
-            step(model, batch_size)
-        return torch.cuda.max_memory_allocated()
-
     def check():
         model, step = build()
         before = [(name, p.shape) for name, p in model.named_parameters()]
@@ -50,7 +44,7 @@ def test_a_trial_frees_what_it_replaces(build):
         return trial.steps, trial.peak_allocated_bytes
 
     steps, peak_bytes = forked(check, **FORK)
-    assert peak_bytes == forked(trained, 4096, steps, **FORK)
+    assert peak_bytes == forked(peaks, build, 4096, steps, **FORK)[-1][0]
 
 
 def test_a_worker_ends_when_a_trial_has_replaced_a_parameter(tmp_path):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # otherwise each rank imports it
 from bed import forked, start
+from processes import until
 from torch import nn
 
 import oomprobe
@@ -52,11 +53,7 @@ def test_ranks_whose_optimizer_never_steps_give_no_answer(tmp_path):
 
 @pytest.mark.parametrize(
     "variables",
-    [
-        {"SHARD": "1"},
-        {"BACKEND": "gloo"},
-        pytest.param({"SHARD": "1", "BACKEND": "gloo"}, marks=pytest.mark.slow),
-    ],
+    [{"SHARD": "1"}, {"BACKEND": "gloo"}, pytest.param({"SHARD": "1", "BACKEND": "gloo"}, marks=pytest.mark.slow)],
     ids=lambda one: "-".join(one),
 )
 def test_the_answer_runs_in_a_fresh_group_and_little_more_does(tmp_path, variables):
@@ -239,18 +236,12 @@ def test_no_rank_survives_the_search(tmp_path):
         FAULT="sleeps:1:4",
         PIDS=pids,
     )
-    until_s = time.monotonic() + 20
-    while len(list(pids.iterdir())) < 2 and time.monotonic() < until_s:
-        time.sleep(0.05)
+    until(lambda: len(list(pids.iterdir())) == 2, within_s=20)
     found = [int(path.name) for path in pids.iterdir()]
-    assert len(found) == 2
     searcher.kill()
     with contextlib.suppress(Exception):
         searcher.result()
-    until_s = time.monotonic() + 3
-    while any(Path(f"/proc/{pid}").exists() for pid in found) and time.monotonic() < until_s:
-        time.sleep(0.05)
-    assert not [pid for pid in found if Path(f"/proc/{pid}").exists()]
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found), within_s=3)
 
 
 @pytest.mark.parametrize("built_mib", [0, 300], ids=["for trials", "for building"])
@@ -258,15 +249,14 @@ def test_memory_of_a_group_that_comes_back_late_is_waited_for(tmp_path, built_mi
     """Another process takes most of card 0 just when the first group has failed, and gives it back after two seconds."""
 
     def hold():
-        until_s = time.monotonic() + 20
-        while not (tmp_path / "failed").exists() and time.monotonic() < until_s:
-            time.sleep(0.01)
-        held = None
-        while held is None and time.monotonic() < until_s:
+        def take():
             with contextlib.suppress(torch.OutOfMemoryError):  # until the group has ended
-                held = torch.empty(800 * MIB, dtype=torch.uint8, device="cuda")
+                return torch.empty(800 * MIB, dtype=torch.uint8, device="cuda")
+
+        until((tmp_path / "failed").exists, within_s=20, every_s=0.01)
+        held = until(lambda: (one := take()) is not None and (one,), within_s=20, every_s=0)
         time.sleep(2)
-        return held.numel()
+        return held[0].numel()
 
     (tmp_path / "cards").mkdir()
     holder = start(hold, memory="1GiB,1GiB", shared=tmp_path / "cards/card")

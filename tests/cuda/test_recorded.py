@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from bed import forked
+from zoo import MODELS
 
 import oomprobe
 
-from .models import MODELS
-
 RECORD = Path(__file__).parents[1] / "golden" / "bed_probes.json"
-TARGETS = Path(__file__).with_name("models.py")
+TARGETS = Path(__file__).parents[1] / "zoo.py"
 RECORDED_WITH = "2.14.1"
 
 

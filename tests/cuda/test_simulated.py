@@ -8,6 +8,7 @@ from bed import forked
 from simulation.bench import ALLOCATOR_SETTINGS
 from torch import nn
 from torch.nn import functional as F
+from zoo import mlp, peaks, runs
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
@@ -178,12 +179,6 @@ def cross_entropy(model, x, y):
     return F.cross_entropy(model(x), y)
 
 
-def mlp(dtype=None, make=torch.optim.AdamW):
-    """Few weights, much data: bias gradients take the most memory."""
-    layers = nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Dropout(0.1), nn.Linear(1024, 1024), nn.ReLU()
-    return trained(nn.Sequential(*layers, nn.Linear(1024, 10)), labelled(256), cross_entropy, dtype=dtype, make=make)
-
-
 class LanguageModel(nn.Module):
     def __init__(self, words=8000, width=128, layers=2):
         super().__init__()
@@ -256,20 +251,13 @@ def simulated_peaks(make, size, card):
     return usage.peak_allocated_bytes, usage.peak_reserved_bytes
 
 
-def peaks(make, size):
-    model, step = make()
-    for _ in range(3):
-        step(model, size)
-    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-
-
 @pytest.mark.parametrize(
     ("make", "size", "card"),
     [
-        (mlp, 100, A100),
+        (mlp, 100, A100),  # few weights, much data: bias gradients take the most memory
         (mlp, 20_000, H100),
         (mlp, 20_000, T4),
-        (lambda: mlp(torch.bfloat16), 20_000, RTX_4090),
+        (lambda: mlp(amp=torch.bfloat16), 20_000, RTX_4090),
         (lambda: mlp(make=lambda p: torch.optim.AdamW(p, foreach=False)), 30_000, RTX_3090),
         (language_model, 100, A100),
         (lambda: language_model(torch.bfloat16), 100, RTX_3090),
@@ -279,7 +267,7 @@ def peaks(make, size):
     ],
 )
 def test_peaks_match_torchs_allocator(make, size, card):
-    allocated, reserved = forked(peaks, make, size, memory="40GiB", card=card)
+    *_, (allocated, reserved) = forked(peaks, make, size, 3, memory="40GiB", card=card)
     assert forked(simulated_peaks, make, size, card) == (
         pytest.approx(allocated, rel=0.001),
         pytest.approx(reserved, rel=0.01),
@@ -291,25 +279,18 @@ def simulated_answer(make, card, memory):
     with device.building():
         model, step = make()
     result = oomprobe.find_max_batch(model, step, device=device, progress="off")
-    return result.batch_size, result.budget_bytes / device.total_bytes
-
-
-def runs(make, size, fraction):
-    torch.cuda.set_per_process_memory_fraction(fraction)
-    model, step = make()
-    try:
-        for _ in range(10):
-            step(model, size)
-    except torch.OutOfMemoryError:
-        return False
-    return True
+    return result.batch_size, result.budget_bytes
 
 
 @pytest.mark.parametrize(
     ("make", "card", "memory"),
-    [(mlp, A100, "4GiB"), (lambda: mlp(torch.bfloat16), RTX_4090, "1GiB"), (language_model, RTX_3090, "1GiB"), (conv_net, T4, "600MiB")],
+    [(mlp, A100, "4GiB"), (lambda: mlp(amp=torch.bfloat16), RTX_4090, "1GiB"), (language_model, RTX_3090, "1GiB"), (conv_net, T4, "600MiB")],
 )  # fmt: skip
 def test_answers_match_fresh_processes(make, card, memory):
-    size, fraction = forked(simulated_answer, make, card, memory, memory=memory, card=card)
-    tried = [forked(runs, make, int(size * share), fraction, memory=memory, card=card) for share in (0.99, 1, 1.011)]
-    assert tried == [True, True, False]
+    bed = {"memory": memory, "card": card}
+    size, cap_bytes = forked(simulated_answer, make, card, memory, **bed)
+
+    def passes(share):
+        return forked(lambda: runs(make, int(size * share), steps=10, cap_bytes=cap_bytes), **bed)
+
+    assert [passes(share) for share in (0.99, 1, 1.011)] == [True, True, False]

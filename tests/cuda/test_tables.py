@@ -11,11 +11,11 @@ import pytest
 import torch
 from bed import forked
 from torch.nn import functional as F
+from zoo import conv_net, numbered, runs
 
 import oomprobe
 from oomprobe.probing import calls as call_plan
 
-from .models import conv_net, runs
 from .ranks import on_ranks, searching
 from .tabled import Attention, Masked, language_model
 
@@ -43,13 +43,11 @@ def named_lengths():
 
 def evaluating(every=10):
     model, inner = language_model()
-    calls = 0
 
-    def step(model, batch_size, length):
-        nonlocal calls
-        calls += 1
+    @numbered
+    def step(number, model, batch_size, length):
         inner(model, batch_size, length)
-        if calls % every == 0:
+        if number % every == 0:
             with torch.no_grad():
                 model(torch.randint(500, (8 * batch_size, length), device="cuda"))
 

@@ -1,4 +1,7 @@
-"""Models whose steps read no value back, because kernels on the bed compute none; each returns (model, step)."""
+"""Models and steps for tests: training on a card, which may be the bed's; no step reads a value back, as kernels there compute none.
+
+A function without arguments that returns ``(model, step)`` is a target too.
+"""
 
 import math
 from pathlib import Path
@@ -11,20 +14,47 @@ from torch.utils.checkpoint import checkpoint
 CLASSES = 10
 
 
+# --- steps ---
+
+
+def training_step(optimizer, draw, loss=lambda output: output.square().mean()):
+    """Return the usual step, on what `draw(batch_size)` makes, or `draw(batch_size, value)` for a table."""
+
+    def step(model, *size, **value):
+        optimizer.zero_grad()
+        loss(model(draw(*size, **value))).backward()
+        optimizer.step()
+
+    return step
+
+
+def numbered(step):
+    """Return a step that counts its calls from 1, in a closure, and passes the number on: ``step(number, model, batch_size)``."""
+    number = 0
+
+    def counted(model, *size, **value):
+        nonlocal number
+        number += 1
+        return step(number, model, *size, **value)
+
+    return counted
+
+
+# --- models ---
+
+
 def classifier(model, optimizer, *, amp=None, scaler=None, clip=False, accumulate=1, sample=(256,), layout=None):
     """Return the model and a training step on random samples; the optimizer steps at every `accumulate`-th call."""
-    calls = 0
 
-    def step(model, batch_size):
-        nonlocal calls
-        calls += 1
+    @numbered
+    def step(number, model, batch_size):
         x = torch.randn(batch_size, *sample, device="cuda")
         x = x if layout is None else x.to(memory_format=layout)
         y = torch.randint(CLASSES, (batch_size,), device="cuda")
         with torch.autocast("cuda", dtype=amp or torch.bfloat16, enabled=amp is not None):
             loss = F.cross_entropy(model(x), y)
         (loss if scaler is None else scaler.scale(loss)).backward()
-        if calls % accumulate:
+        if number % accumulate:
             return
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -146,13 +176,9 @@ def converted(width=2048, depth=4):
     model = nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())))
     model = model.cuda().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        model(torch.randn(batch_size, width, device="cuda", dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-
-    return model, step
+    return model, training_step(
+        optimizer, lambda n: torch.randn(n, width, device="cuda", dtype=torch.bfloat16), torch.sum
+    )
 
 
 MODELS = {
@@ -171,6 +197,9 @@ MODELS = {
     "frozen base, adapters": adapters,
     "big state": big_state,
 }
+
+
+# --- fresh processes ---
 
 
 def held_to(cap_bytes):
@@ -192,11 +221,21 @@ def runs(build, batch_size, *, steps, cap_bytes=None):
     return True
 
 
+def peaks(build, batch_size, calls):
+    """Return the allocated and reserved peaks up to each call of a process that has done nothing else."""
+    model, step = build()
+    found = []
+    for _ in range(calls):
+        step(model, batch_size)
+        found.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+    return found
+
+
 TARGET = """
 import sys
 sys.path.insert(0, {tests!r})
 from bed import fail
-from cuda.models import MODELS
+from zoo import MODELS
 
 def build():
     model, inner = MODELS[{name!r}]()
@@ -212,5 +251,5 @@ def build():
 def target(tmp_path, fault="pass", name="mlp"):
     """Write a file with one of these models and a fault in its step, and return the target."""
     path = tmp_path / "target.py"
-    path.write_text(TARGET.format(tests=str(Path(__file__).parents[1]), name=name, fault=fault))
+    path.write_text(TARGET.format(tests=str(Path(__file__).parent), name=name, fault=fault))
     return f"{path}:build"
