@@ -4,6 +4,10 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from oomprobe.simulation.allocator import AllocatorOutOfMemory
+
 FOLDER = Path(__file__).parent / "data" / "recordings"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 _SMALL = 2**20  # the largest request that a small segment, of twice this size, serves
@@ -57,8 +61,13 @@ class Nothing:
     def empty_cache(self):
         pass
 
-    def refuses(self, nbytes):
+
+def refuses(allocator, nbytes):
+    try:
+        allocator.malloc(nbytes)
+    except (torch.OutOfMemoryError, AllocatorOutOfMemory):
         return True
+    return isinstance(allocator, Nothing)
 
 
 def replay(recording, allocator):
@@ -90,7 +99,7 @@ def replay(recording, allocator):
         if kind in ("s", "m"):
             reserved += numbers[-1]
         elif kind == "o":
-            assert allocator.refuses(numbers[0])
+            assert refuses(allocator, numbers[0])
             yield None, None, reserved
         else:
             blocks.append(allocator.malloc(kind))

@@ -152,19 +152,14 @@ def test_answer_and_bracket_are_exact_from_any_start(memory, sizes, capped, star
 
 
 @given(memories(BILLION), allowed_sizes(BILLION), st.booleans(), STARTS)
-def test_only_allowed_sizes_run_and_none_twice_at_one_cap(memory, sizes, capped, start):
-    answer = search(memory, sizes, capped=capped, start=start).batch_size
+def test_no_size_runs_twice_at_one_cap(memory, sizes, capped, start):
+    found = search(memory, sizes, capped=capped, start=start)
     searched = memory.trials(Phase.GROW, Phase.BISECT)
     assert len(searched) == len(set(searched))
-    for size, _, under_cap, _ in memory.calls:
-        assert size % sizes.step == 0
-        assert size >= sizes.first
-        assert sizes.last is None or size <= sizes.last
-        assert capped or not under_cap
-    if answer is not None:
-        ran = {(size, under_cap) for size, _, under_cap, _ in memory.calls}
-        assert (answer, capped) in ran
-        assert answer == sizes.last or (answer + sizes.step, capped) in ran
+    assert capped or not any(under_cap for _, _, under_cap, _ in memory.calls)
+    assert_the_answer_was_run(memory, found, sizes, capped)
+    if found.batch_size not in (None, sizes.last):
+        assert (found.batch_size + sizes.step, capped) in memory.trials(*Phase)
 
 
 def test_the_four_phases_by_hand():

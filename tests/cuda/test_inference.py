@@ -1,8 +1,8 @@
 """The generation loop of docs/inference.md on torch's own CUDA allocator: as on a simulated card, and it survives."""
 
 import pytest
-import torch
 from bed import forked
+from zoo import runs
 
 import oomprobe
 
@@ -26,12 +26,4 @@ def test_generation_is_probed_and_runs():
     result = forked(lambda: oomprobe.find_max_batch(llama().cuda(), step, progress="off"), **BED)
     assert (result.limited_by, result.state_verified) == ("memory", True)
     assert not [note for note in result.notes if "optimizer" in note or note.startswith("leak")]
-
-    def runs():
-        model = llama().cuda()
-        for _ in range(5):
-            step(model, result.batch_size)
-        torch.cuda.synchronize()
-        return True
-
-    assert forked(runs, **BED)
+    assert forked(lambda: runs(lambda: (llama().cuda(), step), result.batch_size, steps=5), **BED)

@@ -8,7 +8,7 @@ from gpu_recording import events_of
 from recordings import NAMES, Nothing, Recording, replay, requests_of
 
 from oomprobe.ground.torch_versions import VERSION
-from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.simulation.allocator import CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
 
 
@@ -18,20 +18,6 @@ class Torchs:
     malloc = staticmethod(torch.cuda.caching_allocator_alloc)
     free = staticmethod(torch.cuda.caching_allocator_delete)
     empty_cache = staticmethod(torch.cuda.empty_cache)
-
-    def refuses(self, nbytes):
-        with pytest.raises(torch.OutOfMemoryError):
-            self.malloc(nbytes)
-        return True
-
-
-class Simulated(CachingAllocator):
-    """The simulated allocator of the torch beside it, with the method that `replay` needs besides."""
-
-    def refuses(self, nbytes):
-        with pytest.raises(AllocatorOutOfMemory):
-            self.malloc(nbytes)
-        return True
 
 
 def reserved_by_torch(name):
@@ -51,7 +37,7 @@ def test_torchs_allocator_reserves_what_the_card_did(name):
     if recording.expandable_segments:  # the card's capacity is not in the recording
         capacity, variables = recording.peak_reserved_bytes, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     here = forked(reserved_by_torch, name, memory=str(capacity), **variables)
-    simulated = Simulated(capacity, AllocatorSettings(expandable_segments=recording.expandable_segments))
+    simulated = CachingAllocator(capacity, AllocatorSettings(expandable_segments=recording.expandable_segments))
     assert here == [simulated.reserved_bytes for _ in replay(recording, simulated)]
     on_card = [reserved_bytes for *_, reserved_bytes in replay(recording, Nothing())]
     assert (here == on_card) is (name not in DIFFER)

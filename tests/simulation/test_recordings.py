@@ -8,7 +8,7 @@ from recordings import NAMES, Recording, replay
 
 from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.ground.torch_versions import BlockOrder
-from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.simulation.allocator import CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
 
 APART = 2**44  # between segments, so that only their order matters
@@ -26,11 +26,6 @@ class Replayed(CachingAllocator):
 
     def address(self, block):
         return self._live[block].address
-
-    def refuses(self, nbytes):
-        with pytest.raises(AllocatorOutOfMemory):
-            self.malloc(nbytes)
-        return True
 
 
 class Addressed(Replayed):
