@@ -9,8 +9,10 @@ from helpers import a_trial
 from oomprobe.probing import summary
 from oomprobe.probing.session import Session
 from oomprobe.records.options import Options
+from oomprobe.records.patience import Patience
 from oomprobe.records.trials import DeviceInfo, Phase, RunnerInfo, Verdict
 from oomprobe.report.progress import Reporter
+from oomprobe.report.trials import trials_table
 from oomprobe.rules.search import Found
 
 MIB = 2**20
@@ -25,7 +27,7 @@ def bench(*trials, on_host=True, step_names=("step",), **options):
     device = DeviceInfo(on_host=on_host, name="a device", total_bytes=2**30, torch_device="cpu")
     facts = RunnerInfo(device=device, step_names=step_names, threads=1)
     runner = types.SimpleNamespace(facts=facts)
-    clock = types.SimpleNamespace(elapsed_s=1.0)
+    clock = types.SimpleNamespace(elapsed_s=1.0, patience=Patience())
     session = Session(runner, Options(**options), Reporter(), clock, list(trials))
     session.budget.total_bytes, session.budget.available_bytes, session.state_verified = 90 * MIB, 100 * MIB, True
     return session
@@ -91,6 +93,17 @@ def test_growth_outside_the_allocator_is_noted(held, is_noted):
     notes = summary.result_of(session, Found(batch_size=1)).notes
     assert len(notes) == is_noted
     assert ("grew by 3.00 MiB while probing" in "".join(notes)) is is_noted
+
+
+@pytest.mark.parametrize(
+    ("retries", "steps", "told"),
+    [(3, 6, "3 allocator retries in 6 calls"), (1, 1, "1 allocator retry in 1 call"), (2, 6, None), (0, 0, None)],
+)
+def test_an_answer_with_retries_on_half_of_its_calls_is_marginal(retries, steps, told):
+    answer = trial(4, alloc_retries=retries, steps=steps)
+    notes = [note for note in result(answer).notes if note.startswith("marginal: ")]
+    assert [note.partition(". ")[0] for note in notes] == [f"marginal: batch 4 ran with {told}"] * (told is not None)
+    assert told is None or f"^ {told.partition(' in ')[0]}\n" in trials_table([answer]) + "\n"
 
 
 LEAKING = {"phase": Phase.CONFIRM, "step_leaked_bytes": MIB}

@@ -1,33 +1,25 @@
-"""What follows the search: refuse an answer that leaks, look for an easier size, run the plan, find what held the memory."""
+"""What follows the search: refuse an answer that leaks, run the plan, find what held the memory."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from oomprobe.errors import OomProbeError, StepFailedError, TimeLimitError, UnreliableError
 from oomprobe.ground.units import format_bytes
-from oomprobe.ground.words import count
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import nothing_fits
 from oomprobe.records.options import MAX_CALLS
 from oomprobe.records.plan import plan
-from oomprobe.records.trials import Phase, Request, last_of
+from oomprobe.records.trials import Phase, Request
 from oomprobe.rules import diagnosis
 from oomprobe.rules.search import Found
 
 # While the accumulation plan does not fit, its micro-batch shrinks. The gradient buffer that accumulation adds is small, so
 # five times a tenth is more than enough.
 PLAN_TRIALS, PLAN_SHRINK = 5, 0.9
-EASIER = (1 - 1 / 32, 1 - 1 / 16, 1 - 1 / 8)  # of the answer: sizes to try if it releases the cache at most calls
 NO_HISTORY = (
     "no breakdown: {device} does not record its allocations; torch's own CUDA allocator and simulated cards do "
     "(--device sim:24GiB)"
 )
 NO_PLAN = "the plan for global_batch was not run: the command itself decides how it accumulates gradients"
-PRESSED = (
-    "marginal: at batch {size} the allocator released its cache {retries} in {calls} calls to serve a request, which is slow; "
-    "{instead}"
-)
 
 
 def finish(session: Session, found: Found) -> Found:
@@ -35,27 +27,9 @@ def finish(session: Session, found: Found) -> Found:
     if found.batch_size is None:
         raise nothing_fits(session)
     refuse_leaking(session, found.batch_size)
-    ease(session, found.batch_size)
     run_plan(session, found.batch_size)
     break_down(session, found.batch_size)
     return found
-
-
-def ease(session: Session, answer: int) -> None:
-    """If the answer releases the allocator's cache at most calls, look for a smaller size that does not, and name it."""
-    confirmed = last_of(session.trials, answer)
-    if confirmed.replayed or not diagnosis.is_pressed(confirmed):
-        return
-    instead = "lower memory_fraction, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    sizes = (session.options.sizes.down(int(share * answer), 1) for share in EASIER)
-    with suppress(OomProbeError):  # the answer stands without it
-        for size in dict.fromkeys(size for size in sizes if size < answer):
-            trial = session.run(size, Phase.BISECT, cap_bytes=session.budget.search_cap())
-            if trial.passed and not diagnosis.is_pressed(trial):
-                instead = f"batch {size}, tried for this, does not need that"
-                break
-    retries = count(confirmed.alloc_retries, "time", "times")
-    session.notes[PRESSED.format(size=answer, calls=confirmed.steps, retries=retries, instead=instead)] = None
 
 
 def run_plan(session: Session, batch_size: int) -> None:

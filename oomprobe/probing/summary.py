@@ -20,10 +20,15 @@ from oomprobe.probing.session import Session
 from oomprobe.records.fit import estimates, fit_line
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.trials import Phase, Trial, Verdict, last_of
+from oomprobe.rules.diagnosis import is_pressed
 from oomprobe.rules.search import Found
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
+PRESSED = (
+    "marginal: batch {size} ran with {retries} in {calls}. Each empties the allocator's cache, which is slow; lower "
+    "memory_fraction, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
 NOT_RESTORED = "state that is not restored: positions of iterators and data loaders, attributes of library objects"
 OTHER_RANKS = "other ranks: DDP buckets, NCCL buffers, sharding"
 OTHER_MACHINES = "ranks on other machines: NCCL takes memory for each connection, and FSDP shards over more ranks"
@@ -158,8 +163,8 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
     if "torch" not in environment and (note := untested_note()):
         yield note
     yield from session.neighbours.notes
+    kind = "optimizer step" if "command" in environment else "call"
     if session.call_plan.confirmed:
-        kind = "optimizer step" if "command" in environment else "call"
         yield SEEN.format(calls=count(session.call_plan.confirmed, kind, f"{kind}s"))
     count_of_data = session.runner.facts.max_batch
     if found.deciding is None and count_of_data is not None and session.options.max_batch == count_of_data:
@@ -171,6 +176,9 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
     if session.device.replays:
         yield _simulation_note(session, answer)
     yield from _leaks(session, answer)
+    if is_pressed(answer):
+        retries = count(answer.alloc_retries, "allocator retry", "allocator retries")
+        yield PRESSED.format(size=answer.batch_size, retries=retries, calls=count(answer.steps, kind, f"{kind}s"))
     held = session.neighbours.held_bytes or [0]
     if held[-1] > held[0]:
         yield (

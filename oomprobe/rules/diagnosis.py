@@ -107,7 +107,7 @@ def step_leak_bytes(last: Trial, looked: Trial | None) -> int:
 
 
 def is_pressed(trial: Trial) -> bool:
-    """Return whether the allocator released its cache at half of the calls or more: each takes a synchronisation."""
+    """Return whether the allocator emptied its cache on half of the calls or more; each time takes a synchronisation."""
     return 2 * trial.alloc_retries >= trial.steps > 0
 
 
