@@ -28,9 +28,9 @@ from oomprobe.records.axis import Axis
 from oomprobe.records.options import Options
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
-from oomprobe.report import text
+from oomprobe.report.blocks import as_text
 from oomprobe.report.plot import new_figure
-from oomprobe.report.table import table_report
+from oomprobe.report.table import report_of, text
 from oomprobe.report.trials import trials_table
 from oomprobe.runners.targets import name_of
 
@@ -111,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
         results = [result for _, result in probed.fitting()] if isinstance(probed, ProbeTable) else [probed]
         contaminated = any(result.contaminated for result in results)
         if contaminated or not arguments.quiet:
-            write(sys.stderr if machine_reads else stdout, _report(probed, verbose=arguments.verbose))
+            write(sys.stderr if machine_reads else stdout, text(probed, verbose=arguments.verbose))
         if arguments.json == STDOUT:
             write(stdout, probed.to_json())
         elif arguments.quiet and not contaminated:
@@ -132,12 +132,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if len(probed.rows) < len(arguments.over[0][1]) or probed.mixed_failed:
         return errors.UnreliableError.exit_status
     return 0 if results else errors.NothingFitsError.exit_status
-
-
-def _report(probed: ProbeResult | ProbeTable, *, verbose: bool) -> str:
-    if isinstance(probed, ProbeTable):
-        return table_report(probed, verbose=verbose)
-    return text.report(probed, verbose=verbose)
 
 
 def _numbers(probed: ProbeResult | ProbeTable) -> str:
@@ -196,15 +190,17 @@ def _demo(arguments: argparse.Namespace) -> int:
     on_accelerator = (f"a small GPT on {here}", demo.small_gpt, here, 1)
     for title, build, device, multiple_of in (on_card, on_host if here == "cpu" else on_accelerator):
         print(f"--- {title} ---", flush=True)
-        result = find_max_batch(*build(), device=device, multiple_of=multiple_of, progress=arguments.progress)
-        print(text.brief(result), flush=True)
+        report = report_of(
+            find_max_batch(*build(), device=device, multiple_of=multiple_of, progress=arguments.progress)
+        )
+        print(as_text(dataclasses.replace(report, blocks=report.blocks[:1])), flush=True)
     print("Next: oomprobe run train.py:build, where build() returns (model, step_fn)")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     shown = _read(arguments.result)
-    print(_report(shown, verbose=arguments.verbose), end="")
+    print(text(shown, verbose=arguments.verbose), end="")
     _save(shown.to_html, arguments.html)
     return 0
 
@@ -451,7 +447,7 @@ def explain(error: BaseException, *, required: bool) -> int:
         tell(f"oomprobe: unexpected internal error ({type(error).__name__}), no answer; please report it")
         return UNFORESEEN
     if isinstance(error.table, ProbeTable):
-        tell(f"the rows that were finished:\n{table_report(error.table)}")
+        tell(f"the rows that were finished:\n{text(error.table)}")
     if error.trials:
         tell(trials_table(error.trials))
     if isinstance(error, errors.StepFailedError) and error.__cause__ is not None:

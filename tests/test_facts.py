@@ -6,7 +6,7 @@ from example_results import gpu, host
 from helpers import a_result, a_trial
 
 from oomprobe.records.trials import Phase, Verdict
-from oomprobe.report.text import report
+from oomprobe.report.table import text as report
 
 
 def sentence(result, word):

@@ -14,7 +14,8 @@ from helpers import a_result, a_trial, same_as_golden
 import oomprobe
 from oomprobe import cli
 from oomprobe.records.breakdown import ACTIVATIONS, FRAGMENTATION, KINDS, Breakdown, ModuleMemory
-from oomprobe.report.breakdown import advice, breakdown_lines
+from oomprobe.report.blocks import block_lines
+from oomprobe.report.breakdown import advice, breakdown_blocks
 from oomprobe.report.compare import comparison
 from oomprobe.report.html import page
 from oomprobe.report.plot import bracket_figure
@@ -134,7 +135,9 @@ def test_the_command_line_writes_a_page(tmp_path):
 def test_a_breakdown_equals_its_golden_file_and_survives_json():
     result = a_result(breakdown=a_breakdown())
     assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
-    same_as_golden("\n".join(breakdown_lines(a_breakdown())) + "\n", "breakdown.txt")
+    same_as_golden(
+        "\n\n".join("\n".join(block_lines(block)) for block in breakdown_blocks(a_breakdown())) + "\n", "breakdown.txt"
+    )
 
 
 def parts(**gib):

@@ -10,17 +10,42 @@ from strategies import results
 
 from oomprobe.records.fit import fit_line
 from oomprobe.records.trials import Verdict
-from oomprobe.report.text import report
+from oomprobe.report.table import text as report
 from oomprobe.report.trials import trial_line
 
 VERDICT = re.compile(r"^verdict: batch (\d+)", re.MULTILINE)
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
-@pytest.mark.parametrize("verbose", [False, True])
+# Facts, and sentences of facts, that only a verbose report has.
+VERBOSE = re.compile(
+    r"^  estimates .*\n( {14}.*(total / peak|2 x parameters).*\n)*|^ {14}(rank \d: .*|.* per sample, r2 .*)\n",
+    re.MULTILINE,
+)
+
+
 @every_example
-def test_the_report_equals_its_golden_file(name, verbose):
-    same_as_golden(report(EXAMPLES[name](), verbose=verbose), f"report_{name}{'_verbose' * verbose}.txt")
+def test_the_verbose_report_equals_its_golden_file(name):
+    same_as_golden(report(EXAMPLES[name](), verbose=True), f"report_{name}.txt")
+
+
+@every_example
+def test_a_brief_report_is_the_verbose_one_without_details(name):
+    brief, verbose = (report(EXAMPLES[name](), verbose=verbose) for verbose in (False, True))
+    without, *details = VERBOSE.sub("", verbose).split("\nnot covered by the trials:\n")
+    items = [line.removeprefix("  - ") for line in "".join(details).splitlines()]
+    assert brief == without + "".join(f"\nnot covered: {'; '.join(items)}\n" for _ in details)
+
+
+def test_a_brief_report_names_what_was_not_covered_without_details():
+    items = (
+        "evaluation (pass {'eval': eval_fn})",
+        "other ranks: DDP buckets",
+        "longest sample, unless made",
+        "workers",
+    )
+    told = report(a_result(not_covered=items))
+    assert told.endswith("\nnot covered: evaluation; other ranks; longest sample; workers\n")
 
 
 @every_example

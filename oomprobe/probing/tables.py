@@ -75,35 +75,32 @@ class Rows:
                 self._results[value] = None
                 self._unfit[value] = NOT_TRIED.format(axis=self._axis.name, value=text_of_value(smaller))
                 continue
-            opened.reporter.row(self._axis.label(row))
+            label = self._axis.label(row)
+            opened.reporter.row(label)
             session = self._session(opened, row, last)
             try:
-                found = finish(session, session.find())
+                result = result_of(session, finish(session, session.find()))
             except NothingFitsError as error:
                 self._results[value], self._unfit[value] = None, str(error)
-            except TimeLimitError as error:
-                if not any(self._results.values()):
-                    _name_row(error, self._axis.label(row))
+            except OomProbeError as error:
+                if not isinstance(error, TimeLimitError) or not any(self._results.values()):
+                    error.args = (f"{label}: {error}", *error.args[1:])
                     raise
                 values = ", ".join(map(text_of_value, self._axis.values[row:]))
                 self._notes.append(CUT_OFF.format(axis=self._axis.name, values=values))
                 return
-            except OomProbeError as error:
-                _name_row(error, self._axis.label(row))
-                raise
             else:
-                result = self._results[value] = result_of(session, found)
+                self._results[value] = result
                 last = session, value, result
         answers = {row: one.batch_size for row, value in enumerate(self._axis.values) if (one := self._results[value])}
-        if mixed and len(answers) == 1:
-            self._mixed = {self._axis.values[row]: size for row, size in answers.items()}
-        if last is None or len(answers) == 1 or opened.device.on_host:
+        alone = len(answers) == 1
+        if last is None or (opened.device.on_host and not alone):
             return
         limits = {result.limited_by for result in self._results.values() if result is not None}
-        if limits == {"memory"} and max(answers.values()) <= ALIKE * min(answers.values()):
+        if not alone and limits == {"memory"} and max(answers.values()) <= ALIKE * min(answers.values()):
             self._notes.append(UNUSED.format(axis=self._axis.name))
         if mixed:
-            sizes, notes = mixed_sizes(last[0], self._axis, answers)
+            sizes, notes = (answers, []) if alone else mixed_sizes(last[0], self._axis, answers)
             self._mixed = {self._axis.values[row]: size for row, size in sizes.items()}
             self._mixed_failed = not sizes
             self._notes += notes
@@ -125,8 +122,3 @@ class Rows:
         )
         following.follow(session)
         return following
-
-
-def _name_row(error: OomProbeError, label: str) -> None:
-    """Put the row in front of the error's text."""
-    error.args = (f"{label}: {error}", *error.args[1:])

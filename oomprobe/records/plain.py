@@ -1,12 +1,16 @@
-"""Read a record from plain data, such as JSON, by the annotations of its fields."""
+"""Records from plain data, such as JSON, read by the annotations of their fields."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import StrEnum
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from oomprobe.errors import InvalidArgumentError
 
 T = TypeVar("T")
 
@@ -41,3 +45,25 @@ def _read(kind: Any, value: Any) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
         return from_plain(kind, value)
     return kind(value) if isinstance(kind, type) and issubclass(kind, StrEnum) else value
+
+
+def written(text: str, path: str | Path | None) -> str:
+    """Return the text, and write it to `path` if given."""
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
+
+@contextmanager
+def reading(what: str, data: object, version: int) -> Iterator[None]:
+    """Refuse data of another schema version, or that cannot be read."""
+    found = data.get("schema_version") if isinstance(data, Mapping) else None
+    if found != version:
+        raise InvalidArgumentError(
+            f"this {what} has schema_version {found!r}; this oomprobe reads {version}: run the probe again, or read it with "
+            "the oomprobe that wrote it"
+        )
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"this is not a {what} that oomprobe wrote: {error!r}") from error

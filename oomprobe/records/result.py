@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oomprobe.errors import InvalidArgumentError
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.fit import LinearFit
-from oomprobe.records.plain import from_plain
+from oomprobe.records.plain import from_plain, reading, written
 from oomprobe.records.plan import PlanEntry, plan
 from oomprobe.records.trials import Trial
 
@@ -109,10 +108,7 @@ class ProbeResult:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the result as JSON text, and write it to `path` if given."""
-        text = json.dumps(self.to_dict(), indent=2) + "\n"
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return written(json.dumps(self.to_dict(), indent=2) + "\n", path)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ProbeResult:
@@ -121,16 +117,8 @@ class ProbeResult:
         Raises:
             InvalidArgumentError: the data has another schema version, or is not a result.
         """
-        version = data.get("schema_version") if isinstance(data, Mapping) else None
-        if version != SCHEMA_VERSION:
-            raise InvalidArgumentError(
-                f"this result has schema_version {version!r}; this oomprobe reads {SCHEMA_VERSION}: run the probe again, "
-                "or read it with the oomprobe that wrote it"
-            )
-        try:
+        with reading("result", data, SCHEMA_VERSION):
             return from_plain(cls, data)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgumentError(f"this is not a result that oomprobe wrote: {error!r}") from error
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw peak memory and throughput against batch size.
@@ -144,12 +132,9 @@ class ProbeResult:
         Raises:
             InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
         """
-        from oomprobe.report.plot import result_figure
+        from oomprobe.report.plot import result_figure, saved
 
-        figure = result_figure(self)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return saved(result_figure(self), path)
 
     def to_html(self, path: str | Path) -> None:
         """Write the result as one self-contained HTML file.
@@ -159,7 +144,7 @@ class ProbeResult:
         """
         from oomprobe.report.html import page
 
-        Path(path).write_text(page(self), encoding="utf-8")
+        written(page(self), path)
 
     def _repr_html_(self) -> str:
         from oomprobe.report.html import notebook
@@ -167,6 +152,6 @@ class ProbeResult:
         return notebook(self)
 
     def __str__(self) -> str:
-        from oomprobe.report.text import report
+        from oomprobe.report.table import text
 
-        return report(self)
+        return text(self)

@@ -6,12 +6,12 @@ import csv
 import io
 import json
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oomprobe.errors import InvalidArgumentError
 from oomprobe.records.axis import magnitude, text_of_value
+from oomprobe.records.plain import reading, written
 from oomprobe.records.result import SCHEMA_VERSION, ProbeResult
 from oomprobe.records.trials import last_of
 
@@ -81,30 +81,25 @@ class ProbeTable:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the table as JSON text, and write it to `path` if given."""
-        return _written(json.dumps(self.to_dict(), indent=2) + "\n", path)
+        return written(json.dumps(self.to_dict(), indent=2) + "\n", path)
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return one line for each value as CSV text, with a head, and write it to `path` if given."""
-        stream = io.StringIO()
-        lines = csv.writer(stream, lineterminator="\n")
-        measured = ("peak_allocated_bytes", "peak_reserved_bytes", "budget_bytes", "samples_per_s")
-        lines.writerow(
-            [self.axis, "batch_size", "mixed_batch_size", f"batch_size_x_{self.axis}", *measured, "limited_by"]
+        stream, measured = (
+            io.StringIO(),
+            ("peak_allocated_bytes", "peak_reserved_bytes", "budget_bytes", "samples_per_s"),
         )
+        lines = csv.writer(stream, lineterminator="\n")
+        sizes = ("batch_size", "mixed_batch_size", f"batch_size_x_{self.axis}")
+        lines.writerow([self.axis, *sizes, *measured, "limited_by"])
         for value, result in self.rows.items():
             cells: list[object] = [text_of_value(value)]
             if result is not None:
-                told = {name: getattr(last_of(result.trials, result.batch_size), name, None) for name in measured}
-                told["budget_bytes"] = result.budget_bytes
-                cells += [
-                    result.batch_size,
-                    self.mixed.get(value),
-                    self.product(value),
-                    *told.values(),
-                    result.limited_by,
-                ]
+                cells += [result.batch_size, self.mixed.get(value), self.product(value)]
+                told = {**asdict(last_of(result.trials, result.batch_size)), "budget_bytes": result.budget_bytes}
+                cells += [*(told[name] for name in measured), result.limited_by]
             lines.writerow(cells)
-        return _written(stream.getvalue(), path)
+        return written(stream.getvalue(), path)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ProbeTable:
@@ -113,12 +108,7 @@ class ProbeTable:
         Raises:
             InvalidArgumentError: the data has another schema version, or is not a table.
         """
-        version = data.get("schema_version") if isinstance(data, Mapping) else None
-        if version != SCHEMA_VERSION or "axis" not in data:
-            raise InvalidArgumentError(
-                f"this is not a table with schema_version {SCHEMA_VERSION} that oomprobe wrote: make it again"
-            )
-        try:
+        with reading("table", data, SCHEMA_VERSION):
             rows = {_value(row["value"]): row for row in data["rows"]}
             results = {value: row["result"] for value, row in rows.items()}
             return cls(
@@ -130,40 +120,29 @@ class ProbeTable:
                 notes=tuple(data["notes"]),
                 elapsed_s=data["elapsed_s"],
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgumentError(f"this is not a table that oomprobe wrote: {error!r}") from error
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw the batch size, and its product with the value, for each value; see `ProbeResult.plot`."""
-        from oomprobe.report.table import table_figure
+        from oomprobe.report.plot import saved, table_figure
 
-        figure = table_figure(self)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return saved(table_figure(self), path)
 
     def to_html(self, path: str | Path) -> None:
         """Write the table, with the report of each row, as one self-contained HTML file; see `ProbeResult.to_html`."""
-        from oomprobe.report.html import table_page
+        from oomprobe.report.html import page
 
-        Path(path).write_text(table_page(self), encoding="utf-8")
+        written(page(self), path)
 
     def _repr_html_(self) -> str:
-        from oomprobe.report.html import table_notebook
+        from oomprobe.report.html import notebook
 
-        return table_notebook(self)
+        return notebook(self)
 
     def __str__(self) -> str:
-        from oomprobe.report.table import table_report
+        from oomprobe.report.table import text
 
-        return table_report(self)
+        return text(self)
 
 
 def _value(value: Any) -> Hashable:
     return tuple(map(_value, value)) if isinstance(value, list) else value
-
-
-def _written(text: str, path: str | Path | None) -> str:
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
-    return text

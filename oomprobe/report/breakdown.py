@@ -1,41 +1,48 @@
-"""Render where the memory went, with advice on how to use less."""
+"""Where the memory went, with advice on how to use less."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from oomprobe.ground.units import format_bytes
-from oomprobe.ground.words import WIDTH, bullets, clean, clip
-from oomprobe.records.breakdown import ACTIVATIONS, BACKWARD, FRAGMENTATION, STATE, STEPPING, Breakdown
+from oomprobe.ground.words import clean
+from oomprobe.records.breakdown import ACTIVATIONS, BACKWARD, FRAGMENTATION, STATE, STEPPING, Breakdown, ModuleMemory
+from oomprobe.report.blocks import Block, Row, Table
 
 LARGE, SMALL = 0.25, 0.1  # shares of the peak above which advice is given
 MOST_ADVICE = 5
 
 
-def breakdown_lines(breakdown: Breakdown) -> list[str]:
-    """Render a breakdown for the report."""
-    step = "" if breakdown.step_name is None else f", step {breakdown.step_name!r}"
-    tables = breakdown_rows(breakdown)
-    parts, modules = ([f"  {size:>10}  {share:>7}  {what}" for size, share, what in rows] for rows in tables)
-    lines = [f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}", *parts]
-    if modules:
-        lines += ["", "modules that hold the most activation memory:", *modules]
-    advised = bullets("advice:", advice(breakdown))
-    return [*lines, "", *advised] if advised else lines
-
-
-def breakdown_rows(breakdown: Breakdown) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """Return rows of size, share of the peak and name: of the parts and their sum, and of modules with 0.1 % or more."""
+def breakdown_blocks(breakdown: Breakdown) -> list[Block]:
+    """Return tables of size, share of the peak and name: of the parts, and of modules with 0.1 % or more; and the advice."""
     peak_bytes = max(1, breakdown.peak_reserved_bytes)
+    step = "" if breakdown.step_name is None else f", step {breakdown.step_name!r}"
 
-    def row(nbytes: int, what: str) -> tuple[str, str, str]:
-        return format_bytes(nbytes), f"{100 * nbytes / peak_bytes:.1f} %", clip(clean(what), WIDTH - 24)
+    def table(sizes: Iterable[tuple[str, int]]) -> Table:
+        shown = (
+            (f"{format_bytes(nbytes):>10}", f"{100 * nbytes / peak_bytes:5.1f} %", clean(what))
+            for what, nbytes in sizes
+        )
+        return Table(rows=[Row(cells=cells) for cells in shown], texts={2})
 
-    parts = [row(nbytes, kind) for kind, nbytes in breakdown.parts.items() if nbytes]
-    modules = []
-    for module in breakdown.modules:
-        if 1000 * module.activation_bytes >= peak_bytes:
-            kind = f"{module.count} x {module.kind}" if module.count > 1 else module.kind
-            modules.append(row(module.activation_bytes, f"{module.name} ({kind})" if kind else module.name))
-    return [*parts, row(breakdown.peak_reserved_bytes, "peak reserved")], modules
+    parts = [(kind, nbytes) for kind, nbytes in breakdown.parts.items() if nbytes]
+    modules = [
+        (f"{module.name} ({count})" if (count := _kind(module)) else module.name, module.activation_bytes)
+        for module in breakdown.modules
+        if 1000 * module.activation_bytes >= peak_bytes
+    ]
+    return [
+        Block(
+            f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}",
+            table([*parts, ("peak reserved", breakdown.peak_reserved_bytes)]),
+        ),
+        *([Block("modules that hold the most activation memory:", table(modules))] if modules else []),
+        Block("advice:", advice(breakdown)),
+    ]
+
+
+def _kind(module: ModuleMemory) -> str:
+    return f"{module.count} x {module.kind}" if module.count > 1 else module.kind
 
 
 def advice(breakdown: Breakdown) -> tuple[str, ...]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import WIDTH, clean, clip, rate, wrap
-
-if TYPE_CHECKING:
-    from oomprobe.records.result import ProbeResult
+from oomprobe.records.result import ProbeResult
 
 NAME_WIDTH, CELL_WIDTH = 24, 30
 
@@ -17,22 +15,24 @@ NAME_WIDTH, CELL_WIDTH = 24, 30
 def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) -> str:
     """Compare answers, memory, times, breakdowns, options and environments; `names` are the file names."""
     both = first, second
-    answers = [
-        [t for t in r.trials if t.passed and t.batch_size == r.batch_size and t.accumulation_steps == 1] for r in both
+    ran = [
+        [t for t in one.trials if t.passed and t.batch_size == one.batch_size and t.accumulation_steps == 1]
+        for one in both
     ]
-    confirmed = [trials[-1] if trials else None for trials in answers]
-    lines = [
-        _line("", [name[-CELL_WIDTH:] for name in names]),  # long paths differ at their ends
-        _line("device", _each(both, "device")),
-        _line("batch size", _each(both, "batch_size")),
-        _line("limited by", _each(both, "limited_by")),
-        _line("budget", _each(both, "budget_bytes"), format_bytes),
-        _line("peak allocated", _each(confirmed, "peak_allocated_bytes"), format_bytes),
-        _line("peak reserved", _each(confirmed, "peak_reserved_bytes"), format_bytes),
-        _line("time per step", _each(confirmed, "step_s"), format_seconds),
-        _line("samples per second", _each(confirmed, "samples_per_s"), rate),
-        _line("memory per sample", _each(_each(both, "fit"), "bytes_per_sample"), format_bytes),
-    ]
+    confirmed = [trials[-1] if trials else None for trials in ran]
+    compared: tuple[tuple[str, Sequence[object], str, Callable[[Any], str]], ...] = (
+        ("device", both, "device", str),
+        ("batch size", both, "batch_size", str),
+        ("limited by", both, "limited_by", str),
+        ("budget", both, "budget_bytes", format_bytes),
+        ("peak allocated", confirmed, "peak_allocated_bytes", format_bytes),
+        ("peak reserved", confirmed, "peak_reserved_bytes", format_bytes),
+        ("time per step", confirmed, "step_s", format_seconds),
+        ("samples per second", confirmed, "samples_per_s", rate),
+        ("memory per sample", [one.fit for one in both], "bytes_per_sample", format_bytes),
+    )
+    lines = [_line("", [name[-CELL_WIDTH:] for name in names])]  # long paths differ at their ends
+    lines += [_line(label, [getattr(one, name, None) for one in of], write) for label, of, name, write in compared]
     if first.breakdown is not None and second.breakdown is not None:
         parts = first.breakdown.parts, second.breakdown.parts
         kinds = [kind for kind in parts[0] if any(part.get(kind) for part in parts)]
@@ -46,11 +46,6 @@ def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) 
         lines += ["", "other differences"]
         lines += [line for change in changes for line in wrap(change, first="  ", rest="    ")]
     return "\n".join(lines) + "\n"
-
-
-def _each(things: Sequence[object], name: str) -> list[Any]:
-    """Return an attribute of each; None if it is missing."""
-    return [getattr(thing, name, None) for thing in things]
 
 
 def _line(name: str, values: Sequence[Any], write: Callable[[Any], str] = str) -> str:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import byte_unit, format_bytes
+from oomprobe.records.axis import text_of_value
+from oomprobe.records.result import ProbeResult
+from oomprobe.records.table import ProbeTable
 from oomprobe.records.trials import Trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from oomprobe.records.result import ProbeResult
 
 COLUMN_INCHES = 3.5  # one column of a paper, or a phone
 DARK, LIGHT, GREY = "#1b4f8a", "#e08a2e", "0.45"  # distinct in greyscale too
 KNEE_SHARE = 0.95  # the knee is the smallest batch with this share of the best rate
 SMALL = 7  # font size in points
 PADDING = 1.08
+FEW = 8  # bars whose names fit beside each other
+MILLION = 1e6  # numbers from here on are too long for a bar
 
 
 def new_figure(height_inches: float) -> Figure:
@@ -28,6 +32,13 @@ def new_figure(height_inches: float) -> Figure:
     except ImportError:
         raise InvalidArgumentError("plots need matplotlib: pip install 'oomprobe[plot]'") from None
     return Figure(figsize=(COLUMN_INCHES, height_inches), layout="constrained", dpi=200)
+
+
+def saved(figure: Figure, path: str | Path | None) -> Figure:
+    """Return a figure, and save it if there is a path."""
+    if path is not None:
+        figure.savefig(path)
+    return figure
 
 
 def result_figure(result: ProbeResult) -> Figure:
@@ -61,6 +72,21 @@ def bracket_figure(result: ProbeResult) -> Figure:
     _label(axes, "batch size")
     axes.legend(loc="lower right", fontsize=SMALL - 1, frameon=False)
     axes.set_xlabel("trial", fontsize=SMALL)
+    return figure
+
+
+def table_figure(table: ProbeTable) -> Figure:
+    """Plot the batch size of each value, and below it its product with the value if that is a number."""
+    products = [table.product(value) for value in table.rows]
+    is_double = any(product is not None for product in products)
+    figure = new_figure(3.4 if is_double else 2.2)
+    axes = figure.subplots(2 if is_double else 1, 1, sharex=True, squeeze=False)[:, 0]
+    _bars(axes[0], [None if one is None else one.batch_size for one in table.rows.values()], "batch size")
+    if is_double:
+        _bars(axes[1], products, f"batch x {table.axis}")
+    names = [text_of_value(value) for value in table.rows]
+    axes[-1].set_xticks(range(len(names)), names, rotation=0 if len(names) <= FEW else 90)
+    axes[-1].set_xlabel(table.axis, fontsize=SMALL)
     return figure
 
 
@@ -117,6 +143,18 @@ def _draw_throughput(axes: Any, timed: Sequence[Trial]) -> None:
     )  # fmt: skip
     axes.set_ylim(0, max(rates.values()) * PADDING)
     _label(axes, "samples/s")
+
+
+def _bars(axes: Any, heights: list[float | None] | list[int | None], name: str) -> None:
+    bars = axes.bar(range(len(heights)), [height or 0 for height in heights], color=DARK, width=0.6)
+    labels = [
+        "-" if height is None else f"{height:.12g}" if height < MILLION else f"{height:.3g}" for height in heights
+    ]
+    axes.bar_label(bars, labels, fontsize=SMALL - 1, rotation=0 if len(heights) <= FEW else 90)
+    axes.set_ylim(
+        0, max((height or 0 for height in heights), default=1) * (PADDING if len(heights) <= FEW else 1.3) or 1
+    )
+    _label(axes, name)
 
 
 def _scatter(axes: Any, points: Sequence[tuple[float, float]], marker: str, colour: str, name: str) -> None:

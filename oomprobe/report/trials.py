@@ -6,40 +6,40 @@ from collections.abc import Callable, Iterable
 
 from oomprobe.ground.units import byte_unit, format_bytes, format_seconds
 from oomprobe.ground.words import WIDTH, clean, clip, count, rate, shortened
-from oomprobe.records.trials import Trial
+from oomprobe.records.trials import Phase, Trial
+from oomprobe.report.blocks import Block, Row, Table, block_lines
 
-_STEP_NAME = "step name"
-TEXT_COLUMNS = ("phase", "verdict", _STEP_NAME)  # all others hold numbers
+TEXT_COLUMNS = ("phase", "verdict", "step name")  # all others hold numbers
 
 
 def trials_table(trials: Iterable[Trial]) -> str:
     """Render trials as a table, each followed by a line with its remarks, if any; no final newline."""
-    title, heads, rows = table_cells(trials)
-    if not rows:
-        return "no trial was run"
-    widths = _widths(heads, [cells for _, cells, _ in rows])
-    lines = [title, _row(heads, heads, widths)]
-    for _, cells, remark in rows:
-        lines.append(_row(heads, cells, widths))
-        if remark:
-            lines.append(clip(f"{' ' * (widths[0] + 4)}^ {remark}", WIDTH))
-    return "\n".join(lines)
+    return "\n".join(block_lines(trials_block(trials)))
 
 
-def table_cells(trials: Iterable[Trial]) -> tuple[str, list[str], list[tuple[Trial, list[str], str]]]:
-    """Return the title, the heads, and the cells and remark of each trial; omit columns that no trial measured."""
+def trials_block(trials: Iterable[Trial], answer: int | None = None) -> Block:
+    """Return the table of trials; it omits columns that no trial measured."""
     trials = tuple(trials)
+    if not trials:
+        return Block("", "no trial was run")
     sizes = [size for t in trials for size in (t.peak_allocated_bytes, t.peak_reserved_bytes, t.cap_bytes) if size]
     unit, factor = byte_unit(max(sizes, default=0))
-    title = f"trials (memory in {unit}; '-': not measured, or no cap; each kind of error is shown once)"
     columns = {head: cell for head, cell in _columns(factor).items() if any(cell(t) is not None for t in trials)}
     rows, shown = [], set()
     for trial in trials:
         failure = "" if trial.verdict in shown else _failure(trial)
-        remark = "; ".join(part for part in (*_remarks(trial), failure) if part)
-        rows.append((trial, [cell(trial) or "-" for cell in columns.values()], remark))
         shown.add(trial.verdict)
-    return title, list(columns), rows
+        answers = trial.batch_size == answer and trial.phase is Phase.CONFIRM
+        rows.append(
+            Row(
+                cells=[cell(trial) or "-" for cell in columns.values()],
+                remark="; ".join(part for part in (*_remarks(trial), failure) if part),
+                kind="failed" if not trial.passed else "answer" if answers else "passed",
+            )
+        )
+    texts = {place for place, head in enumerate(columns) if head in TEXT_COLUMNS}
+    title = f"trials (memory in {unit}; '-': not measured, or no cap; each kind of error is shown once)"
+    return Block(title, Table(heads=tuple(columns), rows=rows, texts=texts))
 
 
 def trial_line(trial: Trial) -> str:
@@ -74,25 +74,8 @@ def _columns(factor: int) -> dict[str, Callable[[Trial], str | None]]:
         "cap": lambda t: memory(t.cap_bytes),
         "time/step": lambda t: None if t.step_s is None else format_seconds(t.step_s),
         "samples/s": lambda t: None if t.samples_per_s is None else rate(t.samples_per_s),
-        _STEP_NAME: lambda t: None if t.step_name is None else clean(t.step_name),
+        "step name": lambda t: None if t.step_name is None else clean(t.step_name),
     }
-
-
-def _widths(heads: list[str], rows: list[list[str]]) -> list[int]:
-    """Return column widths; the step names, which may be long, are shortened to fit the line."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    excess = sum(2 + width for width in widths) - WIDTH
-    if excess > 0 and heads[-1] == _STEP_NAME:
-        widths[-1] = max(len(_STEP_NAME), widths[-1] - excess)
-    return widths
-
-
-def _row(heads: list[str], cells: list[str], widths: list[int]) -> str:
-    aligned = (
-        f"{clip(cell, width):{'<' if head in TEXT_COLUMNS else '>'}{width}}"
-        for head, cell, width in zip(heads, cells, widths, strict=True)
-    )
-    return ("  " + "  ".join(aligned)).rstrip()
 
 
 def _remarks(trial: Trial) -> list[str]:

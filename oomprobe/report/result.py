@@ -1,27 +1,31 @@
-"""The report for a job log: plain ASCII of at most 100 columns, returned and never printed."""
+"""A result as a report: the verdict, and what it rests on."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from oomprobe.ground.units import format_bytes, format_seconds
-from oomprobe.ground.words import WIDTH, bullets, clean, clip, count, rate, wrap
+from oomprobe.ground.words import WIDTH, clean, clip, count, rate
 from oomprobe.records.plan import PlanEntry
-from oomprobe.records.trials import Verdict
-from oomprobe.report.breakdown import breakdown_lines
-from oomprobe.report.trials import trials_table
+from oomprobe.records.result import ProbeResult
+from oomprobe.records.trials import RankTrial, Verdict
+from oomprobe.report.blocks import NOTES, Block, Facts, Report
+from oomprobe.report.breakdown import breakdown_blocks
+from oomprobe.report.plot import bracket_figure, result_figure
+from oomprobe.report.trials import trials_block
 
-if TYPE_CHECKING:
-    from oomprobe.records.result import ProbeResult
-    from oomprobe.records.trials import RankTrial
-
+WARNING = (
+    "WARNING: memory outside this process's allocator changed while probing. Another process, or a library in this one, "
+    "allocated or freed memory, so the number holds for that moment only. Probe again on an idle device."
+)
 TIMING_NOISE = 0.05  # smallest spread assumed between the rates of repeated trials
 ALIKE = 0.01  # ranks count as alike if the shares of their memory that they reserve differ by no more than this
 SPILL_FACTOR = 2.0  # a size that is slower than a smaller one by more than this may be spilling memory to the host
-_LABEL_WIDTH = 14
 _LIMITS = {
     "memory": "memory",
     "host_memory": "host memory",
@@ -32,25 +36,25 @@ _LIMITS = {
 _UNTOLD = (Verdict.CRASHED, Verdict.TIMED_OUT)  # they say nothing about the size
 
 
-def report(result: ProbeResult, *, verbose: bool = False) -> str:
-    """Render a result; only the first line begins with ``verdict:``, as in ``verdict: batch 96 fits ...``.
-
-    The verbose report adds the coefficients of the fit, the estimates, and details of what was not covered.
-    """
-    blocks = (
-        [verdict_line(result), *warning_lines(result)],
-        [trials_table(result.trials)],
-        _fact_lines(result, verbose=verbose),
-        [] if result.breakdown is None else breakdown_lines(result.breakdown),
-        bullets("notes:", result.notes),
-        bullets("not covered by the trials:", result.not_covered) if verbose else not_covered_lines(result.not_covered),
+def result_report(result: ProbeResult, *, verbose: bool = False) -> Report:
+    """Make the report of a result."""
+    environment = {name: [_value(value)] for name, value in result.environment.items() if value not in (None, {}, "")}
+    return Report(
+        verdict=verdict_line(result),
+        warning=WARNING if result.contaminated else "",
+        blocks=[
+            trials_block(result.trials, result.batch_size),
+            Block("", facts(result, verbose=verbose)),
+            *([] if result.breakdown is None else breakdown_blocks(result.breakdown)),
+            Block(NOTES, result.notes),
+            not_covered(result, verbose=verbose),
+        ],
+        pictures={
+            "peak memory and throughput against batch size": partial(result_figure, result),
+            "each trial in order, closing in on the answer": partial(bracket_figure, result),
+        },
+        appendix=[Block("environment", environment)],
     )
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
-
-
-def brief(result: ProbeResult) -> str:
-    """Render only the verdict, the warning and the table of trials."""
-    return "\n".join([verdict_line(result), *warning_lines(result), trials_table(result.trials)]) + "\n"
 
 
 def verdict_line(result: ProbeResult) -> str:
@@ -74,29 +78,18 @@ def _counts_per_rank(result: ProbeResult) -> bool:
     return result.world_size > 1 and "command" not in result.environment
 
 
-def warning_lines(result: ProbeResult) -> list[str]:
-    """Return a warning if other memory on the device changed during the probe, otherwise nothing."""
-    if not result.contaminated:
-        return []
-    return wrap(
-        "WARNING: memory outside this process's allocator changed while probing. Another process, or a library "
-        "in this one, allocated or freed memory, so the number holds for that moment only. "
-        "Probe again on an idle device.",
-        first="!! ",
-        rest="!! ",
-    )
+def not_covered(result: ProbeResult, *, verbose: bool) -> Block:
+    """List what the trials did not cover, or in one sentence, without the details after a bracket, colon or comma."""
+    if verbose or not result.not_covered:
+        return Block("not covered by the trials:", result.not_covered)
+    short = [re.split(r" \(|: |, ", item, maxsplit=1)[0] for item in result.not_covered]
+    return Block("", f"not covered: {'; '.join(short)}")
 
 
-def not_covered_lines(items: tuple[str, ...]) -> list[str]:
-    """List the items in one sentence, without the details that follow a bracket, colon or comma."""
-    short = [re.split(r" \(|: |, ", item, maxsplit=1)[0] for item in items]
-    return wrap(f"not covered: {'; '.join(short)}", rest="  ") if short else []
-
-
-def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
+def facts(result: ProbeResult, *, verbose: bool) -> Facts:
     """Return the sentences of the report under each label."""
     command, program = result.environment.get("command"), result.environment.get("program")
-    return {
+    told = {
         "command": [command, *([f"the steps of {program} were counted"] if program else [])] if command else [],
         "checked" if _is_check(result) else "limited by": [_limit(result)],
         "ranks": _ranks(result, verbose=verbose),
@@ -108,15 +101,11 @@ def facts(result: ProbeResult, *, verbose: bool) -> dict[str, list[str]]:
         "state": [_state(result)],
         "time": [_time(result)],
     }
+    return {label: sentences for label, sentences in told.items() if sentences}
 
 
-def _fact_lines(result: ProbeResult, *, verbose: bool) -> list[str]:
-    lines = []
-    for label, sentences in facts(result, verbose=verbose).items():
-        for number, sentence in enumerate(sentences):
-            first = f"  {'' if number else label}".ljust(_LABEL_WIDTH)
-            lines += wrap(sentence, first=first, rest=" " * (_LABEL_WIDTH + 2))
-    return lines
+def _value(value: Any) -> str:
+    return ", ".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, Mapping) else str(value)
 
 
 def _limit(result: ProbeResult) -> str:

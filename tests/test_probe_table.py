@@ -19,8 +19,8 @@ import oomprobe
 from oomprobe import InvalidArgumentError, ProbeTable, cli
 from oomprobe.records.axis import Axis
 from oomprobe.records.sizes import Sizes
-from oomprobe.report.html import table_page
-from oomprobe.report.table import table_report
+from oomprobe.report.html import page as page_of
+from oomprobe.report.table import text as report
 from oomprobe.rules.search import Reply, find
 
 TARGET = """
@@ -309,21 +309,28 @@ def test_the_mapping_and_the_best_value():
     assert a_table(rows={(2, 3): gpu()}, mixed={}, unfit={}).product((2, 3)) == 6 * 98
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-def test_the_report_equals_its_golden_file(verbose):
-    text = table_report(a_table(), verbose=verbose)
-    same_as_golden(text, f"report_table{'_verbose' * verbose}.txt")
+def test_the_verbose_report_equals_its_golden_file():
+    text = report(a_table(), verbose=True)
+    same_as_golden(text, "report_table.txt")
     assert max(map(len, text.splitlines())) <= 100
     assert text.isascii()
 
 
+def test_a_brief_report_is_the_verbose_one_without_those_of_the_rows():
+    start, of_the_rows = report(a_table(), verbose=True).split("\n--- length=512 ---\n")
+    covered = "the longest sequence of your data; the evaluation step; checkpoint saving; other ranks"
+    assert report(a_table()) == f"{start}\nnot covered: {covered}\n"
+    one, other = of_the_rows.split("\n--- length=1024 ---\n")
+    assert [one, other] == [report(result, verbose=True) for _, result in a_table().fitting()]
+
+
 def test_the_page_folds_the_report_of_each_row():
-    page = table_page(a_table())
+    page = page_of(a_table())
     assert page.count("<details>") == 2
     assert re.search(r'<tr class="answer"><td>512</td><td>98</td>', page)
     assert '<tr class="failed"><td>8192</td><td>-</td>' in page
     assert "<script" not in page
-    assert table_page(a_table()) == page
+    assert page_of(a_table()) == page
     assert "<b>verdict: 2 of 4 values of length fit" in a_table()._repr_html_()
 
 
