@@ -173,7 +173,7 @@ class Session:
             within_cap=self.budget.holds(trial),
             varies=varies,
             tolerance=tolerance_of(self.call_plan.needed),
-            guess=diagnosis.line_through(diagnosis.smallest_peak(self.trials), trial, self.budget.total_bytes),
+            guess=diagnosis.line_through(self.trials, trial, self.budget.total_bytes),
         )
 
     def should_stop_bisecting(self, good: int, bad: int) -> bool:

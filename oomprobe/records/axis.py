@@ -42,7 +42,7 @@ class Axis:
             )
         ((name, values),) = over.items()
         if not isinstance(name, str) or not name.isidentifier() or name in ("model", "batch_size"):
-            raise InvalidArgumentError(f"over names {name!r}, which is no further argument of the step: {EXAMPLE}")
+            raise InvalidArgumentError(f"{name!r} in over is not an extra argument of the step: {EXAMPLE}")
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise InvalidArgumentError(f"the values of {name} must be a list, not {values!r}: {EXAMPLE}")
         return cls(name, _checked(name, values))

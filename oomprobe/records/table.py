@@ -26,10 +26,10 @@ class ProbeTable:
 
     Attributes:
         axis: Name of the step's argument.
-        rows: The result for each value, in the order of the search; None for a value with which not even the smallest batch
-            fits. Values that a time limit cut off are missing.
-        mixed: The batch size for each value with which steps of all values ran in turn in one process, in random order, as
-            training with a bucket for each value does; empty if that was not tried or did not run.
+        rows: The result for each value, in the order of the search; None where even the smallest batch does not fit. Values
+            that a time limit cut off are missing.
+        mixed: The batch size for each value with which steps of all values took turns in one process, in random order, as in
+            training with a bucket for each value; empty if that was not tried or did not run.
         mixed_failed: Whether steps of all values were to run in turn, and no sizes were found with which they do.
         unfit: Why there is no result, for each value that has none.
         notes: What concerns the table rather than one row.

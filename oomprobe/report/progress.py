@@ -22,7 +22,7 @@ Progress = str | Callable[["Trial"], object]
 _GREEN, _RED, _NORMAL = "\x1b[32m", "\x1b[31m", "\x1b[0m"
 _ERASE = "\r\x1b[K"  # back to the first column, erase to the end: ECMA-48, 8.3.41 (EL)
 LAST_TRIALS = 2  # after bisecting: the recheck of the smallest failure, and the confirmation
-FREE_ROWS = 3  # of the screen, below the table of trials
+FREE_LINES = 3  # of the screen, below the table of trials
 
 
 def _ignore(*arguments: object) -> None:
@@ -135,13 +135,13 @@ def _rich_screen() -> tuple[_Show, Callable[[], object]] | None:
 
     def show(line: str, trials: Sequence[Trial]) -> None:
         width = console.width - 1
-        rows = [
+        lines = [
             Text(clip(trial_line(trial), width), style="green" if trial.passed else "red", no_wrap=True)
-            for trial in trials[-max(1, console.height - FREE_ROWS) :]
+            for trial in trials[-max(1, console.height - FREE_LINES) :]
         ]
         with suppress(OSError, ValueError):  # a closed terminal must not end the probe
             live.start()
-            live.update(Text("\n").join([*rows, Text(clip(line, width))]), refresh=True)
+            live.update(Text("\n").join([*lines, Text(clip(line, width))]), refresh=True)
 
     def close() -> None:
         with suppress(OSError, ValueError):

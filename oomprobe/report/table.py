@@ -99,7 +99,7 @@ def _foot(table: ProbeTable) -> list[str]:
     best, axis = table.best(), clean(table.axis)
     marked = [] if best is None else [f"* largest batch x {axis}: {table.product(best):.12g}"]
     same = f"training that meets all values of {axis} in one process runs with these batch sizes too"
-    other = "mixed: batch sizes with which training that meets all values in one process runs"
+    other = "mixed: batch sizes for training that meets all values in one process"
     mixed = [same if table.mixed == table.batch_sizes() else other] if table.mixed else []
     return [*marked, *mixed]
 

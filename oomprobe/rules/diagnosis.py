@@ -37,8 +37,8 @@ SPLITS = (
 LEAKS = (
     "each step at batch {size} keeps {kept}, even after collecting garbage, so training would use up the {free} left free "
     "after about {steps} more. Something keeps tensors of each step: a list of losses that still have their graph (append "
-    "loss.item()), a cache keyed by shape, or a buffer that takes more than so many calls to fill; if it is a buffer, run the "
-    "step until it is full, then probe"
+    "loss.item()), a cache keyed by shape, or a buffer that takes longer than that to fill; if it is a buffer, run the step until "
+    "it is full, then probe"
 )
 
 
@@ -117,16 +117,11 @@ def is_size_limit(trials: Sequence[Trial], trial: Trial) -> bool:
     return len(lost) > 1 and any(t.passed and t.batch_size < trial.batch_size for t in trials)
 
 
-def line_through(smaller: tuple[int, int], trial: Trial, wanted_bytes: int) -> int | None:
-    """Return the size whose peak would be `wanted_bytes`, on the line through a smaller size with its peak and a trial; or None."""
-    size, peak_bytes = smaller
+def line_through(trials: Sequence[Trial], trial: Trial, wanted_bytes: int) -> int | None:
+    """Return the size whose peak would be `wanted_bytes`, on the line through the smallest size that passed and a trial; or None."""
+    peaks = ((one.batch_size, one.peak_allocated_bytes or 0) for one in trials if one.passed)
+    size, peak_bytes = min(peaks, default=(0, 0))
     rise_bytes = (trial.peak_allocated_bytes or 0) - peak_bytes
     if rise_bytes <= 0 or trial.batch_size <= size:
         return None
     return size + max(0, (wanted_bytes - peak_bytes) * (trial.batch_size - size) // rise_bytes)
-
-
-def smallest_peak(trials: Sequence[Trial]) -> tuple[int, int]:
-    """Return the smallest size that passed, and its peak in bytes; zeros if none has."""
-    peaks = ((trial.batch_size, trial.peak_allocated_bytes or 0) for trial in trials if trial.passed)
-    return min(peaks, default=(0, 0))
