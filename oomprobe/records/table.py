@@ -85,11 +85,9 @@ class ProbeTable:
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return one line for each value as CSV text, with a head, and write it to `path` if given."""
-        stream, measured = (
-            io.StringIO(),
-            ("peak_allocated_bytes", "peak_reserved_bytes", "budget_bytes", "samples_per_s"),
-        )
+        stream = io.StringIO()
         lines = csv.writer(stream, lineterminator="\n")
+        measured = ("peak_allocated_bytes", "peak_reserved_bytes", "budget_bytes", "samples_per_s")
         sizes = ("batch_size", "mixed_batch_size", f"batch_size_x_{self.axis}")
         lines.writerow([self.axis, *sizes, *measured, "limited_by"])
         for value, result in self.rows.items():
