@@ -33,6 +33,7 @@ class LargestFirst:
     complete: bool  # all were scanned, or they are images of one size
     known: bool  # at least one example has a size
     leaders: int  # number of examples at the front that are the largest in some field
+    scan_s: float  # seconds that the scan was given
 
     def batch(self, size: int, number: int) -> list[int]:
         """Return the indices of batch `number`, which begins with the leaders that did not fit into the batch before."""
@@ -50,11 +51,11 @@ class LargestFirst:
         """Whether two batches of that size, the least that a trial runs, contain the largest example of every field."""
         return self.complete and self.known and self.leaders <= 2 * size
 
-    def notes(self, scan_s: float, what: str = "data set") -> Iterator[str]:
+    def notes(self, what: str = "data set") -> Iterator[str]:
         """Yield notes about sizes that remain unknown."""
         if not self.complete:
             yield (
-                f"{self.scanned} of {len(self.indices)} examples of the {what} were scanned in {scan_s:g} s, and the largest "
+                f"{self.scanned} of {len(self.indices)} examples of the {what} were scanned in {self.scan_s:g} s, and the largest "
                 "of them made the batches: a larger one may follow (allow more time with scan_s)"
             )
         if not self.known:
@@ -113,6 +114,7 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
         scanned=len(sizes),
         complete=are_images or len(sizes) == len(shuffled),
         known=any(sizes.values()),
+        scan_s=scan_s,
     )
 
 
@@ -185,7 +187,7 @@ def worst_case_batches(
         (torch.Size([2, 9]), torch.Size([64, 9]))
     """
     examples = largest_first(dataset, scan_s)
-    for note in examples.notes(scan_s):
+    for note in examples.notes():
         warnings.warn(note, stacklevel=2)
     return WorstCaseBatches(examples, default_collate if collate_fn is None else collate_fn)
 

@@ -81,7 +81,7 @@ def test_unknown_sizes_are_reported(data, scan_s, said):
     order = largest_first(data, scan_s)
     assert sorted(order.indices) == list(range(len(data)))
     assert order.has_largest(1) is (said is None)
-    assert [said in note for note in order.notes(scan_s)] == ([] if said is None else [True])
+    assert [said in note for note in order.notes()] == ([] if said is None else [True])
 
 
 def test_images_of_one_size_are_not_all_scanned():

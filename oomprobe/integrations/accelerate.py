@@ -24,7 +24,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from inspect import Parameter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,14 +40,13 @@ from oomprobe.errors import (
     StepFailedError,
     check_size,
 )
-from oomprobe.integrations.framework import steps_to_calls
+from oomprobe.integrations import framework
 from oomprobe.records.options import Step
 from oomprobe.records.trials import Verdict
 from oomprobe.runners.hooks import wraps_another
 from oomprobe.verdicts import classify_error
 
 SHARED_STATES = ("PartialState", "AcceleratorState", "GradientState")  # process-wide, in accelerate.state
-POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 MAX_STEP_RATIO = 8  # a trial does not wait for an optimizer that steps less often than another by this factor
 
 
@@ -103,7 +101,7 @@ def find_executable_batch_size(
         return functools.partial(
             find_executable_batch_size, starting_batch_size=starting_batch_size, trial_steps=trial_steps, **options
         )
-    steps_to_calls(options, trial_steps)
+    framework.steps_to_calls(options, trial_steps)
     name = str(getattr(function, "__name__", function))
     signature = inspect.signature(function)
     if next(iter(signature.parameters), None) in (None, "self", "cls"):
@@ -112,12 +110,15 @@ def find_executable_batch_size(
             f"Write def {name}(batch_size, ...), or def {name}(batch_size, self, ...), and call it without the batch size"
         )
 
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
-    # Arguments that it takes by position; None: any number.
-    takes = None if Parameter.VAR_POSITIONAL in kinds else sum(kind in POSITIONAL for kind in kinds)
-
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(1, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{name}{signature} cannot be called like this, because the decorator passes the batch size: {error}. "
+                "Leave the size out of the call, and pass the other arguments"
+            ) from None
         trials = _Trials(name, lambda batch_size: function(batch_size, *args, **kwargs), trial_steps)
         step = Step(
             run=trials,
@@ -129,11 +130,6 @@ def find_executable_batch_size(
             ),
             has_made=trials.has_made,
         )
-        if takes is not None and len(args) >= takes:
-            raise TypeError(
-                f"{name}{signature} was called with {len(args)} arguments besides the batch size, which the decorator passes: "
-                f"leave the size out of the call"
-            )
         own: BaseException | None = None
         try:
             result = probe.find_max_batch(torch.nn.Module(), step, max_batch=starting_batch_size, **options)

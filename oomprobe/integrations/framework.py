@@ -1,19 +1,21 @@
-"""What the adapters share: framework version checks, a training loop as a step, and restoring the user's objects."""
+"""What the adapters share: checks of versions, the probe of a training loop, and restoring the user's objects."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.torch_version import TorchVersion
 
-from oomprobe.errors import OomProbeError, check_size
+from oomprobe.devices.choose import model_device
+from oomprobe.errors import DeviceLostError, OomProbeError, check_size
 from oomprobe.probe import find_max_batch
 from oomprobe.records.options import Step
 from oomprobe.records.result import ProbeResult
@@ -28,7 +30,7 @@ class FrameworkError(OomProbeError, ImportError):
     """A framework is missing or too old."""
 
 
-def framework(name: str, *, minimum: str, extra: str) -> Any:
+def load(name: str, *, minimum: str, extra: str) -> Any:
     """Import the module `name`; raise FrameworkError, naming the pip extra, unless its package is `minimum` or newer."""
     package = name.partition(".")[0]
     install = f"pip install 'oomprobe[{extra}]'"
@@ -55,17 +57,19 @@ def drop_last_collectives(device: torch.device) -> None:
     torch.distributed.all_reduce(torch.zeros(1, device=device))
 
 
-def skipped_callbacks(callbacks: Iterable[object], harmless: tuple[type, ...]) -> str:
-    """Return the names of callbacks that are not harmless: trials call none of them."""
-    return ", ".join(sorted({type(one).__name__ for one in callbacks if not isinstance(one, harmless)}))
+def skipped_callbacks(callbacks: Iterable[object], harmless: tuple[type, ...]) -> list[str]:
+    """Say that trials call none of the callbacks, unless all of them are harmless."""
+    names = ", ".join(sorted({type(one).__name__ for one in callbacks if not isinstance(one, harmless)}))
+    copies = " (weight averaging keeps a copy of the weights)" * ("WeightAveraging" in names)
+    return [f"callbacks, which trials do not call: {names}{copies}"] if names else []
 
 
-def last_batch(count: int, batch_size: int) -> int:
-    """Return the size of the smaller last batch of an epoch over `count` examples; 0: it is full.
+def last_batch(count: int, batch_size: int, epochs: float = math.inf) -> int:
+    """Return the size of the smaller last batch of an epoch over `count` examples; 0: it is full, or nothing follows it.
 
     One example counts as two: batch norm cannot train on one, which has nothing to do with memory.
     """
-    rest = count % batch_size
+    rest = count % batch_size if epochs > 1 else 0
     return 2 if rest == 1 else rest
 
 
@@ -77,42 +81,54 @@ def steps_to_calls(options: dict[str, Any], steps_per_call: int = LOOP_STEPS) ->
         options[name] = -(-asked // steps_per_call)
 
 
-def probe_loop(
-    model: torch.nn.Module,
-    steps: Step | Mapping[str, Step],
-    options: dict[str, Any],
-    *,
-    scanned: Sequence[tuple[LargestFirst, str]] = (),
-    scan_s: float = 0.0,
-    evaluates: bool = False,
-    last_batch: bool = False,
-) -> ProbeResult:
-    """Search, and say what the trials covered of the data.
+class Loop(Protocol):
+    """A framework's training loop. `probe` probes it live; a target's ``build()`` returns its model and its steps."""
 
-    Args:
-        model: As for `oomprobe.find_max_batch`, like `steps`.
-        steps: Each call is a framework's loop over a few batches.
-        options: Those of `oomprobe.find_max_batch`.
-        scanned: Each data set that trials read, and what it is called.
-        scan_s: Seconds in which each was scanned.
-        evaluates: Whether trials evaluate too.
-        last_batch: Whether trials run the smaller last batch of an epoch, if training has one and goes on after it.
-    """
-    result = find_max_batch(model, steps, **options)
-    notes = [note for largest, what in scanned for note in largest.notes(scan_s, what)]
-    has_largest = bool(scanned) and all(largest.has_largest(result.batch_size) for largest, _ in scanned)
-    covered = ("longest sequence",) * has_largest + ("evaluation between epochs",) * evaluates
-    covered += ("smaller last batch",) * last_batch
+    model: torch.nn.Module
+    covered: tuple[str, ...]  # what its trials do, by the first words of the item in `ProbeResult.not_covered`
+
+    @property
+    def scanned(self) -> Sequence[tuple[str, LargestFirst]]:
+        """Return each data set that trials read, with what it is called."""
+
+    def steps(self) -> Mapping[str, Step]:
+        """Return the steps by name; each call of one runs the framework's loop over a few batches."""
+
+    def notes(self, result: ProbeResult) -> Iterable[str]:
+        """Return what there is to say about the trials."""
+
+    def not_covered(self) -> Iterable[str]:
+        """Return what training does but no trial did."""
+
+
+def probe(loop: Loop, options: Mapping[str, Any]) -> ProbeResult:
+    """Search, and say what the trials covered."""
+    result = find_max_batch(loop.model, loop.steps(), **options)
+    largest = [one for _, one in loop.scanned]
+    has_largest = bool(largest) and all(one.has_largest(result.batch_size) for one in largest)
+    covered = (*loop.covered, *(["longest sequence"] if has_largest else []))
+    not_covered = [item for item in result.not_covered if not item.startswith(covered)]
+    notes = [note for what, one in loop.scanned for note in one.notes(what)]
     return replace(
         result,
-        notes=(*result.notes, *notes),
-        not_covered=tuple(item for item in result.not_covered if not item.startswith(covered)),
+        notes=(*result.notes, *notes, *loop.notes(result)),
+        not_covered=(*not_covered, *loop.not_covered()),
     )
 
 
-def with_notes(result: ProbeResult, notes: Iterable[str], not_covered: Iterable[str] = ()) -> ProbeResult:
-    """Add what an adapter has to say."""
-    return replace(result, notes=(*result.notes, *notes), not_covered=(*result.not_covered, *not_covered))
+@contextmanager
+def placed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the model on a device, and back on exit, unless the error is that the device is lost with what is on it."""
+    home = model_device(model)
+    model.to(device)
+    try:
+        yield
+    except DeviceLostError:
+        home = None
+        raise
+    finally:
+        if home is not None:
+            model.to(home)
 
 
 @contextmanager

@@ -6,36 +6,25 @@ import copy
 import importlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from oomprobe import probe
 from oomprobe.devices import opened_if_simulated, replays
 from oomprobe.errors import (
     Caller,
-    DeviceLostError,
     InvalidArgumentError,
     NothingFitsError,
     NotRunError,
     TimeLimitError,
     check_size,
 )
+from oomprobe.integrations import framework
 from oomprobe.integrations.accelerate import unchanged
-from oomprobe.integrations.framework import (
-    LOOP_STEPS,
-    drop_last_collectives,
-    framework,
-    last_batch,
-    probe_loop,
-    skipped_callbacks,
-    state_kept,
-    steps_to_calls,
-    with_notes,
-)
+from oomprobe.probe import check
 from oomprobe.records.options import Step, check_seconds
 from oomprobe.records.plan import PlanEntry, plan
 from oomprobe.records.result import ProbeResult
@@ -98,47 +87,31 @@ def find_max_batch(
         InvalidArgumentError: an argument or the Trainer's set-up cannot be probed.
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
-    framework("transformers", minimum="5.0", extra="transformers")
-    args = _checked(trainer)
+    framework.steps_to_calls(options)
+    check_seconds("scan_s", scan_s)
     if global_batch is not None:
         check_size("global_batch", global_batch)
-    check_seconds("scan_s", scan_s)
-    steps_to_calls(options)
-    total = global_batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
-    accumulation = min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
-    evaluates = args.eval_strategy != "no" or args.eval_on_start
-    evaluated_on = _values(trainer.eval_dataset) if evaluates else []
-    simulated = replays(opened_if_simulated(options.get("device")))
-    with state_kept(_shared(trainer)), _placed(trainer, moves=options.get("device") is None):
-        copied = _copied(trainer, simulated=simulated)
-        longest, *evaluated = (largest_first(one, scan_s) for one in (trainer.train_dataset, *evaluated_on))
-        loop = _Loop(
-            trainer=copied, args=args, longest=longest, evaluated=evaluated, collate=trainer.data_collator, collated=[]
-        )
-        copied.data_collator = loop.counted
-        scanned = [(one, "data set") for one in (longest, *evaluated)]
+    args = _checked(trainer)
+    refuse_ranks("torchrun, or accelerate launch, trains on", args.world_size, "transformers.model_and_step(trainer)")
+    home, device = next(trainer.model.parameters()).device, options.get("device")
+    moves = device is None and home.type == "cpu" and args.device.type != "cpu"
+    simulated = replays(opened_if_simulated(device))
+    with (
+        framework.state_kept(_shared(trainer)),
+        framework.placed(trainer.model, args.device) if moves else nullcontext(),
+    ):
+        loop = _Loop(trainer, scan_s, simulated=simulated)
         try:
-            result = probe_loop(
-                trainer.model,
-                loop.steps(accumulation),
-                options,
-                scanned=scanned,
-                scan_s=scan_s,
-                last_batch=True,
-            )
+            result = framework.probe(loop, options)
         except NothingFitsError as error:
             if error.trials and error.trials[-1].step_name == EVAL:
                 error.add_note(EVAL_SIZE.format(size=args.per_device_eval_batch_size))
             raise
-        split, note = _split_that_runs(trainer, loop, total, result, options) if write_back else (None, "")
+        split, note = _split_that_runs(loop, global_batch, result, options) if write_back else (None, "")
     if split is not None:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
         trainer._train_batch_size = args.train_batch_size  # the Trainer copies it when it is created
-    notes = [f"one step of a trial is the Trainer's loop for {LOOP_STEPS} optimizer steps, on its longest examples"]
-    if args.gradient_accumulation_steps > accumulation:
-        notes.append(f"the search accumulated {accumulation} micro-batches: further ones need no more memory")
-    notes += [note] if write_back else []
-    return with_notes(result, notes, _not_covered(trainer, evaluates))
+    return replace(result, notes=(*result.notes, *([note] if note else [])))
 
 
 def model_and_step(trainer: Any, *, scan_s: float = 30.0) -> tuple[torch.nn.Module, dict[str, Step]]:
@@ -164,29 +137,19 @@ def model_and_step(trainer: Any, *, scan_s: float = 30.0) -> tuple[torch.nn.Modu
         ...     trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
         ...     return model_and_step(trainer)
     """
-    framework("transformers", minimum="5.0", extra="transformers")
-    args = _checked(trainer, several_ranks=True)
     check_seconds("scan_s", scan_s)
+    args = _checked(trainer)
     trainer.model.to(args.device)  # some settings leave it on the CPU until it trains
-    evaluated_on = _values(trainer.eval_dataset) if args.eval_strategy != "no" or args.eval_on_start else []
-    longest, *evaluated = (largest_first(one, scan_s) for one in (trainer.train_dataset, *evaluated_on))
-    copied = _copied(trainer, simulated=False)
-    loop = _Loop(
-        trainer=copied, args=args, longest=longest, evaluated=evaluated, collate=trainer.data_collator, collated=[]
-    )
-    copied.data_collator = loop.counted
-    steps = loop.steps(min(args.gradient_accumulation_steps, SEARCH_ACCUMULATION))
-    return trainer.model, steps
+    loop = _Loop(trainer, scan_s)
+    return loop.model, loop.steps()
 
 
-def _checked(trainer: Any, *, several_ranks: bool = False) -> Any:
+def _checked(trainer: Any) -> Any:
+    """Return the arguments of the Trainer; refuse those that cannot be probed."""
+    framework.load("transformers", minimum="5.0", extra="transformers")
     args = getattr(trainer, "args", None)
     if args is None or not hasattr(trainer, "train_dataset"):
         raise InvalidArgumentError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
-    if not several_ranks:
-        refuse_ranks(
-            "torchrun, or accelerate launch, trains on", args.world_size, "transformers.model_and_step(trainer)"
-        )
     refuse_ranks(
         f"torch.nn.DataParallel (n_gpu={args.n_gpu}; hide the others by CUDA_VISIBLE_DEVICES=0) trains on", args.n_gpu
     )
@@ -199,23 +162,6 @@ def _checked(trainer: Any, *, several_ranks: bool = False) -> Any:
     if trainer.train_dataset is None:
         raise InvalidArgumentError("the Trainer has no train_dataset: create it with train_dataset=...")
     return args
-
-
-@contextmanager
-def _placed(trainer: Any, *, moves: bool) -> Iterator[None]:
-    """Put the model where it will train, and back: some settings, such as ``bf16_full_eval``, leave it on the CPU till then."""
-    home, device = next(trainer.model.parameters()).device, trainer.args.device
-    moves = moves and home.type == "cpu" and device.type != "cpu"
-    if moves:
-        trainer.model.to(device)
-    try:
-        yield
-    except DeviceLostError:
-        moves = False  # what is on the device is lost
-        raise
-    finally:
-        if moves:
-            trainer.model.to(home)
 
 
 def _values(datasets: Any) -> list[Any]:
@@ -258,50 +204,74 @@ def _copied(trainer: Any, *, simulated: bool) -> Any:
     return copied
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Loop:
-    """The training loop of a copied Trainer, on the longest examples."""
+    """The training loop of a copied Trainer, on the longest examples: a `Loop` of `framework`."""
 
-    trainer: Any
-    args: Any  # of the user's Trainer
-    longest: LargestFirst
-    evaluated: list[LargestFirst]  # one for each evaluation data set
-    collate: Callable[[Any], Any]
-    collated: list[int]  # batch sizes of the current call
+    covered: tuple[str, ...] = ("smaller last batch",)
 
-    def steps(self, accumulation: int) -> dict[str, Step]:
+    def __init__(self, trainer: Any, scan_s: float, *, simulated: bool = False) -> None:
+        """Copy the Trainer, and scan its data."""
+        self.user, self.model, self.args = trainer, trainer.model, trainer.args
+        self.evaluates = self.args.eval_strategy != "no" or self.args.eval_on_start
+        self.accumulation = min(self.args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
+        datasets = [trainer.train_dataset, *(_values(trainer.eval_dataset) if self.evaluates else [])]
+        self.trainer = _copied(trainer, simulated=simulated)
+        self.trainer.data_collator = self._collate
+        self.longest, *self.evaluated = (largest_first(one, scan_s) for one in datasets)
+        self.collated: list[int] = []  # batch sizes of the current call
+
+    @property
+    def scanned(self) -> list[tuple[str, LargestFirst]]:
+        """The training data, and those of evaluation."""
+        return [("data set", one) for one in (self.longest, *self.evaluated)]
+
+    def steps(self, accumulation: int | None = None) -> dict[str, Step]:
         """Return the training step, and the evaluation step if the Trainer evaluates, by name."""
         more = (
             "A trial begins with the longest examples, which training may reach late, and calls none of the callbacks."
         )
 
         def train(model: torch.nn.Module, batch_size: int) -> None:
-            self._train(batch_size, accumulation)
+            self._train(batch_size, accumulation or self.accumulation)
 
         def evaluate(model: torch.nn.Module, batch_size: int) -> None:
             for longest in self.evaluated:
                 self._evaluate(longest)
 
         alone = "create the Trainer with per_device_train_batch_size={batch_size} and run trainer.train()"
-        steps = {
-            "train": Step(
-                run=train,
-                caller=Caller(alone=alone, more=more),
-                starts_anew=True,
-                is_timed=False,
-                max_batch=len(self.longest.indices),
-            )
-        }
+        caller, count = Caller(alone=alone, more=more), len(self.longest.indices)
+        steps = {"train": Step(run=train, caller=caller, starts_anew=True, is_timed=False, max_batch=count)}
         if self.evaluated:  # no optimizer to wait for
-            size = self.trainer.args.per_device_eval_batch_size
-            alone = f"run trainer.evaluate() with per_device_eval_batch_size={size}"
-            caller = Caller(alone=alone, more=more)
+            size = self.args.per_device_eval_batch_size
+            caller = Caller(alone=f"run trainer.evaluate() with per_device_eval_batch_size={size}", more=more)
             steps[EVAL] = Step(run=evaluate, caller=caller, max_calls=1, starts_anew=True, is_timed=False)
         return steps
 
+    def notes(self, result: ProbeResult) -> list[str]:
+        """Return what a trial runs."""
+        notes = [
+            f"one step of a trial is the Trainer's loop for {framework.LOOP_STEPS} optimizer steps, on its longest examples"
+        ]
+        if self.args.gradient_accumulation_steps > self.accumulation:
+            notes.append(f"the search accumulated {self.accumulation} micro-batches: further ones need no more memory")
+        return notes
+
+    def not_covered(self) -> list[str]:
+        """Return the callbacks that matter, and predictions that evaluation keeps."""
+        args, kinds = self.args, importlib.import_module("transformers.trainer_callback")
+        harmless = (kinds.DefaultFlowCallback, kinds.ProgressCallback, kinds.PrinterCallback)
+        missed = framework.skipped_callbacks(self.user.callback_handler.callbacks, harmless)
+        drops = args.prediction_loss_only or args.batch_eval_metrics or args.eval_accumulation_steps is not None
+        if self.evaluates and self.user.compute_metrics is not None and not drops:
+            missed.append(
+                "the predictions of the whole evaluation set, which stay on the device until evaluation ends: set "
+                "eval_accumulation_steps to move them to the host earlier"
+            )
+        return missed
+
     def _train(self, batch_size: int, accumulation: int) -> None:
         trainer, args, last = self.trainer, self.trainer.args, self._last_batch(batch_size)
-        epoch_steps = 1 if last and self.longest.leaders <= batch_size * accumulation else LOOP_STEPS
+        epoch_steps = 1 if last and self.longest.leaders <= batch_size * accumulation else framework.LOOP_STEPS
         steps = epoch_steps + 2 if last else epoch_steps  # that of the last batch, and the first of the next epoch
         args.max_steps, args.gradient_accumulation_steps = steps, accumulation
         args.per_device_train_batch_size = trainer._train_batch_size = batch_size  # the Trainer reads its args once
@@ -320,19 +290,19 @@ class _Loop:
         With several ranks, accelerate fills it up with examples from the beginning.
         """
         args, count = self.args, len(self.longest.indices)
-        if args.world_size > 1:
+        if args.world_size > 1 or args.dataloader_drop_last:
             return 0
         epochs = args.num_train_epochs
         if args.max_steps > 0:
             epochs = args.max_steps * batch_size * args.gradient_accumulation_steps / count
-        return last_batch(count, batch_size) if epochs > 1 and not args.dataloader_drop_last else 0
+        return framework.last_batch(count, batch_size, epochs)
 
     def _evaluate(self, longest: LargestFirst) -> None:
         trainer, args = self.trainer, self.trainer.args
         batch_size, dataset = args.per_device_eval_batch_size, trainer.eval_dataset
         size = min(batch_size, len(longest.indices))
         trainer.is_in_train, args.per_device_eval_batch_size = True, size  # else full_eval would cast the model
-        count = LOOP_STEPS * args.world_size
+        count = framework.LOOP_STEPS * args.world_size
         trainer.eval_dataset = longest.batches(size, count)  # as an argument, subclasses would prepare it again
         try:
             self._run(size, trainer.evaluate)
@@ -365,42 +335,38 @@ class _Loop:
         """Drop the DDP model, since the next call makes another one with buckets as large as the gradients."""
         self.trainer.model_wrapped = self.trainer.model
         self.trainer.accelerator.free_memory()
-        drop_last_collectives(self.args.device)
+        framework.drop_last_collectives(self.args.device)
 
-    def counted(self, examples: Any) -> Any:
+    def _collate(self, examples: Any) -> Any:
         """Collate, and record the number of examples."""
         self.collated.append(len(examples))
-        return self.collate(examples)
+        return self.user.data_collator(examples)
 
 
 def _split_that_runs(
-    trainer: Any, loop: _Loop, total: int, result: ProbeResult, options: dict[str, Any]
+    loop: _Loop, global_batch: int | None, result: ProbeResult, options: Mapping[str, Any]
 ) -> tuple[PlanEntry | None, str]:
     """Return the split of the global batch with the fewest accumulation steps, None unless it runs, and a note."""
-    args = trainer.args
-    before = (
-        f"per_device_train_batch_size={args.per_device_train_batch_size}, "
-        f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
-    )
+    micro, accumulation = loop.args.per_device_train_batch_size, loop.args.gradient_accumulation_steps
+    before = f"per_device_train_batch_size={micro}, gradient_accumulation_steps={accumulation}"
+    total = global_batch or micro * accumulation
     sizes = {"min_micro_batch": options.get("min_batch", 1), "multiple_of": options.get("multiple_of", 1)}
     names = ("device", "memory_fraction", "confirm_steps", "preserve", "progress")
-    until_s = time.monotonic() + (options.get("time_limit_s") or math.inf) - result.elapsed_s
-    options = {name: options[name] for name in names if name in options}
+    kept = {name: options[name] for name in names if name in options}
+    limit_s = options.get("time_limit_s")
+    until_s = math.inf if limit_s is None else time.monotonic() + limit_s - result.elapsed_s
     largest, failed = result.batch_size, ""
     while largest:
         splits = plan(total, world_size=1, max_micro_batch=largest, **sizes)
         split = next((one for one in splits if one.exact), None)
         if split is None:
             break
-        left_s = max(1e-3, until_s - time.monotonic())
-        options["time_limit_s"] = None if math.isinf(left_s) else left_s
+        left_s = None if limit_s is None else max(1e-3, until_s - time.monotonic())
         try:
-            probe.check(trainer.model, loop.steps(split.accumulation_steps), split.micro_batch, **options)
+            check(loop.model, loop.steps(split.accumulation_steps), split.micro_batch, time_limit_s=left_s, **kept)
         except NothingFitsError as error:  # accumulated gradients and optimizer state are in memory together
-            largest, failed = (
-                split.micro_batch - 1,
-                f"; {split.micro_batch} x {split.accumulation_steps} failed ({error})",
-            )
+            largest = split.micro_batch - 1
+            failed = f"; {split.micro_batch} x {split.accumulation_steps} failed ({error})"
         except TimeLimitError as error:
             return None, f"nothing was written back, {before} stay ({error})"
         else:
@@ -412,18 +378,3 @@ def _split_that_runs(
         f"nothing was written back, {before} stay: no size up to {result.batch_size} divides the global batch of {total} and "
         f"runs{failed}"
     )
-
-
-def _not_covered(trainer: Any, evaluates: bool) -> list[str]:
-    """Return what training does but no trial did."""
-    args, kinds = trainer.args, importlib.import_module("transformers.trainer_callback")
-    harmless = (kinds.DefaultFlowCallback, kinds.ProgressCallback, kinds.PrinterCallback)
-    skipped = skipped_callbacks(trainer.callback_handler.callbacks, harmless)
-    found = [f"callbacks of the Trainer, which trials do not call: {skipped}"] if skipped else []
-    drops = args.prediction_loss_only or args.batch_eval_metrics or args.eval_accumulation_steps is not None
-    if evaluates and trainer.compute_metrics is not None and not drops:
-        found.append(
-            "the predictions of the whole evaluation set, which stay on the device until evaluation ends: set "
-            "eval_accumulation_steps to move them to the host earlier"
-        )
-    return found

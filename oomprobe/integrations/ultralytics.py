@@ -20,7 +20,7 @@ import torch
 
 from oomprobe.devices import Device, choose_device, replays
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
-from oomprobe.integrations.framework import framework, last_batch, probe_loop, quiet_loggers, with_notes
+from oomprobe.integrations import framework
 from oomprobe.records.options import Step
 from oomprobe.records.result import ProbeResult
 
@@ -44,7 +44,7 @@ NOT_COVERED = (
 
 def _import(name: str) -> Any:
     """Import a module of Ultralytics."""
-    return framework(f"ultralytics.{name}", minimum="8.4", extra="ultralytics")
+    return framework.load(f"ultralytics.{name}", minimum="8.4", extra="ultralytics")
 
 
 # --- the probe ---
@@ -107,13 +107,10 @@ def find_max_batch(
     pixels = math.ceil(imgsz / grid) * grid
     if dataset_size:
         check_size("dataset_size", dataset_size)
-    trained, step, notes = _training(model, chosen, pixels, AUTOCAST[amp], max(1, max_num_obj), dataset_size)
+    training = Training(model, chosen, pixels, AUTOCAST[amp], max(1, max_num_obj), dataset_size)
     if pixels == grid and dataset_size != 1:
         options.setdefault("min_batch", 2)  # batch norm cannot train on one image with a last feature map of one point
-    options["device"] = None if device is None else chosen
-    knows_length = dataset_size > 0
-    result = probe_loop(trained, step, options, last_batch=knows_length)
-    return with_notes(result, notes, NOT_COVERED)
+    return framework.probe(training, {**options, "device": None if device is None else chosen})
 
 
 def _unwrapped(model: Any) -> Any:
@@ -121,75 +118,99 @@ def _unwrapped(model: Any) -> Any:
     return _import("utils.torch_utils").unwrap_model(model)
 
 
-def _training(
-    model: torch.nn.Module, device: Device, imgsz: int, dtype: torch.dtype | None, objects: int, dataset_size: int
-) -> tuple[torch.nn.Module, Step, list[str]]:
-    """Return a copy of the model, the step that trains it as the trainer would, and notes."""
-    kind = device.torch_device.type
-    with quiet_loggers("ultralytics"):  # else it would log an optimizer that only the trials use
-        trained = copy.deepcopy(model).float().train()
-        if not any(parameter.requires_grad for parameter in trained.parameters()):  # loaded from a checkpoint
-            for name, parameter in trained.named_parameters():
-                parameter.requires_grad_(parameter.is_floating_point() and ".dfl" not in name)
-        net = _unwrapped(trained)
-        if isinstance(getattr(net, "args", {}), dict):  # no trainer has set the model up yet
-            utils = _import("utils")
-            net.args = utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **getattr(net, "args", {})})
-        task = str(_import("nn.tasks").guess_model_task(net))
-        if task not in TASKS:
-            raise InvalidArgumentError(
-                f"the model's task is {task!r}, and oomprobe has batches only for {', '.join(TASKS)}: write your own step, "
-                "and call oomprobe.find_max_batch(model, step_fn)"
+class Training:
+    """The training of a copy of the model, as the trainer would train it: a `Loop` of `framework`."""
+
+    scanned: tuple[()] = ()
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: Device,
+        imgsz: int,
+        dtype: torch.dtype | None,
+        objects: int,
+        dataset_size: int,
+    ) -> None:
+        """Copy the model, and make its loss and optimizer."""
+        self.device, self.imgsz, self.objects, self.dataset_size = device.torch_device, imgsz, objects, dataset_size
+        self.covered = ("smaller last batch",) * (dataset_size > 0)
+        self.dtype = None if self.device.type in ("cpu", "mps") else dtype  # the trainer disables autocast there
+        with framework.quiet_loggers("ultralytics"):  # else it would log an optimizer that only the trials use
+            self.model = copy.deepcopy(model).float().train()
+            if not any(parameter.requires_grad for parameter in self.model.parameters()):  # loaded from a checkpoint
+                for name, parameter in self.model.named_parameters():
+                    parameter.requires_grad_(parameter.is_floating_point() and ".dfl" not in name)
+            self.net = net = _unwrapped(self.model)
+            if isinstance(getattr(net, "args", {}), dict):  # no trainer has set the model up yet
+                utils = _import("utils")
+                net.args = utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **getattr(net, "args", {})})
+            self.task = str(_import("nn.tasks").guess_model_task(net))
+            if self.task not in TASKS:
+                raise InvalidArgumentError(
+                    f"the model's task is {self.task!r}, and oomprobe has batches only for {', '.join(TASKS)}: write your own "
+                    "step, and call oomprobe.find_max_batch(model, step_fn)"
+                )
+            net.criterion = net.init_criterion()
+            for criterion in (net.criterion, *vars(net.criterion).values()):  # an end-to-end loss contains two
+                if hasattr(criterion, "assigner"):
+                    _match_all_anchors(criterion.assigner)
+            self.optimizer = _optimizer(self.model, net, dataset_size)
+        self.scaler: Any = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
+
+    def steps(self) -> dict[str, Step]:
+        """Return the training step."""
+        caller = Caller(
+            alone=f"train with YOLO(...).train(batch={{batch_size}}, imgsz={self.imgsz})",
+            more="A trial creates its own images and objects, and calls none of the trainer's callbacks.",
+        )
+        count = self.dataset_size or None
+        return {
+            "step": Step(run=self.run, caller=caller, starts_anew=True, is_timed=count is None, max_batch=count),
+        }
+
+    def notes(self, result: ProbeResult) -> list[str]:
+        """Return what a trial runs."""
+        cast = "no autocast" if self.dtype is None else f"autocast to {str(self.dtype).removeprefix('torch.')}"
+        notes = [
+            f"Ultralytics' loss for {self.task} at imgsz {self.imgsz}, {type(self.optimizer).__name__}, {cast}, and a second "
+            "copy of the model, as the trainer keeps for averaged weights"
+        ]
+        if self.task in ASSIGNED:
+            notes.append(
+                f"every image had {self.objects} objects (max_num_obj; the trainer counts four times the fullest image's), "
+                "each a quarter of the image, with as many anchors matched as the assigner may match"
             )
-        net.criterion = net.init_criterion()
-        for criterion in (net.criterion, *vars(net.criterion).values()):  # an end-to-end loss contains two
-            if hasattr(criterion, "assigner"):
-                _match_all_anchors(criterion.assigner)
-        optimizer = _optimizer(trained, net, dataset_size)
-    if kind in ("cpu", "mps"):  # the trainer disables autocast there
-        dtype = None
-    scaler: Any = torch.amp.GradScaler(kind, enabled=dtype is torch.float16)
+        return notes
 
-    def step(model: torch.nn.Module, batch_size: int) -> None:
-        train(model, batch_size)
-        if last := last_batch(dataset_size, batch_size):  # the trainer does not drop it
-            train(model, last)
+    def not_covered(self) -> tuple[str, ...]:
+        """Return what the trainer does besides."""
+        return NOT_COVERED
 
-    def train(model: torch.nn.Module, batch_size: int) -> None:
-        with device.torch_device:
-            batch = _worst_batch(net, task, batch_size, imgsz=imgsz, objects=objects)
+    def run(self, model: torch.nn.Module, batch_size: int) -> None:
+        """Train on a batch, and on the smaller last one of an epoch, which the trainer does not drop."""
+        self._train(model, batch_size)
+        if last := framework.last_batch(self.dataset_size, batch_size):
+            self._train(model, last)
+
+    def _train(self, model: torch.nn.Module, batch_size: int) -> None:
+        with self.device:
+            batch = _worst_batch(self.net, self.task, batch_size, imgsz=self.imgsz, objects=self.objects)
         refused: BaseException | None = None
-        with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
             try:
                 loss = model(batch)
             except _EscapedError as escaped:
                 refused = escaped.args[0]
         if refused is not None:
             raise refused
-        scaler.scale(loss[0].sum()).backward()
-        scaler.unscale_(optimizer)
+        self.scaler.scale(loss[0].sum()).backward()
+        self.scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=CLIPPED_NORM)
-        scaler.step(optimizer)
-        scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         # Keep the gradients: they exist during the next forward pass while the trainer accumulates.
-        optimizer.zero_grad(set_to_none=False)
-
-    caller = Caller(
-        alone=f"train with YOLO(...).train(batch={{batch_size}}, imgsz={imgsz})",
-        more="A trial creates its own images and objects, and calls none of the trainer's callbacks.",
-    )
-    cast = "no autocast" if dtype is None else f"autocast to {str(dtype).removeprefix('torch.')}"
-    notes = [
-        f"Ultralytics' loss for {task} at imgsz {imgsz}, {type(optimizer).__name__}, {cast}, and a second copy of the "
-        "model, as the trainer keeps for averaged weights"
-    ]
-    if task in ASSIGNED:
-        notes.append(
-            f"every image had {objects} objects (max_num_obj; the trainer counts four times the fullest image's), "
-            "each a quarter of the image, with as many anchors matched as the assigner may match"
-        )
-    found = Step(run=step, caller=caller, starts_anew=True, is_timed=not dataset_size, max_batch=dataset_size or None)
-    return trained, found, notes
+        self.optimizer.zero_grad(set_to_none=False)
 
 
 def _optimizer(model: torch.nn.Module, net: Any, dataset_size: int) -> torch.optim.Optimizer:
@@ -295,14 +316,14 @@ def check_train_batch_size(
     If the model is on the CPU or MPS and `device` is None, return 16 as the original does, with a warning.
 
     Args:
-        model: As for `find_max_batch`.
-        imgsz: As for `find_max_batch`; pixels.
-        amp: As for `find_max_batch`.
+        model: As for `find_max_batch`, like all arguments but `batch`.
+        imgsz: See there.
+        amp: See there.
         batch: Share of the available memory that training may use, in (0, 1); any other number means 0.6.
-        max_num_obj: As for `find_max_batch`.
-        dataset_size: As for `find_max_batch`.
-        device: As for `find_max_batch`, such as ``"cpu:4GiB"``. None: the model's device.
-        **options: As for `find_max_batch`.
+        max_num_obj: See there.
+        dataset_size: See there.
+        device: See there, such as ``"cpu:4GiB"``. None: the model's device.
+        **options: See there.
 
     Returns:
         A size that ran, or 16.
