@@ -24,7 +24,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,12 +41,17 @@ from oomprobe.errors import (
     check_size,
 )
 from oomprobe.integrations import framework
+from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Step
 from oomprobe.records.trials import Verdict
 from oomprobe.runners.hooks import wraps_another
 from oomprobe.verdicts import classify_error
 
 SHARED_STATES = ("PartialState", "AcceleratorState", "GradientState")  # process-wide, in accelerate.state
+NOT_TAKEN = {
+    "global_batch": "has no use here: the function accumulates gradients itself; plan with result.plan(...)",
+    "max_batch": "is called starting_batch_size here",
+}
 MAX_STEP_RATIO = 8  # a trial does not wait for an optimizer that steps less often than another by this factor
 
 
@@ -56,7 +61,7 @@ def find_executable_batch_size(
     reduce_batch_size_fn: None = None,
     *,
     trial_steps: int = 2,
-    **options: Any,
+    **options: Unpack[SearchOptions],
 ) -> Callable[..., Any]:
     """Call a training function with the largest batch size that fits, found by running it.
 
@@ -90,10 +95,8 @@ def find_executable_batch_size(
             "reduce_batch_size_fn says how to shrink after a failure, but oomprobe bisects: leave it out, and pass multiple_of "
             "or min_batch to choose sizes"
         )
-    if "global_batch" in options:
-        raise InvalidArgumentError(
-            "global_batch: the function accumulates gradients itself; plan with result.plan(...)"
-        )
+    for name in NOT_TAKEN.keys() & options:
+        raise InvalidArgumentError(f"{name} {NOT_TAKEN[name]}")
     if starting_batch_size is not None:
         check_size("starting_batch_size", starting_batch_size)
     check_size("trial_steps", trial_steps)
@@ -101,6 +104,7 @@ def find_executable_batch_size(
         return functools.partial(
             find_executable_batch_size, starting_batch_size=starting_batch_size, trial_steps=trial_steps, **options
         )
+    options["max_batch"] = starting_batch_size
     framework.steps_to_calls(options, trial_steps)
     name = str(getattr(function, "__name__", function))
     signature = inspect.signature(function)
@@ -132,7 +136,7 @@ def find_executable_batch_size(
         )
         own: BaseException | None = None
         try:
-            result = probe.find_max_batch(torch.nn.Module(), step, max_batch=starting_batch_size, **options)
+            result = probe.find_max_batch(torch.nn.Module(), step, **options)
         except StepFailedError as error:
             own = error.__cause__
             if own is None:

@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 from oomprobe.devices.choose import model_device
 from oomprobe.errors import DeviceLostError, OomProbeError, check_size
 from oomprobe.probe import find_max_batch
+from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Step
 from oomprobe.records.result import ProbeResult
 from oomprobe.state import Tracker, generator_states, preserved
@@ -73,12 +74,12 @@ def last_batch(count: int, batch_size: int, epochs: float = math.inf) -> int:
     return 2 if rest == 1 else rest
 
 
-def steps_to_calls(options: dict[str, Any], steps_per_call: int = LOOP_STEPS) -> None:
+def steps_to_calls(options: SearchOptions, steps_per_call: int = LOOP_STEPS) -> None:
     """Convert the optimizer steps in `options` to calls of `steps_per_call` steps each, rounded up."""
-    for name, default in (("steps", 2), ("confirm_steps", 5)):
-        asked = options.get(name, default)
-        check_size(name, asked)
-        options[name] = -(-asked // steps_per_call)
+    steps, confirm_steps = options.get("steps", 2), options.get("confirm_steps", 5)
+    check_size("steps", steps)
+    check_size("confirm_steps", confirm_steps)
+    options["steps"], options["confirm_steps"] = -(-steps // steps_per_call), -(-confirm_steps // steps_per_call)
 
 
 class Loop(Protocol):
@@ -101,7 +102,7 @@ class Loop(Protocol):
         """Return what training does but no trial did."""
 
 
-def probe(loop: Loop, options: Mapping[str, Any]) -> ProbeResult:
+def probe(loop: Loop, options: SearchOptions) -> ProbeResult:
     """Search, and say what the trials covered."""
     result = find_max_batch(loop.model, loop.steps(), **options)
     largest = [one for _, one in loop.scanned]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain, compress
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -26,6 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from oomprobe.devices import Device, choose_device, replays
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
 from oomprobe.integrations import framework
+from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Step, check_seconds
 from oomprobe.records.result import ProbeResult
 from oomprobe.runners.ranks_here import refuse_ranks
@@ -50,7 +51,7 @@ def find_max_batch(
     batch_size_name: str = "batch_size",
     write_back: bool = True,
     scan_s: float = 30.0,
-    **options: Any,
+    **options: Unpack[SearchOptions],
 ) -> ProbeResult:
     """Find the largest batch size that fits, by running the training; call it before ``trainer.fit``.
 
@@ -100,7 +101,7 @@ def find_max_batch(
             raise InvalidArgumentError(
                 f"{strategy} adds buffers that trials would not have: probe with strategy='auto'"
             )
-        device = _device_of(trainer, options.pop("device", None))
+        options["device"] = _device_of(trainer, options.get("device"))
         with (
             # Where each fit leaves it, so that what is restored takes no device memory.
             framework.placed(fit.plain, torch.device("cpu")),
@@ -108,7 +109,7 @@ def find_max_batch(
             closing(fit.set_up()),
             fit.data.scanned(scan_s),
         ):
-            result = framework.probe(fit, {**options, "device": device})
+            result = framework.probe(fit, options)
     if write_back:
         fit.data.set_size(result.batch_size)
     return result
@@ -130,14 +131,7 @@ def model_and_step(
     the step is one `Trainer.fit` for two optimizer steps, as in `find_max_batch`; every rank reads batches of the largest examples.
     Nothing is restored: the process of a rank ends with the probe.
 
-    Args:
-        trainer: The ``Trainer`` that will train, with ``devices`` as many as there are ranks. It never runs.
-        module: As for `find_max_batch`, like all other arguments.
-        datamodule: See there.
-        train_dataloaders: See there.
-        val_dataloaders: See there.
-        batch_size_name: See there.
-        scan_s: See there.
+    The arguments are those of `find_max_batch`, but the Trainer has as many ``devices`` as there are ranks.
 
     Returns:
         The module, on its device, and the step.

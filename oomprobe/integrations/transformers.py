@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -25,6 +25,7 @@ from oomprobe.errors import (
 from oomprobe.integrations import framework
 from oomprobe.integrations.accelerate import unchanged
 from oomprobe.probe import check
+from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Step, check_seconds
 from oomprobe.records.plan import PlanEntry, plan
 from oomprobe.records.result import ProbeResult
@@ -58,8 +59,7 @@ def find_max_batch(
     *,
     write_back: bool = True,
     scan_s: float = 30.0,
-    global_batch: int | None = None,
-    **options: Any,
+    **options: Unpack[SearchOptions],
 ) -> ProbeResult:
     """Find the largest ``per_device_train_batch_size`` with which a `transformers.Trainer` trains.
 
@@ -75,9 +75,8 @@ def find_max_batch(
         write_back: Set ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` in ``trainer.args``: the split
             with the fewest accumulation steps that keeps the global batch, after one confirmed trial of it.
         scan_s: Seconds to scan each data set for its longest examples.
-        global_batch: Samples per optimizer step; None: the product of the two arguments above.
-        options: The other options of `oomprobe.find_max_batch`; steps are rounded up to whole loops of two, and no batch is
-            larger than the data set.
+        options: Those of `oomprobe.find_max_batch`; steps are rounded up to whole loops of two, and no batch is larger than the
+            data set. `global_batch` is in samples per optimizer step; None: the product of the two arguments above.
 
     Returns:
         A result. Its `batch_size` is the largest micro-batch that fits; its notes say what was written back.
@@ -89,6 +88,7 @@ def find_max_batch(
     """
     framework.steps_to_calls(options)
     check_seconds("scan_s", scan_s)
+    global_batch = options.pop("global_batch", None)
     if global_batch is not None:
         check_size("global_batch", global_batch)
     args = _checked(trainer)

@@ -14,13 +14,14 @@ import math
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from oomprobe.devices import Device, choose_device, replays
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
 from oomprobe.integrations import framework
+from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Step
 from oomprobe.records.result import ProbeResult
 
@@ -57,8 +58,7 @@ def find_max_batch(
     amp: bool | str | torch.dtype = True,
     max_num_obj: int = 1,
     dataset_size: int = 0,
-    device: Any = None,
-    **options: Any,
+    **options: Unpack[SearchOptions],
 ) -> ProbeResult:
     """Find the largest batch size with which an Ultralytics model trains, by training it.
 
@@ -74,8 +74,7 @@ def find_max_batch(
         max_num_obj: Objects in an image, as the trainer counts them: four times those of the fullest image in the data
             set, since a mosaic combines four images.
         dataset_size: Images in the training set, the largest batch to try; ``optimizer=auto`` depends on it. 0: unknown.
-        device: As for `oomprobe.find_max_batch`, except simulated cards.
-        **options: The other options of `oomprobe.find_max_batch`, such as ``memory_fraction`` and ``time_limit_s``.
+        **options: Those of `oomprobe.find_max_batch`, such as ``memory_fraction``; `device` cannot be a simulated card.
 
     Returns:
         The result, with the answer and the trials.
@@ -96,8 +95,8 @@ def find_max_batch(
         raise InvalidArgumentError(
             f"amp must be True, False, torch.float16, torch.bfloat16, 'fp16', 'bf16' or 'fp32', not {amp!r}"
         )
-    chosen = choose_device(device, model)
-    if replays(chosen):
+    device = choose_device(options.get("device"), model)
+    if replays(device):
         raise InvalidArgumentError(
             "a simulated card cannot run Ultralytics' losses, which select by values, and a simulated card has none: probe on "
             "the card itself, or in host memory with device='cpu:8GiB'"
@@ -107,10 +106,12 @@ def find_max_batch(
     pixels = math.ceil(imgsz / grid) * grid
     if dataset_size:
         check_size("dataset_size", dataset_size)
-    training = Training(model, chosen, pixels, AUTOCAST[amp], max(1, max_num_obj), dataset_size)
+    training = Training(model, device, pixels, AUTOCAST[amp], max(1, max_num_obj), dataset_size)
     if pixels == grid and dataset_size != 1:
         options.setdefault("min_batch", 2)  # batch norm cannot train on one image with a last feature map of one point
-    return framework.probe(training, {**options, "device": None if device is None else chosen})
+    if options.get("device") is not None:
+        options["device"] = device
+    return framework.probe(training, options)
 
 
 def _unwrapped(model: Any) -> Any:
@@ -307,23 +308,13 @@ def check_train_batch_size(
     batch: float = -1,
     max_num_obj: int = 1,
     dataset_size: int = 0,
-    *,
-    device: Any = None,
-    **options: Any,
+    **options: Unpack[SearchOptions],
 ) -> int:
     """Find the batch size for training; a drop-in for the function that Ultralytics' trainer calls.
 
-    If the model is on the CPU or MPS and `device` is None, return 16 as the original does, with a warning.
-
-    Args:
-        model: As for `find_max_batch`, like all arguments but `batch`.
-        imgsz: See there.
-        amp: See there.
-        batch: Share of the available memory that training may use, in (0, 1); any other number means 0.6.
-        max_num_obj: See there.
-        dataset_size: See there.
-        device: See there, such as ``"cpu:4GiB"``. None: the model's device.
-        **options: See there.
+    Its arguments are those of `find_max_batch`, and `batch`: the share of the available memory that training may use, in (0, 1);
+    any other number means 0.6. If the model is on the CPU or MPS and no `device` is given, return 16 as the original does,
+    with a warning.
 
     Returns:
         A size that ran, or 16.
@@ -331,18 +322,17 @@ def check_train_batch_size(
     Raises:
         OomProbeError: as for `find_max_batch`.
     """
-    options = {"memory_fraction": batch if 0.0 < batch < 1.0 else DEFAULT_FRACTION, **options}
+    options.setdefault("memory_fraction", batch if 0.0 < batch < 1.0 else DEFAULT_FRACTION)
     utils = _import("utils")
     prefix, home = utils.colorstr("AutoBatch: "), next(model.parameters()).device.type
-    if device is None and home in ("cpu", "mps"):
+    if options.get("device") is None and home in ("cpu", "mps"):
         utils.LOGGER.warning(
             f"{prefix}the model is on the {home}, where Ultralytics uses its default: using batch-size {DEFAULT_BATCH}, "
             "WHICH WAS NOT RUN. To probe, pass device='cpu:8GiB' (that much host memory) or device='mps', here or in "
             "install(device=...)"
         )
         return DEFAULT_BATCH
-    sizes: dict[str, Any] = {"imgsz": imgsz, "max_num_obj": max_num_obj, "dataset_size": dataset_size}
-    result = find_max_batch(model, amp=amp, device=device, **sizes, **options)
+    result = find_max_batch(model, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size, **options)
     utils.LOGGER.info(
         f"{prefix}Using batch-size {result.batch_size}, which ran in {options['memory_fraction']:.0%} of the "
         f"{result.available_bytes / 2**30:.2f} GiB available on {result.device}"
@@ -350,13 +340,12 @@ def check_train_batch_size(
     return result.batch_size
 
 
-def install(*, device: Any = None, **options: Any) -> ExitStack:
+def install(**options: Unpack[SearchOptions]) -> ExitStack:
     """Make ``YOLO(...).train(batch=-1)`` use `check_train_batch_size` of this module, until undone.
 
     Args:
-        device: None: the trainer's device. To probe with a trainer on the CPU, pass ``"cpu:8GiB"``.
-        **options: Other options of `oomprobe.find_max_batch`. ``memory_fraction`` defaults to the trainer's ``batch``
-            (such as ``batch=0.8``; -1 means 0.6).
+        **options: Those of `oomprobe.find_max_batch`. `device` defaults to the trainer's: to probe with one on the CPU, pass
+            ``"cpu:8GiB"``. `memory_fraction` defaults to the trainer's ``batch`` (such as ``batch=0.8``; -1 means 0.6).
 
     Returns:
         An ExitStack that restores the trainer's function at the end of a ``with`` statement, or by ``close()``.
@@ -366,5 +355,5 @@ def install(*, device: Any = None, **options: Any) -> ExitStack:
     """
     undo, trainer = ExitStack(), _import("engine.trainer")
     undo.callback(setattr, trainer, "check_train_batch_size", trainer.check_train_batch_size)
-    trainer.check_train_batch_size = partial(check_train_batch_size, device=device, **options)
+    trainer.check_train_batch_size = partial(check_train_batch_size, **options)
     return undo

@@ -79,6 +79,7 @@ def test_with_and_without_parentheses(monkeypatch):
     [
         ({"reduce_batch_size_fn": lambda: 1}, "bisects: leave it out"),
         ({"global_batch": 64}, "accumulates gradients itself"),
+        ({"max_batch": 64}, "called starting_batch_size"),
         ({"starting_batch_size": 0}, "starting_batch_size must be"),
         ({"trial_steps": 0}, "trial_steps must be"),
         ({"function": lambda self, batch_size: None}, r"cannot be probed.* Write def .*\(batch_size, self, \.\.\.\)"),

@@ -98,7 +98,7 @@ def test_arguments_match_the_original(settings):
     theirs = [(p.name, p.kind, p.default) for p in inspect.signature(original).parameters.values()]
     parameters = list(inspect.signature(check_train_batch_size).parameters.values())
     assert [(p.name, p.kind, p.default) for p in parameters[: len(theirs)]] == theirs
-    assert [p.name for p in parameters[6:]] == ["device", "options"]
+    assert [p.name for p in parameters[6:]] == ["options"]
     assert inspect.signature(check_train_batch_size).return_annotation == "int"
     for amp in (value for value in adapter.AUTOCAST if isinstance(value, str)):
         assert settings.get_cfg(overrides={"amp": amp}).amp == amp
