@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 from oomprobe.state import Tracker
-from oomprobe.state.walk import reachable
+from oomprobe.state.walk import is_training_state, visit
+
+
+def reachable(roots):
+    return [one.value for one in visit((root, "") for root in roots) if is_training_state(one)]
 
 
 class Plain:

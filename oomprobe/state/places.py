@@ -12,6 +12,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 
 from oomprobe.state.compare import same
-from oomprobe.state.tensors import AnyCopy, HostCopies, can_copy
-from oomprobe.state.walk import PLAIN, Kind, Seen, Values, When, module_of
+from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy
+from oomprobe.state.walk import PLAIN, Kind, Seen, Values, module_of
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are put back before every trial, larger ones at the end
 COPIED_BYTES = 2**30  # of larger ones outside the model, in all; of the others only their version is compared
@@ -231,9 +232,10 @@ def _restored(value: Any) -> Any:
 
 
 class OpaquePlace:
-    """A place whose state is compared by value: an array, a generator of random numbers, a container too long to save.
+    """A place compared by value: a tensor beside the model, an array, a generator of random numbers, a container too long to save.
 
-    Without `write` it is only watched, and named if it has changed.
+    Without `write` it is only watched, and named if it has changed. One of up to `SMALL_BYTES` goes back before every trial, a
+    larger one at the end; what takes `nbytes` is copied when `take` is called.
     """
 
     def __init__(
@@ -244,35 +246,44 @@ class OpaquePlace:
         write: Callable[[Any], object] | None = None,
         *,
         equals: Callable[[Any], bool] | None = None,
-        when: When = When.EACH_TRIAL,
+        nbytes: int = 0,
     ) -> None:
-        self.path, self.kind, self.when = path, kind, when
+        self.path, self.kind, self.nbytes = path, kind, nbytes
         self.read, self._write = read, write
         self._equals = equals or (lambda before: same(read(), before))
-        self.before: Any = read()
+        self._before = _MISSING if nbytes else read()
 
     @property
-    def is_written(self) -> bool:
-        """Whether it is put back, not only watched."""
-        return self._write is not None
+    def is_restarted(self) -> bool:
+        """Whether it goes back before every trial."""
+        return self._write is not None and self.nbytes <= SMALL_BYTES
 
     @property
     def has_changed(self) -> bool:
-        return not self._equals(self.before)
+        return not self._equals(self._before)
+
+    def take(self, left_bytes: int) -> int:
+        """Copy it if it is small or fits in `left_bytes`; return how many of these are left."""
+        if self._before is not _MISSING or self.nbytes > max(SMALL_BYTES, left_bytes):
+            return left_bytes
+        self._before = self.read()
+        return left_bytes - (self.nbytes if self.nbytes > SMALL_BYTES else 0)
 
     def put_back(self) -> None:
-        if self._write is not None and self.has_changed:
-            self._write(self.before)
+        if self._write is not None and self._before is not _MISSING:
+            self._write(self._before)
 
     def changes(self) -> dict[str, Any]:
         return {self.path: self} if self.has_changed else {}
 
 
 def opaque_place(seen: Seen, names: set[str]) -> OpaquePlace | None:
-    """Return the place of a generator, or of an object of a library that shows whether it has changed."""
+    """Return the place of an array, a generator, or an object of a library that shows whether it has changed."""
     value, path = seen.value, seen.path
+    if seen.kind is Kind.ARRAY:
+        return _array_place(value, path)
     if seen.kind is Kind.GENERATOR:
-        return _generator(value, path)
+        return _generator_place(value, path)
     if seen.kind is not Kind.LIBRARY or str(module_of(value)).partition(".")[0] == "oomprobe":
         return None
 
@@ -285,29 +296,34 @@ def opaque_place(seen: Seen, names: set[str]) -> OpaquePlace | None:
     return OpaquePlace(path, kind_of(value), lambda: _fingerprint(value), equals=equals)
 
 
-def array_place(seen: Seen, left_bytes: int) -> OpaquePlace | None:
-    """Return the place of an array; None if it is larger than `left_bytes`, cannot be written or holds objects."""
-    array = seen.value
-    if (
-        array.nbytes > max(SMALL_BYTES, left_bytes)
-        or array.dtype.hasobject
-        or not array.flags.writeable
-        or isinstance(array, np.memmap)
-    ):
+def tensor_place(copy: TensorCopy, path: str, version: int) -> OpaquePlace:
+    """Return the place of a tensor beside the model; until its bytes are copied, its version tells whether it has changed."""
+
+    def take() -> None:
+        if (tensor := copy.find()) is not None and not copy.has_bytes:
+            copy.storage.take(tensor.untyped_storage())
+
+    def equals(_: object) -> bool:
+        tensor = copy.find()
+        return tensor is None or copy.storage.is_intact(tensor._version == version)
+
+    return OpaquePlace(
+        path, "a tensor", take, lambda _: copy.storage.write(), equals=equals, nbytes=copy.storage.nbytes
+    )
+
+
+def _array_place(array: Any, path: str) -> OpaquePlace | None:
+    if array.dtype.hasobject or not array.flags.writeable or isinstance(array, np.memmap):
         return None
 
-    def write(before: Any) -> None:
-        array[...] = before
+    def equals(before: Any) -> bool:
+        return before is _MISSING or _same_array(array, before)
 
-    is_small = array.nbytes <= SMALL_BYTES
-    return OpaquePlace(
-        seen.path,
-        "an array",
-        array.copy,
-        write,
-        equals=lambda before: _same_array(array, before),
-        when=When.EACH_TRIAL if is_small else When.AT_END,
-    )
+    def write(before: Any) -> None:
+        if not equals(before):
+            array[...] = before
+
+    return OpaquePlace(path, "an array", array.copy, write, equals=equals, nbytes=array.nbytes)
 
 
 def _same_array(one: Any, other: Any) -> bool:
@@ -346,14 +362,14 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _generator(value: Any, path: str) -> OpaquePlace:
-    kind = "a random number generator"
+def _generator_place(value: Any, path: str) -> OpaquePlace:
     if isinstance(value, random.Random):
-        return OpaquePlace(path, kind, value.getstate, value.setstate)
-    if isinstance(value, np.random.RandomState | torch.Generator):
-        return OpaquePlace(path, kind, value.get_state, value.set_state)
-    bits = value.bit_generator
-    return OpaquePlace(path, kind, lambda: bits.state, lambda state: setattr(bits, "state", state))
+        get, put = value.getstate, value.setstate
+    elif isinstance(value, np.random.Generator):
+        get, put = partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
+    else:  # of numpy's old kind, or torch's
+        get, put = value.get_state, value.set_state
+    return OpaquePlace(path, "a random number generator", get, put)
 
 
 def _plain(value: Any) -> Any:

@@ -16,15 +16,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomprobe.ground.units import format_bytes
 from oomprobe.state.places import (
     MAX_ENTRIES,
-    SMALL_BYTES,
     OpaquePlace,
     OptimizerCopy,
     Place,
-    array_place,
     is_source,
     kind_of,
     long_place,
     opaque_place,
+    tensor_place,
 )
 from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, kind_of_storage, tensors_in
 from oomprobe.state.walk import (
@@ -76,9 +75,7 @@ class Tracker:
         # Tensors of the model, optimizers and other training state; late ones are of optimizers that were found when they stepped.
         self.tensors: dict[AnyCopy, Place] = {}
         self.late: dict[AnyCopy, Place] = {}
-        self._loose: dict[TensorCopy, tuple[str, int]] = {}  # other tensors of the user's: path and version
         self.uncopied: dict[str, str] = {}  # tensors of them of which no copy can be made, and what they are, by path
-        self._arrays: list[Seen] = []
         self._sources: list[tuple[OpaquePlace, int]] = []  # of data, which hand out one after another, with their ids
         self._optimizers: MutableMapping[torch.optim.Optimizer, list[Place]] = WeakIdKeyDictionary()  # live ones
         self._leaves: list[Callable[[], torch.Tensor | None]] = []
@@ -88,9 +85,6 @@ class Tracker:
         roots = [(model, "model"), *((one, "") for one in (*preserve, *steps))]
         self._find(list(visit(roots, owners, without=[device])))
         self.modules = [one for one in self.found if isinstance(one, torch.nn.Module)]
-        for copy in self.tensors:  # the user's code may have been first to name one
-            if isinstance(copy, TensorCopy):
-                self._loose.pop(copy, None)
         self._modes = [(module, module.training) for module in self.modules]
         self._flags = self._read_flags()
         self.first_weights, self.first_gradients = self.weights(), self.gradients(self.parameters())
@@ -122,11 +116,9 @@ class Tracker:
                 places.append(Place(values, self.copies))
             else:
                 self.opaque.append(long_place(values))
-        if seen.kind is Kind.ARRAY:
-            self._arrays.append(seen)
-        elif isinstance(value, torch.optim.Optimizer):
-            pass
-        elif is_training_state(seen):
+        if isinstance(value, torch.optim.Optimizer):
+            return
+        if is_training_state(seen):
             self.found.append(value)
         elif (one := opaque_place(seen, self._names)) is not None:
             self.opaque.append(one)
@@ -149,25 +141,14 @@ class Tracker:
             if copy not in self.tensors:
                 self.tensors[copy] = Place(of_tensor(lambda: copy.find(), path), self.copies)
         elif type(tensor) is torch.Tensor and not tensor.requires_grad:
-            loose = self.copies.keep(tensor)
-            if isinstance(loose, TensorCopy):
-                self._loose[loose] = path, tensor._version
+            copy = self.copies.keep(tensor)
+            if isinstance(copy, TensorCopy):
+                self.opaque.append(tensor_place(copy, path, tensor._version))
 
     def take(self, left_bytes: int) -> None:
         """Copy the arrays and tensors beside the model that are small, and others as far as `left_bytes` goes."""
-        for copy in self._loose:
-            nbytes, tensor = copy.storage.nbytes, copy.find()
-            if tensor is not None and not copy.storage.is_taken and nbytes <= max(SMALL_BYTES, left_bytes):
-                left_bytes -= nbytes if nbytes > SMALL_BYTES else 0
-                copy.storage.take(tensor.untyped_storage())
-        arrays, self._arrays = self._arrays, []
-        for seen in arrays:
-            place, nbytes = array_place(seen, left_bytes), seen.value.nbytes
-            if place is None:
-                self._arrays.append(seen)
-            else:
-                left_bytes -= nbytes if nbytes > SMALL_BYTES else 0
-                self.opaque.append(place)
+        for one in self.opaque:
+            left_bytes = one.take(left_bytes)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Track an optimizer that is about to step for the first time; it may be deleted after its step."""
@@ -255,13 +236,9 @@ class Tracker:
             if copy.has_bytes and copy.is_replaced and copy.find() is not None:
                 copy.restore()
         for one in self.opaque:
-            if one.when is When.EACH_TRIAL and not self._only_at_end:
+            if one.is_restarted and not self._only_at_end:
                 with suppress(Exception):
                     one.put_back()
-        for copy in self._loose:
-            if copy.storage.nbytes <= SMALL_BYTES and not self._only_at_end:
-                with suppress(Exception):
-                    copy.storage.write()
         self._find_optimizers(trials=True)
         for find, requires_grad in self._flags:  # a trial may end while the step has frozen some
             parameter = find()
@@ -341,7 +318,7 @@ class Tracker:
     def plain_values(self) -> object:
         """Return the numbers, texts and lengths that the user's code has changed, and the states of random number generators."""
         held = [place.plain_values() for place in self.places if place.values.when is not When.COLD]
-        own = [repr(one.read()) for one in self.opaque if one.is_written and one.when is When.EACH_TRIAL]
+        own = [repr(one.read()) for one in self.opaque if one.is_restarted]
         return held, own, random.getstate(), repr(np.random.get_state())
 
     def _read_flags(self) -> list[tuple[Callable[[], torch.Tensor | None], bool]]:
@@ -374,10 +351,6 @@ class Tracker:
         for place in self.places:
             found |= {} if place.values.trains else place.changes()
         named = {path: kind_of(value) for path, value in found.items()}
-        for copy, (path, version) in self._loose.items():
-            tensor = copy.find()
-            if tensor is not None and not copy.storage.is_intact(tensor._version == version):
-                named[path] = "a tensor"
         return [f"{path} ({kind})" for path, kind in named.items()]
 
 

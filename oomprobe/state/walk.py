@@ -35,7 +35,7 @@ PLAIN = (
 )  # fmt: skip
 _INSTALLED = ("site-packages", "dist-packages")
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
-_WRAPPERS = ("fget", "fset", "__func__", "func")  # what a property, static method or cached property wraps
+_AROUND_CODE = (partial, property, staticmethod, classmethod, functools.cached_property)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(
@@ -119,23 +119,16 @@ def visit(
     """Yield what can be reached from `roots`, pairs of a value and its path: each once, the user's own first, nearest first.
 
     `owners` are objects of libraries that are walked into like the user's own, `without` objects to leave out.
-    """
-    return _Walk(list(roots), list(owners), without).seen()
-
-
-def reachable(roots: Iterable[object]) -> list[object]:
-    """Return the training state that can be reached: stateful objects, modules, and leaf tensors that require gradients.
 
     Example:
         >>> __name__ = "__main__"  # the user's script
-        >>> model = torch.nn.Linear(2, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
         >>> def step(model, batch_size):
         ...     optimizer.step()
-        >>> [type(one).__name__ for one in reachable([step])]
+        >>> [type(one.value).__name__ for one in visit([(step, "")]) if is_training_state(one)]
         ['SGD', 'Parameter', 'Parameter']
     """
-    return [one.value for one in visit((root, "") for root in roots) if is_training_state(one)]
+    return _Walk(list(roots), list(owners), without).seen()
 
 
 def is_training_state(seen: Seen) -> bool:
@@ -280,11 +273,8 @@ class _Walk:
             self._add(path or type(value.__self__).__name__.lower(), value.__self__)
             self._add(path, value.__func__)
             return Seen(value, path, Kind.CODE)
-        if isinstance(value, partial):
-            self._add(path, value.func, *value.args, *value.keywords.values())
-            return Seen(value, path, Kind.CODE)
-        if isinstance(value, property | staticmethod | classmethod | functools.cached_property):
-            self._add(path, *(getattr(value, name, None) for name in _WRAPPERS))
+        if isinstance(value, _AROUND_CODE):
+            self._add(path, *_parts(value))
             return Seen(value, path, Kind.CODE)
         if isinstance(value, type):
             if not is_users_code(value.__module__):
@@ -336,7 +326,7 @@ class _Walk:
             return
         self._add(f"{name}()", *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         if cells:
-            yield Values("", lambda: _contents(cells), lambda before, now: _fill(cells, before))
+            yield _of_cells(cells)
         names, variables = code_names(function.__code__), function.__globals__
         if not is_users_code(module_of(function)):  # of an installed package: it shares these with others
             self._pass((variables[one] for one in names & variables.keys()), name)
@@ -400,8 +390,9 @@ def _parts(value: Any) -> Iterable[Any]:
         return [*_contents(cells).values(), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if isinstance(value, types.MethodType):
         return value.__self__, value.__func__
-    if isinstance(value, partial):
-        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, _AROUND_CODE):
+        inside = [getattr(value, name, None) for name in ("fget", "fset", "__func__", "func")]
+        return [*inside, *value.args, *value.keywords.values()] if isinstance(value, partial) else inside
     if isinstance(value, type) or type(value).__module__ in ("builtins", "numpy"):
         return ()
     return list(getattr(value, "__dict__", {}).values())
@@ -528,17 +519,14 @@ def of_container(container: Any, path: str, base: Any) -> Values:
     return Values(path, read, write, container, is_ordered=True)
 
 
+def _of_cells(cells: dict[Any, types.CellType]) -> Values:
+    put, drop = (lambda name, one: setattr(cells[name], "cell_contents", one)), types.CellType.cell_contents.__delete__
+    return Values("", lambda: _contents(cells), _writer(put, lambda name: drop(cells[name])))
+
+
 def _contents(cells: dict[Any, types.CellType]) -> dict[Any, Any]:
     found = {}
     for name, cell in cells.items():
         with suppress(ValueError):  # it is empty
             found[name] = cell.cell_contents
     return found
-
-
-def _fill(cells: dict[Any, types.CellType], before: dict[Any, Any]) -> None:
-    for name, cell in cells.items():
-        if name in before:
-            cell.cell_contents = before[name]
-        elif _contents({name: cell}):
-            del cell.cell_contents
