@@ -82,7 +82,7 @@ class OptimizerCopy:
         return optimizer
 
 
-def saved(value: Any, copies: HostCopies, *, trains: bool) -> Any:
+def saved(value: Any, *, copies: HostCopies, trains: bool) -> Any:
     """Return what to save of a value: for a tensor or an optimizer something that does not keep it alive."""
     if isinstance(value, torch.optim.Optimizer):
         return copies.optimizers.get(id(value), value)
@@ -104,15 +104,14 @@ class Place:
         self.left: dict[Any, Any] = {}  # plain values that the last trial left
         self._is_namespace = isinstance(held, dict) and not values.is_ordered
         self._take(held)
-        self._first = self._keys, self._before
+        self._first = self._before
         # Objects by which a source of data is known to be among the values, or beside them.
-        self.ids = {id(one) for one in self._before if not isinstance(one, PLAIN)}
+        self.ids = {id(one) for one in self._before.values() if not isinstance(one, PLAIN)}
 
     def _take(self, held: Any) -> None:
-        named, trains = isinstance(held, dict), self.values.trains
-        self._keys = [saved(key, self._copies, trains=trains) for key in held] if named else None
-        self._before = [saved(one, self._copies, trains=trains) for one in (held.values() if named else held)]
-        every = [*(self._keys or ()), *self._before]
+        get = partial(saved, copies=self._copies, trains=self.values.trains)
+        self._before = {get(key): get(one) for key, one in _by_key(held).items()}
+        every = (one for pair in self._before.items() for one in pair)
         self._is_plain = not any(isinstance(one, AnyCopy | Graph | OptimizerCopy) for one in every)
 
     @property
@@ -123,7 +122,7 @@ class Place:
     @property
     def was_empty(self) -> bool:
         """Whether there were no values at the start."""
-        return not self._first[1]
+        return not self._first
 
     def restart_from_here(self) -> None:
         """Let the next trials begin with what is there now; the values of the start still come back at the end."""
@@ -131,24 +130,22 @@ class Place:
 
     def forget(self, name: str) -> None:
         """Let there have been no value with this name at the start."""
-        if self._keys and name in self._keys:
-            del self._before[self._keys.index(name)]
-            self._keys.remove(name)
+        self._before.pop(name, None)
 
     def put_back(self, *, at_end: bool = False, create: bool = True) -> bool:
         """Put the values back. Without `create` leave out freed tensors; return whether all are there."""
-        if at_end and self._first[1] is not self._before:
-            self._keys, self._before = self._first
-            self._is_plain = False
+        if at_end and self._first is not self._before:
+            self._before, self._is_plain = self._first, False
         held = self.values.read()
         if self._is_in(held):
             return True
-        now = _by_key(held)
-        before, is_whole = self._to_write(create=create)
+        now, get = _by_key(held), _restored if create else _find
+        pairs = [(get(key), get(one)) for key, one in self._before.items()]
+        before = {key: one for key, one in pairs if key is not _MISSING and one is not _MISSING}
         if not self.left:
             self.left = {k: one for k, one in now.items() if isinstance(one, PLAIN) or is_iterator(one)}
         self.values.write(before, now)
-        return is_whole
+        return create or len(before) == len(pairs)
 
     def leave(self) -> bool:
         """Bring back the plain values that the last trial left; return whether there were any."""
@@ -163,10 +160,7 @@ class Place:
         held = self.values.read()
         if self._is_in(held):
             return {}
-        keys, first = self._keys or range(len(self._before)), [_find(one, one) for one in self._before]
-        if isinstance(held, set):
-            keys = first
-        now, before = _by_key(held), {_find(key, key): one for key, one in zip(keys, first, strict=True)}
+        now, before = _by_key(held), {_find(key, key): _find(one, one) for key, one in self._before.items()}
         differing = [key for key in {**before, **now} if now.get(key, _MISSING) is not before.get(key, _MISSING)]
         return {
             self.values.named(key): now[key] if before.get(key) is None and key in now else before.get(key)
@@ -177,7 +171,7 @@ class Place:
         """Yield each value that was not there at the start, with its path, or that of its container."""
         held = self.values.read()
         if not self._is_in(held):
-            before = {id(_find(one)) for one in self._before}
+            before = {id(_find(one)) for one in self._before.values()}
             for key, one in _by_key(held).items():
                 if id(one) not in before:
                     yield self.values.named(key) if self._is_namespace else self.name, one
@@ -187,31 +181,16 @@ class Place:
         held = self.values.read()
         return None if self._is_in(held) else [(key, _plain(one)) for key, one in _by_key(held).items()]
 
-    def _found(self) -> tuple[list[Any] | None, list[Any]]:
-        if self._is_plain:
-            return self._keys, self._before
-        return None if self._keys is None else list(map(_find, self._keys)), list(map(_find, self._before))
-
     def _is_in(self, held: Any) -> bool:
         if len(held) != len(self._before):
             return False
-        keys, before = self._found()
-        if keys is None:
-            return all(one in held for one in before) if isinstance(held, set) else all(map(is_, held, before))
-        if all(map(is_, held, keys)) and all(map(is_, held.values(), before)):
+        before = self._before if self._is_plain else {_find(key): _find(one) for key, one in self._before.items()}
+        if not isinstance(held, dict):
+            return all(one in held for one in before) if isinstance(held, set) else all(map(is_, held, before.values()))
+        if all(map(is_, held, before)) and all(map(is_, held.values(), before.values())):
             return True
         # The order of variables means nothing, and their names may be other objects.
-        return self._is_namespace and all(held.get(key, _MISSING) is one for key, one in zip(keys, before, strict=True))
-
-    def _to_write(self, *, create: bool) -> tuple[dict[Any, Any], bool]:
-        get = _restored if create else _find
-        keys, before = self._keys or itertools.count(), self._before
-        if isinstance(self.values.owner, set):
-            keys = before
-        pairs = [(get(key), get(one)) for key, one in zip(keys, before, strict=False)]
-        whole = [(key, one) for key, one in pairs if key is not _MISSING and one is not _MISSING]
-        is_whole = create or len(whole) == len(pairs)
-        return dict(whole), is_whole
+        return self._is_namespace and all(held.get(key, _MISSING) is one for key, one in before.items())
 
 
 def _by_key(held: Any) -> dict[Any, Any]:
