@@ -2,25 +2,28 @@
 
 import os
 import random
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
+from oomprobe.probing.finish import finish
+from oomprobe.probing.opening import open_model
+from oomprobe.probing.order import Order
+from oomprobe.probing.summary import result_of
 from oomprobe.records.fit import fit_line
-from oomprobe.records.patience import Patience
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.trials import Phase, Trial, Verdict
-from oomprobe.runners.signals import Clock
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def hasty(**waits):
-    """Return what makes the clocks of probes that wait less long."""
-    return partial(Clock, patience=Patience(**waits))
+def find_hastily(patience, model, step, **options):
+    """Do as `oomprobe.find_max_batch` does, with another patience."""
+    with open_model(Order.of({"progress": "off", **options, "patience": patience}), model, step) as session:
+        found = finish(session, session.find())
+    return result_of(session, found)
 
 
 # --- results ---

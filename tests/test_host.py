@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import hasty
+from helpers import find_hastily
 from ledger import Log
 from processes import run_python
 from torch import nn
@@ -19,6 +19,7 @@ import oomprobe
 from oomprobe.devices import host
 from oomprobe.devices.host import APPROXIMATE, HostDevice
 from oomprobe.ground import linux
+from oomprobe.records.patience import Patience
 from oomprobe.runners.workers import process
 from oomprobe.runners.workers.process import Process as TrialProcess
 
@@ -186,10 +187,9 @@ def test_the_cause_of_a_bug_is_the_steps_exception():
     assert "in bug" in caught.value.__cause__.__notes__[0]
 
 
-def test_a_child_that_hangs_is_reported_with_a_remedy(monkeypatch):
-    monkeypatch.setattr("oomprobe.probing.opening.Clock", hasty(stuck_in_step_s=2.0))
+def test_a_child_that_hangs_is_reported_with_a_remedy():
     with pytest.raises(oomprobe.UnreliableError, match=r"hangs at test_host\.py:\d+.*set_num_threads.*oomprobe run"):
-        oomprobe.find_max_batch(*linear(lambda batch_size: time.sleep(60)), **QUIET)
+        find_hastily(Patience(stuck_in_step_s=2.0), *linear(lambda batch_size: time.sleep(60)), **QUIET)
 
 
 def test_a_child_that_has_just_started_can_be_ended(monkeypatch):

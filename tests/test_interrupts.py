@@ -8,11 +8,12 @@ import time
 
 import pytest
 import torch
-from helpers import hasty
+from helpers import find_hastily
 from ledger import Box, LedgerDevice
 from processes import start
 
 import oomprobe
+from oomprobe.records.patience import Patience
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="POSIX signals")
 
@@ -21,14 +22,8 @@ SOON_S = 5  # far below the ten minutes that the steps of these tests sleep
 TERMINATED = 143
 
 
-@pytest.fixture(autouse=True)
-def few_calls(monkeypatch):
-    """Let confirmations make only the calls that `confirm_steps` takes, since steps here are slow."""
-    monkeypatch.setattr("oomprobe.probing.opening.Clock", hasty(look_calls=1))
-
-
 def probe(act, **options):
-    """Probe a step that calls `act` and trains."""
+    """Probe a step that calls `act` and trains; the confirmation makes only the calls that `confirm_steps` takes."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -37,8 +32,8 @@ def probe(act, **options):
         model(torch.ones(batch_size, 2)).sum().backward()
         optimizer.step()
 
-    given = {"device": LedgerDevice(), "max_batch": 1, "steps": 1, "confirm_steps": 1, "progress": "off"}
-    return oomprobe.find_max_batch(model, step, **{**given, **options})
+    given = {"device": LedgerDevice(), "max_batch": 1, "steps": 1, "confirm_steps": 1}
+    return find_hastily(Patience(look_calls=1), model, step, **{**given, **options})
 
 
 def work(seconds):

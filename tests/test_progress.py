@@ -43,7 +43,7 @@ def without_rich(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setattr(progress, "_rich_screen", lambda: None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)  # as if it were not installed
 
 
 def write_to(monkeypatch, stream):

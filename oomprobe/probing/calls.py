@@ -13,9 +13,6 @@ from oomprobe.runners.signals import Clock
 
 # Of the time that is left, the share that the calls of a look and of a confirmation may take.
 LOOK_SHARE, CONFIRM_SHARE = 1 / 8, 1 / 2
-# Where a failure is expensive, a deciding trial keeps calling for this share of its cost: more calls see more, and a failed
-# confirmation costs two failures.
-COST_SHARE = 1 / 4
 # Calls of a confirmation, where another row of the table has made all of `Patience.look_calls`. Of 162 rows confirmed over 8 calls, 6
 # failed within 200 calls under the cap; over 15, 2; over 25, 1; over 50 none, but the rows then took 1.3 times the calls.
 ROW_CALLS = 25
@@ -109,7 +106,7 @@ class CallPlan:
             return None
         least = max(self._ordinary(steps), self.needed)
         if decides and not confirms and self._facts.failure_cost_s:
-            return max(least, self.affordable(size, limit_s=COST_SHARE * self._facts.failure_cost_s))
+            return max(least, self.affordable(size, limit_s=self._patience.cost_share * self._facts.failure_cost_s))
         if not confirms or self._facts.starts_anew or (self.repeats and len(self._facts.step_names) > 1):
             return least
         return max(least, min(self._most_to_confirm, self.affordable(size, CONFIRM_SHARE)))

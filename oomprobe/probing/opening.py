@@ -167,7 +167,7 @@ def _framed(order: Order) -> Iterator[_Frame]:
     status, trials = reporter(order.progress), list[Trial]()
     try:
         with Interrupts() as interrupts, closing(status):
-            clock = Clock(order.options)
+            clock = Clock(order.options, patience=order.patience)
             yield _Frame(order=order, reporter=status, interrupts=interrupts, clock=clock, trials=trials)
     except OomProbeError as error:
         error.trials = tuple(trials)

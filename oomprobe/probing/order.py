@@ -11,6 +11,7 @@ import torch
 from oomprobe.devices import Device
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import Options
+from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.report.progress import Progress
 
 
@@ -59,6 +60,7 @@ class Order:
     preserve: Iterable[Any] = ()
     progress: Progress = "auto"
     axis: Axis = NO_AXIS
+    patience: Patience = PATIENCE  # for tests
 
     @classmethod
     def of(
@@ -71,7 +73,7 @@ class Order:
             TypeError: there is no such option.
         """
         rest = dict(given)
-        riders = {name: rest.pop(name) for name in ("device", "preserve", "progress") if name in rest}
+        riders = {name: rest.pop(name) for name in ("device", "preserve", "progress", "patience") if name in rest}
         if batch_size is None:
             options = Options(**{"resolution": resolution, **rest})
         else:

@@ -16,6 +16,9 @@ class Patience:
     look_calls: int = 50  # of a look and of a confirmation, if time allows
     look_s: float = 10.0  # time for the calls of each, or as long as the search has taken if that is more
     host_look_s: float = 1.0  # the same on host memory, where calls are slow and answers approximate
+    # Where a failure is expensive, a deciding trial keeps calling for this share of its cost: more calls see more, and a failed
+    # confirmation costs two failures.
+    cost_share: float = 1 / 4
 
     # Other processes on the device: the first wait for their memory; each further one takes twice as long, up to 16 s.
     neighbour_s: float = 2.0

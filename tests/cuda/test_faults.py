@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from bed import ILLEGAL_ADDRESS, fail, forked, start
-from helpers import hasty
+from helpers import find_hastily
 from ledger import Log
 from processes import until
 from zoo import MODELS, mlp, target
 
 import oomprobe
 from oomprobe.devices.sharing import processes_on
-from oomprobe.probing import opening
+from oomprobe.records.patience import Patience
 
 MIB, GIB = 2**20, 2**30
 QUIET = {"progress": "off"}
@@ -176,13 +176,6 @@ def neighbour(tmp_path):
     return path
 
 
-def waiting(then=lambda: None):
-    """Make probes wait for neighbours in no time, and return the list of waits."""
-    slept = []
-    opening.Clock = hasty(sleep=lambda seconds: slept.append(then()))
-    return slept
-
-
 @pytest.mark.parametrize("memory_fraction", [0.5, 0.9])
 def test_a_neighbour_that_takes_and_gives_back(neighbour, memory_fraction):
     def probe(moves):
@@ -190,8 +183,8 @@ def test_a_neighbour_that_takes_and_gives_back(neighbour, memory_fraction):
             if moves:
                 neighbour.write_text(f"{3 * GIB if call % 20 in (15, 16) else 0}")
 
-        waiting(then=lambda: neighbour.write_text("0"))
-        result = oomprobe.find_max_batch(*acting(move), memory_fraction=memory_fraction, resolution=0.02, **QUIET)
+        given_back = Patience(sleep=lambda seconds: neighbour.write_text("0"))
+        result = find_hastily(given_back, *acting(move), memory_fraction=memory_fraction, resolution=0.02)
         return result.batch_size, result.contaminated
 
     alone = forked(probe, False, memory="8GiB", neighbour=neighbour)
@@ -210,8 +203,8 @@ def test_a_neighbour_that_leaves_room_is_not_waited_for(neighbour):
                     neighbour.write_text(f"{3 * GIB}")
                 raise
 
-        slept = waiting()
-        result = oomprobe.find_max_batch(model, step, memory_fraction=0.5, resolution=0.02, **QUIET)
+        slept = []
+        result = find_hastily(Patience(sleep=slept.append), model, step, memory_fraction=0.5, resolution=0.02)
         return result.contaminated, len(slept), sum(not trial.passed for trial in result.trials), result.notes
 
     contaminated, waits, failed, notes = forked(probe, memory="8GiB", neighbour=neighbour)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,18 +24,19 @@ from torch import nn
 import oomprobe
 from oomprobe.runners.workers import group, ranks
 
-from .ranks import on_ranks, searching
+from .ranks import HASTY, forking, on_ranks
 
 TARGET = f"{Path(__file__).with_name('ranked.py')}:build"
 MIB = 2**20
 
 
 def probe(**options):
-    return oomprobe.probe_target(TARGET, nproc_per_node=2, progress="off", **{"max_batch": 8, **options})
+    options = {"max_batch": 8, "patience": HASTY, **options}
+    return oomprobe.probe_target(TARGET, nproc_per_node=2, progress="off", **options)
 
 
 def check(size, **options):
-    return oomprobe.check_target(TARGET, size, nproc_per_node=2, progress="off", **options)
+    return oomprobe.check_target(TARGET, size, nproc_per_node=2, progress="off", patience=HASTY, **options)
 
 
 # --- answers ---
@@ -190,11 +192,12 @@ def test_ranks_that_call_differently_are_out_of_step(tmp_path):
     with pytest.raises(
         oomprobe.UnreliableError, match=r"rank 1 was still in the step .* after rank 0 had finished batch 4"
     ):
-        on_ranks(tmp_path, probe, fault="extra:1:4", late_s=1.0)
+        on_ranks(tmp_path, lambda: probe(patience=replace(HASTY, late_s=1.0)), fault="extra:1:4")
 
 
 def test_one_rank_may_take_longer(tmp_path):
-    result = on_ranks(tmp_path, lambda: probe(max_batch=1, trial_time_limit_s=3), fault="saves", late_s=0.1)
+    patience = replace(HASTY, late_s=0.1)
+    result = on_ranks(tmp_path, lambda: probe(max_batch=1, trial_time_limit_s=3, patience=patience), fault="saves")
     assert result.batch_size == 1
     assert result.trials[-1].step_s > 0.3
 
@@ -230,7 +233,8 @@ def test_no_rank_survives_the_search(tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()
     searcher = start(
-        lambda: searching(probe, grace_s=0.5, late_s=300.0),
+        forking,
+        probe,
         memory="1GiB,1GiB",
         shared=tmp_path / "cards/card",
         FAULT="sleeps:1:4",

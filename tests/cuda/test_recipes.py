@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bed import forked
-from helpers import hasty
 
 import oomprobe
-from oomprobe.probing import opening
+from oomprobe.records.patience import Patience
 
 RECIPES = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+QUICK = {"progress": "off", "patience": Patience(look_s=0.0)}  # no more calls than a confirmation needs
 CARD = {"memory": "1GiB", "limit_s": 120, "CUDASTUB_ASSERT": 0}
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own, about torch and short runs
 
@@ -30,12 +30,12 @@ class Found:
 
 def run(framework, names):
     """Run a recipe and return the result of its check."""
-    checked, opening.Clock = [], hasty(look_s=0.0)  # no more calls than a confirmation needs
+    checked = []
 
     class Probe:
         @staticmethod
         def check(*args, **options):
-            checked.append(oomprobe.check(*args, **options, progress="off"))
+            checked.append(oomprobe.check(*args, **options, **QUICK))
 
     exec(recipe(framework), {"oomprobe": Probe, "result": Found, "torch": torch} | names)
     [result] = checked
@@ -147,13 +147,12 @@ def plain(change, *by):
     loop, late = (RECIPES.partition(one)[2].partition("```python\n")[2].partition("```")[0] for one in sections)
     loop = loop.partition("\nsteps = ")[0]
     assert change in late
-    opening.Clock = hasty(look_s=0.0)
     torch.set_default_device("cuda")
 
     class Probe:
         @staticmethod
         def check(model, steps, batch_size, **_):
-            return oomprobe.check(model, steps, 1, progress="off")  # outputs take little beside the weights
+            return oomprobe.check(model, steps, 1, **QUICK)  # outputs take little beside the weights
 
     names = {}
     exec(loop, names)

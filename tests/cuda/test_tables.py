@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from zoo import conv_net, numbered, runs
 
 import oomprobe
-from oomprobe.probing import calls as call_plan
+from oomprobe.records.patience import Patience
 
-from .ranks import on_ranks, searching
+from .ranks import forking, on_ranks
 from .tabled import Attention, Masked, language_model
 
 LENGTHS = [128, 256, 512, 1024, 2048]
@@ -281,7 +281,7 @@ def test_one_worker_runs_all_rows_and_each_answer_is_confirmed_in_a_new_one(tmp_
         torch.cuda.init = None  # the caller opens no context
         return oomprobe.probe_target(TARGET, over={"length": LENGTHS[:3]}, max_batch=64, device="cuda", progress="off")
 
-    table = forked(lambda: searching(run, grace_s=5, late_s=300), memory="1GiB", PIDS=tmp_path, limit_s=60)
+    table = forked(forking, run, memory="1GiB", PIDS=tmp_path, limit_s=60)
     inside = forked(
         lambda: oomprobe.find_max_batches(*language_model(), {"length": LENGTHS[:3]}, max_batch=64, progress="off"),
         memory="1GiB",
@@ -295,8 +295,7 @@ def test_one_worker_runs_all_rows_and_each_answer_is_confirmed_in_a_new_one(tmp_
 def test_ranks(tmp_path):
     def run():
         # Forked groups start in 0.05 s, a quarter of which pays for about 3 calls; ordinary groups take seconds to start.
-        call_plan.COST_SHARE = 1000
-        options = {"nproc_per_node": 2, "progress": "off", "resolution": 0.1}
+        options = {"patience": Patience(cost_share=1000), "nproc_per_node": 2, "progress": "off", "resolution": 0.1}
         return oomprobe.probe_target(TARGET, over={"length": [256, 1024]}, **options)
 
     table = on_ranks(tmp_path, run, BACKEND="gloo", limit_s=60)

@@ -4,19 +4,14 @@ import weakref
 
 import pytest
 from fake_accelerator import MIB, ledger
-from helpers import hasty
+from helpers import find_hastily
 from ledger import Log
 
 from faults.card import CARD, scanned, trained
-from oomprobe import Verdict, find_max_batch
+from oomprobe import Verdict
+from oomprobe.records.patience import Patience
 
-QUIET = {"progress": "off"}
 TOTAL, FIXED, SAMPLE = 1024 * MIB, 64 * MIB, 32 * MIB
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    monkeypatch.setattr("oomprobe.probing.opening.Clock", hasty(sleep=lambda seconds: None))
 
 
 @pytest.mark.parametrize("first", [4, 12, 20])
@@ -25,20 +20,19 @@ def test_a_neighbour_for_three_calls_changes_no_answer(first):
         fake.outside_bytes = 600 * MIB if first <= call < first + 3 else 0
 
     device, model, step, called = ledger(FIXED, SAMPLE, before_alloc=share, total_bytes=TOTAL)
-    result = find_max_batch(model, step, device=device, **QUIET)
+    result = find_hastily(Patience(sleep=lambda seconds: None), model, step, device=device)
     assert len(called) > first
     alone = scanned(lambda n: FIXED + n * SAMPLE <= int(0.9 * TOTAL), largest=64)
     assert (result.batch_size, result.contaminated) == (alone, False)
 
 
-def test_nothing_of_a_trial_is_alive_while_its_repetition_waits(monkeypatch):
+def test_nothing_of_a_trial_is_alive_while_its_repetition_waits():
     activations, alive = Log(), Log()
 
     def wait(seconds):
         alive.append([reference() for reference in activations if reference() is not None])
         CARD.fake.outside_bytes = 0
 
-    monkeypatch.setattr("oomprobe.probing.opening.Clock", hasty(sleep=wait))
     model, step = trained()
 
     def watched(model, batch_size):
@@ -49,7 +43,7 @@ def test_nothing_of_a_trial_is_alive_while_its_repetition_waits(monkeypatch):
             CARD.fake.alloc(2 * CARD.total_bytes)
         return held
 
-    result = find_max_batch(model, watched, device=CARD, memory_fraction=1.0, **QUIET)
+    result = find_hastily(Patience(sleep=wait), model, watched, device=CARD, memory_fraction=1.0)
     assert alive
     assert not any(alive)
     assert Verdict.FITS in [t.verdict for t in result.trials]

@@ -427,6 +427,7 @@ LATE = """
 import functools, types
 import oomprobe
 from ledger import HERE
+from oomprobe.records.patience import Patience
 on_host = dict(data="tiny.yaml", imgsz=64, device="cpu", workers=0, plots=False, fraction=1.0, verbose=False)
 recipe = sys.argv[1]
 class OnHost(YOLO):
@@ -434,7 +435,7 @@ class OnHost(YOLO):
         return super().train(**{**options, **on_host})
 class Probe:
     def check(*args, **options):
-        result = oomprobe.check(*args, **{**options, "device": HERE, "progress": "off"})
+        result = oomprobe.check(*args, **{**options, "device": HERE, "progress": "off", "patience": Patience(look_s=0.0)})
         print(result.batch_size, len(result.trials), *result.not_covered, sep=chr(10))
 names = {"oomprobe": Probe, "torch": torch, "YOLO": OnHost, "folder": {project!r}, "result": types.SimpleNamespace(batch_size=4)}
 exec(recipe, names)
@@ -445,7 +446,7 @@ def test_the_recipe_saves_and_evaluates(tiny, request):
     root = request.config.rootpath
     page = (root / "docs/recipes.md").read_text(encoding="utf-8")
     recipe = page.partition("**Ultralytics**")[2].partition("```py\n")[2].partition("```")[0]
-    script = f"{TRAINING.partition('common =')[0]}\nfrom helpers import hasty\nfrom oomprobe.probing import opening\nopening.Clock = hasty(look_s=0.0)\n{LATE}"
+    script = f"{TRAINING.partition('common =')[0]}\n{LATE}"
     paths, project = [str(root), str(root / "scripts"), str(root / "tests")], str(tiny / "late")
     environment = {"PATH": "", "YOLO_CONFIG_DIR": str(tiny), "HOME": str(tiny), "OMP_NUM_THREADS": "1"}
     script = script.replace("{paths!r}", repr(paths)).replace("{project!r}", repr(project))
