@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
 
 WIDTH = 100  # columns: what job logs and code review show without wrapping
-
-
-def bullets(heading: str, items: Iterable[str]) -> list[str]:
-    """Return a heading and its items as lines; no lines if there are no items."""
-    lines = [line for item in items for line in wrap(item, first="  - ", rest="    ")]
-    return [heading, *lines] if lines else []
 
 
 def wrap(sentence: str, *, first: str = "", rest: str = "") -> list[str]:
