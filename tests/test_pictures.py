@@ -92,8 +92,11 @@ def test_a_page_has_everything_and_loads_nothing():
     text = page(result)
     assert text.count("<svg") == 2
     assert len(re.findall(r'<tr class="(?:failed|passed|answer)"', text)) == len(result.trials)
-    for words in ("Batch 98 fits in 21.60 GiB", *result.notes, *result.not_covered, "Environment"):
+    remark = "backward, model.py:142: CUDA out of memory. Tried to allocate 2.00 GiB"
+    for words in ("Batch 98 fits in 21.60 GiB", remark, *result.notes, *result.not_covered, "Environment"):
         assert words in html.unescape(text)
+    kinds = re.findall(r'<tr class="(\w+)"><td>(\d+)</td><td class="text">(\w+)</td>', text)
+    assert {("passed", "64", "grow"), ("failed", "128", "grow"), ("answer", "98", "confirm")} < set(kinds)
     assert not re.search(r"<script|<link|<img|@import|url\(\s*['\"]?http", text)
     addresses = set(re.findall(r"https?://[^\"'<> ]+", text))
     assert all(address.startswith("http://www.w3.org/") for address in addresses)  # XML namespaces, not links

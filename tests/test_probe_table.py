@@ -324,6 +324,13 @@ def test_a_brief_report_is_the_verbose_one_without_those_of_the_rows():
     assert [one, other] == [report(result, verbose=True) for _, result in a_table().fitting()]
 
 
+def test_contamination_of_a_row_is_a_warning_of_the_table():
+    table = a_table(rows={512: replace(gpu(), contaminated=True), 1024: gpu()})
+    assert (
+        report(table).count("!! WARNING: ") == page_of(table).count(">WARNING: ") - 1 == 1
+    )  # and in the row's own report
+
+
 def test_the_page_folds_the_report_of_each_row():
     page = page_of(a_table())
     assert page.count("<details>") == 2

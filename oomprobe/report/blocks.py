@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 NOTES = "notes:"  # the title of a block
 LABEL_WIDTH = 14  # of facts
-SHORTEST_NAME = 9  # columns that are left of a long name in the last column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +94,11 @@ def _fact_lines(facts: Facts) -> list[str]:
 def _table_lines(table: Table) -> list[str]:
     heads = [Row(cells=table.heads)] if table.heads else []
     widths = [max(map(len, column)) for column in zip(*(row.cells for row in (*heads, *table.rows)), strict=True)]
-    if len(widths) - 1 in table.texts:  # a name, which may be long
-        excess = max(0, sum(2 + width for width in widths) - WIDTH)
-        widths[-1] = max(min(SHORTEST_NAME, widths[-1]), widths[-1] - excess)
     indent = " " * (widths[0] + 4)
     lines = []
     for row in (*heads, *table.rows):
         aligned = (
-            f"{clip(cell, width):{'<' if place in table.texts else '>'}{width}}"
+            f"{cell:{'<' if place in table.texts else '>'}{width}}"
             for place, (cell, width) in enumerate(zip(row.cells, widths, strict=True))
         )
         mark = "*" if table.marks and row.kind == "answer" else " "
