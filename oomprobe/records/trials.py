@@ -46,10 +46,8 @@ class RankTrial:
     Attributes:
         rank: Its number, from 0.
         verdict: How the trial ended there; None if the rank waited for another and was ended.
-        peak_allocated_bytes: As in `Trial`.
-        peak_reserved_bytes: As in `Trial`.
+        peak_allocated_bytes, peak_reserved_bytes, error: As in `Trial`.
         available_bytes: Memory available to the rank on its card; None if not measured yet.
-        error: As in `Trial`.
         where: Where it failed, or where it waited.
     """
 

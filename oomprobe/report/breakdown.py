@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import clean
@@ -18,31 +18,27 @@ def breakdown_blocks(breakdown: Breakdown) -> list[Block]:
     peak_bytes = max(1, breakdown.peak_reserved_bytes)
     step = "" if breakdown.step_name is None else f", step {breakdown.step_name!r}"
 
-    def table(sizes: Iterable[tuple[str, int]]) -> Table:
-        shown = (
-            (f"{format_bytes(nbytes):>10}", f"{100 * nbytes / peak_bytes:5.1f} %", clean(what))
-            for what, nbytes in sizes
-        )
-        return Table(rows=[Row(cells=cells) for cells in shown], texts={2})
+    def table(sizes: Mapping[str, int]) -> Table:
+        shares = {what: f"{100 * nbytes / peak_bytes:5.1f} %" for what, nbytes in sizes.items()}
+        rows = [Row(cells=[f"{format_bytes(sizes[what]):>10}", share, clean(what)]) for what, share in shares.items()]
+        return Table(rows=rows, texts={2})
 
-    parts = [(kind, nbytes) for kind, nbytes in breakdown.parts.items() if nbytes]
-    modules = [
-        (f"{module.name} ({count})" if (count := _kind(module)) else module.name, module.activation_bytes)
-        for module in breakdown.modules
-        if 1000 * module.activation_bytes >= peak_bytes
-    ]
+    parts = {kind: nbytes for kind, nbytes in breakdown.parts.items() if nbytes}
+    large = [module for module in breakdown.modules if 1000 * module.activation_bytes >= peak_bytes]
+    modules = {_name(module): module.activation_bytes for module in large}
     return [
         Block(
             f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}",
-            table([*parts, ("peak reserved", breakdown.peak_reserved_bytes)]),
+            table({**parts, "peak reserved": breakdown.peak_reserved_bytes}),
         ),
         *([Block("modules that hold the most activation memory:", table(modules))] if modules else []),
         Block("advice:", advice(breakdown)),
     ]
 
 
-def _kind(module: ModuleMemory) -> str:
-    return f"{module.count} x {module.kind}" if module.count > 1 else module.kind
+def _name(module: ModuleMemory) -> str:
+    kind = f"{module.count} x {module.kind}" if module.count > 1 else module.kind
+    return f"{module.name} ({kind})" if kind else module.name
 
 
 def advice(breakdown: Breakdown) -> tuple[str, ...]:

@@ -145,15 +145,12 @@ def _draw_throughput(axes: Any, timed: Sequence[Trial]) -> None:
     _label(axes, "samples/s")
 
 
-def _bars(axes: Any, heights: list[float | None] | list[int | None], name: str) -> None:
-    bars = axes.bar(range(len(heights)), [height or 0 for height in heights], color=DARK, width=0.6)
-    labels = [
-        "-" if height is None else f"{height:.12g}" if height < MILLION else f"{height:.3g}" for height in heights
-    ]
-    axes.bar_label(bars, labels, fontsize=SMALL - 1, rotation=0 if len(heights) <= FEW else 90)
-    axes.set_ylim(
-        0, max((height or 0 for height in heights), default=1) * (PADDING if len(heights) <= FEW else 1.3) or 1
-    )
+def _bars(axes: Any, heights: Sequence[float | None], name: str) -> None:
+    known, is_crowded = [height or 0 for height in heights], len(heights) > FEW
+    bars = axes.bar(range(len(known)), known, color=DARK, width=0.6)
+    texts = ["-" if height is None else f"{height:.{12 if height < MILLION else 3}g}" for height in heights]
+    axes.bar_label(bars, texts, fontsize=SMALL - 1, rotation=90 if is_crowded else 0)
+    axes.set_ylim(0, max(known, default=1) * (1.3 if is_crowded else PADDING) or 1)
     _label(axes, name)
 
 
