@@ -88,7 +88,7 @@ def open_target(
         return _on_simulated_ranks(order, name, nproc_per_node)
     if nproc_per_node is not None:
         _refuse_isolation(order.preserve)
-        return _on_ranks(order, name, ranks_to_start(nproc_per_node, order.device, isolate=isolate))
+        return _isolated(order, name, ranks_to_start(nproc_per_node, order.device, isolate=isolate))
     order = replace(order, device=opened_if_simulated(order.device))
     if isolate and not replays(order.device):
         _refuse_isolation(order.preserve)
@@ -109,7 +109,7 @@ def _built(target: str, device: Any) -> tuple[torch.nn.Module, StepFn]:
 @contextmanager
 def _on_simulated_ranks(order: Order, target: str, nproc_per_node: int | str) -> Iterator[Session]:
     """Open a session for the first of several ranks on a simulated card, which runs in this process."""
-    from oomprobe.runners.workers.group import variables
+    from oomprobe.runners.workers.crew import variables
 
     refuse_in_a_rank()
     check_size("nproc_per_node", nproc_per_node)  # refuses "gpu": a simulated machine has no number of cards
@@ -181,26 +181,18 @@ def _framed(order: Order) -> Iterator[_Frame]:
 
 
 @contextmanager
-def _isolated(order: Order, target: str) -> Iterator[Session]:
-    """Open a session whose trials run in workers that build the target."""
-    from oomprobe.runners.workers.runner import ProcessRunner, workers
+def _isolated(order: Order, target: str, ranks: int | None = None) -> Iterator[Session]:
+    """Open a session whose trials run in workers that build the target: one, or several ranks of this machine."""
+    from oomprobe.runners.workers.runner import WorkersRunner, workers
 
-    source = workers(target, order.device, order.options, order.axis)
-    with _framed(order) as frame, ProcessRunner(source, frame.clock, frame.interrupts) as runner:
-        device = runner.facts.device
-        yield frame.session(runner, device.name + ON_HOST_MEMORY * (device.on_host and not order.device))
-
-
-@contextmanager
-def _on_ranks(order: Order, target: str, ranks: int) -> Iterator[Session]:
-    """Open a session whose trials run on several ranks of this machine."""
-    from oomprobe.runners.workers.ranks import RanksRunner
-    from oomprobe.runners.workers.runner import task_of
-
-    task = {**task_of(target, order.device, order.options, order.axis), "ranks": ranks}
-    with _framed(order) as frame, RanksRunner(ranks, task, frame.clock, frame.interrupts) as runner:
-        building = BUILDING.format(seconds=format_seconds(frame.clock.elapsed_s), ranks=ranks) * (ranks > 1)
-        yield frame.session(runner, runner.facts.device.name + building)
+    with _framed(order) as frame:
+        source = workers(target, order.device, order.options, order.axis, frame.clock.patience, ranks)
+        with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
+            device = runner.facts.device
+            hint = ON_HOST_MEMORY * (device.on_host and not order.device)
+            if ranks is not None and ranks > 1:
+                hint = BUILDING.format(seconds=format_seconds(frame.clock.elapsed_s), ranks=ranks)
+            yield frame.session(runner, device.name + hint)
 
 
 @contextmanager
@@ -211,22 +203,19 @@ def _forked(
 
     A child changes only its own copy of the state, except for tensors in shared memory, which are restored at the end.
     """
-    from oomprobe.runners.workers.runner import ProcessRunner, forks
+    from oomprobe.runners.workers.runner import WorkersRunner, forks
 
     tracker = Tracker(model, [step.run for step in steps.values()], preserve, device)
-    source = forks(model, steps, tracker, device, order.axis)
     resident = tracker.resident_tensors()
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
     try:
-        with (
-            garbage_frozen(),
-            _framed(order) as frame,
-            ProcessRunner(source, frame.clock, frame.interrupts) as runner,
-        ):
-            session = frame.session(runner, runner.facts.device.name + ON_HOST_MEMORY * (order.device is None))
-            if order.device is None and torch.accelerator.is_available():
-                session.notes[ON_THE_CPU] = None
-            yield session
+        with garbage_frozen(), _framed(order) as frame:
+            source = forks(model, steps, tracker, device, order.axis, frame.clock.patience)
+            with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
+                session = frame.session(runner, runner.facts.device.name + ON_HOST_MEMORY * (order.device is None))
+                if order.device is None and torch.accelerator.is_available():
+                    session.notes[ON_THE_CPU] = None
+                yield session
     finally:
         for tensor, before in shared:
             tensor.detach().copy_(before)

@@ -22,7 +22,8 @@ from processes import until
 from torch import nn
 
 import oomprobe
-from oomprobe.runners.workers import group, ranks
+from oomprobe.runners.workers.crew import Crew
+from oomprobe.runners.workers.runner import WorkersRunner
 
 from .ranks import HASTY, forking, on_ranks
 
@@ -91,8 +92,8 @@ def test_answers_over_nccl_are_close_and_do_not_die(tmp_path, count, shard, mode
 
     def run():
         groups = []
-        built = ranks.RanksRunner._built
-        ranks.RanksRunner._built = lambda self: groups.append(1) or built(self)
+        build = WorkersRunner._build
+        WorkersRunner._build = lambda self: groups.append(1) or build(self)
         answer = oomprobe.probe_target(TARGET, nproc_per_node=count, progress="off").batch_size
         made, above = len(groups), max(1, answer // 200)
         largest = max(answer, *(runs(answer + number * above) for number in (1, 2, 3, 4, 6, 8)))
@@ -215,13 +216,13 @@ def test_a_group_that_the_step_makes(tmp_path):
 
 def test_a_store_that_is_gone_while_building(tmp_path):
     def run():
-        ask = group.Group.ask
+        ask = Crew.ask
 
-        def asks(self, *arguments):
+        def asks(self, *arguments, **limits):
             self._store = None
-            return ask(self, *arguments)
+            return ask(self, *arguments, **limits)
 
-        group.Group.ask = asks
+        Crew.ask = asks
         probe(time_limit_s=2)
 
     with pytest.raises(oomprobe.OomProbeError, match=r"while the target was built|on rank \d of 2"):

@@ -174,7 +174,7 @@ def hanging_measuring():
             always_killed_measuring,
             {},
             UnreliableError,
-            "two processes died while they measured the memory of Fake Card",
+            "two processes failed while they measured the memory of Fake Card",
             0,
         ),
         (

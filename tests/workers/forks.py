@@ -4,11 +4,12 @@ import os
 
 import torch
 
+from oomprobe.records.patience import PATIENCE
 from oomprobe.runners.workers import worker
 from oomprobe.runners.workers.process import Process
 
 
-def fork(variables=None, label=""):
+def fork(variables=None, label="", patience=PATIENCE):
     """Start a worker as `Process.spawned` does, but by forking this process; processes that it starts have no mark."""
 
     def serve(wire):
@@ -16,4 +17,4 @@ def fork(variables=None, label=""):
         torch.set_num_threads(1)
         worker.answer(wire)
 
-    return Process.forked(serve, label)
+    return Process.forked(serve, label, patience)

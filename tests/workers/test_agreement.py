@@ -1,10 +1,8 @@
 """Who is believed when the ranks of a group disagree about a trial."""
 
-from dataclasses import asdict
-
 import pytest
 
-from oomprobe.records.trials import Calls, Measured, Outcome, Phase, Request, Trial, Verdict
+from oomprobe.records.trials import Calls, DeviceInfo, Measured, Outcome, Phase, Request, RunnerInfo, Trial, Verdict
 from oomprobe.runners.workers.agreement import (
     LATE,
     TIMED_OUT,
@@ -15,10 +13,17 @@ from oomprobe.runners.workers.agreement import (
     passed_outcome,
 )
 from oomprobe.runners.workers.exit_status import ExitStatus
-from oomprobe.runners.workers.messages import failure_message
+from oomprobe.runners.workers.messages import Lost, Ready, failed
 
 MIB = 2**20
 REQUEST = Request(batch_size=8, phase=Phase.BISECT, cap_bytes=500 * MIB)
+DEVICE = DeviceInfo(name="a card", torch_device="cuda:0", total_bytes=1000 * MIB, on_host=False)
+READY = Ready(
+    facts=RunnerInfo(device=DEVICE, step_names=("step",), threads=1),
+    resident_bytes=0,
+    trials_in_children=False,
+    available_bytes=None,
+)
 AVAILABLE = {0: 1000 * MIB, 1: 1000 * MIB, 2: 1000 * MIB}
 
 
@@ -35,7 +40,7 @@ def told(verdict=Verdict.FITS, *, peak_mib=100, error=None, calls=None, measured
         samples_per_s=800 / peak_mib,
         error=error,
     )
-    return {"outcome": asdict(Outcome(trial=trial, calls=calls or Calls(made=3, first=1), measured=measured))}
+    return Outcome(trial=trial, calls=calls or Calls(made=3, first=1), measured=measured)
 
 
 def ended(*, signal=None, code=None, why=None, stderr=""):
@@ -43,8 +48,8 @@ def ended(*, signal=None, code=None, why=None, stderr=""):
 
 
 PASSED, OOM = told(), told(Verdict.OOM, error="CUDA out of memory")
-BUG, LOST = failure_message(ValueError("shape"), building=None), {"lost": "an illegal memory access"}
-NOISE = failure_message(RuntimeError("Connection closed by peer"), building=None)
+BUG, LOST = failed(ValueError("shape")), Lost(text="an illegal memory access")
+NOISE = failed(RuntimeError("Connection closed by peer"))
 KILLED, WAITING, SLOW = ended(signal=9), ended(signal=15, why=WAITED), ended(signal=15, why=TIMED_OUT)
 
 
@@ -78,7 +83,7 @@ def test_one_that_has_failed_ends_the_trial_of_all(answer):
     assert has_failed(answer)
 
 
-@pytest.mark.parametrize("answer", [PASSED, {"hello": {}}, {"measured": {}}])
+@pytest.mark.parametrize("answer", [PASSED, READY, Measured(available_bytes=1, outside_bytes=None)])
 def test_one_that_has_passed_does_not(answer):
     assert not has_failed(answer)
 
@@ -109,7 +114,9 @@ def test_a_pass_is_the_slowest_and_the_largest_of_all_ranks():
 
 def test_a_failure_says_on_which_rank_and_what_the_others_did():
     where = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 7 in step\n'
-    outcome = failed_outcome(REQUEST, {1: OOM, 0: ended(signal=15, why=WAITED, stderr=where), 2: PASSED}, 1, AVAILABLE)
+    outcome = failed_outcome(
+        REQUEST, {1: OOM, 0: ended(signal=15, why=WAITED, stderr=where), 2: PASSED}, 1, AVAILABLE, [READY] * 3
+    )
     assert outcome.trial.verdict is Verdict.OOM
     assert outcome.trial.error == "on rank 1 of 3: CUDA out of memory"
     assert outcome.trial.limiting_rank == 1
@@ -122,12 +129,12 @@ def test_a_failure_says_on_which_rank_and_what_the_others_did():
 
 
 def test_a_death_is_a_trial_too():
-    trial = failed_outcome(REQUEST, {0: NOISE, 1: KILLED}, 1, AVAILABLE).trial
+    trial = failed_outcome(REQUEST, {0: NOISE, 1: KILLED}, 1, AVAILABLE, [READY] * 3).trial
     assert (trial.verdict, trial.batch_size, trial.cap_bytes) == (Verdict.CRASHED, 8, 500 * MIB)
     assert trial.error.startswith("on rank 1 of 2: the trial's process was killed by SIGKILL")
 
 
 def test_a_time_limit_names_no_rank():
-    trial = failed_outcome(REQUEST, {0: SLOW, 1: SLOW}, 0, AVAILABLE).trial
+    trial = failed_outcome(REQUEST, {0: SLOW, 1: SLOW}, 0, AVAILABLE, [READY] * 3).trial
     assert (trial.verdict, trial.limiting_rank) == (Verdict.TIMED_OUT, None)
     assert trial.error == "rank 0 at an unknown place; rank 1 at an unknown place"

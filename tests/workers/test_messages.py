@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from oomprobe import errors
-from oomprobe.runners.workers.messages import failure_message, raise_failure
+from oomprobe.runners.workers.messages import failed, raise_failure
 
 
 class StrangeError(Exception):
@@ -20,10 +22,9 @@ def sent_to_parent(error, *, building=None, **changes):
     try:
         raise error
     except BaseException as raised:
-        failed = failure_message(raised, building=building)["failed"]
-    failed["cause"] |= changes
+        told = replace(failed(raised, building=building), **changes)
     with pytest.raises((errors.OomProbeError, KeyError)) as caught:
-        raise_failure(failed, 16)
+        raise_failure(told, 16)
     return caught.value
 
 
@@ -31,19 +32,19 @@ def step_failure(error, **options):
     try:
         raise error
     except Exception as cause:
-        failed = errors.step_failed(cause, batch_size=16, **options)
-        failed.__cause__ = cause
-    return sent_to_parent(failed)
+        error = errors.step_failed(cause, batch_size=16, **options)
+        error.__cause__ = cause
+    return sent_to_parent(error)
 
 
 def test_a_bug_in_the_step_keeps_its_exception_as_the_cause():
-    failed = step_failure(KeyError("labels"), largest_passed=8)
-    assert type(failed) is errors.StepFailedError
-    assert isinstance(failed.__cause__, KeyError)
-    assert failed.__cause__.args == ("labels",)
-    assert failed.batch_size == 16
-    assert "batch 8 ran" in str(failed)
-    assert "test_messages.py" in failed.__cause__.__notes__[0]
+    raised = step_failure(KeyError("labels"), largest_passed=8)
+    assert type(raised) is errors.StepFailedError
+    assert isinstance(raised.__cause__, KeyError)
+    assert raised.__cause__.args == ("labels",)
+    assert raised.batch_size == 16
+    assert "batch 8 ran" in str(raised)
+    assert "test_messages.py" in raised.__cause__.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -56,24 +57,24 @@ def test_an_unusual_exception_is_named(error):
 
 
 def test_a_class_that_the_parent_has_not_imported_is_named():
-    failed = sent_to_parent(ValueError("x"), building="t.py:b", module="their_train", text="Theirs: x")
-    assert type(failed.__cause__) is RuntimeError
-    assert "Theirs: x" in str(failed)
+    raised = sent_to_parent(ValueError("x"), building="t.py:b", module="their_train", cause="Theirs: x")
+    assert type(raised.__cause__) is RuntimeError
+    assert "Theirs: x" in str(raised)
 
 
 def test_a_tensor_is_sent_as_its_shape():
-    failed = step_failure(KeyError(torch.zeros(3, 4)))
-    assert "KeyError: a tensor of shape (3, 4), torch.float32, on cpu" in str(failed)
-    assert "KeyError: a tensor of shape (3, 4), torch.float32, on cpu" in failed.__cause__.__notes__[0]
+    raised = step_failure(KeyError(torch.zeros(3, 4)))
+    assert "KeyError: a tensor of shape (3, 4), torch.float32, on cpu" in str(raised)
+    assert "KeyError: a tensor of shape (3, 4), torch.float32, on cpu" in raised.__cause__.__notes__[0]
 
 
 @pytest.mark.parametrize(
     "error", [errors.InvalidArgumentError("the model is on two devices"), KeyError("no such thing in the child")]
 )
 def test_an_error_from_outside_the_step_keeps_class_and_text(error):
-    failed = sent_to_parent(error)
-    assert type(failed) is type(error)
-    assert str(failed) == str(error)
+    raised = sent_to_parent(error)
+    assert type(raised) is type(error)
+    assert str(raised) == str(error)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,6 @@ def test_an_error_from_outside_the_step_keeps_class_and_text(error):
     ],
 )
 def test_an_exit_or_a_failed_build_is_a_failed_step(error, building, words):
-    failed = sent_to_parent(error, building=building)
-    assert type(failed) is errors.StepFailedError
-    assert words in str(failed)
+    raised = sent_to_parent(error, building=building)
+    assert type(raised) is errors.StepFailedError
+    assert words in str(raised)

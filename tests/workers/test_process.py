@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 from processes import Stage, is_gone, open_files
 
-from oomprobe.records.patience import Patience
+from oomprobe.records.patience import PATIENCE, Patience
+from oomprobe.runners.workers.crew import Crew
 from oomprobe.runners.workers.exit_status import ExitStatus
-from oomprobe.runners.workers.messages import receive, send
+from oomprobe.runners.workers.messages import Lost, receive, send
 from oomprobe.runners.workers.process import TAIL_BYTES, Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
@@ -30,12 +32,17 @@ def stage(tmp_path_factory):
     stage.close()
 
 
+def told(value):
+    """Return a message with a text."""
+    return Lost(text=json.dumps(value))
+
+
 # --- in children ---
 
 
 def answers(wire):
     while (message := receive(wire)) is not None:
-        send(wire, {"heard": message})
+        send(wire, message)
 
 
 def kills_itself(wire):
@@ -56,7 +63,8 @@ def raises(wire):
 
 
 def answers_and_dies(wire):
-    send(wire, {"heard": receive(wire), "more": "x" * 100_000})  # waits in the socket until the parent listens
+    message = receive(wire)
+    send(wire, told([json.loads(message.text), "x" * 100_000]))  # waits in the socket until the parent listens
     os._exit(3)
 
 
@@ -73,7 +81,7 @@ def computes(wire):
     until = time.process_time() + 1.2
     while time.process_time() < until:
         pass
-    send(wire, {"heard": "nothing"})
+    send(wire, told("nothing"))
 
 
 def waits_for_a_worker(wire):
@@ -105,7 +113,7 @@ def starts_three(wire):
     orphan = subprocess.run(
         ["sh", "-c", f"sleep {LONG_S} >&- & echo $!"], stdout=subprocess.PIPE, text=True, check=True
     ).stdout
-    send(wire, {"heard": [sleeper(), sleeper(process_group=0), int(orphan)]})
+    send(wire, told([sleeper(), sleeper(process_group=0), int(orphan)]))
     receive(wire)
     os._exit(3)
 
@@ -118,42 +126,48 @@ def passes_on_its_pipes(wire):
 def reports_its_setup(wire):
     ignored = [name for name in ("SIGINT", "SIGTERM") if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN]
     killed_first = Path("/proc/self/oom_score_adj").read_text()
-    send(wire, {"heard": [os.getsid(0) == os.getpid(), ignored, killed_first]})
+    send(wire, told([os.getsid(0) == os.getpid(), ignored, killed_first]))
 
 
 # --- scenes ---
 
 
 def plain(answer):
-    return {"exit": dataclasses.asdict(answer)} if isinstance(answer, ExitStatus) else answer
+    return (
+        {"exit": dataclasses.asdict(answer)} if isinstance(answer, ExitStatus) else {"heard": json.loads(answer.text)}
+    )
+
+
+def asked(child, value, patience=PATIENCE, **limits):
+    """Return the answer or exit status of a child; None as the value asks nothing."""
+    messages = {} if value is None else {0: told(value)}
+    return plain(Crew({0: child}, patience=patience).ask(messages, limits.pop("deadline_s", None), **limits)[0])
 
 
 def listened(act, *, within_s=None, stuck_s=None, after_s=0.0, **waits):
     """Return the answer or exit status of a child, how long it took, and whether the child is gone."""
-    child, began_s = Process.forked(globals()[act], patience=Patience(**waits)), time.monotonic()
-    child.tell({"do": "something"})
+    patience = Patience(**waits)
+    child, began_s = Process.forked(globals()[act], patience=patience), time.monotonic()
+    child.tell(told("something"))
     time.sleep(after_s)
-    answer = plain(child.listen(deadline_s=None if within_s is None else began_s + within_s, stuck_s=stuck_s))
+    deadline_s = None if within_s is None else began_s + within_s
+    answer = asked(child, None, patience, deadline_s=deadline_s, stuck_s=stuck_s)
     return {**answer, "took_s": time.monotonic() - began_s, "gone": is_gone(child.pid)}
 
 
 def asked_twice():
     before, child = open_files(), Process.forked(answers)
-    heard = []
-    for number in range(2):
-        child.tell({"number": number})
-        heard.append(child.listen(deadline_s=None))
+    heard = [asked(child, number) for number in range(2)]
     return [*heard, plain(child.end()), open_files() == before]
 
 
 def left_behind(end):
     """Return whether descendants ran, whether all have ended with the child, and whether another process is spared."""
     other, child = sleeper(), Process.forked(starts_three)
-    pids = child.listen(deadline_s=None)["heard"]
+    pids = asked(child, None)["heard"]
     ran = not any(map(is_gone, [child.pid, *pids]))
     if end == "death":
-        child.tell({"do": "die"})
-        child.listen(deadline_s=None)
+        asked(child, "die")
     else:
         child.end("timed out")
     spared = not is_gone(other)
@@ -186,7 +200,7 @@ def exit_of(stage, act, **given):
 
 def test_it_answers_twice_and_leaves_no_file_open(stage):
     first, second, end, closed = stage.play(asked_twice)
-    assert [first, second] == [{"heard": {"number": 0}}, {"heard": {"number": 1}}]
+    assert [first, second] == [{"heard": 0}, {"heard": 1}]
     assert end["exit"]["why"] is None
     assert closed
 
@@ -212,7 +226,7 @@ def test_an_exit_status_has_signal_code_and_stderr(stage, act, number, code, wor
 
 
 def test_an_answer_sent_whole_before_a_death_counts(stage):
-    assert stage.play(listened, act="answers_and_dies", after_s=0.3)["heard"] == {"do": "something"}
+    assert stage.play(listened, act="answers_and_dies", after_s=0.3)["heard"][0] == "something"
 
 
 def test_the_trace_of_a_hang_is_kept_and_not_passed_on(stage):

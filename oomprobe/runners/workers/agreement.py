@@ -1,4 +1,4 @@
-"""What the ranks of a group said about a trial, as one outcome: who is believed. Pure.
+"""What the processes of a crew said about a trial, as one outcome: who is believed. Pure.
 
 A rank that ran out of memory is believed whatever the others say; then one that died; then the bug of the rank that failed
 first. What the others say after that is noise: their collectives break because of it, or have run by luck.
@@ -11,24 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from oomprobe.records.plain import from_plain
-from oomprobe.records.trials import Calls, Measured, Outcome, RankTrial, Request, Trial, Verdict
+from oomprobe.records.trials import LOST, Calls, Measured, Outcome, RankTrial, Request, Trial, Verdict
 from oomprobe.runners.workers.exit_status import ExitStatus, classify_exit
-from oomprobe.runners.workers.messages import Message
+from oomprobe.runners.workers.messages import Failed, Lost, Message, Ready
 
 Answer = Message | ExitStatus
-# Why a rank was ended, as part of a sentence.
-TIMED_OUT, WAITED, LATE = "timed out", "waited for another rank", "was late"
+# Why a process was ended, as part of a sentence.
+TIMED_OUT, WAITED, LATE, STUCK = "timed out", "waited for another rank", "was late", "stuck"
 
 
 def has_failed(answer: Answer) -> bool:
-    """Return whether the others need not go on: this rank did not pass, or not with all its calls."""
-    if isinstance(answer, ExitStatus) or "failed" in answer or "lost" in answer:
-        return True
-    outcome = answer.get("outcome")
-    return outcome is not None and (
-        outcome["trial"]["verdict"] != Verdict.FITS or bool(outcome["calls"]["ended_early"])
-    )
+    """Return whether this answer already decides the trial: the process did not pass, or not with all its calls."""
+    if isinstance(answer, Outcome):
+        return not answer.trial.passed or answer.calls.ended_early is not None
+    return isinstance(answer, ExitStatus | Failed | Lost)
 
 
 def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -> int | None:
@@ -43,46 +39,44 @@ def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -
 
 
 def _is_limit(answer: Answer) -> bool:
-    return _verdict(answer) in (Verdict.OOM, Verdict.HOST_OOM, Verdict.SIZE_LIMIT)
+    return isinstance(answer, Outcome) and answer.trial.verdict in (Verdict.OOM, Verdict.HOST_OOM, Verdict.SIZE_LIMIT)
 
 
 def _is_death(answer: Answer) -> bool:
-    died = isinstance(answer, ExitStatus) and answer.why is None
-    return died or _verdict(answer) is Verdict.POISONED or (isinstance(answer, dict) and "lost" in answer)
+    if isinstance(answer, Outcome):
+        return answer.trial.verdict in LOST
+    return isinstance(answer, Lost) or (isinstance(answer, ExitStatus) and answer.why is None)
 
 
 def _is_bug(answer: Answer) -> bool:
-    return isinstance(answer, dict) and "failed" in answer
+    return isinstance(answer, Failed)
 
 
 def _words(answer: Answer) -> str:
     """Return the text of a bug without its numbers, such as that of the rank."""
-    return "" if isinstance(answer, ExitStatus) else re.sub(r"\d+", "", answer["failed"]["text"])
+    return re.sub(r"\d+", "", answer.text) if isinstance(answer, Failed) else ""
 
 
 def _is_timeout(answer: Answer) -> bool:
+    if isinstance(answer, Outcome):
+        return answer.trial.verdict is Verdict.TIMED_OUT
     return isinstance(answer, ExitStatus) and answer.why == TIMED_OUT
-
-
-def _verdict(answer: Answer) -> Verdict | None:
-    if isinstance(answer, ExitStatus) or "outcome" not in answer:
-        return None
-    return Verdict(answer["outcome"]["trial"]["verdict"])
 
 
 def _left_bytes(answer: Answer, available_bytes: int) -> int:
     """Return what a rank that ran out of memory had left; 0 for all others, of which the first counts."""
-    if not isinstance(answer, dict) or not _is_limit(answer):
+    if not isinstance(answer, Outcome) or not _is_limit(answer):
         return 0
-    return available_bytes - (answer["outcome"]["trial"]["peak_reserved_bytes"] or 0)
+    return available_bytes - (answer.trial.peak_reserved_bytes or 0)
 
 
-def passed_outcome(answers: Mapping[int, Message], available_bytes: Mapping[int, int]) -> Outcome:
-    """Return the outcome of a trial that every rank has passed."""
-    outcomes = {rank: from_plain(Outcome, answers[rank]["outcome"]) for rank in sorted(answers)}
-    ranks = tuple(_of_trial(rank, outcome.trial, available_bytes.get(rank)) for rank, outcome in outcomes.items())
+def passed_outcome(outcomes: Mapping[int, Outcome], available_bytes: Mapping[int, int]) -> Outcome:
+    """Return the outcome of a trial that every process has passed."""
+    if len(outcomes) == 1:
+        return outcomes[0]
+    ranks = tuple(_of_trial(rank, one.trial, available_bytes.get(rank)) for rank, one in sorted(outcomes.items()))
     limiting = min(ranks, key=lambda one: one.left_bytes).rank
-    every = list(outcomes.values())
+    every = [outcomes[rank] for rank in sorted(outcomes)]
     trials, calls = [one.trial for one in every], [one.calls for one in every]
     step_s = _most([trial.step_s for trial in trials])
     trial = replace(
@@ -105,37 +99,46 @@ def passed_outcome(answers: Mapping[int, Message], available_bytes: Mapping[int,
         outside_before_bytes=_most([one.outside_before_bytes for one in every]),
         outside_after_bytes=_most([one.outside_after_bytes for one in every]),
         refusal=next((one.refusal for one in every if one.refusal), None),
+        is_spent=any(one.is_spent for one in every),
         in_steps_s=max(one.in_steps_s for one in every),
         notes=tuple(dict.fromkeys(note for one in every for note in one.notes)),
     )
 
 
 def failed_outcome(
-    request: Request, answers: Mapping[int, Answer], believed: int, available_bytes: Mapping[int, int]
+    request: Request,
+    answers: Mapping[int, Answer],
+    believed: int,
+    available_bytes: Mapping[int, int],
+    ready: Sequence[Ready],
 ) -> Outcome:
-    """Return the outcome of a trial that failed on the rank that is believed, other than by a bug."""
-    ranks = tuple(_of_answer(request, rank, answers[rank], available_bytes.get(rank)) for rank in sorted(answers))
-    rank, answer = ranks[believed], answers[believed]
-    if isinstance(answer, dict) and "outcome" in answer:
-        outcome = from_plain(Outcome, answer["outcome"])
+    """Return the outcome of a trial that failed on the rank that is believed, other than by a bug.
+
+    `ready` is what the processes said when they were ready, by rank.
+    """
+    answer = answers[believed]
+    ranks = tuple(
+        _of_answer(request, rank, answers[rank], available_bytes.get(rank), ready[rank]) for rank in sorted(answers)
+    )
+    rank = ranks[believed]
+    if isinstance(answer, Outcome):
+        outcome = replace(answer, refusal=None)  # a leak ends with its process
     else:
-        outcome = Outcome(trial=Trial.of(request, rank.verdict or Verdict.CRASHED, where=rank.where))
+        verdict = rank.verdict or Verdict.CRASHED
+        outcome = Outcome(trial=Trial.of(request, verdict, error=rank.error, where=rank.where))
+    if len(answers) == 1:
+        return outcome
     timed_out = [one for one in ranks if one.verdict is Verdict.TIMED_OUT]
     if rank.verdict is Verdict.TIMED_OUT:
         error = "; ".join(f"rank {one.rank} at {one.where or 'an unknown place'}" for one in timed_out)
     else:
         error = f"on rank {believed} of {len(answers)}: {rank.error}"
-    return replace(
-        outcome,
-        trial=replace(outcome.trial, error=error, ranks=ranks, limiting_rank=None if timed_out else believed),
-        measured=None,
-        refusal=None,
-        learned={},
-    )
+    trial = replace(outcome.trial, error=error, ranks=ranks, limiting_rank=None if timed_out else believed)
+    return replace(outcome, trial=trial, measured=None, learned={})
 
 
 def measured_of(every: Sequence[Measured | None]) -> Measured | None:
-    """Return the sample of a group: the least that is available, the most that is outside. None if a rank has none."""
+    """Return the sample of a crew: the least that is available, the most that is outside. None if a rank has none."""
     samples = [one for one in every if one is not None]
     if len(samples) < len(every):
         return None
@@ -178,18 +181,26 @@ def _of_trial(rank: int, trial: Trial, available_bytes: int | None) -> RankTrial
     )
 
 
-def _of_answer(request: Request, rank: int, answer: Answer, available_bytes: int | None) -> RankTrial:
-    verdict: Verdict | None
+def _of_answer(request: Request, rank: int, answer: Answer, available_bytes: int | None, ready: Ready) -> RankTrial:
+    if isinstance(answer, Outcome):
+        return _of_trial(rank, answer.trial, available_bytes)
+    verdicts = {Lost: Verdict.POISONED, Failed: Verdict.BUG}
+    verdict, error, where = verdicts.get(type(answer)), how_it_ended(answer), None
     if isinstance(answer, ExitStatus):
-        verdict, error, where = None, f"it {answer.why}, and was ended", answer.where()
-        if answer.why in (None, TIMED_OUT):
-            cap_bytes, smaller = request.cap_bytes, request.smaller_passed
-            verdict = classify_exit(answer, smaller_passed=smaller, on_host=False, used_bytes=0, cap_bytes=cap_bytes)
-            error = answer.text()
-    elif "outcome" in answer:
-        return _of_trial(rank, from_plain(Outcome, answer["outcome"]).trial, available_bytes)
-    elif "lost" in answer:
-        verdict, error, where = Verdict.POISONED, answer["lost"], None
-    else:
-        verdict, error, where = Verdict.BUG, answer["failed"]["text"], None
+        where = answer.where()
+        if answer.why not in (WAITED, LATE):
+            verdict = classify_exit(
+                answer,
+                smaller_passed=request.smaller_passed,
+                on_host=ready.facts.device.on_host,
+                used_bytes=answer.peak_resident_bytes - ready.resident_bytes,
+                cap_bytes=request.cap_bytes or ready.available_bytes,
+            )
     return RankTrial(rank=rank, verdict=verdict, available_bytes=available_bytes, error=error, where=where)
+
+
+def how_it_ended(answer: Answer) -> str:
+    """Say how a process ended, or failed, that gave no outcome."""
+    if isinstance(answer, ExitStatus):
+        return f"it {answer.why}, and was ended" if answer.why in (WAITED, LATE) else answer.text()
+    return answer.text if isinstance(answer, Failed | Lost) else ""

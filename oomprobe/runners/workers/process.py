@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
@@ -69,7 +69,7 @@ class Process:
 
         def start(wire: Connection, stderr: int) -> int:
             with warnings.catch_warnings():
-                # Python 3.12 warns if there are threads, and libraries start some. `listen` notices a child that waits for one.
+                # Python 3.12 warns if there are threads, and libraries start some. `Crew.ask` notices a child that waits for one.
                 warnings.simplefilter("ignore")
                 pid = os.fork()
             if not pid:
@@ -79,7 +79,9 @@ class Process:
         return cls(start, label=label, patience=patience)
 
     @classmethod
-    def spawned(cls, variables: Mapping[str, str] | None = None, label: str = "") -> Process:
+    def spawned(
+        cls, variables: Mapping[str, str] | None = None, label: str = "", patience: Patience = PATIENCE
+    ) -> Process:
         """Start a worker, a separate program, and return while it is still importing torch; `variables` join its environment."""
         mark = secrets.token_hex(8)
         path = [entry for entry in sys.path if isinstance(entry, str)]  # import ignores all others
@@ -99,27 +101,12 @@ class Process:
                 setsid=True,
             )
 
-        return cls(start, mark, label)
+        return cls(start, mark, label, patience)
 
     def tell(self, message: Message) -> None:
-        """Send a message; if the process is gone, `listen` reports it."""
+        """Send a message; if the process is gone, `poll` reports it."""
         with suppress(OSError):
             send(self._wire, message)
-
-    def listen(self, *, deadline_s: float | None, stuck_s: float | None = None) -> Message | ExitStatus:
-        """Return the next message, or the exit status if the process ends first.
-
-        The process is ended at `deadline_s` on the monotonic clock, and after `stuck_s` without any processor time.
-        """
-        idle = _Idle(self.pid, self._patience.cpu_reading_s)
-        while True:
-            wait(self.channels, TICK_S)
-            if (answer := self.poll()) is not None:
-                return answer
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                return self.end("timed out")
-            if stuck_s is not None and idle.for_s > stuck_s:
-                return self.end("stuck")
 
     @property
     def channels(self) -> list[Connection | int]:
@@ -191,7 +178,7 @@ def end_all(processes: Sequence[Process], why: str | None = None, patience: Pati
     return [process.end(why, until_s=until_s) for process in processes]
 
 
-class _Idle:
+class Idle:
     """For how long a session has used no processor time."""
 
     def __init__(self, pid: int, reading_s: float) -> None:
@@ -200,6 +187,7 @@ class _Idle:
 
     @property
     def for_s(self) -> float:
+        """Seconds until now."""
         now_s, before_s = time.monotonic(), self._cpu_s
         if now_s - self._read_at_s >= self._reading_s:
             self._cpu_s, self._read_at_s = system.cpu_s(self._pid), now_s

@@ -1,32 +1,54 @@
-"""Run trials in processes that may die: workers that build the target, or children forked from this process."""
+"""Run trials in processes that may die: workers that build the target, one or a rank each, or children forked from this process."""
 
 from __future__ import annotations
 
 import multiprocessing
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
+import tenacity
 import torch
 
 from oomprobe import errors
 from oomprobe.devices import Device
+from oomprobe.ground import linux
+from oomprobe.ground.units import format_seconds
+from oomprobe.ground.waiting import until
 from oomprobe.records.axis import Axis
 from oomprobe.records.options import Options, Step
-from oomprobe.records.plain import from_plain
-from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo, Trial, Verdict
+from oomprobe.records.patience import Patience
+from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo, Verdict
 from oomprobe.runners.hooks import preload_dynamo
+from oomprobe.runners.ranks_here import check_cards
 from oomprobe.runners.signals import Clock, Interrupts
-from oomprobe.runners.workers.exit_status import ExitStatus, classify_exit
-from oomprobe.runners.workers.messages import Hello, Message, raise_failure
-from oomprobe.runners.workers.process import Process
+from oomprobe.runners.workers.agreement import (
+    STUCK,
+    TIMED_OUT,
+    Answer,
+    culprit,
+    failed_outcome,
+    has_failed,
+    how_it_ended,
+    measured_of,
+    passed_outcome,
+)
+from oomprobe.runners.workers.crew import Crew
+from oomprobe.runners.workers.exit_status import ExitStatus
+from oomprobe.runners.workers.messages import Failed, Measure, Message, Ready, Task, raise_failure
 from oomprobe.runners.workers.serve import local_runner, serve
 from oomprobe.state import Tracker
 
-ANSWERING_S = 30.0  # beyond a trial's limit and the end of its child: time for a worker to answer
-STUCK = (
+ANSWERING_S = 30.0  # beyond a trial's limit and `Patience.ending_s`: for a worker to end its child and answer
+MISSING_BYTES = 64 * 2**20  # of the memory of a crew that was ended: the next one waits while more has not come back
+BUILDS = 4  # attempts to build a target, if memory of the crew before was not free yet
+CONFIRMATIONS = 2  # of ranks, each in a crew of its own: under NCCL, DDP may hold one set of gradients more, by chance
+ALONE = "Run one step at batch size {{batch_size}} under torchrun --nproc-per-node {ranks} to see it"
+HANGS = (
     "a child forked for a trial hangs at {where}: it waits for a thread or a lock of the process that holds the model. Call "
     "torch.set_num_threads(1) before the first operation in that process, and start other threads in the step. If a script "
     "has already computed something, probe in fresh processes: oomprobe run path/to/train.py:build"
@@ -37,18 +59,32 @@ LIVE_CHILDREN = (
     "(del the loader's iterator), start them in the step, or, from a script, probe in fresh processes: "
     "oomprobe run path/to/train.py:build"
 )
+DIED_BUILDING = (
+    "{who} died while it imported and built the target {target}: {how}\nNothing was probed. To see the error without oomprobe, import "
+    "the file and call the function{under}"
+)
+BUILD_LATE = "rank {passed} had built the target, but {seconds} later it was not built on {which}: {places}"
+OUT_OF_STEP = (
+    "{which} more than {seconds} after {passed} had finished batch {size}: {places}. Do all ranks make the same collectives, and the same "
+    "number of them, in each step?"
+)
+NOT_MEASURED = (
+    "two {crews} failed while they measured the memory of {device}, between trials, so there is no answer: {how}\nThe step is not the "
+    "cause: probe again, or check the driver and the system's log"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """How to start the processes that run trials."""
 
-    start: Callable[[], Process]
-    # What a worker is to build; None: children are forked from this process, which holds the model.
-    task: Message | None = None
+    start: Callable[[], Crew]
+    task: Task | None = None  # what workers build; None: children are forked from this process, which holds the model
 
 
-def forks(model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, axis: Axis) -> Source:
+def forks(
+    model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, axis: Axis, patience: Patience
+) -> Source:
     """Return a source of children forked from this process; each runs one trial on host memory."""
     if living := multiprocessing.active_children():
         raise errors.InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
@@ -57,24 +93,22 @@ def forks(model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, d
     def answer(wire: Connection) -> None:
         serve(wire, lambda: (local_runner(model, steps, tracker, device, axis=axis), device))
 
-    return Source(start=lambda: Process.forked(answer))
+    return Source(start=lambda: Crew.forked(answer, patience))
 
 
-def workers(target: str, device: Any, options: Options, axis: Axis) -> Source:
-    """Return a source of workers that build a target."""
-    return Source(start=Process.spawned, task=task_of(target, device, options, axis))
-
-
-def task_of(target: str, device: Any, options: Options, axis: Axis) -> Message:
-    """Return the message that tells a worker what to build, and for which device."""
-    return {
-        "target": target,
-        "device": _pickled(
-            device, f"the {type(device).__name__} given as device", "name it by a string such as 'cuda:1'"
-        ),
-        "axis": _pickled(axis, f"a value of {axis.name}", "let its name stand for it, and the step look it up"),
-        "options": asdict(options),
-    }
+def workers(
+    target: str, device: Any, options: Options, axis: Axis, patience: Patience, ranks: int | None = None
+) -> Source:
+    """Return a source of workers that build a target, one or a rank each."""
+    told = f"the {type(device).__name__} given as device", "name it by a string such as 'cuda:1'"
+    task = Task(
+        target=target,
+        device=_pickled(device, *told),
+        axis=_pickled(axis, f"a value of {axis.name}", "let its name stand for it, and the step look it up"),
+        options=options,
+        ranks=ranks,
+    )
+    return Source(start=lambda: Crew.spawned(ranks, patience), task=task)
 
 
 def _pickled(value: object, what: str, instead: str) -> str:
@@ -86,186 +120,338 @@ def _pickled(value: object, what: str, instead: str) -> str:
         ) from None
 
 
-class ProcessRunner:
-    """Runs trials in other processes; see `oomprobe.records.trials.Runner`. As a context manager it ends them on exit.
+class WorkersRunner:
+    """Runs each trial in a crew of processes; see `oomprobe.records.trials.Runner`. As a context manager it ends them on exit.
 
-    It starts the next worker early, so that its imports cost no time.
+    One process goes on after most failures; several ranks never do, because those that wait in a collective cannot be told
+    anything. The next crew is started early, so that its imports cost no time.
     """
 
     def __init__(self, source: Source, clock: Clock, interrupts: Interrupts) -> None:
         self._source, self._clock, self._interrupts = source, clock, interrupts
-        self._forks_here = source.task is None
-        self._process: Process | None = None
-        self._spare: Process | None = None  # started, but with no task yet
-        self._has_run = False  # whether the current process has run a trial
-        self._hello: Hello | None = None  # of the current process
+        self._ranks = (source.task and source.task.ranks) or 1
+        self._crew: Crew | None = None
+        self._spare: Crew | None = None  # started, but with no task yet
+        self._told: list[Ready] = []  # by the current crew, or the last one
+        self._outside_bytes: list[int] = []  # when the first crew was ready, by rank
+        self._building_s = 0.0
+        self._available_bytes: dict[int, int] = {}
+        self._learned: dict[int, Mapping[str, Sequence[int]]] = {}  # which optimizers step, by rank
+        self._small: Request | None = None  # the first that several ranks have passed
+        self._sample: Measured | None = None  # of the memory after the first pass of a crew, until it was told
 
-    def __enter__(self) -> ProcessRunner:
-        """Start the first process and take over what it reports of the device and the steps."""
+    def __enter__(self) -> WorkersRunner:
+        """Start the first crew and take over what it reports of the device and the steps."""
+        began_s = self._clock.elapsed_s
         try:
-            if (ended := self._ready()) is not None:
-                raise self._refusal(ended)
+            self._begin()
         except BaseException:
             self.end()
             raise
+        self._building_s = self._clock.elapsed_s - began_s
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    @property
-    def _greeting(self) -> Hello:
-        assert self._hello is not None
-        return self._hello
-
-    @property
+    @cached_property
     def facts(self) -> RunnerInfo:
-        """What the processes report; unlike this one, they can be replaced."""
-        return replace(self._greeting.facts, replaceable=True)
+        """What the first crew has reported; of several ranks, the device with the least memory stands for all."""
+        facts = replace(self._told[0].facts, replaceable=True)  # unlike this process, they can be replaced
+        if self._source.task is None or self._source.task.ranks is None:
+            return facts
+        every = [one.facts.device for one in self._told]
+        names = Counter(device.name for device in every)
+        smallest = min(every, key=lambda device: device.total_bytes)
+        return replace(
+            facts,
+            device=replace(smallest, name=", ".join(f"{number} x {name}" for name, number in names.items())),
+            world_size=self._ranks,
+            confirmations=CONFIRMATIONS,
+            failure_cost_s=self._building_s,
+            alone=ALONE.format(ranks=self._ranks),
+        )
 
-    def _ready(self) -> ExitStatus | None:
-        """Start a process if there is none; return its exit status if it died, otherwise None."""
-        if self._process is not None:
-            return None
-        self._process, self._spare = self._spare or self._source.start(), None
-        self._has_run = False
-        if self._source.task is not None:
-            self._process.tell(self._source.task)
-        answer = self._wait(self._clock.end_s, self._clock.patience.stuck_s)
-        if isinstance(answer, ExitStatus):
-            return answer
-        if "failed" in answer:
-            self._end_process()
-            raise_failure(answer["failed"], 0)
-        self._hello = from_plain(Hello, answer["hello"])
-        return None
+    # --- the crews ---
 
-    def _ask(self, message: Message, deadline_s: float | None) -> Message | ExitStatus:
-        """Send a message, to a new process if there is none, and return its answer; raise the error that it reports."""
-        ended = self._ready()
-        if ended is not None:
-            return ended
-        assert self._process is not None
-        self._process.tell(message)
-        if deadline_s is not None and self._greeting.trials_in_children:
-            deadline_s += self._clock.patience.ending_s + ANSWERING_S
-        answer = self._wait(deadline_s, self._clock.patience.stuck_in_step_s)
-        if isinstance(answer, ExitStatus):
-            return answer
-        if self._forks_here or "lost" in answer:
-            self._end_process()
-        if "failed" in answer:
-            raise_failure(answer["failed"], message.get("request", {}).get("batch_size", 0))
-        return answer
+    def _begin(self) -> dict[int, Answer]:
+        """Make a crew ready if there is none; return what a later one answered that died instead, otherwise nothing.
 
-    def _wait(self, deadline_s: float | None, stuck_s: float) -> Message | ExitStatus:
-        """Listen to the process, and raise UnreliableError if it is a forked child that hangs."""
-        assert self._process is not None
+        Raise the error of one that failed, and of a first one that died.
+        """
+        if self._crew is not None:
+            return {}
+        is_first, attempts = not self._told, BUILDS if self._told else 1
+        answers = until(
+            lambda answers: not _is_out_of_memory(answers),  # the memory of the crew before may not be free yet
+            self._build,
+            wait=tenacity.wait_exponential(multiplier=2),
+            stop=tenacity.stop_after_attempt(attempts),
+        )
+        told = [one for _, one in sorted(answers.items()) if isinstance(one, Ready)]
+        if len(told) < self._ranks:
+            self._end_crew()
+            self._refuse(answers, is_first=is_first)
+            return answers
+        self._told = told
+        if is_first:
+            check_cards([one.facts.device for one in told])
+            self._outside_bytes = [one.outside_bytes or 0 for one in told]
+        elif self._ranks > 1:
+            self._await_memory()
+        return {}
+
+    def _build(self) -> dict[int, Answer]:
+        """Let a crew build the target."""
+        self._end_crew()
+        self._crew, self._spare = self._spare or self._source.start(), None
+        patience, task = self._clock.patience, self._source.task
+        messages = {} if task is None else dict.fromkeys(range(self._ranks), task)
+        return self._ask(messages, self._clock.end_s, late_s=patience.building_s, stuck_s=patience.stuck_s)
+
+    def _refuse(self, answers: Mapping[int, Answer], *, is_first: bool) -> None:
+        """Raise the error of a crew that did not get ready, unless a later one died: that may not happen again."""
+        rank = culprit(answers, {})
+        if rank is None:
+            seconds, which = format_seconds(self._clock.patience.building_s), _ranks_of(answers)
+            told = BUILD_LATE.format(passed=next(iter(answers)), seconds=seconds, which=which, places=_places(answers))
+            raise errors.UnreliableError(told)
+        answer = answers[rank]
+        if isinstance(answer, Failed):
+            raise_failure(self._of_rank(rank, answer), 0)
+        if not is_first or not isinstance(answer, ExitStatus):
+            return
+        if answer.why is not None:
+            places = f" ({_places(answers)})" if self._ranks > 1 else ""
+            raise self._clock.time_is_up(f"while the target was built{places}")
+        if self._source.task is None:
+            raise errors.StepFailedError(f"a child forked from this process died before its trial: {answer.text()}")
+        several = self._ranks > 1
+        who = f"rank {rank} of {self._ranks}" if several else "the process"
+        under = f" under torchrun --nproc-per-node {self._ranks}" if several else ""
+        told = DIED_BUILDING.format(who=who, target=self._source.task.target, how=answer.text(), under=under)
+        raise errors.StepFailedError(told)
+
+    def _await_memory(self) -> None:
+        """Wait for the memory of the previous crew to come back; after `Patience.returning_s`, accept that others hold it."""
+        outside = [one.outside_bytes or 0 for one in self._told]
+
+        def is_back(outside: Sequence[int]) -> bool:
+            pairs = zip(outside, self._outside_bytes, strict=True)
+            return all(now <= then + MISSING_BYTES for now, then in pairs)
+
+        if not is_back(outside):
+            outside = until(
+                is_back,
+                lambda: [one.outside_bytes or 0 for one in self._measured().values()],
+                wait=tenacity.wait_exponential(multiplier=0.25, max=4),
+                stop=tenacity.stop_after_delay(self._clock.patience.returning_s),
+            )
+        self._outside_bytes = [max(pair) for pair in zip(outside, self._outside_bytes, strict=True)]
+
+    def _ask(
+        self, messages: Mapping[int, Message], deadline_s: float | None, *, late_s: float | None, stuck_s: float
+    ) -> dict[int, Answer]:
+        """Send messages to the crew, if there are any, and return its answers; end it unless all its processes live."""
+        assert self._crew is not None
         try:
             with self._interrupts.delivered_until(None):
-                answer = self._process.listen(deadline_s=deadline_s, stuck_s=stuck_s if self._forks_here else None)
+                forks_here = self._source.task is None
+                answers = self._crew.ask(messages, deadline_s, late_s=late_s, stuck_s=stuck_s if forks_here else None)
         except BaseException:
             self.end()
             raise
-        if isinstance(answer, ExitStatus):
-            self._process = None
-            if answer.why == "stuck":
-                raise errors.UnreliableError(STUCK.format(where=answer.where() or "an unknown place"))
-        return answer
+        if len(self._crew.processes) < self._ranks:
+            self._end_crew()
+        for answer in answers.values():
+            if isinstance(answer, ExitStatus) and answer.why == STUCK:
+                raise errors.UnreliableError(HANGS.format(where=answer.where() or "an unknown place"))
+        return answers
 
     def end(self) -> None:
         """End all processes."""
-        self._end_process()
-        self._process, self._spare = self._spare, None
-        self._end_process()
+        self._end_crew()
+        self._crew, self._spare = self._spare, None
+        self._end_crew()
 
-    def _end_process(self) -> None:
-        last, self._process = self._process, None
+    def _end_crew(self) -> None:
+        last, self._crew = self._crew, None
         if last is not None:
             last.end()
+
+    def _start_spare(self) -> None:
+        """Start the next crew, unless host memory is too scarce for what this one took to build."""
+        taken_bytes, free_bytes = sum(one.resident_bytes for one in self._told), linux.free_bytes()
+        if self._spare is None and (free_bytes is None or free_bytes > taken_bytes):
+            self._spare = self._source.start()
+
+    @property
+    def _has_children(self) -> bool:
+        """Whether each trial has a process of its own, forked here or by a worker."""
+        return self._source.task is None or self._told[0].trials_in_children
 
     # --- the Runner protocol ---
 
     def run(self, request: Request) -> Outcome:
-        """Run one trial; a `fresh` one in a process that has run nothing else."""
-        trials_in_children = self._greeting.trials_in_children
-        if self._has_run and request.fresh and not trials_in_children:
-            self._end_process()
-        ended = self._ready()
-        answer = self._answer(request) if ended is None else ended
-        if isinstance(answer, ExitStatus) or "lost" in answer:
-            return Outcome(trial=self._died(request, answer))
-        outcome = from_plain(Outcome, answer["outcome"])
-        if self._forks_here:
+        """Run one trial; a `fresh` one in a crew that has run nothing else."""
+        if self._crew is not None and self._crew.has_run and request.fresh and not self._has_children:
+            self._end_crew()
+        outcome = self._try(request)
+        if self._source.task is None:
+            self._end_crew()
             return replace(outcome, measured=self.measure())
-        if trials_in_children:
-            return outcome
-        trial = outcome.trial
-        if outcome.is_spent:
-            self._end_process()
-        if trial.passed:
-            self._spare = self._spare or self._source.start()
-            return outcome
-        # At the driver's edge a failed mapping may have broken torch's allocator, which a health check may miss.
-        if request.cap_bytes is None or trial.leaked_bytes or trial.verdict is Verdict.POISONED:
-            self._end_process()
-        return replace(outcome, refusal=None)  # a leak stays in the process that ends here
+        if outcome.trial.passed:  # a crew may have passed others before it, of which the session knows nothing
+            outcome, self._sample = replace(outcome, measured=self._sample), None
+        return outcome
 
-    def _answer(self, request: Request) -> Message | ExitStatus:
-        """Run a trial in the process that is ready; its time limit starts now, after the target was built."""
-        is_first, self._has_run = not self._has_run, True
+    def _try(self, request: Request) -> Outcome:
+        """Run one trial, in a new crew if there is none; its time limit starts now, after the target was built.
+
+        What looks like a bug in a crew that has run other trials may come from what these have left there: trained weights, or
+        a counter that was put back beside an iterator that was not. A new crew then decides.
+        """
+        died = self._begin()
+        if not died and self._ranks > 1 and not request.fresh and not self._has_run:
+            self._warm_up()
+            died = self._begin()
+        if died:
+            return self._failed(request, died, culprit(died, {}) or 0)
+        has_run = self._has_run and not self._has_children
+        answers = self._answers(request)
+        rank = culprit(answers, self._available_bytes)
+        outcomes = {number: one for number, one in answers.items() if isinstance(one, Outcome)}
+        if rank is None and len(outcomes) == self._ranks:
+            return self._passed(request, outcomes)
+        if rank is None:
+            self._end_crew()
+            early = self._early(request, answers, outcomes)
+            outcome = self._try(replace(request, calls=early.calls.made))
+            return replace(outcome, calls=replace(outcome.calls, ended_early=early.calls.ended_early))
+        answer = answers[rank]
+        if not isinstance(answer, Failed):
+            return self._failed(request, answers, rank)
+        if self._ranks > 1 or has_run or self._source.task is None:
+            self._end_crew()
+        if has_run:
+            return self._try(replace(request, fresh=True))
+        return raise_failure(self._of_rank(rank, answer), request.batch_size)
+
+    @property
+    def _has_run(self) -> bool:
+        return self._crew is not None and self._crew.has_run
+
+    def _answers(self, request: Request) -> dict[int, Answer]:
+        assert self._crew is not None
+        self._crew.has_run = True
         request = replace(request, deadline_s=self._clock.deadline_s())
-        try:
-            return self._ask({"do": "run", "request": asdict(request)}, request.deadline_s)
-        except errors.NotTrainedError:  # earlier trials trained the weights; a new process has the original ones
-            if is_first or self._greeting.trials_in_children:
-                raise
-            self._end_process()
-            ended = self._ready()
-            return self._answer(request) if ended is None else ended
+        learned = {rank: self._learned.get(rank, request.learned) for rank in range(self._ranks)}
+        messages = {rank: replace(request, learned=one) for rank, one in learned.items()}
+        deadline_s, patience = request.deadline_s, self._clock.patience
+        if deadline_s is not None and self._told[0].trials_in_children:
+            deadline_s += patience.ending_s + ANSWERING_S
+        return self._ask(messages, deadline_s, late_s=None, stuck_s=patience.stuck_in_step_s)
+
+    def _warm_up(self) -> None:
+        """Run a small size that has passed in a new crew of ranks, so that the trials that decide all begin alike.
+
+        After its first step, once in the life of a process, DDP rebuilds its buckets, and NCCL may still hold the old ones during
+        the second. If only the first trial of each crew met that, verdicts would depend on their order. The trials that confirm do
+        meet it, as training does.
+        """
+        if self._small is not None and any(map(has_failed, self._answers(self._small).values())):
+            self._end_crew()
+
+    def _passed(self, request: Request, outcomes: Mapping[int, Outcome]) -> Outcome:
+        outcome = passed_outcome(outcomes, self._available_bytes)
+        self._sample = outcome.measured or self._sample
+        if self._has_children:
+            return outcome
+        if self._ranks > 1:
+            self._small = self._small or request
+            for rank, one in outcomes.items():
+                self._learned[rank] = one.learned or self._learned.get(rank, {})
+                if one.measured is not None:
+                    self._available_bytes[rank] = one.measured.available_bytes
+        if outcome.is_spent or (self._ranks > 1 and outcome.trial.leaked_bytes):
+            self._end_crew()
+        self._start_spare()
+        return outcome
+
+    def _failed(self, request: Request, answers: Mapping[int, Answer], rank: int) -> Outcome:
+        outcome = failed_outcome(request, answers, rank, self._available_bytes, self._told)
+        trial = outcome.trial
+        # At the driver's edge a failed mapping may have broken torch's allocator, which a health check may miss.
+        is_suspect = request.cap_bytes is None or trial.leaked_bytes or trial.verdict is Verdict.POISONED
+        if self._ranks > 1 or outcome.is_spent or (is_suspect and not self._has_children):
+            self._end_crew()
+        return outcome
+
+    def _early(self, request: Request, answers: Mapping[int, Answer], passed: Mapping[int, Outcome]) -> Outcome:
+        """Return the outcome of the rank that ended first, such as with its data, while others went on and waited for it.
+
+        Raise UnreliableError if none did: then the ranks do not do the same.
+        """
+        if early := [one for one in passed.values() if one.calls.ended_early]:
+            return min(early, key=lambda one: one.calls.made)
+        raise errors.UnreliableError(
+            OUT_OF_STEP.format(
+                which=f"{_ranks_of(answers)} {'was' if len(answers) - len(passed) == 1 else 'were'} still in the step",
+                seconds=format_seconds(self._clock.patience.late_s),
+                passed="the others" if len(passed) > 1 else f"rank {next(iter(passed))}",
+                size=request.batch_size,
+                places=_places(answers),
+            )
+        )
 
     def measure(self) -> Measured:
-        """Sample the memory now, or if that ends the process, in a new one."""
-        if self._greeting.available_bytes is not None:
-            return Measured(available_bytes=self._greeting.available_bytes, outside_bytes=None)
+        """Sample the memory now: of several ranks, the least that one has available."""
+        if (available_bytes := self._told[0].available_bytes) is not None:
+            return Measured(available_bytes=available_bytes, outside_bytes=None)
+        samples = self._measured()
+        self._available_bytes = {rank: one.available_bytes for rank, one in samples.items()}
+        measured = measured_of([*samples.values()])
+        assert measured is not None
+        return measured
+
+    def _measured(self) -> dict[int, Measured]:
         for _ in range(2):
-            answer = self._ask({"do": "measure"}, self._clock.end_s)
-            if not isinstance(answer, ExitStatus) and "measured" in answer:
-                return from_plain(Measured, answer["measured"])
-            if isinstance(answer, ExitStatus) and answer.why is not None:
-                raise self._clock.time_is_up("while the memory was measured")
-        raise errors.UnreliableError(
-            f"two processes died while they measured the memory of {self.facts.device.name}, between trials, so there is no "
-            f"answer: {_how_it_ended(answer)}\nThe step is not the cause: probe again, or check the driver and the system's log"
-        )
-
-    # --- deaths ---
-
-    def _refusal(self, ended: ExitStatus) -> errors.OomProbeError:
-        """Return the error for the first process, which died before it was ready."""
-        if ended.why is not None:
-            return self._clock.time_is_up("while the target was built")
-        if self._source.task is None:
-            return errors.StepFailedError(f"a child forked from this process died before its trial: {ended.text()}")
-        return errors.StepFailedError(
-            f"the process that was to build and run the target {self._source.task['target']} died: {ended.text()}\n"
-            "Nothing was probed. To see the error without oomprobe, import the file and call the function"
-        )
-
-    def _died(self, request: Request, ended: Message | ExitStatus) -> Trial:
-        """Return the trial of a process that died, or whose device was lost between steps."""
-        hello, verdict, where = self._greeting, Verdict.POISONED, None
-        if isinstance(ended, ExitStatus):
-            where = ended.where()
-            verdict = classify_exit(
-                ended,
-                smaller_passed=request.smaller_passed,
-                on_host=hello.facts.device.on_host,
-                used_bytes=ended.peak_resident_bytes - hello.resident_bytes,
-                cap_bytes=request.cap_bytes or hello.available_bytes,
+            answers = self._begin() or self._ask(
+                dict.fromkeys(range(self._ranks), Measure()), self._clock.end_s, late_s=None, stuck_s=0.0
             )
-        return Trial.of(request, verdict, error=_how_it_ended(ended), where=where)
+            samples = {rank: one for rank, one in sorted(answers.items()) if isinstance(one, Measured)}
+            if len(samples) == self._ranks:
+                return samples
+            self._end_crew()
+            if any(isinstance(one, ExitStatus) and one.why == TIMED_OUT for one in answers.values()):
+                raise self._clock.time_is_up("while the memory was measured")
+        rank = culprit(answers, {}) or 0
+        device, crews = self.facts.device.name, "processes" if self._ranks == 1 else f"groups of {self._ranks} ranks"
+        raise errors.UnreliableError(NOT_MEASURED.format(crews=crews, device=device, how=how_it_ended(answers[rank])))
+
+    def _of_rank(self, rank: int, failed: Failed) -> Failed:
+        """Add the rank to the failure that it reported, if there are several."""
+        if self._ranks == 1:
+            return failed
+        where = f"on rank {rank} of {self._ranks}"
+        building = failed.building and f"{failed.building} {where}"
+        text = failed.text if failed.kind == "InvalidArgumentError" else f"{where}: {failed.text}"
+        return replace(failed, text=text, building=building)
 
 
-def _how_it_ended(ended: Message | ExitStatus) -> str:
-    return ended.text() if isinstance(ended, ExitStatus) else str(ended["lost"])
+def _is_out_of_memory(answers: Mapping[int, Answer]) -> bool:
+    return any(isinstance(answer, Failed) and answer.name == "OutOfMemoryError" for answer in answers.values())
+
+
+def _late(answers: Mapping[int, Answer]) -> dict[int, ExitStatus]:
+    return {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, ExitStatus)}
+
+
+def _ranks_of(answers: Mapping[int, Answer]) -> str:
+    late = _late(answers)
+    return f"rank {next(iter(late))}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+
+
+def _places(answers: Mapping[int, Answer]) -> str:
+    return "; ".join(
+        f"rank {rank} at {status.where() or 'an unknown place'}" for rank, status in _late(answers).items()
+    )

@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 
 import torch
@@ -16,13 +15,12 @@ from oomprobe.devices import Device, device_error, is_host
 from oomprobe.ground import linux
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import Step
-from oomprobe.records.plain import from_plain
 from oomprobe.records.trials import Request, Runner
 from oomprobe.runners.hooks import OptimizerWatch
 from oomprobe.runners.local import LocalRunner
 from oomprobe.runners.signals import Interrupts
 from oomprobe.runners.workers import system
-from oomprobe.runners.workers.messages import Hello, Message, failure_message, receive, send
+from oomprobe.runners.workers.messages import Enough, Lost, Message, Ready, failed, receive, send
 from oomprobe.state import Tracker
 from oomprobe.verdicts.failure import failure_of
 
@@ -41,25 +39,23 @@ def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], bu
     try:
         runner, device = make()
     except BaseException as error:
-        _answer(wire, failure_message(error, building=building))
+        _answer(wire, failed(error, building=building))
         return
-    hello = Hello(
+    ready = Ready(
         facts=runner.facts,
         resident_bytes=linux.process_bytes("VmRSS"),
         trials_in_children=runner.facts.replaceable,
         available_bytes=runner.measure().available_bytes if device is None or is_host(device) else None,
         outside_bytes=None if device is None else device.outside_bytes(),
     )
-    _answer(wire, {"hello": asdict(hello)})
+    _answer(wire, ready)
     while (message := receive(wire)) is not None:
         try:
             answer = _carry_out(runner, message)
         except BaseException as error:
             told = None if device is None else device_error(device, error)
-            if isinstance(told, errors.DeviceLostError):
-                answer = {"lost": failure_of(error).text}
-            else:
-                answer = failure_message(error if told is None else told, building=None)
+            is_lost = isinstance(told, errors.DeviceLostError)
+            answer = Lost(text=failure_of(error).text) if is_lost else failed(told or error)
         _answer(wire, answer)
 
 
@@ -70,16 +66,15 @@ def _answer(wire: Connection, answer: Message) -> None:
 
 def agree(wire: Connection, enough: bool) -> bool:
     """Tell the parent whether this rank has made enough calls, and return whether all ranks have."""
-    send(wire, {"enough": enough})
-    if (message := receive(wire)) is None:
+    send(wire, Enough(enough=enough))
+    answer = receive(wire)
+    if not isinstance(answer, Enough):
         os._exit(0)  # the parent is gone
-    return bool(message["enough"])
+    return answer.enough
 
 
 def _carry_out(runner: Runner, message: Message) -> Message:
-    if message["do"] == "measure":
-        return {"measured": asdict(runner.measure())}
-    return {"outcome": asdict(runner.run(from_plain(Request, message["request"])))}
+    return runner.run(message) if isinstance(message, Request) else runner.measure()
 
 
 def local_runner(

@@ -11,16 +11,16 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from oomprobe.devices import Device, choose_device, is_host
-from oomprobe.records.options import Options, check_model, named_steps
+from oomprobe.records.options import check_model, named_steps
 from oomprobe.records.trials import Runner
 from oomprobe.runners.hooks import preload_dynamo
 from oomprobe.runners.ranks_here import check_process_group, refuse_host
 from oomprobe.runners.signals import Clock, Interrupts
 from oomprobe.runners.targets import build
 from oomprobe.runners.workers import system
-from oomprobe.runners.workers.messages import Message, receive
+from oomprobe.runners.workers.messages import Task, receive
 from oomprobe.runners.workers.process import begin
-from oomprobe.runners.workers.runner import ProcessRunner, forks
+from oomprobe.runners.workers.runner import WorkersRunner, forks
 from oomprobe.runners.workers.serve import agree, local_runner, serve
 from oomprobe.state import Tracker
 
@@ -37,27 +37,28 @@ def main(descriptor: int) -> None:
 def answer(wire: Connection) -> None:
     """Build the target of the first message, and answer all others until the other end is closed."""
     task = receive(wire)
-    if task is not None:
-        serve(wire, lambda: _runner_of(task, partial(agree, wire)), building=task["target"])
+    if isinstance(task, Task):
+        serve(wire, lambda: _runner_of(task, partial(agree, wire)), building=task.target)
 
 
-def _runner_of(task: Message, agree: Callable[[bool], bool]) -> tuple[Runner, Device | None]:
+def _runner_of(task: Task, agree: Callable[[bool], bool]) -> tuple[Runner, Device | None]:
     """Build the target and return the runner of its trials, with the device if they run in this process."""
-    model, step_fn = build(task["target"])
+    model, step_fn = build(task.target)
     check_model(model)
-    axis = pickle.loads(bytes.fromhex(task["axis"]))
+    axis = pickle.loads(bytes.fromhex(task.axis))
     steps = named_steps(step_fn, axis)
-    ranks = task.get("ranks", 1)
+    ranks = task.ranks or 1
     check_process_group(ranks, has_stepped=False)
-    device = choose_device(pickle.loads(bytes.fromhex(task["device"])), model)
+    device = choose_device(pickle.loads(bytes.fromhex(task.device)), model)
     tracker = Tracker(model, [step.run for step in steps.values()], device=device)
     if not is_host(device):
         preload_dynamo()
         return local_runner(model, steps, tracker, device, ranks, axis, agree if ranks > 1 else bool), device
     if ranks > 1:
         refuse_host(device.torch_device)
-    source = forks(model, steps, tracker, device, axis)
+    clock = Clock(task.options)
+    source = forks(model, steps, tracker, device, axis, clock.patience)
     gc.collect()
     gc.freeze()  # so that forked children neither scan nor copy existing objects
     # Host memory takes a third process: the caller's, this one, which holds the model, and a child for each trial.
-    return ProcessRunner(source, Clock(Options(**task["options"])), Interrupts()).__enter__(), None
+    return WorkersRunner(source, clock, Interrupts()).__enter__(), None

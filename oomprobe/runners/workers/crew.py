@@ -1,0 +1,140 @@
+"""The processes that run one trial together: one, or a rank each.
+
+The process that searches is none of them, so it can always end those that wait. Each rank is a worker with the environment that
+torchrun gives its ranks (torch/distributed/elastic/agent), and meets the others at a store in this process. Nothing about a trial
+travels through the process group or the store.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+
+from oomprobe.records.patience import PATIENCE, Patience
+from oomprobe.runners.workers.agreement import LATE, STUCK, TIMED_OUT, WAITED, Answer, has_failed
+from oomprobe.runners.workers.exit_status import ExitStatus
+from oomprobe.runners.workers.messages import Enough, Message
+from oomprobe.runners.workers.process import TICK_S, Idle, Process, end_all
+
+HOST = "127.0.0.1"
+# Others have a patience's time to end a trial that one rank has passed, or this many times as long as that one took.
+LATE_FACTOR = 10.0
+
+
+class Crew:
+    """The processes that run one trial, by rank. `store` is where ranks meet."""
+
+    def __init__(self, processes: Mapping[int, Process], store: object = None, patience: Patience = PATIENCE) -> None:
+        self.processes, self._store, self._patience = dict(processes), store, patience
+        self.has_run = False  # whether it has run a trial
+
+    @classmethod
+    def forked(cls, serve: Callable[[Connection], None], patience: Patience = PATIENCE) -> Crew:
+        """Fork this process once."""
+        return cls({0: Process.forked(serve, patience=patience)}, patience=patience)
+
+    @classmethod
+    def spawned(cls, ranks: int | None = None, patience: Patience = PATIENCE) -> Crew:
+        """Start a worker, or one for each rank, and return while they are still importing torch."""
+        if ranks is None:
+            return cls({0: Process.spawned(patience=patience)}, patience=patience)
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        # Torch keeps the keys of an earlier group in a store (2.14 adds no prefix), so each crew has one of its own.
+        store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        crew = cls({}, store, patience)
+        try:
+            for rank in range(ranks):
+                label = f"[rank {rank}] " if rank else ""
+                crew.processes[rank] = Process.spawned(variables(rank, ranks, store.port), label, patience)
+        except BaseException:
+            crew.end()
+            raise
+        return crew
+
+    def ask(
+        self,
+        messages: Mapping[int, Message],
+        deadline_s: float | None,
+        *,
+        late_s: float | None = None,
+        stuck_s: float | None = None,
+    ) -> dict[int, Answer]:
+        """Send each rank its message, if there is one, and return the answers in the order in which they came.
+
+        Once a rank has failed, the others have a short time; once one has passed, they have `late_s`, or by default a multiple of what
+        it took. Those that have not answered by then or by the deadline are ended, and so is one that uses no processor time for
+        `stuck_s`; their exit status says why. In between, ranks may ask whether all have made enough calls.
+        """
+        started_s, enough = time.monotonic(), dict[int, bool]()
+        for rank, process in self.processes.items():
+            if rank in messages:
+                process.tell(messages[rank])
+        idle = {rank: Idle(one.pid, self._patience.cpu_reading_s) for rank, one in self.processes.items()}
+        answers: dict[int, Answer] = {}
+        limits = [] if deadline_s is None else [(deadline_s, TIMED_OUT)]
+        while waiting := {rank: one for rank, one in self.processes.items() if rank not in answers}:
+            wait([channel for process in waiting.values() for channel in process.channels], TICK_S)
+            for rank, process in waiting.items():
+                answer = process.poll()
+                if isinstance(answer, Enough):
+                    enough[rank] = answer.enough
+                elif answer is not None:
+                    answers[rank] = answer
+                    limits.append(self._limit_others(answer, time.monotonic() - started_s, late_s))
+                elif stuck_s is not None and idle[rank].for_s > stuck_s:
+                    answers[rank] = process.end(STUCK)
+            if len(enough) == len(self.processes):
+                for process in self.processes.values():
+                    process.tell(Enough(enough=all(enough.values())))
+                enough = {}
+            late = [rank for rank in waiting if rank not in answers]
+            if late and limits and time.monotonic() > min(limits)[0]:
+                why = WAITED if any(map(has_failed, answers.values())) else min(limits)[1]
+                ended = end_all([waiting[rank] for rank in late], why, self._patience)
+                answers |= zip(late, ended, strict=True)
+        self.processes = {r: one for r, one in self.processes.items() if not isinstance(answers[r], ExitStatus)}
+        return answers
+
+    def _limit_others(self, answer: Answer, took_s: float, late_s: float | None) -> tuple[float, str]:
+        """Return until when the other ranks may go on after one has answered, and what they are then ended for."""
+        if has_failed(answer):
+            return time.monotonic() + self._patience.failing_s, WAITED
+        return time.monotonic() + (late_s or max(self._patience.late_s, LATE_FACTOR * took_s)), LATE
+
+    def end(self) -> None:
+        """End all its processes at once."""
+        end_all([*self.processes.values()])
+        self.processes = {}
+
+
+def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank, and that tell it where the store is.
+
+    Example:
+        >>> found = variables(1, 8, 29500)
+        >>> found["LOCAL_RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]
+        ('1', '8', '29500')
+    """
+    threads = {} if "OMP_NUM_THREADS" in os.environ or ranks == 1 else {"OMP_NUM_THREADS": "1"}
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "ROLE_RANK": rank,
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "GROUP_WORLD_SIZE": 1,
+        "ROLE_WORLD_SIZE": ranks,
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 hosts no store
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": "oomprobe",
+    }
+    return {name: str(value) for name, value in values.items()} | threads
