@@ -169,7 +169,7 @@ def test_one_rank_out_of_memory_decides(tmp_path, place, shard):
             "on rank 1 of 2: the step failed at batch size 4 with KeyError: 'missing'",
         ),
         ("building:1", oomprobe.StepFailedError, r"ranked.py:build on rank 1 of 2 failed with KeyError .*'weights'"),
-        ("building_killed:1", oomprobe.StepFailedError, "rank 1 of 2, which was to build .* died: .* SIGKILL"),
+        ("building_killed:1", oomprobe.StepFailedError, "rank 1 of 2 died while it imported and built .*: .* SIGKILL"),
         ("killed:1:4", oomprobe.StepFailedError, "died twice at batch size 4 .* on rank 1 of 2: .* killed by SIGKILL"),
         ("exits:1:4", oomprobe.StepFailedError, "on rank 1 of 2: .* exited with code 7"),
         ("same_card", oomprobe.InvalidArgumentError, "ranks 0 and 1 have built their models on one card, cuda:0"),
