@@ -11,17 +11,15 @@ from oomprobe.errors import (
     StepFailedError,
     TimeLimitError,
     UnreliableError,
-    device_lost,
 )
 from oomprobe.ground.words import count
 from oomprobe.probing.budget import Budget
 from oomprobe.probing.calls import CallPlan
+from oomprobe.probing.deaths import Deaths
 from oomprobe.probing.neighbours import Neighbours
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.options import Options
 from oomprobe.records.trials import (
-    LOST,
-    NO_VERDICT,
     SECOND_OPINIONS,
     DeviceInfo,
     Measured,
@@ -84,6 +82,7 @@ class Session:
         self.in_steps_s = 0.0
         self.budget = Budget(runner, options.memory_fraction)
         self.call_plan = CallPlan(runner.facts, options, clock)
+        self.deaths = Deaths(runner, clock, trials)
         self.neighbours = Neighbours(runner, clock.patience)
         self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
@@ -248,8 +247,8 @@ class Session:
                 continue
             self._record(request, outcome)
             if ended is not None:
-                self._note_death(ended, trial)
-            if ended is not None or not self._deserves_new_process(trial):
+                self.notes |= dict.fromkeys(self.deaths.compare(ended, trial))
+            if ended is not None or not self.deaths.should_rerun(trial):
                 break
             ended = trial
             request = replace(request, phase=Phase.RECHECK, fresh=True, exact=True)
@@ -298,57 +297,15 @@ class Session:
         self.budget.take(measured)
         self.neighbours.expect(measured.outside_bytes)
 
-    def _deserves_new_process(self, trial: Trial) -> bool:
-        """Return whether to try again in a new process, because the trial says nothing about the size.
-
-        Raise TimeLimitError if no time is left for that.
-        """
-        if (
-            trial.verdict not in NO_VERDICT
-            or not self.runner.facts.replaceable
-            or diagnosis.is_size_limit(self.trials, trial)
-        ):
-            return False
-        if self.clock.is_over:
-            raise self._time_is_up(trial)
-        return True
-
-    def _note_death(self, died: Trial, again: Trial) -> None:
-        """Note a process death that did not recur, or a sticky error that did."""
-        size, how = died.batch_size, f"{died.verdict}: {died.error}"
-        if again.verdict not in NO_VERDICT:
-            self.notes[f"batch {size} ended its process once ({how}); tried again in a new one: {again.verdict}"] = None
-        elif again.verdict is Verdict.POISONED:
-            self.notes[
-                f"batch {size} ended in a sticky error in two processes ({how}): the cause is not memory but a limit of a "
-                "kernel, or a bug that appears at that size. The answer is below it"
-            ] = None
-
     def _stop_if_final(self, outcome: Outcome) -> None:
         """Raise if no further trial makes sense."""
-        trial = outcome.trial
-        if trial.verdict is Verdict.TIMED_OUT:
-            raise self._time_is_up(trial)
-        if trial.verdict in LOST and not diagnosis.is_size_limit(self.trials, trial):
-            if trial.verdict is Verdict.POISONED:
-                what = f"batch {trial.batch_size}, {trial.error}"
-                raise device_lost(self.device.name, what, replaceable=self.runner.facts.replaceable)
-            raise StepFailedError(
-                f"the process of the trial died twice at batch size {trial.batch_size} with no sign that memory was the "
-                f"cause, so there is no answer: {trial.error}\n"
-                f"{self.runner.facts.alone.format(batch_size=trial.batch_size)}",
-                batch_size=trial.batch_size,
-            )
+        self.deaths.stop_if_final(outcome.trial)
         if outcome.refusal is not None:
             raise UnreliableError(outcome.refusal)
         if outcome.contradicts_replay:
             if any(one.replayed for one in self.trials):
                 raise ContradictedError
             self._stop_predicting()
-
-    def _time_is_up(self, trial: Trial) -> TimeLimitError:
-        places = f" ({trial.error})" if trial.ranks else ""
-        return self.clock.time_is_up(f"during batch {trial.batch_size}, in trial {len(self.trials)}{places}")
 
     def _stop_predicting(self) -> None:
         """Forget predicted trials and run every size from here on."""

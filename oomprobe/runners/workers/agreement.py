@@ -11,11 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from oomprobe.errors import UnreliableError
+from oomprobe.ground.units import format_seconds
 from oomprobe.records.trials import LOST, Calls, Measured, Outcome, RankTrial, Request, Trial, Verdict
 from oomprobe.runners.workers.exit_status import ExitStatus, classify_exit
 from oomprobe.runners.workers.messages import Failed, Lost, Message, Ready
 
 Answer = Message | ExitStatus
+BUILT_LATE = "rank {passed} had built the target, but {seconds} later it was not built on {which}: {places}"
+OUT_OF_STEP = (
+    "{which} more than {seconds} after {passed} had finished batch {size}: {places}. Do all ranks make the same collectives, and the same "
+    "number of them, in each step?"
+)
 # Why a process was ended, as part of a sentence.
 TIMED_OUT, WAITED, LATE, STUCK = "timed out", "waited for another rank", "was late", "stuck"
 
@@ -204,3 +211,45 @@ def how_it_ended(answer: Answer) -> str:
     if isinstance(answer, ExitStatus):
         return f"it {answer.why}, and was ended" if answer.why in (WAITED, LATE) else answer.text()
     return answer.text if isinstance(answer, Failed | Lost) else ""
+
+
+def first_to_end(request: Request, answers: Mapping[int, Answer], waited_s: float) -> Outcome:
+    """Return the outcome of the rank that ended first, such as with its data, while others went on and waited for it.
+
+    Raise UnreliableError if none did: then the ranks do not do the same.
+    """
+    passed = {rank: one for rank, one in answers.items() if isinstance(one, Outcome)}
+    if early := [one for one in passed.values() if one.calls.ended_early]:
+        return min(early, key=lambda one: one.calls.made)
+    raise UnreliableError(
+        OUT_OF_STEP.format(
+            which=f"{_late_ranks(answers)} {'was' if len(answers) - len(passed) == 1 else 'were'} still in the step",
+            seconds=format_seconds(waited_s),
+            passed="the others" if len(passed) > 1 else f"rank {next(iter(passed))}",
+            size=request.batch_size,
+            places=places_of(answers),
+        )
+    )
+
+
+def built_late(answers: Mapping[int, Answer], waited_s: float) -> UnreliableError:
+    """Return the error for ranks that had not built the target so long after the first."""
+    seconds, which = format_seconds(waited_s), _late_ranks(answers)
+    passed, places = next(iter(answers)), places_of(answers)
+    return UnreliableError(BUILT_LATE.format(passed=passed, seconds=seconds, which=which, places=places))
+
+
+def _late(answers: Mapping[int, Answer]) -> dict[int, ExitStatus]:
+    return {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, ExitStatus)}
+
+
+def _late_ranks(answers: Mapping[int, Answer]) -> str:
+    late = _late(answers)
+    return f"rank {next(iter(late))}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+
+
+def places_of(answers: Mapping[int, Answer]) -> str:
+    """Say at which lines of the user's the ranks were that had to be ended."""
+    return "; ".join(
+        f"rank {rank} at {status.where() or 'an unknown place'}" for rank, status in _late(answers).items()
+    )

@@ -17,7 +17,6 @@ import torch
 from oomprobe import errors
 from oomprobe.devices import Device
 from oomprobe.ground import linux
-from oomprobe.ground.units import format_seconds
 from oomprobe.ground.waiting import until
 from oomprobe.records.axis import Axis
 from oomprobe.records.options import Options, Step
@@ -30,12 +29,15 @@ from oomprobe.runners.workers.agreement import (
     STUCK,
     TIMED_OUT,
     Answer,
+    built_late,
     culprit,
     failed_outcome,
+    first_to_end,
     has_failed,
     how_it_ended,
     measured_of,
     passed_outcome,
+    places_of,
 )
 from oomprobe.runners.workers.crew import Crew
 from oomprobe.runners.workers.exit_status import ExitStatus
@@ -62,11 +64,6 @@ LIVE_CHILDREN = (
 DIED_BUILDING = (
     "{who} died while it imported and built the target {target}: {how}\nNothing was probed. To see the error without oomprobe, import "
     "the file and call the function{under}"
-)
-BUILD_LATE = "rank {passed} had built the target, but {seconds} later it was not built on {which}: {places}"
-OUT_OF_STEP = (
-    "{which} more than {seconds} after {passed} had finished batch {size}: {places}. Do all ranks make the same collectives, and the same "
-    "number of them, in each step?"
 )
 NOT_MEASURED = (
     "two {crews} failed while they measured the memory of {device}, between trials, so there is no answer: {how}\nThe step is not the "
@@ -213,16 +210,14 @@ class WorkersRunner:
         """Raise the error of a crew that did not get ready, unless a later one died: that may not happen again."""
         rank = culprit(answers, {})
         if rank is None:
-            seconds, which = format_seconds(self._clock.patience.building_s), _ranks_of(answers)
-            told = BUILD_LATE.format(passed=next(iter(answers)), seconds=seconds, which=which, places=_places(answers))
-            raise errors.UnreliableError(told)
+            raise built_late(answers, self._clock.patience.building_s)
         answer = answers[rank]
         if isinstance(answer, Failed):
             raise_failure(self._of_rank(rank, answer), 0)
         if not is_first or not isinstance(answer, ExitStatus):
             return
         if answer.why is not None:
-            places = f" ({_places(answers)})" if self._ranks > 1 else ""
+            places = f" ({places_of(answers)})" if self._ranks > 1 else ""
             raise self._clock.time_is_up(f"while the target was built{places}")
         if self._source.task is None:
             raise errors.StepFailedError(f"a child forked from this process died before its trial: {answer.text()}")
@@ -324,7 +319,7 @@ class WorkersRunner:
             return self._passed(request, outcomes)
         if rank is None:
             self._end_crew()
-            early = self._early(request, answers, outcomes)
+            early = first_to_end(request, answers, self._clock.patience.late_s)
             outcome = self._try(replace(request, calls=early.calls.made))
             return replace(outcome, calls=replace(outcome.calls, ended_early=early.calls.ended_early))
         answer = answers[rank]
@@ -386,23 +381,6 @@ class WorkersRunner:
             self._end_crew()
         return outcome
 
-    def _early(self, request: Request, answers: Mapping[int, Answer], passed: Mapping[int, Outcome]) -> Outcome:
-        """Return the outcome of the rank that ended first, such as with its data, while others went on and waited for it.
-
-        Raise UnreliableError if none did: then the ranks do not do the same.
-        """
-        if early := [one for one in passed.values() if one.calls.ended_early]:
-            return min(early, key=lambda one: one.calls.made)
-        raise errors.UnreliableError(
-            OUT_OF_STEP.format(
-                which=f"{_ranks_of(answers)} {'was' if len(answers) - len(passed) == 1 else 'were'} still in the step",
-                seconds=format_seconds(self._clock.patience.late_s),
-                passed="the others" if len(passed) > 1 else f"rank {next(iter(passed))}",
-                size=request.batch_size,
-                places=_places(answers),
-            )
-        )
-
     def measure(self) -> Measured:
         """Sample the memory now: of several ranks, the least that one has available."""
         if (available_bytes := self._told[0].available_bytes) is not None:
@@ -440,18 +418,3 @@ class WorkersRunner:
 
 def _is_out_of_memory(answers: Mapping[int, Answer]) -> bool:
     return any(isinstance(answer, Failed) and answer.name == "OutOfMemoryError" for answer in answers.values())
-
-
-def _late(answers: Mapping[int, Answer]) -> dict[int, ExitStatus]:
-    return {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, ExitStatus)}
-
-
-def _ranks_of(answers: Mapping[int, Answer]) -> str:
-    late = _late(answers)
-    return f"rank {next(iter(late))}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
-
-
-def _places(answers: Mapping[int, Answer]) -> str:
-    return "; ".join(
-        f"rank {rank} at {status.where() or 'an unknown place'}" for rank, status in _late(answers).items()
-    )
