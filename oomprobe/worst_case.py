@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from oomprobe.errors import InvalidArgumentError, check_size
+from oomprobe.records.options import check_seconds
 
 # If SAME_SHAPE_EXAMPLES examples all have one shape, of IMAGE_DIMENSIONS or more, the data set holds images of one size.
 SAME_SHAPE_EXAMPLES, IMAGE_DIMENSIONS = 64, 3
@@ -72,6 +73,7 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
         >>> largest_first(data).indices
         [1, 0, 2]
     """
+    check_seconds("scan_s", scan_s)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise InvalidArgumentError(
             "the data set is a stream, so its largest examples, which decide the answer, are unknown: probe with a list of "
@@ -165,17 +167,17 @@ def worst_case_batches(
 ) -> WorstCaseBatches:
     """Return a function of the batch size that makes a batch of the largest examples, for a step to train on.
 
-    Batches of other examples take less memory, so a size that fits with these fits with all. Warns if examples are left that
-    were not scanned, or have no size that can be read.
+    Batches of other examples take less memory, so a size that fits with these fits with all. Warns if some examples were not
+    scanned, or have no size that can be read.
 
     Args:
         dataset: As for a ``DataLoader``: with ``len()`` and an index. Random crops and augmentations happen once, when an
             example is read.
         collate_fn: As for a ``DataLoader``; None: its default.
-        scan_s: Seconds to look for the largest examples, which are read for this, 0 or more.
+        scan_s: Seconds to look for the largest examples, which are read for this; at least 0.
 
     Raises:
-        InvalidArgumentError: the data set is a stream or empty.
+        InvalidArgumentError: the data set is a stream or empty, or `scan_s` is not a number of seconds.
 
     Example:
         >>> import torch, oomprobe

@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -79,6 +81,8 @@ def test_pictures_have_their_sides():
 )
 def test_unknown_sizes_are_reported(data, scan_s, said):
     order = largest_first(data, scan_s)
+    with nullcontext() if said is None else pytest.warns(UserWarning, match=said):
+        oomprobe.worst_case_batches(data, scan_s=scan_s)
     assert sorted(order.indices) == list(range(len(data)))
     assert order.has_largest(1) is (said is None)
     assert [said in note for note in order.notes()] == ([] if said is None else [True])
@@ -106,13 +110,20 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "said"),
-    [(Stream(), "is a stream"), (iter([1]), "probe with a list of them"), ([], "no example")],
-    ids=["stream with a length", "iterator", "empty"],
+    ("dataset", "scan_s", "size", "said"),
+    [
+        (Stream(), 1, 1, "is a stream"),  # although it has a length
+        (iter([1]), 1, 1, "probe with a list of them"),
+        ([], 1, 1, "no example"),
+        ([[1]], -1, 1, "scan_s must be a number of seconds, at least 0, not -1"),
+        ([[1]], 1, 0, "batch_size must be"),
+        ([[1]], 1, 1.5, "batch_size must be"),
+    ],
+    ids=str,
 )
-def test_data_without_a_known_largest_example_are_refused(dataset, said):
+def test_refused(dataset, scan_s, size, said):
     with pytest.raises(InvalidArgumentError, match=said):
-        largest_first(dataset)
+        oomprobe.worst_case_batches(dataset, scan_s=scan_s)(size)
 
 
 def test_an_example_that_raises_is_named():
@@ -191,21 +202,3 @@ def test_a_step_on_a_simulated_card():
 
     result = oomprobe.find_max_batch(model, step, device="sim:64MiB", progress="off", resolution=0.1)
     assert result.limited_by == "memory"
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "said"),
-    [
-        (sentences(3, 4, 5), {"scan_s": 0}, "1 of 3 examples of the data set were scanned in 0 s"),
-        ([1, 2, 3], {}, "have no size that can be read"),
-    ],
-)
-def test_warned(data, options, said):
-    with pytest.warns(UserWarning, match=said):
-        oomprobe.worst_case_batches(data, **options)
-
-
-@pytest.mark.parametrize(("data", "size"), [([], 1), (iter([1]), 1), (sentences(1), 0), (sentences(1), 1.5)])
-def test_refused(data, size):
-    with pytest.raises(InvalidArgumentError):
-        oomprobe.worst_case_batches(data)(size)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -26,7 +27,7 @@ from oomprobe.integrations import framework
 from oomprobe.integrations.accelerate import unchanged
 from oomprobe.probe import check
 from oomprobe.probing.order import SearchOptions
-from oomprobe.records.options import Step, check_seconds
+from oomprobe.records.options import Step
 from oomprobe.records.plan import PlanEntry, plan
 from oomprobe.records.result import ProbeResult
 from oomprobe.runners.ranks_here import refuse_ranks
@@ -34,7 +35,6 @@ from oomprobe.worst_case import LargestFirst, largest_first
 
 SEARCH_ACCUMULATION = 2  # micro-batches: the second runs with the gradients of the first; later ones need no more
 EVAL = "eval"  # the name of the step that evaluates
-EVAL_SIZE = "evaluation is what does not fit, at per_device_eval_batch_size={size}: make that smaller"
 # Disable what training writes, reports, evaluates or decides by itself.
 QUIET: dict[str, Any] = {
     "logging_strategy": "no",
@@ -87,7 +87,6 @@ def find_max_batch(
         OomProbeError: as for `oomprobe.find_max_batch`.
     """
     framework.steps_to_calls(options)
-    check_seconds("scan_s", scan_s)
     global_batch = options.pop("global_batch", None)
     if global_batch is not None:
         check_size("global_batch", global_batch)
@@ -105,7 +104,10 @@ def find_max_batch(
             result = framework.probe(loop, options)
         except NothingFitsError as error:
             if error.trials and error.trials[-1].step_name == EVAL:
-                error.add_note(EVAL_SIZE.format(size=args.per_device_eval_batch_size))
+                size = args.per_device_eval_batch_size
+                error.add_note(
+                    f"evaluation is what does not fit, at per_device_eval_batch_size={size}: make that smaller"
+                )
             raise
         split, note = _split_that_runs(loop, global_batch, result, options) if write_back else (None, "")
     if split is not None:
@@ -137,7 +139,6 @@ def model_and_step(trainer: Any, *, scan_s: float = 30.0) -> tuple[torch.nn.Modu
         ...     trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
         ...     return model_and_step(trainer)
     """
-    check_seconds("scan_s", scan_s)
     args = _checked(trainer)
     trainer.model.to(args.device)  # some settings leave it on the CPU until it trains
     loop = _Loop(trainer, scan_s)
@@ -231,20 +232,14 @@ class _Loop:
             "A trial begins with the longest examples, which training may reach late, and calls none of the callbacks."
         )
 
-        def train(model: torch.nn.Module, batch_size: int) -> None:
-            self._train(batch_size, accumulation or self.accumulation)
-
-        def evaluate(model: torch.nn.Module, batch_size: int) -> None:
-            for longest in self.evaluated:
-                self._evaluate(longest)
-
         alone = "create the Trainer with per_device_train_batch_size={batch_size} and run trainer.train()"
         caller, count = Caller(alone=alone, more=more), len(self.longest.indices)
+        train = partial(self._train, accumulation or self.accumulation)
         steps = {"train": Step(run=train, caller=caller, starts_anew=True, is_timed=False, max_batch=count)}
         if self.evaluated:  # no optimizer to wait for
             size = self.args.per_device_eval_batch_size
             caller = Caller(alone=f"run trainer.evaluate() with per_device_eval_batch_size={size}", more=more)
-            steps[EVAL] = Step(run=evaluate, caller=caller, max_calls=1, starts_anew=True, is_timed=False)
+            steps[EVAL] = Step(run=self._evaluate, caller=caller, max_calls=1, starts_anew=True, is_timed=False)
         return steps
 
     def notes(self, result: ProbeResult) -> list[str]:
@@ -269,7 +264,7 @@ class _Loop:
             )
         return missed
 
-    def _train(self, batch_size: int, accumulation: int) -> None:
+    def _train(self, accumulation: int, model: object, batch_size: int) -> None:
         trainer, args, last = self.trainer, self.trainer.args, self._last_batch(batch_size)
         epoch_steps = 1 if last and self.longest.leaders <= batch_size * accumulation else framework.LOOP_STEPS
         steps = epoch_steps + 2 if last else epoch_steps  # that of the last batch, and the first of the next epoch
@@ -297,17 +292,19 @@ class _Loop:
             epochs = args.max_steps * batch_size * args.gradient_accumulation_steps / count
         return framework.last_batch(count, batch_size, epochs)
 
-    def _evaluate(self, longest: LargestFirst) -> None:
+    def _evaluate(self, model: object, batch_size: int) -> None:
+        """Evaluate each data set at the Trainer's own batch size."""
         trainer, args = self.trainer, self.trainer.args
-        batch_size, dataset = args.per_device_eval_batch_size, trainer.eval_dataset
-        size = min(batch_size, len(longest.indices))
-        trainer.is_in_train, args.per_device_eval_batch_size = True, size  # else full_eval would cast the model
-        count = framework.LOOP_STEPS * args.world_size
-        trainer.eval_dataset = longest.batches(size, count)  # as an argument, subclasses would prepare it again
+        own_size, dataset = args.per_device_eval_batch_size, trainer.eval_dataset
         try:
-            self._run(size, trainer.evaluate)
+            for longest in self.evaluated:
+                size = min(own_size, len(longest.indices))
+                trainer.is_in_train, args.per_device_eval_batch_size = True, size  # else full_eval would cast the model
+                # As an argument, subclasses would prepare it again.
+                trainer.eval_dataset = longest.batches(size, framework.LOOP_STEPS * args.world_size)
+                self._run(size, trainer.evaluate)
         finally:
-            trainer.is_in_train, args.per_device_eval_batch_size, trainer.eval_dataset = False, batch_size, dataset
+            trainer.is_in_train, args.per_device_eval_batch_size, trainer.eval_dataset = False, own_size, dataset
 
     def _run(self, batch_size: int, loop: Callable[[], object], last: int = 0) -> None:
         """Run the loop. Raise NotRunError unless it collated batches of that size, and perhaps a last one of `last`."""
@@ -315,8 +312,12 @@ class _Loop:
         try:
             with unchanged():  # a failed loop leaves its loader in the state that accelerators share
                 loop()
-            if self.args.world_size > 1:
-                self._unwrap()
+            if (
+                self.args.world_size > 1
+            ):  # the next call makes another DDP model, with buckets as large as the gradients
+                self.trainer.model_wrapped = self.trainer.model
+                self.trainer.accelerator.free_memory()
+                framework.drop_last_collectives(self.args.device)
         finally:
             # Drop this call's sum of losses: a block of 512 bytes that a cold start does not have can decide near the limit.
             for name in [name for name, value in vars(self.trainer).items() if isinstance(value, torch.Tensor)]:
@@ -330,12 +331,6 @@ class _Loop:
                 f"{found if self.collated else 'the data_collator of the Trainer was never called'}: in your "
                 "get_train_dataloader or get_eval_dataloader, use self.data_collator and self._train_batch_size"
             )
-
-    def _unwrap(self) -> None:
-        """Drop the DDP model, since the next call makes another one with buckets as large as the gradients."""
-        self.trainer.model_wrapped = self.trainer.model
-        self.trainer.accelerator.free_memory()
-        framework.drop_last_collectives(self.args.device)
 
     def _collate(self, examples: Any) -> Any:
         """Collate, and record the number of examples."""

@@ -203,12 +203,10 @@ def test_a_bug_is_reported_with_the_call_to_make(trainer):
             raise KeyError("labels")
         return collate(examples)
 
-    alone = (
-        "create the Trainer with per_device_train_batch_size=4 and run trainer.train(). A trial begins with the longest"
-    )
+    alone = "create the Trainer with per_device_train_batch_size=4 and run trainer.train()"
     with pytest.raises(oomprobe.StepFailedError, match="batch 2 ran: pass max_batch=2") as caught:
         find(trainer(given={"data_collator": of_two}))
-    assert f"comes without oomprobe, {alone}" in str(caught.value)
+    assert f"comes without oomprobe, {alone}. A trial begins with the longest" in str(caught.value)
     given = {"data_collator": of_two, "eval_dataset": Sentences(6)}
     with pytest.raises(oomprobe.StepFailedError) as caught:
         find(trainer(given=given, eval_strategy="epoch", per_device_eval_batch_size=5), max_batch=2)
@@ -286,16 +284,12 @@ def test_the_global_batch_is_kept(trainer, split, options, written):
     probed.training_step = seen
     result = find(probed, **options)
     batch_size, accumulated = written or split
-    assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == (
-        batch_size,
-        accumulated,
-    )
+    args = probed.args
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (batch_size, accumulated)
     assert next(iter(probed.get_train_dataloader()))["input_ids"].shape[0] == batch_size
     assert batch_size in ran
-    if written:
-        said = f"per_device_train_batch_size={batch_size}, gradient_accumulation_steps={accumulated} (before"
-    else:
-        said = "no size up to 8 divides the global batch of 7 and runs"
+    split_said = f"per_device_train_batch_size={batch_size}, gradient_accumulation_steps={accumulated} (before"
+    said = split_said if written else "no size up to 8 divides the global batch of 7 and runs"
     assert any(said in note for note in result.notes)
 
 
@@ -378,9 +372,8 @@ def test_an_evaluation_that_does_not_fit_is_named(trainer):
     probed = trainer(model=Hungry(), given=given, eval_strategy="steps", per_device_eval_batch_size=64)
     with pytest.raises(oomprobe.NothingFitsError, match="with all available memory, in step 'eval': out of") as error:
         find(probed, device="cpu:256MiB")
-    assert error.value.__notes__ == [
-        "evaluation is what does not fit, at per_device_eval_batch_size=64: make that smaller"
-    ]
+    said = "evaluation is what does not fit, at per_device_eval_batch_size=64: make that smaller"
+    assert error.value.__notes__ == [said]
 
 
 class PreparesWhatItIsGiven(transformers.Trainer):
@@ -448,10 +441,8 @@ def test_evaluation_runs_on_the_longest_as_in_training(trainer):
 
     probed.model.forward = watched
     result = find(probed, max_batch=2)
-    assert {shape for trains, shape, _ in seen.held if not trains} == {
-        (5, 24),
-        (3, 60),
-    }  # at most the size of the data set
+    # At most the size of the data set.
+    assert {shape for trains, shape, _ in seen.held if not trains} == {(5, 24), (3, 60)}
     assert {shape for trains, shape, _ in seen.held if trains} == {(1, 24), (2, 24)}
     assert {dtype for *_, dtype in seen.held} == {torch.float32}  # outside training it would be cast
     assert not any("no optimizer" in note for note in result.notes)
@@ -504,41 +495,29 @@ def test_predictions_kept_on_the_device_are_reported(trainer):
 # --- refusals ---
 
 
-def test_another_object_or_no_data_is_refused(trainer):
-    with pytest.raises(oomprobe.InvalidArgumentError, match=r"must be a transformers\.Trainer, not Linear"):
-        find(torch.nn.Linear(1, 1))
-    with pytest.raises(oomprobe.InvalidArgumentError, match="no train_dataset"):
-        find(trainer(given={"train_dataset": None}))
-
-
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("given", "attributes", "options", "said"),
     [
-        ({"steps": 0}, "steps must be"),
-        ({"global_batch": "8"}, "global_batch must be"),
-        ({"scan_s": "a"}, "scan_s must be"),
-        ({"preserve": 5}, "preserve"),
+        (None, {}, {}, r"must be a transformers\.Trainer, not Linear"),
+        ({"train_dataset": None}, {}, {}, "no train_dataset"),
+        ({}, {}, {"steps": 0}, "steps must be"),
+        ({}, {}, {"global_batch": "8"}, "global_batch must be"),
+        ({}, {}, {"scan_s": "a"}, "scan_s must be"),
+        ({}, {}, {"preserve": 5}, "preserve"),
+        ({}, {}, {"min_batch": 50, "max_batch": None}, "the data set has 40 examples, too few for min_batch=50$"),
+        ({}, {"deepspeed": "a config"}, {}, "deepspeed='a config' spreads the model over ranks"),
+        ({}, {"fsdp": "a config"}, {}, "fsdp='a config' spreads the model over ranks"),
+        ({}, {"n_gpu": 3}, {}, r"DataParallel .*CUDA_VISIBLE_DEVICES=0.* 3 ranks"),
+        ({}, {"world_size": 3}, {}, "--nproc-per-node 3; .*transformers.model_and_step"),
     ],
+    ids=str,
 )
-def test_wrong_arguments_are_refused(trainer, options, said):
+def test_what_cannot_be_probed_is_refused(trainer, monkeypatch, given, attributes, options, said):
+    probed = torch.nn.Linear(1, 1) if given is None else trainer(given=given)
+    for name, value in attributes.items():
+        monkeypatch.setattr(type(probed.args), name, property(lambda _, value=value: value))
     with pytest.raises(oomprobe.InvalidArgumentError, match=said):
-        find(trainer(), **options)
-
-
-@pytest.mark.parametrize(
-    ("attribute", "value", "said"),
-    [
-        ("deepspeed", "a config", "deepspeed='a config' spreads the model over ranks"),
-        ("fsdp", "a config", "fsdp='a config' spreads the model over ranks"),
-        ("n_gpu", 3, r"DataParallel .*CUDA_VISIBLE_DEVICES=0.* 3 ranks"),
-        ("world_size", 3, "--nproc-per-node 3; .*transformers.model_and_step"),
-    ],
-)
-def test_several_ranks_are_refused(trainer, monkeypatch, attribute, value, said):
-    probed = trainer()
-    monkeypatch.setattr(type(probed.args), attribute, property(lambda _: value))
-    with pytest.raises(oomprobe.InvalidArgumentError, match=said):
-        find(probed)
+        find(probed, **options)
 
 
 # --- a rank on a simulated card ---

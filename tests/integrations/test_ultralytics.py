@@ -368,24 +368,40 @@ def test_install_replaces_what_the_trainer_calls(nano):
     assert trainer.check_train_batch_size is before
 
 
-TRAINING = """
-import sys
-sys.path[:0] = {paths!r}
+BEGIN = """
 from calibration import torchvision_names
 torchvision_names.declare()
 import torch, torchvision
 # If the operators of torchvision do not load, the validation at the end of training needs this one.
 torchvision.ops.nms = lambda boxes, scores, threshold: scores.argsort(descending=True)[:10]
 from ultralytics import YOLO
+torch.set_num_threads(1)
+common = dict(data="tiny.yaml", imgsz=64, device="cpu", workers=0, plots=False, verbose=False)
+"""
+TRAINING = """
 from ultralytics.engine import trainer
 from oomprobe.integrations.ultralytics import install
-torch.set_num_threads(1)
-common = dict(data="tiny.yaml", imgsz=64, epochs=2, device="cpu", workers=0, plots=False, val=False, seed=3, nbs=4,
-              project={project!r}, verbose=False)
+common |= dict(epochs=2, val=False, seed=3, nbs=4, project=sys.argv[1])
 with install(device="cpu:1GiB", max_batch=6, progress="off"):
     YOLO("yolo11n.yaml").train(batch=-1, name="probed", **common)
-trainer.check_train_batch_size = lambda **_: int(sys.argv[1])  # the same path through the trainer, without a probe
+trainer.check_train_batch_size = lambda **_: 6  # the same path through the trainer, without a probe
 YOLO("yolo11n.yaml").train(batch=-1, name="plain", **common)
+"""
+# The recipe of docs/recipes.md, on the host.
+LATE = """
+import functools, types
+import oomprobe
+from ledger import HERE
+from oomprobe.records.patience import Patience
+class OnHost(YOLO):
+    def train(self, **options):
+        return super().train(**{**options, **common, "fraction": 1.0})
+class Probe:
+    def check(*args, **options):
+        result = oomprobe.check(*args, **{**options, "device": HERE, "progress": "off", "patience": Patience(look_s=0.0)})
+        print(result.batch_size, len(result.trials), *result.not_covered, sep=chr(10))
+names = {"oomprobe": Probe, "torch": torch, "YOLO": OnHost, "folder": sys.argv[1]}
+exec(sys.argv[2], {**names, "result": types.SimpleNamespace(batch_size=4)})
 """
 
 
@@ -406,15 +422,24 @@ def tiny(tmp_path_factory):
     return place
 
 
-def test_training_matches_training_with_that_batch(tiny, request):
-    root = request.config.rootpath
-    script = TRAINING.format(paths=[str(root), str(root / "scripts")], project=str(tiny / "runs"))
-    environment = {"PATH": "", "YOLO_CONFIG_DIR": str(tiny), "HOME": str(tiny), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script, "6"], capture_output=True, text=True, cwd=tiny, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Using batch-size 6, which ran in 60%" in done.stdout + done.stderr
+@pytest.fixture
+def ran(tiny, request):
+    """Run a script beside the images in a process of its own, and return what it printed."""
+
+    def run(script, *arguments):
+        root = request.config.rootpath
+        paths = [str(root), str(root / "scripts"), str(root / "tests")]
+        environment = {"PATH": "", "YOLO_CONFIG_DIR": str(tiny), "HOME": str(tiny), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", f"import sys\nsys.path[:0] = {paths!r}\n{BEGIN}{script}", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tiny, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout + done.stderr
+
+    return run
+
+
+def test_training_matches_training_with_that_batch(ran, tiny):
+    assert "Using batch-size 6, which ran in 60%" in ran(TRAINING, str(tiny / "runs"))
     probed, plain = ((tiny / "runs" / name / "results.csv").read_text() for name in ("probed", "plain"))
     losses = [[row.split(",")[2:5] for row in text.splitlines()[1:]] for text in (probed, plain)]
     assert losses[0] == losses[1]
@@ -422,45 +447,15 @@ def test_training_matches_training_with_that_batch(tiny, request):
     assert math.isfinite(float(losses[0][0][0]))
 
 
-# After the first eight lines of TRAINING: the recipe of docs/recipes.md, on the host.
-LATE = """
-import functools, types
-import oomprobe
-from ledger import HERE
-from oomprobe.records.patience import Patience
-on_host = dict(data="tiny.yaml", imgsz=64, device="cpu", workers=0, plots=False, fraction=1.0, verbose=False)
-recipe = sys.argv[1]
-class OnHost(YOLO):
-    def train(self, **options):
-        return super().train(**{**options, **on_host})
-class Probe:
-    def check(*args, **options):
-        result = oomprobe.check(*args, **{**options, "device": HERE, "progress": "off", "patience": Patience(look_s=0.0)})
-        print(result.batch_size, len(result.trials), *result.not_covered, sep=chr(10))
-names = {"oomprobe": Probe, "torch": torch, "YOLO": OnHost, "folder": {project!r}, "result": types.SimpleNamespace(batch_size=4)}
-exec(recipe, names)
-"""
-
-
-def test_the_recipe_saves_and_evaluates(tiny, request):
-    root = request.config.rootpath
-    page = (root / "docs/recipes.md").read_text(encoding="utf-8")
+def test_the_recipe_saves_and_evaluates(ran, tiny, request):
+    page = (request.config.rootpath / "docs/recipes.md").read_text(encoding="utf-8")
     recipe = page.partition("**Ultralytics**")[2].partition("```py\n")[2].partition("```")[0]
-    script = f"{TRAINING.partition('common =')[0]}\n{LATE}"
-    paths, project = [str(root), str(root / "scripts"), str(root / "tests")], str(tiny / "late")
-    environment = {"PATH": "", "YOLO_CONFIG_DIR": str(tiny), "HOME": str(tiny), "OMP_NUM_THREADS": "1"}
-    script = script.replace("{paths!r}", repr(paths)).replace("{project!r}", repr(project))
-    done = subprocess.run(
-        [sys.executable, "-c", script, recipe], capture_output=True, text=True, cwd=tiny, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    weights = [path.name for path in (tiny / "late").rglob("*.pt")]
-    assert {"last.pt", "best.pt"} == set(weights), weights
-    assert "Validating" in done.stdout + done.stderr  # the best weights, at the end
-    told = done.stdout.splitlines()
-    assert "4" in told
-    assert "resuming from a checkpoint, which" in done.stdout
-    assert "the last evaluation" not in done.stdout
+    printed = ran(LATE, str(tiny / "late"), recipe)
+    assert {path.name for path in (tiny / "late").rglob("*.pt")} == {"last.pt", "best.pt"}
+    assert "Validating" in printed  # the best weights, at the end
+    assert "4" in printed.splitlines()
+    assert "resuming from a checkpoint, which" in printed
+    assert "the last evaluation" not in printed
 
 
 def test_other_objects_are_refused(ultralytics):
