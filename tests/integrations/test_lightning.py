@@ -56,6 +56,7 @@ def probed(module, datamodule=None, trainer=None, **options):
 def refused(match, *, error=oomprobe.InvalidArgumentError, trainer=None, module=None, datamodule=None, **options):
     """Assert that the probe raises, and that nothing was trained or set."""
     module = Module(ledger(9)) if module is None else module
+    trainer = quiet_trainer(**trainer) if isinstance(trainer, dict) else trainer
     with pytest.raises(error, match=match):
         find_max_batch(trainer or quiet_trainer(), module, datamodule, **{"device": ledger(9), **QUIET, **options})
     if isinstance(module, Module):
@@ -459,6 +460,8 @@ class Stream(IterableDataset):
         return iter(data(20).tensors[0].split(1))
 
 
+ELSEWHERE = ledger(9)
+ELSEWHERE.torch_device = torch.device("cuda", 1)
 BATCHED = DataLoader(data(9), batch_sampler=[[0, 1], [2]])
 REBUILT = r"of the training data cannot be rebuilt .* Pass train_dataloaders=DataLoader\(dataset, batch_size="
 
@@ -481,24 +484,17 @@ REBUILT = r"of the training data cannot be rebuilt .* Pass train_dataloaders=Dat
         ({"train_dataloaders": data(9)}, REBUILT),
         ({"train_dataloaders": DataLoader(Stream(), batch_size=2)}, "is a stream"),
         ({"val_dataloaders": BATCHED}, r"of the validation data .* Pass val_dataloaders=DataLoader"),
+        ({"trainer": {"devices": 2, "strategy": "ddp_spawn"}}, "trains on 2 ranks.*lightning.model_and_step"),
+        (
+            {"trainer": {"devices": 1, "strategy": "ddp"}},
+            "buffers that trials would not have: probe with strategy='auto'",
+        ),
+        ({"device": ELSEWHERE}, "but the Trainer trains on cpu.*accelerator='cuda'"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_arguments_are_refused_with_what_to_type(options, said):
     refused(said, **{"datamodule": Data(), **options})
-
-
-def test_strategies_and_other_devices_are_refused():
-    refused(
-        "trains on 2 ranks.*lightning.model_and_step",
-        trainer=quiet_trainer(devices=2, strategy="ddp_spawn"),
-        datamodule=Data(),
-    )
-    said = "adds buffers that trials would not have: probe with strategy='auto'"
-    refused(said, trainer=quiet_trainer(devices=1, strategy="ddp"), datamodule=Data())
-    elsewhere = ledger(9)
-    elsewhere.torch_device = torch.device("cuda", 1)
-    refused("but the Trainer trains on cpu.*accelerator='cuda'", datamodule=Data(), device=elsewhere)
 
 
 # --- what is restored ---
