@@ -39,7 +39,7 @@ from oomprobe.records.trials import Runner, Trial
 from oomprobe.report.progress import Reporter, reporter
 from oomprobe.report.trials import trials_table
 from oomprobe.runners.hooks import OptimizerWatch, outside_modes, preload_dynamo
-from oomprobe.runners.local import LocalRunner
+from oomprobe.runners.local import LocalRunner, Loop
 from oomprobe.runners.ranks_here import check_process_group, ranks_to_start, refuse_in_a_rank
 from oomprobe.runners.signals import Clock, Interrupts
 from oomprobe.runners.targets import build, name_of
@@ -259,17 +259,11 @@ def _here(
                     card.place(state_tensors(optimizer))
 
         with OptimizerWatch(keep_new_optimizer, model) as watch:
-            runner = LocalRunner(
-                device,
-                model,
-                steps,
-                snapshot.tracker,
-                watch,
-                frame.interrupts,
-                snapshot=snapshot,
-                axis=order.axis,
-                patience=frame.clock.patience,
-            )
+            loop = Loop(
+                device=device, model=model, steps=steps, tracker=snapshot.tracker, watch=watch, interrupts=frame.interrupts,
+                snapshot=snapshot, axis=order.axis, patience=frame.clock.patience,
+            )  # fmt: skip
+            runner = LocalRunner(loop)
             session = frame.session(runner, device.name, state_verified=False)
             if cached_bytes > CACHED_BYTES:
                 cached, emptying = format_bytes(cached_bytes), session.device.emptying

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -67,41 +67,56 @@ KEPT = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What is run in this process: a model, its steps, and what watches them.
+
+    Attributes:
+        device: Where it runs.
+        model: The model that the steps get.
+        steps: The steps by name; each trial runs all of them.
+        tracker: Finds what the steps can reach, and puts it back before each trial.
+        watch: Sees which optimizers step.
+        interrupts: Delivers signals and time limits into the step.
+        snapshot: The state from before the probe. Without one, weights that earlier trials have trained cannot be restored.
+        axis: Of a table.
+        ends_with_trial: Whether the process ends after one trial, so that nothing is cleaned up, nor checked for leaks.
+        ranks: How many processes run each trial. All make the same calls, since a rank that makes one more waits for the others for
+            ever; and a process ends with a failure.
+        agree: Where the number of calls is not fixed before, takes whether this rank has made enough; returns whether all have.
+        patience: How many calls confirm a first size, and how long they may take.
+    """
+
+    device: Device
+    model: torch.nn.Module
+    steps: Mapping[str, Step]
+    tracker: Tracker
+    watch: OptimizerWatch
+    interrupts: Interrupts
+    snapshot: Snapshot | None = None
+    axis: Axis = NO_AXIS
+    ends_with_trial: bool = False
+    ranks: int = 1
+    agree: Callable[[bool], bool] = bool
+    patience: Patience = PATIENCE
+
+
 class Caller:
     """Makes the calls of a trial: in each turn as many as requested, or until every optimizer has stepped.
-
-    With `ranks`, each rank makes the same calls: where the number is not fixed before, `agree` takes whether this rank has made enough,
-    and returns whether all have.
 
     Attributes:
         in_steps_s: Time inside the step since the trial began.
         is_cold: Whether nothing has run since the last clean-up.
+        stepping: Knows which optimizers step.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        model: torch.nn.Module,
-        steps: Mapping[str, Step],
-        tracker: Tracker,
-        stepping: Stepping,
-        interrupts: Interrupts,
-        *,
-        snapshot: Snapshot | None,
-        axis: Axis,
-        ranks: int,
-        agree: Callable[[bool], bool],
-        watches_memory: bool,
-        patience: Patience,
-    ) -> None:
-        self._device, self._extras, self._card = device, extras_of(device), extras_of(device).replay
-        self._model, self._steps, self._tracker, self._axis = model, steps, tracker, axis
-        self._stepping, self._interrupts, self._snapshot = stepping, interrupts, snapshot
-        self._ranks, self._agree = max(ranks, self._extras.world_size), agree
-        self._watches_memory, self._replays = watches_memory, replays(device)
-        self._look_calls = patience.look_calls
-        self._look_s = patience.host_look_s if device.on_host else patience.look_s
-        self._turn_count = 2 if len(steps) > 1 else 1
+    def __init__(self, loop: Loop) -> None:
+        self._loop, self._device, self._tracker = loop, loop.device, loop.tracker
+        self._extras = extras_of(loop.device)
+        self._card, self._replays = self._extras.replay, replays(loop.device)
+        self._look_s = loop.patience.host_look_s if loop.device.on_host else loop.patience.look_s
+        self._turn_count = 2 if len(loop.steps) > 1 else 1
+        self.stepping = Stepping(loop.watch, loop.tracker)
         self.in_steps_s, self.is_cold = 0.0, False
 
     def turns(self, running: Running) -> Iterator[int | None]:
@@ -110,14 +125,14 @@ class Caller:
         Evaluation splits cached blocks, and only in the second turn does the state of every step's optimizers exist.
         """
         request = running.request
-        for name, step in [*self._steps.items()] * self._turn_count:
+        for name, step in [*self._loop.steps.items()] * self._turn_count:
             running.name, running.step = name, step
             series = running.every.setdefault(name, Series())
             series.turn_calls = len(series.live_bytes)
             self._tracker.restore_modes()
             yield None if request.calls is None else -(-request.calls // self._turn_count)
             if request.accumulation_steps > 1:
-                with accumulating(self._tracker.optimizers, self._model):
+                with accumulating(self._tracker.optimizers, self._loop.model):
                     for _ in range(request.accumulation_steps):
                         self._call(running)
             if request.breakdown:
@@ -131,14 +146,16 @@ class Caller:
         A full step ends when every optimizer of the step has stepped. The first one of a trial creates optimizer state. Raise NotTrainedError if
         an optimizer that stepped before no longer does: the size was not really trained.
         """
-        request, series, stepping = running.request, running.series, self._stepping
+        request, series, stepping = running.request, running.series, self.stepping
         wanted = stepping.start_step(running.name, is_further=running.calls > 0, may_wait=calls is None)
         due = request.steps + (series.first_calls is None or wanted is not None)
         goes_on = request.confirms and request.accumulation_steps == 1 and not running.step.starts_anew
         allocations, made, full, until_s = self._extras.allocations(), 0, 0, 0.0
         enough = calls is None and not due
         while not enough:
-            self._call(running, may_repeat=request.repeats and len(self._steps) == 1 and stepping.did_all(running.name))
+            self._call(
+                running, may_repeat=request.repeats and len(self._loop.steps) == 1 and stepping.did_all(running.name)
+            )
             made += 1
             if (calls is not None or full < due) and self._ends_step(running, wanted, is_fixed=calls is not None):
                 full += 1
@@ -154,7 +171,7 @@ class Caller:
             else:
                 running.past_least = goes_on and full >= due
                 mine = full >= due and not (goes_on and self._has_time(until_s, running))
-                enough = self._agree(mine)
+                enough = self._loop.agree(mine)
         if calls is not None and wanted is not None and not full and stepping.knows(running.name):
             raise self._not_trained(request.batch_size, made)
         series.first_calls = series.first_calls or 0
@@ -166,7 +183,7 @@ class Caller:
         If the number of calls `is_fixed`, more of them follow in any case. Otherwise a step without an optimizer ends with each call, and
         one that is waited for in vain ends the step too, or raises.
         """
-        stepping, name = self._stepping, running.name
+        stepping, name = self.stepping, running.name
         is_known, calls = stepping.knows(name), stepping.calls
         if wanted is not None and stepping.has_stepped(wanted):
             is_done = True
@@ -186,8 +203,8 @@ class Caller:
 
     def _waits(self, running: Running) -> bool:
         """Return whether to go on calling a step of the user's, because an optimizer within reach has gradients to step."""
-        may_wait = running.step.max_calls == MAX_CALLS and self._stepping.calls < MAX_WAITING_CALLS
-        return may_wait and self._stepping.waited_s < WAITING_S and bool(self._stepping.waiting)
+        may_wait = running.step.max_calls == MAX_CALLS and self.stepping.calls < MAX_WAITING_CALLS
+        return may_wait and self.stepping.waited_s < WAITING_S and bool(self.stepping.waiting)
 
     def _not_trained(self, batch_size: int, calls: int) -> NotTrainedError:
         reason = REPLAYS_GRAPH if self._extras.has_graphs() else STOPPED_STEPPING
@@ -201,39 +218,43 @@ class Caller:
         series, deadline_s = running.series, running.request.deadline_s
         longest_s = max(series.durations_s, default=0.0)
         is_hurried = deadline_s is not None and time.monotonic() + 2 * longest_s > deadline_s
-        return len(series.served_bytes) < self._look_calls and not is_hurried and time.monotonic() + longest_s < until_s
+        return (
+            len(series.served_bytes) < self._loop.patience.look_calls
+            and not is_hurried
+            and time.monotonic() + longest_s < until_s
+        )
 
     def _call(self, running: Running, *, may_repeat: bool = False) -> None:
         """Call the step once. If `may_repeat`, a device that replays may repeat the last call instead."""
         request, series, before_bytes = running.request, running.series, self._extras.served_bytes()
         may_repeat = may_repeat and running.calls > 0 and not request.breakdown
         if may_repeat and self._card.repeat(confirms=request.confirms and running.calls <= request.steps):
-            self._stepping.repeat_call()
+            self.stepping.repeat_call()
         else:
             self.is_cold = False
-            before = self._stepping.start_call()
+            before = self.stepping.start_call()
             started_s = time.perf_counter()
-            delivered = self._interrupts.delivered_until(request.deadline_s, polled=self._replays)
+            delivered = self._loop.interrupts.delivered_until(request.deadline_s, polled=self._replays)
             try:
                 with self._device.session(), delivered:
-                    running.step.run(self._model, running.next_size, **self._axis.arguments(running.next_row))
+                    running.step.run(self._loop.model, running.next_size, **self._loop.axis.arguments(running.next_row))
                     self._device.synchronize()
-                    check_process_group(self._ranks)  # the step may have made one
+                    check_process_group(max(self._loop.ranks, self._extras.world_size))  # the step may have made one
             finally:
                 duration_s = time.perf_counter() - started_s
                 self.in_steps_s += duration_s
             series.durations_s.append(duration_s)
-            self._stepping.end_call(before)
+            self.stepping.end_call(before)
             self._after_call(running)
         running.calls += 1
         series.served_bytes.append(self._extras.served_bytes() - before_bytes)
-        if request.watches_leaks and self._watches_memory:
+        if request.watches_leaks and not self._loop.ends_with_trial:
             series.peak_bytes.append(self.usage().peak_allocated_bytes or 0)
             series.live_bytes.append(self._device.live_bytes())
 
     def _after_call(self, running: Running) -> None:
-        if self._snapshot is not None:
-            self._snapshot.release_dead()
+        if self._loop.snapshot is not None:
+            self._loop.snapshot.release_dead()
         if self._replays and not running.counts:
             values = self._tracker.plain_values()
             running.counts = running.values is not None and values != running.values
@@ -244,14 +265,14 @@ class Caller:
         history = self._extras.history()
         if history is None:
             return
-        recorder = Recorder(self._model, self._tracker.optimizers)
+        recorder = Recorder(self._loop.model, self._tracker.optimizers)
         one_step = replace(running, request=replace(running.request, steps=0), every={running.name: Series()})
         with history as recorded, recorder.recording(recorded):
             self.make_calls(one_step, None)
         usage = self.usage()
         found = recorder.breakdown(
             running.request.batch_size,
-            running.name if len(self._steps) > 1 else None,
+            running.name if len(self._loop.steps) > 1 else None,
             peak_allocated_bytes=usage.peak_allocated_bytes or 0,
             peak_reserved_bytes=usage.peak_reserved_bytes or 0,
         )
@@ -267,60 +288,32 @@ class Caller:
 
 
 class LocalRunner:
-    """Runs trials of one model and its steps in this process; see `oomprobe.records.trials.Runner`.
+    """Runs trials of one model and its steps in this process; see `oomprobe.records.trials.Runner`."""
 
-    With `ends_with_trial` the process ends after one trial, so the runner neither cleans up nor checks for leaks. Without a
-    `snapshot` it cannot restore weights that earlier trials have trained. As one of several `ranks`, it makes exactly the
-    calls as the others (`agree`), since a rank that makes one more waits for them for ever, and its process ends with a failure.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        model: torch.nn.Module,
-        steps: Mapping[str, Step],
-        tracker: Tracker,
-        watch: OptimizerWatch,
-        interrupts: Interrupts,
-        *,
-        snapshot: Snapshot | None = None,
-        ends_with_trial: bool = False,
-        ranks: int = 1,
-        agree: Callable[[bool], bool] = bool,
-        axis: Axis = NO_AXIS,
-        patience: Patience = PATIENCE,
-    ) -> None:
-        self._ranks = ranks
-        self._axis, self._row = axis, 0
-        self._device, self._extras = device, extras_of(device)
+    def __init__(self, loop: Loop) -> None:
+        self._loop, self._device, self._tracker, self._snapshot = loop, loop.device, loop.tracker, loop.snapshot
+        self._extras, self._row = extras_of(loop.device), 0
         self._card = self._extras.replay
         self.facts = RunnerInfo(
-            device=describe(device),
-            step_names=tuple(steps),
+            device=describe(loop.device),
+            step_names=tuple(loop.steps),
             threads=torch.get_num_threads(),
-            starts_anew=any(step.starts_anew for step in steps.values()),
+            starts_anew=any(step.starts_anew for step in loop.steps.values()),
             world_size=self._extras.world_size,
-            max_batch=min((step.max_batch for step in steps.values() if step.max_batch is not None), default=None),
-            builds=snapshot is None and not ends_with_trial,
+            max_batch=min((step.max_batch for step in loop.steps.values() if step.max_batch is not None), default=None),
+            builds=loop.snapshot is None and not loop.ends_with_trial,
         )
-        self._model, self._steps, self._tracker = model, steps, tracker
-        self._watch, self._interrupts, self._snapshot = watch, interrupts, snapshot
-        self._stepping = Stepping(watch, tracker)
-        self._caller = Caller(
-            device, model, steps, tracker, self._stepping, interrupts,
-            snapshot=snapshot, axis=axis, ranks=ranks, agree=agree, watches_memory=not ends_with_trial, patience=patience,
-        )  # fmt: skip
-        self._ends_with_trial = ends_with_trial
+        self._caller = Caller(loop)
         self._number = 0  # of the trial that is running, among those of this process
         # What the default random number generators were; a process that ends with its trial needs none.
-        self._generators = [] if ends_with_trial else generator_states(device.torch_device.type)
+        self._generators = [] if loop.ends_with_trial else generator_states(loop.device.torch_device.type)
         self.compiled = Compiled()
         self._begin_row(0)
 
     def _begin_row(self, row: int) -> None:
         """Forget what trials with another value of the axis have shown of memory."""
         self._row = row
-        self._card.begin_probe(self._interrupts.poll, replays=len(self._steps) == 1)
+        self._card.begin_probe(self._loop.interrupts.poll, replays=len(self._loop.steps) == 1)
         self._baseline = Baseline(self._device, clean=self._start_cold)
         self._notes: dict[str, None] = {}
 
@@ -334,7 +327,7 @@ class LocalRunner:
         if predicted is not None:
             return Outcome(trial=predicted)
         self._caller.in_steps_s, self._number = 0.0, self._number + 1
-        self._stepping.learn(request.learned)
+        self._caller.stepping.learn(request.learned)
         before_bytes = self._device.outside_bytes()
         try:
             running = self._run_cold(request)
@@ -344,10 +337,10 @@ class LocalRunner:
             self._snapshot.restore_weights()
             running = self._run_cold(request)
         except StepFailedError as error:
-            if self._ranks > 1:
+            if self._loop.ranks > 1:
                 raise
             running = self._run_as_left(request, error)
-        trial = running.trial(several=len(self._steps) > 1, timed=not self.facts.device.replays)
+        trial = running.trial(several=len(self._loop.steps) > 1, timed=not self.facts.device.replays)
         calls = running.calls_made(is_exact=self._tracker.is_exact)
         outcome = Outcome(
             trial=trial,
@@ -355,14 +348,14 @@ class LocalRunner:
             breakdown=running.breakdown,
             in_steps_s=self._caller.in_steps_s,
             notes=self._notes_after(running),
-            learned=self._stepping.learned(),
+            learned=self._caller.stepping.learned(),
             held=running.held,
             is_spent=self._snapshot is None and self._tracker.has_replaced_parameters,
         )
         self._tracker.end_trial(passed=trial.passed)
-        if trial.verdict is Verdict.POISONED or self._ends_with_trial:
+        if trial.verdict is Verdict.POISONED or self._loop.ends_with_trial:
             return outcome
-        if self._ranks > 1 and not trial.passed:
+        if self._loop.ranks > 1 and not trial.passed:
             return replace(outcome, outside_before_bytes=before_bytes)
         trial = replace(trial, leaked_bytes=self._baseline.settle(keeps=not self._tracker.is_exact))
         measured = None
@@ -396,7 +389,7 @@ class LocalRunner:
 
     def _run_cold(self, request: Request) -> Running:
         """Start cold, make the calls under the cap, and classify the end."""
-        running = Running(request=request, step=next(iter(self._steps.values())))
+        running = Running(request=request, step=next(iter(self._loop.steps.values())))
         # A fresh trial drops code compiled for its own size too: its captured graphs hold memory.
         if self.compiled.start_size((request.row, request.batch_size), anew=request.fresh) or not self._caller.is_cold:
             self._start_cold(keeps_cache=request.as_built and self._number == 1)
@@ -415,7 +408,7 @@ class LocalRunner:
         except BaseException as interruption:
             clear_frames(interruption)
             raise
-        if not self._watch.is_alive:
+        if not self._loop.watch.is_alive:
             raise UnreliableError(HOOKS_GONE.format(size=request.batch_size))
         # The exception is gone by now, and with it the frames that held the failed step's tensors.
         if running.failure is None:
@@ -479,7 +472,7 @@ class LocalRunner:
             raise error
         if not running.past_least:
             size, last, caller = running.next_size, request.largest_passed, running.step.caller
-            row = self._axis.label(running.next_row)
+            row = self._loop.axis.label(running.next_row)
             raise step_failed(
                 error, batch_size=size, largest_passed=last, caller=caller, row=row, trial=self._number,
                 simulated=self.facts.device.replays,
@@ -507,7 +500,7 @@ class LocalRunner:
             self._notes[COMPILED] = None
         # Not before the confirmation: an optimizer may step only then.
         confirmed = running.verdict is Verdict.FITS and running.request.confirms
-        if confirmed and (note := self._stepping.note(self._steps, trains=self._trains())):
+        if confirmed and (note := self._caller.stepping.note(self._loop.steps, trains=self._trains())):
             self._notes[note] = None
         return tuple(self._notes)
 
@@ -515,7 +508,7 @@ class LocalRunner:
         """Return whether the model may be there to be trained: not in eval mode, not frozen, and with gradients on."""
         parameters = list(self._tracker.parameters())
         is_frozen = bool(parameters) and not any(one.requires_grad for one in parameters)
-        return self._model.training and torch.is_grad_enabled() and not is_frozen
+        return self._loop.model.training and torch.is_grad_enabled() and not is_frozen
 
     # --- between trials ---
 

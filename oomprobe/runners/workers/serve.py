@@ -17,7 +17,7 @@ from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import Step
 from oomprobe.records.trials import Request, Runner
 from oomprobe.runners.hooks import OptimizerWatch
-from oomprobe.runners.local import LocalRunner
+from oomprobe.runners.local import LocalRunner, Loop
 from oomprobe.runners.signals import Interrupts
 from oomprobe.runners.workers import system
 from oomprobe.runners.workers.messages import Enough, Lost, Message, Ready, failed, receive, send
@@ -96,17 +96,12 @@ def local_runner(
     watch = OptimizerWatch(tracker.add, model)
     watch.__enter__()  # until this process ends
     return LocalRunner(
-        device,
-        model,
-        steps,
-        tracker,
-        watch,
-        Interrupts(),  # the parent ends a process that hangs
-        ends_with_trial=is_host(device),
-        ranks=ranks,
-        agree=agree,
-        axis=axis,
-    )
+        Loop(
+            device=device, model=model, steps=steps, tracker=tracker, watch=watch, axis=axis, ranks=ranks, agree=agree,
+            interrupts=Interrupts(),  # the parent ends a process that hangs
+            ends_with_trial=is_host(device),
+        )
+    )  # fmt: skip
 
 
 def _compile_here() -> None:
