@@ -123,8 +123,8 @@ def _matching_row(link: Link) -> ErrorText | None:
     is_from_library = not _BUILTINS_OF_TORCH.isdisjoint(classes) or any(_root(name) in LIBRARIES for name in classes)
     for row in ERROR_TEXTS:
         # Read texts only from classes that torch and its libraries raise: a user's ValueError may say anything.
-        reads_text = is_from_library or not row.also_raised_as.isdisjoint(classes)
-        if code in row.codes or not row.classes.isdisjoint(classes) or (reads_text and row.pattern.search(text)):
+        reads_text = is_from_library or not classes.isdisjoint(row.also)
+        if code in row.codes or not classes.isdisjoint(row.classes) or (reads_text and row.pattern.search(text)):
             return None if row.verdict is Verdict.BUG else row
     return None
 

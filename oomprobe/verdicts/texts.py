@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from oomprobe.records.trials import Verdict
 
@@ -28,31 +29,15 @@ class ErrorText:
     ambiguous: bool = False  # whether it has other causes too, so the verdict needs evidence
     of_host: bool = False  # whether an OOM row means host memory
     only_integrated: bool = False  # whether the verdict holds only on devices that share the host's memory
-    also_raised_as: frozenset[str] = frozenset()  # further to RuntimeError, MemoryError and classes of `LIBRARIES`
-    classes: frozenset[str] = frozenset()  # classes of this kind, whatever their text
-    codes: frozenset[int] = frozenset()  # values of ``error_code`` of this kind
+    also: tuple[str, ...] = ()  # classes that raise it, further to RuntimeError, MemoryError and those of `LIBRARIES`
+    classes: tuple[str, ...] = ()  # of this kind, whatever their text
+    codes: tuple[int, ...] = ()  # values of ``error_code`` of this kind
 
 
-def _row(
-    verdict: Verdict,
-    source: str,
-    *alternatives: str,
-    also: tuple[str, ...] = (),
-    classes: tuple[str, ...] = (),
-    codes: tuple[int, ...] = (),
-    **marks: bool,
-) -> ErrorText:
+def _row(verdict: Verdict, source: str, *alternatives: str, **rest: Any) -> ErrorText:
     # Searching lower-case text with a lower-case pattern takes a third of the time of a search that ignores case.
     lowered = re.sub(r"(?<!\\)[A-Z]", lambda letter: letter[0].lower(), "|".join(alternatives))
-    return ErrorText(
-        pattern=re.compile(lowered),
-        verdict=verdict,
-        source=source,
-        also_raised_as=frozenset(also),
-        classes=frozenset(classes),
-        codes=frozenset(codes),
-        **marks,
-    )
+    return ErrorText(pattern=re.compile(lowered), verdict=verdict, source=source, **rest)
 
 
 # Packages whose exceptions are about the device even if they do not inherit from RuntimeError.

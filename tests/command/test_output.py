@@ -8,6 +8,7 @@ import pytest
 
 from oomprobe.records.trials import Verdict
 from oomprobe.runners.command.output import CONTEXT_LINES, KEPT, Output, cause_of
+from oomprobe.runners.command.reports import Seen
 from oomprobe.verdicts import Evidence, Link
 
 from .test_reports import memory, report
@@ -16,27 +17,17 @@ OUTPUTS = Path(__file__).parents[1] / "data" / "launchers"
 OOM, BUG, CRASHED, POISONED = Verdict.OOM, Verdict.BUG, Verdict.CRASHED, Verdict.POISONED
 RAN_OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00 MiB."
 ENDINGS = {
-    "python-forward": (OOM, RAN_OUT),
-    "python-bug": (BUG, "KeyError: 'input_ids'"),
-    "python-mentions-limits": (BUG, "KeyError: 'input_ids'"),
-    "python-assert": (POISONED, "RuntimeError: CUDA error: device-side assert triggered"),
-    "python-logs-and-skips": (OOM, "its output quotes an out-of-memory error"),
-    "gloo-forward": (OOM, RAN_OUT),
-    "gloo-backward": (OOM, RAN_OUT),
-    "gloo-bug": (BUG, "KeyError: 'input_ids'"),
-    "gloo-killed": (CRASHED, "rank 1 was killed by SIGKILL"),
+    **dict.fromkeys(["python-bug", "python-mentions-limits", "gloo-bug", "nccl-bug"], (BUG, "KeyError: 'input_ids'")),
+    **dict.fromkeys(["accelerate-bug", "hydra-bug", "spawn-bug"], (BUG, "KeyError: 'input_ids'")),
+    **dict.fromkeys(
+        ["python-forward", "gloo-forward", "gloo-backward", "nccl-forward", "fsdp-backward"], (OOM, RAN_OUT)
+    ),
+    **dict.fromkeys(["accelerate-forward", "hydra-forward", "spawn-forward"], (OOM, RAN_OUT)),
+    **dict.fromkeys(["gloo-killed", "nccl-killed"], (CRASHED, "rank 1 was killed by SIGKILL")),
     "gloo-leaves": (CRASHED, "rank 1 exited with 7"),
     "gloo-segfault": (CRASHED, "rank 1 was killed by SIGSEGV"),
-    "nccl-forward": (OOM, RAN_OUT),
-    "nccl-bug": (BUG, "KeyError: 'input_ids'"),
-    "nccl-killed": (CRASHED, "rank 1 was killed by SIGKILL"),
-    "fsdp-backward": (OOM, RAN_OUT),
-    "accelerate-forward": (OOM, RAN_OUT),
-    "accelerate-bug": (BUG, "KeyError: 'input_ids'"),
-    "hydra-forward": (OOM, RAN_OUT),
-    "hydra-bug": (BUG, "KeyError: 'input_ids'"),
-    "spawn-forward": (OOM, RAN_OUT),
-    "spawn-bug": (BUG, "KeyError: 'input_ids'"),
+    "python-assert": (POISONED, "RuntimeError: CUDA error: device-side assert triggered"),
+    "python-logs-and-skips": (OOM, "its output quotes an out-of-memory error"),
     "lightning-bug": (BUG, "EOFError: Ran out of input"),
     "trainer-forward": (OOM, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 MiB."),
 }
@@ -64,7 +55,7 @@ def read(text, chunks=1):
 
 def cause(output, *, status=1, smaller_passed=True, oom_kills=0, reports=()):
     evidence = Evidence(smaller_size_passed=smaller_passed, memory_pressure=False)
-    return cause_of(reports, output, status, evidence, oom_kills=oom_kills)
+    return cause_of(Seen(reports), output, status, evidence, oom_kills=oom_kills)
 
 
 def test_every_output_is_in_the_table():
@@ -92,20 +83,20 @@ def test_a_bug_shows_the_lines_up_to_it(name):
     assert any("Traceback" in line or "File" in line for line in context)
 
 
+NCCL_ERROR = (
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:131, unhandled cuda error\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'\n"
+)
+C10_ERROR = "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA out of memory. Tried\n"
+LISTENS = "torch.distributed.DistNetworkError: The server socket has failed to listen on any address: EADDRINUSE"
+WAITED = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
+
+
 @pytest.mark.parametrize(
     ("text", "verdict", "error"),
     [
-        (
-            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:131, unhandled cuda error\n"
-            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'\n",
-            OOM,
-            "",
-        ),
-        (
-            "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA out of memory. Tried\n",
-            OOM,
-            "",
-        ),
+        (NCCL_ERROR, OOM, ""),
+        (C10_ERROR, OOM, ""),
         ("ValueError: batch must be a multiple of 8\nRuntimeError: CUDA out of memory.\n", OOM, "RuntimeError"),
         ("ValueError: CUDA out of memory\n", BUG, "ValueError: CUDA out of memory"),
         ("RuntimeError: Connection closed by peer\nValueError: too small\n", BUG, "ValueError: too small"),
@@ -113,25 +104,12 @@ def test_a_bug_shows_the_lines_up_to_it(name):
         ("Epoch 1: 10%\rEpoch 1: 20%\rKeyError: 'x'\n", BUG, "KeyError: 'x'"),
         ("KeyError: 'the line that is cut off", BUG, "KeyError: 'the line that is cut off"),
         ("", CRASHED, "the command exited with 1"),
-        (
-            "train.py: error: unrecognized arguments\n",
-            CRASHED,
-            "the command exited with 1\nthe end of its output:\ntrain.py",
-        ),
-        (
-            "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.\n"
-            "KeyError: 'x'\n",
-            BUG,
-            "KeyError: 'x'",
-        ),
+        ("train.py: error: no\n", CRASHED, "the command exited with 1\nthe end of its output:\ntrain.py: error"),
+        (f"{WAITED}\nKeyError: 'x'\n", BUG, "KeyError: 'x'"),
         ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 2 GiB\n", Verdict.HOST_OOM, "numpy"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n", Verdict.HOST_OOM, "the system's OOM killer"),
         ("srun: error: node1: task 3: Out Of Memory\n", Verdict.HOST_OOM, "the system's OOM killer"),
-        (
-            "torch.distributed.DistNetworkError: The server socket has failed to listen on any address: EADDRINUSE\n",
-            BUG,
-            "torch.distributed.DistNetworkError",
-        ),
+        (f"{LISTENS}\n", BUG, "torch.distributed.DistNetworkError"),
     ],
 )
 def test_other_outputs(text, verdict, error):
@@ -141,6 +119,9 @@ def test_other_outputs(text, verdict, error):
 
 TIP = "tip: after 'CUDA out of memory. Tried to allocate 20.00 MiB' lower the batch size"
 REPORTS = report(0, memory())
+RAISES = replace(REPORTS, errors=(Link(classes=("builtins.KeyError",), text="x"),))
+# NCCL takes memory without torch's allocator, and ends a process that can report no more.
+NCCL_ENDS = "  what():  NCCL error: unhandled cuda error\nRuntimeError: CUDA error: out of memory"
 
 
 @pytest.mark.parametrize(
@@ -151,12 +132,7 @@ REPORTS = report(0, memory())
         (TIP, [REPORTS], CRASHED, "the command exited with 1"),
         (RAN_OUT, [REPORTS], CRASHED, "the command exited with 1"),
         (f"{RAN_OUT}\nKeyError: 'x'", [REPORTS], BUG, "KeyError: 'x'"),
-        (
-            RAN_OUT,
-            [replace(REPORTS, errors=(Link(classes=("builtins.KeyError",), text="x"),))],
-            BUG,
-            "rank 0: KeyError: x",
-        ),
+        (RAN_OUT, [RAISES], BUG, "rank 0: KeyError: x"),
         (RAN_OUT, [replace(REPORTS, raised_ooms=1)], OOM, RAN_OUT),
         (
             TIP,
@@ -164,13 +140,7 @@ REPORTS = report(0, memory())
             OOM,
             "rank 0: its allocator ran out of memory, and the program caught",
         ),
-        # NCCL takes memory without torch's allocator, and ends a process that can report no more.
-        (
-            "  what():  NCCL error: unhandled cuda error\nRuntimeError: CUDA error: out of memory",
-            [REPORTS],
-            OOM,
-            "RuntimeE",
-        ),
+        (NCCL_ENDS, [REPORTS], OOM, "RuntimeE"),
     ],
 )
 def test_text_decides_only_where_processes_do_not_report(text, reports, verdict, error):

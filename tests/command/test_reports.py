@@ -1,16 +1,17 @@
 """What follows from the reports of all processes together."""
 
 import json
+from dataclasses import asdict, replace
 
 import pytest
 
-from oomprobe.runners.command import reports
-from oomprobe.runners.command.reports import Memory, Report
+from oomprobe.runners.command.reports import Memory, Report, Seen, are_the_same
+from oomprobe.verdicts import Link
 
 GIB = 2**30
 
 
-def memory(uuid="a", *, reserved=2, peak=4, outside=1, fraction=0.9, asked=(), total=10):
+def memory(uuid="a", *, reserved=2, peak=4, outside=1, fraction=0.9, requested=(), total=10):
     return Memory(
         index=0,
         uuid=uuid,
@@ -20,15 +21,15 @@ def memory(uuid="a", *, reserved=2, peak=4, outside=1, fraction=0.9, asked=(), t
         peak_reserved_bytes=peak * GIB,
         peak_allocated_bytes=peak * GIB,
         retries=0,
-        asked=asked,
+        requested=requested,
         fraction=fraction,
         outside_bytes=None if outside is None else outside * GIB,
     )
 
 
-def report(rank=None, *devices, steps=3, world=None, why="step", begun_s=0.0, at_s=10.0, host="node", pid=1):
+def report(rank=None, *devices, steps=3, world=None, why="step", begun_s=0.0, at_s=10.0, host="node"):
     return Report(
-        pid=pid,
+        pid=1,
         host=host,
         rank=rank,
         world_size=world,
@@ -48,61 +49,58 @@ def report(rank=None, *devices, steps=3, world=None, why="step", begun_s=0.0, at
     )
 
 
+ENGINE = report(None, memory("b"), steps=0)  # beside the trainer; it never steps
+
+
 @pytest.mark.parametrize(
-    ("seen", "all_"),
+    ("reports", "all_report", "steps_of_all", "missing"),
     [
-        ([], False),
-        ([report(steps=0)], False),  # a launcher that imports torch
-        ([report(steps=0), report(0, memory(), steps=0)], True),
-        ([report()], True),  # it trains on what torch does not count
-        ([report(0, memory(), world=2)], False),
-        ([report(0, memory(), world=2), report(1, memory("b"))], True),
+        ([], False, 0, 1),
+        ([report(steps=0)], False, 0, 1),  # a launcher that imports torch
+        ([report(steps=0), report(0, memory(), steps=0)], True, 0, 0),
+        ([report()], True, 3, 1),  # it trains on what torch does not count
+        ([report(), ENGINE], True, 3, 1),
+        ([report(0, memory(), world=2)], False, 0, 1),  # the other rank is on another machine, or has not stepped yet
+        ([report(0, memory(), world=2), report(1, steps=0)], False, 0, 0),
+        ([report(0, memory(), world=2), report(1, memory("b"), steps=2)], True, 2, 0),
     ],
 )
-def test_whether_all_processes_with_memory_report(seen, all_):
-    assert reports.all_report(seen) is all_
+def test_what_is_known_of_all_processes(reports, all_report, steps_of_all, missing):
+    seen = Seen(reports)
+    assert (seen.all_report, seen.steps_of_all) == (all_report, steps_of_all)
+    assert seen.missing_ranks == missing
 
 
 @pytest.mark.parametrize(
-    ("seen", "steps"),
+    ("reports", "users"),
     [
-        ([], 0),
-        ([report(steps=0)], 0),
-        ([report(), report(steps=0)], 3),  # an engine beside the trainer, which never steps
-        ([report(0, world=2), report(1, world=2, steps=2)], 2),
-        ([report(0, world=2)], 0),  # the other rank is on another machine, or has not stepped yet
+        # Ranks that see one device each all call it 0; its UUID and machine tell them apart.
+        ([report(0, memory("a")), report(1, memory("b")), report(2, memory("a"), host="other")], [1, 1, 1]),
+        # A process that ended before training began, such as a check.
+        ([report(None, memory(), why="exit", at_s=5.0), report(0, memory(), begun_s=6.0)], [1]),
+        ([report(None, memory(), why="exit", at_s=5.0), report(0, memory(), begun_s=4.0)], [2]),
     ],
 )
-def test_every_rank_must_have_stepped(seen, steps):
-    assert reports.least_steps(seen) == steps
-
-
-def test_ranks_that_see_one_device_each_are_told_apart_by_uuid():
-    seen = [report(0, memory("a")), report(1, memory("b")), report(2, memory("a"), host="other")]
-    assert [len(card) for card in reports.cards(seen)] == [1, 1, 1]
-
-
-def test_what_two_processes_on_a_card_leave():
-    """Each counts the other's memory as outside of its own."""
-    (card,) = reports.cards([report(0, memory(reserved=2, outside=4)), report(1, memory(reserved=3, outside=3))])
-    assert reports.outside_bytes(card) == 1 * GIB
-    assert reports.available_bytes(card) == 9 * GIB
-
-
-def test_a_process_that_ended_before_training_began_is_left_out():
-    check = report(None, memory(), why="exit", at_s=5.0)
-    assert [len(card) for card in reports.cards([check, report(0, memory(), begun_s=6.0)])] == [1]
-    assert [len(card) for card in reports.cards([check, report(0, memory(), begun_s=4.0)])] == [2]
-
-
-def test_a_device_that_could_not_be_measured():
-    (card,) = reports.cards([report(0, memory(outside=None))])
-    assert reports.outside_bytes(card) is None
-    assert reports.available_bytes(card) == 10 * GIB
+def test_which_processes_use_a_card(reports, users):
+    assert [len(card.users) for card in Seen(reports).cards] == users
 
 
 @pytest.mark.parametrize(
-    ("seen", "said"),
+    ("reports", "outside", "available"),
+    [
+        # Each of two processes on a card counts the other's memory as outside of its own.
+        ([report(0, memory(reserved=2, outside=4)), report(1, memory(reserved=3, outside=3))], 1 * GIB, 9 * GIB),
+        ([report(0, memory(outside=None))], None, 10 * GIB),
+    ],
+)
+def test_the_memory_that_a_command_leaves(reports, outside, available):
+    (card,) = Seen(reports).cards
+    assert (card.outside_bytes, card.available_bytes) == (outside, available)
+    assert Seen(reports).outside_bytes == outside
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
     [
         ([report(0, memory("a"))], None),
         ([report(0, memory("a", fraction=0.8))], None),
@@ -116,27 +114,27 @@ def test_a_device_that_could_not_be_measured():
         ([], "no process of the command reported its GPU's memory"),
     ],
 )
-def test_whether_all_were_held_to_their_caps(seen, said):
-    found = reports.uncapped(seen, {"": 0.9, "b": 0.5})
+def test_whether_all_were_held_to_their_caps(reports, said):
+    found = Seen(reports).uncapped({"": 0.9, "b": 0.5})
     assert found is None if said is None else found.startswith(said)
 
 
-def test_what_each_step_asked_for():
-    def asked(*steps):
-        return reports.asked_by_step([report(0, memory(asked=steps)), report(1, memory("b", asked=((0, 0),) * 3))])
+def test_what_each_step_requested():
+    def requested(*steps):
+        silent = report(1, memory("b", requested=((0, 0),) * 3))  # its allocator counts nothing
+        return Seen([report(0, memory(requested=steps)), silent]).requested
 
-    steps = asked((100, 5), (150, 8), (190, 12))
-    assert steps == {"0 a": [(50, 3), (40, 4)]}  # the other one's allocator counts nothing
-    assert reports.are_the_same(steps, asked((90, 4), (140, 7)))  # in the step that both have made
-    assert not reports.are_the_same(steps, asked((100, 5), (151, 8)))
-    assert not reports.are_the_same(asked(), asked())
+    steps = requested((100, 5), (150, 8), (190, 12))
+    assert steps == {"0 a": [(50, 3), (40, 4)]}
+    assert are_the_same(steps, requested((90, 4), (140, 7)))  # in the step that both have made
+    assert not are_the_same(steps, requested((100, 5), (151, 8)))
+    assert not are_the_same(requested(), requested())
 
 
 def test_reports_are_read_in_the_order_they_were_written(tmp_path):
-    for number, at_s in enumerate((3.0, 1.0, 2.0)):
-        written = {**{name: getattr(report(number), name) for name in Report.__slots__}, "at_s": at_s}
-        written |= {"errors": [{"classes": ["builtins.KeyError"], "text": "a"}], "devices": [], "newer": "field"}
-        (tmp_path / f"node-{number}.json").write_text(json.dumps(written))
+    link = Link(classes=("builtins.KeyError",), text="a")
+    written = [replace(report(number, memory()), at_s=at_s, errors=(link,)) for number, at_s in enumerate((3.0, 1.0))]
+    for one in written:
+        (tmp_path / f"node-{one.rank}.json").write_text(json.dumps({**asdict(one), "newer": "field"}))
     (tmp_path / "node-9.json.part").write_text("{")
-    assert [one.at_s for one in reports.read(tmp_path)] == [1.0, 2.0, 3.0]
-    assert reports.read(tmp_path)[0].errors[0].classes == ("builtins.KeyError",)
+    assert Seen.read(tmp_path).reports == written[::-1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from oomprobe.runners.command.reports import read
+from oomprobe.runners.command.reports import Seen
 from oomprobe.runners.command.run import HERE
 
 SITE = HERE / "site"
@@ -38,7 +38,7 @@ def run(tmp_path, code, *, python=sys.executable, path=(), **variables):
     ended = subprocess.run(
         [python, script], env={**environment, **variables}, capture_output=True, text=True, check=False
     )
-    return ended.returncode, ended.stderr, read(reports)
+    return ended.returncode, ended.stderr, Seen.read(reports).reports
 
 
 def test_steps_are_reported(tmp_path):

@@ -50,6 +50,9 @@ def python(*words, options=()):
     return [sys.executable, *options, str(SCRIPT), "--batch-size", "{batch}", *words]
 
 
+MEETS = f"MEETING={{dir}} {sys.executable} {SCRIPT} --fault meets --batch-size {{batch}}"
+
+
 def probe(command, **options):
     return oomprobe.probe_command(command, progress="off", **options)
 
@@ -142,20 +145,15 @@ def test_where_no_process_reports_the_deciding_line_is_quoted():
 
 @pytest.mark.parametrize("fault", ["bug", "mentions-limits"])
 def test_a_bug(fault):
-    with pytest.raises(
-        oomprobe.StepFailedError, match=r"at batch size 8 \(script.py:\d+\): KeyError: 'input_ids'"
-    ) as caught:
+    said = r"at batch size 8 \(script.py:\d+\): KeyError: 'input_ids'"
+    with pytest.raises(oomprobe.StepFailedError, match=said) as caught:
         probe(python("--fault", fault), start_batch=8)
     assert caught.value.batch_size == 8
     assert "KeyError: 'input_ids'" in str(caught.value).splitlines()[-1]  # the end of its output
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("killed", "the command was killed by SIGKILL"),
-        ("leaves", "the command exited with 7"),
-    ],
+    ("fault", "said"), [("killed", "the command was killed by SIGKILL"), ("leaves", "the command exited with 7")]
 )
 def test_a_death_is_tried_twice(fault, said):
     with pytest.raises(oomprobe.StepFailedError, match=said) as caught:
@@ -177,14 +175,7 @@ def test_a_hang_ends_at_the_limit_and_a_deaf_process_is_killed():
         (python("--samples", "40"), "ended without an error at batch 16 after 2 optimizer steps, and a trial needs 3"),
         (python("--fault", "sets-fraction"), "process .* set its allocator's cap to 0.95 of the GPU itself"),
         (python("--steps", "4", options=["-I"]), "no process of the command reported its GPU's memory"),
-        (
-            [
-                "sh",
-                "-c",
-                f"for card in 0 0; do MEETING={{dir}} {sys.executable} {SCRIPT} --fault meets --batch-size {{batch}} & done; wait",
-            ],
-            "process .* hold memory of one GPU",
-        ),
+        (["sh", "-c", f"{MEETS} & {MEETS} & wait"], "process .* hold memory of one GPU"),
     ],
 )
 def test_refused(command, said):
@@ -232,9 +223,8 @@ def test_an_inference_script_passes_when_it_ends(tmp_path):
     script.write_text(
         "import sys, torch\nx = torch.ones(int(sys.argv[1]) * 2**20, device='cuda'); print((x + 1).sum().item())\n"
     )
-    result = oomprobe.check_command(
-        [sys.executable, str(script), "{batch}"], 98, progress="off"
-    )  # two of 392 MiB in 786
+    command = [sys.executable, str(script), "{batch}"]
+    result = oomprobe.check_command(command, 98, progress="off")  # two of 392 MiB in 786
     assert any(note.startswith("weak: ") for note in result.notes)
 
 
@@ -257,20 +247,8 @@ def test_nothing_is_left_when_oomprobe_ends(how, tmp_path):
 def test_command_line(capfd, tmp_path):
     where = tmp_path / "result.json"
     command = ["sh", "-c", f"exec {sys.executable} {SCRIPT} > {{dir}}/log"]  # it reads OOMPROBE_BATCH
-    words = [
-        "run",
-        "--progress",
-        "off",
-        "--min-batch",
-        "8",
-        "--max-batch",
-        "8",
-        "--global-batch",
-        "64",
-        "--json",
-        str(where),
-    ]
-    assert main([*words, "--", "env", "OOMPROBE_BATCH={batch}", *command]) == 0
+    words = f"run --progress off --min-batch 8 --max-batch 8 --global-batch 64 --json {where} -- env OOMPROBE_BATCH={{batch}}"
+    assert main([*words.split(), *command]) == 0
     printed = capfd.readouterr().out
     assert "verdict: batch 8 fits in 786.60 MiB" in printed
     assert "64 = 8 x 8, exact" in printed

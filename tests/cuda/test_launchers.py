@@ -9,7 +9,7 @@ import pytest
 
 import oomprobe
 
-from .test_command import CRASHED, OOM, SCRIPT, one_trial
+from .test_command import CRASHED, OOM, SCRIPT, one_trial, probe, python
 from .test_command import bed as bed  # an autouse fixture
 
 BIN = Path(sys.executable).parent
@@ -40,16 +40,14 @@ def test_one_rank_runs_out_of_memory(backend, fault):
 
 def test_a_bug_on_one_rank():
     with pytest.raises(oomprobe.StepFailedError, match=r"rank 1: KeyError: 'input_ids'") as caught:
-        oomprobe.probe_command(torchrun("--fault", "bug", "--rank", "1"), start_batch=8, progress="off")
+        probe(torchrun("--fault", "bug", "--rank", "1"), start_batch=8)
     assert "KeyError: 'input_ids'" in str(caught.value).splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_a_killed_rank():
     with pytest.raises(oomprobe.StepFailedError, match="rank 1 was killed by SIGKILL") as caught:
-        oomprobe.probe_command(
-            torchrun("--fault", "killed", "--rank", "1", backend="gloo"), start_batch=8, progress="off"
-        )
+        probe(torchrun("--fault", "killed", "--rank", "1", backend="gloo"), start_batch=8)
     assert [trial.verdict for trial in caught.value.trials] == [CRASHED] * 2
 
 
@@ -81,17 +79,12 @@ def test_two_machines(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [
-        [sys.executable, str(SCRIPT), "--batch-size", "{batch}"],
-        torchrun(backend="gloo"),
-        torchrun(),
-        torchrun("--fsdp"),
-    ],
+    [python(), torchrun(backend="gloo"), torchrun(), torchrun("--fsdp")],
     ids=["python", "ddp-gloo", "ddp-nccl", "fsdp-nccl"],
 )
 def test_the_answer_of_a_search_runs_without_oomprobe(command):
     """Fresh runs of 200 steps: the answer with and without the cap, and what is larger by more than the resolution."""
-    result = oomprobe.probe_command(command, start_batch=16, progress="off")
+    result = probe(command, start_batch=16)
     assert len(result.trials) <= 14
     fraction = f"per_process_memory_fraction:{result.budget_bytes / 2**30:.9f}"
 

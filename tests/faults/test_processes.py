@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,12 @@ def once(fault):
     return only_once
 
 
-# --- sticky errors ---
+def sigkill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleeps_in_c():
+    ctypes.PyDLL(None).sleep(600)  # holds the GIL, so no Python signal handler runs
 
 
 def illegal_access():
@@ -57,12 +63,64 @@ def illegal_access():
     CARD.fake.synchronize()
 
 
-def poisoned():
-    return at(6, illegal_access)
+def measuring(number, fault):
+    """Return a target with a fault when its process is asked for the memory this time: before, in or after a check's trial."""
+    measure, calls = CARD.available_bytes, Log()
+
+    def measured():
+        calls.append(True)
+        return fault() if len(calls) == number else measure()
+
+    CARD.available_bytes = measured
+    return trained()
+
+
+def exits():
+    os.write(2, b"a library: licence server not found\n")
+    os._exit(1)
+
+
+def says_out_of_memory():
+    os.write(2, b"CUDA Setup failed: out of memory at line 380 in csrc/ops.cu\n")
+    os._exit(1)
+
+
+def aborts_for_memory():
+    os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+    os.abort()
+
+
+poisoned = partial(at, 6, illegal_access)
+# The step passes, after which the card is lost while its cache is released.
+poisoned_between_steps = partial(at, 6, lambda: setattr(CARD, "release", illegal_access))
+lost_from_the_start = partial(at, 1, lambda: setattr(CARD, "release", illegal_access))
+killed_measuring = partial(measuring, 3, sigkill)
+always_killed_measuring = partial(measuring, 1, sigkill)
+hanging_measuring = partial(measuring, 3, sleeps_in_c)
+killed = partial(at, 5, sigkill)
+exited = partial(at, 5, exits)
+killed_at_nine = partial(trained, lambda batch_size: batch_size == 9 and sigkill())
+hanging_at_nine = partial(trained, lambda batch_size: batch_size == 9 and sleeps_in_c())
+exited_out_of_memory = partial(at, 5, says_out_of_memory)
+sleeping_in_c = partial(at, 4, sleeps_in_c)
+killed_once = partial(at, 7, once(sigkill))
+hangs_once = partial(at, 7, once(sleeps_in_c))
+
+
+def named(target):
+    """Return the name of a target of this module, which may be a partial."""
+    return next(f"{__name__}:{name}" for name, value in globals().items() if value is target)
+
+
+def probe(target, **options):
+    return probe_target(named(target), **{**isolated, **options})
+
+
+# --- sticky errors ---
 
 
 def test_a_new_process_replaces_a_poisoned_one():
-    result = probe_target(poisoned, min_batch=4, max_batch=6, **isolated)
+    result = probe(poisoned, min_batch=4, max_batch=6)
     assert (result.batch_size, result.limited_by) == (5, "size_limit")
     assert any("sticky error in two processes" in note for note in result.notes)
     assert {t.batch_size for t in result.trials if t.verdict is Verdict.POISONED} == {6}
@@ -84,30 +142,21 @@ def worn_out():
 
 @pytest.mark.slow
 def test_a_size_that_stops_training_runs_again_in_a_new_process():
-    result = probe_target(worn_out, max_batch=4, **isolated)
+    result = probe(worn_out, max_batch=4)
     sizes = 1, 2, 4, 1, 4  # the look at 1 begins with the tenth call
     assert [(t.batch_size, t.verdict) for t in result.trials] == [(size, Verdict.FITS) for size in sizes]
 
 
-def poisoned_between_steps():
-    """Return a step that passes at size 6, after which the card is lost while its cache is released."""
-    return at(6, lambda: setattr(CARD, "release", illegal_access))
-
-
 def test_a_card_lost_between_steps_costs_its_process_only():
-    result = probe_target(poisoned_between_steps, min_batch=4, max_batch=6, **isolated)
+    result = probe(poisoned_between_steps, min_batch=4, max_batch=6)
     assert (result.batch_size, result.limited_by) == (5, "size_limit")
     lost = [t for t in result.trials if t.verdict is Verdict.POISONED]
     assert {(t.batch_size, t.error) for t in lost} == {(6, f"AcceleratorError: {ILLEGAL_ADDRESS}")}
 
 
-def lost_from_the_start():
-    return at(1, lambda: setattr(CARD, "release", illegal_access))
-
-
 def test_a_card_lost_in_two_processes_ends_the_probe():
     with pytest.raises(DeviceLostError, match="a fresh process hit the same error") as lost:
-        probe_target(lost_from_the_start, **isolated)
+        probe(lost_from_the_start)
     assert [(t.batch_size, t.verdict) for t in lost.value.trials] == [(1, Verdict.POISONED)] * 2
 
 
@@ -128,7 +177,7 @@ def records_processes():
 def test_no_process_runs_another_trial_after_one_at_the_edge(tmp_path, monkeypatch):
     """Without a cap, a refused allocation may have broken torch's allocator, which a health check may miss."""
     monkeypatch.setenv("RECORD", str(tmp_path / "calls"))
-    assert probe_target(records_processes, min_batch=8, resolution=0.2, **isolated).batch_size == ROOM
+    assert probe(records_processes, min_batch=8, resolution=0.2).batch_size == ROOM
     calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
     refused = [number for number, (size, _) in enumerate(calls) if int(size) > ROOM]
     assert refused
@@ -139,44 +188,14 @@ def test_no_process_runs_another_trial_after_one_at_the_edge(tmp_path, monkeypat
 # --- processes that die, or hang, while the memory is measured ---
 
 
-def measuring(number, fault):
-    """Return a target with a fault when its process is asked for the memory this time: before, in or after a check's trial."""
-    measure, calls = CARD.available_bytes, Log()
-
-    def measured():
-        calls.append(True)
-        return fault() if len(calls) == number else measure()
-
-    CARD.available_bytes = measured
-    return trained()
-
-
-def killed_measuring():
-    return measuring(3, sigkill)
-
-
 def test_a_death_while_measuring_loses_no_confirmed_answer():
-    assert check_target(killed_measuring, 8, device=CARD, memory_fraction=0.9, progress="off").batch_size == 8
-
-
-def always_killed_measuring():
-    return measuring(1, sigkill)
-
-
-def hanging_measuring():
-    return measuring(3, sleeps_in_c)
+    assert check_target(named(killed_measuring), 8, device=CARD, memory_fraction=0.9, progress="off").batch_size == 8
 
 
 @pytest.mark.parametrize(
     ("target", "options", "error", "words", "passed"),
     [
-        (
-            always_killed_measuring,
-            {},
-            UnreliableError,
-            "two processes failed while they measured the memory of Fake Card",
-            0,
-        ),
+        (always_killed_measuring, {}, UnreliableError, "two processes failed while they measured the memory", 0),
         (
             hanging_measuring,
             {"time_limit_s": 2.5},
@@ -188,28 +207,11 @@ def hanging_measuring():
 )
 def test_an_end_while_measuring_is_told_as_such(target, options, error, words, passed):
     with pytest.raises(error, match=words) as told:
-        check_target(target, 8, device=CARD, progress="off", **options)
+        check_target(named(target), 8, device=CARD, progress="off", **options)
     assert [t.verdict for t in told.value.trials] == [Verdict.FITS] * passed
 
 
 # --- processes that die ---
-
-
-def sigkill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed():
-    return at(5, sigkill)
-
-
-def exits():
-    os.write(2, b"a library: licence server not found\n")
-    os._exit(1)
-
-
-def exited():
-    return at(5, exits)
 
 
 @pytest.mark.parametrize(
@@ -221,18 +223,10 @@ def exited():
 )
 def test_a_death_that_is_not_about_memory_is_a_failed_step(target, words):
     with pytest.raises(StepFailedError) as failed:
-        probe_target(target, **isolated)
+        probe(target)
     assert words in str(failed.value)
     assert failed.value.batch_size == 8
     assert [t.verdict for t in failed.value.trials] == [Verdict.FITS] * 3 + [Verdict.CRASHED] * 2
-
-
-def killed_at_nine():
-    return trained(lambda batch_size: batch_size == 9 and sigkill())
-
-
-def hanging_at_nine():
-    return trained(lambda batch_size: batch_size == 9 and sleeps_in_c())
 
 
 @pytest.mark.parametrize(
@@ -245,22 +239,8 @@ def hanging_at_nine():
 def test_a_late_end_says_what_ran_and_what_failed(target, options, error, what):
     """Ten samples fit: 3, 6, not 12, and then 9."""
     with pytest.raises(error) as late:
-        probe_target(target, min_batch=3, multiple_of=3, **options, **isolated)
+        probe(target, min_batch=3, multiple_of=3, **options)
     assert str(late.value).startswith(f"after batch 6 ran for 2 steps and batch 12 failed, {what}")
-
-
-def says_out_of_memory():
-    os.write(2, b"CUDA Setup failed: out of memory at line 380 in csrc/ops.cu\n")
-    os._exit(1)
-
-
-def exited_out_of_memory():
-    return at(5, says_out_of_memory)
-
-
-def aborts_for_memory():
-    os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
-    os.abort()
 
 
 class Nested(torch.nn.Module):
@@ -278,37 +258,21 @@ def aborted():
 
 @pytest.mark.parametrize(("target", "limited_by"), [(exited_out_of_memory, "memory"), (aborted, "host_memory")])
 def test_a_death_caused_by_memory_limits_the_size(target, limited_by):
-    result = probe_target(target, min_batch=4, max_batch=5, **isolated)
+    result = probe(target, min_batch=4, max_batch=5)
     assert (result.batch_size, result.first_failing_batch_size, result.limited_by) == (4, 5, limited_by)
 
 
 # --- steps that hang ---
 
 
-def sleeps_in_c():
-    ctypes.PyDLL(None).sleep(600)  # holds the GIL, so no Python signal handler runs
-
-
-def sleeping_in_c():
-    return at(4, sleeps_in_c)
-
-
 def test_a_hanging_step_ends_at_its_time_limit():
     began = time.monotonic()
     with pytest.raises(TimeLimitError, match="time passed during batch") as late:
-        probe_target(sleeping_in_c, trial_time_limit_s=1.5, **isolated)
+        probe(sleeping_in_c, trial_time_limit_s=1.5)
     assert time.monotonic() - began < 1.5 + GRACE_S
     verdicts = [(t.batch_size, t.verdict) for t in late.value.trials[:3]]
     assert verdicts == [(1, Verdict.FITS), (2, Verdict.FITS), (4, Verdict.TIMED_OUT)]
     assert late.value.trials[2].where.startswith("test_processes.py:")
-
-
-def killed_once():
-    return at(7, once(sigkill))
-
-
-def hangs_once():
-    return at(7, once(sleeps_in_c))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +281,7 @@ def hangs_once():
 )
 def test_a_death_or_hang_that_does_not_recur_is_noted(tmp_path, monkeypatch, target, options, verdict):
     monkeypatch.setenv("ONCE", str(tmp_path / "happened"))
-    result = probe_target(target, min_batch=4, max_batch=8, **options, **isolated)
+    result = probe(target, min_batch=4, max_batch=8, **options)
     assert (tmp_path / "happened").exists()
     assert result.batch_size == 8
     assert any("tried again in a new one" in note and "batch 8" in note for note in result.notes)
@@ -375,7 +339,7 @@ def test_a_target_that_cannot_be_imported_is_refused(target):
 
 def test_an_unpicklable_device_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"a socket in it.*isolate=False"):
-        probe_target(poisoned, **{**isolated, "device": Unpicklable(CARD.fake)})
+        probe(poisoned, device=Unpicklable(CARD.fake))
 
 
 # --- processes that a step starts ---
@@ -405,7 +369,7 @@ def workers():
 @pytest.mark.usefixtures("spawned")
 def test_no_grandchild_outlives_an_answer(mark):
     seen = []
-    result = probe_target(workers, max_batch=2, **{**isolated, "progress": lambda trial: seen.append(marked(mark))})
+    result = probe(workers, max_batch=2, progress=lambda trial: seen.append(marked(mark)))
     assert result.batch_size == 2
     assert sum("SIG_IGN" in command for command in seen[-1].values()) >= 2
     assert not marked(mark)

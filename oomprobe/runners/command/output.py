@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from oomprobe.records.trials import Verdict
-from oomprobe.runners.command.reports import Report, all_report
+from oomprobe.runners.command.reports import Seen
 from oomprobe.verdicts import Evidence, Facts, Link, classify
 
 KEPT = 400  # exceptions from the beginning of the output, and as many from its end
@@ -33,17 +33,10 @@ _GOES_ON = "DistBackendError"  # NCCL's error: its cause stands a few lines belo
 _NCCL_FAILURE = re.compile(r"(?:Cuda|HIP) failure.*")
 
 # What launchers raise when a process that they started has failed.
-LAUNCHERS = {
-    "ChildFailedError",
-    "SignalException",
-    "CalledProcessError",
-    "SystemExit",
-    "KeyboardInterrupt",
-    "ProcessExitedException",
-    "ProcessRaisedException",
-    "RendezvousClosedError",
-    "RendezvousConnectionError",
-}
+_LAUNCHERS = re.compile(
+    r"(?:ChildFailed|CalledProcess|RendezvousClosed|RendezvousConnection)Error|"
+    r"(?:Signal|ProcessExited|ProcessRaised)Exception|SystemExit|KeyboardInterrupt"
+)
 # How a rank learns that another one has failed.
 _PEERS = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|remote process exited|Socket closed|recv, got 0 bytes|"
@@ -58,12 +51,13 @@ _SLURM_OOM = re.compile(r"^(?:slurmstepd|srun): error: .*(?:oom[-_]kill|OOM Kill
 _KILLED = re.compile(r"killed by signal|SIGKILL", re.IGNORECASE)  # a data loader's worker
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
+OUT_OF_MEMORY = (Verdict.OOM, Verdict.HOST_OOM)
 QUOTED = "its output quotes an out-of-memory error, and not all of its processes report what they raise: {line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedError:
-    """An exception that a process reported, or that stands in the output."""
+    """An exception that a process reported, or found in its output."""
 
     facts: Facts
     text: str  # "KeyError: 'input_ids'"
@@ -74,7 +68,7 @@ class ReportedError:
     @property
     def is_launchers(self) -> bool:
         """Whether a launcher raised it, because something that it started has failed."""
-        return self.facts[0].classes[0].rpartition(".")[2] in LAUNCHERS
+        return _LAUNCHERS.fullmatch(self.facts[0].classes[0].rpartition(".")[2]) is not None
 
     @property
     def is_peers(self) -> bool:
@@ -124,14 +118,9 @@ class Output:
     def _add(self, name: str, text: str) -> None:
         base = "MemoryError" if name.endswith("MemoryError") else "RuntimeError"  # numpy's, and most others
         classes = (f"builtins.{name}",) if hasattr(builtins, name) else (name, f"builtins.{base}")
-        context = tuple(self._tail)[-CONTEXT_LINES:]
-        said = ReportedError(
-            facts=(Link(classes=classes, text=text),), text=f"{name}: {text}".removesuffix(": "), context=context
-        )
-        if len(self.first) < KEPT:
-            self.first.append(said)
-        else:
-            self.last.append(said)
+        whole, context = f"{name}: {text}".removesuffix(": "), tuple(self.tail())
+        kept = self.first if len(self.first) < KEPT else self.last
+        kept.append(ReportedError(facts=(Link(classes=classes, text=text),), text=whole, context=context))
 
     def exceptions(self) -> list[ReportedError]:
         """Return the exceptions in the order of the output."""
@@ -157,27 +146,25 @@ class Ending:
     context: Sequence[str] = ()  # lines of the output that show it
 
 
-def cause_of(reports: Sequence[Report], output: Output, status: int, evidence: Evidence, *, oom_kills: int) -> Ending:
+def cause_of(seen: Seen, output: Output, status: int, evidence: Evidence, *, oom_kills: int) -> Ending:
     """Return why a run failed: what its processes reported, then what its output says, then how it exited.
 
     `status` is the exit status of the command, negative for a signal; `oom_kills` counts what the system's OOM killer ended.
     """
-    ran_out = next((report for report in reports if report.raised_ooms or report.why == "oom"), None)
+    ran_out = next((report for report in seen.reports if report.failure is Verdict.OOM), None)
     # Where all report, an out-of-memory error of torch that none has raised is only text, such as a tip.
-    all_told = all_report(reports) and ran_out is None
-    said = [one for one in _said(reports, output, all_told) if not one.is_launchers]
-    causes = [one for one in said if not one.is_peers]
-    verdicts = [(classify(one.facts, evidence), one) for one in causes]
-    out_of_memory = (found for found in verdicts if found[0] in (Verdict.OOM, Verdict.HOST_OOM))
+    all_told = seen.all_report and ran_out is None
+    said = [one for one in _errors(seen, output, all_told) if not one.is_launchers]
+    verdicts = [(classify(one.facts, evidence), one) for one in said if not one.is_peers]
+    out_of_memory = (found for found in verdicts if found[0] in OUT_OF_MEMORY)
     verdict, cause = next(out_of_memory, None) or next(iter(verdicts), (Verdict.BUG, None))
-    if ran_out is not None and verdict not in (Verdict.OOM, Verdict.HOST_OOM):
+    if ran_out is not None and verdict not in OUT_OF_MEMORY:
         error = "its allocator ran out of memory, and the program caught that"
         return Ending(verdict=Verdict.OOM, error=_named(error, ran_out.name), where=ran_out.where)
     was_killed = cause is None or _KILLED.search(cause.text)
-    if (oom_kills or output.mentions_host_oom) and was_killed and verdict not in (Verdict.OOM, Verdict.HOST_OOM):
-        return Ending(
-            verdict=Verdict.HOST_OOM, error=f"the system's OOM killer ended a process; {_exit(output, status)}"
-        )
+    if (oom_kills or output.mentions_host_oom) and was_killed and verdict not in OUT_OF_MEMORY:
+        error = f"the system's OOM killer ended a process; {_exit(output, status)}"
+        return Ending(verdict=Verdict.HOST_OOM, error=error)
     if cause is not None:
         return Ending(verdict=verdict, error=_named(cause.text, cause.who), where=cause.where, context=cause.context)
     if output.oom_line and not all_told:
@@ -187,9 +174,10 @@ def cause_of(reports: Sequence[Report], output: Output, status: int, evidence: E
     return Ending(verdict=Verdict.CRASHED, error=_exit(output, status) + noise + shown)
 
 
-def _said(reports: Sequence[Report], output: Output, all_told: bool) -> Iterator[ReportedError]:
+def _errors(seen: Seen, output: Output, all_told: bool) -> Iterator[ReportedError]:
+    """Yield the exceptions that processes reported, then those in the output."""
     printed = [one for one in output.exceptions() if not (all_told and _TORCH_OOM.search(one.text))]
-    for report in reports:
+    for report in seen.reports:
         if report.errors:
             name, text = report.errors[0].classes[0].removeprefix("builtins."), report.errors[0].text
             same = (one.context for one in printed if text and one.facts[0].text == text.partition("\n")[0])

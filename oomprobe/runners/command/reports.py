@@ -1,4 +1,4 @@
-"""What the processes of a command report of themselves, and what follows from all of them together. Pure, but for `read`.
+"""What the processes of a command report of themselves, and what follows from all of them together. Pure, but for reading.
 
 `site/sitecustomize.py` writes the reports. A process that has not imported torch writes none.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,8 +31,7 @@ class Memory:
     peak_reserved_bytes: int
     peak_allocated_bytes: int
     retries: int  # times that the allocator released its cache to serve a request
-    # Bytes and blocks asked of the allocator, in all, by the end of each of the first steps.
-    asked: tuple[tuple[int, int], ...]
+    requested: tuple[tuple[int, int], ...]  # bytes and blocks, in all, by the end of each of the first steps
     fraction: float | None  # of the total that the allocator may reserve; None: unknown
     outside_bytes: int | None  # the most that was in use but not reserved by this process; None: unknown
 
@@ -64,97 +63,180 @@ class Report:
         """The process as a reader knows it."""
         return f"process {self.pid} on {self.host}" if self.rank is None else f"rank {self.rank}"
 
-
-def read(folder: Path) -> list[Report]:
-    """Return the reports in a folder, in the order in which they were written."""
-    reports = [from_plain(Report, json.loads(path.read_bytes())) for path in folder.glob("*.json")]
-    return sorted(reports, key=lambda report: report.at_s)
-
-
-def training(reports: Iterable[Report]) -> list[Report]:
-    """Return the reports of processes whose optimizers have stepped."""
-    return [report for report in reports if report.steps]
+    @property
+    def failure(self) -> Verdict | None:
+        """What it has met, though its program may have caught that; None if nothing."""
+        if self.raised_ooms or self.why == "oom":
+            return Verdict.OOM
+        return Verdict.BUG if self.errors else None
 
 
-def world_size(reports: Iterable[Report]) -> int:
-    """Return how many ranks the command has; 1 if no process knows."""
-    return max((report.world_size or 1 for report in reports), default=1)
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A device, with all processes of the command that have reserved memory there."""
+
+    users: Sequence[tuple[Report, Memory]]
+
+    @property
+    def memory(self) -> Memory:
+        """The memory as the first process sees it."""
+        return self.users[0][1]
+
+    @property
+    def outside_bytes(self) -> int | None:
+        """Memory in use but not reserved by the command's allocators; None if unknown."""
+        reserved_bytes = sum(memory.reserved_bytes for _, memory in self.users)
+        seen = [(memory.outside_bytes, memory.reserved_bytes) for _, memory in self.users]
+        return max((out - (reserved_bytes - own) for out, own in seen if out is not None), default=None)
+
+    @property
+    def available_bytes(self) -> int:
+        """Memory that the command's allocators may reserve."""
+        return self.memory.total_bytes - (self.outside_bytes or 0)
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The sum of the peaks of all processes."""
+        return sum(memory.peak_reserved_bytes for _, memory in self.users)
 
 
-def least_steps(reports: Iterable[Report]) -> int:
-    """Return how many steps every rank has made; 0 while one has not stepped."""
-    ranks = training(reports)
-    return min(report.steps for report in ranks) if len(ranks) >= max(1, world_size(ranks)) else 0
+# Bytes and blocks that each of the first steps requested from the allocators, by process and device.
+Requested = Mapping[str, Sequence[tuple[int, int]]]
 
 
-def all_report(reports: Sequence[Report]) -> bool:
-    """Return whether every process that holds memory of a device reports, as far as can be known.
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What all processes of a command have reported so far, in the order in which they wrote it."""
 
-    There must be as many as there are ranks. A process beside them that does not report (python -I, a container) cannot be
-    told from none, but is rare: what makes one process silent makes all of a command silent.
-    """
-    return sum(bool(report.devices or report.steps) for report in reports) >= world_size(reports)
+    reports: Sequence[Report] = ()
 
+    @classmethod
+    def read(cls, folder: Path) -> Seen:
+        """Read the reports in a folder."""
+        reports = [from_plain(Report, json.loads(path.read_bytes())) for path in folder.glob("*.json")]
+        return cls(sorted(reports, key=lambda report: report.at_s))
 
-Card = Sequence[tuple[Report, Memory]]  # all processes that have reserved memory of one device
+    @property
+    def training(self) -> list[Report]:
+        """The reports of processes whose optimizers have stepped."""
+        return [report for report in self.reports if report.steps]
 
+    @property
+    def world_size(self) -> int:
+        """How many ranks the command has; 1 if no process knows."""
+        return max((report.world_size or 1 for report in self.reports), default=1)
 
-def cards(reports: Iterable[Report]) -> list[Card]:
-    """Return the devices that the command uses; ranks that see one device each all call it 0.
+    @property
+    def steps(self) -> int:
+        """The fewest steps of a process that trains; 0 if none does."""
+        return min((report.steps for report in self.training), default=0)
 
-    A process that ended before another one began on its device, such as a check before training, is left out.
-    """
-    found: dict[tuple[str, str], list[tuple[Report, Memory]]] = defaultdict(list)
-    for report in reports:
-        for memory in report.devices:
-            found[report.host, memory.uuid].append((report, memory))
-    return [[one for one in card if not _was_earlier(one[0], card)] for card in found.values()]
+    @property
+    def steps_of_all(self) -> int:
+        """The fewest steps of any rank; 0 while one that the others know of has not stepped."""
+        return self.steps if len(self.training) >= Seen(self.training).world_size else 0
 
+    @property
+    def missing_ranks(self) -> int:
+        """How many ranks have never reported, as those that train know."""
+        known = {report.rank for report in self.reports if report.rank is not None}
+        return Seen(self.training).world_size - len(known)
 
-def _was_earlier(report: Report, card: Card) -> bool:
-    return report.why == "exit" and any(other.begun_s > report.at_s for other, _ in card)
+    @property
+    def all_report(self) -> bool:
+        """Whether every process that holds memory of a device reports, as far as can be known.
 
+        There must be as many as there are ranks. A process beside them that does not report (python -I, a container) cannot be
+        told from none, but is rare: what makes one process silent makes all of a command silent.
+        """
+        return sum(bool(report.devices or report.steps) for report in self.reports) >= self.world_size
 
-def outside_bytes(card: Card) -> int | None:
-    """Return the memory of a device that is in use but not reserved by the command's allocators; None if unknown."""
-    reserved_bytes = sum(memory.reserved_bytes for _, memory in card)
-    known = [
-        memory.outside_bytes - (reserved_bytes - memory.reserved_bytes)
-        for _, memory in card
-        if memory.outside_bytes is not None
-    ]
-    return max(known, default=None)
+    @property
+    def caught_oom(self) -> bool:
+        """Whether an out-of-memory error has reached a program."""
+        return any(report.raised_ooms for report in self.reports)
 
+    @property
+    def cards(self) -> list[Card]:
+        """The devices that the command uses; ranks that see one device each all call it 0.
 
-def most_outside_bytes(found: Iterable[Card]) -> int | None:
-    """Return the largest `outside_bytes` of any device; None if all are unknown."""
-    return max((bytes_ for card in found if (bytes_ := outside_bytes(card)) is not None), default=None)
+        A process that ended before another one began on its device, such as a check before training, is left out.
+        """
+        found: dict[tuple[str, str], list[tuple[Report, Memory]]] = defaultdict(list)
+        for report in self.reports:
+            for memory in report.devices:
+                found[report.host, memory.uuid].append((report, memory))
+        cards = []
+        for users in found.values():
+            begun_s = max(report.begun_s for report, _ in users)
+            cards.append(Card([(one, memory) for one, memory in users if one.why != "exit" or one.at_s >= begun_s]))
+        return cards
 
+    @property
+    def outside_bytes(self) -> int | None:
+        """The most memory of any device that is in use but not reserved by the command; None if unknown."""
+        return max((bytes_ for card in self.cards if (bytes_ := card.outside_bytes) is not None), default=None)
 
-def available_bytes(card: Card) -> int:
-    """Return the memory of a device that the command's allocators may reserve."""
-    return card[0][1].total_bytes - (outside_bytes(card) or 0)
+    @property
+    def requested(self) -> Requested:
+        """What each of the first steps requested; without allocators that do not count it, such as cudaMallocAsync."""
+        found = {}
+        for report in self.training:
+            for memory in report.devices:
+                steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(memory.requested)]
+                if any(bytes_ for bytes_, _ in steps):
+                    found[f"{report.rank} {memory.uuid}"] = steps
+        return found
 
+    def ranks(self, *, passed: bool) -> tuple[RankTrial, ...]:
+        """Return a record for each rank with memory, if there are several; in a failed run, only failures have a verdict."""
+        ranks = [
+            RankTrial(
+                rank=report.rank,
+                verdict=Verdict.FITS if passed else report.failure,
+                peak_allocated_bytes=memory.peak_allocated_bytes,
+                peak_reserved_bytes=memory.peak_reserved_bytes,
+                available_bytes=card.available_bytes,
+                where=report.where,
+            )
+            for card in self.cards
+            for report, memory in card.users
+            if report.rank is not None
+        ]
+        return tuple(sorted(ranks, key=lambda one: one.rank)) if len(ranks) > 1 else ()
 
-def of_ranks(found: Iterable[Card], *, passed: bool) -> tuple[RankTrial, ...]:
-    """Return a record for each rank that uses these devices, if there are several; in a failed run, only failures have a verdict."""
-    ranks = []
-    for card in found:
-        for report, memory in card:
-            if report.rank is not None:
-                is_oom, is_bug = report.raised_ooms or report.why == "oom", report.errors
-                failed = Verdict.OOM if is_oom else Verdict.BUG if is_bug else None
-                ranks.append(
-                    RankTrial(
-                        rank=report.rank,
-                        verdict=Verdict.FITS if passed else failed,
-                        peak_allocated_bytes=memory.peak_allocated_bytes,
-                        peak_reserved_bytes=memory.peak_reserved_bytes,
-                        available_bytes=available_bytes(card),
-                        where=report.where,
-                    )
+    def uncapped(self, fractions: Mapping[str, float]) -> str | None:
+        """Say which process was not held to its fraction, so that a pass does not prove the margin; None if all were."""
+        cards = self.cards
+        if not cards:
+            return (
+                "no process of the command reported its GPU's memory. It may use no GPU or no torch; run Python with -I, -E or "
+                "-S, or with an emptied environment (sudo, env -i, a container, srun --export=NONE); or run on other machines, "
+                "which do not share this one's folder for temporary files (set TMPDIR to a folder that all see)"
+            )
+        for card in cards:
+            if len(card.users) > 1:
+                names = " and ".join(report.name for report, _ in card.users)
+                return (
+                    f"{names} hold memory of one GPU, {card.memory.name}, and a cap for each would not be one for both"
                 )
-    return tuple(sorted(ranks, key=lambda one: one.rank)) if len(ranks) > 1 else ()
+            [(report, memory)] = card.users
+            wanted = fraction_of(memory, fractions) + TOLERANCE
+            if memory.fraction is None:
+                return f"{report.name} did not report the cap of its allocator"
+            if memory.fraction > wanted:
+                return (
+                    f"{report.name} set its allocator's cap to {memory.fraction:.3g} of the GPU itself "
+                    "(set_per_process_memory_fraction)"
+                )
+            if memory.peak_reserved_bytes > wanted * memory.total_bytes:
+                return f"{report.name} reserved more than its cap before its first step ended, as older torch lets it"
+        return None
+
+
+def fraction_of(memory: Memory, fractions: Mapping[str, float]) -> float:
+    """Return the fraction for a device; "" stands for all that have none of their own."""
+    return fractions.get(memory.uuid, fractions[""])
 
 
 def limiting_rank(ranks: Sequence[RankTrial]) -> int | None:
@@ -165,49 +247,8 @@ def limiting_rank(ranks: Sequence[RankTrial]) -> int | None:
     return min(which, key=lambda one: one.left_bytes).rank if which else None
 
 
-Asked = dict[str, list[tuple[int, int]]]
-
-
-def asked_by_step(reports: Iterable[Report]) -> Asked:
-    """Return the bytes and blocks that each of the first steps asked of the allocators, by process and device."""
-    found = {}
-    for report in training(reports):
-        for memory in report.devices:
-            steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(memory.asked)]
-            if any(bytes_ for bytes_, _ in steps):  # cudaMallocAsync does not count them
-                found[f"{report.rank} {memory.uuid}"] = steps
-    return found
-
-
-def are_the_same(one: Asked, other: Asked) -> bool:
-    """Return whether the same processes asked for the same in the steps that both have made."""
+def are_the_same(one: Requested, other: Requested) -> bool:
+    """Return whether the same processes requested the same in the steps that both have made."""
     if not one or one.keys() != other.keys():
         return False
     return all(mine == theirs for name in one for mine, theirs in zip(one[name], other[name], strict=False))
-
-
-def uncapped(reports: Iterable[Report], fractions: Mapping[str, float]) -> str | None:
-    """Say which process was not held to its fraction, so that a pass does not prove the margin; None if all were."""
-    found = cards(reports)
-    if not found:
-        return (
-            "no process of the command reported its GPU's memory. It may use no GPU or no torch; run Python with -I, -E or -S, or "
-            "with an emptied environment (sudo, env -i, a container, srun --export=NONE); or run on other machines, which do "
-            "not share this one's folder for temporary files (set TMPDIR to a folder that all see)"
-        )
-    for card in found:
-        if len(card) > 1:
-            names = " and ".join(report.name for report, _ in card)
-            return f"{names} hold memory of one GPU, {card[0][1].name}, and a cap for each would not be one for both"
-        report, memory = card[0]
-        wanted = fractions.get(memory.uuid, fractions[""])
-        if memory.fraction is None:
-            return f"{report.name} did not report the cap of its allocator"
-        if memory.fraction > wanted + TOLERANCE:
-            return (
-                f"{report.name} set its allocator's cap to {memory.fraction:.3g} of the GPU itself "
-                "(set_per_process_memory_fraction)"
-            )
-        if memory.peak_reserved_bytes > (wanted + TOLERANCE) * memory.total_bytes:
-            return f"{report.name} reserved more than its cap before its first step ended, as older torch lets it"
-    return None

@@ -19,7 +19,7 @@ from pathlib import Path
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
 from oomprobe.runners.command.output import Output
-from oomprobe.runners.command.reports import Report, read
+from oomprobe.runners.command.reports import Seen
 from oomprobe.runners.workers import system
 
 HERE = Path(__file__).parent
@@ -101,12 +101,12 @@ class Run:
         """Seconds since the start."""
         return time.monotonic() - self.started_s
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> Seen:
         """Return what its processes have reported."""
-        return read(self._reports)
+        return Seen.read(self._reports)
 
     def has_ended(self, wait_s: float) -> bool:
-        """Read its output for so long; return whether it has ended, and then set `status`: negative for a signal."""
+        """Read output for up to `wait_s`; return whether it has ended, and then set `status`: negative for a signal."""
         wire = self._wire.fileno()
         ready, _, _ = select.select([wire, self._pipe], [], [], wait_s)
         self._read_output()

@@ -20,19 +20,9 @@ from oomprobe.ground.waiting import Held, until
 from oomprobe.ground.words import count
 from oomprobe.records.options import Options
 from oomprobe.records.patience import PATIENCE, Patience
-from oomprobe.records.trials import (
-    Calls,
-    DeviceInfo,
-    Measured,
-    Outcome,
-    Request,
-    RunnerInfo,
-    Trial,
-    Verdict,
-)
-from oomprobe.runners.command import reports
-from oomprobe.runners.command.output import PORT_IN_USE, Ending, cause_of
-from oomprobe.runners.command.reports import Asked, Report
+from oomprobe.records.trials import Calls, DeviceInfo, Measured, Outcome, Request, RunnerInfo, Trial, Verdict
+from oomprobe.runners.command.output import OUT_OF_MEMORY, PORT_IN_USE, Ending, cause_of
+from oomprobe.runners.command.reports import Card, Seen, are_the_same, fraction_of, limiting_rank
 from oomprobe.runners.command.run import BATCH, BATCH_VARIABLE, Run
 from oomprobe.runners.signals import Interrupts
 from oomprobe.verdicts import Evidence
@@ -134,13 +124,14 @@ class CommandRunner:
     ) -> None:
         self._command, self._options, self._interrupts = command, options, interrupts
         self._passes_after_s, self._patience = passes_after_s, patience
-        self._available: dict[str, tuple[int, int]] = {}  # bytes available and in all, by UUID of the device
-        self._measured = Measured(available_bytes=0, outside_bytes=None)  # by the first run that passed
+        self._available: dict[
+            str, float
+        ] = {}  # fraction of the memory, by UUID of the device; by the first run that passed
+        self._measured = Measured(available_bytes=0, outside_bytes=None)  # by that run
         self._device = DeviceInfo(name="the command's device", torch_device="cuda:0", total_bytes=0, on_host=False)
         self._environment: dict[str, Any] = {"command": shlex.join(command), "torch": None, "cuda": None}
         self._took_s: list[float] = []  # by each run
-        self._last_passed: tuple[int, Asked] = (0, {})  # batch size, and what each step asked for
-        self._has_stepped = False
+        self._last_passed = 0, Seen()  # batch size and reports
         self._world_size = 1
         self._torch_version: tuple[int, ...] = ()  # the oldest that a process reported
 
@@ -188,17 +179,18 @@ class CommandRunner:
         ):
             seen, ending = self._watch(run, request)
             self._took_s.append(run.elapsed_s)
+        measured = None
         if ending.verdict is Verdict.FITS:
             self._check_pass(request, seen, fractions)
-        return self._outcome(request, seen, ending, fractions), ending
+            measured = self._measure(seen)
+        self._describe(seen)
+        return self._outcome(request, seen, ending, fractions, measured), ending
 
     def _fractions(self) -> dict[str, float]:
         """Return the caps as fractions of each device's memory; "" stands for devices that no run has reported yet."""
-        if self._options.memory_fraction == 1:
-            return {}
         share = self._options.memory_fraction
-        known = {uuid: share * available / total for uuid, (available, total) in self._available.items()}
-        return {"": min(known.values(), default=share), **known}
+        known = {uuid: share * available for uuid, available in self._available.items()}
+        return {"": min(known.values(), default=share), **known} if share < 1 else {}
 
     def _variables(self, fractions: Mapping[str, float]) -> dict[str, str]:
         """Return the environment variables that hold the command to the caps.
@@ -216,174 +208,163 @@ class CommandRunner:
 
     # --- one run ---
 
-    def _watch(self, run: Run, request: Request) -> tuple[list[Report], Ending]:
+    def _watch(self, run: Run, request: Request) -> tuple[Seen, Ending]:
         """Follow a run until it passes, fails or ends; return its reports and its ending."""
         wanted, patience = request.wanted_calls, self._patience
         troubled, incomplete = Held(), Held()
         while not run.has_ended(TICK_S):
             seen = run.reports()
-            if self._has_done_enough(run, request, seen, wanted):
-                return seen, self._swallowed(run, request, seen) or FITS
-            may_recover = not any(report.raised_ooms or report.errors for report in seen)
-            goes_on = any(report.raised_ooms and report.why == "step" for report in seen)
-            recovering_s = patience.handling_s if may_recover else patience.failed_s
-            if goes_on or troubled.for_s(_is_troubled(seen)) > recovering_s:
-                return seen, self._failure(run, request, seen)
-            if incomplete.for_s(_lacks_ranks(seen, wanted)) > patience.missing_s:
+            if self._has_done_enough(run, request, seen):
+                return seen, _swallowed(run, request, seen) or FITS
+            may_recover = not seen.caught_oom and not any(report.errors for report in seen.reports)
+            goes_on = any(report.raised_ooms and report.why == "step" for report in seen.reports)
+            # A process with memory on a GPU has failed, or has run out of memory and not stepped since.
+            in_trouble_s = troubled.for_s(any(report.failure and report.devices for report in seen.reports))
+            if goes_on or in_trouble_s > (patience.handling_s if may_recover else patience.failed_s):
+                return seen, _failure(run, request, seen)
+            if incomplete.for_s(seen.steps >= wanted and seen.missing_ranks > 0) > patience.missing_s:
                 raise UnreliableError(_missing(request, seen, patience.missing_s))
             if request.deadline_s is not None and time.monotonic() > request.deadline_s:
                 return seen, _timed_out(run, seen)
         return (seen := run.reports()), self._ended(run, request, seen)
 
-    def _has_done_enough(self, run: Run, request: Request, seen: Sequence[Report], wanted: int) -> bool:
+    def _has_done_enough(self, run: Run, request: Request, seen: Seen) -> bool:
         """Return whether a running command can be judged."""
-        if not seen:
+        if not seen.reports:
             return self._passes_after_s is not None and run.elapsed_s > self._passes_after_s
-        steps = reports.least_steps(seen)
-        if steps < wanted:
+        steps = seen.steps_of_all
+        if steps < request.wanted_calls:
             return False
         # More steps see more, and cost little beside starting the command; those of an answer may cost another run.
         run.start_up_s = run.start_up_s or run.elapsed_s
         least_s = max(MORE * run.start_up_s, fmean(self._took_s or [0.0]) if request.confirms else 0.0)
         return steps >= self._patience.look_calls or run.elapsed_s > least_s
 
-    def _ended(self, run: Run, request: Request, seen: Sequence[Report]) -> Ending:
+    def _ended(self, run: Run, request: Request, seen: Seen) -> Ending:
         """Return how a command ended that ended by itself."""
-        steps = min((report.steps for report in reports.training(seen)), default=0)
-        enough = steps >= 1 + self._options.steps
-        if swallowed := self._swallowed(run, request, seen):
+        size, steps, wanted = request.batch_size, seen.steps, 1 + self._options.steps
+        if swallowed := _swallowed(run, request, seen):
             return swallowed
-        if run.status == 0 and not seen and run.left_running:
-            raise UnreliableError(LEFT_RUNNING.format(size=request.batch_size))
-        if run.status == 0 and not enough and (steps or self._has_stepped):
-            steps_text = count(steps, "optimizer step", "optimizer steps")
-            wanted = 1 + self._options.steps
-            raise UnreliableError(TOO_FEW.format(size=request.batch_size, steps=steps_text, wanted=wanted))
-        failure = self._failure(run, request, seen)
+        if run.status == 0 and not seen.reports and run.left_running:
+            raise UnreliableError(LEFT_RUNNING.format(size=size))
+        if run.status == 0 and steps < wanted and (steps or self._last_passed[1].training):
+            made = count(steps, "optimizer step", "optimizer steps")
+            raise UnreliableError(TOO_FEW.format(size=size, steps=made, wanted=wanted))
+        failure = _failure(run, request, seen)
         # What fails after the steps of a trial, such as an evaluation without its data, would not have been seen.
-        if run.status == 0 or (enough and failure.verdict in (Verdict.BUG, Verdict.CRASHED)):
-            return FITS
-        return failure
-
-    def _swallowed(self, run: Run, request: Request, seen: Sequence[Report]) -> Ending | None:
-        """Return the out-of-memory error that a program caught and went on from, so that its steps prove nothing."""
-        is_quoted = run.output.oom_line and not reports.all_report(seen)
-        if not is_quoted and not any(report.raised_ooms for report in seen):
-            return None
-        failure = self._failure(run, request, seen)
-        return failure if failure.verdict in (Verdict.OOM, Verdict.HOST_OOM) else None
-
-    def _failure(self, run: Run, request: Request, seen: Sequence[Report]) -> Ending:
-        pressed = any(report.ooms or memory.retries for report in seen for memory in report.devices)
-        evidence = Evidence(smaller_size_passed=request.smaller_passed, memory_pressure=pressed)
-        return cause_of(seen, run.output, run.status or 0, evidence, oom_kills=int(run.oom_kills))
+        came_late = steps >= wanted and failure.verdict in (Verdict.BUG, Verdict.CRASHED)
+        return FITS if run.status == 0 or came_late else failure
 
     # --- what a run has shown ---
 
-    def _check_pass(self, request: Request, seen: Sequence[Report], fractions: Mapping[str, float]) -> None:
+    def _check_pass(self, request: Request, seen: Seen, fractions: Mapping[str, float]) -> None:
         """Raise UnreliableError if a pass proves nothing: the size was not used, or the margin was not held."""
-        size = request.batch_size
-        if fractions and (why := reports.uncapped(seen, fractions)):
+        size, (last_size, last) = request.batch_size, self._last_passed
+        if fractions and (why := seen.uncapped(fractions)):
             fraction = self._options.memory_fraction
             raise UnreliableError(NO_MARGIN.format(fraction=fraction, size=size, why=why))
-        (smaller, larger), asked = sorted((size, self._last_passed[0])), reports.asked_by_step(seen)
+        smaller, larger = sorted((size, last_size))
         # Sizes that are closer may come to the same: scripts divide by the number of ranks, or round.
-        if larger >= 2 * smaller and reports.are_the_same(asked, self._last_passed[1]):
-            program = next(report.program for report in reports.training(seen))
+        if larger >= 2 * smaller and are_the_same(seen.requested, last.requested):
+            program = seen.training[0].program
             raise UnreliableError(IGNORES.format(size=larger, smaller=smaller, batch=BATCH, program=program))
-        self._last_passed = size, asked
-        self._has_stepped |= bool(reports.training(seen))
+        self._last_passed = size, seen
 
-    def _learn(self, seen: Sequence[Report]) -> None:
-        """Learn from a pass, when NCCL and the kernels are there, how much memory is available."""
-        found = reports.cards(seen)
-        for card in found:
-            memory = card[0][1]
-            self._available[memory.uuid] = reports.available_bytes(card), memory.total_bytes
-        least_bytes = min(map(reports.available_bytes, found))
-        self._measured = Measured(available_bytes=least_bytes, outside_bytes=reports.most_outside_bytes(found))
+    def _measure(self, seen: Seen) -> Measured | None:
+        """Learn how much memory is available from the first pass, when NCCL and the kernels are there; None from others."""
+        cards = seen.cards
+        if self._available or not cards:
+            return None
+        self._available = {card.memory.uuid: card.available_bytes / card.memory.total_bytes for card in cards}
+        available_bytes = min(card.available_bytes for card in cards)
+        self._measured = Measured(available_bytes=available_bytes, outside_bytes=seen.outside_bytes)
+        return self._measured
 
-    def _describe(self, seen: Sequence[Report]) -> None:
+    def _describe(self, seen: Seen) -> None:
         """Note the devices and versions that the answer holds for."""
-        found = reports.cards(seen)
-        if not found:
+        cards = seen.cards
+        if not cards:
             return
-        number, memory = len(found), found[0][0][1]
+        memory, last = cards[0].memory, seen.reports[-1]
         self._device = DeviceInfo(
-            name=memory.name if number == 1 else f"{number} x {memory.name}",
+            name=memory.name if len(cards) == 1 else f"{len(cards)} x {memory.name}",
             torch_device=f"cuda:{memory.index}",
             total_bytes=memory.total_bytes,
             on_host=False,
         )
-        self._torch_version = min([tuple(map(int, report.torch.split(".")[:2])) for report in seen])
-        programs = dict.fromkeys(report.program for report in reports.training(seen))
+        self._torch_version = min(tuple(map(int, report.torch.split(".")[:2])) for report in seen.reports)
+        programs = dict.fromkeys(report.program for report in seen.training)
         self._environment |= {"program": ", ".join(programs)} if programs else {}
-        self._environment |= {"torch": seen[-1].torch, "cuda": seen[-1].cuda}
-        self._world_size = reports.world_size(seen)
+        self._environment |= {"torch": last.torch, "cuda": last.cuda}
+        self._world_size = seen.world_size
 
     def _outcome(
-        self, request: Request, seen: Sequence[Report], ending: Ending, fractions: Mapping[str, float]
+        self,
+        request: Request,
+        seen: Seen,
+        ending: Ending,
+        fractions: Mapping[str, float],
+        measured: Measured | None,
     ) -> Outcome:
-        found, ranks = reports.cards(seen), reports.training(seen)
-        passed, measured = ending.verdict is Verdict.FITS, None
-        self._describe(seen)
-        if passed and found and not self._available:
-            self._learn(seen)
-            measured = self._measured
-        steps = min((report.steps for report in ranks), default=0)
-        times_s = [(report.step_s[-1] - report.step_s[0]) / (report.steps - 1) for report in ranks if report.steps > 1]
+        cards, steps, passed = seen.cards, seen.steps, ending.verdict is Verdict.FITS
+        times_s = [(one.step_s[-1] - one.step_s[0]) / (one.steps - 1) for one in seen.training if one.steps > 1]
         step_s = max(times_s, default=None) or None
-        fullest = max(found, key=lambda card: _peak_bytes(card) / max(1, reports.available_bytes(card)), default=())
-        served_bytes, allocations = max((max(steps) for steps in reports.asked_by_step(seen).values()), default=(0, 0))
-        caps = [
-            fractions.get(one.uuid, fractions[""]) * one.total_bytes for card in found for _, one in card if fractions
-        ]
+        fullest = max(cards, key=lambda card: card.peak_reserved_bytes / max(1, card.available_bytes), default=Card(()))
+        memories = [memory for _, memory in fullest.users]
+        served_bytes, allocations = max((max(steps) for steps in seen.requested.values()), default=(0, 0))
+        caps = [fraction_of(card.memory, fractions) * card.memory.total_bytes for card in cards if fractions]
+        ranks = seen.ranks(passed=passed)
         trial = Trial.of(
             request,
             ending.verdict,
             steps=steps,
             cap_bytes=request.cap_bytes or (int(min(caps)) if caps else None),
-            peak_allocated_bytes=sum(memory.peak_allocated_bytes for _, memory in fullest) or None,
-            peak_reserved_bytes=_peak_bytes(fullest) or None,
+            peak_allocated_bytes=sum(memory.peak_allocated_bytes for memory in memories) or None,
+            peak_reserved_bytes=fullest.peak_reserved_bytes or None,
             step_s=step_s,
             samples_per_s=None if step_s is None else request.batch_size / step_s,
-            alloc_retries=max((memory.retries for _, memory in fullest), default=0),
+            alloc_retries=max((memory.retries for memory in memories), default=0),
             error=ending.error or None,
             where=ending.where,
-            ranks=(of_ranks := reports.of_ranks(found, passed=passed)),
-            limiting_rank=reports.limiting_rank(of_ranks),
+            ranks=ranks,
+            limiting_rank=limiting_rank(ranks),
         )
+        made = min(steps, request.wanted_calls)  # those beyond were a bonus
         return Outcome(
             trial=trial,
-            calls=Calls(
-                made=min(steps, request.wanted_calls),  # those beyond were a bonus
-                first=min(1, steps),
-                served_bytes=served_bytes,
-                allocations=allocations,
-            ),
+            calls=Calls(made=made, first=min(1, steps), served_bytes=served_bytes, allocations=allocations),
             measured=measured,
-            outside_after_bytes=reports.most_outside_bytes(found),
+            outside_after_bytes=seen.outside_bytes,
             in_steps_s=(step_s or 0.0) * steps,
             notes=tuple(self._notes(request, trial, seen)) if passed else (),
         )
 
-    def _notes(self, request: Request, trial: Trial, seen: Sequence[Report]) -> Iterator[str]:
+    def _notes(self, request: Request, trial: Trial, seen: Seen) -> Iterator[str]:
         if request.confirms and 0 < trial.steps < request.wanted_calls:
             yield SHORT.format(steps=count(trial.steps, "step", "steps"), wanted=request.wanted_calls)
-        if not trial.steps and self._passes_after_s is not None and not seen:
+        if not trial.steps and self._passes_after_s is not None and not seen.reports:
             yield WEAK_SECONDS.format(seconds=format_seconds(self._passes_after_s))
         elif not trial.steps:
             yield WEAK_EXIT
-        if ooms := sum(report.ooms for report in seen):
+        if ooms := sum(report.ooms for report in seen.reports):
             yield HANDLED.format(size=trial.batch_size, times=count(ooms, "time", "times"))
 
 
 FITS = Ending(verdict=Verdict.FITS, error="")
 
 
-def _is_troubled(seen: Sequence[Report]) -> bool:
-    """Return whether a process with memory on a GPU has failed, or has run out of memory and not stepped since."""
-    return any(report.devices and (report.errors or report.raised_ooms or report.why == "oom") for report in seen)
+def _swallowed(run: Run, request: Request, seen: Seen) -> Ending | None:
+    """Return the out-of-memory error that a program caught and went on from, so that its steps prove nothing."""
+    if not seen.caught_oom and (seen.all_report or not run.output.oom_line):
+        return None
+    failure = _failure(run, request, seen)
+    return failure if failure.verdict in OUT_OF_MEMORY else None
+
+
+def _failure(run: Run, request: Request, seen: Seen) -> Ending:
+    pressed = any(report.ooms or memory.retries for report in seen.reports for memory in report.devices)
+    evidence = Evidence(smaller_size_passed=request.smaller_passed, memory_pressure=pressed)
+    return cause_of(seen, run.output, run.status or 0, evidence, oom_kills=int(run.oom_kills))
 
 
 def _is_not_its_fault(outcome: Outcome, ending: Ending) -> bool:
@@ -393,52 +374,33 @@ def _is_not_its_fault(outcome: Outcome, ending: Ending) -> bool:
     return bool(PORT_IN_USE.search(ending.error)) or (ending.verdict is Verdict.OOM and is_known and not has_begun)
 
 
-def _lacks_ranks(seen: Sequence[Report], wanted: int) -> bool:
-    """Return whether all ranks that report have made their steps, and others have never reported anything."""
-    ranks = reports.training(seen)
-    known = {report.rank for report in seen if report.rank is not None}
-    return bool(ranks) and min(one.steps for one in ranks) >= wanted and len(known) < reports.world_size(ranks)
-
-
 def _failed(request: Request, ending: Ending) -> str:
     """Return the message for a command that failed with a bug."""
-    where = f" ({ending.where})" if ending.where else ""
-    ran = request.largest_passed
+    size, ran = request.batch_size, request.largest_passed
     help_ = "so no batch size would help"
-    if ran is not None and ran < request.batch_size:
+    if ran is not None and ran < size:
         help_ = (
             f"and batch {ran} ran: pass --max-batch {ran} if larger ones are not meant to work (a data set that ends?), or "
             "--multiple-of if only some sizes are"
         )
-    alone = ALONE.format(batch_size=request.batch_size)
+    where = f" ({ending.where})" if ending.where else ""
+    output = ["The end of its output:", *ending.context] if ending.context else []
     return "\n".join(
         [
-            f"the command failed at batch size {request.batch_size}{where}: {ending.error}",
-            f"This is not about memory, {help_}. {alone}",
-            *(["The end of its output:", *ending.context] if ending.context else []),
+            f"the command failed at batch size {size}{where}: {ending.error}",
+            f"This is not about memory, {help_}. {ALONE.format(batch_size=size)}",
+            *output,
         ]
     )
 
 
-def _missing(request: Request, seen: Sequence[Report], waited_s: float) -> str:
-    known, world_size = len(reports.training(seen)), reports.world_size(seen)
-    return MISSING.format(
-        size=request.batch_size,
-        seen=known,
-        all=world_size,
-        missing=world_size - known,
-        waited=format_seconds(waited_s),
-    )
+def _missing(request: Request, seen: Seen, waited_s: float) -> str:
+    ranks, missing, waited = seen.world_size, seen.missing_ranks, format_seconds(waited_s)
+    return MISSING.format(size=request.batch_size, seen=ranks - missing, all=ranks, missing=missing, waited=waited)
 
 
-def _timed_out(run: Run, seen: Sequence[Report]) -> Ending:
-    places = "; ".join(
-        f"{report.name} had made {count(report.steps, 'step', 'steps')}" for report in seen if report.devices
-    )
-    last = run.output.tail()[-1:]
+def _timed_out(run: Run, seen: Seen) -> Ending:
+    steps = [f"{one.name} had made {count(one.steps, 'step', 'steps')}" for one in seen.reports if one.devices]
+    shown = "; ".join(steps) or "".join(run.output.tail()[-1:])
     error = f"the command was ended after {format_seconds(run.elapsed_s)}"
-    return Ending(verdict=Verdict.TIMED_OUT, error=": ".join([error, *filter(None, [places or "".join(last)])]))
-
-
-def _peak_bytes(card: reports.Card) -> int:
-    return sum(memory.peak_reserved_bytes for _, memory in card)
+    return Ending(verdict=Verdict.TIMED_OUT, error=f"{error}: {shown}" if shown else error)

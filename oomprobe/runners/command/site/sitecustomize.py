@@ -54,7 +54,7 @@ class Watch:
 
         self.pid, self.begun_s, self.steps, self.ooms, self.raised = os.getpid(), time.time(), 0, 0, 0
         self.optimizers = self.where = None
-        self.step_s, self.outside, self.capped, self.asked = [], {}, {}, {}
+        self.step_s, self.outside, self.capped, self.requested = [], {}, {}, {}
 
     # --- what torch calls ---
 
@@ -200,11 +200,11 @@ class Watch:
         except Exception:
             pass
         told["outside_bytes"] = self.outside.get(index)
-        asked = self.asked.setdefault(index, {})
+        requested = self.requested.setdefault(index, {})
         if 0 < self.steps <= COMPARED:  # before torch 2.1, bytes were counted only rounded
             total = stats.get("requested_bytes.all.allocated", stats.get("allocated_bytes.all.allocated", 0))
-            asked.setdefault(self.steps, (total, stats.get("allocation.all.allocated", 0)))
-        told["asked"] = [asked[step] for step in sorted(asked)]
+            requested.setdefault(self.steps, (total, stats.get("allocation.all.allocated", 0)))
+        told["requested"] = [requested[step] for step in sorted(requested)]
         return told
 
     def uuid(self, index):
