@@ -120,8 +120,8 @@ def find_executable_batch_size(
             signature.bind(1, *args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"{name}{signature} cannot be called like this, because the decorator passes the batch size: {error}. "
-                "Leave the size out of the call, and pass the other arguments"
+                f"{name}{signature} cannot be called like this: {error}. The decorator passes the batch size: leave it out of "
+                "the call"
             ) from None
         trials = _Trials(name, lambda batch_size: function(batch_size, *args, **kwargs), trial_steps)
         step = Step(

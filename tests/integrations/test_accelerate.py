@@ -272,7 +272,7 @@ def test_a_size_that_is_passed_is_refused():
     def train(batch_size, model):
         raise AssertionError
 
-    with pytest.raises(TypeError, match=r"train\(batch_size, model\) cannot .*: too many .*Leave the size out"):
+    with pytest.raises(TypeError, match=r"train\(batch_size, model\) cannot .*: too many .*: leave it out"):
         train(8, None)
 
 
