@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 
 from oomprobe.devices import sharing
-from oomprobe.devices.base import History, Usage, stated_name, typed_budget
+from oomprobe.devices.base import Device, History, Usage, stated_name, typed_budget
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
 from oomprobe.records.trials import Verdict
@@ -46,7 +46,7 @@ GRAPHS = (
 )
 
 
-class AcceleratorDevice:
+class AcceleratorDevice(Device):
     """One accelerator with a caching allocator.
 
     Every trial is capped if memory can spill to the host or is shared with it, or if the user stated a budget: without a
@@ -97,9 +97,6 @@ class AcceleratorDevice:
         free_bytes = linux.free_bytes()
         largest = self.total_bytes // 2 if free_bytes is None else min(free_bytes, self.total_bytes)
         return f"{self.torch_device}:{typed_budget(largest)}"
-
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def available_bytes(self) -> int:
         self._refuse_uncapped()
@@ -165,7 +162,6 @@ class AcceleratorDevice:
         return _of_all(stats, "requested_bytes" if "requested_bytes" in stats else "allocated_bytes", "current")
 
     def served_bytes(self) -> int:
-        """Return the total that the allocator has ever handed out; steps that allocate alike add equal amounts."""
         return _of_all(self._stats(), "allocated_bytes", "allocated")
 
     def cached_bytes(self) -> int:
@@ -177,7 +173,6 @@ class AcceleratorDevice:
         return reserved - sum(rest)
 
     def allocations(self) -> int:
-        """Return the number of blocks that the allocator has ever handed out."""
         return _of_all(self._stats(), "allocation", "allocated")
 
     def outside_bytes(self) -> int:

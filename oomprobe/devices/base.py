@@ -5,8 +5,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -78,8 +78,8 @@ class Device(Protocol):
     on_host: bool
 
     def session(self) -> AbstractContextManager[None]:
-        """Return the context for one call of the step. On a real device it does nothing."""
-        ...
+        """Return the context for one call of the step. By default it does nothing, as on a real device."""
+        return nullcontext()
 
     def available_bytes(self) -> int:
         """Return the memory this process can use: free memory plus what its allocator has reserved."""
@@ -102,12 +102,12 @@ class Device(Protocol):
         ...
 
     def outside_bytes(self) -> int | None:
-        """Return the used memory that this process's allocator does not hold; None if unknown."""
-        ...
+        """Return the used memory that this process's allocator does not hold; None, the default, if unknown."""
+        return None
 
     def synchronize(self) -> None:
-        """Wait until all queued work is done, and raise its errors."""
-        ...
+        """Wait until all queued work is done, and raise its errors. By default it is done when the step returns."""
+        return
 
     def release(self) -> None:
         """Return cached memory to the device."""
@@ -131,7 +131,7 @@ class History:
 class Replay(Protocol):
     """What a device that learns a step's allocations can do without running the step; `SimulatedDevice` is one.
 
-    The bodies are those of a device that can do none of it.
+    The default bodies do nothing.
     """
 
     @property
@@ -176,27 +176,19 @@ class NoReplay(Replay):
 class Extras:
     """The optional members of a `Device` that trials use, each with a default."""
 
-    replay: Replay
-    served_bytes: Callable[[], int]
-    allocations: Callable[[], int]
-    cached_bytes: Callable[[], int]
-    history: Callable[[], AbstractContextManager[History] | None]
-    has_graphs: Callable[[], bool]
-    world_size: int
+    replay: Replay = field(default_factory=NoReplay)
+    served_bytes: Callable[[], int] = lambda: 0
+    allocations: Callable[[], int] = lambda: 0
+    cached_bytes: Callable[[], int] = lambda: 0
+    history: Callable[[], AbstractContextManager[History] | None] = lambda: None
+    has_graphs: Callable[[], bool] = lambda: False
+    world_size: int = 1
 
 
 def extras_of(device: object) -> Extras:
     """Return the optional members of a device, with defaults. A device that is not open yet, such as a name, has none."""
-    defaults: dict[str, Any] = {
-        "replay": NoReplay(),
-        "served_bytes": lambda: 0,
-        "allocations": lambda: 0,
-        "cached_bytes": lambda: 0,
-        "history": lambda: None,
-        "has_graphs": lambda: False,
-        "world_size": 1,
-    }
-    return Extras(**{name: getattr(device, name, default) for name, default in defaults.items()})
+    names = (one.name for one in fields(Extras))
+    return Extras(**{name: getattr(device, name) for name in names if hasattr(device, name)})
 
 
 def replays(device: object) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from oomprobe.devices.base import Usage, stated_name
+from oomprobe.devices.base import Device, Usage, stated_name
 from oomprobe.errors import NoDeviceError
 from oomprobe.ground import linux
 
@@ -27,7 +27,7 @@ PRESSURE_SHARE = 0.5
 APPROXIMATE = "host memory is approximate: near the limit, heap fragmentation decides; step times are for one thread"
 
 
-class HostDevice:
+class HostDevice(Device):
     """Host memory, or a stated part of it, that a trial may allocate in addition to the model's process."""
 
     on_host = True
@@ -46,9 +46,6 @@ class HostDevice:
         self.notes = (APPROXIMATE, *_other_malloc())
         self._stated_bytes = stated_bytes
         self._cap_bytes = self._start_bytes = self._start_anonymous_bytes = 0
-
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def available_bytes(self) -> int:
         free_bytes = self._stated_bytes
@@ -93,12 +90,6 @@ class HostDevice:
 
     def live_bytes(self) -> int:
         return linux.process_bytes("RssAnon")
-
-    def outside_bytes(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        """Do nothing: work on the host is done when the step returns."""
 
     def release(self) -> None:
         """Return free memory of malloc's heap to the system, if the C library supports it."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
 from oomprobe.devices.accelerator import NEARLY_NOTHING, kernel_answers
-from oomprobe.devices.base import Usage
+from oomprobe.devices.base import Device, Usage
 from oomprobe.ground.units import format_bytes
 
 # Source: aten/src/ATen/mps/MPSAllocator.h
 DEFAULT_HIGH_WATERMARK = 1.7
 
 
-class MpsDevice:
+class MpsDevice(Device):
     """The Metal device of a Mac, limited to the working set that Metal recommends."""
 
     name, on_host = "Apple MPS", False
@@ -28,9 +28,6 @@ class MpsDevice:
             "every trial was capped: this device shares the host's memory, so the allocator was limited to the working set "
             f"that Metal recommends, {format_bytes(self.total_bytes)}",
         )
-
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def available_bytes(self) -> int:
         self.release()
@@ -56,9 +53,6 @@ class MpsDevice:
 
     def live_bytes(self) -> int:
         return int(torch.mps.current_allocated_memory())
-
-    def outside_bytes(self) -> None:
-        return None
 
     def synchronize(self) -> None:
         torch.mps.synchronize()

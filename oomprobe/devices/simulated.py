@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from oomprobe.devices.base import History, Usage
+from oomprobe.devices.base import Device, History, Replay, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.ground.units import format_bytes, parse_bytes
 from oomprobe.records.trials import Request, Trial, Verdict
@@ -21,15 +21,15 @@ from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cards import Card, generic_card
 from oomprobe.simulation.catalogue import find_card
-from oomprobe.simulation.memory import Memory
+from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import building, simulated
-from oomprobe.simulation.ranks import first_of, nccl_note, with_nccl
+from oomprobe.simulation.ranks import first_of, with_nccl
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import Call, LiveBlocks, Predictor, replay_call
+from oomprobe.simulation.tape import LiveBlocks, Predictor, RecordedCall, replay_call
 from oomprobe.simulation.unknown import refuse_address, refuse_array, wants_data
 
 
-class SimulatedDevice:
+class SimulatedDevice(Device, Replay):
     """A simulated card. Each object is one card, empty at first.
 
     Args:
@@ -74,16 +74,16 @@ class SimulatedDevice:
         self.total_bytes = self.card.total_bytes
         self._assumed: dict[str, None] = {}
         if world_size > 1:
-            self._assumed[nccl_note(self.card, world_size)] = None
-            self.card = with_nccl(self.card)
-        self._memory = Memory(self.card, AllocatorSettings.from_environment() if settings is None else settings)
+            self.card, note = with_nccl(self.card, world_size)
+            self._assumed[note] = None
+        self._memory = CardMemory(self.card, AllocatorSettings.from_environment() if settings is None else settings)
         self._full = False  # whether the cap is below what is already on the card
         self._card_mode = CardMode(self._memory)
         self._predictor = Predictor()
         self._workspace_bytes: dict[int, int] = {}  # the largest that a convolution may want, by batch size
         self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # state before the trial's first call
-        self._calls: list[Call] = []
-        self._trial_calls: list[Call] = []
+        self._calls: list[RecordedCall] = []
+        self._trial_calls: list[RecordedCall] = []
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -122,7 +122,6 @@ class SimulatedDevice:
         return first_of(self.world_size, variables, self._assumed)
 
     def begin_probe(self, poll: Callable[[], None], *, replays: bool = True) -> None:
-        """Forget earlier steps; while a step runs, call `poll`, which may raise."""
         self._card_mode.poll, self._card_mode.notes = poll, {}
         self._predictor = Predictor(gives_up=not replays)
         self._workspace_bytes = {}
@@ -180,11 +179,10 @@ class SimulatedDevice:
     def usage(self) -> Usage:
         memory, allocator = self._memory, self._memory.allocator
         allocated, reserved = memory.peaks
-        upper = min(reserved + memory.largest_workspace_bytes, memory.allowed(memory.limit_bytes))
         return Usage(
             peak_allocated_bytes=allocated,
             peak_reserved_bytes=reserved,
-            peak_upper_bytes=max(reserved, upper),
+            peak_upper_bytes=self._upper_bytes(reserved, memory.largest_workspace_bytes, memory.limit_bytes),
             alloc_retries=allocator.alloc_retries,
             under_pressure=allocator.ooms > 0 or allocator.alloc_retries > 0,
         )
@@ -193,18 +191,10 @@ class SimulatedDevice:
         return self._memory.allocator.requested_bytes  # not the blocks, whose sizes may vary between calls
 
     def served_bytes(self) -> int:
-        """Return the total that steps have ever requested; steps that allocate alike add equal amounts."""
         return self._memory.allocator.served_bytes
 
     def allocations(self) -> int:
-        """Return the number of blocks that steps have ever requested."""
         return self._memory.allocator.served
-
-    def outside_bytes(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        """Do nothing: simulated steps are complete when they return."""
 
     def release(self) -> None:
         self._memory.clear_workspaces()
@@ -258,7 +248,6 @@ class SimulatedDevice:
         return True
 
     def end_trial(self) -> None:
-        """Exclude later calls from the trial."""
         self._trial_calls, self._calls = self._calls, []
 
     def learn(self, request: Request, trial: Trial) -> bool:
@@ -291,14 +280,17 @@ class SimulatedDevice:
             Verdict.FITS if error is None else Verdict.OOM,
             peak_allocated_bytes=allocator.peak_allocated_bytes,
             peak_reserved_bytes=allocator.peak_reserved_bytes,
-            peak_upper_bytes=min(
-                allocator.peak_reserved_bytes + self._workspace_at(request.batch_size),
-                self._memory.allowed(request.cap_bytes),
+            peak_upper_bytes=self._upper_bytes(
+                allocator.peak_reserved_bytes, self._workspace_at(request.batch_size), request.cap_bytes
             ),
             alloc_retries=allocator.alloc_retries,
             error=error,
             replayed=True,
         )
+
+    def _upper_bytes(self, reserved_bytes: int, workspace_bytes: int, cap_bytes: int | None) -> int:
+        """Return the peak reserved if a convolution takes the workspace that it may want, as far as the cap allows."""
+        return max(reserved_bytes, min(reserved_bytes + workspace_bytes, self._memory.allowed(cap_bytes)))
 
     def _workspace_at(self, batch_size: int) -> int:
         """Bound what a convolution may want at a size that did not run: it grows no faster than the batch."""

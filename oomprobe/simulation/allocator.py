@@ -63,14 +63,13 @@ class Block:
     def absorb(self, other: Block) -> None:
         """Merge a neighbour into this block."""
         if self.prev is other:
-            self.address = other.address
-            self.prev = other.prev
-            if self.prev is not None:
-                self.prev.next = self
+            self.address, self.prev = other.address, other.prev
         else:
             self.next = other.next
-            if self.next is not None:
-                self.next.prev = self
+        if self.prev is not None:
+            self.prev.next = self
+        if self.next is not None:
+            self.next.prev = self
         self.size += other.size
 
     def cut_after(self, nbytes: int) -> Block:
@@ -87,10 +86,7 @@ class Block:
     def twin(self, pool: Pool) -> Block:
         """Return a copy for another allocator's pool, without links."""
         twin = Block(pool, self.address, self.size, self.order)
-        twin.free = self.free
-        twin.mapped = self.mapped
-        twin.origin = self.origin
-        twin.requested = self.requested
+        twin.free, twin.mapped, twin.origin, twin.requested = self.free, self.mapped, self.origin, self.requested
         return twin
 
 

@@ -29,7 +29,7 @@ from oomprobe.ground import torch_versions
 from oomprobe.simulation import scratch
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes
-from oomprobe.simulation.memory import Memory
+from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.unknown import (
     KnownBools,
     lacks_cpu_kernel,
@@ -64,7 +64,7 @@ _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _a
 class CardMode(TorchDispatchMode):
     """Dispatch mode that runs operators on fakes and records the storages they create."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: CardMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.fake_mode = FakeTensorMode()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oomprobe.simulation.fakes import SEEN_CARD
-from oomprobe.simulation.memory import Memory
+from oomprobe.simulation.memory import CardMemory
 
 _WITHOUT_EFFECT = (
     "set_device", "set_device_index", "init", "_lazy_init", "synchronize", "set_stream", "manual_seed", "manual_seed_all",
@@ -45,7 +45,7 @@ class CompletedStream:
         return 1.0  # not 0: steps divide by it
 
 
-def replacements(memory: Memory) -> dict[str, Any]:
+def replacements(memory: CardMemory) -> dict[str, Any]:
     """Return replacements by their names in ``torch.cuda`` and ``torch.accelerator``."""
     card = memory.card
     major, minor = card.compute_capability

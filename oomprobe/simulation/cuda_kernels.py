@@ -224,9 +224,8 @@ def _without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-        widened = _cast(args, _HALF, torch.float32)
-        return op(*widened, **{name: _cast(value, _HALF, torch.float32) for name, value in kwargs.items()})
+    kwargs = {name: _cast(value, _HALF, torch.float32) for name, value in kwargs.items()}
+    return _without_autocast(op, *_cast(args, _HALF, torch.float32), **kwargs)
 
 
 def _in_low_precision(op: Any, *args: Any, **kwargs: Any) -> Any:

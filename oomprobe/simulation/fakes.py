@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from oomprobe.simulation.memory import Memory
+from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.unknown import refuse_layout
 
 CARD = torch.device("cpu", 0)
@@ -39,7 +39,7 @@ def requested_device(device: Any) -> torch.device | None:
 class Fakes:
     """Fakes of real tensors, kept while the real ones live."""
 
-    def __init__(self, mode: FakeTensorMode, memory: Memory) -> None:
+    def __init__(self, mode: FakeTensorMode, memory: CardMemory) -> None:
         self._mode, self._memory = mode, memory
         self._storages: WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = WeakKeyDictionary()
         self._views: WeakKeyDictionary[torch.UntypedStorage, dict[tuple[Any, ...], FakeTensor]] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, C
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.scratch import Kernel, Launch, borrowed, needs_of
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import Call, LiveBlocks, Tape, replay_call
+from oomprobe.simulation.tape import LiveBlocks, RecordedCall, Tape, replay_call
 
 _Storage = Any  # torch.UntypedStorage, on the host or the meta device
 
@@ -28,7 +28,7 @@ class _Allocation:
     on_death: weakref.ref[_Storage]
 
 
-class Memory:
+class CardMemory:
     """Memory of a simulated card: its storages and its allocator.
 
     Attributes:
@@ -198,7 +198,7 @@ class Memory:
         next_call = self.tape.call_number + 1
         return {(next_call - one.name[0], one.name[1]): one.block for one in self._allocations.values()}
 
-    def repeat(self, call: Call) -> None:
+    def repeat(self, call: RecordedCall) -> None:
         """Replay a call on the allocator; live storages get the blocks of that call.
 
         If there is no room for it, only peaks and counters change.

@@ -41,18 +41,11 @@ _DONE_AT_ONCE = (
 )  # fmt: skip
 
 
-def with_nccl(card: Card) -> Card:
-    """Return the card with NCCL's memory kept back."""
-    return replace(card, context_bytes=card.context_bytes + _nccl_bytes(card))
-
-
-def nccl_note(card: Card, ranks: int) -> str:
-    """Return what is assumed; `card` is the one without NCCL."""
-    return NCCL.format(ranks=ranks, kept=format_bytes(_nccl_bytes(card)))
-
-
-def _nccl_bytes(card: Card) -> int:
-    return min(NCCL_BYTES, int(_NCCL_SHARE * card.total_bytes))
+def with_nccl(card: Card, ranks: int) -> tuple[Card, str]:
+    """Return the card with NCCL's memory kept back, and a note of what is assumed."""
+    kept_bytes = min(NCCL_BYTES, int(_NCCL_SHARE * card.total_bytes))
+    note = NCCL.format(ranks=ranks, kept=format_bytes(kept_bytes))
+    return replace(card, context_bytes=card.context_bytes + kept_bytes), note
 
 
 @contextmanager
@@ -65,8 +58,8 @@ def first_of(ranks: int, variables: Mapping[str, str], notes: dict[str, None]) -
         notes: Receives what is left out.
     """
     with patch.dict(os.environ, variables), ExitStack() as stack:
-        for owner, name, function in _patches(ranks, notes):
-            stack.enter_context(patch.object(owner, name, function))
+        for patched in _patches(ranks, notes):
+            stack.enter_context(patch.object(*patched))
         had_group = distributed.is_initialized()
         try:
             yield

@@ -24,7 +24,7 @@ LiveBlocks = dict[tuple[int, int], int]  # handles by (calls ago, index in that 
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     """One call of a step: its events in order, and their sizes."""
 
     events: tuple[Event, ...]
@@ -86,11 +86,11 @@ class Tape:
     def cache_released(self) -> None:
         self._events.append((RELEASED, 0, 0))
 
-    def finish(self) -> Call:
-        return Call(tuple(self._events), tuple(self._sizes))
+    def finish(self) -> RecordedCall:
+        return RecordedCall(tuple(self._events), tuple(self._sizes))
 
 
-def replay_call(allocator: CachingAllocator, call: Call, live: LiveBlocks) -> LiveBlocks:
+def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlocks) -> LiveBlocks:
     """Replay a call's events on an allocator, which is changed in place and may raise.
 
     Args:
@@ -125,35 +125,35 @@ def replay_call(allocator: CachingAllocator, call: Call, live: LiveBlocks) -> Li
 class Line:
     """A call whose sizes are linear in the batch size."""
 
-    events: tuple[Event, ...]
-    fixed: tuple[int, ...]
-    per_sample: tuple[int, ...]
+    call: RecordedCall
+    batch_size: int
+    slopes: tuple[int, ...]
 
-    def at(self, batch_size: int) -> Call:
+    def at(self, batch_size: int) -> RecordedCall:
         """Return the call predicted for a batch size."""
-        return Call(self.events, tuple(a + b * batch_size for a, b in zip(self.fixed, self.per_sample, strict=True)))
+        more = batch_size - self.batch_size
+        sizes = (size + slope * more for size, slope in zip(self.call.sizes, self.slopes, strict=True))
+        return RecordedCall(self.call.events, tuple(sizes))
 
 
-def lines_through(size: int, calls: Sequence[Call], other_size: int, other_calls: Sequence[Call]) -> list[Line] | None:
+def lines_through(
+    size: int, calls: Sequence[RecordedCall], other_size: int, other_calls: Sequence[RecordedCall]
+) -> list[Line] | None:
     """Return the lines through calls of two batch sizes; None if the events differ or a slope is not whole.
 
     Example:
         >>> events = ((ALLOCATED, 0, 0), (FREED, 0, 0))
-        >>> lines_through(1, [Call(events, (12,))], 2, [Call(events, (16,))])[0].at(100).sizes
+        >>> lines_through(1, [RecordedCall(events, (12,))], 2, [RecordedCall(events, (16,))])[0].at(100).sizes
         (408,)
     """
-    if len(calls) != len(other_calls):
+    if [call.events for call in calls] != [call.events for call in other_calls]:
         return None
     lines = []
     for call, other in zip(calls, other_calls, strict=True):
-        if call.events != other.events:
-            return None
         slopes = [divmod(b - a, other_size - size) for a, b in zip(call.sizes, other.sizes, strict=True)]
         if any(rest for _, rest in slopes):
             return None
-        per_sample = tuple(slope for slope, _ in slopes)
-        fixed = tuple(a - slope * size for a, slope in zip(call.sizes, per_sample, strict=True))
-        lines.append(Line(call.events, fixed, per_sample))
+        lines.append(Line(call, size, tuple(slope for slope, _ in slopes)))
     return lines
 
 
@@ -169,10 +169,10 @@ class Predictor:
 
     def __init__(self, *, gives_up: bool = False) -> None:
         self.lines: list[Line] | None = None
-        self._trials: dict[int, list[Call]] = {}
+        self._trials: dict[int, list[RecordedCall]] = {}
         self._given_up = gives_up
 
-    def learn(self, batch_size: int, calls: Sequence[Call]) -> bool:
+    def learn(self, batch_size: int, calls: Sequence[RecordedCall]) -> bool:
         """Learn from a trial that ran; return False if its calls contradict the lines."""
         steady = self.steady(calls)
         if steady is None or self._given_up:
@@ -189,14 +189,14 @@ class Predictor:
             self.lines = lines_through(size, first, other_size, second)
         return True
 
-    def steady(self, calls: Sequence[Call]) -> Call | None:
+    def steady(self, calls: Sequence[RecordedCall]) -> RecordedCall | None:
         """Return the call that would repeat: the last one if it equals the one before."""
         if len(calls) < 2:
             return None
         before, last = calls[-2:]
         return last if (before.core, before.sizes) == (last.core, last.sizes) and last.closed else None
 
-    def calls(self, batch_size: int, count: int) -> list[Call] | None:
+    def calls(self, batch_size: int, count: int) -> list[RecordedCall] | None:
         """Predict the first `count` calls of a cold trial; None if unknown."""
         if self.lines is None:
             return None

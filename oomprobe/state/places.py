@@ -31,7 +31,7 @@ _MISSING = object()
 _UNKNOWN = object()  # the fingerprint of an object that does not show whether it has changed
 
 
-class Graph:
+class GraphTensor:
     """A tensor that cannot be copied, with the graph that computed it or without data; keeping it alive would keep a step's memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ def saved(value: Any, *, copies: HostCopies, trains: bool) -> Any:
         return copies.optimizers.get(id(value), value)
     if not isinstance(value, torch.Tensor) or value.device.type == "meta":
         return value
-    return copies.keep(value) if can_copy(value) and (value.is_leaf or trains) else Graph(value)
+    return copies.keep(value) if can_copy(value) and (value.is_leaf or trains) else GraphTensor(value)
 
 
 class Place:
@@ -112,7 +112,7 @@ class Place:
         get = partial(saved, copies=self._copies, trains=self.values.trains)
         self._before = {get(key): get(one) for key, one in _by_key(held).items()}
         every = (one for pair in self._before.items() for one in pair)
-        self._is_plain = not any(isinstance(one, AnyCopy | Graph | OptimizerCopy) for one in every)
+        self._is_plain = not any(isinstance(one, AnyCopy | GraphTensor | OptimizerCopy) for one in every)
 
     @property
     def name(self) -> str:
@@ -200,7 +200,7 @@ def _by_key(held: Any) -> dict[Any, Any]:
 
 
 def _find(value: Any, gone: Any = _MISSING) -> Any:
-    if not isinstance(value, AnyCopy | Graph | OptimizerCopy):
+    if not isinstance(value, AnyCopy | GraphTensor | OptimizerCopy):
         return value
     found = value.find()
     return gone if found is None else found
@@ -335,7 +335,7 @@ def kind_of(value: Any) -> str:
         return value.kind
     if is_iterator(value) and not isinstance(value, io.IOBase):
         return "an iterator"
-    if isinstance(value, torch.Tensor | Graph | AnyCopy) or value is _MISSING:
+    if isinstance(value, torch.Tensor | GraphTensor | AnyCopy) or value is _MISSING:
         return "a tensor"
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

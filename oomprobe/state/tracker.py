@@ -43,7 +43,7 @@ from oomprobe.state.walk import (
 class Tracker:
     """What steps and a model hold, as it was when tracking began: the places, and the tensors.
 
-    For a cold start, everything created since then is dropped, and what steps count with is put back. Weights and optimizer
+    For a cold start, everything created since then is dropped, and the steps' counters, caches and lists are put back. Weights and optimizer
     state that existed before stay as they are, because their values do not affect memory; those that a step has replaced come
     back. `preserve` adds further stateful objects or tensors, `owners` objects of libraries that a step changes.
 

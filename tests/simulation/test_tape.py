@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import generic_card
-from oomprobe.simulation.memory import Memory
+from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import (
     ALLOCATED,
     FREED,
     RELEASED,
-    Call,
     Predictor,
+    RecordedCall,
     lines_through,
     replay_call,
 )
@@ -27,7 +27,7 @@ def a_call(*sizes, leave=0, dead=()):
         events.append((ALLOCATED, index, 0))
         if index < len(sizes) - leave:
             events.append((FREED, 0, index))
-    return Call(tuple(events), tuple(sizes))
+    return RecordedCall(tuple(events), tuple(sizes))
 
 
 def test_closed_calls_free_what_the_previous_one_left():
@@ -75,13 +75,13 @@ def step(batch_size, dead=(2,)):
     """Return a call with two activations and a gradient that lives until the next call."""
     born = (ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (ALLOCATED, 2, 0)
     events = (*((FREED, 1, index) for index in dead), *born, (FREED, 0, 0), (FREED, 0, 1))
-    return Call(events, (batch_size * MIB, 2 * batch_size * MIB, 4 * MIB))
+    return RecordedCall(events, (batch_size * MIB, 2 * batch_size * MIB, 4 * MIB))
 
 
 def first(batch_size):
     """Return the cold call: no gradient to free, and a workspace to allocate."""
     call = step(batch_size, dead=())
-    return Call((*call.events, (ALLOCATED, 3, 0)), (*call.sizes, 8 * MIB))
+    return RecordedCall((*call.events, (ALLOCATED, 3, 0)), (*call.sizes, 8 * MIB))
 
 
 def cold(batch_size):
@@ -97,7 +97,7 @@ def taught(*sizes):
 
 def test_a_step_that_releases_the_cache():
     allocator = CachingAllocator(1024 * MIB)
-    replay_call(allocator, Call(((ALLOCATED, 0, 0), (FREED, 0, 0), (RELEASED, 0, 0)), (64 * MIB,)), {})
+    replay_call(allocator, RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0), (RELEASED, 0, 0)), (64 * MIB,)), {})
     assert allocator.reserved_bytes == 0
 
 
@@ -110,7 +110,7 @@ def test_two_sizes_predict_the_calls_of_a_cold_trial():
 def test_the_last_two_sizes_determine_the_line():
     """Batch size 1 often differs: a transposed tensor of one row needs no copy."""
     predictor = Predictor()
-    odd = Call((*step(1).events, (ALLOCATED, 3, 0), (FREED, 0, 3)), (*step(1).sizes, MIB))
+    odd = RecordedCall((*step(1).events, (ALLOCATED, 3, 0), (FREED, 0, 3)), (*step(1).sizes, MIB))
     for size, calls in ((1, [first(1), odd, odd]), (2, cold(2))):
         assert predictor.learn(size, calls)
         assert predictor.lines is None
@@ -120,7 +120,7 @@ def test_the_last_two_sizes_determine_the_line():
 
 def test_a_size_off_the_line_ends_replays():
     predictor = taught(1, 2, 4)
-    assert not predictor.learn(8, [first(8), *[Call(step(8).events, (1, 2, 3))] * 2])
+    assert not predictor.learn(8, [first(8), *[RecordedCall(step(8).events, (1, 2, 3))] * 2])
     for size in (16, 32, 64):
         assert predictor.learn(size, cold(size))
         assert predictor.lines is None
@@ -136,13 +136,13 @@ def test_a_call_is_steady_if_repeated():
 
 
 def test_a_repeat_without_room_changes_only_counters():
-    memory = Memory(generic_card(50 * MIB), AllocatorSettings())
+    memory = CardMemory(generic_card(50 * MIB), AllocatorSettings())
     kept = torch.UntypedStorage(4 * MIB)
     memory.allocate(kept)
     memory.start_trial()
     events = ((ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (FREED, 0, 0), (FREED, 0, 1))
     with pytest.raises(AllocatorOutOfMemory):
-        memory.repeat(Call(events, (20 * MIB, 30 * MIB)))
+        memory.repeat(RecordedCall(events, (20 * MIB, 30 * MIB)))
     assert (memory.allocator.ooms, memory.allocator.alloc_retries) == (1, 1)
     assert memory.peaks == (24 * MIB, 40 * MIB)
     assert memory.allocator.allocated_bytes == 4 * MIB
