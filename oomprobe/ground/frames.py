@@ -1,4 +1,4 @@
-"""What is said of an exception without touching a device.
+"""What can be said of an exception without touching a device.
 
 The user's line in a stack or traceback, the innermost that belongs neither to torch nor to oomprobe; and tensors by their shapes.
 """

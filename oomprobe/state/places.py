@@ -32,7 +32,7 @@ _UNKNOWN = object()  # the fingerprint of an object that does not show whether i
 
 
 class GraphTensor:
-    """A tensor that cannot be copied, with the graph that computed it or without data; keeping it alive would keep a step's memory."""
+    """A tensor that is not copied: it has a graph, no data or no plain storage. To keep it alive would keep a step's memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.find = weakref.ref(tensor)
@@ -92,7 +92,7 @@ def saved(value: Any, *, copies: HostCopies, trains: bool) -> Any:
 
 
 class Place:
-    """Values that were there at the start. To put them back makes each name refer to its first value again.
+    """The values that something held at the start. Putting them back makes each name refer to its first value again.
 
     Tensors among them are not kept alive, so that steps can free them. Those that were freed are made anew from their copies.
     """

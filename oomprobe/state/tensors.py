@@ -122,7 +122,9 @@ class TensorCopy:
             self.find = weak(tensor)
         elif not self._is_same_view(tensor):
             tensor.data = self._view_of(self.storage.find_or_create())
-        return _with_requires_grad(tensor, self._requires_grad)
+        if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
+            tensor.requires_grad_(self._requires_grad)
+        return tensor
 
     def differs(self, now: object) -> bool:
         """Return whether a value has other bits, another geometry or other memory than the tensor had."""
@@ -183,24 +185,19 @@ class WrapperCopy:
 AnyCopy = TensorCopy | WrapperCopy
 
 
-def _with_requires_grad(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    if tensor.is_leaf and tensor.requires_grad != requires_grad:
-        tensor.requires_grad_(requires_grad)
-    return tensor
-
-
 def _is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def kind_of_storage(tensor: torch.Tensor) -> str:
     """Return what a tensor without a copy is, such as ``"a sparse_coo tensor"``."""
-    what = str(tensor.layout).removeprefix("torch.") if tensor.layout is not torch.strided else ""
-    return f"a {what or ('quantised' if tensor.is_quantized else 'conjugated or negated')} tensor"
+    if tensor.layout is not torch.strided:
+        return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
+    return "a quantised tensor" if tensor.is_quantized else f"a {type(tensor).__name__} without a plain storage"
 
 
 def can_copy(tensor: Any) -> bool:
-    """Return whether a tensor, or each inside a wrapper, has data in a storage; a sparse or quantised one has none of its own."""
+    """Return whether a tensor, or each tensor inside a wrapper, can be copied: sparse and quantised ones cannot."""
     if is_traceable_wrapper_subclass(tensor):
         return all(map(can_copy, inner_tensors(tensor).values()))
     return has_data(tensor) and _is_strided(tensor)

@@ -72,11 +72,11 @@ class Tracker:
         self.found: list[object] = []  # modules and other objects with a state
         self.places: list[Place] = []
         self.opaque: list[OpaquePlace] = []
-        # Tensors of the model, optimizers and other training state; late ones are of optimizers that were found when they stepped.
+        # Tensors of the model, its optimizers and other training state; `late` are those of optimizers found when they stepped.
         self.tensors: dict[AnyCopy, Place] = {}
         self.late: dict[AnyCopy, Place] = {}
-        self.uncopied: dict[str, str] = {}  # tensors of them of which no copy can be made, and what they are, by path
-        self._sources: list[tuple[OpaquePlace, int]] = []  # of data, which hand out one after another, with their ids
+        self.uncopied: dict[str, str] = {}  # the kinds, by path, of those that cannot be copied
+        self._sources: list[tuple[OpaquePlace, int]] = []  # iterators and queues of data, with their ids
         self._optimizers: MutableMapping[torch.optim.Optimizer, list[Place]] = WeakIdKeyDictionary()  # live ones
         self._leaves: list[Callable[[], torch.Tensor | None]] = []
         self._names: set[str] = set()  # that the user's functions use
@@ -194,7 +194,7 @@ class Tracker:
         for place in (*self.tensors.values(), *(one for one in self.places if one.values.when is not When.COLD)):
             for path, value in place.added():
                 if not path.endswith(".grad"):
-                    storages = (tensor.untyped_storage() for tensor in tensors_in(value))
+                    storages = (tensor.untyped_storage() for tensor in tensors_in(value) if can_copy(tensor))
                     found[path] |= {one._cdata: one.nbytes() for one in storages}
         sizes = {path: sum(storages.values()) for path, storages in found.items()}
         largest = sorted(sizes, key=lambda path: -sizes[path])[:3]

@@ -178,11 +178,6 @@ def module_of(value: Any) -> object:
     return getattr(value if isinstance(value, type) else type(value), "__module__", None)
 
 
-def is_parallel(module: torch.nn.Module) -> bool:
-    """Return whether a module is a parallel wrapper such as DDP, whose attributes belong to C++ objects."""
-    return type(module).__module__.startswith(_PARALLEL)
-
-
 def code_names(code: types.CodeType) -> set[str]:
     """Return the global and attribute names that a function and its inner functions use."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
@@ -366,7 +361,9 @@ class _Walk:
             values = of_container(registry, f"{path}.", dict)
             yield values._replace(owner=module, when=when, trains=True, is_registry=True)
         yield _of_registries(hooks, path, module)
-        if not is_parallel(module):
+        if not type(module).__module__.startswith(
+            _PARALLEL
+        ):  # the attributes of DDP and its like belong to C++ objects
             restarts = self.is_users(module) or type(module).__module__.startswith("torch.nn.modules.")
             values = of_namespace(vars(module), f"{path}.", owner=module)
             yield values._replace(when=When.EACH_TRIAL if restarts else When.AT_END, trains=True)
