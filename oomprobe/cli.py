@@ -53,10 +53,13 @@ TWO_TARGETS = (
     "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
 )
 NO_TABLE = "--try-larger and --no-mixed are about a table: add --over, or leave them out"
-NO_TABLE_REQUIRED = "--require checks one size, and --over makes a table: leave one out"
-NO_TABLE_PLANNED = "--global-batch and --world-size plan for one answer, and --over has many: in Python, table.rows[value].plan(...) does it"
-NO_SEARCH = "--require runs one size and no search, so it would ignore {options}: leave that out"
+TABLE_OF_CHECKS = "--require checks one size, and --over makes a table: leave one out"
+TABLE_OF_PLANS = "--global-batch and --world-size plan for one answer, and --over has many: in Python, table.rows[value].plan(...) does it"
 RANKS_TWICE = "--nproc-per-node says how many ranks there are, so --world-size cannot be given too: leave it out"
+NO_MULTIPLE = "--require {size} is not a multiple of {multiple_of}: change one of them"
+NO_SEARCH = "--require runs one size and no search, so it would ignore {options}: leave that out"
+ONLY_FOR_COMMANDS = "--passes-after is for commands: a target's steps are counted"
+CONTAMINATED = "no number printed: other processes kept changing the device's memory; see the notes above"
 NOT_FOR_COMMANDS = (
     "{options} cannot be given for a command: it runs as it is, in processes of its own and on the devices that it chooses "
     "(CUDA_VISIBLE_DEVICES narrows them). For these options, write a target: oomprobe run path/to/train.py:build"
@@ -65,13 +68,16 @@ NOT_FOR_COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    words, command = _split(sys.argv[1:] if argv is None else argv)
-    if command is None and words[:1] == ["run"] and any("{batch}" in word for word in words):
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = None  # what follows the two dashes
+    if words[:1] == ["run"] and "--" in words:
+        place = words.index("--")
+        words, command = words[:place], words[place + 1 :]
+    elif words[:1] == ["run"] and any("{batch}" in word for word in words):
         tell(f"oomprobe: {NO_DASHES}")
         return InvalidArgumentError.exit_status
     arguments = parser().parse_args(words)
-    arguments.words = command
-    arguments.owns_process = argv is None
+    arguments.command, arguments.owns_process = command, argv is None
     try:
         return int(arguments.act(arguments))
     except BrokenPipeError:  # the reader of the output, such as head, has exited
@@ -81,55 +87,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return explain(error, required=getattr(arguments, "require", None) is not None)
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Return oomprobe's own arguments, and the command that follows ``--``; None without one."""
-    words = list(argv)
-    if words[:1] != ["run"] or "--" not in words:
-        return words, None
-    place = words.index("--")
-    return words[:place], words[place + 1 :]
-
-
 def _run(arguments: argparse.Namespace) -> int:
     check_run(arguments)
-    machine_reads = arguments.quiet or arguments.json == STDOUT
-    if arguments.quiet and arguments.progress == "auto":
-        arguments.progress = "off"
-    isolate = not arguments.in_process
-    if isolate and arguments.words is None and sys.platform != "linux":
-        tell("note: trials can be isolated on Linux only; they run in this process (--in-process)")
-        isolate = False
+    options = given_options(arguments)
+    quiet, machine_reads = arguments.quiet, arguments.quiet or arguments.json == STDOUT
     keeping = stdout_kept(for_good=arguments.owns_process) if machine_reads else contextlib.nullcontext(sys.stdout)
     with keeping as stdout:
         try:
-            probed = _probe(arguments, isolate=isolate)
+            probed = _probe(arguments, options)
         except errors.OomProbeError as error:
             if isinstance(error.table, ProbeTable):  # the rows that were finished
-                _save(error.table.to_json, None if arguments.json == STDOUT else arguments.json)
-                _save(error.table.to_html, arguments.html)
+                _save(error.table, arguments.json, arguments.html)
             raise
         results = [result for _, result in probed.fitting()] if isinstance(probed, ProbeTable) else [probed]
         contaminated = any(result.contaminated for result in results)
-        if contaminated or not arguments.quiet:
+        if contaminated or not quiet:
             write(sys.stderr if machine_reads else stdout, text(probed, verbose=arguments.verbose))
         if arguments.json == STDOUT:
             write(stdout, probed.to_json())
-        elif arguments.quiet and not contaminated:
+        elif quiet and not contaminated:
             write(stdout, _numbers(probed))
-    weak = dict.fromkeys(note for result in results for note in result.notes if note.startswith("weak: "))
-    if arguments.quiet and weak:
-        tell(*(f"oomprobe: {note}" for note in weak))
-    if arguments.json != STDOUT:
-        _save(probed.to_json, arguments.json)
-    _save(probed.to_html, arguments.html)
-    if arguments.quiet and contaminated:
-        tell("oomprobe: no number printed: other processes kept changing the device's memory; see the notes above")
+    if quiet:
+        said = [note for result in results for note in result.notes if note.startswith("weak: ")]
+        said += [CONTAMINATED] if contaminated else probed.notes if isinstance(probed, ProbeTable) else []
+        for note in dict.fromkeys(said):
+            tell(f"oomprobe: {note}")
+    _save(probed, arguments.json, arguments.html)
+    if quiet and contaminated:
         return errors.UnreliableError.exit_status
-    if isinstance(probed, ProbeResult):
-        return 0
-    if arguments.quiet:
-        tell(*(f"oomprobe: {note}" for note in probed.notes))
-    if len(probed.rows) < len(arguments.over[0][1]) or probed.mixed_failed:
+    if isinstance(probed, ProbeTable) and (probed.mixed_failed or len(probed.rows) < len(options["over"][probed.axis])):
         return errors.UnreliableError.exit_status
     return 0 if results else errors.NothingFitsError.exit_status
 
@@ -137,7 +123,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _numbers(probed: ProbeResult | ProbeTable) -> str:
     """Return the batch size; of a table, a line with each value and its size, ``-`` if it does not fit.
 
-    What ran with all values in turn comes first: a script may train with that.
+    Sizes that ran with all values in turn come first: a script may train with them.
     """
     if isinstance(probed, ProbeResult):
         return f"{probed.batch_size}\n"
@@ -145,39 +131,38 @@ def _numbers(probed: ProbeResult | ProbeTable) -> str:
     return "".join(f"{value} {sizes.get(value, '-')}\n" for value in probed.rows)
 
 
-def _save(write_to: Callable[[Path], object], path: Path | None) -> None:
-    try:
-        if path is not None:
-            write_to(path)
-    except OSError as error:
-        raise InvalidArgumentError(f"{path} cannot be written: {error}") from None
+def _save(probed: ProbeResult | ProbeTable, json_path: Path | None, html_path: Path | None) -> None:
+    for path, write_to in ((json_path, probed.to_json), (html_path, probed.to_html)):
+        try:
+            if path not in (None, STDOUT):
+                write_to(path)
+        except OSError as error:
+            raise InvalidArgumentError(f"{path} cannot be written: {error}") from None
 
 
-def _probe(arguments: argparse.Namespace, *, isolate: bool) -> ProbeResult | ProbeTable:
+def _probe(arguments: argparse.Namespace, options: dict[str, Any]) -> ProbeResult | ProbeTable:
     from oomprobe import probe
 
-    options = given_options(arguments) | {"progress": arguments.progress}
-    check: Callable[..., ProbeResult] = probe.check_target
-    search: Callable[..., Any] = probe.probe_target
-    if arguments.words is None:
-        what = arguments.target
-        options |= {name: getattr(arguments, name) for name in ("device", "nproc_per_node")} | {"isolate": isolate}
-    else:
-        what, check, search = arguments.words, probe.check_command, probe.probe_command
-        options |= {"passes_after_s": arguments.passes_after}
+    of_target = arguments.command is None
+    what = arguments.target if of_target else arguments.command
+    check: Callable[..., ProbeResult] = probe.check_target if of_target else probe.check_command
+    search: Callable[..., Any] = probe.probe_target if of_target else probe.probe_command
+    if arguments.quiet and options["progress"] == "auto":
+        options["progress"] = "off"
+    if of_target and options.get("isolate", True) and sys.platform != "linux":
+        tell("note: trials can be isolated on Linux only; they run in this process (--in-process)")
+        options["isolate"] = False
     if arguments.require is not None:
         options.pop("multiple_of", None)
         return check(what, arguments.require, **options)
-    if arguments.over:
-        mixed, over = not arguments.no_mixed, dict(arguments.over)
-        return probe.probe_target(what, over=over, try_larger=arguments.try_larger, mixed=mixed, **options)
-    plan: dict[str, Any] = {"global_batch": options.get("global_batch"), "world_size": arguments.world_size or 1}
-    if plan["global_batch"]:
-        options["global_batch"] = -(-plan["global_batch"] // plan["world_size"])
-    result: ProbeResult = search(what, **options)
-    if arguments.nproc_per_node is None and (plan["world_size"] > 1 or plan["global_batch"]):
-        result = dataclasses.replace(result, options={**result.options, **plan})
-    return result
+    global_batch, world_size = options.get("global_batch"), arguments.world_size or 1
+    if global_batch is not None:
+        options["global_batch"] = -(-global_batch // world_size)
+    probed: ProbeResult | ProbeTable = search(what, **options)
+    if isinstance(probed, ProbeTable) or "nproc_per_node" in options or (global_batch is None and world_size == 1):
+        return probed
+    plan = {"global_batch": global_batch, "world_size": world_size}
+    return dataclasses.replace(probed, options={**probed.options, **plan})
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -201,7 +186,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     shown = _read(arguments.result)
     print(text(shown, verbose=arguments.verbose), end="")
-    _save(shown.to_html, arguments.html)
+    _save(shown, None, arguments.html)
     return 0
 
 
@@ -234,14 +219,6 @@ def _devices(arguments: argparse.Namespace) -> int:
     for card in CARDS:
         print(f"sim:{card.name:18}  {format_bytes(card.available_bytes)} of {format_bytes(card.total_bytes)}")
     return 0
-
-
-FLAGS = {
-    "--in-process": "run trials in this process",
-    "--try-larger": "with --over: go on above a value with which nothing fits",
-    "--no-mixed": "with --over: do not look for sizes that run with all values in turn, as training with buckets does",
-    "--quiet": "print only the batch size, and errors on stderr",
-}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -282,45 +259,56 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
-    run.set_defaults(words=None)  # of a command
     run.add_argument("target", metavar="TARGET", nargs="?", help="module:function or path/to/file.py:function")
-    run.add_argument(
+
+    def add(flag: str, meaning: str, **more: Any) -> None:
+        # One that is not given is not passed on either, so that its default is stated in Python alone.
+        run.add_argument(flag, help=meaning, default=argparse.SUPPRESS, **more)
+
+    add(
         "--device",
-        help="cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is)",
+        "cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is)",
     )
     for option in dataclasses.fields(Options):
         metavar = option.metadata["metavar"]
         kind = {"metavar": metavar, "type": int if metavar == "N" else float} if metavar else {"action": "store_true"}
-        told = {"dest": option.name, "default": argparse.SUPPRESS, "help": option.metadata["help"]}
-        run.add_argument(_flag(option.name), **told, **kind)
+        add(_flag(option.name), option.metadata["help"], dest=option.name, **kind)
+    add(
+        "--nproc-per-node",
+        "run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU; on a simulated card, the first of N ranks of DDP",
+        type=lambda words: words if words == "gpu" else _size(words),
+        metavar="N",
+    )
+    add(
+        "--over",
+        "make a table: the largest size for each value of an argument of the step, such as length=512,1024,2048",
+        type=_axis,
+        action="append",
+        metavar="NAME=V,V,...",
+    )
+    add("--try-larger", "with --over: go on above a value with which nothing fits", action="store_true")
+    add(
+        "--no-mixed",
+        "with --over: do not look for sizes that run with all values in turn, as training with buckets does",
+        action="store_false",
+        dest="mixed",
+    )
+    add(
+        "--passes-after",
+        "a command whose processes report nothing passes after S seconds (last resort)",
+        type=float,
+        metavar="S",
+        dest="passes_after_s",
+    )
+    add("--in-process", "run trials in this process", action="store_false", dest="isolate")
     run.add_argument(
         "--world-size", type=_size, metavar="N", help="ranks that share the global batch, one of which is probed (1)"
     )
     run.add_argument(
-        "--nproc-per-node",
-        type=lambda text: text if text == "gpu" else _size(text),
-        metavar="N",
-        help="run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU; on a simulated card, the first of N ranks of DDP",
-    )
-    run.add_argument(
-        "--over",
-        type=_axis,
-        action="append",
-        metavar="NAME=V,V,...",
-        help="make a table: the largest size for each value of an argument of the step, such as length=512,1024,2048",
-    )
-    run.add_argument(
         "--require", type=_size, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
     )
-    run.add_argument(
-        "--passes-after",
-        type=float,
-        metavar="S",
-        help="a command whose processes report nothing passes after S seconds (last resort)",
-    )
     run.add_argument("--json", type=_file, metavar="PATH", help="write the result as JSON; - for stdout")
-    for flag, meaning in FLAGS.items():
-        run.add_argument(flag, action="store_true", help=meaning)
+    run.add_argument("--quiet", action="store_true", help="print only the batch size, and errors on stderr")
 
 
 def _size(text: str) -> int:
@@ -353,57 +341,51 @@ def _file(text: str) -> Path:
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that were given, by their names in `Options`."""
-    names = [option.name for option in dataclasses.fields(Options)]
-    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    """Return the arguments of `probe_target` or `probe_command` that were given, by their names there."""
+    own = {"act", "command", "owns_process", "target", "world_size", "require", "json", "html", "quiet", "verbose"}
+    given = {name: value for name, value in vars(arguments).items() if name not in own}
+    return given | {"over": dict(given["over"])} if "over" in given else given
 
 
 def check_run(arguments: argparse.Namespace) -> None:
     """Raise InvalidArgumentError for options that would only fail, or be ignored, after minutes of probing."""
-    given, over, required, is_command = (
-        given_options(arguments),
-        arguments.over or [],
-        arguments.require,
-        arguments.words is not None,
-    )
-    Options(**given)  # raises
-    multiple_of = given.pop("multiple_of", 1)
-    of_targets = [
-        _flag(name)
-        for name in ("device", "breakdown", "in_process", "nproc_per_node", "over")
-        if getattr(arguments, name, None)
-    ]
-    of_searches = [
-        _flag(one.name) for one in dataclasses.fields(Options) if one.name in given and not one.metadata["in_checks"]
-    ]
-    shares_global_batch = "global_batch" in given or arguments.world_size is not None
+    given, of_command = given_options(arguments), arguments.command is not None
+    options = {one.name: one for one in dataclasses.fields(Options) if one.name in given}
+    Options(**{name: given[name] for name in options})  # raises
+    required, multiple_of = arguments.require, given.get("multiple_of", 1)
+    of_targets = [name for name in ("device", "breakdown", "isolate", "nproc_per_node", "over") if name in given]
+    of_searches = [name for name, one in options.items() if not one.metadata["in_checks"] and name != "multiple_of"]
+    axes = len(getattr(arguments, "over", []))
     refusals = {
-        NO_TARGET: not is_command and arguments.target is None,
-        TWO_TARGETS.format(target=arguments.target): is_command and arguments.target is not None,
-        NOT_FOR_COMMANDS.format(options=", ".join(of_targets)): is_command and of_targets,
-        "--passes-after is for commands: a target's steps are counted": not is_command and arguments.passes_after,
-        NO_TABLE: not over and (arguments.try_larger or arguments.no_mixed),
-        TWO_AXES.format(count=len(over)): len(over) > 1,
-        NO_TABLE_REQUIRED: over and required,
-        NO_TABLE_PLANNED: over and shares_global_batch,
-        RANKS_TWICE: arguments.nproc_per_node is not None and arguments.world_size is not None,
-        f"--require {required} is not a multiple of {multiple_of}: change one of them": required
-        and required % multiple_of,
-        NO_SEARCH.format(options=", ".join(of_searches)): required and of_searches,
+        NO_TARGET: not of_command and arguments.target is None,
+        TWO_TARGETS.format(target=arguments.target): of_command and arguments.target is not None,
+        NOT_FOR_COMMANDS.format(options=_flags(of_targets)): of_command and of_targets,
+        ONLY_FOR_COMMANDS: not of_command and "passes_after_s" in given,
+        NO_TABLE: not axes and {"try_larger", "mixed"} & given.keys(),
+        TWO_AXES.format(count=axes): axes > 1,
+        TABLE_OF_CHECKS: axes and required,
+        TABLE_OF_PLANS: axes and ("global_batch" in given or arguments.world_size),
+        RANKS_TWICE: "nproc_per_node" in given and arguments.world_size,
+        NO_MULTIPLE.format(size=required, multiple_of=multiple_of): required and required % multiple_of,
+        NO_SEARCH.format(options=_flags(of_searches)): required and of_searches,
     }
     for refusal, holds in refusals.items():
         if holds:
             raise InvalidArgumentError(refusal)
-    if not is_command:
+    if not of_command:
         name_of(arguments.target)  # raises
-    if over:
-        Axis.of(dict(over))  # raises
+    if axes:
+        Axis.of(given["over"])  # raises
     if arguments.html is not None:
         new_figure(1)  # raises if matplotlib is missing
 
 
-def _flag(option: str) -> str:
-    return f"--{option.removesuffix('_s').replace('_', '-')}"
+def _flag(name: str) -> str:
+    return "--in-process" if name == "isolate" else f"--{name.removesuffix('_s').replace('_', '-')}"
+
+
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join(map(_flag, names))
 
 
 UNFORESEEN, INTERRUPTED = 70, 130

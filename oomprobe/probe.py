@@ -1,6 +1,6 @@
 """`find_max_batch`, `find_max_batches` and `check`, and the same for targets and commands: options in, result out.
 
-Each makes its result after the session has closed, because closing it restores the state and sets `state_verified`.
+The result is made once the session is closed, because closing it restores the state and sets `state_verified`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,31 @@ from oomprobe.devices import Device, names_simulated
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.probing.finish import finish
 from oomprobe.probing.opening import open_command, open_model, open_target
-from oomprobe.probing.order import CheckOptions, CommandCheckOptions, CommandOptions, Order, SearchOptions
+from oomprobe.probing.order import (
+    CheckOptions,
+    CommandCheckOptions,
+    CommandOptions,
+    Order,
+    SearchOptions,
+    TargetOptions,
+    TargetTableOptions,
+)
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
 from oomprobe.records.axis import NO_AXIS, Axis
-from oomprobe.records.options import Options, Step, StepFn
+from oomprobe.records.options import Options, Steps
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
 from oomprobe.report.progress import Progress
 
-COMMAND_RESOLUTION = 1 / 64  # each trial of a command is a whole run
-RANKS_RESOLUTION = 1 / 128  # each trial that fails ends its ranks, which must be built anew
+COMMAND_RESOLUTION = 1 / 64  # each trial is a whole run of the command
+RANKS_RESOLUTION = 1 / 128  # a trial that fails ends its ranks, which must be built again
 
 
 def find_max_batch(
     model: torch.nn.Module,
-    step_fn: StepFn | Step | Mapping[str, StepFn | Step],
+    step_fn: Steps,
     *,
     device: str | torch.device | Device | None = None,
     memory_fraction: float = 0.9,
@@ -54,7 +62,7 @@ def find_max_batch(
     The batch size doubles until a step runs out of memory. Up to 50 calls of a small size then tell how many calls each
     trial must make, because many loops do something large at every n-th call. The allocator is capped at
     `memory_fraction` of the available memory, and bisection finds the largest size that passes. The deciding failure is
-    retried once, and the answer is confirmed with up to 50 calls. The model, and what the step counts with and keeps, are
+    retried once, and the answer is confirmed with up to 50 calls. The model and the step's own counters, lists and caches are
     restored; the notes name what cannot be.
 
     Args:
@@ -70,13 +78,13 @@ def find_max_batch(
         multiple_of: Try only multiples of this, at least 1.
         start_batch: Size at which to begin, between `min_batch` and `max_batch`; None for `min_batch`. From there the size
             doubles, or halves if it fails: a good guess saves trials, a bad one costs some, and the answer is the same.
-        steps: Full steps per trial, at least 1, after a first step that creates the optimizer state. Simulated devices
-            run at least `confirm_steps` where they repeat calls, which costs nothing.
+        steps: Full steps per trial, at least 1, after a first step that creates the optimizer state. A simulated device
+            makes at least `confirm_steps` where it repeats calls, which costs nothing.
         confirm_steps: Fewest full steps that confirm the answer; at least 1. The confirmation makes up to 50 calls: as many as
             fit in 10 s, or in the time that the search took (on host memory, in 1 s).
         preserve: Further objects to restore: tensors, or objects with ``state_dict()`` and ``load_state_dict()``. Objects
             that the step closes over, refers to by global name, or is a method of are found automatically, and so are
-            the values that your own code holds.
+            the values that your own code holds in them.
         global_batch: Samples per optimizer step, at least 1. The planned micro-batch is run with gradient accumulation.
         resolution: Stop bisecting when the bracket is within this fraction of the size, in [0, 1); 0 for exact.
         time_limit_s: Seconds for the whole probe, above 0; None for no limit. A step that hangs inside a single C call
@@ -124,14 +132,14 @@ def find_max_batch(
         breakdown=breakdown,
     )
     order = Order(options=options, device=device, preserve=preserve, progress=progress)
-    with open_model(order, model, step_fn) as session:  # not `_answer`: a user's traceback shows each frame to the step
+    with open_model(order, model, step_fn) as session:  # `_answer` would be one more frame in the traceback of a step
         found = finish(session, session.find())
     return result_of(session, found)
 
 
 def find_max_batches(
     model: torch.nn.Module,
-    step_fn: StepFn | Step | Mapping[str, StepFn | Step],
+    step_fn: Steps,
     over: Mapping[str, Iterable[Any]],
     *,
     try_larger: bool = False,
@@ -140,20 +148,20 @@ def find_max_batches(
 ) -> ProbeTable:
     """Find the largest batch size for each value of one argument of the step, such as each length of a sequence.
 
-    Each row of the table is a whole search, and its answer is run and confirmed as `find_max_batch` does it. From the second
-    on, a search begins near its answer, and what does not depend on the value is learned once: which optimizers step, how
-    many calls a trial must make, the memory that libraries take. Only the first row looks at many calls of a small size.
+    Each row of the table is a whole search, and its answer is run and confirmed as in `find_max_batch`. From the second row
+    on, a search begins near its answer. Whatever does not depend on the value is learned once: which optimizers step, how
+    many calls a trial must make, and the memory that libraries take. Only the first row looks at many calls of a small size.
 
     Args:
         model: The model, already on its device.
-        step_fn: ``step_fn(model, batch_size, length=...)``, or a mapping of several; the name of the further argument is yours.
+        step_fn: ``step_fn(model, batch_size, length=...)``, or a mapping of several. You choose the name of the extra argument.
         over: The argument's name and its values, ``{"length": [512, 1024, 2048]}``: numbers, tuples such as ``(640, 480)``,
-            or anything else that can be a key and has a text. They are searched in this order.
-        mixed: Run all values in turn too, in random order in one process, as training with a bucket for each does: at the answers
-            or, while that runs out of memory, at a smaller share of them. These sizes are in `ProbeTable.mixed`.
-        try_larger: Try values above one with which not even the smallest batch fits; otherwise they count as not fitting.
+            or any other hashable values. They are searched in this order.
+        mixed: Also run all values in turn, in random order in one process, as training with a bucket for each does: at the
+            answers or, while that runs out of memory, at a smaller share of them. These sizes are in `ProbeTable.mixed`.
+        try_larger: Also try values above one with which not even the smallest batch fits; otherwise they count as not fitting.
         **options: Those of `find_max_batch`, for each row; but `start_batch` is for the first row, and `time_limit_s` for the
-            whole table. Once that has passed, the rows that are finished make the table.
+            whole table. When that time is over, the table has the rows that are finished.
 
     Returns:
         The results by value; None for a value with which nothing fits.
@@ -161,7 +169,7 @@ def find_max_batches(
     Raises:
         InvalidArgumentError: an argument is wrong, or `over` has several axes; nothing was run.
         TimeLimitError: the time limit passed before any row was finished.
-        OomProbeError: as for `find_max_batch`. Its text names the row, and its ``.table`` has those that were finished.
+        OomProbeError: as for `find_max_batch`. The text names the row, and ``.table`` has the rows that were finished.
 
     Example:
         >>> model = torch.nn.Linear(32, 32)
@@ -178,23 +186,11 @@ def find_max_batches(
     return _table(axis, open_model(Order.of(options, axis=axis), model, step_fn), try_larger=try_larger, mixed=mixed)
 
 
-def check(
-    model: torch.nn.Module,
-    step_fn: StepFn | Step | Mapping[str, StepFn | Step],
-    batch_size: int,
-    **options: Unpack[CheckOptions],
-) -> ProbeResult:
-    """Check that one size fits by running a confirmed trial under the cap.
+def check(model: torch.nn.Module, step_fn: Steps, batch_size: int, **options: Unpack[CheckOptions]) -> ProbeResult:
+    """Check that one size fits, by running a confirmed trial under the cap; the result's `batch_size` is that size.
 
-    Args:
-        model: The model, already on its device.
-        step_fn: The step, or a mapping of several.
-        batch_size: The size to check, at least 1.
-        **options: Those of `find_max_batch` that concern no search: `device`, `memory_fraction`, `confirm_steps`, `preserve`,
-            `time_limit_s`, `breakdown` and `progress`.
-
-    Returns:
-        A result whose `batch_size` is the size checked.
+    `options` are those of `find_max_batch` that concern no search: `device`, `memory_fraction`, `confirm_steps`, `preserve`,
+    `time_limit_s`, `breakdown` and `progress`.
 
     Raises:
         NothingFitsError: the size does not fit.
@@ -211,25 +207,13 @@ def check(
 
 @overload
 def probe_target(
-    target: str | Callable[[], Any],
-    *,
-    over: None = None,
-    isolate: bool = True,
-    nproc_per_node: int | Literal["gpu"] | None = None,
-    **options: Unpack[SearchOptions],
+    target: str | Callable[[], Any], *, over: None = None, **options: Unpack[TargetOptions]
 ) -> ProbeResult: ...
 
 
 @overload
 def probe_target(
-    target: str | Callable[[], Any],
-    *,
-    over: Mapping[str, Iterable[Any]],
-    try_larger: bool = False,
-    mixed: bool = True,
-    isolate: bool = True,
-    nproc_per_node: int | Literal["gpu"] | None = None,
-    **options: Unpack[SearchOptions],
+    target: str | Callable[[], Any], *, over: Mapping[str, Iterable[Any]], **options: Unpack[TargetTableOptions]
 ) -> ProbeTable: ...
 
 
@@ -245,8 +229,8 @@ def probe_target(
 ) -> ProbeResult | ProbeTable:
     """Find the largest batch size for the model and step that a target builds.
 
-    A target can be rebuilt, so its trials run in child processes that may die: from a sticky CUDA error, the system's
-    OOM killer, or a library that exits. On host memory each trial is a separate process, forked from one that has built
+    A target can be built again, so its trials run in child processes, which may die from a sticky CUDA error, the system's
+    OOM killer, or a library that exits. On host memory each trial is a process of its own, forked from one that has built
     the target. On an accelerator one child runs trial after trial while it is healthy, and this process opens no CUDA
     context. A simulated card takes no memory, so it is probed in this process.
 
@@ -258,13 +242,13 @@ def probe_target(
     Args:
         target: ``module:function`` or ``path/to/file.py:function``, or such a function itself; it takes no arguments and
             returns ``(model, step_fn)``.
-        over: Make a table of the answers for these values; see `find_max_batches`, as for `try_larger` and `mixed`.
-        try_larger: Only with `over`.
-        mixed: Only with `over`.
+        over: Make a table of the answers for these values; see `find_max_batches`.
+        try_larger: Only with `over`; see `find_max_batches`.
+        mixed: Only with `over`; see `find_max_batches`.
         isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
         nproc_per_node: Ranks, at least 1, or "gpu" for as many as there are accelerators; None for one process without a
-            group. On real accelerators the default of `resolution` is then 1/128.
-        **options: Those of `find_max_batch`. With isolation, a custom `Device` must be picklable, and there is nothing to `preserve`.
+            group. With ranks on real accelerators, `resolution` is 1/128 by default.
+        **options: Those of `find_max_batch`. With isolation, a custom `Device` must be picklable, and `preserve` is refused.
 
     Returns:
         The answer and all the evidence for it; with `over`, a table of such answers.
@@ -273,8 +257,8 @@ def probe_target(
         InvalidArgumentError: the target cannot be found or imported in another process, or does not return a model and
             a step; or trials cannot be isolated here; or this process is a rank itself, or the ranks made no group.
         NoDeviceError: there are fewer accelerators than ranks, or none.
-        StepFailedError: a bug in the step or in the target; or its process died twice at one size without evidence that
-            memory was the cause.
+        StepFailedError: the step or the target has a bug, or its process died twice at one size with no sign that memory was
+            the cause.
         UnreliableError: a rank was still in the step long after another had finished it.
         OomProbeError: as for `find_max_batch`.
 
@@ -305,20 +289,20 @@ def check_target(
 def probe_command(
     command: Sequence[str], *, passes_after_s: float | None = None, **options: Unpack[CommandOptions]
 ) -> ProbeResult:
-    """Find the largest batch size with which a command runs, on whatever engine launches it (Linux only).
+    """Find the largest batch size with which a command runs, whatever launches it (Linux only).
 
     Each trial is a run of the command, as cold as training. It passes once every rank has made `steps` optimizer steps after
-    the first, goes on to 50 while that costs little, and is then ended with all that it started. A ``sitecustomize`` module
-    in front of PYTHONPATH makes the processes report their steps and peaks, and holds torch's allocator to the margin. The
-    answer is confirmed in two further runs of up to 50 steps each.
+    the first, goes on to 50 while that costs little, and is then ended together with everything that it started. A
+    ``sitecustomize`` module in front of PYTHONPATH makes the processes report their steps and peaks, and holds torch's
+    allocator to the margin. The answer is confirmed in two further runs of up to 50 steps each.
 
     Args:
-        command: The program and its arguments. In each argument, ``{batch}`` stands for the batch size, and ``{dir}`` for a
-            folder of the trial that is removed after it. The size is in the environment variable OOMPROBE_BATCH too.
+        command: The program and its arguments, in which ``{batch}`` stands for the batch size, and ``{dir}`` for a folder that
+            is removed after the trial. The environment variable OOMPROBE_BATCH holds the size too.
         passes_after_s: For commands whose processes cannot report: a trial passes once it has run this many seconds, whatever
             it has done. None: such a trial passes when the command exits with 0.
-        **options: Those of `find_max_batch`, except `device`, `preserve` and `breakdown`. The default of `resolution` is 1/64.
-            The plan for `global_batch` is printed and not run.
+        **options: Those of `find_max_batch`, except `device`, `preserve` and `breakdown`. `resolution` is 1/64 by default, and
+            the plan for `global_batch` is printed but not run.
 
     Returns:
         The answer and all the evidence for it.
@@ -361,7 +345,7 @@ def _refuse_for_commands(options: Mapping[str, object]) -> None:
 
 
 def _answer(opened: AbstractContextManager[Session], batch_size: int | None = None) -> ProbeResult:
-    """Search, or check one size; the result is made once the session is closed."""
+    """Search, or check one size."""
     with opened as session:
         found = finish(session, session.find() if batch_size is None else session.confirm_only(batch_size))
     return result_of(session, found)

@@ -18,7 +18,7 @@ from oomprobe.devices.choose import model_device
 from oomprobe.errors import DeviceLostError, OomProbeError, check_size
 from oomprobe.probe import find_max_batch
 from oomprobe.probing.order import SearchOptions
-from oomprobe.records.options import Step
+from oomprobe.records.options import Options, Step
 from oomprobe.records.result import ProbeResult
 from oomprobe.state import Tracker, generator_states, preserved
 from oomprobe.worst_case import LargestFirst
@@ -76,7 +76,8 @@ def last_batch(count: int, batch_size: int, epochs: float = math.inf) -> int:
 
 def steps_to_calls(options: SearchOptions, steps_per_call: int = LOOP_STEPS) -> None:
     """Convert the optimizer steps in `options` to calls of `steps_per_call` steps each, rounded up."""
-    steps, confirm_steps = options.get("steps", 2), options.get("confirm_steps", 5)
+    default = Options()
+    steps, confirm_steps = options.get("steps", default.steps), options.get("confirm_steps", default.confirm_steps)
     check_size("steps", steps)
     check_size("confirm_steps", confirm_steps)
     options["steps"], options["confirm_steps"] = -(-steps // steps_per_call), -(-confirm_steps // steps_per_call)

@@ -34,7 +34,7 @@ from oomprobe.errors import (
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.probing.order import Order
 from oomprobe.probing.session import Session
-from oomprobe.records.options import Step, StepFn, check_model, named_steps
+from oomprobe.records.options import Step, StepFn, Steps, check_model, named_steps
 from oomprobe.records.trials import Runner, Trial
 from oomprobe.report.progress import Reporter, reporter
 from oomprobe.report.trials import trials_table
@@ -64,13 +64,11 @@ NOT_RESTORED = "not restored: {names}"
 CACHED_BYTES = 16 * 2**20  # more than libraries leave
 CACHED = (
     "{cached} were reserved and free when the probe began, and trials start without them: in another process, call {emptying} after "
-    "building, before training. In this one, the probe has done so"
+    "building, before training. In this one, the probe has already done so"
 )
 
 
-def open_model(
-    order: Order, model: torch.nn.Module, step_fn: StepFn | Step | Mapping[str, StepFn | Step]
-) -> AbstractContextManager[Session]:
+def open_model(order: Order, model: torch.nn.Module, step_fn: Steps) -> AbstractContextManager[Session]:
     """Open a session for a live model: trials on host memory run in forked children, all others in this process."""
     check_model(model)
     preserve, steps = preserved(order.preserve), named_steps(step_fn, order.axis)
@@ -154,7 +152,7 @@ class _Frame:
     trials: list[Trial]
 
     def session(self, runner: Runner, title: str, *, state_verified: bool = True) -> Session:
-        """Return the session; with the default, trials cannot change the state of this process."""
+        """Return the session; `state_verified` if trials cannot change the state of this process."""
         self.reporter.opened(title, self.order.options)
         session = Session(runner, self.order.options, self.reporter, self.clock, self.trials)
         session.state_verified = state_verified
@@ -163,7 +161,7 @@ class _Frame:
 
 @contextmanager
 def _framed(order: Order) -> Iterator[_Frame]:
-    """Hold back signals, report progress, and attach the trials so far to whatever error ends the probe, also a Ctrl-C or exit."""
+    """Hold back signals, close the reporter, and attach the trials to whatever ends the probe: an error, Ctrl-C or an exit."""
     status, trials = reporter(order.progress), list[Trial]()
     try:
         with Interrupts() as interrupts, closing(status):

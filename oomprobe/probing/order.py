@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -49,6 +49,20 @@ class CheckOptions(CommandCheckOptions, _ModelOptions, total=False):
 
 class SearchOptions(CommandOptions, _ModelOptions, total=False):
     """The options of `oomprobe.find_max_batch`."""
+
+
+class TargetOptions(SearchOptions, total=False):
+    """The options of `oomprobe.probe_target`."""
+
+    isolate: bool
+    nproc_per_node: int | Literal["gpu"] | None
+
+
+class TargetTableOptions(TargetOptions, total=False):
+    """The options of `oomprobe.probe_target` with `over`."""
+
+    try_larger: bool
+    mixed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ EXAMPLE = 'over={"length": [512, 1024, 2048]}'
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A keyword argument of the step and the values that it takes, one for each row; without a name there is none.
+    """A keyword argument of the step and its value in each row; without a name, there is no axis.
 
     Example:
         >>> Axis.of({"length": range(512, 1025, 512)}).arguments(1)
@@ -31,7 +31,7 @@ class Axis:
         """Return the axis that a mapping states.
 
         Raises:
-            InvalidArgumentError: it states no axis or several, or no values, or a value twice.
+            InvalidArgumentError: it states no axis or several, no values, or a value twice.
         """
         if not isinstance(over, Mapping) or not over:
             raise InvalidArgumentError(f"over must map an argument of the step to its values, {EXAMPLE}, not {over!r}")
@@ -84,7 +84,7 @@ def text_of_value(value: object) -> str:
 
 
 def magnitude(value: object) -> float | None:
-    """Return the size of a number, or of the box with sides in a tuple; None for any other value.
+    """Return a number, or the product of the numbers in a tuple; None for any other value.
 
     Example:
         >>> magnitude(512), magnitude((640, 480)), magnitude("short")
@@ -97,7 +97,7 @@ def magnitude(value: object) -> float | None:
 
 
 def is_larger(value: object, other: object) -> bool:
-    """Return whether a value is larger than another, in every side of a tuple at least as large.
+    """Return whether a value is larger than another; a tuple must be at least as large in every place.
 
     Example:
         >>> is_larger(1024, 512), is_larger((640, 960), (640, 480)), is_larger((320, 960), (640, 480)), is_larger("b", "a")

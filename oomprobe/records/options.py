@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 Judge = Callable[[str, object], None]  # of the name of an option and its value; raises InvalidArgumentError
-StepFn = Callable[..., object]  # of the model and a batch size, and in a table of a value by name
-MAX_CALLS = 32  # of a step without an optimizer stepping, before it is assumed to have none
-# The same where an optimizer has gradients to step, as in loops that accumulate them, if there is time.
+StepFn = Callable[..., object]  # of the model and a batch size; in a table also of a value, by name
+MAX_CALLS = 32  # of a step in which no optimizer steps, before it is assumed to have none
+# The same where an optimizer has gradients to step with, as in loops that accumulate them, if time allows.
 MAX_WAITING_CALLS, WAITING_S = 300, 10.0
 
 
@@ -28,18 +28,21 @@ class Step:
 
     run: StepFn
     max_calls: int = MAX_CALLS  # while waiting for an optimizer to step; 1 for a step that is a whole training run
-    # Whether each call is a training run of its own, so that many calls show no more than few.
+    # Whether each call is a training run of its own, so that many calls show no more than a few do.
     starts_anew: bool = False
     max_batch: int | None = None  # the largest size that there are data for; None: unknown
-    is_timed: bool = True  # whether its times are those of training; a loop that sets itself up takes longer
+    is_timed: bool = True  # whether a call takes as long as in training; a loop that sets itself up takes longer
     caller: Caller | None = None  # what the user typed, for error messages; None if the user wrote `run`
-    # Whether the current call created an optimizer and its parameters, which it also drops, so they need no snapshot.
+    # Whether the current call has created an optimizer and its parameters; it also drops them, so they need no snapshot.
     has_made: Callable[[torch.optim.Optimizer], bool] | None = None
+
+
+Steps = StepFn | Step | Mapping[str, StepFn | Step]
 
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """Raises InvalidArgumentError for a value that is not `wanted`."""
+    """Judges a number: raises InvalidArgumentError unless it is what is `wanted`."""
 
     wanted: str
     holds: Callable[[float], bool]
@@ -88,18 +91,15 @@ class Options:
             value, judge = getattr(self, option.name), option.metadata["judge"]
             if judge is not None and (value is not None or option.default is not None):
                 judge(option.name, value)
-        if self.max_batch is not None and self.min_batch > self.max_batch:
-            raise InvalidArgumentError(
-                f"min_batch={self.min_batch} is larger than max_batch={self.max_batch}: swap them"
-            )
-        if self.start_batch is not None and not self.min_batch <= self.start_batch <= (self.max_batch or math.inf):
-            raise InvalidArgumentError(
-                f"start_batch={self.start_batch} is not between min_batch={self.min_batch} and max_batch={self.max_batch}"
-            )
+        low, high, start = self.min_batch, self.max_batch, self.start_batch
+        limits = f"between min_batch={low} and max_batch={high}"
+        if high is not None and low > high:
+            raise InvalidArgumentError(f"min_batch={low} is larger than max_batch={high}: swap them")
+        if start is not None and not low <= start <= (high or math.inf):
+            raise InvalidArgumentError(f"start_batch={start} is not {limits}")
         if self.sizes.last is not None and self.sizes.first > self.sizes.last:
             raise InvalidArgumentError(
-                f"no multiple of {self.multiple_of} lies between min_batch={self.min_batch} and "
-                f"max_batch={self.max_batch}: lower multiple_of or raise max_batch"
+                f"no multiple of {self.multiple_of} lies {limits}: lower multiple_of or raise max_batch"
             )
 
     @classmethod
@@ -132,14 +132,15 @@ class Options:
 
 def named_steps(step_fn: object, axis: Axis = NO_AXIS) -> dict[str, Step]:
     """Return the steps by name; a single one is named ``"step"``. Each must take the argument of the `axis`, if there is one."""
-    steps: Mapping[Any, Any] = step_fn if isinstance(step_fn, Mapping) else {"step": step_fn}
-    if not steps:
+    given: Mapping[Any, Any] = step_fn if isinstance(step_fn, Mapping) else {"step": step_fn}
+    if not given:
         raise InvalidArgumentError("step_fn is an empty mapping: give at least one step, {'train': step_fn}")
+    steps = {name: step if isinstance(step, Step) else Step(run=step) for name, step in given.items()}
     for name, step in steps.items():
         if not isinstance(name, str):
             raise InvalidArgumentError(f"names of steps must be strings, not {name!r}")
-        _check_step(name, step.run if isinstance(step, Step) else step, axis)
-    return {name: step if isinstance(step, Step) else Step(run=step) for name, step in steps.items()}
+        _check_step(name, step.run, axis)
+    return steps
 
 
 def _check_step(name: str, step: object, axis: Axis) -> None:
@@ -175,7 +176,7 @@ def check_model(model: object) -> torch.nn.Module:
             return model
         raise InvalidArgumentError(
             f"the parameter {lazy} of a lazy module has no shape yet: call the model once with a small batch before the probe, as "
-            "before making the optimizer"
+            "you must before you make the optimizer"
         )
     kind = f"the class {model.__name__}: make an instance" if isinstance(model, type) else type(model).__name__
     raise InvalidArgumentError(f"model must be a torch.nn.Module, not {kind}")

@@ -1,4 +1,4 @@
-"""Refusals that concern ranks: this process is one, cannot start some, or is one on which no trial can run."""
+"""Refusals that concern ranks: this process is one itself, cannot start any, or is one on which no trial can run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def refuse_ranks(what: str, ranks: int, pair: str = "") -> None:
 def check_process_group(ranks: int = 1, *, has_stepped: bool = True) -> None:
     """Raise InvalidArgumentError unless the process group has as many ranks as run each trial.
 
-    Others would wait for a step that this one abandons. A group of several must exist once the step has been called.
+    Other ranks would wait in a step that this one abandons. A group of several must exist once the step has been called.
     """
     distributed = torch.distributed
     made = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 0
@@ -85,7 +85,7 @@ def refuse_in_a_rank() -> None:
 
 
 def ranks_to_start(nproc_per_node: int | str, device: object, *, isolate: bool) -> int:
-    """Return the number of ranks, after checking that each has an accelerator; this process does not open them."""
+    """Return the number of ranks, after checking that each has an accelerator; this process opens none."""
     refuse_in_a_rank()
     if (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
         raise InvalidArgumentError(f"this is one of {tasks} tasks that srun has started. {SEVERAL_MACHINES}")
@@ -101,7 +101,7 @@ def ranks_to_start(nproc_per_node: int | str, device: object, *, isolate: bool) 
     if ranks > cards or not cards:
         raise NoDeviceError(
             f"{count(ranks or 1, 'rank needs', 'ranks need')} an accelerator each, and this machine shows "
-            f"{count(cards, 'accelerator', 'accelerators')} that can be used so (CUDA_VISIBLE_DEVICES="
+            f"{count(cards, 'accelerator', 'accelerators')} for ranks (CUDA_VISIBLE_DEVICES="
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): lower --nproc-per-node, or simulate a rank of DDP, "
             "--device sim:24GiB"
         )
