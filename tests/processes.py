@@ -21,6 +21,7 @@ import textwrap
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -209,7 +210,7 @@ def play(module):
         request = json.loads(line)
         result = None
         try:
-            result = start(lambda: getattr(scenes, request["scene"])(**request["given"])).result()  # noqa: B023
+            result = start(partial(getattr(scenes, request["scene"]), **request["given"])).result()
         except Exception:
             traceback.print_exc()
         sys.stdout.write(json.dumps(result) + "\n")

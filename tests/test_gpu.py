@@ -24,10 +24,6 @@ CARD = torch.device("cuda", 0)
 SMALL_BYTES = 2 * GIB
 
 
-def fraction():
-    return torch.cuda.get_per_process_memory_fraction(CARD)
-
-
 def clean():
     gc.collect()
     torch.cuda.synchronize(CARD)
@@ -38,7 +34,7 @@ def clean():
 def card():
     """The card, limited to 2 GiB by a memory fraction, so that trials are fast."""
     clean()
-    before = fraction()
+    before = torch.cuda.get_per_process_memory_fraction(CARD)
     device = AcceleratorDevice(CARD)
     torch.cuda.set_per_process_memory_fraction(min(1.0, SMALL_BYTES / device.total_bytes), CARD)
     yield device

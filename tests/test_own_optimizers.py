@@ -29,11 +29,6 @@ class Momentum(torch.optim.Optimizer):
         p.sub_(m, alpha=group["lr"])
 
 
-class Lion(Momentum):
-    def update(self, p, m, group):
-        p.sub_(torch.lerp(p.grad, m, 0.9).sign(), alpha=group["lr"])
-
-
 class EightBit(Momentum):
     @torch.no_grad()
     def step(self, closure=None):
@@ -99,11 +94,6 @@ class ScheduleFree(Momentum):
                 p.lerp_(z, 1 / group["k"])
 
 
-class Lars(Momentum):
-    def update(self, p, m, group):
-        p.sub_(m, alpha=(group["lr"] * p.norm() / (m.norm() + 1e-9)).item())
-
-
 class Decorated(Momentum):
     """An installed library wraps a helper of its."""
 
@@ -159,8 +149,8 @@ class Grouped(Momentum):
 
 
 OPTIMIZERS = [
-    Momentum, Lion, EightBit, WithClosures, lambda params: Lookahead(Momentum(params)),
-    lambda params: Lookahead(torch.optim.AdamW(params, lr=0.01)), ScheduleFree, Lars, Decorated, OnSgd, CountsInTheClass,
+    Momentum, EightBit, WithClosures, lambda params: Lookahead(Momentum(params)),
+    lambda params: Lookahead(torch.optim.AdamW(params, lr=0.01)), ScheduleFree, Decorated, OnSgd, CountsInTheClass,
     WithOwnDecorator, Grouped,
 ]  # fmt: skip
 

@@ -85,7 +85,7 @@ def deep_mlp():
 
 
 def many_small():
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(200)), nn.Linear(16, CLASSES)).cuda()
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(100)), nn.Linear(16, CLASSES)).cuda()
     return classifier(model, torch.optim.AdamW(model.parameters(), foreach=False), sample=(16,))
 
 
@@ -202,16 +202,12 @@ MODELS = {
 # --- fresh processes ---
 
 
-def held_to(cap_bytes):
-    if cap_bytes is not None:
-        fraction = math.nextafter(cap_bytes / torch.cuda.mem_get_info()[1], 1.0)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
-
-
 def runs(build, batch_size, *, steps, cap_bytes=None):
     """Whether this process, which has done nothing else, runs that many steps."""
     model, step = build()
-    held_to(cap_bytes)
+    if cap_bytes is not None:
+        fraction = math.nextafter(cap_bytes / torch.cuda.mem_get_info()[1], 1.0)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
     try:
         for _ in range(steps):
             step(model, batch_size)

@@ -12,12 +12,14 @@ tests/bed/README.md describes them. The process that runs the tests must not use
 options only once, nor run a backward, since autograd could not start its threads in the children.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import processes
 import torch
@@ -49,6 +51,26 @@ def _with_its_bed(variables, function, args):
         raise RuntimeError("CUDA was used in this process before the fork: torch may remember other devices")
     torch.set_num_threads(1)  # the parent's thread pool does not exist here
     return function(*args)
+
+
+@contextlib.contextmanager
+def holding(tmp_path, take, **options):
+    """Yield a child that keeps what `take()` returns until the block ends."""
+
+    def hold():
+        kept = take()
+        (tmp_path / "held").touch()
+        time.sleep(60)
+        del kept
+
+    child = start(hold, **options)
+    try:
+        processes.until(lambda: not child.is_running() or (tmp_path / "held").exists(), every_s=0.01)
+        yield child
+    finally:
+        child.kill()
+        with contextlib.suppress(ChildDiedError):
+            child.result()
 
 
 def run_on_bed(code, *, limit_s=120, **options):

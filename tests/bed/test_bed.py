@@ -5,13 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from processes import is_gone, until
 
-from bed import ChildDiedError, forked, start
+from bed import ChildDiedError, forked, holding
 
 MIB = 2**20
 
@@ -57,23 +56,13 @@ def test_out_of_memory(fraction, said):
 
 
 def test_shared_memory(tmp_path):
-    def hold():
-        kept = allocate(600)
-        (tmp_path / "held").touch()
-        time.sleep(60)
-        return kept
-
     def look():
         return free_mib(), torch.cuda.list_gpu_processes().count("600.000 MB")
 
     shared = tmp_path / "device"
-    holder = start(hold, shared=shared)
-    until(lambda: not holder.is_running() or (tmp_path / "held").exists(), every_s=0.01)
-    assert forked(look, shared=shared) == (424, 1)
-    assert forked(free_mib) == 1024
-    holder.kill()
-    with pytest.raises(ChildDiedError):
-        holder.result()
+    with holding(tmp_path, lambda: allocate(600), shared=shared):
+        assert forked(look, shared=shared) == (424, 1)
+        assert forked(free_mib) == 1024
     assert forked(look, shared=shared) == (1024, 0)
 
 
@@ -90,22 +79,16 @@ def test_visible_devices(tmp_path, early):
         assert pynvml.nvmlDeviceGetCount() == 3  # whatever CUDA shows
         return rows
 
-    def hold():
+    def take():
         if not early:  # CUDA reads it when it is first used, not when torch is imported
             os.environ["CUDA_VISIBLE_DEVICES"] = "2,1"
         kept = allocate(100)
         (tmp_path / "seen").write_text(repr(look()))
-        (tmp_path / "held").touch()
-        time.sleep(60)
         return kept
 
     bed = {"memory": "1GiB,2GiB,3GiB", "shared": tmp_path / "cards"}
-    holder = start(hold, **bed, **({"CUDA_VISIBLE_DEVICES": "2,1"} if early else {}))
-    until(lambda: not holder.is_running() or (tmp_path / "held").exists(), every_s=0.01)
-    every = forked(look, **bed)
-    holder.kill()
-    with pytest.raises(ChildDiedError):
-        holder.result()
+    with holding(tmp_path, take, **bed, **({"CUDA_VISIBLE_DEVICES": "2,1"} if early else {})):
+        every = forked(look, **bed)
     assert [row[1:] for row in every] == [(1, 1024, 1024, 0), (2, 2048, 2048, 0), (3, 3072, 2972, 1)]
     assert len({row[0] for row in every}) == 3
     assert (tmp_path / "seen").read_text() == repr([every[2], every[1]])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from bed import forked
 from gpu_check import search_around
-from zoo import MODELS, gpt, held_to, runs
+from zoo import MODELS, gpt, runs
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
@@ -116,34 +116,3 @@ def test_a_planned_split_was_run_as_training_runs_it(zero_first):
     peak_bytes = forked(trained, trial["batch_size"], trial["accumulation_steps"])
     assert (trial["verdict"], trial["accumulation_steps"]) == ("fits", 4)
     assert trial["peak_allocated_bytes"] == pytest.approx(peak_bytes, abs=2**20)
-
-
-@pytest.mark.parametrize("name", ["mlp", "gpt checkpointed"])
-def test_training_that_resumes_after_evaluation_survives(name):
-    """Evaluation splits cached segments, and the next training step may find no block that is large enough."""
-
-    def build():
-        model, train = MODELS[name]()
-        sample = torch.randint(model.vocabulary, (1, model.context)) if name.startswith("gpt") else torch.randn(1, 256)
-
-        @torch.no_grad()
-        def evaluate(model, batch_size):
-            model.eval()
-            model(sample.cuda().repeat_interleave(2 * batch_size, 0))
-            model.train()
-
-        return model, {"train": train, "eval": evaluate}
-
-    def probe():
-        return oomprobe.find_max_batch(*build(), progress="off").to_dict()
-
-    def alternates(batch_size, cap_bytes):
-        model, steps = build()
-        held_to(cap_bytes)
-        for _ in range(6):
-            for _ in range(4):
-                steps["train"](model, batch_size)
-            steps["eval"](model, batch_size)
-
-    found = forked(probe, **FORK)
-    forked(alternates, found["batch_size"], found["budget_bytes"], **FORK)

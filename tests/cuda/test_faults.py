@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from bed import ILLEGAL_ADDRESS, fail, forked, start
+from bed import ILLEGAL_ADDRESS, fail, forked, holding
 from helpers import find_hastily
 from ledger import Log
-from processes import until
+from workers.forks import fork
 from zoo import MODELS, mlp, target
 
 import oomprobe
 from oomprobe.devices.sharing import processes_on
 from oomprobe.records.patience import Patience
+from oomprobe.runners.workers.process import Process
 
 MIB, GIB = 2**20, 2**30
 QUIET = {"progress": "off"}
@@ -214,35 +215,25 @@ def test_a_neighbour_that_leaves_room_is_not_waited_for(neighbour):
 
 
 def test_processes_share_a_card(tmp_path):
-    shared = tmp_path / "card"
-
-    def hold():
-        kept = torch.empty(GIB, dtype=torch.uint8, device="cuda")
-        (tmp_path / "holding").touch()
-        time.sleep(30)
-        return len(kept)
-
     def probe():
         model, step = mlp()
         result = oomprobe.find_max_batch(model, step, resolution=0.02, **QUIET)
         named = processes_on(torch.device("cuda"))
         return result.available_bytes, result.to_dict()["trials"][-1]["peak_reserved_bytes"], named
 
-    holder = start(hold, memory="4GiB", shared=shared)
-    until((tmp_path / "holding").exists, every_s=0.01)
-    available_bytes, peak_bytes, named = forked(probe, memory="4GiB", shared=shared)
-    holder.kill()
+    bed = {"memory": "4GiB", "shared": tmp_path / "card"}
+    with holding(tmp_path, lambda: torch.empty(GIB, dtype=torch.uint8, device="cuda"), **bed) as holder:
+        available_bytes, peak_bytes, named = forked(probe, **bed)
     assert named == f"pid {holder.pid} ({Path(f'/proc/{os.getpid()}/comm').read_text().strip()}) holds 1024 MiB"
     assert available_bytes == 3 * GIB
     assert 0.8 * 3 * GIB < peak_bytes <= 0.9 * 3 * GIB
-    with pytest.raises(Exception, match="SIGKILL"):
-        holder.result()
 
 
 def isolated(target, **options):
-    """Return a function that probes in workers; it returns the result and whether its own process initialised CUDA."""
+    """Return a function that probes in forked workers; it returns the result and whether its own process initialised CUDA."""
 
     def probe():
+        Process.spawned = fork
         result = oomprobe.probe_target(target, device="cuda", **options, **QUIET)
         return result.to_dict(), torch.cuda.is_initialized()
 

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from generation import PROMPT, generate, llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values.:FutureWarning")
-NEW_TOKENS = 24
+NEW_TOKENS = 8
 BED = {
     "memory": "1GiB",
     "limit_s": 90,
@@ -23,7 +23,7 @@ def step(model, batch_size):
 
 
 def test_generation_is_probed_and_runs():
-    result = forked(lambda: oomprobe.find_max_batch(llama().cuda(), step, progress="off"), **BED)
+    result = forked(lambda: oomprobe.find_max_batch(llama().cuda(), step, resolution=0.1, progress="off"), **BED)
     assert (result.limited_by, result.state_verified) == ("memory", True)
     assert not [note for note in result.notes if "optimizer" in note or note.startswith("leak")]
     assert forked(lambda: runs(lambda: (llama().cuda(), step), result.batch_size, steps=5), **BED)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from bed import forked
 from composed import PARTS, Trainer
+from workers.forks import fork
 from zoo import peaks, runs
 
 import oomprobe
+from oomprobe.runners.workers.process import Process
 
 from . import loops
 
@@ -62,6 +64,7 @@ if __name__ != "__main__":
     )
 
     def isolated():
+        Process.spawned = fork
         return oomprobe.probe_target(f"{target}:build", progress="off", min_batch=4096, max_batch=16384, resolution=0.2)
 
     result = forked(isolated, **FORK)

@@ -88,18 +88,9 @@ def with_lightning(folder):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return {
-        "pl": SimpleNamespace(Trainer=partial(pl.Trainer, **quiet)),
-        "Module": Module,
-        "Data": Data,
-        "folder": folder,
-    }
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    made = SimpleNamespace(Trainer=partial(pl.Trainer, **quiet))
+    return {"pl": made, "Module": Module, "Data": Data, "folder": folder}
 
 
 def with_accelerate(folder):

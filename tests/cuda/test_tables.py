@@ -92,7 +92,7 @@ def test_each_row_is_a_probe_of_its_own_and_costs_less(name, memory):
         assert (row.limited_by, row.budget_bytes, row.state_verified) == ("memory", one.budget_bytes, True)
         assert row.trials[-1].phase == "confirm" or "marginal" in str(row.notes)
         assert not [note for note in row.notes if note.startswith("leak")], row.notes
-        assert forked(runs_with, name, value, row.batch_size, memory=memory)
+        assert forked(runs_with, make, axis, value, row.batch_size, memory=memory)
     equal = [table.rows[value].batch_size == one.batch_size for value, one in zip(values, alone, strict=True)]
     assert sum(equal) >= len(values) - 1
     if len(values) == 5:
@@ -100,14 +100,12 @@ def test_each_row_is_a_probe_of_its_own_and_costs_less(name, memory):
     assert oomprobe.ProbeTable.from_dict(json.loads(table.to_json())) == table
 
 
-def runs_with(name, value, batch_size):
-    make, ((axis, _),) = TABLES[name][0], TABLES[name][1].items()
-
+def runs_with(make, axis, value, batch_size, steps=50):
     def build():
         model, step = make()
         return model, with_value(step, axis, value)
 
-    return runs(build, batch_size, steps=50)
+    return runs(build, batch_size, steps=steps)
 
 
 def test_what_happens_at_every_tenth_call_is_learned_once():
@@ -124,15 +122,7 @@ def test_what_happens_at_every_tenth_call_is_learned_once():
     assert [trial.passed for trial in confirmed].count(False) <= 1  # later rows know how long trials must be
     for length, row in table.rows.items():
         assert all(trial.steps >= 11 for trial in row.trials if trial.passed and trial.phase != "grow"), length
-
-        def alone(length=length, batch_size=row.batch_size):
-            def build():
-                model, step = evaluating()
-                return model, with_value(step, "length", length)
-
-            return runs(build, batch_size, steps=30)
-
-        assert forked(alone, memory="1GiB")
+        assert forked(runs_with, evaluating, "length", length, row.batch_size, 30, memory="1GiB")
 
 
 def test_what_a_process_keeps_for_each_value_is_no_leak():

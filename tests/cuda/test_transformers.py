@@ -107,7 +107,7 @@ def test_a_trainer_on_two_ranks_is_a_target(tmp_path):
         oomprobe.check_target(build, result.batch_size, nproc_per_node=2, progress="off")
         return result
 
-    result = on_ranks(tmp_path, probe, limit_s=120, FOLDER=tmp_path)
+    result = on_ranks(tmp_path, probe, limit_s=120, memory="512MiB,512MiB", FOLDER=tmp_path)
     assert (result.limited_by, result.world_size) == ("memory", 2)
     assert {trial.samples_per_s for trial in result.trials} == {None}
     assert not [note for note in result.notes if "leak" in note or "differ" in note]
