@@ -69,6 +69,19 @@ def test_what_is_saved_does_not_grow_with_the_data():
     assert tracker.changes() == ["data.rows[499] (a list)"]
 
 
+def test_only_small_tensors_beside_the_model_go_back_before_a_trial():
+    count, table = torch.zeros(1), torch.zeros(2_000)
+
+    def step(model, batch_size):
+        count.add_(1)
+        table.add_(1)
+
+    tracker = Tracker(nn.Linear(1, 1), [step])
+    step(None, 1)
+    tracker.start_cold()
+    assert (count.item(), table[0].item()) == (0, 1)
+
+
 def test_arrays_and_tensors_beside_the_model_share_one_limit(monkeypatch):
     monkeypatch.setattr(snapshot, "COPIED_BYTES", 3 * 2**20)
     kept = [np.zeros(2**20), torch.zeros(2**18), np.zeros(2**18 // 2)]  # 8, 1 and 1 MiB
