@@ -27,7 +27,7 @@ VARYING = (
 )
 LONG_CALLS = (
     "the step allocates different amounts from call to call (evaluation, lengths, an average or a buffer that it keeps), and the "
-    "most within {calls} calls, so each trial after growing made so many: a later call can still need more. To be sure, let "
+    "most within {calls} calls, so each trial after growing made that many: a later call can still need more. To be sure, let "
     "step_fn make the largest batch it can meet"
 )
 LATE = (
@@ -75,7 +75,7 @@ class CallPlan:
         return calls + self.needed if self.is_long else calls  # another such trial comes before it
 
     def _ordinary(self, steps: int) -> int:
-        """Return the calls of a trial until every optimizer has stepped, and of so many full steps more, or of one long one."""
+        """Return the calls until every optimizer has stepped, and of this many full steps more, or of one long step."""
         steps = steps if self._full <= MAX_CALLS else min(steps, 1)
         return self._first + steps * self._full
 

@@ -219,7 +219,7 @@ class Session:
     ) -> Trial:
         """Run one trial: again while other processes disturb it, and once more in a new process if it gave no verdict.
 
-        With `looks_for`, make so many calls, and learn from them how many calls later trials need. A confirmation that fails in a
+        With `looks_for`, make that many calls, and learn from them how many calls later trials need. A confirmation that fails in a
         process as building left it is made once more in one that empties the cache first.
         """
         looks, confirms, fresh = looks_for > 0, phase is Phase.CONFIRM, phase in SECOND_OPINIONS

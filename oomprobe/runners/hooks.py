@@ -51,7 +51,7 @@ HOOKS_GONE = (
 
 
 def never_stepped(kind: str, calls: int) -> str:
-    """Say that an optimizer of this kind has gradients to step, and did not step in so many calls."""
+    """Say that an optimizer of this kind has gradients to step, and did not step in this many calls."""
     return NEVER_STEPPED.format(kind=kind, calls=count(calls, "call", "calls"))
 
 

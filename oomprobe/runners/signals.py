@@ -170,7 +170,7 @@ class Clock:
     def suffices_to_confirm(
         self, size: int, trials: Iterable[Trial], *, calls: int = 0, starting_s: float = 0.0
     ) -> bool:
-        """Return whether there is time left to confirm `size`, with at least so many calls, after processes have started."""
+        """Return whether there is time left to confirm `size`, with at least this many calls, after processes have started."""
         rates = [t.step_s / t.batch_size for t in trials if t.step_s]
         calls = max(calls, 1 + self.options.confirm_steps)
         needed_s = starting_s + CONFIRM_SLACK * calls * size * (rates[-1] if rates else 0.0)

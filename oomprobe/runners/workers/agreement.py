@@ -233,7 +233,7 @@ def first_to_end(request: Request, answers: Mapping[int, Answer], waited_s: floa
 
 
 def built_late(answers: Mapping[int, Answer], waited_s: float) -> UnreliableError:
-    """Return the error for ranks that had not built the target so long after the first."""
+    """Return the error for ranks that had not built the target this long after the first."""
     seconds, which = format_seconds(waited_s), _late_ranks(answers)
     passed, places = next(iter(answers)), places_of(answers)
     return UnreliableError(BUILT_LATE.format(passed=passed, seconds=seconds, which=which, places=places))
