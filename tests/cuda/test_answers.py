@@ -116,3 +116,27 @@ def test_a_planned_split_was_run_as_training_runs_it(zero_first):
     peak_bytes = forked(trained, trial["batch_size"], trial["accumulation_steps"])
     assert (trial["verdict"], trial["accumulation_steps"]) == ("fits", 4)
     assert trial["peak_allocated_bytes"] == pytest.approx(peak_bytes, abs=2**20)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt checkpointed"])
+def test_training_that_resumes_after_evaluation_survives(name):
+    """Evaluation splits cached segments, and the next training step may find no block that is large enough."""
+
+    def build():
+        model, train = MODELS[name]()
+        sample = torch.randint(model.vocabulary, (1, model.context)) if name.startswith("gpt") else torch.randn(1, 256)
+
+        @torch.no_grad()
+        def evaluate(model, batch_size):
+            model.eval()
+            model(sample.cuda().repeat_interleave(2 * batch_size, 0))
+            model.train()
+
+        return model, {"train": train, "eval": evaluate}
+
+    def in_turn():
+        model, steps = build()
+        return model, lambda model, size: [steps[name](model, size) for name in ("train",) * 4 + ("eval",)]
+
+    found = forked(lambda: oomprobe.find_max_batch(*build(), progress="off").to_dict(), **FORK)
+    assert forked(lambda: runs(in_turn, found["batch_size"], steps=6, cap_bytes=found["budget_bytes"]), **FORK)
