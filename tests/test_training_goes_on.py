@@ -450,20 +450,6 @@ def averaged_weights_made_at_calls_3_and_20(self, model, batch_size):
     return loss
 
 
-@method(n=0, kept=[], average=lambda model: torch.optim.swa_utils.AveragedModel(model), slow=copied)
-def swa_and_lookahead_every_fifth_call(self, model, batch_size):
-    self.n += 1
-    loss = self.fit(batch(batch_size))
-    if self.n % 5 == 0:
-        self.average.update_parameters(model)
-        self.kept.append(copy.deepcopy(model.state_dict()))
-        with torch.no_grad():
-            for slow, fast in zip(self.slow, model.parameters(), strict=True):
-                slow += 0.5 * (fast - slow)
-                fast.copy_(slow)
-    return loss + len(self.kept) + self.average(SAMPLES[:2]).sum().item()
-
-
 class Stopper:
     def __init__(self, trainer):
         self.trainer, self.bad = trainer, 0
@@ -630,12 +616,6 @@ def power_iteration_beside_a_normed_layer(self, model, batch_size):
 
 
 # --- what cannot be put back, or perhaps not: then it is named ---
-
-
-@method("lrs", lrs=lambda _: (0.05 + 0.05 * math.cos(t / 10) for t in range(1000)), n=0)
-def a_generator_of_learning_rates(self, model, batch_size):
-    self.n += 1
-    return self.fit(batch(batch_size), next(self.lrs))
 
 
 @loop("endless")
