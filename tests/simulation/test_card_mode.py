@@ -1,9 +1,10 @@
-import copy
 import functools
 import gc
+import math
 import os
 import re
 import signal
+import traceback
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from ledger import Log
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from zoo import classifier
 
 import oomprobe
 from oomprobe.errors import UnreliableError
@@ -43,26 +45,25 @@ def train(model, optimizer, batch_size, device=None, **options):
 def test_a_step_changes_no_real_tensor(device, foreach):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
-    F.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.randint(10, (4,))).backward()
-    optimizer.step()  # real optimizer state
-    optimizer.zero_grad()
-    kept = [(t, t.detach().clone()) for t in [*model.parameters(), *model.buffers()]]
-    state = copy.deepcopy(optimizer.state_dict())
 
-    def step():
+    def step(batch_size=64, device=device):
         optimizer.zero_grad()
-        x = torch.randn(64, 3, 8, 8, device=device)
-        loss = F.cross_entropy(model(x), torch.randint(10, (64,), device=device))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        x, y = torch.randn(batch_size, 3, 8, 8, device=device), torch.randint(10, (batch_size,), device=device)
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    bench = Bench(model)
-    bench.device.place([t for one in optimizer.state.values() for t in one.values() if t.dim()])
+    def real():
+        states = (t for state in optimizer.state.values() for t in state.values() if t.dim())
+        return [*model.parameters(), *model.buffers(), *states]
+
+    step(4, None)  # creates real optimizer state
+    optimizer.zero_grad()
+    before = [t.detach().clone() for t in real()]
+    bench = Bench()
+    bench.device.place(real())
     bench.run(step, times=3)
-    assert all(torch.equal(tensor, before) for tensor, before in kept)
-    for after, before in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True):
-        assert all(torch.equal(after[name], before[name]) for name in ("exp_avg", "exp_avg_sq"))
+    assert all(map(torch.equal, before, real()))
 
 
 def test_patches_are_removed_after_an_error():
@@ -210,6 +211,7 @@ def test_devices_as_the_step_sees_them():
     model = net()
 
     def step():
+        assert model.cuda() is model is model.to("cuda")
         x = torch.randn(4, 64, device=next(model.parameters()).device)
         y = model(x)
         y.sum().backward()
@@ -228,20 +230,6 @@ def test_devices_as_the_step_sees_them():
     assert {str(device) for device in card} == {"cuda:0"}
     assert {str(device) for device in host} == {"cpu"}
     assert kinds == [(True, False, 0), (True, False, 0), (False, True, -1)]
-
-
-def test_modules_created_or_moved_in_a_step():
-    model = net()
-
-    def step():
-        assert model.cuda() is model
-        assert model.to("cuda") is model
-        fresh = nn.Linear(8, 8).to("cuda")
-        there = nn.Linear(8, 8, device="cuda")
-        out = there(fresh(torch.zeros(2, 8, device="cuda")))
-        return {tensor.device.type for tensor in (fresh.weight, there.weight, out)}
-
-    assert Bench(model).run(step) == {"cuda"}
 
 
 def test_torch_cuda_answers_from_the_simulation():
@@ -278,45 +266,62 @@ def test_torch_cuda_answers_from_the_simulation():
 # --- values ---
 
 
-def test_scalars():
-    def step():
-        loss, total = torch.zeros((), device="cuda") + 1, torch.zeros(())
-        total += loss  # a host scalar
-        return (
-            loss.item(), np.isfinite(float(total)), bool(torch.isnan(loss)), torch.tensor(3.5).item(), torch.arange(5)[2].item(),
-            f"{loss:.3f} {torch.ones(3)}",
-        )  # fmt: skip
-
-    assert Bench().run(step) == (1.0, True, False, 3.5, 2, "1.000 tensor([1., 1., 1.])")
+def one_set():
+    values = torch.zeros(5000)
+    values[3] = 7
+    return values
 
 
-def test_metrics_can_be_read_on_the_host():
-    def step():
-        many = torch.zeros(5, device="cuda")
-        large = torch.zeros(2**20, 2**20, device="cpu").numpy()  # 4 TiB, without memory
-        return many[0].detach().cpu().numpy(), many.cpu().numpy(), many.tolist(), many.cpu().tolist(), large.shape
-
-    loss, many, listed, listed_at_host, large = Bench().run(step)
-    assert (float(loss), many.shape, listed, listed_at_host) == (1.0, (5,), [1.0] * 5, [1.0] * 5)
-    assert np.isfinite(many).all()
-    assert large == (2**20, 2**20)
+def shuffled():
+    return next(iter(torch.utils.data.DataLoader(range(10_000), batch_size=10_000, shuffle=True)))
 
 
-@pytest.mark.parametrize(
-    ("ask", "answer", "note"),
-    [
-        (lambda: (torch.zeros(5, device="cuda") == 0).sum().item(), 1, r"test_card_mode\.py:\d+ reads an integer"),
-        (
-            lambda: bool(torch.zeros(4, dtype=torch.bool, device="cuda")[1]),
-            False,
-            r"test_card_mode\.py:\d+ reads a boolean",
-        ),
-    ],
-)
-def test_invented_values_are_noted_with_the_line(ask, answer, note):
+ON_CARD = {
+    "item": (lambda loss: loss.item(), 1.0),
+    "text": (lambda loss: f"{loss:.3f}", "1.000"),
+    "added to a host scalar": (lambda loss: math.isfinite(torch.zeros(()).add_(loss)), True),
+    "array of a scalar": (lambda loss: float(loss.detach().cpu().numpy()), 1.0),
+    "array": (lambda loss: np.isfinite(loss.expand(5).clone().cpu().numpy()).sum(), 5),
+    "list": (lambda loss: loss.expand(5).tolist(), [1.0] * 5),
+    "list at the host": (lambda loss: loss.expand(5).cpu().tolist(), [1.0] * 5),
+    "isfinite": (lambda loss: bool(torch.isfinite(loss)), True),
+    "all": (lambda loss: bool(torch.isfinite(loss).all()), True),
+    "isnan": (lambda loss: bool(torch.isnan(loss)), False),
+    "not": (lambda loss: bool(~torch.isnan(loss)), True),
+    "or": (lambda loss: bool(torch.isnan(loss) | torch.isinf(loss)), False),
+    "larger": (lambda loss: bool(loss > 0), True),
+    "smaller": (lambda loss: bool(loss < 0.5), False),
+    "and": (lambda loss: bool((loss > 0) & (loss < 10)), True),
+    "equal": (lambda loss: bool(loss == loss), True),
+    "different": (lambda loss: bool(loss != loss), False),
+    "allclose": (lambda loss: torch.allclose(loss, loss), True),
+    "torch.equal": (lambda loss: torch.equal(loss, loss), True),
+}
+ON_HOST = {
+    "scalar": (lambda _: torch.tensor(3.5).item(), 3.5),
+    "element": (lambda _: torch.arange(5)[2].item(), 2),
+    "text at the host": (lambda _: str(torch.ones(3)), "tensor([1., 1., 1.])"),
+    "largest": (lambda _: int(torch.tensor([3, 5, 4]).max()), 5),
+    "nonzero": (lambda _: (torch.arange(5)[None] < torch.tensor([3, 5, 4])[:, None]).nonzero().shape[0], 12),
+    "set": (lambda _: (float(one_set()[3]), float(one_set().sum()), bool((one_set() > 5).any())), (7.0, 7.0, True)),
+    "permutation": (lambda _: len(set(torch.randperm(100_000).tolist())), 100_000),
+    "shuffled loader": (lambda _: len(set(shuffled().tolist())), 10_000),
+    "4 TiB, without memory": (lambda _: torch.zeros(2**20, 2**20, device="cpu").numpy().shape, (2**20, 2**20)),
+}
+
+
+@pytest.mark.parametrize(("read", "value"), {**ON_CARD, **ON_HOST}.values(), ids=[*ON_CARD, *ON_HOST])
+def test_a_loss_reads_as_one_and_host_tensors_keep_their_values(read, value):
     bench = Bench()
-    assert bench.run(ask) == answer
-    assert re.search(note, bench.notes)
+    assert bench.run(lambda: read(torch.zeros((), device="cuda") + 3)) == value
+    assert bench.notes == ""
+
+
+@pytest.mark.parametrize(("dtype", "value", "kind"), [(torch.int64, 1, "an integer"), (torch.bool, False, "a boolean")])
+def test_invented_values_are_noted_with_the_line(dtype, value, kind):
+    bench = Bench()
+    assert bench.run(lambda: torch.zeros(4, dtype=dtype, device="cuda")[1].item()) == value
+    assert re.search(rf"test_card_mode\.py:\d+ reads {kind}", bench.notes)
 
 
 @torch.library.custom_op("oomprobe_tests::twice", mutates_args=())
@@ -374,10 +379,9 @@ def test_out_of_memory_in_backward_can_be_caught_by_the_step():
         try:
             model(torch.randn(4096, 1024, device="cuda")).sum().backward()
         except torch.OutOfMemoryError as error:
-            return "backward" in "".join(f.name for f in __import__("traceback").extract_tb(error.__traceback__))
+            return "backward" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
-    bench = Bench(model, card="130MiB")
-    assert bench.run(step) is True
+    assert Bench(model, card="130MiB").run(step)
 
 
 # --- optimizers, scalers, averages ---
@@ -396,15 +400,10 @@ def test_out_of_memory_in_backward_can_be_caught_by_the_step():
 )  # fmt: skip
 def test_optimizers_run(make):
     model = net()
-    bench = Bench(model)
-
-    def fresh():
-        bench.optimizer = getattr(bench, "optimizer", None) or make(model.parameters())
-        train(model, bench.optimizer, 16, "cuda")()
-
+    optimizer = functools.cache(lambda: make(model.parameters()))  # made in the first step
     kept = [p.detach().clone() for p in model.parameters()]
-    bench.run(fresh, times=3)
-    assert all(torch.equal(p, k) for p, k in zip(model.parameters(), kept, strict=True))
+    Bench(model).run(lambda: train(model, optimizer(), 16, "cuda")(), times=3)
+    assert all(map(torch.equal, kept, model.parameters()))
 
 
 def test_a_grad_scaler_steps_from_the_first_call():
@@ -414,16 +413,7 @@ def test_a_grad_scaler_steps_from_the_first_call():
     def step():
         scaler = torch.amp.GradScaler("cuda")
         assert scaler.is_enabled()
-        optimizer.zero_grad()
-        with torch.autocast("cuda"):
-            loss = F.cross_entropy(
-                model(torch.randn(8, 64, device="cuda")), torch.zeros(8, dtype=torch.long, device="cuda")
-            )
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+        classifier(model, optimizer, amp=torch.float16, scaler=scaler, clip=True, sample=(64,))[1](model, 8)
 
     Bench(model).run(step, times=2)
     assert len(optimizer.state) == len(list(model.parameters()))
@@ -454,15 +444,6 @@ def test_cycles_are_freed_at_the_end_of_their_call(enabled):
         assert (bench.allocated_bytes, gc.isenabled()) == (0, enabled)
     finally:
         gc.enable()
-
-
-def test_a_custom_operator_with_a_fake_implementation_runs():
-    @torch.library.custom_op("oomprobe_tests::thrice", mutates_args=())
-    def thrice(x: torch.Tensor) -> torch.Tensor:
-        return x * 3
-
-    thrice.register_fake(torch.empty_like)
-    assert Bench().run(lambda: thrice(torch.zeros(8, device="cuda")).device.type) == "cuda"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -498,28 +479,6 @@ def test_models_that_run(name):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        (lambda loss: torch.isfinite(loss), True),
-        (lambda loss: torch.isfinite(loss).all(), True),
-        (lambda loss: ~torch.isnan(loss), True),
-        (lambda loss: torch.isnan(loss) | torch.isinf(loss), False),
-        (lambda loss: loss > 0, True),
-        (lambda loss: loss < 0.5, False),
-        (lambda loss: (loss > 0) & (loss < 10), True),
-        (lambda loss: loss == loss, True),
-        (lambda loss: loss != loss, False),
-        (lambda loss: torch.allclose(loss, loss), True),
-        (lambda loss: torch.equal(loss, loss), True),
-    ],
-)
-def test_comparisons_follow_the_value_of_the_loss(question, answer):
-    bench = Bench()
-    assert bench.run(lambda: bool(question(torch.zeros((), device="cuda") + 3))) is answer
-    assert bench.notes == ""
-
-
 # --- easily missed memory ---
 
 
@@ -548,39 +507,32 @@ def test_replaced_parameter_data_counts_once():
     model.weight.data = kept
 
 
-def test_host_tensors_keep_their_values():
-    def step():
-        lengths = torch.tensor([3, 5, 4])
-        mask = torch.arange(5)[None] < lengths[:, None]
-        h = torch.zeros(5000)
-        h[3] = 7
-        order = torch.randperm(100_000).tolist()
-        loader = torch.utils.data.DataLoader(range(10_000), batch_size=10_000, shuffle=True)
-        return (
-            int(lengths.max()), mask.sum().item(), mask.nonzero().shape[0], float(h[3]), float(h.sum()),
-            bool((h > 5).any()), len(set(order)), len(set(next(iter(loader)).tolist())),
-        )  # fmt: skip
-
-    assert Bench().run(step) == (5, 12, 12, 7.0, 7.0, True, 100_000, 10_000)
-
-
 # --- CUDA only ---
+
+
+@torch.library.custom_op("oomprobe_tests::thrice", mutates_args=())
+def thrice(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+thrice.register_fake(torch.empty_like)
 
 
 def test_calls_that_only_cuda_supports():
     def step():
-        x = torch.zeros(4, device="cuda")
+        x, fresh = torch.zeros(8, device="cuda"), nn.Linear(8, 8).to("cuda")
         x.record_stream(torch.cuda.current_stream())
         generator = torch.Generator("cuda").manual_seed(0)
-        y = torch.randn(4, device="cuda", generator=generator)
         torch.cuda.nvtx.range_push("step")
         torch.cuda.nvtx.range_pop()
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
             (x.requires_grad_() * x).sum().backward()
         counts = torch.histc(torch.zeros(5, dtype=torch.int32, device="cuda"), bins=8)  # not implemented on the CPU
-        return y.device.type, isinstance(generator, torch.Generator), counts.shape, counts.dtype
+        drawn = torch.randn(4, device="cuda", generator=generator)
+        made = [drawn, fresh.weight, nn.Linear(8, 8, device="cuda")(fresh(x)), thrice(x)]
+        return {one.device.type for one in made}, isinstance(generator, torch.Generator), counts.shape, counts.dtype
 
-    assert Bench().run(step) == ("cuda", True, (8,), torch.int32)
+    assert Bench().run(step) == ({"cuda"}, True, (8,), torch.int32)
 
 
 # --- interrupts ---
