@@ -1,16 +1,17 @@
-import copy
-import subprocess
-import sys
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+from helpers import Training
 from ledger import LedgerDevice, Log
+from processes import run_python
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from zoo import numbered, training_step
 
 import oomprobe
 from oomprobe.devices import Device, replays
@@ -32,15 +33,12 @@ def conv_net():
 def conv_step(model, device=None):
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def step(model, batch_size):
+    def draw(batch_size):
         step.calls.append(batch_size)
-        x = torch.randn(batch_size, 3, 32, 32, device=device)
-        y = torch.zeros(batch_size, dtype=torch.long, device=device)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        return torch.randn(batch_size, 3, 32, 32, device=device)
 
-    step.calls, step.optimizer = Log(), optimizer
+    step = training_step(optimizer, draw, lambda out: F.cross_entropy(out, out.new_zeros(len(out), dtype=torch.long)))
+    step.calls = Log()
     return step
 
 
@@ -65,10 +63,8 @@ def check(model, step, batch_size, device="sim:1GiB", **options):
 
 
 def answer_ran(result):
-    return any(
-        t.batch_size == result.batch_size and t.phase == "confirm" and t.passed and not t.replayed
-        for t in result.trials
-    )
+    confirmed = [t for t in result.trials if t.phase == "confirm" and t.passed and not t.replayed]
+    return result.batch_size in [t.batch_size for t in confirmed]
 
 
 # --- the search ---
@@ -145,27 +141,26 @@ def test_a_contradicted_replay_restarts_the_search(monkeypatch):
 
 
 def test_an_optimizer_that_steps_every_eighth_call_is_simulated():
-    def counting(model, optimizer, calls):
-        def step(model, batch_size):
-            calls.append(batch_size)
+    """As if eight calls were one."""
+
+    def answer(together):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(2)))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        @numbered
+        def counting(number, model, batch_size):
             model(torch.randn(batch_size, 1024)).square().mean().backward()
-            if len(calls) % 8 == 0:
+            if number % 8 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        return step
+        def at_once(model, batch_size):
+            for _ in range(together):
+                counting(model, batch_size)
 
-    def answer(step_of):
-        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(2)))
-        return probe(
-            model, step_of(model, torch.optim.AdamW(model.parameters())), "sim:128MiB", multiple_of=64
-        ).batch_size
+        return probe(model, at_once, "sim:128MiB", multiple_of=64).batch_size
 
-    def at_once(model, optimizer):
-        step = counting(model, optimizer, Log())
-        return lambda model, batch_size: [step(model, batch_size) for _ in range(8)]
-
-    assert answer(lambda *both: counting(*both, [])) == answer(at_once)
+    assert answer(1) == answer(8)
 
 
 def test_a_rare_long_batch_is_part_of_the_answer():
@@ -203,52 +198,34 @@ def test_max_batch_and_the_plan_run():
 # --- nothing changes ---
 
 
-def test_the_users_objects_are_unchanged():
-    model = conv_net()
-    step = conv_step(model)
-    for _ in range(3):
-        step(model, 4)  # mid-life
-    before = copy.deepcopy((model.state_dict(), step.optimizer.state_dict()))
-    grads = [p.grad.clone() for p in model.parameters()]
-    rng = torch.get_rng_state()
-    probe(model, step)
-    after = model.state_dict(), step.optimizer.state_dict()
-    assert all(torch.equal(after[0][k], before[0][k]) for k in before[0])
-    for index, state in before[1]["state"].items():
-        assert all(torch.equal(after[1]["state"][index][k], v) for k, v in state.items())
-        assert all(type(v) is torch.Tensor for v in after[1]["state"][index].values())
-    assert all(
-        torch.equal(p.grad, g) and type(p.grad) is torch.Tensor for p, g in zip(model.parameters(), grads, strict=True)
-    )
-    assert torch.equal(torch.get_rng_state(), rng)
-    step(model, 4)  # training can continue
-
-
 @pytest.mark.parametrize(
-    ("stop", "error"), [(KeyError("mine"), StepFailedError), (KeyboardInterrupt(), KeyboardInterrupt)]
+    ("stop", "error"),
+    [(None, None), (KeyError("mine"), StepFailedError), (KeyboardInterrupt(), KeyboardInterrupt)],
+    ids=["answer", "bug", "Ctrl-C"],
 )
-def test_every_exit_restores_everything(stop, error):
-    model = conv_net()
-    step = conv_step(model)
+@pytest.mark.parametrize("warm_steps", [0, 3])
+def test_every_exit_restores_everything(stop, error, warm_steps):
+    training, calls = Training(warm_steps=warm_steps), Log()
 
     def stopping(model, batch_size):
-        step(model, batch_size)
-        if len(step.calls) == 5:
+        training.step(model, batch_size)
+        calls.append(batch_size)
+        if stop and len(calls) == 5:
             raise stop
 
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(error):
-        probe(model, stopping)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert not step.optimizer.state
-    assert all(p.grad is None for p in model.parameters())
-    assert type(torch.randn(3)) is torch.Tensor
+    before = training.picture()
+    with pytest.raises(error) if error else nullcontext():
+        probe(training.model, stopping, min_batch=2, max_batch=64)
+    assert training.picture() == before
+    training.step(training.model, 4)  # training can continue
+    held = [p.grad for p in training.model.parameters()] + [
+        value for state in training.optimizer.state.values() for value in state.values()
+    ]
+    assert {type(value) for value in [*held, torch.randn(3)] if value is not None} == {torch.Tensor}
 
 
 INTERRUPTED = """
-import random, signal, sys, threading, time
-import torch
-import oomprobe
+import random, torch, oomprobe
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -260,7 +237,7 @@ def step(model, batch_size):
 
 before = [p.detach().clone() for p in model.parameters()]
 card = oomprobe.SimulatedDevice("64MiB")
-random.seed(int(sys.argv[1]))
+random.seed(1)
 stopped = 0
 for _ in range(25):
     limit = random.uniform(0.001, 0.15)
@@ -270,16 +247,14 @@ for _ in range(25):
         stopped += 1
     assert all(torch.equal(p, b) and p.grad is None for p, b in zip(model.parameters(), before, strict=True))
 assert oomprobe.find_max_batch(model, step, device=card, progress="off").state_verified
-print("stopped", stopped)
+print(stopped)
 """
 
 
 @pytest.mark.slow
 def test_a_time_limit_at_any_moment_restores_everything():
     """An exception in a function called from torch's C++ would end the process, so it is raised at a safe point."""
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED, "1"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout.split()[-1]) > 3
+    assert int(run_python(INTERRUPTED)) > 3
 
 
 def test_optimizers_in_other_threads_are_ignored():
@@ -324,12 +299,7 @@ def test_the_report_says_above_which_size_convolutions_may_be_slower():
     """The unfolded patches are 25 times the input, so they stop to fit long before the rest."""
     model = nn.Conv2d(8, 8, 5, padding=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        model(torch.zeros(batch_size, 8, 64, 64, device="cuda")).mean().backward()
-        optimizer.step()
-
+    step = training_step(optimizer, lambda n: torch.zeros(n, 8, 64, 64, device="cuda"), torch.mean)
     result = probe(model, step, "sim:256MiB", memory_fraction=1.0)
     [note] = [note for note in result.notes if note.startswith("simulated")]
     patches = 8 * 25 * 64 * 64 * 4
@@ -411,18 +381,20 @@ def test_the_process_memory_fraction_is_a_limit():
     assert card._memory.allocator.limit_bytes is None
 
 
+def bytes_on_card(mib):
+    return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+
 def test_a_cap_between_live_and_reserved_memory():
     """A process that starts under this cap would not have reserved those segments."""
     card, kept = SimulatedDevice("1GiB"), []
     with card.session():
-        parts = [torch.empty(5 * MIB, dtype=torch.uint8, device="cuda") for _ in range(32)]
-        kept += parts[::4]
-        del parts
+        kept += [bytes_on_card(5) for _ in range(32)][::4]
     card.release()
     assert card._memory.allocator.reserved_bytes == 160 * MIB  # a quarter of each 20 MiB segment is live
     with card.cap(100 * MIB), card.session():
         assert torch.cuda.memory_reserved() == 40 * MIB
-        torch.empty(50 * MIB, dtype=torch.uint8, device="cuda")
+        bytes_on_card(50)
     with pytest.raises(torch.OutOfMemoryError), card.cap(39 * MIB), card.session():
         pass  # less than the live memory
 
@@ -431,7 +403,7 @@ def test_live_bytes_are_requested_bytes():
     """A block may be up to 1 MiB larger for the same gradient in the next call, which is no leak."""
     card, kept = SimulatedDevice("1GiB"), []
     with card.session():
-        kept.append(torch.empty(11 * MIB, dtype=torch.uint8, device="cuda"))
+        kept.append(bytes_on_card(11))
         assert torch.cuda.memory_allocated() == 12 * MIB  # own segment, remainder too small to split
     assert card.live_bytes() == 11 * MIB
 
@@ -464,25 +436,27 @@ def test_values_are_there_while_a_model_is_built():
         assert x.data_ptr() == x.view(3).data_ptr()
 
 
+TARGET = """
+import torch
+def build():
+    model = torch.nn.Linear(64, 64).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, 64, device="cuda")).sum().backward()
+        optimizer.step()
+    return model, step
+"""
+
+
 def test_targets_are_built_on_the_card(tmp_path):
-    target = tmp_path / "train.py"
-    target.write_text(
-        "import torch\n"
-        "def build():\n"
-        "    model = torch.nn.Linear(64, 64).to('cuda')\n"
-        "    optimizer = torch.optim.AdamW(model.parameters(), fused=True)\n"
-        "    def step(model, batch_size):\n"
-        "        optimizer.zero_grad()\n"
-        "        model(torch.randn(batch_size, 64, device='cuda')).sum().backward()\n"
-        "        optimizer.step()\n"
-        "    return model, step\n"
-    )
-    result = oomprobe.probe_target(f"{target}:build", isolate=False, device="sim:T4", progress="off")
+    (tmp_path / "train.py").write_text(TARGET)
+    result = oomprobe.probe_target(f"{tmp_path}/train.py:build", isolate=False, device="sim:T4", progress="off")
     assert result.batch_size > 10**6
     assert "T4" in result.device
 
 
-def test_checkpoints_load_onto_the_card(tmp_path):
+def test_checkpoints_load_onto_the_card_and_in_a_step(tmp_path):
     path = tmp_path / "model.pt"
     torch.save(nn.Linear(512, 512).state_dict(), path)
     card = SimulatedDevice("1GiB")
@@ -493,13 +467,8 @@ def test_checkpoints_load_onto_the_card(tmp_path):
         model.load_state_dict(torch.load(path, map_location=torch.device("cuda", 0)))
         assert not model.weight.is_meta
     assert model.weight.device.type == "cpu"
-
-
-def test_a_step_can_load_weights_from_the_host():
-    model, kept = nn.Linear(512, 512), {k: v.clone() for k, v in nn.Linear(512, 512).state_dict().items()}
-    card = SimulatedDevice("1GiB")
     card.place([*model.parameters()])
-    live = card.live_bytes()
+    live, kept = card.live_bytes(), torch.load(path)
     with card.session():
         model.load_state_dict(kept)
     assert card.live_bytes() == live
@@ -548,19 +517,15 @@ def test_a_failed_breakdown_keeps_the_answer():
 @pytest.mark.parametrize("every", [10, None], ids=["a large tenth call", "only counts"])
 def test_a_step_that_counts_is_looked_at(every):
     """Repeats would not show what a counter brings, so the look and, if that finds something, all trials run for real."""
-    model, calls, n = nn.Linear(256, 256), Log(), 0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, calls = nn.Linear(256, 256), Log()
+    train = linear_step(model, 256, torch.optim.SGD)
 
-    def step(model, batch_size):
-        nonlocal n
-        n += 1
+    @numbered
+    def step(number, model, batch_size):
         calls.append(batch_size)
-        optimizer.zero_grad()
-        model(torch.randn(batch_size, 256, device="cuda")).sum().backward()
-        optimizer.step()
-        if every and n % every == 0:
-            with torch.no_grad():
-                model(torch.randn(4 * batch_size, 256, device="cuda"))
+        train(model, batch_size)
+        if every and number % every == 0:
+            evaluated(model, batch_size)
 
     result = probe(model, step, "sim:64MiB", resolution=0.02)
     assert any("seen over 50 calls" in note for note in result.notes)
