@@ -24,7 +24,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from ledger import MIB, LedgerDevice, Log
+from ledger import MIB, LedgerDevice, Log, probe
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -71,7 +71,7 @@ def test_training_goes_on(built, build, lost):
     untouched = train(*built(build))
     model, step, look = built(build)
     before = seen(model, look)
-    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=8, progress="off")
+    result = probe(model, step, max_batch=8)
     assert result.batch_size in (5, 8)
     notes = [note for note in result.notes if note.startswith("not restored: ")]
     names = {name: re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") for name in {*before, *lost} - TORCHS}
@@ -128,8 +128,8 @@ def picture(value, inside=()):
         return kind, value.dtype, value.shape, value.tobytes()
     if isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
         return kind, look(value.state_dict())
-    if isinstance(value, random.Random | torch.Generator | np.random.Generator):
-        read = {random.Random: "getstate", torch.Generator: "get_state"}.get(type(value))
+    if isinstance(value, random.Random | torch.Generator | np.random.Generator | io.StringIO):
+        read = {random.Random: "getstate", torch.Generator: "get_state", io.StringIO: "getvalue"}.get(type(value))
         return kind, look(getattr(value, read)() if read else value.bit_generator.state)
     if isinstance(value, types.GeneratorType):
         return kind, value.gi_frame and (value.gi_frame.f_lasti, look([value.gi_frame.f_locals, value.gi_yieldfrom]))
@@ -233,22 +233,30 @@ def copied(model):
 # --- places to count in ---
 
 
+class EasyDict(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
 @loop()
-def nonlocal_variables():
+def variables_dicts_and_namespaces_in_a_closure():
     model, optimizer = net_and_optimizer()
     n, best, average = 0, math.inf, None
     del average  # it gets its first value in the step
+    state, cfg, args = {"n": 0}, EasyDict(train=EasyDict(seen=0)), argparse.Namespace(lr=0.1)
 
     def step(model, batch_size):
         nonlocal n, best, average
         n += 1
-        loss = fit(model, optimizer, batch(batch_size), lr=0.1 / n)
-        best = min(best, loss.item())
+        state["n"] += n
+        cfg.train.seen += batch_size
+        args.lr *= 0.95
+        cfg.loss = state["loss"] = loss = fit(model, optimizer, batch(batch_size), args.lr / state["n"]).item()
+        best = min(best, loss)
         try:
             average = 0.9 * average + 0.1 * loss
         except NameError:
             average = loss
-        return average - best
+        return average - best / cfg.train.seen
 
     return model, step, lambda: cells(step)
 
@@ -279,19 +287,21 @@ def step(model, batch_size):
 
 
 @loop()
-def attributes_of_a_class():
-    class Shared(Trainer):
-        calls, warm = 0, False
+def attributes_of_a_class_and_a_private_one():
+    class Step(Trainer):
+        calls, warm, __n = 0, False, 0
+        n = property(lambda self: self.__n, lambda self, value: setattr(self, "_Step__n", value))
 
-        def step(self, model, batch_size):
-            Shared.calls += 1
+        def __call__(self, model, batch_size):
+            Step.calls += 1
+            self.n += 1
             if not self.warm:  # a warm start, once for all trainers
                 nn.init.ones_(model[0].weight)
                 type(self).warm, type(self).began_with = True, batch_size
-            return self.fit(batch(batch_size), lr=0.1 / Shared.calls)
+            return self.fit(batch(batch_size), lr=0.2 / (Step.calls + self.n))
 
-    trainer = Shared()
-    return trainer.model, trainer.step, lambda: public(Shared)
+    step = Step()
+    return step.model, step, lambda: public(Step) | vars(step)
 
 
 class Slotted:
@@ -331,27 +341,6 @@ def objects_in_objects(self, model, batch_size):
     return self.logger.meters["loss"].avg
 
 
-class EasyDict(dict):
-    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
-
-
-@loop()
-def dicts_and_namespaces_in_a_closure():
-    model, optimizer = net_and_optimizer()
-    state, cfg = {"n": 0}, EasyDict(train=EasyDict(seen=0))
-    args, meters = argparse.Namespace(lr=0.1), types.SimpleNamespace(total=0.0)
-
-    def step(model, batch_size):
-        state["n"] += 1
-        cfg.train.seen += batch_size
-        args.lr *= 0.95
-        cfg.loss = state["loss"] = fit(model, optimizer, batch(batch_size), args.lr / state["n"]).item()
-        meters.total += cfg.loss
-        return meters.total / cfg.train.seen
-
-    return model, step, lambda: {"state": state, "cfg": cfg, "args": args, "meters": meters}
-
-
 @loop()
 def defaults_and_attributes_of_the_step():
     model, optimizer = net_and_optimizer()
@@ -379,42 +368,27 @@ def a_partial():
     return model, functools.partial(step, **kept), lambda: kept
 
 
-@loop()
-def a_callable_object_with_a_private_attribute():
-    class Step(Trainer):
-        __n = 0
-        n = property(lambda self: self.__n, lambda self, value: setattr(self, "_Step__n", value))
-
-        def __call__(self, model, batch_size):
-            self.n += 1
-            return self.fit(batch(batch_size), lr=0.1 / self.n)
-
-    step = Step()
-    return step.model, step, lambda: vars(step)
-
-
 # --- what loops keep ---
 
 
-@method(history=[], recent=collections.deque(maxlen=5), sizes=collections.Counter(), shapes={(3, 3)})
-def lists_deques_counters_and_sets(self, model, batch_size):
-    x = batch(batch_size)
+@method(
+    history=[],
+    recent=collections.deque(maxlen=5),
+    sizes=collections.Counter(),
+    shapes={(3, 3)},
+    cache=collections.OrderedDict(),
+)
+def lists_deques_counters_sets_and_a_cache(self, model, batch_size):
+    key = batch_size, random.randrange(6)
+    x = self.cache.setdefault(key, batch(batch_size))
+    self.cache.move_to_end(key)
+    if len(self.cache) > 4:
+        self.cache.popitem(last=False)
     self.sizes[batch_size] += 1
     self.shapes.add(tuple(x.shape))
     self.history.append(self.fit(x, lr=0.1 / (self.sizes.total() + len(self.shapes))).item())
     self.recent.append(self.history[-1])
     return statistics.mean(self.recent)
-
-
-@method(cache=collections.OrderedDict())
-def a_cache_that_drops_the_oldest(self, model, batch_size):
-    key = batch_size, random.randrange(6)
-    if key not in self.cache:
-        self.cache[key] = batch(batch_size)
-    self.cache.move_to_end(key)
-    if len(self.cache) > 4:
-        self.cache.popitem(last=False)
-    return self.fit(self.cache[key])
 
 
 @method(mean=np.zeros(4, "f4"), square=np.zeros(4), total=torch.zeros(()))
@@ -560,27 +534,23 @@ def a_guard_that_an_error_leaves_set(self, model, batch_size):
 # --- where batches come from ---
 
 
-@method(at=0, epoch=0, order=[*range(20)])
-def a_cursor_through_shuffled_data(self, model, batch_size):
+@method(
+    at=0,
+    epoch=0,
+    order=[*range(20)],
+    rng=lambda _: np.random.default_rng(2),
+    python=random.Random(4),
+    generator=lambda _: torch.Generator().manual_seed(3),
+)
+def mixup_of_shuffled_data_with_generators_of_its_own(self, model, batch_size):
     if self.at + batch_size > len(self.order):
         random.shuffle(self.order)
         self.at, self.epoch = 0, self.epoch + 1
-    taken = self.order[self.at : self.at + batch_size]
+    x = SAMPLES[self.order[self.at : self.at + batch_size]]
     self.at += batch_size
-    return self.fit(SAMPLES[taken], lr=0.1 / (1 + self.epoch))
-
-
-@loop()
-def mixup_with_generators_of_its_own():
-    model, optimizer = net_and_optimizer()
-    rng, python, generator = np.random.default_rng(2), random.Random(4), torch.Generator().manual_seed(3)
-
-    def step(model, batch_size):
-        share, x = rng.beta(0.4, 0.4), batch(batch_size)
-        x = share * x + (1 - share) * x[torch.randperm(batch_size, generator=generator)]
-        return fit(model, optimizer, x * python.gauss(1, 0.1))
-
-    return model, step, lambda: {"rng": rng, "python": python, "generator": generator}
+    share = self.rng.beta(0.4, 0.4)
+    x = share * x + (1 - share) * x[torch.randperm(batch_size, generator=self.generator)]
+    return self.fit(x * self.python.gauss(1, 0.1), lr=0.1 / (1 + self.epoch))
 
 
 class Recurrent(nn.Module):
@@ -618,29 +588,9 @@ def power_iteration_beside_a_normed_layer(self, model, batch_size):
 # --- what cannot be put back, or perhaps not: then it is named ---
 
 
-@loop("endless")
-def a_generator_that_never_ends():
-    def draw(loader):
-        while True:
-            yield from loader
-
-    model, optimizer = net_and_optimizer()
-    endless = draw(DataLoader(SAMPLES, batch_size=None, shuffle=True))
-
-    def step(model, batch_size):
-        return fit(model, optimizer, torch.stack([next(endless) for _ in range(batch_size)]))
-
-    return model, step, lambda: {"endless": endless}
-
-
-@method("feed", loader=lambda _: DataLoader(SAMPLES, 40, shuffle=True), feed=lambda _: iter(DataLoader(SAMPLES, 40)))
-def an_iterator_that_is_renewed(self, model, batch_size):
-    try:
-        x = next(self.feed)
-    except StopIteration:
-        self.feed = iter(self.loader)
-        x = next(self.feed)
-    return self.fit(x[:batch_size])
+def draw(loader):
+    while True:
+        yield from loader
 
 
 class Prefetcher:
@@ -652,63 +602,60 @@ class Prefetcher:
         return next(self.drawn)
 
 
-@loop("drawn")
-def a_class_around_an_iterator():
-    model, optimizer = net_and_optimizer()
-    source = Prefetcher(DataLoader(SAMPLES.repeat(4, 1), 8, shuffle=True))
-
-    def step(model, batch_size):
-        return fit(model, optimizer, next(source)[:batch_size])
-
-    return model, step, lambda: vars(source)
+@method("endless", endless=lambda _: draw(DataLoader(SAMPLES, batch_size=None, shuffle=True)))
+def a_generator_that_never_ends(self, model, batch_size):
+    return self.fit(torch.stack([next(self.endless) for _ in range(batch_size)]))
 
 
-@loop("ring", "ticks")
-def count_and_cycle():
-    model, optimizer = net_and_optimizer()
-    pool, ticks = iter(SAMPLES), itertools.count(1)
-    ring = itertools.cycle(pool)
-
-    def step(model, batch_size):
-        x = torch.stack([next(ring) for _ in range(batch_size)])
-        return fit(model, optimizer, x, lr=0.1 / next(ticks))
-
-    return model, step, lambda: {"ring": pool, "ticks": ticks}
-
-
-@method("waiting", waiting=lambda _: queue.Queue())
-def a_queue_of_batches(self, model, batch_size):
-    while self.waiting.qsize() < 4:
-        self.waiting.put(torch.randn(8, 4))
-    return self.fit(self.waiting.get_nowait()[:batch_size])
+@method(
+    "feed",
+    "source",
+    loader=lambda _: DataLoader(SAMPLES, 40, shuffle=True),
+    feed=lambda _: iter(DataLoader(SAMPLES, 40)),
+    source=lambda _: Prefetcher(DataLoader(SAMPLES.repeat(4, 1), 8, shuffle=True)),
+)
+def an_iterator_that_is_renewed_and_one_in_an_object(self, model, batch_size):
+    try:
+        x = next(self.feed)
+    except StopIteration:
+        self.feed = iter(self.loader)
+        x = next(self.feed)
+    return self.fit(x[:batch_size] + next(self.source)[:batch_size])
 
 
-@loop("log", "losses_so_far", "totals")
-def containers_of_the_standard_library():
-    model, optimizer = net_and_optimizer()
-    log, losses_so_far, totals = io.StringIO(), array.array("d"), collections.UserDict()
-
-    def step(model, batch_size):
-        losses_so_far.append(fit(model, optimizer, batch(batch_size), lr=0.1 / (1 + len(losses_so_far))).item())
-        totals["calls"] = totals.get("calls", 0) + 1
-        log.write(f"{totals['calls']}: {losses_so_far[-1]}\n")
-        return sum(losses_so_far) / totals["calls"]
-
-    return model, step, lambda: {"log": log.getvalue(), "losses_so_far": losses_so_far, "totals": totals}
-
-
-@loop("noise")
-def a_random_table_in_a_function_cache():
+@loop("ring", "ticks", "waiting", "noise")
+def count_cycle_queue_and_a_function_cache():
     @functools.cache
     def noise(batch_size):
         return torch.randn(batch_size, 4)
 
     model, optimizer = net_and_optimizer()
+    pool, ticks, waiting = iter(SAMPLES), itertools.count(1), queue.Queue()
+    ring = itertools.cycle(pool)
 
     def step(model, batch_size):
-        return fit(model, optimizer, batch(batch_size) + noise(batch_size))
+        while waiting.qsize() < 4:
+            waiting.put(torch.randn(8, 4))
+        x = torch.stack([next(ring) for _ in range(batch_size)]) + noise(batch_size)
+        return fit(model, optimizer, x + waiting.get_nowait()[:batch_size], lr=0.1 / next(ticks))
 
-    return model, step, lambda: {"noise": noise.cache_info().currsize}
+    look = lambda: {"ring": pool, "ticks": ticks, "waiting": waiting, "noise": noise.cache_info().currsize}  # noqa: E731
+    return model, step, look
+
+
+@method(
+    "log",
+    "losses_so_far",
+    "totals",
+    log=lambda _: io.StringIO(),
+    losses_so_far=array.array("d"),
+    totals=collections.UserDict(),
+)
+def containers_of_the_standard_library(self, model, batch_size):
+    self.losses_so_far.append(self.fit(batch(batch_size), lr=0.1 / (1 + len(self.losses_so_far))).item())
+    self.totals["calls"] = self.totals.get("calls", 0) + 1
+    self.log.write(f"{self.totals['calls']}: {self.losses_so_far[-1]}\n")
+    return sum(self.losses_so_far) / self.totals["calls"]
 
 
 @loop("means")
@@ -736,20 +683,13 @@ def a_dict_keyed_by_an_iterator(self, model, batch_size):
     return self.smoothed[i]
 
 
-@loop("numbered", "n")
-def a_number_checked_against_a_generator():
-    model, optimizer = net_and_optimizer()
-    n, numbered = 0, ((i, torch.randn(8, 4)) for i in range(200))
-
-    def step(model, batch_size):
-        nonlocal n
-        i, x = next(numbered)
-        if i != n:
-            raise IndexError(f"batch {i} came, but {n} was expected")
-        n += 1
-        return fit(model, optimizer, x[:batch_size])
-
-    return model, step, lambda: {"numbered": numbered, "n": n}
+@method("numbered", "n", numbered=lambda _: ((i, torch.randn(8, 4)) for i in range(200)), n=0)
+def a_number_checked_against_a_generator(self, model, batch_size):
+    i, x = next(self.numbered)
+    if i != self.n:
+        raise IndexError(f"batch {i} came, but {self.n} was expected")
+    self.n += 1
+    return self.fit(x[:batch_size])
 
 
 def test_a_loop_that_cannot_go_back_is_run_as_it_was_left():
@@ -765,7 +705,7 @@ def test_a_loop_that_cannot_go_back_is_run_as_it_was_left():
         logged.append(n)
         return fit(model, optimizer, batch(batch_size))
 
-    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=8, progress="off")
+    result = probe(model, step, max_batch=8)
     assert (result.batch_size, n) == (8, 0)
     assert [note for note in result.notes if "batch 2 failed with ValueError: step 1 was logged already" in note]
     assert len(logged) == 1 + sum(trial.steps for trial in result.trials)
@@ -779,7 +719,7 @@ def test_a_bug_that_comes_at_once_is_not_run_again():
         raise ValueError("no such column")
 
     with pytest.raises(oomprobe.StepFailedError, match="no such column"):
-        oomprobe.find_max_batch(torch.nn.Linear(1, 1), step, device=LedgerDevice(), progress="off")
+        probe(nn.Linear(1, 1), step)
     assert len(calls) == 1
 
 
@@ -800,7 +740,7 @@ def test_every_trial_starts_with_what_is_trainable():
         model[1](model[0](torch.ones(batch_size, 4))).sum().backward()
         optimizer.step()
 
-    result = oomprobe.find_max_batch(model, step, device=device, memory_fraction=1.0, progress="off")
+    result = probe(model, step, device=device, memory_fraction=1.0)
     assert (result.batch_size, result.state_verified) == (10, True)
     assert all(map(all, trainable))
     assert rates[0][:2] == (0.1, 0.25)
@@ -817,7 +757,7 @@ def test_a_kept_loss_does_not_keep_its_graph_alive():
         kept.loss = model(batch(batch_size)).square().mean()
         alive.append(before() is not None)
 
-    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=8, progress="off")
+    result = probe(model, step, max_batch=8)
     assert not any(alive)
     assert "not restored: kept.loss (a tensor)" in result.notes
     assert not result.state_verified
@@ -836,7 +776,7 @@ def test_what_was_unfrozen_stays_so_beside_an_iterator():
         seen.append((n, model[0].weight.requires_grad))
         model(batch(batch_size)).sum().backward()
 
-    oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=8, progress="off")
+    probe(model, step, max_batch=8)
     assert all(trainable is (n >= 4) for n, trainable in seen if n < 4 or n > 40)
     assert not model[0].weight.requires_grad
 
@@ -866,5 +806,5 @@ def test_members_of_types_written_in_c_are_not_the_users():
         assert pattern.match("b")
         model(torch.randn(batch_size, 2)).sum().backward()
 
-    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=2, progress="off")
+    result = probe(model, step, max_batch=2)
     assert result.state_verified, result.notes
