@@ -1,21 +1,17 @@
 """Trials: the steady state, leaks, and sizes that only seem to run."""
 
-import contextlib
 import gc
 import time
 import weakref
 
 import pytest
 import torch
-from ledger import MIB, LedgerDevice, Log
+from ledger import MIB, LedgerDevice, Log, probe
 from torch import nn
+from zoo import numbered, training_step
 
 import oomprobe
 from oomprobe.records.trials import Phase, Verdict
-
-
-def probe(model, step, *, device=None, **options):
-    return oomprobe.find_max_batch(model, step, device=device or LedgerDevice(), progress="off", **options)
 
 
 def check(step, size, device, **options):
@@ -30,50 +26,39 @@ def linear():
 # --- when a step is steady ---
 
 
-def stepping(every=1):
-    """The optimizer steps on every n-th call."""
-    model, optimizer = linear()
-    calls = []
+def stepping(*every):
+    """Several parts, each with an optimizer that steps on every n-th call."""
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in every)
+    optimizers = [torch.optim.Adam(part.parameters()) for part in model]
 
-    def step(model, batch_size):
-        model(torch.randn(batch_size, 4)).sum().backward()
-        calls.append(batch_size)
-        if len(calls) % every == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return model, step
-
-
-def one_of_two_optimizers_steps_every_third_call():
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    often, rarely = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
-    calls = []
-
-    def step(model, batch_size):
-        for part in model:
+    @numbered
+    def step(number, model, batch_size):
+        for part, optimizer, each in zip(model, optimizers, every, strict=True):
             part(torch.randn(batch_size, 4)).sum().backward()
-        often.step()
-        calls.append(batch_size)
-        if len(calls) % 3 == 0:
-            rarely.step()
+            if number % each == 0:
+                optimizer.step()
+                optimizer.zero_grad()
 
     return model, step
 
 
-def a_scaler_that_skips_six_steps():
+def scaled(device=None, *, init_scale, skips=0):
+    """A loss scaler skips the first steps, whose gradients are infinite; `unscale_` comes before memory runs out."""
     model, optimizer = linear()
-    scaler, calls = torch.amp.GradScaler("cpu", init_scale=2.0**11), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
 
-    def step(model, batch_size):
+    @numbered
+    def step(number, model, batch_size):
         optimizer.zero_grad()
-        overflow = float("inf") if len(calls) < 6 else 1.0
-        calls.append(batch_size)
-        scaler.scale(model(torch.randn(batch_size, 4)).mean() * overflow).backward()
+        overflow = float("inf") if number <= skips else 8.0
+        scaler.scale(model(torch.randn(batch_size, 4)).sum() * overflow).backward()
+        scaler.unscale_(optimizer)
+        if device is not None:
+            device.take(batch_size * MIB)
         scaler.step(optimizer)
         scaler.update()
 
-    return model, step
+    return model, step, scaler
 
 
 def an_optimizer_created_on_each_call():
@@ -94,26 +79,22 @@ class Wrapped(torch.optim.Optimizer):
     def step(self, closure=None):
         self.optimizer.step(closure)
 
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
 
 def an_optimizer_that_wraps_another():
     model, inner = linear()
-    wrapped = Wrapped(inner)
-
-    def step(model, batch_size):
-        model(torch.ones(batch_size, 4)).sum().backward()
-        wrapped.step()
-        inner.zero_grad()
-
-    return model, step
+    return model, training_step(Wrapped(inner), lambda n: torch.ones(n, 4), torch.sum)
 
 
 @pytest.mark.parametrize(
     ("build", "calls"),
     [
-        (stepping, [1 + 2, 1 + 60]),
-        (lambda: stepping(every=4), [4 + 2 * 4, 4 + 60 * 4]),
-        (one_of_two_optimizers_steps_every_third_call, [3 + 2 * 3, 3 + 60 * 3]),
-        (a_scaler_that_skips_six_steps, [7 + 2, 7 + 60]),
+        (lambda: stepping(1), [1 + 2, 1 + 60]),
+        (lambda: stepping(4), [4 + 2 * 4, 4 + 60 * 4]),
+        (lambda: stepping(1, 3), [3 + 2 * 3, 3 + 60 * 3]),
+        (lambda: scaled(init_scale=2.0**11, skips=6)[:2], [7 + 2, 7 + 60]),
         (an_optimizer_created_on_each_call, [1 + 2, 1 + 60]),
         (an_optimizer_that_wraps_another, [1 + 2, 1 + 60]),
     ],
@@ -134,22 +115,12 @@ def test_a_missing_optimizer_is_noted_after_32_calls():
 
 @pytest.mark.parametrize("every", [1, 40])
 def test_an_optimizer_that_never_stepped_is_noted(every):
-    model, first = linear()
-    second, calls = torch.optim.Adam(model.parameters()), []
-
-    def step(model, batch_size):
-        calls.append(batch_size)
-        model(torch.ones(batch_size, 4)).sum().backward()
-        first.step()
-        if len(calls) % every == 0:
-            second.step()
-
-    result = probe(model, step, max_batch=1)
+    result = probe(*stepping(1, every), max_batch=1)
     assert any("some optimizers (1) did not step in 32 calls" in note for note in result.notes) is (every == 40)
 
 
 def test_evaluation_waits_for_no_optimizer():
-    model, train = stepping()
+    model, train = stepping(1)
     evaluated = Log()
     result = probe(model, {"train": train, "eval": lambda model, n: evaluated.append(n)}, max_batch=1)
     assert evaluated == [1] * (1 + 2 + 2 + 25 + 25)
@@ -445,19 +416,8 @@ def test_the_times_of_named_steps_are_added():
 
 def test_out_of_memory_between_unscale_and_update_is_not_a_bug():
     device = LedgerDevice(10 * MIB)
-    model, optimizer = linear()
-    scaler = torch.amp.GradScaler("cpu")
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.randn(batch_size, 4)).mean()).backward()
-        scaler.unscale_(optimizer)
-        device.take(batch_size * MIB)
-        scaler.step(optimizer)
-        scaler.update()
-
-    result = probe(model, step, device=device, memory_fraction=1.0)
-    assert result.batch_size == 10
+    model, step, _ = scaled(device, init_scale=2.0**11)
+    assert probe(model, step, device=device, memory_fraction=1.0).batch_size == 10
 
 
 class Lenient(LedgerDevice):
@@ -497,50 +457,16 @@ def test_weights_that_diverge_during_trials_are_restored():
 
 
 def test_each_trial_starts_with_the_initial_loss_scale():
-    device, scales = LedgerDevice(), Log()
-    model, optimizer = linear()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # gradients are infinite: the first steps are skipped
+    scales = Log()
+    model, scaled_step, scaler = scaled(init_scale=2.0**127)  # gradients are infinite: the first steps are skipped
 
     def step(model, batch_size):
         scales.append(scaler.get_scale())
-        scaler.scale(8 * model(torch.randn(batch_size, 4)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        scaled_step(model, batch_size)
 
-    result = probe(model, step, device=device, max_batch=4)
+    result = probe(model, step, max_batch=4)
     assert scales.count(2.0**127) == len(result.trials)
     assert scaler._scale is None
-
-
-def test_a_step_without_gradients_waits_for_no_optimizer():
-    calls = Log()
-
-    @torch.no_grad()
-    def step(model, batch_size):
-        calls.append(batch_size)
-        model(torch.randn(batch_size, 2))
-
-    result = oomprobe.check(nn.Linear(2, 2), step, 4, device=LedgerDevice(), progress="off")
-    assert result.trials[0].steps == 50 == len(calls)
-    assert any("no optimizer stepped in 1 call of 'step'" in note for note in result.notes)
-
-
-@pytest.mark.parametrize(
-    ("model", "context"),
-    [
-        (nn.Linear(2, 2).eval(), contextlib.nullcontext),
-        (nn.Linear(2, 2).requires_grad_(False), contextlib.nullcontext),
-        (nn.Linear(2, 2), torch.inference_mode),
-    ],
-    ids=["eval mode", "frozen", "gradients off"],
-)
-def test_inference_lacks_no_optimizer(model, context):
-    with context():
-        result = oomprobe.check(
-            model, lambda model, b: model(torch.randn(b, 2)), 4, device=LedgerDevice(), progress="off"
-        )
-    assert not any("optimizer" in note for note in result.notes)
 
 
 # --- a step with a bug ---

@@ -4,16 +4,12 @@ import contextlib
 
 import pytest
 import torch
-from ledger import LedgerDevice, Log
+from ledger import Log, probe
 from torch import nn
 from zoo import numbered
 
 import oomprobe
 from oomprobe.report.html import notebook
-
-
-def probe(model, step, **options):
-    return oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=4, progress="off", **options)
 
 
 def accumulating(over, *, backward=True, by_hand=False, reach=True):
@@ -47,7 +43,7 @@ def test_an_optimizer_that_steps_late_is_waited_for(over):
         calls.append(batch_size)
         step(model, batch_size)
 
-    result = probe(model, counted)
+    result = probe(model, counted, max_batch=4)
     assert all(trial.steps >= 2 * over for trial in result.trials)
     assert len(calls) < 20 * max(over, 10)
     assert not [note for note in result.notes if "step in" in note or "stepped" in note]
@@ -58,7 +54,7 @@ def test_an_optimizer_that_never_steps_is_an_error():
     with pytest.raises(
         oomprobe.UnreliableError, match=r"AdamW did not step in 300 calls.*pass global_batch="
     ) as raised:
-        probe(*accumulating(10_000))
+        probe(*accumulating(10_000), max_batch=4)
     assert raised.value.exit_status == 6
 
 
@@ -71,34 +67,45 @@ NOTES = {
 
 @pytest.mark.parametrize("text", NOTES)
 def test_without_an_optimizer_a_note_says_what_was_seen(text):
-    result = probe(*NOTES[text])
+    result = probe(*NOTES[text], max_batch=4)
     assert [note for note in result.notes if text in note]
     assert text in notebook(result)
 
 
-@pytest.mark.parametrize("without", ["eval", "no_grad"])
-def test_inference_is_no_missing_training(without):
-    model = nn.Linear(2, 2)
-    if without == "eval":
-        model.eval()
-    with torch.no_grad() if without == "no_grad" else contextlib.nullcontext():
-        result = probe(model, lambda model, n: model(torch.ones(n, 2)))
-    assert result.notes == ("seen over 50 calls; what happens less often was not",)
+SEEN = "seen over 50 calls; what happens less often was not"
 
 
-def test_old_gradients_are_not_waited_for():
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [
+        (nn.Linear(2, 2).eval(), contextlib.nullcontext),
+        (nn.Linear(2, 2).requires_grad_(False), contextlib.nullcontext),
+        (nn.Linear(2, 2), torch.inference_mode),
+        (nn.Linear(2, 2), torch.no_grad),
+    ],
+    ids=["eval mode", "frozen", "inference mode", "gradients off"],
+)
+def test_inference_is_no_missing_training(model, context):
+    with context():
+        result = probe(model, lambda model, n: model(torch.ones(n, 2)), max_batch=4)
+    assert result.notes == (SEEN,)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_step_without_gradients_waits_for_no_optimizer(trained):
     """A process that has trained evaluates: its gradients are there, but no call computes any."""
-    model, step = accumulating(1)
-    model(torch.ones(1, 2)).sum().backward()
-    calls = Log()
+    model, training = accumulating(1, reach=trained)
+    if trained:
+        model(torch.ones(1, 2)).sum().backward()
 
-    def evaluate(model, batch_size):
-        calls.append(batch_size)
+    @torch.no_grad()
+    def step(model, batch_size):
         model(torch.ones(batch_size, 2))
-        return step
+        return training
 
-    result = probe(model, evaluate)
+    result = probe(model, step, max_batch=4)
     assert result.trials[0].steps < 40
+    assert trained or any("no optimizer stepped in 1 call of 'step'" in note for note in result.notes)
 
 
 def test_a_loop_may_be_done_with_an_optimizer():
@@ -111,7 +118,7 @@ def test_a_loop_may_be_done_with_an_optimizer():
         model(torch.ones(batch_size, 2)).sum().backward()
         (first if n <= 10 else then).step()
 
-    result = probe(model, step)
+    result = probe(model, step, max_batch=4)
     assert all(trial.steps >= 11 for trial in result.trials)
     assert not [note for note in result.notes if "step in" in note]
 
@@ -121,7 +128,7 @@ def test_a_probe_may_begin_within_an_accumulation(made):
     model, step = accumulating(48)
     for _ in range(made):
         step(model, 4)
-    result = probe(model, step)
+    result = probe(model, step, max_batch=4)
     assert all(trial.steps >= 48 for trial in result.trials)
 
 
@@ -142,4 +149,4 @@ def test_an_optimizer_that_steps_unexpectedly_late_is_not_told_as_missing():
                 master.grad = p.main_grad
             optimizer.step()
 
-    assert not [note for note in probe(model, step).notes if "stepped" in note]
+    assert not [note for note in probe(model, step, max_batch=4).notes if "stepped" in note]
