@@ -64,13 +64,13 @@ def train_on_more(model, optimizer, samples):
 
 
 def in_closure(event, every):
-    """Count the calls in a variable of the enclosing function; `event` follows every n-th."""
+    """Count the calls in a variable of the enclosing function; `event` follows every n-th, or as many as a batch size has."""
     model, optimizer = begun()
 
     @numbered
     def step(number, model, batch_size):
         train(model, optimizer, batch_size)
-        if number % every == 0:
+        if number % (every(batch_size) if callable(every) else every) == 0:
             event(model, optimizer, batch_size)
 
     return model, step
@@ -78,15 +78,7 @@ def in_closure(event, every):
 
 def by_epoch(examples, times):
     """Evaluate at each epoch's end. Epochs of small batches have many calls, so a look does not see it."""
-    model, optimizer = begun()
-
-    @numbered
-    def step(number, model, batch_size):
-        train(model, optimizer, batch_size)
-        if number % max(1, examples // batch_size) == 0:
-            evaluate(model, optimizer, batch_size, times)
-
-    return model, step
+    return in_closure(partial(evaluate, times=times), lambda batch_size: max(1, examples // batch_size))
 
 
 class Trainer:
@@ -103,9 +95,13 @@ class Trainer:
             self.event(model, self.optimizer, batch_size)
 
 
-def in_attribute(event, every):
-    trainer = Trainer(event, every)
+def of(make, *args):
+    """Return a trainer's model, and its step, which is a method."""
+    trainer = make(*args)
     return trainer.model, trainer.step
+
+
+in_attribute = partial(of, Trainer)
 
 
 def with_lengths(lengths):
@@ -144,11 +140,6 @@ class Keeper:
             self.kept = [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def cloning():
-    keeper = Keeper()
-    return keeper.model, keeper.step
-
-
 def preconditioned():
     """Keep a float32 matrix for each weight, refreshed from its gradient at every tenth call."""
     (model, optimizer), matrices = heavy(), {}
@@ -182,37 +173,36 @@ def keeping(make_container, *, most=None, every=1, graph=False):
     return model, step
 
 
-def scheduled(rate):
-    """Ask for a learning rate at each call, and train on more samples at every tenth."""
+def scheduled(ask):
+    """Train, on more samples at every tenth call, and then ask for the next learning rate."""
     model, optimizer = begun(optimize=torch.optim.SGD)
+    ask = ask(optimizer)
 
     @numbered
     def step(number, model, batch_size):
-        optimizer.param_groups[0]["lr"] = rate(number - 1)
         train(model, optimizer, batch_size * (3 if number % 10 == 0 else 1))
+        ask(number)
 
     return model, step
 
 
-RATES = [0.1 / (1 + call) for call in range(20)]
+def of_a_list(optimizer):
+    rates = [0.1 / (1 + call) for call in range(20)]
+    return lambda number: optimizer.param_groups[0].update(lr=rates[number - 1])
 
 
-def rate_until_20(call):
-    if call >= 20:
-        raise ValueError(f"the schedule has 20 steps, but step {call + 1} was asked for")
-    return 0.1
+def until_20(optimizer):
+    def ask(number):
+        if number > 20:
+            raise ValueError(f"the schedule has 20 steps, but step {number} was asked for")
+
+    return ask
 
 
-def one_cycle():
-    """Use torch's own schedule, which raises ValueError after its steps."""
-    model, optimizer = begun(optimize=torch.optim.SGD)
+def one_cycle(optimizer):
+    """torch's own schedule, which raises ValueError after its steps."""
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20, cycle_momentum=False)
-
-    def step(model, batch_size):
-        train(model, optimizer, batch_size * (3 if schedule.last_epoch % 10 == 9 else 1))
-        schedule.step()
-
-    return model, step
+    return lambda number: schedule.step()
 
 
 class Loading:
@@ -225,11 +215,6 @@ class Loading:
         if batch_size not in self.loaders:
             self.loaders[batch_size] = iter([LENGTH] * 9 + [3 * LENGTH] + [LENGTH] * 20)
         train(model, self.optimizer, batch_size, next(self.loaders[batch_size]))
-
-
-def loading():
-    trainer = Loading()
-    return trainer.model, trainer.step
 
 
 def splitting():
@@ -269,12 +254,7 @@ def two_steps(every):
 
 def in_turn(every):
     model, steps = two_steps(every)
-
-    def step(model, batch_size):
-        steps["train"](model, batch_size)
-        steps["eval"](model, batch_size)
-
-    return model, step
+    return model, lambda *given: [step(*given) for step in steps.values()]
 
 
 # --- answers ---
@@ -331,7 +311,7 @@ LOOPS = {
     "larger evaluation after 4000 examples": (partial(by_epoch, 4000, 12), {}),
     "all memory, larger evaluation after 1500": (partial(by_epoch, 1500, 12), {"memory_fraction": 1.0}),
     "average from call 20": (averaging, {"memory": "384MiB"}),
-    "weights cloned at every 10th": (cloning, {"memory": "384MiB"}),
+    "weights cloned at every 10th": (partial(of, Keeper), {"memory": "384MiB"}),
     "preconditioner at every 10th": (preconditioned, {"memory": "384MiB"}),
     "list cleared at ten": (partial(keeping, list, most=10), {}),
     "deque of 40": (partial(keeping, partial(deque, maxlen=40)), {}),
@@ -356,10 +336,10 @@ def test_a_slow_loop_that_varies():
 
 
 ENDING = {
-    "IndexError": (partial(scheduled, RATES.__getitem__), 20),
-    "ValueError": (partial(scheduled, rate_until_20), 20),
-    "OneCycleLR": (one_cycle, 20),
-    "iterator for each size": (loading, 30),
+    "IndexError": (partial(scheduled, of_a_list), 20),
+    "ValueError": (partial(scheduled, until_20), 20),
+    "OneCycleLR": (partial(scheduled, one_cycle), 20),
+    "iterator for each size": (partial(of, Loading), 30),
 }
 
 

@@ -39,11 +39,8 @@ def ddp():
 
 
 def small_buckets():
-    def wrap(model):
-        group = dist.new_group(backend="gloo")
-        return DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
-
-    return make(wrap)
+    buckets = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True}
+    return make(lambda model: DistributedDataParallel(model, process_group=dist.new_group(backend="gloo"), **buckets))
 
 
 def compressed():

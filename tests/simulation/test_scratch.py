@@ -43,35 +43,26 @@ def test_reductions_in_a_step_allocate_partial_results(reduce):
 
 @pytest.mark.parametrize(("loss", "copies"), [(F.mse_loss, 1), (F.smooth_l1_loss, 1), (F.binary_cross_entropy, 0)])
 def test_a_loss_that_computes_its_own_mean(loss, copies):
-    bench = Bench(None, "1GiB")
-    nbytes = 4 << 20
-
-    def step():
-        x = torch.zeros(1 << 20, device="cuda")
-        return loss(x, x)
-
-    value = bench.run(step)
+    bench, nbytes = Bench(None, "1GiB"), 4 << 20
+    value = bench.run(lambda: loss(*[torch.zeros(1 << 20, device="cuda")] * 2))
     assert bench.allocated_bytes == nbytes  # the scalar keeps the storage of all elements
     assert bench.peak_bytes == (2 + copies) * nbytes
     del value
 
 
-def allocations(keep):
-    """Count the allocations of a step that adds two gradients of one tensor."""
-    bench, kept = Bench(None, "1GiB"), []
-
-    def step():
-        x = torch.zeros(64, 64, device="cuda", requires_grad=True) * 2
-        y = x + x @ torch.zeros(64, 64, device="cuda")
-        y.register_hook(kept.append if keep else lambda _: None)
-        (y * y.detach()).sum().backward()
-
-    bench.run(step)
-    return bench.device._memory.allocator.served
-
-
 def test_autograd_adds_gradients_in_place_if_only_it_holds_them():
-    assert allocations(keep=True) == allocations(keep=False) + 1
+    def allocations(hook):
+        def step():
+            x = torch.zeros(64, 64, device="cuda", requires_grad=True) * 2
+            y = x + x @ torch.zeros(64, 64, device="cuda")
+            y.register_hook(hook)
+            (y * y.detach()).sum().backward()
+
+        bench = Bench(None, "1GiB")
+        bench.run(step)
+        return bench.device._memory.allocator.served
+
+    assert allocations([].append) == allocations(lambda _: None) + 1
 
 
 # --- workspaces of convolutions ---

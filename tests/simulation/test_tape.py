@@ -30,12 +30,15 @@ def a_call(*sizes, leave=0, dead=()):
     return RecordedCall(tuple(events), tuple(sizes))
 
 
-def test_closed_calls_free_what_the_previous_one_left():
-    assert a_call(1, 2, leave=1, dead=[1]).closed
-    assert not a_call(1, 2, leave=1).closed  # leaves a block each time
-    assert not a_call(1, 2, leave=1, dead=[0]).closed  # frees a different block
-    assert a_call(1, 2).closed
-    assert a_call(1, 2, leave=1, dead=[1]).core == a_call(1, 2, leave=1).core
+@pytest.mark.parametrize(
+    ("leave", "dead", "closed"),
+    [(0, [], True), (1, [1], True), (1, [], False), (1, [0], False)],
+    ids=["leaves nothing", "frees what was left", "leaves a block each time", "frees another block"],
+)
+def test_closed_calls_free_what_the_previous_one_left(leave, dead, closed):
+    call = a_call(1, 2, leave=leave, dead=dead)
+    assert call.closed is closed
+    assert call.core == a_call(1, 2, leave=leave).core
 
 
 # --- lines ---
@@ -127,12 +130,10 @@ def test_a_size_off_the_line_ends_replays():
 
 
 def test_a_call_is_steady_if_repeated():
-    fresh = Predictor()
-    assert fresh.steady([step(8)]) is None
-    assert fresh.steady([step(8), step(8)]) == step(8)
-    assert fresh.steady([step(8), step(9)]) is None
     leaking = step(8, dead=())
-    assert fresh.steady([leaking, leaking]) is None
+    for calls in ([step(8)], [step(8), step(9)], [leaking, leaking]):
+        assert Predictor().steady(calls) is None
+    assert Predictor().steady([step(8), step(8)]) == step(8)
 
 
 def test_a_repeat_without_room_changes_only_counters():
