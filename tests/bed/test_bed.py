@@ -1,6 +1,5 @@
 """What the other tests rely on: torch uses the bed's devices, and its allocator runs out of memory on them."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import pytest
 import torch
 from processes import is_gone, until
 
-from bed import ChildDiedError, forked, holding
+from bed import ChildDiedError, fail, forked, holding
 
 MIB = 2**20
 
@@ -121,7 +120,7 @@ def test_context_and_lazily_loaded_kernels():
 def test_sticky_fault():
     def seen():
         tensor = torch.ones(4, device="cuda")
-        ctypes.CDLL("libcuda.so.1").cudastub_fail(b"launch", ctypes.c_long(3), 700)
+        fail("launch", in_calls=3)
         texts = []
         for _ in range(4):
             try:
@@ -152,13 +151,13 @@ def test_index_out_of_bounds():
 
 
 def test_forked_error():
-    def fail():
+    def fails():
         os.write(1, b"said before")
         raise ValueError("why")
 
     with pytest.raises(ValueError, match=r"^why") as caught:
-        forked(fail)
-    assert "in fail" in str(caught.value.__cause__)
+        forked(fails)
+    assert "in fails" in str(caught.value.__cause__)
     assert "said before" in caught.value.__notes__[0]
 
 

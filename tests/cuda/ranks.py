@@ -15,8 +15,12 @@ def forking(function):
     return function()
 
 
-def on_ranks(tmp_path, function, *, count=2, fault="none", limit_s=30, **options):
-    """Run a function that probes with forked ranks, on a bed of `count` devices; `ranked.py` describes the faults."""
+def on_ranks(tmp_path, function, *, fault="none", limit_s=30, **options):
+    """Run a function that probes with forked ranks; `ranked.py` describes the faults."""
+    return forked(forking, function, limit_s=limit_s, FAULT=fault, **cards(tmp_path, **options))
+
+
+def cards(tmp_path, *, count=2, **options):
+    """Return the options of a bed with `count` devices that processes share."""
     (tmp_path / "cards").mkdir(exist_ok=True)
-    options = {"memory": ",".join(["1GiB"] * count), "nccl": "16MiB", "shared": tmp_path / "cards/card", **options}
-    return forked(forking, function, limit_s=limit_s, FAULT=fault, **options)
+    return {"memory": ",".join(["1GiB"] * count), "nccl": "16MiB", "shared": tmp_path / "cards/card", **options}

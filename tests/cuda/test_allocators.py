@@ -8,20 +8,23 @@ from zoo import mlp
 import oomprobe
 
 MIB, GIB = 2**20, 2**30
-QUIET = {"progress": "off"}
+
+
+def found(*built, **options):
+    return oomprobe.find_max_batch(*(built or mlp()), progress="off", **options).to_dict()
 
 
 ASYNC = """
-import oomprobe, sys
+import sys
 sys.path.insert(0, "tests")
-from zoo import mlp
-model, step = mlp()
+from cuda.test_allocators import found, mlp
 fractions = [torch.cuda.get_per_process_memory_fraction()]
-result = oomprobe.find_max_batch(model, step, resolution=0.02, progress="off", **{options})
+model, step = mlp()
+result = found(model, step, resolution=0.02, **{options})
 fractions.append(torch.cuda.get_per_process_memory_fraction())
 for _ in range(10):
-    step(model, result.batch_size)
-print(json.dumps([torch.cuda.get_allocator_backend(), fractions, result.to_dict()]))
+    step(model, result["batch_size"])
+print(json.dumps([torch.cuda.get_allocator_backend(), fractions, result]))
 """
 
 
@@ -40,33 +43,23 @@ def test_cuda_malloc_async(memory_fraction):
 
 
 def test_an_allocator_without_a_cap_is_refused():
-    def probe():
-        model, step = mlp()
-        oomprobe.find_max_batch(model, step, **QUIET)
-
     with pytest.raises(oomprobe.UnreliableError, match=r"without its cache.*unset PYTORCH_NO_CUDA_MEMORY_CACHING"):
-        forked(probe, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        forked(found, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
 @pytest.mark.parametrize(
     ("memory_fraction", "ceiling"), [(0.5, 2 * GIB - 256 * MIB), (0.95, 0.95 * 2 * GIB), (1.0, 2 * GIB)]
 )
 def test_no_trial_of_this_process_reaches_the_drivers_limit(memory_fraction, ceiling):
-    def probe():
-        model, step = mlp()
-        result = oomprobe.find_max_batch(model, step, memory_fraction=memory_fraction, resolution=0.1, **QUIET)
-        return result.to_dict()
-
-    caps = [trial["cap_bytes"] for trial in forked(probe, memory="2GiB")["trials"]]
-    assert max(caps) == int(ceiling)
+    trials = forked(lambda: found(memory_fraction=memory_fraction, resolution=0.1), memory="2GiB")["trials"]
+    assert max(trial["cap_bytes"] for trial in trials) == int(ceiling)
 
 
 def test_the_second_of_two_devices():
     def probe():
-        with torch.cuda.device(1):
-            model, step = mlp()  # "cuda" in the step means the current device
-            result = oomprobe.find_max_batch(model, step, resolution=0.05, **QUIET)
-        return result.to_dict(), torch.cuda.memory_reserved(0), torch.cuda.current_device()
+        with torch.cuda.device(1):  # "cuda" in the step means the current device
+            result = found(resolution=0.05)
+        return result, torch.cuda.memory_reserved(0), torch.cuda.current_device()
 
     result, on_first, current = forked(probe, memory="1GiB,2GiB")
     assert result["environment"]["device"] == "cuda:1"

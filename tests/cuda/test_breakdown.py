@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bed import forked, run_on_bed
-from zoo import MODELS
+from zoo import MODELS, training_step
 
 import oomprobe
 from oomprobe.records.breakdown import ACTIVATIONS, BACKWARD, GRADIENTS, PARAMETERS, STATE
@@ -39,17 +39,9 @@ def of_one_layer():
     """Break down a step whose tensors at the peak, in tanh's backward, are known to the byte."""
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False), torch.nn.Tanh()).cuda()
     optimizer = torch.optim.Adam(model.parameters())
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        x = torch.ones(batch_size, 1024, device="cuda")
-        model(x).sum().backward()
-        optimizer.step()
-
-    large = oomprobe.check(model, step, 4096, progress="off", breakdown=True)
-    small = oomprobe.check(model, step, 1, progress="off", breakdown=True)
-    history_is_off = not torch.cuda.memory._snapshot()["device_traces"][0]
-    return large.breakdown, small.breakdown, history_is_off
+    step = training_step(optimizer, lambda n: torch.ones(n, 1024, device="cuda"), torch.sum)
+    found = [oomprobe.check(model, step, size, progress="off", breakdown=True).breakdown for size in (4096, 1)]
+    return *found, not torch.cuda.memory._snapshot()["device_traces"][0]
 
 
 def test_each_part_has_the_size_that_the_model_implies():

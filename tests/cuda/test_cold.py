@@ -1,6 +1,7 @@
 """Each trial starts cold, however the step creates its state, and a probe leaves nothing behind."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -25,11 +26,7 @@ def reserved():
 
 def created_in_each_step():
     model, _ = mlp()
-
-    def step(model, batch_size):
-        classifier(model, torch.optim.AdamW(model.parameters()))[1](model, batch_size)
-
-    return model, step
+    return model, lambda *given: classifier(model, torch.optim.AdamW(model.parameters()))[1](*given)
 
 
 def created_in_the_first_step():
@@ -162,16 +159,13 @@ def test_nothing_stays_reserved(step, error):
         gc.unfreeze()  # conftest has frozen objects
         model, own_step = MODELS["gpt"]()
         before = reserved()
-        caught = None
-        try:
+        with pytest.raises(error) if error else nullcontext() as caught:  # keeps its traceback, as a debugger does
             oomprobe.find_max_batch(model, step or own_step, resolution=0.05, **QUIET)
-        except BaseException as raised:
-            caught = raised  # with its traceback, as a debugger keeps it
         held = torch.cuda.memory_allocated()
-        return before, reserved(), held, error is None or isinstance(caught, error), gc.get_freeze_count()
+        return before, reserved(), held, gc.get_freeze_count(), caught is not None
 
-    before, after, held, as_expected, frozen = forked(probe)
-    assert as_expected
+    before, after, held, frozen, is_kept = forked(probe)
+    assert is_kept is (error is not None)
     assert after <= before
     assert held <= before
     assert frozen <= FROZEN_BY_PYTHON  # a probe freezes many more
@@ -207,12 +201,8 @@ def test_a_step_that_replays_a_cuda_graph_is_refused():
 
         def step(model, batch_size):
             if batch_size not in captured:
-                x, graph, stream = (
-                    torch.randn(batch_size, 64, device="cuda"),
-                    torch.cuda.CUDAGraph(),
-                    torch.cuda.Stream(),
-                )
-                with torch.cuda.stream(stream):
+                x, graph = torch.randn(batch_size, 64, device="cuda"), torch.cuda.CUDAGraph()
+                with torch.cuda.stream(torch.cuda.Stream()):
                     train(x)
                 with torch.cuda.graph(graph):
                     train(x)

@@ -1,6 +1,7 @@
 """The simulated card compared with torch's own allocator: requests, kernels, cold steps and answers."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from bed import forked
 from simulation.bench import ALLOCATOR_SETTINGS
 from torch import nn
 from torch.nn import functional as F
-from zoo import mlp, peaks, runs
+from zoo import CLASSES, classifier, gpt, mlp, peaks, runs, training_step
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
@@ -74,14 +75,15 @@ def outcomes(malloc, free, empty_cache, limit, stats):
 
 
 def torchs_outcomes(text):
-    since_2_10 = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (since_2_10 or torch.cuda.memory._set_allocator_settings)(text)
-    cuda = torch.cuda
+    cuda, since_2_10 = torch.cuda, getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (since_2_10 or cuda.memory._set_allocator_settings)(text)
     cuda.init()
-    limit = cuda.set_per_process_memory_fraction
-    return outcomes(
-        cuda.caching_allocator_alloc, cuda.caching_allocator_delete, cuda.empty_cache, limit, cuda.memory_stats
+    malloc, free, limit = (
+        cuda.caching_allocator_alloc,
+        cuda.caching_allocator_delete,
+        cuda.set_per_process_memory_fraction,
     )
+    return outcomes(malloc, free, cuda.empty_cache, limit, cuda.memory_stats)
 
 
 @pytest.mark.parametrize("text", ALLOCATOR_SETTINGS)
@@ -154,63 +156,16 @@ def test_backward_allocates_as_much_as_in_torch(name):
 # --- step by step ---
 
 
-def trained(model, batch, loss, *, make=torch.optim.AdamW, dtype=None, clip=None):
-    model = model.to("cuda")
-    optimizer = make(model.parameters())
-
-    def step(model, batch_size):
-        inputs = batch(batch_size)
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-            value = loss(model, *inputs)
-        value.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-
-    return model, step
-
-
-def labelled(*shape, classes=10):
-    return lambda b: (torch.randn(b, *shape, device="cuda"), torch.randint(classes, (b,), device="cuda"))
-
-
-def cross_entropy(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
-class LanguageModel(nn.Module):
-    def __init__(self, words=8000, width=128, layers=2):
-        super().__init__()
-        self.embedding = nn.Embedding(words, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-
-    def forward(self, tokens):
-        return self.layers(self.embedding(tokens)) @ self.embedding.weight.t()
-
-
-def language_model(dtype=None):
-    """Sorted embedding gradients, attention, a loss over a vocabulary."""
-    return trained(
-        LanguageModel(),
-        lambda b: (torch.randint(8000, (b, 64), device="cuda"),),
-        lambda model, tokens: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()),
-        dtype=dtype,
-        clip=1.0,
-    )
-
-
 def conv_net(dtype=None):
-    layers = (
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.GroupNorm(8, 32),
-        nn.SiLU(),
-        nn.Conv2d(32, 64, 3, 2, 1),
-        nn.BatchNorm2d(64),
-    )
-    head = nn.ReLU(), nn.Upsample(scale_factor=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
-    return trained(nn.Sequential(*layers, *head), labelled(3, 32, 32), cross_entropy, dtype=dtype, make=torch.optim.SGD)
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.SiLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.BatchNorm2d(64),
+        nn.ReLU(), nn.Upsample(scale_factor=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES),
+    ).cuda()  # fmt: skip
+    return classifier(model, torch.optim.SGD(model.parameters()), sample=(3, 32, 32), amp=dtype)
+
+
+# Sorted gradients of an embedding, attention, a loss over a vocabulary.
+language_model = partial(gpt, vocabulary=8000, context=64)
 
 
 class Routed(nn.Module):
@@ -226,7 +181,9 @@ class Routed(nn.Module):
 
 def routed():
     """Scattered gradients, and a loss that computes its own mean."""
-    return trained(Routed(), lambda b: (torch.randn(b, 64, device="cuda"),), lambda model, x: model(x))
+    model = Routed().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, training_step(optimizer, lambda n: torch.randn(n, 64, device="cuda"), lambda loss: loss)
 
 
 def simulated(card, memory):
@@ -260,7 +217,7 @@ def simulated_peaks(make, size, card):
         (lambda: mlp(amp=torch.bfloat16), 20_000, RTX_4090),
         (lambda: mlp(make=lambda p: torch.optim.AdamW(p, foreach=False)), 30_000, RTX_3090),
         (language_model, 100, A100),
-        (lambda: language_model(torch.bfloat16), 100, RTX_3090),
+        (lambda: language_model(bf16=True), 100, RTX_3090),
         (conv_net, 400, RTX_4090),
         (lambda: conv_net(torch.float16), 400, H100),
         (routed, 30_000, A100),

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from bed import forked
-from torch.nn import functional as F
-from zoo import conv_net, numbered, runs
+from zoo import conv_net, numbered, runs, training_step
 
 import oomprobe
 from oomprobe.records.patience import Patience
@@ -26,14 +25,7 @@ TARGET = f"{Path(__file__).with_name('tabled.py')}:build"
 def images():
     model, _ = conv_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step(model, batch_size, size):
-        optimizer.zero_grad()
-        targets = torch.randint(10, (batch_size,), device="cuda")
-        F.cross_entropy(model(torch.randn(batch_size, 3, *size, device="cuda")), targets).backward()
-        optimizer.step()
-
-    return model, step
+    return model, training_step(optimizer, lambda n, size: torch.randn(n, 3, *size, device="cuda"))
 
 
 def named_lengths():
@@ -61,6 +53,10 @@ TABLES = {
     "sizes of images": (images, {"size": [(64, 64), (64, 96), (128, 128), (256, 192), (224, 224)]}),
     "names": (named_lengths, {"length": ["long", "short"]}),
 }
+
+
+def table_of(lengths, make=lambda: language_model(Attention), **options):
+    return oomprobe.find_max_batches(*make(), {"length": lengths}, progress="off", **options)
 
 
 def calls_of(results):
@@ -109,19 +105,13 @@ def runs_with(make, axis, value, batch_size, steps=50):
 
 
 def test_what_happens_at_every_tenth_call_is_learned_once():
-    def run():
-        model, step = evaluating()
-        return oomprobe.find_max_batches(model, step, {"length": LENGTHS[:3]}, progress="off")
-
-    table = forked(run, memory="1GiB")
-    looks = [
-        t for row in table.rows.values() for t in row.trials if t.steps == 50 and 2 * t.batch_size < row.batch_size
-    ]
-    assert len(looks) == 1
-    confirmed = [trial for row in table.rows.values() for trial in row.trials if trial.phase == "confirm"]
-    assert [trial.passed for trial in confirmed].count(False) <= 1  # later rows know how long trials must be
+    table = forked(table_of, LENGTHS[:3], evaluating, memory="1GiB")
+    trials = [(row, trial) for row in table.rows.values() for trial in row.trials]
+    assert sum(trial.steps == 50 and 2 * trial.batch_size < row.batch_size for row, trial in trials) == 1  # the look
+    # Later rows know how long trials must be.
+    assert sum(trial.phase == "confirm" and not trial.passed for _, trial in trials) <= 1
+    assert all(trial.steps >= 11 for _, trial in trials if trial.passed and trial.phase != "grow")
     for length, row in table.rows.items():
-        assert all(trial.steps >= 11 for trial in row.trials if trial.passed and trial.phase != "grow"), length
         assert forked(runs_with, evaluating, "length", length, row.batch_size, 30, memory="1GiB")
 
 
@@ -132,11 +122,6 @@ def test_what_a_process_keeps_for_each_value_is_no_leak():
 
 
 # --- rows without an answer ---
-
-
-def table_of(lengths, make=lambda: language_model(Attention), **options):
-    model, step = make()
-    return oomprobe.find_max_batches(model, step, {"length": lengths}, **{"progress": "off", **options})
 
 
 # --- all values in turn ---
@@ -206,18 +191,16 @@ def test_larger_values_are_tried_if_asked():
 
 
 def test_a_time_limit_leaves_finished_rows_whole():
-    def run():
+    def slow():
         model, inner = language_model(Attention)
 
         def step(model, batch_size, length):
             inner(model, batch_size, length)
             time.sleep(60 if length == 1024 else 0.015)
 
-        return oomprobe.find_max_batches(
-            model, step, {"length": [256, 512, 1024, 2048]}, progress="off", time_limit_s=5, max_batch=16
-        )
+        return model, step
 
-    table = forked(run, memory="1GiB")
+    table = forked(lambda: table_of([256, 512, 1024, 2048], slow, time_limit_s=5, max_batch=16), memory="1GiB")
     assert table.batch_sizes() == {256: 16, 512: 16}
     # The limit is for the whole table, not for each row.
     assert 5 <= table.elapsed_s < 5 + sum(row.elapsed_s for row in table.rows.values())
@@ -229,9 +212,8 @@ def test_a_time_limit_leaves_finished_rows_whole():
 
 def test_a_bug_names_its_row_and_leaves_the_finished_ones():
     def run():
-        model, step = language_model(places=512)
         with pytest.raises(oomprobe.StepFailedError) as caught:
-            oomprobe.find_max_batches(model, step, {"length": [256, 512, 1024]}, progress="off", max_batch=4)
+            table_of([256, 512, 1024], lambda: language_model(places=512), max_batch=4)
         return str(caught.value), type(caught.value.__cause__), caught.value.table
 
     text, cause, table = forked(run, memory="1GiB")
@@ -253,7 +235,7 @@ def test_ctrl_c_shows_the_finished_rows_and_restores_the_model():
                 os.kill(os.getpid(), signal.SIGINT)
 
         with pytest.raises(KeyboardInterrupt) as caught:
-            oomprobe.find_max_batches(model, step, {"length": [256, 512, 1024]}, progress="off", max_batch=4)
+            table_of([256, 512, 1024], lambda: (model, step), max_batch=4)
         after = model.state_dict()
         return caught.value.__notes__, all(torch.equal(value, after[name].cpu()) for name, value in before.items())
 
@@ -272,10 +254,7 @@ def test_one_worker_runs_all_rows_and_each_answer_is_confirmed_in_a_new_one(tmp_
         return oomprobe.probe_target(TARGET, over={"length": LENGTHS[:3]}, max_batch=64, device="cuda", progress="off")
 
     table = forked(forking, run, memory="1GiB", PIDS=tmp_path, limit_s=60)
-    inside = forked(
-        lambda: oomprobe.find_max_batches(*language_model(), {"length": LENGTHS[:3]}, max_batch=64, progress="off"),
-        memory="1GiB",
-    )
+    inside = forked(lambda: table_of(LENGTHS[:3], language_model, max_batch=64), memory="1GiB")
     assert table.batch_sizes() == inside.batch_sizes()
     assert table.rows[512].environment["isolated"]
     # The first worker, and one to confirm each row, which then runs the next row's trials.
