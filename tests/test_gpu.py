@@ -8,6 +8,7 @@ import torch
 import torch._dynamo  # otherwise the first optimizer imports it after the objects so far were frozen
 from processes import run_python
 from torch import nn
+from zoo import training_step
 
 from oomprobe import find_max_batch
 from oomprobe.devices.accelerator import AcceleratorDevice
@@ -42,17 +43,13 @@ def card():
     clean()
 
 
-def bytes_on_card(size_bytes):
-    return torch.empty(size_bytes, dtype=torch.uint8, device=CARD)
-
-
 def two_mebibytes_per_sample():
     """Return a model and a step of known memory: one block of the allocator's granularity per sample, and no cuBLAS."""
     model = nn.Linear(8, 8).to(CARD)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(model, batch_size):
-        block = bytes_on_card(2 * MIB * batch_size)
+        block = torch.empty(2 * MIB * batch_size, dtype=torch.uint8, device=CARD)
         optimizer.zero_grad()
         sum(parameter.square().sum() for parameter in model.parameters()).backward()
         optimizer.step()
@@ -78,12 +75,7 @@ def test_the_state_and_the_cards_generator_are_restored(card):
     torch.cuda.manual_seed(7)
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 1)).to(CARD)
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        model(torch.randn(batch_size, 64, device=CARD)).square().mean().backward()
-        optimizer.step()
-
+    step = training_step(optimizer, lambda n: torch.randn(n, 64, device=CARD))
     model[2].eval()
     kept = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     random_state, host_state = torch.cuda.get_rng_state(CARD), torch.get_rng_state()

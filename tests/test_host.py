@@ -45,14 +45,11 @@ def linear(then=lambda batch_size: None):
 # --- the device ---
 
 
-def test_names_and_notes():
+def test_names_and_notes(monkeypatch, tmp_path):
     assert (HostDevice().name, HostDevice(GIB).name) == ("host memory", "host memory, 1.00 GiB of it")
     assert HostDevice(GIB).notes == (APPROXIMATE,)
-
-
-def test_another_malloc_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(host, "MAPS", tmp_path / "maps")
-    host.MAPS.write_text("7f0 r-xp 0 00:00 1  /usr/lib/libjemalloc.so.2\n")
+    host.MAPS.write_text("7f0 r-xp 0 00:00 1  /usr/lib/libjemalloc.so.2\n")  # another malloc
     assert any("jemalloc" in note for note in HostDevice(GIB).notes)
 
 
@@ -75,15 +72,16 @@ def test_a_budget_above_free_memory_is_refused(monkeypatch):
 def test_one_mebibyte_per_sample_gives_the_budget_in_mebibytes():
     code = """
         import json, oomprobe
-        from test_host import linear, QUIET
+        from test_host import in_small_blocks, linear, QUIET
         found = [
             oomprobe.find_max_batch(*linear(), resolution=0.05, **QUIET),
             oomprobe.find_max_batch(*linear(), memory_fraction=1.0, resolution=0.05, **QUIET),
             oomprobe.probe_target(linear, resolution=0.05, **QUIET),
+            oomprobe.find_max_batch(*in_small_blocks(), resolution=0.05, **QUIET),
         ]
         print(json.dumps([result.to_dict() for result in found]))
     """
-    found = [oomprobe.ProbeResult.from_dict(result) for result in json.loads(run_python(code))]
+    *found, in_blocks = [oomprobe.ProbeResult.from_dict(result) for result in json.loads(run_python(code))]
     for result, budget_mib in zip(found, (115, 128, 115), strict=True):
         assert budget_mib - 14 <= result.batch_size <= budget_mib
         assert result.budget_bytes == int(result.options["memory_fraction"] * 128 * MIB)
@@ -91,22 +89,18 @@ def test_one_mebibyte_per_sample_gives_the_budget_in_mebibytes():
         answered = result.trials[-1]
         assert answered.peak_allocated_bytes <= answered.peak_reserved_bytes <= result.budget_bytes
         assert answered.peak_allocated_bytes >= (result.batch_size - 4) * MIB  # the heap had a little free
+    assert 85 <= in_blocks.batch_size <= 120
 
 
-def test_many_small_blocks_meet_the_budget():
-    code = """
-        import torch, oomprobe
-        from test_host import linear, QUIET
-        model, step = linear()
+def in_small_blocks():
+    model, step = linear()
 
-        def in_small_blocks(model, batch_size):
-            blocks = [torch.zeros(4096) for _ in range(64 * batch_size)]
-            step(model, 1)
-            del blocks
+    def in_blocks(model, batch_size):
+        blocks = [torch.zeros(4096) for _ in range(64 * batch_size)]
+        step(model, 1)
+        del blocks
 
-        print(oomprobe.find_max_batch(model, in_small_blocks, resolution=0.05, **QUIET).batch_size)
-    """
-    assert 85 <= int(run_python(code)) <= 120
+    return model, in_blocks
 
 
 def test_a_limit_set_by_the_user_bounds_the_answer():
@@ -127,30 +121,18 @@ def test_a_limit_set_by_the_user_bounds_the_answer():
 # --- this process ---
 
 
-def test_a_step_runs_in_a_child_and_changes_nothing_outside():
-    model, step = linear()
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_runs_in_a_child_and_changes_nothing_outside(shared):
     pids = Log()
-
-    def marked(model, batch_size):
-        pids.append(os.getpid())
-        step(model, batch_size)
-
-    before = model.weight.detach().clone()
-    children = children_of(os.getpid())
-    oomprobe.find_max_batch(model, marked, max_batch=4, **QUIET)
+    model, step = linear(lambda batch_size: pids.append(os.getpid()))
+    if shared:
+        model.share_memory()
+    before, children = model.weight.detach().clone(), children_of(os.getpid())
+    assert oomprobe.find_max_batch(model, step, max_batch=4, **QUIET).state_verified
     assert not pids
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
     assert children_of(os.getpid()) == children
-
-
-def test_shared_memory_is_restored():
-    model, step = linear()
-    model.share_memory()
-    before = model.weight.detach().clone()
-    result = oomprobe.find_max_batch(model, step, max_batch=4, **QUIET)
-    assert result.state_verified
-    assert torch.equal(model.weight, before)
 
 
 def test_output_of_a_step_is_shown(capfd):

@@ -71,19 +71,22 @@ def answer_ran(result):
 
 
 @pytest.mark.parametrize(("device", "memory_fraction"), [(None, 0.9), ("cuda", 1.0)])
-def test_the_answer_ran(device, memory_fraction):
+def test_the_answer_ran_and_its_report_says_that_it_is_simulated(device, memory_fraction):
     model = conv_net()
     step = conv_step(model, device)
     result = probe(model, step, memory_fraction=memory_fraction)
     assert answer_ran(result)
     with pytest.raises(NothingFitsError):
         check(model, step, result.batch_size + 1, memory_fraction=memory_fraction)
-    assert result.state_verified
-    assert result.limited_by == "memory"
-    assert result.available_bytes == 1024 * MIB
+    assert (result.limited_by, result.state_verified, result.available_bytes) == ("memory", True, 1024 * MIB)
     assert sum(t.replayed for t in result.trials) > 8
     assert all(t.peak_reserved_bytes <= t.cap_bytes for t in result.trials if t.passed and t.cap_bytes is not None)
     assert all(t.step_s is None for t in result.trials)  # fake steps have no meaningful time
+    assert result.trials[-1].peak_upper_bytes >= result.trials[-1].peak_reserved_bytes
+    text = " ".join(str(result).split())
+    for said in ("simulated: no kernel ran", "workspaces of cuDNN", "on simulated GPU, 1.0 GiB)"):
+        assert said in text
+    assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
 
 
 def test_replays_and_runs_agree(monkeypatch):
@@ -283,18 +286,6 @@ def test_optimizers_in_other_threads_are_ignored():
 # --- reports ---
 
 
-def test_the_report_says_that_it_is_simulated():
-    model = conv_net()
-    result = probe(model, conv_step(model))
-    text = str(result)
-    assert "simulated: no kernel ran" in " ".join(text.split())
-    assert "workspaces of cuDNN" in text
-    assert "on simulated GPU, 1.0 GiB)" in text
-    answer = result.trials[-1]
-    assert answer.peak_upper_bytes >= answer.peak_reserved_bytes
-    assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
-
-
 def test_the_report_says_above_which_size_convolutions_may_be_slower():
     """The unfolded patches are 25 times the input, so they stop to fit long before the rest."""
     model = nn.Conv2d(8, 8, 5, padding=2)
@@ -314,9 +305,9 @@ def test_retries_before_a_failed_second_call_are_reported():
     """The first call fits; fragmentation makes the second one fail."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     step, card = linear_step(model, 512), "sim:100MiB"
-    result = probe(model, step, card)
+    above = probe(model, step, card).batch_size + 1
     with pytest.raises(NothingFitsError) as error:
-        check(model, step, result.batch_size + 1, card)
+        check(model, step, above, card)
     assert all(t.steps > 0 and t.alloc_retries > 0 for t in error.value.trials)
 
 
@@ -420,20 +411,14 @@ def test_a_model_built_for_cuda():
         assert {str(p.device) for p in model.parameters()} == {"cuda:0"} == {str(more.device)}
         assert str(torch.randn(3).to("cuda").device) == "cuda:0"
         assert str(more.cpu().device) == "cpu"
+        x = torch.tensor([1.0, 2.0, 3.0], device="cuda")  # initialisation may read the tensors it creates
+        assert [float(value) for value in x] == x.tolist() == x.cpu().numpy().tolist() == [1.0, 2.0, 3.0]
+        assert (x[1].item(), x.data_ptr()) == (2.0, x.view(3).data_ptr())
+    del x
     assert type(model[0].weight) is nn.Parameter
     assert model[0].weight.device.type == "cpu"
     assert card.live_bytes() == 4 * MIB + sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
     assert probe(model, conv_step(model, "cuda"), card).state_verified
-
-
-def test_values_are_there_while_a_model_is_built():
-    """Initialisation may read the tensors it creates."""
-    with SimulatedDevice("1GiB").building():
-        x = torch.tensor([1.0, 2.0, 3.0], device="cuda")
-        assert str(x.device) == "cuda:0"
-        assert [float(value) for value in x] == x.tolist() == x.cpu().numpy().tolist() == [1.0, 2.0, 3.0]
-        assert x[1].item() == 2.0
-        assert x.data_ptr() == x.view(3).data_ptr()
 
 
 TARGET = """
@@ -498,7 +483,7 @@ def test_checkpointing_is_not_suggested_twice(options):
 
 
 def test_a_failed_breakdown_keeps_the_answer():
-    calls = Log()
+    calls, model, limit = Log(), nn.Linear(8, 8), 10**9
 
     def step(model, batch_size):
         calls.append(batch_size)
@@ -506,9 +491,9 @@ def test_a_failed_breakdown_keeps_the_answer():
             raise KeyError("labels")
         model(torch.ones(batch_size, 8)).sum().backward()
 
-    model, limit = nn.Linear(8, 8), 10**9
     check(model, step, 4)
-    limit, calls = len(calls), Log()
+    limit = len(calls)
+    calls.clear()
     result = check(model, step, 4, breakdown=True)
     assert (result.batch_size, result.breakdown) == (4, None)
     assert any(note.startswith("no breakdown: the step failed at batch size 4 with KeyError") for note in result.notes)
