@@ -78,13 +78,12 @@ def test_peaks_and_counters_start_with_the_trial():
                 take(mib)
                 usages.append(device.usage())
         assert len(kept)
-        return [(u.peak_allocated_bytes // MIB, u.peak_reserved_bytes // MIB, u.alloc_retries) for u in usages], [
-            u.under_pressure for u in usages
+        return [
+            (u.peak_allocated_bytes // MIB, u.peak_reserved_bytes // MIB, u.alloc_retries, u.under_pressure)
+            for u in usages
         ]
 
-    peaks, pressed = forked(seen)
-    assert peaks == [(10, 10, 0), (60, 60, 0), (80, 130, 0), (510, 510, 1)]
-    assert pressed == [False, False, False, True]
+    assert forked(seen) == [(10, 10, 0, False), (60, 60, 0, False), (80, 130, 0, False), (510, 510, 1, True)]
 
 
 @pytest.mark.parametrize(("free_mib", "pressed"), [(11, False), (10, True), (0, True)])
@@ -114,13 +113,12 @@ def test_only_a_sticky_error_makes_it_unhealthy(code, healthy):
 def test_a_stated_budget_is_a_limit_and_is_named(tmp_path):
     def seen():
         device = opened("cuda:0:256MiB")
-        with device.cap(None):
-            assert is_limit(256)
-        with device.cap(300 * MIB):
-            assert is_limit(256)
-        found = [device.name, device.available_bytes() // MIB]
+        for cap_bytes in (None, 300 * MIB):
+            with device.cap(cap_bytes):
+                assert is_limit(256)
+        alone = device.available_bytes() // MIB
         (tmp_path / "held").write_text("900MiB")
-        return [*found, device.available_bytes() // MIB, device.notes]
+        return device.name, alone, device.available_bytes() // MIB, device.notes
 
     (tmp_path / "held").touch()
-    assert forked(seen, neighbour=tmp_path / "held") == ["Stub GPU, 256.00 MiB of it", 256, 124, ()]
+    assert forked(seen, neighbour=tmp_path / "held") == ("Stub GPU, 256.00 MiB of it", 256, 124, ())

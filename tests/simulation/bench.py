@@ -5,11 +5,7 @@ from torch import nn
 from oomprobe.devices.simulated import SimulatedDevice
 
 EXPANDABLE = "expandable_segments:True"
-ALLOCATOR_SETTINGS = [  # as PYTORCH_ALLOC_CONF writes them
-    "",
-    EXPANDABLE,
-    "per_process_memory_fraction:0.8",
-]
+ALLOCATOR_SETTINGS = ["", EXPANDABLE, "per_process_memory_fraction:0.8"]  # as PYTORCH_ALLOC_CONF writes them
 
 
 class Blocks(nn.Module):
@@ -57,9 +53,5 @@ class Bench:
         return " ".join(self.device.notes)
 
 
-def rounded(nbytes):
-    return -(-nbytes // 512) * 512
-
-
 def bytes_of(*tensors):
-    return sum(rounded(t.numel() * t.element_size()) for t in tensors)
+    return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
