@@ -6,13 +6,12 @@ import shutil
 import sys
 import time
 from multiprocessing import Process
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import find_hastily
 from ledger import Log
-from processes import run_python
+from processes import children, run_python
 from torch import nn
 
 import oomprobe
@@ -127,12 +126,12 @@ def test_a_step_runs_in_a_child_and_changes_nothing_outside(shared):
     model, step = linear(lambda batch_size: pids.append(os.getpid()))
     if shared:
         model.share_memory()
-    before, children = model.weight.detach().clone(), children_of(os.getpid())
+    before, running = model.weight.detach().clone(), children()
     assert oomprobe.find_max_batch(model, step, max_batch=4, **QUIET).state_verified
     assert not pids
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
-    assert children_of(os.getpid()) == children
+    assert children() == running
 
 
 def test_output_of_a_step_is_shown(capfd):
@@ -177,17 +176,11 @@ def test_a_child_that_hangs_is_reported_with_a_remedy():
 def test_a_child_that_has_just_started_can_be_ended(monkeypatch):
     live = process._live
     monkeypatch.setattr(process, "_live", lambda *given: (time.sleep(0.5), live(*given)))
-    before, began_s = children_of(os.getpid()), time.monotonic()
+    before, began_s = children(), time.monotonic()
     child = TrialProcess.forked(lambda wire: time.sleep(60))
     child.end()
-    assert children_of(os.getpid()) == before
+    assert children() == before
     assert time.monotonic() - began_s < 10
-
-
-def children_of(pid):
-    """Return the child processes of `pid`, including zombies."""
-    tasks = Path("/proc", str(pid), "task").iterdir()
-    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
 
 
 def test_a_failed_fork_is_reported(monkeypatch):

@@ -82,26 +82,28 @@ def by_epoch(examples, times):
 
 
 class Trainer:
-    """Counts its calls in an attribute; `event` follows every n-th."""
+    """Counts its calls in an attribute, and has room for more; `call` takes it, the model and the batch size."""
 
-    def __init__(self, event, every):
-        self.event, self.every, self.n = event, every, 0
-        self.model, self.optimizer = begun()
+    def __init__(self, call, build=begun):
+        (self.model, self.optimizer), self.call, self.n, self.kept = build(), call, 0, {}
 
     def step(self, model, batch_size):
         self.n += 1
-        train(model, self.optimizer, batch_size)
-        if self.n % self.every == 0:
-            self.event(model, self.optimizer, batch_size)
+        self.call(self, model, batch_size)
 
 
-def of(make, *args):
-    """Return a trainer's model, and its step, which is a method."""
-    trainer = make(*args)
+def with_trainer(call, build=begun):
+    trainer = Trainer(call, build)
     return trainer.model, trainer.step
 
 
-in_attribute = partial(of, Trainer)
+def in_attribute(event, every):
+    def call(trainer, model, batch_size):
+        train(model, trainer.optimizer, batch_size)
+        if trainer.n % every == 0:
+            event(model, trainer.optimizer, batch_size)
+
+    return with_trainer(call)
 
 
 def with_lengths(lengths):
@@ -126,18 +128,12 @@ def averaging():
     return model, step
 
 
-class Keeper:
-    """Keeps a clone of the weights, a new one at every tenth call."""
-
-    def __init__(self):
-        (self.model, self.optimizer), self.kept, self.calls = heavy(), None, 0
-
-    def step(self, model, batch_size):
-        train(model, self.optimizer, batch_size, 1)
-        self.calls += 1
-        if self.calls % 10 == 0:
-            self.kept = None
-            self.kept = [parameter.detach().clone() for parameter in model.parameters()]
+def cloning(trainer, model, batch_size):
+    """Keep a clone of the weights, a new one at every tenth call."""
+    train(model, trainer.optimizer, batch_size, 1)
+    if trainer.n % 10 == 0:
+        trainer.kept.clear()
+        trainer.kept |= {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def preconditioned():
@@ -205,16 +201,11 @@ def one_cycle(optimizer):
     return lambda number: schedule.step()
 
 
-class Loading:
-    """Makes an iterator over 30 batches for each batch size that it meets; the 10th is three times as long."""
-
-    def __init__(self):
-        (self.model, self.optimizer), self.loaders = begun(), {}
-
-    def step(self, model, batch_size):
-        if batch_size not in self.loaders:
-            self.loaders[batch_size] = iter([LENGTH] * 9 + [3 * LENGTH] + [LENGTH] * 20)
-        train(model, self.optimizer, batch_size, next(self.loaders[batch_size]))
+def loading(trainer, model, batch_size):
+    """Make an iterator over 30 batches for each batch size; the 10th is three times as long."""
+    if batch_size not in trainer.kept:
+        trainer.kept[batch_size] = iter([LENGTH] * 9 + [3 * LENGTH] + [LENGTH] * 20)
+    train(model, trainer.optimizer, batch_size, next(trainer.kept[batch_size]))
 
 
 def splitting():
@@ -311,7 +302,7 @@ LOOPS = {
     "larger evaluation after 4000 examples": (partial(by_epoch, 4000, 12), {}),
     "all memory, larger evaluation after 1500": (partial(by_epoch, 1500, 12), {"memory_fraction": 1.0}),
     "average from call 20": (averaging, {"memory": "384MiB"}),
-    "weights cloned at every 10th": (partial(of, Keeper), {"memory": "384MiB"}),
+    "weights cloned at every 10th": (partial(with_trainer, cloning, heavy), {"memory": "384MiB"}),
     "preconditioner at every 10th": (preconditioned, {"memory": "384MiB"}),
     "list cleared at ten": (partial(keeping, list, most=10), {}),
     "deque of 40": (partial(keeping, partial(deque, maxlen=40)), {}),
@@ -339,7 +330,7 @@ ENDING = {
     "IndexError": (partial(scheduled, of_a_list), 20),
     "ValueError": (partial(scheduled, until_20), 20),
     "OneCycleLR": (partial(scheduled, one_cycle), 20),
-    "iterator for each size": (partial(of, Loading), 30),
+    "iterator for each size": (partial(with_trainer, loading), 30),
 }
 
 

@@ -167,7 +167,7 @@ def test_autocast_as_the_step_sees_it(autocast):
         full = torch.zeros(64, 64, device="cuda")
         with autocast(device_type="cuda"):
             state = torch.is_autocast_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-            mixed = torch.addcmul(full, full.half(), full.half()).dtype, torch.cat([full, full.half()]).dtype
+            mixed = torch.dot(full[0], full[0].half()).dtype, torch.cat([full, full.half()]).dtype  # promoted
         with autocast("cuda", enabled=False):
             return *state, *mixed, torch.is_autocast_enabled("cuda")
 

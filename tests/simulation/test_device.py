@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import zoo
 from helpers import Training
 from ledger import LedgerDevice, Log
 from processes import run_python
@@ -228,29 +229,22 @@ def test_every_exit_restores_everything(stop, error, warm_steps):
 
 
 INTERRUPTED = """
-import random, torch, oomprobe
+    import random, torch, oomprobe
+    from simulation.test_device import linear_step
 
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
-optimizer = torch.optim.AdamW(model.parameters())
-
-def step(model, batch_size):
-    optimizer.zero_grad()
-    model(torch.randn(batch_size, 64)).square().mean().backward()
-    optimizer.step()
-
-before = [p.detach().clone() for p in model.parameters()]
-card = oomprobe.SimulatedDevice("64MiB")
-random.seed(1)
-stopped = 0
-for _ in range(25):
-    limit = random.uniform(0.001, 0.15)
-    try:
-        oomprobe.find_max_batch(model, step, device=card, progress="off", trial_time_limit_s=limit)
-    except oomprobe.TimeLimitError:
-        stopped += 1
-    assert all(torch.equal(p, b) and p.grad is None for p, b in zip(model.parameters(), before, strict=True))
-assert oomprobe.find_max_batch(model, step, device=card, progress="off").state_verified
-print(stopped)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+    given, card = (model, linear_step(model, 64)), oomprobe.SimulatedDevice("64MiB")
+    before = [p.detach().clone() for p in model.parameters()]
+    random.seed(1)
+    stopped = 0
+    for _ in range(25):
+        try:
+            oomprobe.find_max_batch(*given, device=card, progress="off", trial_time_limit_s=random.uniform(0.001, 0.15))
+        except oomprobe.TimeLimitError:
+            stopped += 1
+        assert all(torch.equal(p, b) and p.grad is None for p, b in zip(model.parameters(), before, strict=True))
+    assert oomprobe.find_max_batch(*given, device=card, progress="off").state_verified
+    print(stopped)
 """
 
 
@@ -421,23 +415,9 @@ def test_a_model_built_for_cuda():
     assert probe(model, conv_step(model, "cuda"), card).state_verified
 
 
-TARGET = """
-import torch
-def build():
-    model = torch.nn.Linear(64, 64).to("cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        model(torch.randn(batch_size, 64, device="cuda")).sum().backward()
-        optimizer.step()
-    return model, step
-"""
-
-
-def test_targets_are_built_on_the_card(tmp_path):
-    (tmp_path / "train.py").write_text(TARGET)
-    result = oomprobe.probe_target(f"{tmp_path}/train.py:build", isolate=False, device="sim:T4", progress="off")
-    assert result.batch_size > 10**6
+def test_targets_are_built_on_the_card():
+    result = oomprobe.probe_target(f"{zoo.__file__}:deep_mlp", isolate=False, device="sim:T4", progress="off")
+    assert result.batch_size > 10**5
     assert "T4" in result.device
 
 
