@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import until
+from processes import open_files, until
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from zoo import classifier
@@ -69,9 +69,8 @@ def free_mib():
 
 
 def shared_by_ranks():
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return [line for line in maps + files if "cudastub-nccl" in line]
+    held = [*Path("/proc/self/maps").read_text().splitlines(), *open_files().values()]
+    return [line for line in held if "cudastub-nccl" in line]
 
 
 def test_small_payloads_travel(tmp_path):

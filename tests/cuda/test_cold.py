@@ -140,17 +140,13 @@ def raising(error):
     return step
 
 
-def too_large(model, batch_size):
-    return torch.empty(2**40, device="cuda", dtype=torch.uint8)
-
-
 @pytest.mark.parametrize(
     ("step", "error"),
     [
         (None, None),
         (raising(KeyError("labels")), oomprobe.StepFailedError),
         (raising(KeyboardInterrupt()), KeyboardInterrupt),
-        (too_large, oomprobe.NothingFitsError),
+        (lambda model, size: torch.empty(2**40, device="cuda"), oomprobe.NothingFitsError),
     ],
     ids=["answer", "bug", "Ctrl-C", "nothing fits"],
 )

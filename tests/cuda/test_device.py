@@ -78,10 +78,8 @@ def test_peaks_and_counters_start_with_the_trial():
                 take(mib)
                 usages.append(device.usage())
         assert len(kept)
-        return [
-            (u.peak_allocated_bytes // MIB, u.peak_reserved_bytes // MIB, u.alloc_retries, u.under_pressure)
-            for u in usages
-        ]
+        peaks = [(one.peak_allocated_bytes // MIB, one.peak_reserved_bytes // MIB) for one in usages]
+        return [(*peak, one.alloc_retries, one.under_pressure) for peak, one in zip(peaks, usages, strict=True)]
 
     assert forked(seen) == [(10, 10, 0, False), (60, 60, 0, False), (80, 130, 0, False), (510, 510, 1, True)]
 

@@ -78,12 +78,8 @@ def torchs_outcomes(text):
     cuda, since_2_10 = torch.cuda, getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (since_2_10 or cuda.memory._set_allocator_settings)(text)
     cuda.init()
-    malloc, free, limit = (
-        cuda.caching_allocator_alloc,
-        cuda.caching_allocator_delete,
-        cuda.set_per_process_memory_fraction,
-    )
-    return outcomes(malloc, free, cuda.empty_cache, limit, cuda.memory_stats)
+    malloc, free = cuda.caching_allocator_alloc, cuda.caching_allocator_delete
+    return outcomes(malloc, free, cuda.empty_cache, cuda.set_per_process_memory_fraction, cuda.memory_stats)
 
 
 @pytest.mark.parametrize("text", ALLOCATOR_SETTINGS)
@@ -225,10 +221,8 @@ def simulated_peaks(make, size, card):
 )
 def test_peaks_match_torchs_allocator(make, size, card):
     *_, (allocated, reserved) = forked(peaks, make, size, 3, memory="40GiB", card=card)
-    assert forked(simulated_peaks, make, size, card) == (
-        pytest.approx(allocated, rel=0.001),
-        pytest.approx(reserved, rel=0.01),
-    )
+    found = forked(simulated_peaks, make, size, card)
+    assert found == (pytest.approx(allocated, rel=0.001), pytest.approx(reserved, rel=0.01))
 
 
 def simulated_answer(make, card, memory):

@@ -222,10 +222,9 @@ def test_every_exit_restores_everything(stop, error, warm_steps):
         probe(training.model, stopping, min_batch=2, max_batch=64)
     assert training.picture() == before
     training.step(training.model, 4)  # training can continue
-    held = [p.grad for p in training.model.parameters()] + [
-        value for state in training.optimizer.state.values() for value in state.values()
-    ]
-    assert {type(value) for value in [*held, torch.randn(3)] if value is not None} == {torch.Tensor}
+    state = [value for kept in training.optimizer.state.values() for value in kept.values()]
+    held = [torch.randn(3), *state, *(p.grad for p in training.model.parameters() if p.grad is not None)]
+    assert {type(value) for value in held} == {torch.Tensor}
 
 
 INTERRUPTED = """
