@@ -12,23 +12,44 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger import MIB, Box, LedgerDevice, Log
+from ledger import probe as probe_model
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from zoo import training_step
 
 import oomprobe
 from oomprobe import Phase, Verdict
 from oomprobe.errors import NotRunError
 
 
-def linear_step(device, *, fixed=0, per_sample=MIB):
+def taking(device, *, fixed=0, fault=lambda batch_size: None):
+    """A step that takes a MiB for each sample, and then has its fault."""
+
     def step(model, batch_size):
-        device.take(fixed + batch_size * per_sample)
+        device.take(fixed + batch_size * MIB)
+        fault(batch_size)
 
     return step
 
 
 def probe(device, step, **options):
-    return oomprobe.find_max_batch(nn.Linear(1, 1), step, device=device, **{"progress": "off", **options})
+    return probe_model(nn.Linear(1, 1), step, device=device, **options)
+
+
+def check(device, step, batch_size, **options):
+    return oomprobe.check(nn.Linear(1, 1), step, batch_size, device=device, progress="off", **options)
+
+
+def accumulating(device, gradient_bytes, per_sample=MIB):
+    """A model and a step whose gradients stay allocated between micro-batches."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def take_and_draw(batch_size):
+        device.take(batch_size * per_sample + (gradient_bytes if model.weight.grad is not None else 0))
+        return torch.ones(batch_size, 4)
+
+    return model, training_step(optimizer, take_and_draw, torch.sum), optimizer
 
 
 # --- the answer ---
@@ -47,7 +68,7 @@ def test_the_answer_is_the_exact_limit_under_the_cap(measures_reserved, total, f
     fixed = int(total * fixed_share) * MIB
     budget = int(fraction * total * MIB)
     limit = (budget - fixed) // MIB // multiple * multiple
-    step = linear_step(device, fixed=fixed)
+    step = taking(device, fixed=fixed)
     if limit < multiple:
         with pytest.raises(oomprobe.NothingFitsError):
             probe(device, step, memory_fraction=fraction, multiple_of=multiple)
@@ -66,13 +87,19 @@ def test_the_answer_is_the_exact_limit_under_the_cap(measures_reserved, total, f
 def test_answer_and_bracket_with_and_without_a_margin(memory_fraction, bracket):
     """With a fixed cost of 80 of 100 MiB, 10 % of the memory is half of the samples."""
     device = LedgerDevice(100 * MIB)
-    result = probe(device, linear_step(device, fixed=80 * MIB), memory_fraction=memory_fraction)
+    result = probe(device, taking(device, fixed=80 * MIB), memory_fraction=memory_fraction)
     assert (result.batch_size, result.limit_batch_size, result.first_failing_batch_size) == bracket
     assert result.limited_by == "memory"
 
 
-def failing_once():
-    return Log([torch.OutOfMemoryError("CUDA out of memory (a neighbour)")])
+def failing_once(at):
+    failures = Log([torch.OutOfMemoryError("CUDA out of memory (a neighbour)")])
+
+    def fault(batch_size):
+        if batch_size == at and failures:
+            raise failures.pop()
+
+    return fault
 
 
 @pytest.mark.parametrize(
@@ -80,20 +107,13 @@ def failing_once():
 )
 def test_a_size_that_fails_once_is_noted(on_host, said):
     """On the host, other processes come and go; elsewhere the step must have caused it, so the failure stands."""
-    device, failures = LedgerDevice(100 * MIB), failing_once()
+    device = LedgerDevice(100 * MIB)
     device.on_host = on_host
-
-    def step(model, batch_size):
-        device.take(batch_size * MIB)
-        if batch_size == 96 and failures:
-            raise failures.pop()
-
-    result = probe(device, step, memory_fraction=1.0)
+    result = probe(device, taking(device, fault=failing_once(96)), memory_fraction=1.0)
     assert (result.batch_size >= 96) is on_host
-    assert [note for note in result.notes if note.startswith(("the step varies", "transient"))] == [
-        note for note in result.notes if note.startswith(said)
-    ]
-    assert any(note.startswith(said) for note in result.notes)
+    noted = [note for note in result.notes if note.startswith(("the step varies", "transient"))]
+    assert noted
+    assert all(note.startswith(said) for note in noted)
 
 
 def test_a_size_that_fails_in_confirmation_is_noted():
@@ -110,29 +130,20 @@ def test_a_size_that_fails_in_confirmation_is_noted():
 
 def test_min_batch_max_batch_multiple_of_and_resolution():
     device = LedgerDevice(1000 * MIB)
-    limited = probe(device, linear_step(device), max_batch=100, multiple_of=8, min_batch=5)
+    limited = probe(device, taking(device), max_batch=100, multiple_of=8, min_batch=5)
     assert (limited.batch_size, limited.limited_by) == (96, "max_batch")
     assert all(t.batch_size % 8 == 0 for t in limited.trials)
-    coarse = probe(device, linear_step(device), resolution=0.1)
+    coarse = probe(device, taking(device), resolution=0.1)
     assert 810 <= coarse.batch_size <= 900
-    assert len(coarse.trials) < len(probe(device, linear_step(device)).trials)
+    assert len(coarse.trials) < len(probe(device, taking(device)).trials)
     assert any("not exact" in note for note in coarse.notes)
 
 
 def test_global_batch_runs_the_planned_split():
     """Gradients that stay allocated between micro-batches make the planned size smaller."""
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     device = LedgerDevice(100 * MIB)
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        gradients = 10 * MIB if model.weight.grad is not None else 0
-        device.take(batch_size * MIB + gradients)
-        model(torch.randn(batch_size, 4)).sum().backward()
-        optimizer.step()
-
-    result = oomprobe.find_max_batch(model, step, device=device, memory_fraction=1.0, global_batch=400, progress="off")
+    model, step, optimizer = accumulating(device, 10 * MIB)
+    result = probe_model(model, step, device=device, memory_fraction=1.0, global_batch=400)
     assert result.batch_size == 100
     accumulated = [t for t in result.trials if t.accumulation_steps > 1]
     assert not accumulated[0].passed
@@ -145,52 +156,38 @@ def test_global_batch_runs_the_planned_split():
 
 def test_check_runs_one_confirmed_trial():
     device = LedgerDevice(100 * MIB)
-    model, step = nn.Linear(1, 1), linear_step(device)
-    result = oomprobe.check(model, step, 90, device=device, progress="off")
+    result = check(device, taking(device), 90)
     assert result.batch_size == 90
     assert [(t.phase, t.cap_bytes) for t in result.trials] == [(Phase.CONFIRM, 90 * MIB)]
     with pytest.raises(oomprobe.NothingFitsError):
-        oomprobe.check(model, step, 91, device=device, progress="off")
-    assert oomprobe.check(model, step, 100, device=device, memory_fraction=1.0, progress="off").batch_size == 100
+        check(device, taking(device), 91)
+    assert check(device, taking(device), 100, memory_fraction=1.0).batch_size == 100
 
 
 def test_a_check_that_failed_once_is_confirmed_and_noted():
     """A second look with fewer steps would pass where lengths vary."""
-    device, failures = LedgerDevice(100 * MIB), failing_once()
-
-    def step(model, batch_size):
-        device.take(batch_size * MIB)
-        if failures:
-            raise failures.pop()
-
-    result = oomprobe.check(nn.Linear(1, 1), step, 50, device=device, progress="off")
+    device = LedgerDevice(100 * MIB)
+    result = check(device, taking(device, fault=failing_once(50)), 50)
     assert [(t.phase, t.passed) for t in result.trials] == [(Phase.CONFIRM, False), (Phase.CONFIRM, True)]
     assert any(note.startswith("the step varies: batch 50 ended differently") for note in result.notes)
 
 
 def test_a_suggested_split_without_accumulation_runs():
     device = LedgerDevice(100 * MIB)
-    result = probe(device, linear_step(device), max_batch=64, global_batch=37)
+    result = probe(device, taking(device), max_batch=64, global_batch=37)
     assert (result.plan(37)[0].micro_batch, result.plan(37)[0].ran) == (37, True)
 
 
 def test_a_global_batch_without_a_fitting_split_is_noted():
-    device, model = LedgerDevice(100 * MIB), nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        device.take(90 * MIB * (1 + (model.weight.grad is not None)))
-        model(torch.ones(batch_size, 4)).sum().backward()
-        optimizer.step()
-
-    result = oomprobe.find_max_batch(model, step, device=device, max_batch=2, progress="off", global_batch=64)
+    device = LedgerDevice(100 * MIB)
+    model, step, _ = accumulating(device, 90 * MIB, per_sample=40 * MIB)
+    result = probe_model(model, step, device=device, max_batch=2, global_batch=64)
     assert any(note.startswith("no split of global_batch=64") for note in result.notes)
 
 
 def test_a_progress_callable_gets_each_trial():
     device, seen = LedgerDevice(10 * MIB), []
-    assert probe(device, linear_step(device), progress=seen.append).trials == tuple(seen)
+    assert probe(device, taking(device), progress=seen.append).trials == tuple(seen)
 
 
 def test_a_cpu_model_on_a_machine_with_a_gpu_is_noted(monkeypatch):
@@ -243,21 +240,12 @@ def test_a_device_that_dies_between_steps_is_lost():
         probe(device, step)
 
 
-def poison(device):
-    device.is_healthy = False
-    raise torch.OutOfMemoryError("x")
+def raising(error):
+    def fault(device):
+        device.is_healthy = not isinstance(error, torch.OutOfMemoryError)
+        raise error
 
-
-def refuse(device):
-    raise NotRunError("batch 17 was not run")
-
-
-def hang(device):
-    time.sleep(60)
-
-
-def mistake(device):
-    raise ValueError("x")
+    return fault
 
 
 KNOWN = "after batch 16 ran for 2 steps and batch 18 failed, "
@@ -266,20 +254,19 @@ KNOWN = "after batch 16 ran for 2 steps and batch 18 failed, "
 @pytest.mark.parametrize(
     ("fault", "error", "begins"),
     [
-        (poison, oomprobe.DeviceLostError, f"{KNOWN}a sticky error (batch 17, OutOfMemoryError: x"),
-        (refuse, oomprobe.UnreliableError, f"{KNOWN}batch 17 was not run"),
-        (hang, oomprobe.TimeLimitError, f"{KNOWN}time passed during batch 17, in trial 10, after "),
-        (mistake, oomprobe.StepFailedError, "the step failed at batch size 17 with ValueError: x\nThis is not about memory; "),
+        (raising(torch.OutOfMemoryError("x")), oomprobe.DeviceLostError,
+         f"{KNOWN}a sticky error (batch 17, OutOfMemoryError: x"),
+        (raising(NotRunError("batch 17 was not run")), oomprobe.UnreliableError, f"{KNOWN}batch 17 was not run"),
+        (lambda device: time.sleep(60), oomprobe.TimeLimitError,
+         f"{KNOWN}time passed during batch 17, in trial 10, after "),
+        (raising(ValueError("x")), oomprobe.StepFailedError,
+         "the step failed at batch size 17 with ValueError: x\nThis is not about memory; "),
     ],
+    ids=["device lost", "not run", "hangs", "bug"],
 )  # fmt: skip
 def test_a_late_error_says_what_is_known(fault, error, begins):
-    device = LedgerDevice(105 * MIB)
-
-    def step(model, batch_size):
-        device.take(batch_size * 6 * MIB)
-        if batch_size == 17:
-            fault(device)
-
+    device = LedgerDevice(17 * MIB)
+    step = taking(device, fault=lambda batch_size: fault(device) if batch_size == 17 else None)
     with pytest.raises(error) as late:
         probe(device, step, memory_fraction=1.0, trial_time_limit_s=2)
     assert str(late.value).startswith(begins)
@@ -291,11 +278,7 @@ def test_a_late_error_says_what_is_known(fault, error, begins):
 
 def test_bisecting_stops_in_time_to_confirm():
     device = LedgerDevice(1000 * MIB)
-
-    def step(model, batch_size):
-        device.take(batch_size * MIB)
-        time.sleep(0.0004 * batch_size)
-
+    step = taking(device, fault=lambda batch_size: time.sleep(0.0004 * batch_size))
     result = probe(device, step, time_limit_s=2.5)
     assert 256 <= result.batch_size < 900
     assert any("time limit" in note for note in result.notes)
@@ -303,12 +286,7 @@ def test_bisecting_stops_in_time_to_confirm():
 
 def test_a_plan_that_runs_out_of_time_keeps_the_answer():
     device, phases = LedgerDevice(8 * MIB), Log()
-
-    def step(model, batch_size):
-        device.take(batch_size * MIB)
-        if Phase.CONFIRM in phases:  # the answer is known
-            time.sleep(60)
-
+    step = taking(device, fault=lambda _: time.sleep(60 if Phase.CONFIRM in phases else 0))  # the answer is known
     options = {"memory_fraction": 1.0, "global_batch": 256, "time_limit_s": 1.0}
     result = probe(device, step, progress=lambda trial: phases.append(trial.phase), **options)
     assert result.batch_size == 8
@@ -355,7 +333,7 @@ def test_an_interruption_carries_the_trials(place):
 
 def test_a_second_thread_may_probe():
     answers, device = [], LedgerDevice(10 * MIB)
-    thread = threading.Thread(target=lambda: answers.append(probe(device, linear_step(device)).batch_size))
+    thread = threading.Thread(target=lambda: answers.append(probe(device, taking(device)).batch_size))
     thread.start()
     thread.join()
     assert answers == [9]
@@ -371,7 +349,7 @@ def test_ranks_that_the_step_starts_are_refused():
 
     try:
         with pytest.raises(oomprobe.InvalidArgumentError, match=r"torch\.distributed has 2 ranks") as refused:
-            oomprobe.find_max_batch(torch.nn.Linear(2, 2), step, device=LedgerDevice(), progress="off")
+            probe_model(nn.Linear(2, 2), step)
     finally:
         torch.distributed.destroy_process_group()
     assert refused.value.trials == ()
@@ -385,9 +363,9 @@ def test_a_fault_of_the_probe_is_not_told_as_the_steps(monkeypatch):
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # is saved before it steps
 
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        oomprobe.find_max_batch(torch.nn.Linear(2, 2), step, device=LedgerDevice(), progress="off")
+        probe_model(nn.Linear(2, 2), step)
 
 
 def test_a_step_written_in_c_fails_as_any_step():
     with pytest.raises(oomprobe.StepFailedError, match="'Linear' object is not subscriptable"):
-        oomprobe.find_max_batch(torch.nn.Linear(2, 2), operator.getitem, device=LedgerDevice(), progress="off")
+        probe_model(nn.Linear(2, 2), operator.getitem)

@@ -10,16 +10,16 @@ import threading
 import types
 import weakref
 
+import ledger
 import numpy as np
 import pytest
 import torch
 from helpers import Training, bits
-from ledger import Box, LedgerDevice, Log
+from ledger import Box, Log
 from processes import run_python
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-import oomprobe
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.ground import linux
 from oomprobe.state import Snapshot, Tracker, preserved, snapshot
@@ -28,8 +28,7 @@ from oomprobe.state.tensors import StorageCopy
 
 
 def probe(model, step, **options):
-    options = {"max_batch": 4, **options}
-    return oomprobe.find_max_batch(model, step, device=LedgerDevice(), progress="off", **options)
+    return ledger.probe(model, step, **{"max_batch": 4, **options})
 
 
 # --- everything at once ---
@@ -77,26 +76,27 @@ def linear(**attributes):
     return model
 
 
-def nan_bits_and_negative_zero():
-    model = linear()
+def parameters_and_gradients():
+    """NaN bits and a negative zero, swapped data, a frozen parameter, a gradient that changes, and one that comes."""
+    odd, swapped, frozen, graded = model = nn.ModuleList(linear() for _ in range(4))
     with torch.no_grad():
-        model.weight.view(-1).view(torch.int32)[:2].copy_(torch.tensor([0x7FC00001, -(2**31)], dtype=torch.int32))
-    return model, lambda: nn.init.ones_(model.weight), lambda: bits(model.weight)
-
-
-def swapped_data():
-    model = linear()
+        odd.weight.view(-1).view(torch.int32)[:2].copy_(torch.tensor([0x7FC00001, -(2**31)], dtype=torch.int32))
+    frozen.bias.requires_grad_(False)
+    graded.weight.grad = torch.full((2, 2), 7.0)
 
     def change():
-        model.weight.data = torch.zeros(5, 5)
+        nn.init.ones_(odd.weight)
+        swapped.weight.data = torch.zeros(5, 5)
+        frozen.bias.requires_grad_(True)
+        graded.weight.grad.zero_()
+        graded.bias.grad = torch.ones(2)
 
-    return model, change, lambda: (id(model.weight), bits(model.weight))
+    def look():
+        whole = {name: (id(p), bits(p), p.requires_grad) for name, p in model.named_parameters()}
+        grads = {f"{name}.grad": p.grad is None or (id(p.grad), bits(p.grad)) for name, p in model.named_parameters()}
+        return whole | grads
 
-
-def a_frozen_parameter():
-    model = linear()
-    model.bias.requires_grad_(False)
-    return model, lambda: model.bias.requires_grad_(True), lambda: model.bias.requires_grad
+    return model, change, look
 
 
 def shared_and_expanded_buffers():
@@ -129,17 +129,6 @@ def replaced_parameters_children_and_hooks():
     return model, change, look
 
 
-def gradients():
-    model = linear()
-    model.weight.grad = torch.full((2, 2), 7.0)
-
-    def change():
-        model.weight.grad.zero_()
-        model.bias.grad = torch.ones(2)
-
-    return model, change, lambda: [p.grad is None or (id(p.grad), bits(p.grad)) for p in model.parameters()]
-
-
 def gradients_that_share_memory():
     """Gradients in one buffer, as DDP and flat optimizers have them."""
     model, flat = linear(), torch.arange(6.0)
@@ -153,15 +142,28 @@ def gradients_that_share_memory():
     return model, model.zero_grad, look
 
 
-def a_wrapped_parameter():
-    model = nn.Module()
+def wrapped_tensors():
+    """Parameters and averages that are subclasses of tensors, and hold others."""
+    model, average, hidden = nn.Module(), Average(), Hidden()
     model.weight = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+    average.shadow["weight"] = TwoTensor(torch.ones(2), torch.ones(2))
+    hidden.box.held["mean"] = TwoTensor(torch.zeros(1), torch.zeros(1))
 
     def change():
         model.weight.b.zero_()
         model.weight.a.data = torch.zeros(2)
+        average.shadow["weight"].a.zero_()
+        hidden.change()
 
-    return model, change, lambda: [(id(part), bits(part)) for part in (model.weight.a, model.weight.b)]
+    def look():
+        parts = {name: getattr(model.weight, name) for name in "ab"}
+        return {name: (id(part), bits(part)) for name, part in parts.items()} | {
+            "average": bits(average.shadow["weight"].a),
+            "hidden": bits(hidden.box.held["mean"].a),
+            "seen": repr(hidden.box.held["seen"]),
+        }
+
+    return model, change, look
 
 
 class Params4bit(nn.Parameter):
@@ -180,28 +182,6 @@ def a_packed_parameter():
     return model, change, lambda: (type(model.weight), bits(model.weight), bits(model.weight.quant_state))
 
 
-def an_average_of_wrapped_weights():
-    average = Average()
-    average.shadow["weight"] = TwoTensor(torch.ones(2), torch.ones(2))
-    hidden = Hidden()
-    hidden.box.held["mean"] = TwoTensor(torch.zeros(1), torch.zeros(1))
-
-    def change():
-        average.shadow["weight"].a.zero_()
-        hidden.change()
-
-    return (
-        linear(),
-        change,
-        lambda: (bits(average.shadow["weight"].a), bits(hidden.box.held["mean"].a), hidden.state_dict()),
-    )
-
-
-def a_tensor_in_the_closure():
-    scale = torch.ones(2, requires_grad=True)
-    return linear(), lambda: scale.data.zero_(), lambda: bits(scale)
-
-
 class WithExtra(nn.Module):
     """A module whose extra state only get_extra_state shows, and whose set_extra_state creates a new object for it."""
 
@@ -214,11 +194,6 @@ class WithExtra(nn.Module):
 
     def set_extra_state(self, state):
         self.box.held = types.SimpleNamespace(**state)
-
-
-def extra_state():
-    model = WithExtra()
-    return model, lambda: setattr(model.box.held, "scale", 2), lambda: model.box.held.scale
 
 
 def an_optimizer():
@@ -253,11 +228,6 @@ class Average:
         self.shadow = state["shadow"]
 
 
-def an_average():
-    average = Average()
-    return linear(), average.shadow["weight"].zero_, lambda: (id(average.shadow), bits(average.shadow))
-
-
 class Hidden:
     """An object whose state only its state_dict shows."""
 
@@ -275,9 +245,25 @@ class Hidden:
         self.box.held["seen"].append(2)
 
 
-def an_object_that_hides_its_state():
-    hidden = Hidden()
-    return linear(), lambda: hidden.change(), lambda: repr(hidden.state_dict())
+def extra_state_averages_hidden_state_and_a_closure():
+    model, average, hidden, scale = WithExtra(), Average(), Hidden(), torch.ones(2, requires_grad=True)
+
+    def change():
+        model.box.held.scale = 2
+        average.shadow["weight"].zero_()
+        hidden.change()
+        scale.data.zero_()
+
+    def look():
+        return {
+            "extra": model.box.held.scale,
+            "average": (id(average.shadow), bits(average.shadow)),
+            "mean": bits(hidden.box.held["mean"]),
+            "seen": repr(hidden.box.held["seen"]),
+            "scale": bits(scale),
+        }
+
+    return model, change, look
 
 
 class Marks(set):
@@ -306,35 +292,28 @@ def attributes_of_a_module():
 
 PLACES = [
     attributes_of_a_module,
-    nan_bits_and_negative_zero,
-    swapped_data,
-    a_frozen_parameter,
+    parameters_and_gradients,
     shared_and_expanded_buffers,
     replaced_parameters_children_and_hooks,
-    gradients,
     gradients_that_share_memory,
-    a_wrapped_parameter,
+    wrapped_tensors,
     a_packed_parameter,
-    an_average_of_wrapped_weights,
-    a_tensor_in_the_closure,
-    extra_state,
     an_optimizer,
-    an_average,
-    an_object_that_hides_its_state,
+    extra_state_averages_hidden_state_and_a_closure,
 ]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_what_a_step_changes_is_restored(place):
     model, change, look = place()
-    before, changed = look(), Log()
+    before, after = look(), Log()
 
     def step(model, batch_size):
         change()
-        changed.append(look() != before)
+        after.append(look())
 
     assert probe(model, step).state_verified
-    assert any(changed)
+    assert after[0] != before
     assert look() == before
 
 
@@ -390,18 +369,16 @@ def test_preserving_an_object_without_state_is_refused(given, text):
 
 
 def test_preserved_tensors_and_objects_are_restored():
-    tensor, average = torch.ones(3), Average()
-    derived = torch.ones(3, requires_grad=True) * 1
-    hidden = Box((tensor, derived, average))
+    kept = [torch.ones(3), torch.ones(3, requires_grad=True) * 1, Average()]
+    hidden = Box(kept)
 
     def step(model, batch_size):
         tensor, derived, average = hidden.held
-        tensor.zero_()
-        derived.data.zero_()
-        average.shadow["weight"].zero_()
+        for one in (tensor, derived.data, average.shadow["weight"]):
+            one.zero_()
 
-    assert probe(linear(), step, preserve=[average, tensor, derived]).state_verified
-    assert bits([tensor, derived, average.shadow]) == bits([torch.ones(3), torch.ones(3), {"weight": torch.ones(3)}])
+    assert probe(linear(), step, preserve=kept).state_verified
+    assert bits([*kept[:2], kept[2].shadow["weight"]]) == [bits(torch.ones(3))] * 3
 
 
 # --- optimizers that are found when they step ---
@@ -415,19 +392,17 @@ def stepped(model, kind=torch.optim.Adam):
 
 
 def test_an_optimizer_created_in_the_first_step_is_restored():
-    model, created = nn.Linear(3, 3), []
-    hidden = Box(created)
+    model, hidden = nn.Linear(3, 3), Box([])
 
     def step(model, batch_size):
-        created = hidden.held
-        created or created.append(torch.optim.Adam(model.parameters(), lr=0.5))
+        hidden.held or hidden.held.append(torch.optim.Adam(model.parameters(), lr=0.5))
         model(torch.randn(batch_size, 3)).sum().backward()
-        created[0].step()
+        hidden.held[0].step()
 
     before = bits([*model.parameters()])
     assert probe(model, step).state_verified
     assert bits([*model.parameters()]) == before
-    assert not created[0].state
+    assert not hidden.held[0].state
     assert model.weight.grad is None
 
 
@@ -485,17 +460,17 @@ def test_copies_of_deleted_objects_are_dropped():
 
 def test_weights_that_outlive_their_optimizer_are_restored():
     """Each call of the step creates an optimizer for a network that is not the model."""
-    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
-    hidden = Box(other)
-    before = bits([*model.parameters(), *other.parameters()])
+    model, hidden = nn.Linear(3, 3), Box(nn.Linear(3, 3))
+    parameters = [*model.parameters(), *hidden.held.parameters()]
+    before = bits(parameters)
 
     def step(model, batch_size):
         stepped(model)
         stepped(hidden.held)
 
     assert probe(model, step).state_verified
-    assert bits([*model.parameters(), *other.parameters()]) == before
-    assert [p.grad for p in (*model.parameters(), *other.parameters())] == [None] * 4
+    assert bits(parameters) == before
+    assert [p.grad for p in parameters] == [None] * 4
 
 
 # --- state that cannot be saved or restored ---
@@ -519,18 +494,16 @@ def test_one_failed_restore_does_not_stop_the_others():
     assert training.picture() == before
 
 
-class WantsArgument:
-    def __init__(self):
-        self.count = 0
-
-    def state_dict(self, epoch):
-        return {}
-
-    def load_state_dict(self, state):
-        raise NotImplementedError
-
-
 def test_unreadable_state_is_noted():
+    class WantsArgument:
+        count = 0
+
+        def state_dict(self, epoch):
+            return {}
+
+        def load_state_dict(self, state):
+            raise NotImplementedError
+
     wants = WantsArgument()
 
     def step(model, batch_size):
@@ -590,22 +563,22 @@ def test_unchanged_host_memory_is_not_written(tmp_path):
     )
 
 
-# --- lost devices ---
+# --- tensors that cannot be copied ---
 
 
-def a_sparse_parameter():
+def with_sparse_parameter():
     model = linear()
     model.adjacency = nn.Parameter(torch.eye(3).to_sparse())
     return model
 
 
-def a_quantised_buffer():
+def with_quantised_buffer():
     model = linear()
     model.register_buffer("table", torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8))
     return model
 
 
-def a_sparse_gradient():
+def with_sparse_gradient():
     model = nn.Embedding(5, 2, sparse=True)
     model(torch.tensor([1])).sum().backward()
     return model
@@ -615,18 +588,18 @@ def a_sparse_gradient():
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (a_sparse_parameter, "model.adjacency is a sparse_coo tensor"),
-        (a_quantised_buffer, "model.table is a quantised tensor"),
-        (a_sparse_gradient, "model.weight.grad is a sparse_coo tensor"),
+        (with_sparse_parameter, "model.adjacency is a sparse_coo tensor"),
+        (with_quantised_buffer, "model.table is a quantised tensor"),
+        (with_sparse_gradient, "model.weight.grad is a sparse_coo tensor"),
     ],
 )
 def test_tensors_that_cannot_be_copied_are_refused(make, told):
-    with pytest.raises(oomprobe.InvalidArgumentError, match=f"^{told}, .* oomprobe run path/to/train.py:build"):
+    with pytest.raises(InvalidArgumentError, match=f"^{told}, .* oomprobe run path/to/train.py:build"):
         probe(make(), lambda model, batch_size: None)
 
 
 def test_workers_keep_track_of_tensors_that_cannot_be_copied():
-    model = a_sparse_parameter()
+    model = with_sparse_parameter()
     tracker = Tracker(model, [])
     model.adjacency.grad = torch.ones(3, 3).to_sparse()
     tracker.start_cold()
