@@ -30,17 +30,17 @@ class Budget:
         self.available_bytes, self.total_bytes = other.available_bytes, other.total_bytes
 
     def search_cap(self) -> int | None:
-        """Return the cap of every trial but those that grow; without a margin, that of those. May sample the memory.
+        """Return the cap of every trial that does not grow; without a margin it is `grow_cap`. May sample the memory.
 
-        None while no trial has passed that `grows_capped`: its runner then knows a cap of its own.
+        None until the first pass of a runner that `grows_capped`, such as that of commands: until then it computes its own.
         """
         return (self.total_bytes or None) if self._fraction < 1 else self.grow_cap()
 
     def grow_cap(self) -> int | None:
         """Return the cap of trials that grow, and sample the memory on first use.
 
-        None in a process that may die, unless it is one of several ranks (what NCCL does at the driver's limit differs, and
-        may be to wait for ever), and on devices without `edge_bytes`.
+        None in a process that may die, and on devices without `edge_bytes`. Several ranks have one all the same: at the driver's
+        limit NCCL may wait for ever.
         """
         facts = self._runner.facts
         if facts.grows_capped and self._fraction < 1:

@@ -174,8 +174,9 @@ class CallPlan:
         elif request.confirms and request.calls and self._decided <= min(trial.steps, self._most - 1):
             longest = min(self._most, max(request.calls, trial.steps + 1))
             self.needed = max(self.needed, min(longest, AHEAD * (trial.steps + 1)))
-            made, before = (count(calls, "call", "calls") for calls in (trial.steps, self._decided))
-            yield LATE.format(size=trial.batch_size, made=made, before=before, calls=self.needed)
+            each = len(self._facts.step_names)  # the text counts those of all steps
+            made, before = (count(calls, "call", "calls") for calls in (trial.steps, each * self._decided))
+            yield LATE.format(size=trial.batch_size, made=made, before=before, calls=each * self.needed)
 
     def lengthen(self, size: int) -> None:
         """Make as many calls as there is time for from now on, because the step varies."""

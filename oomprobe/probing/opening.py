@@ -31,6 +31,7 @@ from oomprobe.errors import (
     check_size,
     target_failed,
 )
+from oomprobe.ground.processes import MARK
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.probing.order import Order
 from oomprobe.probing.session import Session
@@ -39,11 +40,10 @@ from oomprobe.records.trials import Runner, Trial
 from oomprobe.report.progress import Reporter, reporter
 from oomprobe.report.trials import trials_table
 from oomprobe.runners.hooks import OptimizerWatch, outside_modes, preload_dynamo
-from oomprobe.runners.local import LocalRunner, Loop
+from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.runners.ranks_here import check_process_group, ranks_to_start, refuse_in_a_rank
 from oomprobe.runners.signals import Clock, Interrupts
 from oomprobe.runners.targets import build, name_of
-from oomprobe.runners.workers.system import MARK
 from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
 from oomprobe.state.surroundings import garbage_frozen
 
@@ -257,11 +257,11 @@ def _here(
                     card.place(state_tensors(optimizer))
 
         with OptimizerWatch(keep_new_optimizer, model) as watch:
-            loop = Loop(
+            work = Workload(
                 device=device, model=model, steps=steps, tracker=snapshot.tracker, watch=watch, interrupts=frame.interrupts,
                 snapshot=snapshot, axis=order.axis, patience=frame.clock.patience,
             )  # fmt: skip
-            runner = LocalRunner(loop)
+            runner = LocalRunner(work)
             session = frame.session(runner, device.name, state_verified=False)
             if cached_bytes > CACHED_BYTES:
                 cached, emptying = format_bytes(cached_bytes), session.device.emptying

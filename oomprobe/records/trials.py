@@ -28,7 +28,7 @@ NO_VERDICT = LOST | {Verdict.TIMED_OUT}  # the trial says nothing about the size
 
 
 class Phase(StrEnum):
-    """Why a size was tried: for people, and to read trials by afterwards. What a trial is to do stands in its `Request`."""
+    """Why a size was tried. The look counts as growing; plans, mixed values and the breakdown count as confirming."""
 
     GROW = "grow"
     BISECT = "bisect"
@@ -186,7 +186,7 @@ class Request:
     batch_size: int
     row: int = 0  # of a table: which of the axis's values the step gets
     turns: Sequence[tuple[int, int]] = ()  # row and batch size of each call, if these differ from call to call
-    phase: Phase  # copied into the `Trial`; decides nothing
+    phase: Phase  # copied into the `Trial`; no runner reads it
     steps: int = 1  # full steps after every optimizer has stepped once
     calls: int | None = None  # of each step; None: as many as `steps` takes, and to confirm more, while time allows
     least_calls: int | None = None  # after this many calls a bug ends the trial as a pass; None: it is an error
@@ -275,15 +275,15 @@ class Runner(Protocol):
 
     A runner promises this:
 
-    - `run` tries one size from a cold start under the request's cap, makes each step's `calls` (or finds out how many the
+    - `run` tries one size from a cold start under the request's cap (a command under a cap of its runner), makes each step's `calls` (or finds out how many the
       requested `steps` take), and returns an `Outcome` however the trial ended: out of memory, a death, a time limit. It
       keeps no exception, frame or tensor of the trial, and the memory is back at its baseline unless its process has ended.
       It copies `batch_size`, `phase`, `cap_bytes` and `accumulation_steps` into the `Trial`, whose verdict is never BUG.
     - `run` raises StepFailedError for a bug of the step (unless `least_calls` have passed), and UnreliableError if the size
       was not really run. Any other exception of its own ends the probe.
-    - Second tries are the session's: `run` tries a size once. It starts over by itself only if what earlier trials left
-      makes the step fail: trained weights, or a counter that was put back although the iterator beside it had moved on. If the
-      runner is `replaceable`, the next `run` replaces a process that died or was poisoned, and unless it `grows_capped`,
+    - Second tries are the session's: `run` tries a size once. It starts over by itself only for a reason other than the size: what
+      earlier trials left makes the step fail (trained weights, or a counter that was put back although the iterator beside it had
+      moved on), a rank's data ended, or a command found its port taken. If the runner is `replaceable`, the next `run` replaces a process that died or was poisoned, and unless it `grows_capped`,
       trials that grow have no cap.
     - `Outcome.measured` is sampled after the first pass, when the step has loaded its kernels, and on host memory after each
       trial. `outside_before_bytes` and `outside_after_bytes` are sampled around each trial, where known.

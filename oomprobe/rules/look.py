@@ -30,7 +30,7 @@ class Series:
     live_bytes: list[int] = field(default_factory=list)  # in live tensors afterwards; empty if not watched
     durations_s: list[float] = field(default_factory=list)  # of the calls that were not repeated
     timed_from: int = 0  # how many of these to ignore: the first full step creates optimizer state, so it is slower
-    waited_calls: int = 0  # in vain for an optimizer, after the last that stepped in the first full step
+    waited_calls: int = 0  # of the first full step, after its last optimizer had stepped, spent waiting for another
     first_calls: int | None = None  # until every optimizer had stepped; None: not yet
     step_calls: int = 1  # of the last full step
     turn_calls: int = 0  # before the last turn

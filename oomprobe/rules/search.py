@@ -211,7 +211,7 @@ class _Search:
         return reply
 
     def grow(self) -> Questions[None]:
-        """Double the size until one fails; where `start` is expected to be near the limit, begin with small strides."""
+        """Double the size until one fails, or halve it until one runs. Near an expected limit, begin with small strides."""
         size, stride = self.start, self.start if self.known is None else self._near(self.start)
         while True:
             reply = yield from self.ask(size, Phase.GROW, capped=self.grows_capped)
@@ -309,6 +309,7 @@ class _Search:
                 stride *= 2
 
     def _candidate(self, stride: int) -> int | None:
+        """Return the next size in the bracket, or above it while nothing has failed; None once it is narrow enough."""
         if self.bad is None:
             assert self.good is not None
             return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)

@@ -131,8 +131,8 @@ class Stepping:
     def start_step(self, name: str, *, is_further: bool, may_wait: bool) -> set[int] | None:
         """Count the calls and the optimizers that step from here on; return those that end a full step, as `wanted` does.
 
-        A further full step ends with the optimizers with which the last call ended one, if they are wanted: a loop may be done
-        with an optimizer (SGD to warm up, then AdamW), so not all that have stepped will step again. `waiting` needs `may_wait`,
+        If the last call stepped some of the wanted optimizers, only those must step again: a loop may be done with an optimizer (SGD
+        to warm up, then AdamW). `waiting` needs `may_wait`,
         which takes a look at every parameter.
         """
         self._watch.stepped.clear()

@@ -68,7 +68,7 @@ KEPT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
+class Workload:
     """What is run in this process: a model, its steps, and what watches them.
 
     Attributes:
@@ -101,7 +101,7 @@ class Loop:
     patience: Patience = PATIENCE
 
 
-class Caller:
+class StepCalls:
     """Makes the calls of a trial: in each turn as many as requested, or until every optimizer has stepped.
 
     Attributes:
@@ -110,13 +110,13 @@ class Caller:
         stepping: Knows which optimizers step.
     """
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop, self._device, self._tracker = loop, loop.device, loop.tracker
-        self._extras = extras_of(loop.device)
-        self._card, self._replays = self._extras.replay, replays(loop.device)
-        self._look_s = loop.patience.host_look_s if loop.device.on_host else loop.patience.look_s
-        self._turn_count = 2 if len(loop.steps) > 1 else 1
-        self.stepping = Stepping(loop.watch, loop.tracker)
+    def __init__(self, work: Workload) -> None:
+        self._work, self._device, self._tracker = work, work.device, work.tracker
+        self._extras = extras_of(work.device)
+        self._card, self._replays = self._extras.replay, replays(work.device)
+        self._look_s = work.patience.host_look_s if work.device.on_host else work.patience.look_s
+        self._turn_count = 2 if len(work.steps) > 1 else 1
+        self.stepping = Stepping(work.watch, work.tracker)
         self.in_steps_s, self.is_cold = 0.0, False
 
     def turns(self, running: Running) -> Iterator[int | None]:
@@ -125,14 +125,14 @@ class Caller:
         Evaluation splits cached blocks, and only in the second turn does the state of every step's optimizers exist.
         """
         request = running.request
-        for name, step in [*self._loop.steps.items()] * self._turn_count:
+        for name, step in [*self._work.steps.items()] * self._turn_count:
             running.name, running.step = name, step
             series = running.every.setdefault(name, Series())
             series.turn_calls = len(series.live_bytes)
             self._tracker.restore_modes()
             yield None if request.calls is None else -(-request.calls // self._turn_count)
             if request.accumulation_steps > 1:
-                with accumulating(self._tracker.optimizers, self._loop.model):
+                with accumulating(self._tracker.optimizers, self._work.model):
                     for _ in range(request.accumulation_steps):
                         self._call(running)
             if request.breakdown:
@@ -141,7 +141,7 @@ class Caller:
                 running.peak_bytes, running.limiting_step = peak_bytes, name
 
     def make_calls(self, running: Running, calls: int | None) -> None:
-        """Make this many calls; None: make full steps until there are as many as requested after the first, on every rank.
+        """Make this many calls; None: make a full step that creates optimizer state, then `request.steps` more, on every rank.
 
         A full step ends when every optimizer of the step has stepped. The first one of a trial creates optimizer state. Raise NotTrainedError if
         an optimizer that stepped before no longer does: the size was not really trained.
@@ -154,7 +154,7 @@ class Caller:
         enough = calls is None and not due
         while not enough:
             self._call(
-                running, may_repeat=request.repeats and len(self._loop.steps) == 1 and stepping.did_all(running.name)
+                running, may_repeat=request.repeats and len(self._work.steps) == 1 and stepping.did_all(running.name)
             )
             made += 1
             if (calls is not None or full < due) and self._ends_step(running, wanted, is_fixed=calls is not None):
@@ -171,7 +171,7 @@ class Caller:
             else:
                 running.past_least = goes_on and full >= due
                 mine = full >= due and not (goes_on and self._has_time(until_s, running))
-                enough = self._loop.agree(mine)
+                enough = self._work.agree(mine)
         if calls is not None and wanted is not None and not full and stepping.knows(running.name):
             raise self._not_trained(request.batch_size, made)
         series.first_calls = series.first_calls or 0
@@ -219,7 +219,7 @@ class Caller:
         longest_s = max(series.durations_s, default=0.0)
         is_hurried = deadline_s is not None and time.monotonic() + 2 * longest_s > deadline_s
         return (
-            len(series.served_bytes) < self._loop.patience.look_calls
+            len(series.served_bytes) < self._work.patience.look_calls
             and not is_hurried
             and time.monotonic() + longest_s < until_s
         )
@@ -234,12 +234,12 @@ class Caller:
             self.is_cold = False
             before = self.stepping.start_call()
             started_s = time.perf_counter()
-            delivered = self._loop.interrupts.delivered_until(request.deadline_s, polled=self._replays)
+            delivered = self._work.interrupts.delivered_until(request.deadline_s, polled=self._replays)
             try:
                 with self._device.session(), delivered:
-                    running.step.run(self._loop.model, running.next_size, **self._loop.axis.arguments(running.next_row))
+                    running.step.run(self._work.model, running.next_size, **self._work.axis.arguments(running.next_row))
                     self._device.synchronize()
-                    check_process_group(max(self._loop.ranks, self._extras.world_size))  # the step may have made one
+                    check_process_group(max(self._work.ranks, self._extras.world_size))  # the step may have made one
             finally:
                 duration_s = time.perf_counter() - started_s
                 self.in_steps_s += duration_s
@@ -248,13 +248,13 @@ class Caller:
             self._after_call(running)
         running.calls += 1
         series.served_bytes.append(self._extras.served_bytes() - before_bytes)
-        if request.watches_leaks and not self._loop.ends_with_trial:
+        if request.watches_leaks and not self._work.ends_with_trial:
             series.peak_bytes.append(self.usage().peak_allocated_bytes or 0)
             series.live_bytes.append(self._device.live_bytes())
 
     def _after_call(self, running: Running) -> None:
-        if self._loop.snapshot is not None:
-            self._loop.snapshot.release_dead()
+        if self._work.snapshot is not None:
+            self._work.snapshot.release_dead()
         if self._replays and not running.counts:
             values = self._tracker.plain_values()
             running.counts = running.values is not None and values != running.values
@@ -265,14 +265,14 @@ class Caller:
         history = self._extras.history()
         if history is None:
             return
-        recorder = Recorder(self._loop.model, self._tracker.optimizers)
+        recorder = Recorder(self._work.model, self._tracker.optimizers)
         one_step = replace(running, request=replace(running.request, steps=0), every={running.name: Series()})
         with history as recorded, recorder.recording(recorded):
             self.make_calls(one_step, None)
         usage = self.usage()
         found = recorder.breakdown(
             running.request.batch_size,
-            running.name if len(self._loop.steps) > 1 else None,
+            running.name if len(self._work.steps) > 1 else None,
             peak_allocated_bytes=usage.peak_allocated_bytes or 0,
             peak_reserved_bytes=usage.peak_reserved_bytes or 0,
         )
@@ -290,30 +290,30 @@ class Caller:
 class LocalRunner:
     """Runs trials of one model and its steps in this process; see `oomprobe.records.trials.Runner`."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop, self._device, self._tracker, self._snapshot = loop, loop.device, loop.tracker, loop.snapshot
-        self._extras, self._row = extras_of(loop.device), 0
+    def __init__(self, work: Workload) -> None:
+        self._work, self._device, self._tracker, self._snapshot = work, work.device, work.tracker, work.snapshot
+        self._extras, self._row = extras_of(work.device), 0
         self._card = self._extras.replay
         self.facts = RunnerInfo(
-            device=describe(loop.device),
-            step_names=tuple(loop.steps),
+            device=describe(work.device),
+            step_names=tuple(work.steps),
             threads=torch.get_num_threads(),
-            starts_anew=any(step.starts_anew for step in loop.steps.values()),
+            starts_anew=any(step.starts_anew for step in work.steps.values()),
             world_size=self._extras.world_size,
-            max_batch=min((step.max_batch for step in loop.steps.values() if step.max_batch is not None), default=None),
-            builds=loop.snapshot is None and not loop.ends_with_trial,
+            max_batch=min((step.max_batch for step in work.steps.values() if step.max_batch is not None), default=None),
+            builds=work.snapshot is None and not work.ends_with_trial,
         )
-        self._caller = Caller(loop)
+        self._caller = StepCalls(work)
         self._number = 0  # of the trial that is running, among those of this process
         # What the default random number generators were; a process that ends with its trial needs none.
-        self._generators = [] if loop.ends_with_trial else generator_states(loop.device.torch_device.type)
+        self._generators = [] if work.ends_with_trial else generator_states(work.device.torch_device.type)
         self.compiled = Compiled()
         self._begin_row(0)
 
     def _begin_row(self, row: int) -> None:
         """Forget what trials with another value of the axis have shown of memory."""
         self._row = row
-        self._card.begin_probe(self._loop.interrupts.poll, replays=len(self._loop.steps) == 1)
+        self._card.begin_probe(self._work.interrupts.poll, replays=len(self._work.steps) == 1)
         self._baseline = Baseline(self._device, clean=self._start_cold)
         self._notes: dict[str, None] = {}
 
@@ -337,10 +337,10 @@ class LocalRunner:
             self._snapshot.restore_weights()
             running = self._run_cold(request)
         except StepFailedError as error:
-            if self._loop.ranks > 1:
+            if self._work.ranks > 1:
                 raise
             running = self._run_as_left(request, error)
-        trial = running.trial(several=len(self._loop.steps) > 1, timed=not self.facts.device.replays)
+        trial = running.trial(several=len(self._work.steps) > 1, timed=not self.facts.device.replays)
         calls = running.calls_made(is_exact=self._tracker.is_exact)
         outcome = Outcome(
             trial=trial,
@@ -353,9 +353,9 @@ class LocalRunner:
             is_spent=self._snapshot is None and self._tracker.has_replaced_parameters,
         )
         self._tracker.end_trial(passed=trial.passed)
-        if trial.verdict is Verdict.POISONED or self._loop.ends_with_trial:
+        if trial.verdict is Verdict.POISONED or self._work.ends_with_trial:
             return outcome
-        if self._loop.ranks > 1 and not trial.passed:
+        if self._work.ranks > 1 and not trial.passed:
             return replace(outcome, outside_before_bytes=before_bytes)
         trial = replace(trial, leaked_bytes=self._baseline.settle(keeps=not self._tracker.is_exact))
         measured = None
@@ -389,7 +389,7 @@ class LocalRunner:
 
     def _run_cold(self, request: Request) -> Running:
         """Start cold, make the calls under the cap, and classify the end."""
-        running = Running(request=request, step=next(iter(self._loop.steps.values())))
+        running = Running(request=request, step=next(iter(self._work.steps.values())))
         # A fresh trial drops code compiled for its own size too: its captured graphs hold memory.
         if self.compiled.start_size((request.row, request.batch_size), anew=request.fresh) or not self._caller.is_cold:
             self._start_cold(keeps_cache=request.as_built and self._number == 1)
@@ -408,7 +408,7 @@ class LocalRunner:
         except BaseException as interruption:
             clear_frames(interruption)
             raise
-        if not self._loop.watch.is_alive:
+        if not self._work.watch.is_alive:
             raise UnreliableError(HOOKS_GONE.format(size=request.batch_size))
         # The exception is gone by now, and with it the frames that held the failed step's tensors.
         if running.failure is None:
@@ -472,7 +472,7 @@ class LocalRunner:
             raise error
         if not running.past_least:
             size, last, caller = running.next_size, request.largest_passed, running.step.caller
-            row = self._loop.axis.label(running.next_row)
+            row = self._work.axis.label(running.next_row)
             raise step_failed(
                 error, batch_size=size, largest_passed=last, caller=caller, row=row, trial=self._number,
                 simulated=self.facts.device.replays,
@@ -500,7 +500,7 @@ class LocalRunner:
             self._notes[COMPILED] = None
         # Not before the confirmation: an optimizer may step only then.
         confirmed = running.verdict is Verdict.FITS and running.request.confirms
-        if confirmed and (note := self._caller.stepping.note(self._loop.steps, trains=self._trains())):
+        if confirmed and (note := self._caller.stepping.note(self._work.steps, trains=self._trains())):
             self._notes[note] = None
         return tuple(self._notes)
 
@@ -508,7 +508,7 @@ class LocalRunner:
         """Return whether the model may be there to be trained: not in eval mode, not frozen, and with gradients on."""
         parameters = list(self._tracker.parameters())
         is_frozen = bool(parameters) and not any(one.requires_grad for one in parameters)
-        return self._loop.model.training and torch.is_grad_enabled() and not is_frozen
+        return self._work.model.training and torch.is_grad_enabled() and not is_frozen
 
     # --- between trials ---
 

@@ -17,4 +17,4 @@ def fork(variables=None, label="", patience=PATIENCE):
         torch.set_num_threads(1)
         worker.answer(wire)
 
-    return Process.forked(serve, label, patience)
+    return Process.forked(serve, patience)

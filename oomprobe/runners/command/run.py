@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oomprobe.errors import UnreliableError
-from oomprobe.ground import linux
+from oomprobe.ground import linux, processes
 from oomprobe.runners.command.output import Output
 from oomprobe.runners.command.reports import Seen
-from oomprobe.runners.workers import system
 
 HERE = Path(__file__).parent
 BATCH, DIR = "{batch}", "{dir}"
@@ -62,7 +61,7 @@ class Run:
             "PYTHONUNBUFFERED": "1",  # otherwise the last lines of a killed process are lost
             BATCH_VARIABLE: str(batch_size),
             "OOMPROBE_REPORTS": str(self._reports),
-            system.MARK: self._mark,
+            processes.MARK: self._mark,
             **variables,
         }
         self._wire, theirs = socket.socketpair()
@@ -133,12 +132,12 @@ class Run:
             if time.monotonic() > until_s:
                 self._keeper.kill()
             select.select([self._pipe], [], [], 0.02)
-            system.drain(self._pipe)
+            processes.drain(self._pipe)
         if self._keeper.returncode < 0:  # it was killed, so do its work
-            system.kill_started(self._keeper.pid, self._mark)
+            processes.kill_started(self._keeper.pid, self._mark)
 
     def _read_output(self) -> None:
-        self.output.feed(self._decoder.decode(system.drain(self._pipe)))
+        self.output.feed(self._decoder.decode(processes.drain(self._pipe)))
 
     def _close(self) -> None:
         self._wire.close()

@@ -14,10 +14,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
 from oomprobe.records.patience import PATIENCE, Patience
-from oomprobe.runners.workers.agreement import LATE, STUCK, TIMED_OUT, WAITED, Answer, has_failed
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.messages import Enough, Message
 from oomprobe.runners.workers.process import TICK_S, Idle, Process, end_all
+from oomprobe.runners.workers.settling import LATE, STUCK, TIMED_OUT, WAITED, Answer, has_failed
 
 HOST = "127.0.0.1"
 # Others have a patience's time to end a trial that one rank has passed, or this many times as long as that one took.

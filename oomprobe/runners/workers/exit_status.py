@@ -29,7 +29,7 @@ class ExitStatus:
 
     signal: int | None  # that terminated it
     code: int | None  # that it exited with
-    why: str | None  # why its parent terminated it: "timed out" or "stuck"; None: it ended by itself
+    why: str | None  # why its parent terminated it, such as "timed out" (see `settling`); None: it ended by itself
     stderr: str  # the end of it
     peak_resident_bytes: int
     oom_kills: int  # of any process on the system while it ran

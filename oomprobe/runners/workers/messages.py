@@ -76,6 +76,11 @@ class Failed:
     arguments: tuple[Any, ...]
     traceback: str
 
+    @property
+    def cause_text(self) -> str:
+        """The cause as Python prints it, in one line."""
+        return f"{self.name}: {self.cause}".partition("\n")[0]
+
 
 Message = Task | Measure | Request | Ready | Enough | Lost | Failed | Measured | Outcome
 _KINDS: dict[str, type[Message]] = {

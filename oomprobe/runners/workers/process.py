@@ -16,10 +16,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from oomprobe.errors import UnreliableError
-from oomprobe.ground import linux
+from oomprobe.ground import linux, processes
 from oomprobe.ground.waiting import Held
 from oomprobe.records.patience import PATIENCE, Patience
-from oomprobe.runners.workers import system
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.messages import Message, receive, send
 
@@ -30,7 +29,7 @@ NO_FORK = (
     "Free some, or state a smaller budget, such as device='cpu:1GiB'"
 )
 _COMMAND = (
-    f"import sys; sys.path[:] = {{path!r}}; from {system.__name__} import die_with_parent; "
+    f"import sys; sys.path[:] = {{path!r}}; from {processes.__name__} import die_with_parent; "
     f"die_with_parent({{parent}}); from {__package__} import worker; worker.main({{end}})"
 )
 
@@ -52,7 +51,7 @@ class Process:
         self._wire, theirs = Pipe()
         self._stderr, writing = os.pipe()
         os.set_blocking(self._stderr, False)
-        system.flush()
+        processes.flush()
         try:
             self.pid = start(theirs, writing)
         except OSError as error:
@@ -63,7 +62,7 @@ class Process:
             os.close(writing)
 
     @classmethod
-    def forked(cls, serve: Callable[[Connection], None], label: str = "", patience: Patience = PATIENCE) -> Process:
+    def forked(cls, serve: Callable[[Connection], None], patience: Patience = PATIENCE) -> Process:
         """Fork this process, and run `serve` in the child."""
         parent = os.getpid()
 
@@ -76,7 +75,7 @@ class Process:
                 _live(parent, stderr, lambda: serve(wire))
             return pid
 
-        return cls(start, label=label, patience=patience)
+        return cls(start, patience=patience)
 
     @classmethod
     def spawned(
@@ -93,7 +92,7 @@ class Process:
             return os.posix_spawn(
                 sys.executable,
                 [sys.executable, *options, "-c", command],
-                {**os.environ, **(variables or {}), system.MARK: mark},
+                {**os.environ, **(variables or {}), processes.MARK: mark},
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                     (os.POSIX_SPAWN_DUP2, stderr, 2),
@@ -115,14 +114,14 @@ class Process:
 
     def poll(self) -> Message | ExitStatus | None:
         """Return the next message, or the exit status if the process has ended, or None if there is nothing yet."""
-        has_ended = system.has_ended(self.pid)  # checked first: a message sent before the end still counts
+        has_ended = processes.has_ended(self.pid)  # checked first: a message sent before the end still counts
         self._read_stderr(pass_on=True)
         if self._wire.poll():
             return receive(self._wire) or self.end(hung_up=True)
         return self.end() if has_ended else None
 
     def _read_stderr(self, *, pass_on: bool) -> None:
-        output = system.drain(self._stderr)
+        output = processes.drain(self._stderr)
         self._stderr_tail = (self._stderr_tail + output)[-TAIL_BYTES:]
         if pass_on and output:
             with suppress(OSError):
@@ -148,10 +147,10 @@ class Process:
             if why is not None:
                 self.terminate()
             until_s = time.monotonic() + (self._patience.ending_s if why is not None or hung_up else 0)
-        while not system.has_ended(self.pid) and time.monotonic() < until_s:
+        while not processes.has_ended(self.pid) and time.monotonic() < until_s:
             self._read_stderr(pass_on=why is None)
             time.sleep(TICK_S / 5)
-        system.kill_started(self.pid, self._mark)
+        processes.kill_started(self.pid, self._mark)
         _, status, used = os.wait4(self.pid, 0)
         self._read_stderr(pass_on=why is None)
         oom_kills = int(self._oom_kills)
@@ -190,13 +189,13 @@ class Idle:
         """Seconds until now."""
         now_s, before_s = time.monotonic(), self._cpu_s
         if now_s - self._read_at_s >= self._reading_s:
-            self._cpu_s, self._read_at_s = system.cpu_s(self._pid), now_s
+            self._cpu_s, self._read_at_s = processes.cpu_s(self._pid), now_s
         return self._held.for_s(self._cpu_s == before_s)
 
 
 def begin() -> None:
     """Prepare a process for trials: it dumps its stack when it is terminated or crashes, and leaves Ctrl-C to its parent."""
-    system.prefer_to_be_killed()
+    processes.prefer_to_be_killed()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable(file=2)
@@ -208,12 +207,12 @@ def _live(parent: int, stderr: int, serve: Callable[[], None]) -> None:
     code = 0
     try:
         os.setsid()
-        system.die_with_parent(parent)
+        processes.die_with_parent(parent)
         os.dup2(stderr, 2)
         begin()
         serve()
     except BaseException:
         traceback.print_exc()
         code = 70
-    system.flush()
+    processes.flush()
     os._exit(code)

@@ -25,7 +25,11 @@ from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo, Verd
 from oomprobe.runners.hooks import preload_dynamo
 from oomprobe.runners.ranks_here import check_cards
 from oomprobe.runners.signals import Clock, Interrupts
-from oomprobe.runners.workers.agreement import (
+from oomprobe.runners.workers.crew import Crew
+from oomprobe.runners.workers.exit_status import ExitStatus
+from oomprobe.runners.workers.messages import Failed, Measure, Message, Ready, Task, raise_failure
+from oomprobe.runners.workers.serve import local_runner, serve
+from oomprobe.runners.workers.settling import (
     STUCK,
     TIMED_OUT,
     Answer,
@@ -39,10 +43,6 @@ from oomprobe.runners.workers.agreement import (
     passed_outcome,
     places_of,
 )
-from oomprobe.runners.workers.crew import Crew
-from oomprobe.runners.workers.exit_status import ExitStatus
-from oomprobe.runners.workers.messages import Failed, Measure, Message, Ready, Task, raise_failure
-from oomprobe.runners.workers.serve import local_runner, serve
 from oomprobe.state import Tracker
 
 ANSWERING_S = 30.0  # beyond a trial's limit and `Patience.ending_s`: for a worker to end its child and answer
@@ -65,6 +65,7 @@ DIED_BUILDING = (
     "{who} died while it imported and built the target {target}: {how}\nNothing was probed. To see the error without oomprobe, import "
     "the file and call the function{under}"
 )
+BUG_ONCE = "batch {size} failed with {error} in a process that had run other trials, and ran in a new one: the step does not begin anew in each trial"
 NOT_MEASURED = (
     "two {crews} failed while they measured the memory of {device}, between trials, so there is no answer: {how}\nThe step is not the "
     "cause: probe again, or check the driver and the system's log"
@@ -328,7 +329,9 @@ class WorkersRunner:
         if self._ranks > 1 or has_run or self._source.task is None:
             self._end_crew()
         if has_run:
-            return self._try(replace(request, fresh=True))
+            outcome = self._try(replace(request, fresh=True))
+            note = BUG_ONCE.format(size=request.batch_size, error=answer.cause_text)
+            return replace(outcome, notes=(*outcome.notes, note)) if outcome.trial.passed else outcome
         return raise_failure(self._of_rank(rank, answer), request.batch_size)
 
     @property

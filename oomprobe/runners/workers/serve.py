@@ -12,14 +12,13 @@ import torch
 
 from oomprobe import errors
 from oomprobe.devices import Device, device_error, is_host
-from oomprobe.ground import linux
+from oomprobe.ground import linux, processes
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import Step
 from oomprobe.records.trials import Request, Runner
 from oomprobe.runners.hooks import OptimizerWatch
-from oomprobe.runners.local import LocalRunner, Loop
+from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.runners.signals import Interrupts
-from oomprobe.runners.workers import system
 from oomprobe.runners.workers.messages import Enough, Lost, Message, Ready, failed, receive, send
 from oomprobe.state import Tracker
 from oomprobe.verdicts.failure import failure_of
@@ -60,7 +59,7 @@ def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], bu
 
 
 def _answer(wire: Connection, answer: Message) -> None:
-    system.flush()
+    processes.flush()
     send(wire, answer)
 
 
@@ -96,7 +95,7 @@ def local_runner(
     watch = OptimizerWatch(tracker.add, model)
     watch.__enter__()  # until this process ends
     return LocalRunner(
-        Loop(
+        Workload(
             device=device, model=model, steps=steps, tracker=tracker, watch=watch, axis=axis, ranks=ranks, agree=agree,
             interrupts=Interrupts(),  # the parent ends a process that hangs
             ends_with_trial=is_host(device),

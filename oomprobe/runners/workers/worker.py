@@ -11,13 +11,13 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from oomprobe.devices import Device, choose_device, is_host
+from oomprobe.ground import processes
 from oomprobe.records.options import check_model, named_steps
 from oomprobe.records.trials import Runner
 from oomprobe.runners.hooks import preload_dynamo
 from oomprobe.runners.ranks_here import check_process_group, refuse_host
 from oomprobe.runners.signals import Clock, Interrupts
 from oomprobe.runners.targets import build
-from oomprobe.runners.workers import system
 from oomprobe.runners.workers.messages import Task, receive
 from oomprobe.runners.workers.process import begin
 from oomprobe.runners.workers.runner import WorkersRunner, forks
@@ -30,7 +30,7 @@ def main(descriptor: int) -> None:
     sys.argv = [""]
     begin()
     answer(Connection(descriptor))
-    system.flush()
+    processes.flush()
     os._exit(0)
 
 

@@ -3,7 +3,9 @@
 import pytest
 
 from oomprobe.records.trials import Calls, DeviceInfo, Measured, Outcome, Phase, Request, RunnerInfo, Trial, Verdict
-from oomprobe.runners.workers.agreement import (
+from oomprobe.runners.workers.exit_status import ExitStatus
+from oomprobe.runners.workers.messages import Lost, Ready, failed
+from oomprobe.runners.workers.settling import (
     LATE,
     TIMED_OUT,
     WAITED,
@@ -12,8 +14,6 @@ from oomprobe.runners.workers.agreement import (
     has_failed,
     passed_outcome,
 )
-from oomprobe.runners.workers.exit_status import ExitStatus
-from oomprobe.runners.workers.messages import Lost, Ready, failed
 
 MIB = 2**20
 REQUEST = Request(batch_size=8, phase=Phase.BISECT, cap_bytes=500 * MIB)
