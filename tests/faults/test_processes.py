@@ -275,6 +275,20 @@ def test_a_hanging_step_ends_at_its_time_limit():
     assert late.value.trials[2].where.startswith("test_processes.py:")
 
 
+def fails_late():
+    """Return a target with a bug after 38 calls in one process, counted where no probe can put it back."""
+    calls = iter(range(38))
+    return trained(lambda batch_size: next(calls))
+
+
+def test_a_bug_that_does_not_recur_in_a_new_process_is_noted():
+    result = probe_target(fails_late, **isolated, max_batch=4, confirm_steps=3)
+    assert result.batch_size == 4
+    (note,) = [note for note in result.notes if "in a process that had run other trials" in note]
+    assert "failed with StopIteration" in note
+    assert note.endswith("and ran in a new one: the step does not begin anew in each trial")
+
+
 @pytest.mark.parametrize(
     ("target", "options", "verdict"),
     [(killed_once, {}, Verdict.CRASHED), (hangs_once, {"trial_time_limit_s": 1.5}, Verdict.TIMED_OUT)],
