@@ -6,15 +6,8 @@ import torch
 from torch import nn
 
 PARTS = (
-    "own optimizer",
-    "attribute of a parameter",
-    "replaced parameter",
-    "counter",
-    "iterator",
-    "frozen part",
-    "slots",
-    "dict",
-)
+    "own optimizer", "attribute of a parameter", "replaced parameter", "counter", "iterator", "frozen part", "slots", "dict",
+)  # fmt: skip
 
 
 class Momentum(torch.optim.Optimizer):
@@ -102,11 +95,6 @@ class Trainer:
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.cat([state[key], torch.zeros_like(state[key][:1])])
             group["params"][0], self.optimizer.state[new] = new, state
-            vars(new).update(
-                {
-                    key: torch.cat([value, value[:1]])
-                    for key, value in vars(old).items()
-                    if isinstance(value, torch.Tensor)
-                }
-            )
+            for key, value in vars(old).items():
+                setattr(new, key, torch.cat([value, value[:1]]))
             setattr(model[2], name, new)

@@ -69,8 +69,7 @@ def sleeps(say):
 
 def cleans_up(say):
     try:
-        say("in step")
-        time.sleep(600)
+        sleeps(say)
     finally:
         say("step cleaning")
         work(0.4)
@@ -137,27 +136,25 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
 RESTORED = ["cleaning", "clean"]
 
 
+CTRL_C, SIGTERM = ["KeyboardInterrupt()"], ["SystemExit(143)"]
+
+
 @pytest.mark.parametrize(
-    ("act", "sent", "said", "status"),
+    ("act", "sent", "cleaned", "ended"),
     [
-        (sleeps, [("in step", INT)], [*RESTORED, "KeyboardInterrupt()"], 1),
-        (sleeps, [("in step", INT), ("cleaning", INT)], [*RESTORED, "KeyboardInterrupt()"], 1),
-        (sleeps, [("in step", TERM)], [*RESTORED, "SystemExit(143)"], TERMINATED),
-        (sleeps, [("in step", INT), ("cleaning", TERM)], [*RESTORED, "SystemExit(143)"], TERMINATED),
-        (
-            cleans_up,
-            [("in step", INT), ("step cleaning", INT)],
-            ["step cleaning", "step clean", *RESTORED, "KeyboardInterrupt()"],
-            1,
-        ),
+        (sleeps, {"in step": INT}, [], CTRL_C),
+        (sleeps, {"in step": INT, "cleaning": INT}, [], CTRL_C),
+        (sleeps, {"in step": TERM}, [], SIGTERM),
+        (sleeps, {"in step": INT, "cleaning": TERM}, [], SIGTERM),
+        (cleans_up, {"in step": INT, "step cleaning": INT}, ["step cleaning", "step clean"], CTRL_C),
     ],
     ids=["Ctrl-C", "Ctrl-C twice", "SIGTERM", "SIGTERM after Ctrl-C", "Ctrl-C in the step's own clean-up"],
 )
-def test_a_signal_interrupts_the_step_but_not_restoring(act, sent, said, status):
+def test_a_signal_interrupts_the_step_but_not_restoring(act, sent, cleaned, ended):
     process = Started(act)
-    for when, number in sent:
+    for when, number in sent.items():
         process.hear(when).send(number)
-    assert process.end() == (["in step", *said], status)
+    assert process.end() == (["in step", *cleaned, *RESTORED, *ended], TERMINATED if ended is SIGTERM else 1)
 
 
 def own_handler(say):

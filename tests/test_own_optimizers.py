@@ -7,9 +7,10 @@ from typing import ClassVar
 import pytest
 import tenacity
 import torch
-from ledger import LedgerDevice
+from ledger import probe
 from torch import nn
 from torch.optim import optimizer as torchs
+from zoo import training_step
 
 import oomprobe
 
@@ -30,17 +31,12 @@ class Momentum(torch.optim.Optimizer):
 
 
 class EightBit(Momentum):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["codes"], state["scale"] = torch.zeros_like(p, dtype=torch.int8), torch.ones(())
-                m = 0.9 * state["codes"].float() * state["scale"] + p.grad
-                state["scale"] = m.abs().max() / 127 + 1e-12
-                state["codes"] = (m / state["scale"]).round().to(torch.int8)
-                p.sub_(m, alpha=group["lr"])
+    """Replaces its state at each step."""
+
+    def step(self):
+        super().step()
+        for state in self.state.values():
+            state["codes"] = (127 * state["m"] / state["m"].abs().max()).round().to(torch.int8)
 
 
 class WithClosures(Momentum):
@@ -111,11 +107,9 @@ class OnSgd(torch.optim.SGD):
 class CountsInTheClass(Momentum):
     steps: ClassVar = collections.Counter()
 
-    @torch.no_grad()
-    def step(self):
+    def update(self, p, m, group):
         self.steps[type(self).__name__] += 1
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad, alpha=0.1 / self.steps["CountsInTheClass"])
+        p.sub_(p.grad, alpha=0.1 / self.steps["CountsInTheClass"])
 
 
 def logged(function):
@@ -162,20 +156,17 @@ def test_an_optimizer_of_the_users_own_is_seen(make):
     optimizer = make(model.parameters())
     data = torch.randn(8, 4)
 
-    def step(model, batch_size):
+    def with_closure(model, batch_size):
         def closure():
             optimizer.zero_grad()
-            loss = model(data[:batch_size]).square().mean()
-            loss.backward()
-            return loss
+            model(data[:batch_size]).square().mean().backward()
 
-        takes_closure = isinstance(optimizer, WithClosures)
-        return optimizer.step(closure) if takes_closure else (closure(), optimizer.step())
+        optimizer.step(closure)
 
+    step = with_closure if make is WithClosures else training_step(optimizer, lambda n: data[:n])
     hooks = set(torchs._global_optimizer_post_hooks)
-    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=4, progress="off")
-    assert not any("no optimizer stepped" in note for note in result.notes)
-    assert not any("did not step" in note for note in result.notes)
+    result = probe(model, step, max_batch=4)
+    assert not any("no optimizer stepped" in note or "did not step" in note for note in result.notes)
     assert result.trials[0].steps < 10
     assert result.state_verified, result.notes
     assert set(torchs._global_optimizer_post_hooks) == hooks
@@ -186,14 +177,13 @@ def test_a_trial_that_finds_its_hooks_gone_says_so():
     model = nn.Linear(2, 2)
     optimizer = Momentum(model.parameters())
 
-    def step(model, batch_size):
+    def draw(batch_size):
         torchs._global_optimizer_post_hooks.clear()
-        model(torch.ones(batch_size, 2)).sum().backward()
-        optimizer.step()
+        return torch.ones(batch_size, 2)
 
     before = dict(torchs._global_optimizer_post_hooks)
     try:
         with pytest.raises(oomprobe.UnreliableError, match=r"oomprobe's own hooks .* are gone"):
-            oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=4, progress="off")
+            probe(model, training_step(optimizer, draw), max_batch=4)
     finally:
         torchs._global_optimizer_post_hooks.update(before)

@@ -5,11 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from ledger import LedgerDevice
+from ledger import probe
 from processes import run_python
 from torch import nn
 
-import oomprobe
 from oomprobe.state.surroundings import Surroundings
 
 FLAGS = {
@@ -44,7 +43,7 @@ def test_a_probe_restores_every_flag_and_generator():
             change()
 
     model, kept = nn.Linear(1, 1), Surroundings("cpu")
-    result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=2, progress="off")
+    result = probe(model, step, max_batch=2)
     assert result.state_verified
     assert kept.differences() == []
 
