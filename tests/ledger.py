@@ -121,6 +121,16 @@ class LedgerDevice:
 HERE = LedgerDevice(2**40)  # for steps that take no memory from it and stop at max_batch
 
 
+def taking(device, *, fixed=0, per_sample=MIB, then=lambda batch_size: None):
+    """Return a step that takes memory for each sample, and then does something else."""
+
+    def step(model, batch_size):
+        device.take(fixed + batch_size * per_sample)
+        then(batch_size)
+
+    return step
+
+
 def probe(model, step, **options):
     """Probe quietly, on a ledger of its own unless a device is given."""
     return oomprobe.find_max_batch(model, step, **{"device": LedgerDevice(), "progress": "off", **options})

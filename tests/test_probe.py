@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ledger import MIB, Box, LedgerDevice, Log
+from ledger import MIB, Box, LedgerDevice, Log, taking
 from ledger import probe as probe_model
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -20,16 +20,6 @@ from zoo import training_step
 import oomprobe
 from oomprobe import Phase, Verdict
 from oomprobe.errors import NotRunError
-
-
-def taking(device, *, fixed=0, fault=lambda batch_size: None):
-    """A step that takes a MiB for each sample, and then has its fault."""
-
-    def step(model, batch_size):
-        device.take(fixed + batch_size * MIB)
-        fault(batch_size)
-
-    return step
 
 
 def probe(device, step, **options):
@@ -109,7 +99,7 @@ def test_a_size_that_fails_once_is_noted(on_host, said):
     """On the host, other processes come and go; elsewhere the step must have caused it, so the failure stands."""
     device = LedgerDevice(100 * MIB)
     device.on_host = on_host
-    result = probe(device, taking(device, fault=failing_once(96)), memory_fraction=1.0)
+    result = probe(device, taking(device, then=failing_once(96)), memory_fraction=1.0)
     assert (result.batch_size >= 96) is on_host
     noted = [note for note in result.notes if note.startswith(("the step varies", "transient"))]
     assert noted
@@ -167,7 +157,7 @@ def test_check_runs_one_confirmed_trial():
 def test_a_check_that_failed_once_is_confirmed_and_noted():
     """A second look with fewer steps would pass where lengths vary."""
     device = LedgerDevice(100 * MIB)
-    result = check(device, taking(device, fault=failing_once(50)), 50)
+    result = check(device, taking(device, then=failing_once(50)), 50)
     assert [(t.phase, t.passed) for t in result.trials] == [(Phase.CONFIRM, False), (Phase.CONFIRM, True)]
     assert any(note.startswith("the step varies: batch 50 ended differently") for note in result.notes)
 
@@ -266,7 +256,7 @@ KNOWN = "after batch 16 ran for 2 steps and batch 18 failed, "
 )  # fmt: skip
 def test_a_late_error_says_what_is_known(fault, error, begins):
     device = LedgerDevice(17 * MIB)
-    step = taking(device, fault=lambda batch_size: fault(device) if batch_size == 17 else None)
+    step = taking(device, then=lambda batch_size: fault(device) if batch_size == 17 else None)
     with pytest.raises(error) as late:
         probe(device, step, memory_fraction=1.0, trial_time_limit_s=2)
     assert str(late.value).startswith(begins)
@@ -278,7 +268,7 @@ def test_a_late_error_says_what_is_known(fault, error, begins):
 
 def test_bisecting_stops_in_time_to_confirm():
     device = LedgerDevice(1000 * MIB)
-    step = taking(device, fault=lambda batch_size: time.sleep(0.0004 * batch_size))
+    step = taking(device, then=lambda batch_size: time.sleep(0.0004 * batch_size))
     result = probe(device, step, time_limit_s=2.5)
     assert 256 <= result.batch_size < 900
     assert any("time limit" in note for note in result.notes)
@@ -286,7 +276,7 @@ def test_bisecting_stops_in_time_to_confirm():
 
 def test_a_plan_that_runs_out_of_time_keeps_the_answer():
     device, phases = LedgerDevice(8 * MIB), Log()
-    step = taking(device, fault=lambda _: time.sleep(60 if Phase.CONFIRM in phases else 0))  # the answer is known
+    step = taking(device, then=lambda _: time.sleep(60 if Phase.CONFIRM in phases else 0))  # the answer is known
     options = {"memory_fraction": 1.0, "global_batch": 256, "time_limit_s": 1.0}
     result = probe(device, step, progress=lambda trial: phases.append(trial.phase), **options)
     assert result.batch_size == 8

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from ledger import MIB, LedgerDevice, Log, probe
+from ledger import MIB, LedgerDevice, Log, probe, taking
 from torch import nn
 from zoo import numbered, training_step
 
@@ -200,44 +200,32 @@ def test_parameters_first_used_later_are_no_leak(leaked_bytes):
 
 def test_optimizer_state_that_grows_with_each_step_is_noted():
     device = LedgerDevice(1000 * MIB)
-    weight = nn.Parameter(torch.ones(4))
-    model, optimizer = nn.ParameterList([weight]), torch.optim.SGD([weight], lr=0.1)
-    optimizer.state[weight]["past"] = torch.ones(0)
+    model = nn.ParameterList([nn.Parameter(torch.ones(4))])
+    optimizer = torch.optim.SGD(model, lr=0.1)
+    optimizer.state[model[0]]["past"] = torch.ones(0)
 
-    def step(model, batch_size):
-        device.take(batch_size * 100 * MIB)
-        weight.sum().backward()
+    def grow(_):
+        model[0].sum().backward()
         optimizer.step()
-        past = optimizer.state[weight]["past"]
-        optimizer.state[weight]["past"] = torch.ones(len(past) + 2**15)
+        optimizer.state[model[0]]["past"] = torch.ones(len(optimizer.state[model[0]]["past"]) + 2**15)
         device.live += 2**17
 
-    result = probe(model, step, device=device, max_batch=4)
+    result = probe(model, taking(device, per_sample=100 * MIB, then=grow), device=device, max_batch=4)
     assert result.trials[-1].step_leaked_bytes == 2**17
     assert any("keeps 128.00 KiB" in note for note in result.notes)
 
 
+def keeping(device, kept_bytes, sample_bytes=100 * MIB):
+    return taking(device, per_sample=sample_bytes, then=lambda _: device.leak(kept_bytes))
+
+
 def test_a_small_leak_is_reported_with_its_bytes():
-    device, leaked = LedgerDevice(1000 * MIB), Log()
-
-    def step(model, batch_size):
-        device.take(batch_size * 100 * MIB)
-        if batch_size == 4 and not leaked:
-            leaked.append(True)
-            device.live += 3 * MIB
-
+    device, leaks = LedgerDevice(1000 * MIB), Log([3 * MIB])
+    step = taking(device, per_sample=100 * MIB, then=lambda n: device.leak(leaks.pop()) if n == 4 and leaks else None)
     result = probe(nn.Linear(1, 1), step, device=device)
     assert result.trials[-1].leaked_bytes == 3 * MIB
     assert any(note.startswith("leak: 3.00 MiB") for note in result.notes)
     assert "LEAKED 3.00 MiB" in str(result)
-
-
-def keeping(device, kept_bytes, sample_bytes=100 * MIB):
-    def step(model, batch_size):
-        device.take(batch_size * sample_bytes)
-        device.live += kept_bytes
-
-    return step
 
 
 def test_a_leak_that_soon_fills_the_memory_is_an_error():
@@ -292,8 +280,7 @@ def test_uncollected_garbage_is_no_leak():
     def free():
         device.live -= MIB
 
-    def step(model, batch_size):
-        device.take(batch_size * 100 * MIB)
+    def leave_a_cycle(_):
         cycle = nn.Identity()
         cycle.itself = [cycle]
         weakref.finalize(cycle, free)
@@ -301,7 +288,7 @@ def test_uncollected_garbage_is_no_leak():
 
     gc.disable()
     try:
-        result = check(step, 4, device)
+        result = check(taking(device, per_sample=100 * MIB, then=leave_a_cycle), 4, device)
     finally:
         gc.enable()
     assert (result.trials[-1].verdict, result.trials[-1].step_leaked_bytes) == (Verdict.FITS, 0)
@@ -438,22 +425,21 @@ def test_a_peak_over_the_cap_is_not_a_pass():
 def test_weights_that_diverge_during_trials_are_restored():
     """Each step makes them a hundred times as large, until the loss scaler sees only infinities and skips every step."""
     device, scales = LedgerDevice(), Log()
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+    model = nn.ParameterList([nn.Parameter(torch.ones(4))])
+    optimizer = torch.optim.SGD(model, lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
-    def step(model, batch_size):
-        device.take(batch_size * MIB)
+    def train(_):
         optimizer.zero_grad()
-        scaler.scale(-50 * weight.square().sum()).backward()
+        scaler.scale(-50 * model[0].square().sum()).backward()
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
 
-    result = probe(nn.ParameterList([weight]), step, device=device, max_batch=500)
+    result = probe(model, taking(device, then=train), device=device, max_batch=500)
     assert (result.batch_size, result.state_verified) == (500, True)
     assert min(scales) < 1 < max(scales) == 4.0  # it skipped steps, then started again
-    assert (weight == 1).all()
+    assert (model[0] == 1).all()
 
 
 def test_each_trial_starts_with_the_initial_loss_scale():
