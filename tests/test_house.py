@@ -124,6 +124,16 @@ def test_the_top_is_small():
     assert len(entries) - len(folders) <= 8
 
 
+def test_no_class_is_longer_than_300_lines():
+    lengths = {
+        f"{name}.{node.name}": node.end_lineno - node.lineno + 1
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
 def test_only_devices_test_for_device_classes():
     asked = [
         f"{name}: {ast.unparse(node)}"

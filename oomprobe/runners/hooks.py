@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomprobe.ground.words import count
-from oomprobe.state.tracker import Tracker, parameters_of
+from oomprobe.state.tracker import Tracker, gradients_of, parameters_of
 
 NO_BACKWARD = (
     "weak: no optimizer stepped in {calls} of {steps}, and no gradient was left: the result covers only what the step did, perhaps just a "
@@ -139,7 +139,7 @@ class Stepping:
         self.calls = self.last = self._count = 0
         self._started_s = time.monotonic()
         if may_wait:
-            self._gradients = self._tracker.gradients(self._tracker.parameters())
+            self._gradients = gradients_of(self._tracker.parameters())
             self._weights = self._tracker.weights()
         wanted = self.wanted(name)
         return wanted and ((is_further and self.knows(name) and self._last_call & wanted) or wanted)
@@ -193,7 +193,7 @@ class Stepping:
         if self._watch.stepped or self._tracker.weights() - self._weights:
             return ""
         found = (one for one in self._tracker.optimizers if not wraps_another(one))
-        kinds = (type(one).__name__ for one in found if self._tracker.gradients(parameters_of(one)) - self._gradients)
+        kinds = (type(one).__name__ for one in found if gradients_of(parameters_of(one)) - self._gradients)
         return next(kinds, "")
 
     def note(self, step_names: Iterable[str], *, trains: bool) -> str | None:
@@ -205,7 +205,7 @@ class Stepping:
         if not self._expected:
             return None  # more calls will tell
         if not any(self._expected.values()) and not self._watch.stepped:
-            has_gradients = self._tracker.gradients(self._tracker.parameters()) - self._tracker.first_gradients
+            has_gradients = gradients_of(self._tracker.parameters()) - self._tracker.first_gradients
             moved = self._tracker.weights() - self._tracker.first_weights
             text = OTHER_OPTIMIZER if moved else NO_OPTIMIZER if has_gradients else NO_BACKWARD
             return text.format(calls=calls, steps=steps) if trains else None

@@ -87,7 +87,7 @@ class Tracker:
         self.modules = [one for one in self.found if isinstance(one, torch.nn.Module)]
         self._modes = [(module, module.training) for module in self.modules]
         self._flags = self._read_flags()
-        self.first_weights, self.first_gradients = self.weights(), self.gradients(self.parameters())
+        self.first_weights, self.first_gradients = self.weights(), gradients_of(self.parameters())
         self.take(0)
 
     # --- finding ---
@@ -190,15 +190,8 @@ class Tracker:
 
         Gradients and optimizer state are not among it, since every step of training makes them.
         """
-        found: dict[str, dict[int, int]] = defaultdict(dict)
-        for place in (*self.tensors.values(), *(one for one in self.places if one.values.when is not When.COLD)):
-            for path, value in place.added():
-                if not path.endswith(".grad"):
-                    storages = (tensor.untyped_storage() for tensor in tensors_in(value) if can_copy(tensor))
-                    found[path] |= {one._cdata: one.nbytes() for one in storages}
-        sizes = {path: sum(storages.values()) for path, storages in found.items()}
-        largest = sorted(sizes, key=lambda path: -sizes[path])[:3]
-        return [f"{path} ({format_bytes(sizes[path])})" for path in largest if sizes[path] >= least_bytes]
+        kept = [one for one in self.places if one.values.when is not When.COLD]
+        return _largest([pair for place in (*self.tensors.values(), *kept) for pair in place.added()], least_bytes)
 
     # --- before and after each trial ---
 
@@ -215,11 +208,6 @@ class Tracker:
     def weights(self) -> set[tuple[int, int]]:
         """Return marks of the weights, each of which is new once it was changed in place, other than through its ``data``."""
         return {(id(one), _version_of(one)) for one in self.parameters()}
-
-    def gradients(self, parameters: Iterable[torch.Tensor]) -> set[tuple[int, int, int]]:
-        """Return marks of the gradients that these parameters have, each of which is new once it was computed again."""
-        found = ((one, one.grad) for one in parameters if one.is_leaf)
-        return {(id(one), id(grad), _version_of(grad)) for one, grad in found if grad is not None}
 
     def restore_modes(self) -> None:
         """Restore every module's train or eval mode, as training does between its phases."""
@@ -352,6 +340,24 @@ class Tracker:
             found |= {} if place.values.trains else place.changes()
         named = {path: kind_of(value) for path, value in found.items()}
         return [f"{path} ({kind})" for path, kind in named.items()]
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> set[tuple[int, int, int]]:
+    """Return marks of the gradients that parameters have, each of which is new once it was computed again."""
+    found = ((one, one.grad) for one in parameters if one.is_leaf)
+    return {(id(one), id(grad), _version_of(grad)) for one, grad in found if grad is not None}
+
+
+def _largest(added: Iterable[tuple[str, object]], least_bytes: int) -> list[str]:
+    """Return the paths with the most memory, but for gradients, each with its size."""
+    found: dict[str, dict[int, int]] = defaultdict(dict)
+    for path, value in added:
+        if not path.endswith(".grad"):
+            storages = (tensor.untyped_storage() for tensor in tensors_in(value) if can_copy(tensor))
+            found[path] |= {one._cdata: one.nbytes() for one in storages}
+    sizes = {path: sum(storages.values()) for path, storages in found.items()}
+    largest = sorted(sizes, key=lambda path: -sizes[path])[:3]
+    return [f"{path} ({format_bytes(sizes[path])})" for path in largest if sizes[path] >= least_bytes]
 
 
 def _version_of(tensor: torch.Tensor) -> int:
