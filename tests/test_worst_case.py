@@ -119,7 +119,7 @@ class Stream(torch.utils.data.IterableDataset):
         ([[1]], 1, 0, "batch_size must be"),
         ([[1]], 1, 1.5, "batch_size must be"),
     ],
-    ids=str,
+    ids=["a stream", "an iterator", "no example", "no time", "no size", "half a size"],
 )
 def test_refused(dataset, scan_s, size, said):
     with pytest.raises(InvalidArgumentError, match=said):
