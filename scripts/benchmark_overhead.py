@@ -1,7 +1,8 @@
 """Measure how much of a probe's time is spent outside the user's steps, on a CUDA card or the CUDA bed.
 
 The steps sleep, so their time is the same at every size. Frameworks are imported and the garbage collector is not
-frozen, as in a user's process. Targets: 3 % at steps of 100 ms, 10 % at steps of 10 ms.
+frozen, as in a user's process. Targets: 3 % at steps of 100 ms, 10 % at steps of 10 ms, both beside the time before the
+first trial, in which garbage is collected and the state is found and copied (0.2 s with these frameworks).
 
     .venv-cuda/bin/python scripts/benchmark_overhead.py [--step-ms 100 10]
 """
