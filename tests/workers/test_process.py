@@ -19,6 +19,7 @@ from oomprobe.runners.workers.crew import Crew
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.messages import Lost, receive, send
 from oomprobe.runners.workers.process import TAIL_BYTES, Process
+from oomprobe.runners.workers.serve import agree
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
 PROMPT_S = 5  # enough for a busy machine, and much less than LONG_S
@@ -129,7 +130,27 @@ def reports_its_setup(wire):
     send(wire, told([os.getsid(0) == os.getpid(), ignored, killed_first]))
 
 
+def calls_until(enough_after):
+    """Return a rank that has made enough calls after this many, and tells how many it made."""
+
+    def rank(wire):
+        calls = 1
+        while not agree(wire, calls >= enough_after):
+            calls += 1
+        send(wire, told(calls))
+
+    return rank
+
+
 # --- scenes ---
+
+
+def calls_of_ranks(enough_after):
+    ranks = {rank: Process.forked(calls_until(calls)) for rank, calls in enumerate(enough_after)}
+    crew = Crew(ranks)
+    answers = crew.ask({}, time.monotonic() + PROMPT_S)
+    crew.end()
+    return [plain(answers[rank])["heard"] for rank in ranks]
 
 
 def plain(answer):
@@ -196,6 +217,10 @@ def exit_of(stage, act, **given):
     assert result["gone"]
     assert result["took_s"] < PROMPT_S
     return result["exit"]
+
+
+def test_ranks_make_as_many_calls_as_the_one_that_needs_most(stage):
+    assert stage.play(calls_of_ranks, enough_after=[1, 4, 2]) == [4, 4, 4]
 
 
 def test_it_answers_twice_and_leaves_no_file_open(stage):
