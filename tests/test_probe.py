@@ -138,6 +138,7 @@ def test_global_batch_runs_the_planned_split():
     accumulated = [t for t in result.trials if t.accumulation_steps > 1]
     assert not accumulated[0].passed
     assert accumulated[-1].passed
+    assert accumulated[-1].steps == 1 + accumulated[-1].accumulation_steps  # the first creates the optimizer's state
     best = result.plan(400)[0]
     assert best.micro_batch * best.accumulation_steps == best.global_batch
     assert (best.micro_batch, best.ran_accumulated) == (accumulated[-1].batch_size, True)

@@ -14,7 +14,10 @@ STICKY_TWICE = (
     "batch {size} ended in a sticky error in two processes ({how}): the cause is not memory but a limit of a kernel, or a bug that "
     "appears at that size. The answer is below it"
 )
-DIED_TWICE = "the process of the trial died twice at batch size {size} with no sign that memory was the cause, so there is no answer: {error}\n{alone}"
+DIED_TWICE = (
+    "the process of the trial died twice at batch size {size} with no sign that memory was the cause, so there is no answer: {error}\n"
+    "{alone}"
+)
 
 
 class Deaths:
