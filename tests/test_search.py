@@ -131,6 +131,36 @@ def test_an_answer_must_pass_every_confirmation():
     assert probe_command(ask, 50, resolution=0) == 99
 
 
+# --- from the size of another row of a table ---
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 17, 100, 1023, 5000])
+@pytest.mark.parametrize("expected", [1 / 16, 1 / 4, 0.9, 1, 1.1, 4, 16])
+@pytest.mark.parametrize("step", [1, 8])
+def test_the_expected_size_changes_the_cost_but_not_the_answer(limit, expected, step):
+    sizes = Sizes(first=step, last=None, step=step)
+    alone, from_a_row = Memory(limit * step), Memory(limit * step)
+    search(alone, sizes)
+    found = search(from_a_row, sizes, start=round(expected * limit * step), known=Reply(passed=True))
+    assert found.batch_size == limit * step
+    assert all(capped for _, _, capped, _ in from_a_row.calls)
+    if 0.9 <= expected <= 1.1 and limit > 10:
+        assert len(from_a_row.calls) <= 0.65 * len(alone.calls)  # 0.69 if the strides were as long as the size
+
+
+def test_where_failures_cost_few_trials_fail_from_the_expected_size():
+    memory, options = Memory(1000), {"start": 1000, "known": Reply(passed=True), "failures_cost": True}
+    search(memory, enough=lambda good, bad: bad <= good + 8, **options)
+    assert sum(not passed for *_, passed in memory.calls) <= 4  # 5 if the first stride were a sixteenth
+
+
+def test_the_expected_size_may_be_the_last():
+    memory = Memory(BILLION, shows_peak=True)
+    found = search(memory, Sizes(first=1, last=64, step=1), start=60, known=Reply(passed=True))
+    assert (found.batch_size, found.deciding) == (64, None)
+    assert max(size for size, *_ in memory.calls) == 64
+
+
 # --- exact on every monotone limit ---
 
 
