@@ -1,8 +1,9 @@
-"""A property: whatever a loop is composed of, training after a probe equals training without one."""
+"""Whatever a loop is composed of, training after a probe equals training without one."""
 
+import itertools
+
+import pytest
 from composed import PARTS, Trainer
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from ledger import MIB, LedgerDevice, Log
 from test_training_goes_on import different, picture
 
@@ -32,14 +33,19 @@ def shapes(picture):
     return [shapes(one) for one in picture] if isinstance(picture, tuple | list) else picture
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(parts=st.frozensets(st.sampled_from(PARTS)), warm_calls=st.sampled_from([0, 4]), fails=st.booleans())
-@example(parts=frozenset(PARTS), warm_calls=0, fails=True)
-@example(parts=frozenset(PARTS), warm_calls=4, fails=True)
-def test_training_after_a_probe_equals_training_without(parts, warm_calls, fails):
+FACTORS = (*PARTS, "mid-training", "out of memory")
+RUNS = list(
+    itertools.combinations(range(5), 3)
+)  # of each factor: then each two of them are in a run together, and apart
+
+
+@pytest.mark.parametrize("run", range(6))
+def test_training_after_a_probe_equals_training_without(run):
+    parts = {factor for factor, runs in zip(FACTORS, RUNS, strict=True) if run == 5 or run in runs}
+    fails = "out of memory" in parts
     untouched, probed = Trainer(parts), Trainer(parts)
     for trainer in (untouched, probed):
-        for _ in range(warm_calls):
+        for _ in range(4 if "mid-training" in parts else 0):
             trainer.step(trainer.model, 4)
     device, before = LedgerDevice(10 * MIB), seen(probed)
     parameters = [id(p) for p in probed.model.parameters()]

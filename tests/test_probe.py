@@ -45,9 +45,9 @@ def accumulating(device, gradient_bytes, per_sample=MIB):
 # --- the answer ---
 
 
-@pytest.mark.parametrize("measures_reserved", [True, False])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
+    measures_reserved=st.booleans(),
     total=st.integers(2, 5000),
     fixed_share=st.floats(0, 0.8),
     fraction=st.floats(0.3, 1.0),
