@@ -8,6 +8,7 @@ import copy
 import gc
 import threading
 import types
+import warnings
 import weakref
 
 import ledger
@@ -16,9 +17,12 @@ import pytest
 import torch
 from helpers import Training, bits
 from ledger import Box, Log
-from processes import run_python
+from processes import start
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
+from zoo import training_step
 
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.ground import linux
@@ -549,18 +553,16 @@ def test_accelerator_memory_is_written_without_reading(monkeypatch):
 def test_unchanged_host_memory_is_not_written(tmp_path):
     """A mapped file may be read-only: writing to it ends the process."""
     np.save(tmp_path / "a.npy", np.ones((4, 4), "f4"))
-    run_python(
-        f"""
-        import numpy as np, torch
-        from oomprobe.state import Snapshot
-        model = torch.nn.Linear(2, 2)
-        model.register_buffer("table", torch.from_numpy(np.load({str(tmp_path / "a.npy")!r}, mmap_mode="r")))
+
+    def restored():
+        warnings.simplefilter("ignore")
+        model = linear()
+        model.register_buffer("table", torch.from_numpy(np.load(tmp_path / "a.npy", mmap_mode="r")))
         kept = Snapshot(model, [], [], "cpu")
         kept.restore()
-        assert kept.differences() == []
-        """,
-        warnings="ignore",
-    )
+        return kept.differences()
+
+    assert start(restored).result() == []
 
 
 # --- tensors that cannot be copied ---
@@ -662,26 +664,15 @@ def test_incomparable_state_counts_as_equal():
 
 def test_a_model_sharded_over_a_mesh_of_one_rank_comes_back():
     """A DTensor names its mesh among what it is made of."""
-    code = """
-        import tempfile, oomprobe, torch
-        from ledger import LedgerDevice
-        from torch.distributed.fsdp import fully_shard
 
-        store = f"file://{tempfile.mkdtemp()}/store"
-        torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    def restored():
+        warnings.simplefilter("ignore")
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-        optimizer = torch.optim.AdamW(model.parameters())
-
-        def step(model, batch_size):
-            optimizer.zero_grad()
-            model(torch.randn(batch_size, 4)).square().sum().backward()
-            optimizer.step()
-
+        step = training_step(torch.optim.AdamW(model.parameters()), lambda n: torch.randn(n, 4))
         before = [parameter.to_local().clone() for parameter in model.parameters()]
-        result = oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=4, progress="off")
-        after = [parameter.to_local() for parameter in model.parameters()]
-        print(result.batch_size, result.state_verified, all(map(torch.equal, before, after)))
-        torch.distributed.destroy_process_group()
-    """
-    assert run_python(code, warnings="default").split() == ["4", "True", "True"]
+        verified = probe(model, step).state_verified
+        return verified and all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
+
+    assert start(restored).result()

@@ -1,12 +1,13 @@
 """Global flags and random number generators."""
 
 import random
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from ledger import probe
-from processes import run_python
+from processes import start
 from torch import nn
 
 from oomprobe.state.surroundings import Surroundings
@@ -57,29 +58,22 @@ MIXED = [  # set by the user, and then by the step
     ("", "b.cudnn.allow_tf32 = False"),
     ("", "b.fp32_precision = 'tf32'; torch.set_float32_matmul_precision('high')"),
 ]
-SCRIPT = """
-import os, torch
-from oomprobe.state.surroundings import Surroundings
-b = torch.backends
-owners = (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn)
-def run(before, step):
+
+
+def set_and_restore(before, step):
+    warnings.simplefilter("ignore")
+    b = torch.backends
+    owners = (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn)
     exec(before)
     then = [owner.fp32_precision for owner in owners]
     kept = Surroundings("cpu")
     exec(step)
-    assert bool(kept.differences()) == bool(step), "no difference found"
+    assert bool(kept.differences()) == bool(step)
     assert kept.restore() == []
-    assert [owner.fp32_precision for owner in owners] == then, "not restored"
+    assert [owner.fp32_precision for owner in owners] == then
     assert kept.differences() == []
-for pair in {mixed}:
-    child = os.fork()
-    if not child:
-        run(*pair)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, pair
-"""
 
 
-def test_mixed_precision_interfaces_are_restored():
-    """Each case runs in a new process, because a precision cannot be unset."""
-    run_python(SCRIPT.replace("{mixed}", repr(MIXED)), warnings="default")
+@pytest.mark.parametrize(("before", "step"), MIXED)
+def test_mixed_precision_interfaces_are_restored(before, step):
+    start(set_and_restore, before, step).result()  # in a new process, because a precision cannot be unset
