@@ -3,13 +3,16 @@
 import json
 import os
 import re
+import signal
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from processes import ChildDiedError, start, until
 
 import oomprobe
 from oomprobe.cli import main
@@ -142,6 +145,18 @@ def test_a_port_in_use_is_tried_again(tmp_path):
 def test_nothing_is_left(script):
     result = check(shell(script.replace("SECONDS", SECONDS)), passes_after_s=0.3)
     assert result.batch_size == 8
+    assert any(note.startswith("weak: ") and "had run for 300 ms" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, None)])
+def test_nothing_is_left_when_oomprobe_ends(sent, status):
+    command = shell(f"env -i setsid sleep {SECONDS} & sleep {SECONDS}")
+    oomprobe_itself = start(main, ["run", "--memory-fraction", "1", "--progress", "off", "--", *command])
+    until(lambda: len(sleepers()) >= 2)
+    oomprobe_itself.kill(sent)
+    with pytest.raises(ChildDiedError) if status is None else nullcontext():
+        assert oomprobe_itself.result() == status
+    until(lambda: not sleepers(), within_s=10)
 
 
 def test_a_quoted_error_is_no_pass_by_seconds():
@@ -170,6 +185,25 @@ def test_a_command_that_hangs_is_not_waited_for_long(tmp_path, reported, error, 
         check(shell(hangs), patience=Patience(failed_s=0.3, handling_s=0.3, missing_s=0.3), time_limit_s=30)
 
 
+@pytest.mark.parametrize(("largest", "is_refused"), [(15, False), (16, True)])
+def test_sizes_that_come_to_the_same(tmp_path, largest, is_refused):
+    """A script may round the batch size, but not ignore it."""
+    same = report(0, memory(requested=((100, 5), (150, 8), (190, 12))))
+    (tmp_path / "report").write_text(json.dumps(asdict(same)))
+    command = shell(f'cp {tmp_path}/report "$OOMPROBE_REPORTS/a.json"')
+    options = {"min_batch": 8, "max_batch": largest, "memory_fraction": 1.0, "progress": "off"}
+    with pytest.raises(oomprobe.UnreliableError, match="as batch 8") if is_refused else nullcontext():
+        assert oomprobe.probe_command(command, **options).batch_size == largest
+
+
+def test_a_hang_ends_at_the_limit_and_a_deaf_process_is_killed(tmp_path):
+    (tmp_path / "report").write_text(json.dumps(asdict(report(0, memory(), steps=1))))
+    deaf = f'cp {tmp_path}/report "$OOMPROBE_REPORTS/a.json"; trap "" TERM; sleep {SECONDS}; sleep {SECONDS}'
+    with pytest.raises(oomprobe.TimeLimitError) as caught:
+        oomprobe.probe_command(shell(deaf), memory_fraction=1.0, trial_time_limit_s=1, progress="off")
+    assert "had made 1 step" in caught.value.trials[0].error
+
+
 def test_a_command_that_only_starts_others_is_refused():
     with pytest.raises(oomprobe.UnreliableError, match="programs that it had started still ran"):
         check(shell(f"sleep {SECONDS} &"))
@@ -182,16 +216,18 @@ def test_srun_is_given_time(tmp_path):
     code = f"""
         import pathlib, signal, sys, time
         def end(*_):
-            time.sleep(3)
+            time.sleep(2.5)
             pathlib.Path({str(tmp_path)!r}, "ended").touch()
             sys.exit()
         signal.signal(signal.SIGTERM, end)
+        print("CUDA out of memory. Tried to allocate", flush=True)
         time.sleep(60)
     """
-    began_s = time.monotonic()
-    check([str(srun), "-c", textwrap.dedent(code), "{batch}"], passes_after_s=0.5)
+    command, began_s = [str(srun), "-c", textwrap.dedent(code), "{batch}"], time.monotonic()
+    with pytest.raises(oomprobe.NothingFitsError):
+        oomprobe.probe_command(command, memory_fraction=1.0, passes_after_s=0.5, progress="off")
     assert (tmp_path / "ended").exists()
-    assert 6 < time.monotonic() - began_s < 15
+    assert time.monotonic() - began_s < 15
 
 
 def test_a_killed_keeper_is_noticed():
