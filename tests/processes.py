@@ -9,9 +9,11 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import io
 import json
 import os
 import pickle
+import runpy
 import select
 import signal
 import subprocess
@@ -168,6 +170,29 @@ class Child:
         with file:
             file.seek(0)
             return file.read()
+
+
+def run_script(script, *arguments):
+    """Run a script in a child, as ``python script arguments`` in its folder; return its exit status, stdout and stderr."""
+
+    def run():
+        import torch
+
+        torch.set_num_threads(1)  # the threads of this process do not exist in the child
+        warnings.simplefilter("default")
+        os.chdir(script.parent)
+        sys.argv, status = [script.name, *arguments], 0
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            try:
+                runpy.run_path(str(script), run_name="__main__")
+            except SystemExit as left:
+                status = left.code
+            except BaseException:
+                traceback.print_exc()
+                status = 1
+        return status, out.getvalue(), err.getvalue()
+
+    return start(run).result(limit_s=300)
 
 
 class Stage:

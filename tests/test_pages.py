@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import benchmark_peers
 import pytest
 from peers import table
+from processes import run_script
 
 import oomprobe
 from oomprobe.cli import parser
@@ -28,11 +27,10 @@ def blocks(page, *languages):
 def test_its_code_runs_and_prints_what_it_shows(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(page, "python")))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.replace(f"{script.name}:", "")
+    status, out, err = run_script(script)
+    assert status == 0, err
     for shown in blocks(page, "text"):
-        assert shown in printed
+        assert shown in out.replace(f"{script.name}:", "")
 
 
 @BY_PAGE
