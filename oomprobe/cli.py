@@ -459,6 +459,8 @@ def stdout_kept(*, for_good: bool) -> Iterator[IO[str]]:
     With `for_good` this lasts until the process ends, because C libraries flush and ``atexit`` functions print then.
     """
     stdout, kept = sys.stdout, None
+    if sys.stderr is None:  # it was closed, so the copy of stdout would take its descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     with contextlib.suppress(AttributeError, OSError):  # stdout or stderr may be closed
         stdout.flush()
         kept = os.dup(1)
