@@ -32,8 +32,10 @@ def test_the_pure_modules_import_no_torch():
 def test_importing_the_package_imports_nothing_heavy():
     ours = {"oomprobe", "oomprobe.ground", "oomprobe.ground.version"}
     assert {name for name in imported_by("import oomprobe") if name.startswith(("oomprobe", "torch"))} == ours
-    probing = imported_by("import oomprobe.probe, oomprobe.runners.targets")
-    assert probing.isdisjoint({"rich", "matplotlib", "transformers"})  # optional dependencies
+    adapters = ("accelerate", "lightning", "transformers", "ultralytics")
+    modules = ["probe", "runners.targets", *(f"integrations.{name}" for name in adapters)]
+    probing = imported_by("\n".join(f"import oomprobe.{name}" for name in modules))
+    assert probing.isdisjoint({"rich", "matplotlib", "pytorch_lightning", *adapters})  # optional dependencies
 
 
 @pytest.mark.parametrize("name", oomprobe._HOMES)

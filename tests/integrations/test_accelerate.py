@@ -9,7 +9,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.utils import find_executable_batch_size as shrinking
-from ledger import HERE, LedgerDevice, Log
+from ledger import HERE, Log
 
 import oomprobe
 from oomprobe.integrations.accelerate import find_executable_batch_size, unchanged
@@ -130,9 +130,7 @@ def test_it_bisects_to_the_size_that_fits_and_trains_once(monkeypatch):
     assert "first seen when it stepped" not in str(train.result)
 
 
-@pytest.mark.parametrize(
-    ("trial_steps", "first", "left_after"), [(2, 0, "cgcccg"), (3, 0, "cgcccgcccg"), (2, 2, "cccgcccg")]
-)
+@pytest.mark.parametrize(("trial_steps", "first", "left_after"), [(3, 0, "cgcccgcccg"), (2, 2, "cccgcccg")])
 def test_every_optimizer_makes_its_steps(trial_steps, first, left_after):
     made = Log()
 
@@ -233,38 +231,28 @@ def test_a_size_without_a_step_is_reported(function):
 def test_a_bug_is_reported_with_the_call_to_make():
     @find_executable_batch_size(starting_batch_size=8, **HOST)
     def train(batch_size):
-        steps_of([1, 2][batch_size - 1])
+        if batch_size > 2:
+            raise LookupError("no such size") from IndexError(batch_size)
+        steps_of(batch_size)
 
-    with pytest.raises(IndexError, match="list index out of range") as caught:  # its own exception, as with accelerate
+    with pytest.raises(LookupError) as caught:  # its own exception, as with accelerate
         train()
+    assert isinstance(caught.value.__cause__, IndexError)
     note = caught.value.__notes__[-1]
     assert "batch 2 ran: pass starting_batch_size=2 if" in note
     assert "comes without oomprobe, call train.__wrapped__(4, ...), the function" in note
     assert train.result is None
 
 
-@pytest.mark.parametrize(
-    "text", ["NPU out of memory.", "MLU out of memory.", "MUSA out of memory", "HPU out of memory."]
-)
-def test_nothing_fits_is_a_runtime_error(text):
+def test_nothing_fits_is_a_runtime_error():
     @find_executable_batch_size(starting_batch_size=8, **HOST)
     def train(batch_size):
-        raise RuntimeError(text)
+        raise RuntimeError("NPU out of memory.")
 
     with pytest.raises(RuntimeError, match="no executable batch size found: batch 1") as nothing:
         train()
     assert isinstance(nothing.value, oomprobe.NothingFitsError)
     assert nothing.value.trials
-
-
-def test_an_exception_of_the_function_keeps_its_cause():
-    @find_executable_batch_size(starting_batch_size=8, device=LedgerDevice(), progress="off")
-    def train(batch_size):
-        raise LookupError("no such size") from IndexError(batch_size)
-
-    with pytest.raises(LookupError) as caught:
-        train()
-    assert isinstance(caught.value.__cause__, IndexError)
 
 
 def test_a_size_that_is_passed_is_refused():
@@ -351,7 +339,7 @@ def test_a_model_kept_from_call_to_call_is_refused():
 def test_everything_is_restored_after_ctrl_c():
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = torch.nn.Linear(4, 1)
-    before = copy.deepcopy(model.state_dict())
+    before = model.weight.tolist()
 
     @find_executable_batch_size(starting_batch_size=4, **HOST)
     def train(batch_size):
@@ -368,7 +356,7 @@ def test_everything_is_restored_after_ctrl_c():
         train()
     assert train.result is None
     assert (accelerator.step, accelerator._models, accelerator.sync_gradients) == (0, [], True)
-    assert same(model.state_dict(), before)
+    assert model.weight.tolist() == before
 
 
 def test_the_loop_of_accelerates_documentation():
@@ -437,19 +425,9 @@ def prepared():
         losses.clear()
         for _ in range(11):
             micro_batch(model, 6)
-        return list(losses), copy.deepcopy((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
+        return list(losses), [value.tolist() for value in model.state_dict().values()], scheduler.get_last_lr()
 
     return accelerator, model, micro_batch, trained
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def test_prepared_objects_train_on_bit_equal():
@@ -460,5 +438,4 @@ def test_prepared_objects_train_on_bit_equal():
     # `unchanged` puts the Accelerator back only after the probe has compared.
     assert "not restored: accelerator (an Accelerator)" in result.notes
     assert result.trials[0].steps == 2 * (2 + 1)  # trials do not wait for the optimizer's wrapper
-    found = trained()
-    assert same(found, prepared()[-1]())
+    assert trained() == prepared()[-1]()
