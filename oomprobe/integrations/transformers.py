@@ -325,7 +325,7 @@ class _Loop:
             hook = vars(self.trainer).pop("neftune_hook_handle", None)
             if hook is not None:  # a failed loop leaves its hook, and the next would add another
                 hook.remove()
-        if set(self.collated) - {last} != {batch_size}:
+        if not {batch_size} <= set(self.collated) <= {batch_size, last}:
             found = f"batches of {sorted(set(self.collated))} examples were collated instead of {batch_size}"
             raise NotRunError(
                 f"{found if self.collated else 'the data_collator of the Trainer was never called'}: in your "
