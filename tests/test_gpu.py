@@ -1,7 +1,6 @@
 """Tests that need CUDA: scripts/gpu-check runs them on a card, tests/cuda/test_gpu_check.py on the bed."""
 
 import gc
-import json
 
 import pytest
 import torch
@@ -146,68 +145,6 @@ def test_an_index_out_of_bounds_ends_the_probe():
         warnings="default",
     )
     assert out.startswith("lost: after batch 4 ran for 3 steps, a sticky error (batch 8")
-
-
-LIMITS_THAT_ARE_NOT_MEMORY = {
-    "gemm with 2**31 rows": """
-        a = torch.ones(2**31 + 64, 1, dtype=torch.bfloat16, device="cuda:0")
-        a @ torch.ones(1, 1, dtype=torch.bfloat16, device="cuda:0")
-    """,
-    "nearest upsampling to 2**31 elements": """
-        a = torch.ones(33, 64, 256, 256, dtype=torch.bfloat16, device="cuda:0").to(memory_format=torch.channels_last)
-        torch.nn.functional.interpolate(a, scale_factor=4, mode="nearest")
-    """,
-    "attention over 65536 samples": """
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-        q = torch.ones(70_000, 1, 16, 16, device="cuda:0", requires_grad=True)
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
-    """,
-    "grid of 65536 in z": """
-        a = torch.ones(70_000, 1, 4, 4, device="cuda:0")
-        torch.nn.functional.fold(torch.nn.functional.unfold(a, 2), (4, 4), 2)
-    """,
-    "median pooling indices of 2**31": """
-        a = torch.ones(2**31 + 4096, dtype=torch.float16, device="cuda:0").view(1, 1, -1, 4096)
-        torch.nn.functional.max_pool2d(a, 2, return_indices=True)
-    """,
-}
-
-
-RUN_LIMITS = """
-import json, os, sys, textwrap, torch
-from oomprobe import Evidence, classify_error
-for name, code in json.loads(sys.stdin.read()).items():
-    if pid := os.fork():  # the child may be poisoned; CUDA has not been used here
-        os.waitpid(pid, 0)
-        continue
-    try:
-        exec(textwrap.dedent(code))
-        torch.cuda.synchronize()
-        outcome = "PASSED"
-    except RuntimeError as error:
-        verdict = classify_error(error, Evidence(smaller_size_passed=True, memory_pressure=False))
-        outcome = f"{verdict.name} | {error}"
-    print(json.dumps({name: outcome}), flush=True)
-    os._exit(0)
-"""
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    if torch.cuda.mem_get_info(CARD)[0] < 48 * GIB:
-        pytest.skip("needs 48 GiB, so that memory is not the limit")
-    out = run_python(RUN_LIMITS, timeout_s=180, warnings="default", stdin=json.dumps(LIMITS_THAT_ARE_NOT_MEMORY))
-    return {name: outcome for line in out.splitlines() for name, outcome in json.loads(line).items()}
-
-
-@pytest.mark.needs_kernels
-@pytest.mark.parametrize("name", LIMITS_THAT_ARE_NOT_MEMORY)
-def test_a_size_limit_is_neither_memory_nor_a_bug(name, outcomes):
-    outcome = outcomes[name]
-    if outcome == "PASSED":
-        pytest.skip("this torch has no such limit")
-    assert outcome.split(" | ")[0] in {"SIZE_LIMIT", "POISONED"}, outcome
 
 
 def out_of_bounds():

@@ -5,7 +5,7 @@ import torch
 
 import oomprobe
 from oomprobe.ground import torch_versions
-from oomprobe.ground.torch_versions import BlockOrder, LtWorkspace, workspaces
+from oomprobe.ground.torch_versions import BlockOrder
 from oomprobe.simulation.allocator import CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
 
@@ -20,9 +20,13 @@ def version(monkeypatch, text):
 # (torch, TORCH_CUBLAS_WORKSPACE_CACHE) -> bytes that a product and a product with a bias leave allocated, and borrow
 WORKSPACES = {
     ("2.6", None): (CUBLAS, CUBLAS, LT),
-    ("2.10", None): (CUBLAS, CUBLAS + LT, 0),
+    ("2.8", None): (CUBLAS, CUBLAS, LT),
+    ("2.9", None): (CUBLAS, CUBLAS + LT, 0),
+    ("2.11", None): (CUBLAS, CUBLAS + LT, 0),
+    ("2.12", None): (CUBLAS, CUBLAS, 0),
     ("2.14", None): (CUBLAS, CUBLAS, 0),
     ("2.15", None): (0, 0, LT),
+    ("2.16", None): (0, 0, LT),
     ("2.15", "0"): (0, 0, LT),
     ("2.15", "1"): (CUBLAS, CUBLAS, 0),
 }
@@ -52,22 +56,6 @@ def test_workspaces(monkeypatch, torch_version, cache):
     kept, kept_with_lt, borrowed = WORKSPACES[torch_version, cache]
     assert plain == (kept, CUBLAS)
     assert lt == (kept_with_lt - kept, kept_with_lt - kept + borrowed)
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "kept", "lt"),
-    [
-        ("2.8", True, LtWorkspace.EACH_CALL),
-        ("2.9", True, LtWorkspace.KEPT),
-        ("2.11", True, LtWorkspace.KEPT),
-        ("2.12", True, LtWorkspace.SHARED),
-        ("2.16", False, LtWorkspace.EACH_CALL),
-    ],
-)
-def test_who_provides_workspaces(monkeypatch, torch_version, kept, lt):
-    version(monkeypatch, torch_version)
-    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
-    assert workspaces()[:2] == (kept, lt)
 
 
 @pytest.mark.parametrize(

@@ -418,17 +418,6 @@ def test_a_grad_scaler_steps_from_the_first_call():
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
-def test_identical_calls_make_identical_tapes():
-    model = net()
-    bench = Bench(model)
-    bench.run(train(model, torch.optim.AdamW(model.parameters()), 32), times=4)
-    _, second, third, fourth = bench.device._calls
-    assert (second.core, second.sizes) == (third.core, third.sizes)
-    assert third == fourth
-    assert third.closed
-    assert not second.closed  # gradients have other indices in the first call's tape
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_cycles_are_freed_at_the_end_of_their_call(enabled):
     def step():
