@@ -11,11 +11,16 @@ from torch import nn
 from oomprobe.probing.finish import finish
 from oomprobe.probing.opening import open_model
 from oomprobe.probing.order import Order
+from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.records.fit import fit_line
+from oomprobe.records.options import Options
 from oomprobe.records.result import ProbeResult
-from oomprobe.records.trials import Phase, Trial, Verdict
+from oomprobe.records.trials import DeviceInfo, Measured, Phase, RunnerInfo, Trial, Verdict
+from oomprobe.report.progress import Reporter
+from oomprobe.runners.signals import Clock
 
+GIB = 2**30
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -24,6 +29,21 @@ def find_hastily(patience, model, step, **options):
     with open_model(Order.of({"progress": "off", **options, "patience": patience}), model, step) as session:
         found = finish(session, session.find())
     return result_of(session, found)
+
+
+class ARunner:
+    """A runner on a device that is not there; each test says how its trials end."""
+
+    def __init__(self, **facts):
+        device = DeviceInfo(name="a card", torch_device="cuda:0", total_bytes=24 * GIB, on_host=False)
+        self.facts = RunnerInfo(**{"device": device, "step_names": ("step",), "threads": 1, **facts})
+
+    def measure(self):
+        return Measured(available_bytes=20 * GIB, outside_bytes=GIB)
+
+    def session(self, **options):
+        options = Options(**options)
+        return Session(self, options, Reporter(), Clock(options), [])
 
 
 # --- results ---

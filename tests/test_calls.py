@@ -1,36 +1,19 @@
 """How many calls trials make, on a runner that only counts them."""
 
 import pytest
+from helpers import ARunner, a_trial
 
-from oomprobe.probing.session import Session
-from oomprobe.records.options import Options
-from oomprobe.records.trials import (
-    Calls,
-    DeviceInfo,
-    Measured,
-    Outcome,
-    Phase,
-    RunnerInfo,
-    Trial,
-    Verdict,
-)
-from oomprobe.report.progress import Reporter
-from oomprobe.runners.signals import Clock
+from oomprobe.records.trials import Calls, Outcome, Phase, Verdict
 
-GIB = 2**30
 LIMIT, LATE_LIMIT = 500, 280  # of the first calls, and of the large one
-DEVICE = DeviceInfo(name="a card", torch_device="meta", total_bytes=GIB, on_host=False)
 
 
-class Loop:
+class Loop(ARunner):
     """A loop whose n-th call needs more memory than the others; `bonus` is the least calls of a confirmation."""
 
-    def __init__(self, *, large_call, call_s=None, bonus=0, step_names=("step",), **facts):
+    def __init__(self, *, large_call, call_s=None, bonus=0, **facts):
+        super().__init__(**facts)
         self.large_call, self.call_s, self.bonus = large_call, call_s, bonus
-        self.facts = RunnerInfo(device=DEVICE, step_names=step_names, threads=1, **facts)
-
-    def measure(self):
-        return Measured(available_bytes=GIB, outside_bytes=0)
 
     def run(self, request):
         wanted = request.calls or 1 + request.steps
@@ -42,13 +25,8 @@ class Loop:
         else:
             steps = total
         passed = steps == total
-        trial = Trial(
-            batch_size=request.batch_size,
-            verdict=Verdict.FITS if passed else Verdict.OOM,
-            phase=request.phase,
-            steps=steps * len(self.facts.step_names),
-            cap_bytes=request.cap_bytes,
-        )
+        verdict, made = Verdict.FITS if passed else Verdict.OOM, steps * len(self.facts.step_names)
+        trial = a_trial(request.batch_size, verdict, request.phase, steps=made, cap_bytes=request.cap_bytes)
         return Outcome(trial=trial, calls=Calls(made=min(steps, wanted), first=1, call_s=self.call_s))
 
 
@@ -62,16 +40,11 @@ LOOPS = {
 }
 
 
-def searched(runner, **options):
-    options = Options(**options)
-    session = Session(runner, options, Reporter(), Clock(options), [])
-    return session, session.find()
-
-
 @pytest.mark.parametrize("name", LOOPS)
 def test_trials_are_longer_after_a_late_failure(name):
     runner, options = LOOPS[name]
-    session, found = searched(runner, **options)
+    session = runner.session(**options)
+    found = session.find()
     assert (1 - 1 / 32) * LATE_LIMIT <= found.batch_size <= LATE_LIMIT < found.deciding
     assert len(found.unconfirmed) == 1
     first = next(number for number, trial in enumerate(session.trials) if trial.phase is Phase.CONFIRM)
@@ -84,7 +57,8 @@ def test_trials_are_longer_after_a_late_failure(name):
 
 
 def test_a_failure_that_is_not_late_lengthens_no_trial():
-    session, _ = searched(Loop(large_call=51))
+    session = Loop(large_call=51).session()
+    session.find()
     assert session.call_plan.needed == 0
     session.run(LIMIT + 1, Phase.CONFIRM, cap_bytes=None)
     assert session.call_plan.needed == 0

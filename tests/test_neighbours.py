@@ -1,18 +1,12 @@
 from dataclasses import replace
 
 import pytest
-from helpers import a_trial
+from helpers import GIB, ARunner, a_trial
 
 from oomprobe.errors import OomProbeError
 from oomprobe.probing.neighbours import ATTEMPTS, LOOKS, Neighbours
-from oomprobe.probing.session import Session
-from oomprobe.records.options import Options
 from oomprobe.records.patience import Patience
-from oomprobe.records.trials import DeviceInfo, Measured, Outcome, Phase, RunnerInfo, Verdict
-from oomprobe.report.progress import Reporter
-from oomprobe.runners.signals import Clock
-
-GIB = 2**30
+from oomprobe.records.trials import Measured, Outcome, Phase, Verdict
 
 
 def ran(before, after, verdict=Verdict.OOM, cap_bytes=None):
@@ -23,16 +17,11 @@ def ran(before, after, verdict=Verdict.OOM, cap_bytes=None):
     )
 
 
-class Schedule:
-    """A runner that returns one outcome after the other, and the last one for ever."""
-
-    facts = RunnerInfo(
-        device=DeviceInfo(name="a card", torch_device="meta", total_bytes=24 * GIB, on_host=False),
-        step_names=("step",),
-        threads=1,
-    )
+class Schedule(ARunner):
+    """Returns one outcome after the other, and the last one for ever."""
 
     def __init__(self, *rans, look=lambda: GIB):
+        super().__init__()
         self.rans, self.look, self.calls = list(rans), look, 0
 
     def run(self, request):
@@ -53,8 +42,7 @@ def watching(expected=GIB):
 
 def run_undisturbed(watch, runner):
     """Return the trial that a session believes."""
-    options = Options()
-    session = Session(runner, options, Reporter(), Clock(options), [])
+    session = runner.session()
     session.neighbours = watch
     return session.run(8, Phase.GROW, cap_bytes=None)
 
