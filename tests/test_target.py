@@ -96,40 +96,40 @@ def test_a_file_can_import_its_siblings_at_any_time(folder):
     assert load("there/my_train.py:build")() == 7
 
 
-def test_a_target_is_imported_anew_each_time(folder):
-    write(folder / "my_train.py", "made = object()\ndef build(): return made")
-    first, before = load("my_train.py:build")(), len(sys.path)
-    assert load("my_train.py:build")() is not first
-    assert len(sys.path) == before
-
-
 def test_a_file_named_like_a_module_does_not_replace_it(folder):
-    write(folder / "types.py", "def build(): return 'mine'")
-    for _ in range(2):
-        assert load("types.py:build")() == "mine"
+    """It is imported anew each time."""
+    write(folder / "types.py", "made = object()\ndef build(): return made")
+    first, before = load("types.py:build")(), len(sys.path)
+    assert load("types.py:build")() is not first
     assert sys.modules["types"] is types
+    assert len(sys.path) == before
 
 
 # --- not found ---
 
 
 @pytest.mark.parametrize(
-    "target",
-    ["", "train.py", "train.py:", ":build", "train.py:build()", ".train:build", "a:1"],
+    ("target", "told"),
+    [
+        *((text, f"{text!r} is not a target.") for text in ("", "train.py", "train.py:", ":build", "train.py:build()")),
+        *((text, f"{text!r} is not a target.") for text in (".train:build", "a:1")),
+        ("no_such.py:build", "there is no file '{}/no_such.py'."),
+        ("folder.py:build", "there is no file '{}/folder.py'."),
+        ("no_such.train:build", "there is no module 'no_such' to import."),
+        ("os.no_such:build", "there is no module 'os.no_such' to import."),
+        ("my_train:no_such", "my_train has no function 'no_such'."),
+        ("my_train:not_a_function", "my_train has no function 'not_a_function'."),
+        ("my_train.py:a_model_alone", "my_train.py:a_model_alone returned Linear, not a pair (model, step_fn)."),
+        (
+            "my_train.py:the_wrong_way_round",
+            "my_train.py:the_wrong_way_round returned tuple, not a pair (model, step_fn).",
+        ),
+    ],
 )
-def test_invalid_targets_are_refused(target):
-    assert refused(lambda: load(target)) == f"{target!r} is not a target."
-
-
-@pytest.mark.parametrize("name", ["no_such.py", "folder.py"])
-def test_a_missing_file_is_named_by_its_full_path(folder, name):
+def test_what_is_no_target_is_named(folder, target, told):
     (folder / "folder.py").mkdir()
-    assert refused(lambda: load(f"{name}:build")) == f"there is no file {os.path.realpath(name)!r}."
-
-
-@pytest.mark.parametrize(("name", "missing"), [("no_such.train", "no_such"), ("os.no_such", "os.no_such")])
-def test_a_missing_module_is_named(folder, name, missing):
-    assert refused(lambda: load(f"{name}:build")) == f"there is no module {missing!r} to import."
+    write(folder / "my_train.py")
+    assert refused(lambda: build(target)) == told.format(os.path.realpath(folder))
 
 
 @pytest.mark.parametrize("name", ["my_train_big.py", "my_train_big"])
@@ -141,28 +141,11 @@ def test_a_failing_import_inside_the_target_is_its_own_error(folder, name, missi
     assert caught.value.name == missing
 
 
-@pytest.mark.parametrize("function", ["no_such", "not_a_function"])
-def test_a_missing_function_is_named(folder, function):
-    write(folder / "my_train.py")
-    assert refused(lambda: load(f"my_train:{function}")) == f"my_train has no function {function!r}."
-
-
 def test_a_failing_file_raises_its_own_error(folder):
     write(folder / "my_train.py", "1 +")
     with pytest.raises(SyntaxError):
         load("my_train.py:build")
     assert "my_train" not in sys.modules
-
-
-# --- built ---
-
-
-@pytest.mark.parametrize(("function", "kind"), [("a_model_alone", "Linear"), ("the_wrong_way_round", "tuple")])
-def test_a_target_must_return_a_model_and_a_step(folder, function, kind):
-    write(folder / "my_train.py")
-    assert refused(lambda: build(f"my_train.py:{function}")) == (
-        f"my_train.py:{function} returned {kind}, not a pair (model, step_fn)."
-    )
 
 
 # --- named ---
