@@ -1,3 +1,5 @@
+"""What a step can reach. This module is the user's code; the scheduler belongs to a library, and must be found in it."""
+
 import functools
 import importlib
 import sys
@@ -10,9 +12,15 @@ from torch import nn
 from oomprobe.state import Tracker
 from oomprobe.state.walk import is_training_state, visit
 
+held = None  # a global variable, which some of the code below names
+
 
 def reachable(roots):
     return [one.value for one in visit((root, "") for root in roots) if is_training_state(one)]
+
+
+def names_nothing(model, batch_size):
+    pass
 
 
 class Plain:
@@ -20,13 +28,38 @@ class Plain:
 
 
 class OwnModule(nn.Linear):
-    pass
+    def __init__(self, scheduler=None):
+        super().__init__(1, 1)
+        self._scheduler = scheduler
+
+
+class Calls:
+    def __call__(self, model, batch_size):
+        held.step()
+
+
+class Method:
+    scheduler = property(lambda self: held)
+
+    def step(self, model, batch_size):
+        self.post()
+
+    def post(self):
+        self.scheduler.step()
+
+
+class NamesInForward(nn.Linear):
+    def forward(self, x):
+        held.step()
+        return super().forward(x)
 
 
 @pytest.fixture
-def scheduler():
+def scheduler(monkeypatch):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    one = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    monkeypatch.setattr(sys.modules[__name__], "held", one)
+    return one
 
 
 def holding(held):
@@ -39,30 +72,25 @@ def closure(held):
     return lambda model, batch_size: held.step()
 
 
-def closure_in_a_closure(held):
-    return lambda model, batch_size: (lambda: [closure(held) for _ in range(1)])()
-
-
 def default(held):
     return lambda model, batch_size, it=held: None
 
 
-def own_module(held):
-    model = OwnModule(1, 1)
-    model._scheduler = held
-    return nn.Sequential(model)
-
-
 REACHED = {
     "closure": closure,
-    "closure in a closure": closure_in_a_closure,
+    "closure in a closure": lambda held: lambda model, batch_size: (lambda: [closure(held) for _ in range(1)])(),
     "default": default,
     "partial": lambda held: functools.partial(lambda model, batch_size, it: None, it=held),
     "bound method": lambda held: types.MethodType(lambda self, model, batch_size: None, holding(held)),
     "containers": lambda held: default({"a": [(held,)]}),
-    "private attribute of a module": own_module,
-    "object on a module": lambda held: own_module(holding(held)),
-    "patched method of a module": lambda held: own_module(closure(held)),
+    "private attribute of a module": lambda held: nn.Sequential(OwnModule(held)),
+    "object on a module": lambda held: OwnModule(holding(held)),
+    "patched method of a module": lambda held: OwnModule(closure(held)),
+}
+NAMED = {
+    "__call__ of a class": Calls(),
+    "a property in another method": Method().step,
+    "forward of a submodule": nn.Sequential(NamesInForward(1, 1)),
 }
 
 
@@ -72,82 +100,19 @@ def test_objects_that_a_step_holds_are_reached(way, scheduler):
     assert scheduler not in reachable([REACHED[way](Plain())])
 
 
-def test_data_sets_are_not_searched(scheduler):
+@pytest.mark.parametrize("way", NAMED)
+def test_objects_that_the_users_code_names_are_reached(way, scheduler):
+    assert scheduler in reachable([NAMED[way]])
+    assert scheduler not in reachable([names_nothing, OwnModule()])
+
+
+def test_data_sets_and_library_code_are_not_searched(scheduler, monkeypatch):
     assert scheduler not in reachable([default([*range(30_000), scheduler])])
-
-
-MODULES = {
-    "users_state.py": "scheduler = None\n",
-    "users_train.py": """
-from torch import nn
-import users_state
-
-class Calls:
-    def __call__(self, model, batch_size):
-        held.step()
-
-class Method:
-    def step(self, model, batch_size):
-        self.post()
-    def post(self):
-        held.step()
-
-class Property:
-    def step(self, model, batch_size):
-        self.scheduler.step()
-    @property
-    def scheduler(self):
-        return held
-
-class Model(nn.Linear):
-    def forward(self, x):
-        held.step()
-        return super().forward(x)
-
-def through_module(model, batch_size):
-    users_state.scheduler.step()
-
-def names_nothing(model, batch_size):
-    pass
-""",
-}
-
-
-@pytest.fixture
-def train(tmp_path, monkeypatch, scheduler):
-    for name, text in MODULES.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    import users_train
-
-    users_train.held = users_train.users_state.scheduler = scheduler
-    yield users_train
-    for name in MODULES:
-        del sys.modules[name.removesuffix(".py")]
-
-
-NAMES_IT = {
-    "__call__ of a class": lambda train: [train.Calls()],
-    "another method": lambda train: [train.Method().step],
-    "property": lambda train: [train.Property().step],
-    "forward of a submodule": lambda train: [nn.Sequential(train.Model(1, 1)), train.names_nothing],
-    "module": lambda train: [train.through_module],
-}
-
-
-@pytest.mark.parametrize("way", NAMES_IT)
-def test_objects_that_the_users_code_names_are_reached(way, train, scheduler):
-    assert scheduler in reachable(NAMES_IT[way](train))
-    assert scheduler not in reachable([train.names_nothing, nn.Linear(1, 1)])
-
-
-def test_library_code_is_not_searched(train, scheduler, monkeypatch):
-    monkeypatch.setattr(train, "__file__", "/usr/lib/python3/site-packages/users_train.py")
-    assert scheduler not in reachable([train.Calls(), type("Own", (train.Calls,), {})()])
+    monkeypatch.setattr(sys.modules[__name__], "__file__", "/usr/lib/python3/site-packages/users_train.py")
+    assert scheduler not in reachable([Calls(), type("Own", (Calls,), {})()])
 
 
 INSTALLED = """
-import torch
 CACHE, calls = {}, 0
 
 class Trainer:

@@ -21,42 +21,6 @@ def test_unusual_optimizer_state_is_read(state, count):
     assert len(list(state_tensors(optimizer))) == count
 
 
-def test_each_optimizer_is_tracked_once_and_not_kept_alive():
-    model = nn.Linear(2, 2)
-    known, late = (torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
-    tracker = Tracker(model, [lambda model, n: known.step()])
-    for one in (late, known, late):
-        tracker.add(one)
-    assert tracker.optimizers == [known, late]
-    del one, late
-    assert tracker.optimizers == [known]
-
-
-def test_a_cold_start_drops_only_later_state():
-    model = nn.Linear(2, 2)
-    known, late = torch.optim.Adam([model.weight]), torch.optim.SGD([model.bias], momentum=0.9)
-
-    def train():
-        model(torch.ones(1, 2)).sum().backward()
-        known.step()
-        late.step()
-
-    model.weight.grad = torch.ones(2, 2)
-    known.step()
-    tracker = Tracker(model, [lambda model, n: known.step()])
-    assert len(tracker.resident_tensors()) == 5  # two parameters, a gradient, two averages
-    tracker.add(late)
-    for _ in range(2):
-        train()
-        model.register_buffer("table", torch.ones(3))
-        known.state[model.weight]["more"] = 1
-        tracker.start_cold()
-        assert (model.weight.grad is None, model.bias.grad) == (False, None)
-        assert sorted(known.state[model.weight]) == ["exp_avg", "exp_avg_sq", "step"]
-        assert not late.state
-        assert not hasattr(model, "table")
-
-
 def test_what_is_saved_does_not_grow_with_the_data():
     """Entries are counted over all containers together; of those beyond the budget only the length is compared."""
     data = types.SimpleNamespace(rows=[[*range(4_000)] for _ in range(500)], table={i: [i] * 900 for i in range(500)})
@@ -140,21 +104,22 @@ def test_an_optimizer_that_is_gone_leaves_the_groups_that_another_shares():
     assert len(held.optimizer.param_groups[0]["params"]) == 2
     tracker.start_cold()
     assert held.around.inner is held.optimizer
-    groups, held.optimizer, held.around = held.optimizer.param_groups, None, None  # which another is about to take
-    gc.collect()
-    assert len(groups[0]["params"]) == 2
 
 
-def test_after_a_probe_an_optimizer_that_is_gone_is_not_emptied():
+@pytest.mark.parametrize("is_over", [False, True])
+def test_parameters_that_another_takes_stay_and_all_do_after_a_probe(is_over):
     model = nn.Linear(2, 2)
     held = types.SimpleNamespace(optimizer=torch.optim.Adam(model.parameters()))
     tracker = Tracker(model, [lambda model, n: held])
     tracker.start_cold()
-    tracker.put_back()
-    params = held.optimizer.param_groups[0]["params"]
+    groups = held.optimizer.param_groups
+    if is_over:
+        tracker.put_back()
+    taken = None if is_over else groups[0]["params"]
     held.optimizer = None
     gc.collect()
-    assert len(params) == 2
+    assert len(groups[0]["params"]) == 2
+    del taken
 
 
 def test_the_order_of_parameters_comes_back():
