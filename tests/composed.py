@@ -29,6 +29,9 @@ class Momentum(torch.optim.Optimizer):
 class Slotted:
     __slots__ = ("best", "n")
 
+    def __init__(self):
+        self.n = 0
+
 
 class EasyDict(dict):
     __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
@@ -45,7 +48,6 @@ class Trainer:
         self.optimizer = kind([{"params": [p]} for p in self.model.parameters()])
         self.table = torch.randn(64, width, device=device)
         self.slotted, self.state = Slotted(), EasyDict(seen=0)
-        self.slotted.n = 0
         self.feed = itertools.repeat(1.0) if "iterator" not in parts else (1.0 for _ in range(10**6))
         self.n = 0
 
@@ -57,7 +59,7 @@ class Trainer:
             drops += self.n
         if "frozen part" in parts:
             self.state["calls"] = self.state.get("calls", 0) + 1
-            model[0].bias.requires_grad_(self.state["calls"] % 3 == 0)
+            model[0].bias.requires_grad_(self.state["calls"] % 4 == 0)
         if "slots" in parts:
             self.slotted.n += 1
             drops += self.slotted.n

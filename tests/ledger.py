@@ -3,6 +3,7 @@
 For tests of the probe that need exact limits and no real memory.
 """
 
+import weakref
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -116,6 +117,14 @@ class LedgerDevice:
     def leak(self, size_bytes):
         self.take(size_bytes)
         self.live += size_bytes
+
+    def lend(self, size_bytes, owner):
+        """Use memory until the owner is gone."""
+        self.live += size_bytes
+        weakref.finalize(owner, self._free, size_bytes).atexit = False
+
+    def _free(self, size_bytes):
+        self.live -= size_bytes
 
 
 HERE = LedgerDevice(2**40)  # for steps that take no memory from it and stop at max_batch

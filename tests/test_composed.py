@@ -1,8 +1,10 @@
 """Whatever a loop is composed of, training after a probe equals training without one."""
 
 import itertools
+import random
 
 import pytest
+import torch
 from composed import PARTS, Trainer
 from ledger import MIB, LedgerDevice, Log
 from test_training_goes_on import different, picture
@@ -49,12 +51,14 @@ def test_training_after_a_probe_equals_training_without(run):
             trainer.step(trainer.model, 4)
     device, before = LedgerDevice(10 * MIB), seen(probed)
     parameters = [id(p) for p in probed.model.parameters()]
-    starts = Log()
+    starts, draws = Log(), Log()
 
     def step(model, batch_size):
-        len(starts) < len(device.caps) and starts.append(seen(probed))
-        device.take(batch_size * MIB if fails else 0)
-        return probed.step(model, batch_size)
+        if len(starts) < len(device.caps):
+            starts.append(seen(probed))
+            draws.append((random.random(), torch.rand(()).item()))
+        probed.step(model, batch_size)
+        device.take(batch_size * MIB if fails else 0)  # after the step has frozen, replaced and counted something
 
     result = oomprobe.find_max_batch(
         probed.model, step, device=device, max_batch=None if fails else 8, memory_fraction=1.0, progress="off"
@@ -65,6 +69,7 @@ def test_training_after_a_probe_equals_training_without(run):
         assert [id(p) for p in probed.model.parameters()] == parameters
     if "iterator" not in parts:  # every trial starts as the first did, but for the values of the weights
         assert {str(shapes(start)) for start in starts} == {str(shapes(before))}
+    assert len(set(draws)) == 1
     lost = [note for note in result.notes if note.startswith("not restored: ")]
     assert bool(lost) == ("iterator" in parts) == (not result.state_verified), result.notes
     assert all("feed (an iterator)" in note and "," not in note for note in lost), lost

@@ -139,8 +139,6 @@ class Started:
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 RESTORED = ["cleaning", "clean"]
-
-
 CTRL_C, SIGTERM = ["KeyboardInterrupt()"], ["SystemExit(143)"]
 
 

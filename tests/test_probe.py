@@ -1,6 +1,5 @@
 """find_max_batch and check as a caller sees them."""
 
-import operator
 import os
 import random
 import signal
@@ -11,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ledger import MIB, Box, LedgerDevice, Log, taking
+from ledger import MIB, LedgerDevice, Log, taking
 from ledger import probe as probe_model
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -163,12 +162,6 @@ def test_a_check_that_failed_once_is_confirmed_and_noted():
     assert any(note.startswith("the step varies: batch 50 ended differently") for note in result.notes)
 
 
-def test_a_suggested_split_without_accumulation_runs():
-    device = LedgerDevice(100 * MIB)
-    result = probe(device, taking(device), max_batch=64, global_batch=37)
-    assert (result.plan(37)[0].micro_batch, result.plan(37)[0].ran) == (37, True)
-
-
 def test_a_global_batch_without_a_fitting_split_is_noted():
     device = LedgerDevice(100 * MIB)
     model, step, _ = accumulating(device, 90 * MIB, per_sample=40 * MIB)
@@ -215,20 +208,6 @@ def test_a_poisoned_process_gives_no_further_verdict(error):
     assert random.getstate() == generator
     assert (calls[-1], list(calls)) == (8, sorted(calls))
     assert (caught.value.trials[-1].batch_size, caught.value.trials[-1].verdict) == (8, Verdict.POISONED)
-
-
-def test_a_device_that_dies_between_steps_is_lost():
-    device = LedgerDevice(10 * MIB)
-
-    def die():
-        device.is_healthy = False
-        raise ILLEGAL_ADDRESS
-
-    def step(model, batch_size):
-        device.release = die
-
-    with pytest.raises(oomprobe.DeviceLostError):
-        probe(device, step)
 
 
 def raising(error):
@@ -284,42 +263,19 @@ def test_a_plan_that_runs_out_of_time_keeps_the_answer():
     assert any("the plan for global_batch was not run to completion" in note for note in result.notes)
 
 
-class Average:
-    """Keeps its count in another object, so that only its load_state_dict can restore it."""
+def test_an_interruption_carries_the_trials():
+    device, sent = LedgerDevice(4 * MIB), Log()
 
-    def __init__(self, loading):
-        self.inner, self.loading = Box(0), loading
+    def interrupt(trial):
+        sent.append(trial)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    def state_dict(self):
-        return {"count": self.inner.held}
-
-    def load_state_dict(self, state):
-        self.inner.held = state["count"]
-        self.loading()
-
-
-@pytest.mark.parametrize("place", ["between steps", "restoring"])
-def test_an_interruption_carries_the_trials(place):
-    def interrupt(*_):
-        if not sent:
-            sent.append(place)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    sent, device = Log(), LedgerDevice(4 * MIB)
-    average = Average(interrupt if place == "restoring" else lambda: None)
-
-    def step(model, batch_size):
-        average.inner.held += 1
-        device.take(batch_size * MIB)
-
-    progress = interrupt if place == "between steps" else "off"
     with pytest.raises(KeyboardInterrupt) as raised:
-        probe(device, step, preserve=[average], progress=progress)
-    assert sent
-    assert average.inner.held == 0
+        probe(device, taking(device), progress=interrupt)
     [note] = raised.value.__notes__
     assert note.startswith("oomprobe was interrupted; the trials so far:\n")
     assert "grow" in note
+    assert len(sent) == 1
 
 
 def test_a_second_thread_may_probe():
@@ -355,8 +311,3 @@ def test_a_fault_of_the_probe_is_not_told_as_the_steps(monkeypatch):
 
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         probe_model(nn.Linear(2, 2), step)
-
-
-def test_a_step_written_in_c_fails_as_any_step():
-    with pytest.raises(oomprobe.StepFailedError, match="'Linear' object is not subscriptable"):
-        probe_model(nn.Linear(2, 2), operator.getitem)

@@ -24,12 +24,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from ledger import MIB, LedgerDevice, Log, probe
+from composed import EasyDict, Slotted
+from ledger import Log, probe
 from torch import nn
 from torch.utils.data import DataLoader
 
 import oomprobe
-from oomprobe.state import Tracker
 
 CALLS = 24
 SAMPLES = torch.arange(1600.0).view(400, 4).sin()
@@ -233,10 +233,6 @@ def copied(model):
 # --- places to count in ---
 
 
-class EasyDict(dict):
-    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
-
-
 @loop()
 def variables_dicts_and_namespaces_in_a_closure():
     model, optimizer = net_and_optimizer()
@@ -304,13 +300,6 @@ def attributes_of_a_class_and_a_private_one():
     return step.model, step, lambda: public(Step) | vars(step)
 
 
-class Slotted:
-    __slots__ = ("best", "n")
-
-    def __init__(self):
-        self.n = 0
-
-
 @dataclasses.dataclass
 class Record:
     steps: int = 0
@@ -328,7 +317,7 @@ class Meter:
 Best = collections.namedtuple("Best", ["at", "loss"])
 
 
-@method(slotted=lambda _: Slotted(), record=Record(), best=Best(0, math.inf), logger=types.SimpleNamespace(meters={}))
+@method(slotted=Slotted(), record=Record(), best=Best(0, math.inf), logger=types.SimpleNamespace(meters={}))
 def objects_in_objects(self, model, batch_size):
     self.slotted.n += 1
     self.record.steps += batch_size
@@ -342,30 +331,21 @@ def objects_in_objects(self, model, batch_size):
 
 
 @loop()
-def defaults_and_attributes_of_the_step():
-    model, optimizer = net_and_optimizer()
-
-    def step(model, batch_size, seen=[], *, counts={}):  # noqa: B006
+def a_partial_and_defaults_and_attributes_of_the_step():
+    def step(model, batch_size, seen=[], *, optimizer, state, rng, counts={}):  # noqa: B006
         seen.append(batch_size)
         counts[batch_size] = counts.get(batch_size, 0) + 1
+        state["n"] += 1
         step.n += 1
-        step.loss = fit(model, optimizer, batch(batch_size), lr=0.2 / (len(seen) + step.n)).item()
+        x = torch.tensor([rng.gauss(0, 1) for _ in range(4 * batch_size)]).view(-1, 4)
+        step.loss = fit(model, optimizer, x, lr=0.2 / (len(seen) + step.n + state["n"])).item()
         return step.loss
 
-    step.n = 0
-    return model, step, lambda: {"seen": step.__defaults__, "counts": step.__kwdefaults__, **vars(step)}
-
-
-@loop()
-def a_partial():
-    def step(model, batch_size, *, optimizer, state, rng):
-        state["n"] += 1
-        x = torch.tensor([rng.gauss(0, 1) for _ in range(4 * batch_size)]).view(-1, 4)
-        return fit(model, optimizer, x, lr=0.1 / state["n"])
-
     model, optimizer = net_and_optimizer()
+    step.n = 0
     kept = {"optimizer": optimizer, "state": {"n": 0}, "rng": random.Random(3)}
-    return model, functools.partial(step, **kept), lambda: kept
+    look = lambda: {"seen": step.__defaults__, "counts": step.__kwdefaults__, **vars(step), **kept}  # noqa: E731
+    return model, functools.partial(step, **kept), look
 
 
 # --- what loops keep ---
@@ -401,49 +381,20 @@ def averages_in_arrays_and_tensors(self, model, batch_size):
     return self.total.clone()
 
 
-@method(shadow=copied, ema=lambda model: copy.deepcopy(model).requires_grad_(False))
-def averaged_weights_made_at_the_start(self, model, batch_size):
-    loss = self.fit(batch(batch_size))
-    with torch.no_grad():
-        for shadow, mine, theirs in zip(self.shadow, self.ema.parameters(), model.parameters(), strict=True):
-            shadow.lerp_(theirs, 0.1)
-            mine.mul_(0.9).add_(theirs, alpha=0.1)
-    return loss + self.ema(SAMPLES[:2]).sum() + self.shadow[0].sum()
-
-
-@method(n=0)
-def averaged_weights_made_at_calls_3_and_20(self, model, batch_size):
+@method(n=0, shadow=copied)
+def averaged_weights_made_at_the_start_and_at_calls_3_and_20(self, model, batch_size):
     self.n += 1
     loss = self.fit(batch(batch_size))
+    with torch.no_grad():
+        for shadow, theirs in zip(self.shadow, model.parameters(), strict=True):
+            shadow.lerp_(theirs, 0.1)
     if hasattr(self, "ema"):
         for mine, theirs in zip(self.ema.parameters(), model.parameters(), strict=True):
             mine.data.lerp_(theirs.data, 0.1)
         loss += self.ema[0].weight.sum().item()
     if self.n in (3, 20):
         self.ema = copy.deepcopy(model)
-    return loss
-
-
-class Stopper:
-    def __init__(self, trainer):
-        self.trainer, self.bad = trainer, 0
-
-    def on_step_end(self, loss):
-        if loss < self.trainer.best:
-            self.trainer.best, self.bad = loss, 0
-            self.best_weights = copy.deepcopy(self.trainer.model.state_dict())
-        else:
-            self.bad = (self.bad + 1) % 3
-            self.trainer.lr /= 1 + (self.bad == 0)
-
-
-@method(lr=0.1, best=math.inf, callbacks=[])
-def early_stopping_in_a_callback(self, model, batch_size):
-    self.callbacks = self.callbacks or [Stopper(self)]
-    loss = self.fit(batch(batch_size), self.lr)
-    for callback in self.callbacks:
-        callback.on_step_end(loss.item())
-    return loss
+    return loss + self.shadow[0].sum()
 
 
 @method(t=0, momentum={})
@@ -501,23 +452,6 @@ def groups_added_once_and_at_call_3(self, model, batch_size):
     return self.fit(batch(batch_size))
 
 
-@method(
-    make=lambda: nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 1)}),
-    optimizer=lambda model: [torch.optim.Adam(model[name].parameters(), lr=0.01) for name in "gd"],
-    n=0,
-)
-def a_gan_that_alternates(self, model, batch_size):
-    trains_d = self.n % 2 == 0
-    self.n += 1
-    model["d"].requires_grad_(trains_d)
-    fake = model["d"](model["g"](batch(batch_size)))
-    loss = (fake - model["d"](batch(batch_size))).mean() if trains_d else -fake.mean()
-    self.optimizer[trains_d].zero_grad()
-    loss.backward()
-    self.optimizer[trains_d].step()
-    return loss.detach()
-
-
 @method(is_busy=False, begun=0)
 def a_guard_that_an_error_leaves_set(self, model, batch_size):
     if self.is_busy:
@@ -551,38 +485,6 @@ def mixup_of_shuffled_data_with_generators_of_its_own(self, model, batch_size):
     share = self.rng.beta(0.4, 0.4)
     x = share * x + (1 - share) * x[torch.randperm(batch_size, generator=self.generator)]
     return self.fit(x * self.python.gauss(1, 0.1), lr=0.1 / (1 + self.epoch))
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell, self.hidden, self.calls, self.stats = nn.GRUCell(4, 8), None, 0, {}
-
-    def forward(self, x):
-        self.calls += 1
-        self.stats["mean"] = x.mean()
-        if self.hidden is None or len(self.hidden) != len(x):
-            self.hidden = torch.zeros(len(x), 8)
-        out = self.cell(x, self.hidden)
-        self.hidden = out.detach()
-        return out / self.calls
-
-
-@loop()
-def a_module_that_counts_and_remembers():
-    model = Recurrent()
-    optimizer = sgd(model)
-    look = lambda: {"hidden": model.hidden, "calls": model.calls, "stats": model.stats}  # noqa: E731
-    return model, lambda model, n: fit(model, optimizer, batch(n)), look
-
-
-@method(make=lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), net()[2]), v=torch.ones(4))
-def power_iteration_beside_a_normed_layer(self, model, batch_size):
-    with torch.no_grad():
-        self.u = nn.functional.normalize(model[0].weight @ self.v, dim=0)
-        self.v.copy_(self.u @ model[0].weight)
-        self.v /= self.v.norm()
-    return self.fit(batch(batch_size), lr=0.1 / (1 + self.u.abs().max().item()))
 
 
 # --- what cannot be put back, or perhaps not: then it is named ---
@@ -675,14 +577,6 @@ def a_list_indexed_by_an_iterator(self, model, batch_size):
     return self.history[next(self.ticks)]
 
 
-@method("feed", "smoothed", feed=lambda _: iter(DataLoader([*enumerate(SAMPLES)], batch_size=None)), smoothed={})
-def a_dict_keyed_by_an_iterator(self, model, batch_size):
-    i, x = next(self.feed)
-    before = self.smoothed[i - 1] if i else 0.0
-    self.smoothed[i] = 0.9 * before + 0.1 * self.fit(x.expand(batch_size, 4)).item()
-    return self.smoothed[i]
-
-
 @method("numbered", "n", numbered=lambda _: ((i, torch.randn(8, 4)) for i in range(200)), n=0)
 def a_number_checked_against_a_generator(self, model, batch_size):
     i, x = next(self.numbered)
@@ -723,31 +617,6 @@ def test_a_bug_that_comes_at_once_is_not_run_again():
     assert len(calls) == 1
 
 
-def test_every_trial_starts_with_what_is_trainable():
-    """A trial that runs out of memory in the discriminator's turn leaves the generator frozen."""
-    device, trainable = LedgerDevice(10 * MIB), Log()
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.25)])
-    optimizer, rates = torch.optim.SGD(model.parameters(), lr=0.1), Log()
-
-    def step(model, batch_size):
-        rates.append((optimizer.param_groups[0]["lr"], model[2].p, random.random(), torch.rand(()).item()))
-        trainable.append([parameter.requires_grad for parameter in model.parameters()])
-        model[0].requires_grad_(False)
-        device.take(batch_size * MIB)
-        model[0].requires_grad_(True)
-        optimizer.param_groups[0]["lr"] *= 0.5
-        model[2].p += 0.25
-        model[1](model[0](torch.ones(batch_size, 4))).sum().backward()
-        optimizer.step()
-
-    result = probe(model, step, device=device, memory_fraction=1.0)
-    assert (result.batch_size, result.state_verified) == (10, True)
-    assert all(map(all, trainable))
-    assert rates[0][:2] == (0.1, 0.25)
-    assert rates.count(rates[0]) == len(result.trials)
-    assert (optimizer.param_groups[0]["lr"], model[2].p) == (0.1, 0.25)
-
-
 def test_a_kept_loss_does_not_keep_its_graph_alive():
     model, _ = net_and_optimizer()
     kept = types.SimpleNamespace(loss=model(batch(4)).square().mean())
@@ -779,22 +648,6 @@ def test_what_was_unfrozen_stays_so_beside_an_iterator():
     probe(model, step, max_batch=8)
     assert all(trainable is (n >= 4) for n, trainable in seen if n < 4 or n > 40)
     assert not model[0].weight.requires_grad
-
-
-def test_a_second_clean_up_forgets_nothing_that_the_first_put_back():
-    model, calls = nn.Linear(2, 2), types.SimpleNamespace(made=0)
-
-    def step(model, batch_size):
-        calls.made += 1
-
-    tracker = Tracker(model, [step])
-    step(model, 1)
-    tracker.end_trial(passed=True)
-    for _ in range(2):  # as after compiled code was dropped
-        tracker.start_cold()
-        assert calls.made == 0
-    assert tracker.leave()
-    assert calls.made == 1
 
 
 def test_members_of_types_written_in_c_are_not_the_users():

@@ -34,7 +34,7 @@ def accumulating(over, *, backward=True, by_hand=False, reach=True):
     return model, step
 
 
-@pytest.mark.parametrize("over", [1, 5, 32, 64, 200])
+@pytest.mark.parametrize("over", [5, 200])
 def test_an_optimizer_that_steps_late_is_waited_for(over):
     model, step = accumulating(over)
     calls = Log()
@@ -123,7 +123,7 @@ def test_a_loop_may_be_done_with_an_optimizer():
     assert not [note for note in result.notes if "step in" in note]
 
 
-@pytest.mark.parametrize("made", [1, 40, 50])
+@pytest.mark.parametrize("made", [1, 50])
 def test_a_probe_may_begin_within_an_accumulation(made):
     model, step = accumulating(48)
     for _ in range(made):
