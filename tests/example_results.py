@@ -1,4 +1,4 @@
-"""Example results: a GPU, a host, and one with every possible warning."""
+"""Example results: a GPU, two ranks, and one with every possible warning."""
 
 from dataclasses import replace
 
@@ -13,10 +13,6 @@ CUDA_OOM = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of which "
     "1.11 GiB is free. Including non-PyTorch memory, this process has 22.51 GiB memory in use.\nsecond line"
 )
-HOST_OOM = (
-    '[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: not enough memory: you tried to allocate '
-    "268435456 bytes. Buy new RAM!"
-)  # fmt: skip
 
 
 def gpu_trial(batch_size, phase=Phase.GROW, cap=None, **rest):
@@ -122,39 +118,6 @@ def ranks():
     )
 
 
-def host():
-    def ran(batch_size, phase=Phase.GROW, cap=256 * MIB, **rest):
-        peak = 30 * MIB + 2 * MIB * batch_size
-        return a_trial(batch_size, phase=phase, cap_bytes=cap, peak_allocated_bytes=peak, steps=3,
-                       step_s=0.2 * batch_size, samples_per_s=5.0, **rest)  # fmt: skip
-
-    def failed(batch_size, phase=Phase.GROW, cap=256 * MIB):
-        return a_trial(batch_size, Verdict.HOST_OOM, phase, cap_bytes=cap, error=HOST_OOM, where="forward, net.py:9")
-
-    cap = 128 * MIB
-    tried = (
-        *(ran(16), ran(32), ran(64), failed(128)),
-        *(failed(64, Phase.BISECT, cap), ran(48, Phase.BISECT, cap), failed(56, Phase.BISECT, cap)),
-        *(failed(56, Phase.RECHECK, cap), ran(48, Phase.CONFIRM, cap)),
-        ran(48, Phase.CONFIRM, cap, accumulation_steps=2),
-    )
-    return ProbeResult(
-        batch_size=48,
-        limit_batch_size=64,
-        first_failing_batch_size=128,
-        limited_by="host_memory",
-        trials=tried,
-        fit=fit_line([(t.batch_size, t.peak_allocated_bytes) for t in tried if t.passed], cap),
-        device="host (AMD EPYC 9654), 64 threads",
-        budget_bytes=cap,
-        available_bytes=256 * MIB,
-        state_verified=True,
-        options={"memory_fraction": 0.5, "multiple_of": 8, "min_batch": 16, "global_batch": 192, "world_size": 2},
-        elapsed_s=203.0,
-        in_steps_s=201.0,
-    )
-
-
 def trouble():
     """Everything a report can warn about, with texts that fake a verdict, move the cursor or leave ASCII."""
     return ProbeResult(
@@ -182,4 +145,4 @@ def trouble():
     )  # fmt: skip
 
 
-EXAMPLES = {example.__name__: example for example in (gpu, host, trouble, ranks)}
+EXAMPLES = {example.__name__: example for example in (gpu, trouble, ranks)}

@@ -8,7 +8,7 @@ from oomprobe.records.fit import LinearFit
 from oomprobe.records.result import SCHEMA_VERSION, ProbeResult
 from oomprobe.records.trials import Phase, RankTrial, Trial, Verdict
 
-counts = st.integers(0, 2**63)
+counts = st.integers(0, 2**63) | st.just(10**300)
 floats = st.floats(allow_nan=False, allow_infinity=False)
 words = st.text(max_size=30)
 

@@ -4,7 +4,6 @@ import sys
 import pytest
 import torch
 from fake_accelerator import FakeAccelerator, FakeModule
-from processes import run_python
 from torch import nn
 
 import oomprobe
@@ -26,22 +25,16 @@ def refused(error, text, device, model=ON_CPU):
 
 
 class Elsewhere(nn.Module):
-    """A model with one tensor on each of the given devices."""
+    """A model with one tensor on each of the given devices, which this machine may lack."""
 
     def __init__(self, *places):
         super().__init__()
         for number, place in enumerate(places):
-            tensor = FakeTensorOn(place) if place == "cuda:0" else torch.ones(1, device=place)
+            tensor = torch.Tensor._make_wrapper_subclass(WithoutData, (1,), device=torch.device(place))
             self.register_buffer(f"part_{number}", tensor)
 
 
-class FakeTensorOn(torch.Tensor):
-    """A tensor that claims to be on a device that this machine may lack."""
-
-    @staticmethod
-    def __new__(cls, place):
-        return torch.Tensor._make_wrapper_subclass(cls, (1,), device=torch.device(place))
-
+class WithoutData(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         raise AssertionError(f"{function} was run on a tensor without data")
@@ -76,21 +69,17 @@ def test_simulated_devices(text, gib):
     chosen = choose_device(text, ON_CPU)
     assert isinstance(chosen, oomprobe.SimulatedDevice)
     assert chosen.available_bytes() // GIB == gib
-
-
-def test_an_unknown_card_is_refused():
     refused(NoDeviceError, "similar cards: P100-16GB, V100-16GB", "sim:H1000")
-    refused(NoDeviceError, "it has P100-16GB, V100-16GB", "sim")
 
 
 @no_accelerator
-@pytest.mark.parametrize("device", ["cuda", "cuda:99", "xpu", "mps", "meta", torch.device("cuda", 1)])
+@pytest.mark.parametrize("device", ["cuda:99", "mps", "meta"])
 def test_an_absent_device_is_refused(device):
     text = f"no device {str(device)!r} here: torch {torch.__version__} sees no accelerator. Type `oomprobe devices`"
     refused(NoDeviceError, text, device)
 
 
-@pytest.mark.parametrize("device", ["cuda:2", "cuda:99", "xpu", torch.device("cuda", 2)])
+@pytest.mark.parametrize("device", ["xpu", torch.device("cuda", 2)])
 def test_an_absent_card_is_refused(cards, device):
     refused(NoDeviceError, f"no device {str(device)!r} here: torch {torch.__version__} sees 2 of type cuda", device)
 
@@ -104,10 +93,10 @@ def test_a_device_object_is_returned_unchanged():
 # --- where the model is ---
 
 
-@pytest.mark.parametrize("device", [None, "cpu", "cpu:4GiB"])
-def test_a_model_without_parameters_runs_on_the_given_device(monkeypatch, device):
+def test_a_model_without_parameters_runs_on_the_given_device(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert choose_device(device, WITHOUT_PARAMETERS).torch_device == torch.device("cpu")
+    for device in (None, "cpu:4GiB"):
+        assert choose_device(device, WITHOUT_PARAMETERS).torch_device == torch.device("cpu")
 
 
 def test_a_model_without_parameters_uses_the_accelerator(cards):
@@ -115,9 +104,9 @@ def test_a_model_without_parameters_uses_the_accelerator(cards):
     assert model_device(WITHOUT_PARAMETERS) is None
 
 
-@pytest.mark.parametrize("device", [None, "cuda", "cuda:0", torch.device("cuda")])
-def test_the_models_device_is_found_and_may_be_stated(cards, device):
-    assert choose_device(device, Elsewhere("cuda:0")).torch_device == torch.device("cuda", 0)
+def test_the_models_device_is_found_and_may_be_stated(cards):
+    for device in (None, "cuda", torch.device("cuda", 0)):
+        assert choose_device(device, Elsewhere("cuda:0")).torch_device == torch.device("cuda", 0)
     assert choose_device(None, ON_CPU).torch_device == torch.device("cpu")
 
 
@@ -128,18 +117,18 @@ def test_a_model_on_another_device_is_refused(cards):
     refused(InvalidArgumentError, text, "cuda", ON_CPU)
 
 
-LAZY = "is a lazy parameter without a shape yet: run one forward pass, then probe"
 META = nn.Linear(2, 2, device="meta")
 
 
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: META, "weight is on the meta device and has no memory: materialise the model"),
-        (lambda: nn.Sequential(ON_CPU, META), "1.weight is on the meta device"),
+        (
+            lambda: nn.Sequential(ON_CPU, META),
+            "1.weight is on the meta device and has no memory: materialise the model",
+        ),
         (lambda: Elsewhere("cpu", "cuda:0"), "the model is on 2 devices (part_0 on cpu, part_1 on cuda:0): oomprobe"),
-        (lambda: nn.LazyLinear(3), LAZY),
-        (nn.LazyBatchNorm1d, LAZY),
+        (lambda: nn.LazyLinear(3), "is a lazy parameter without a shape yet: run one forward pass, then probe"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
@@ -154,15 +143,3 @@ def test_a_model_that_is_not_on_one_device_is_refused(build, text):
 def test_all_devices_are_listed(cards):
     assert [str(device.torch_device) for device in list_devices()] == ["cuda:0", "cuda:1", "cpu"]
     assert describe_device(list_devices()[1]) == "cuda:1  Fake Card  1.00 GiB"
-
-
-@linux_only
-def test_choosing_the_host_does_not_initialise_cuda():
-    run_python(
-        """
-        import torch
-        import oomprobe.devices
-        oomprobe.devices.choose_device("cpu", torch.nn.Linear(2, 2))
-        assert not torch.cuda.is_initialized()
-        """
-    )

@@ -29,9 +29,3 @@ def test_time_left_is_kept_for_the_confirmation():
     assert not Clock(options).suffices_to_confirm(1, [], starting_s=100.0)
     assert Clock(options).suffices_to_confirm(10**9, [])
     assert Clock(Options()).suffices_to_confirm(10**9, trials)
-
-
-def test_the_error_says_when_and_names_the_limits():
-    error = Clock(Options(time_limit_s=2.5)).time_is_up("during batch 8")
-    assert "time passed during batch 8, after " in str(error)
-    assert "(time_limit_s=2.5, trial_time_limit_s=None)" in str(error)

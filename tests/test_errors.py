@@ -1,37 +1,58 @@
+"""The errors: their classes, exit codes and texts."""
+
 import pytest
 import torch
 
 from oomprobe import errors
+from oomprobe.cli import explain, explained
 from oomprobe.errors import OomProbeError, StepFailedError, step_failed
+from oomprobe.runners.signals import EXIT_TERMINATED
 
 TREE = {
-    errors.InvalidArgumentError: ValueError,
-    errors.NoDeviceError: RuntimeError,
-    errors.NothingFitsError: MemoryError,
-    errors.StepFailedError: RuntimeError,
-    errors.DeviceLostError: RuntimeError,
-    errors.TimeLimitError: RuntimeError,
-    errors.UnreliableError: RuntimeError,
+    errors.InvalidArgumentError: (ValueError, 2),
+    errors.NoDeviceError: (RuntimeError, 4),
+    errors.NothingFitsError: (MemoryError, 1),
+    errors.StepFailedError: (RuntimeError, 3),
+    errors.DeviceLostError: (RuntimeError, 6),
+    errors.TimeLimitError: (RuntimeError, 6),
+    errors.UnreliableError: (RuntimeError, 6),
 }
 
 
-# --- the tree ---
-
-
+@pytest.mark.parametrize("required", [True, False])
 @pytest.mark.parametrize("kind", TREE)
-def test_errors_are_builtins_and_carry_trials(kind):
+def test_errors_are_builtins_and_have_one_exit_code_in_commands_and_scripts(capsys, kind, required):
+    base, code = TREE[kind]
+    code = 5 if required and kind is errors.NothingFitsError else code
     error = kind("what happened")
-    assert isinstance(error, OomProbeError)
-    assert isinstance(error, TREE[kind])
-    assert error.args == ("what happened",)
+    assert isinstance(error, base)
     assert error.trials == ()
+    assert explain(error, required=required) == code
+    with pytest.raises(SystemExit) as left, explained(required=required):
+        raise error
+    assert left.value.code == code
+    assert capsys.readouterr() == ("", "oomprobe: what happened\n" * 2)
 
 
 def test_the_docstring_draws_the_real_tree():
     drawn = [line.split("(") for line in errors.__doc__.splitlines() if line.strip().startswith("+--")]
     pairs = {name.strip(" +-"): rest.split(")")[0] for name, rest in drawn}
-    assert pairs == {kind.__name__: base.__name__ for kind, base in TREE.items()}
+    assert pairs == {kind.__name__: base.__name__ for kind, (base, _) in TREE.items()}
     assert set(pairs) == {kind.__name__ for kind in OomProbeError.__subclasses__()}
+
+
+def test_other_errors_of_a_script_are_its_own():
+    with pytest.raises(KeyError), explained():
+        raise KeyError("x")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (SystemExit(EXIT_TERMINATED), 143, "terminated")],
+)
+def test_signals_have_their_own_codes(capsys, error, code, said):
+    assert explain(error, required=False) == code
+    assert said in capsys.readouterr().err
 
 
 # --- a failed step ---
@@ -54,7 +75,6 @@ AT_EVERY_SIZE = (
     ("own", "options", "said"),
     [
         (KeyError("labels"), {}, f"KeyError: 'labels'\n{AT_EVERY_SIZE}"),
-        (StepFailedError("inner"), {}, f"StepFailedError: inner\n{AT_EVERY_SIZE}"),
         (Speechless("x"), {}, f"Speechless: (no text)\n{AT_EVERY_SIZE}"),
         (
             ValueError("x"),
@@ -70,25 +90,13 @@ AT_EVERY_SIZE = (
         ),
         (
             ValueError("x"),
-            {"largest_passed": 4},
-            "ValueError: x\nThis is not about memory; batch 4 ran: pass max_batch=4 if sizes above it are not meant to "
-            "work (a data set that ends?). Run step_fn(model, 8) once by itself to see it.",
-        ),
-        (
-            ValueError("x"),
-            {"caller": CALLER},
-            "ValueError: x\nThis is not about memory, so no batch size would help. To see whether it comes without "
-            "oomprobe, run train(8). It has no logger.",
-        ),
-        (
-            ValueError("x"),
             {"caller": CALLER, "largest_passed": 4},
             "ValueError: x\nThis is not about memory; batch 4 ran: pass starting_batch_size=4 if sizes above it are not "
             "meant to work (a data set that ends?). To see whether it comes without oomprobe, run train(8). It has no "
             "logger.",
         ),
     ],
-    ids=["a bug", "our own", "no text", "after a pass", "simulated", "above a pass", "adapter", "adapter above a pass"],
+    ids=["a bug", "no text", "after a pass", "simulated", "adapter above a pass"],
 )
 def test_a_failed_step_says_what_to_do(own, options, said):
     failed = step_failed(own, batch_size=8, **options)
@@ -97,15 +105,17 @@ def test_a_failed_step_says_what_to_do(own, options, said):
     assert str(failed) == f"the step failed at batch size 8 with {said}"
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({}, ""), ({"largest_passed": 8}, "; batch 8 ran before"), ({"largest_passed": 4}, "; batch 4 ran: ")],
-)
-def test_a_later_trial_claims_nothing_about_other_processes(options, said):
-    text = str(step_failed(ValueError("x"), batch_size=8, trial=3, **options))
-    assert f"This is not about memory{said}" in text
-    assert text.endswith(f" It came in trial 3 of its process. {UNKNOWN} in a new process.")
-    assert "the same error" not in text
+def test_a_later_trial_claims_nothing_about_other_processes():
+    text = str(step_failed(ValueError("x"), batch_size=8, trial=3))
+    assert text.endswith(f"This is not about memory. It came in trial 3 of its process. {UNKNOWN} in a new process.")
+
+
+@pytest.mark.parametrize("own", [KeyError("x"), errors.InvalidArgumentError("of a probe inside the step")])
+def test_a_failed_step_is_3_whatever_its_error(capsys, own):
+    failed = step_failed(own, batch_size=4)
+    failed.__cause__ = own
+    assert explain(failed, required=True) == 3
+    assert f"{type(own).__name__}: {own}" in capsys.readouterr().err
 
 
 def test_batch_norm_with_one_sample_suggests_min_batch():
@@ -113,34 +123,19 @@ def test_batch_norm_with_one_sample_suggests_min_batch():
     assert "Use min_batch=2" in str(step_failed(own, batch_size=1))
 
 
-def test_a_failed_target_keeps_its_own_text():
+def test_the_error_of_a_target_is_not_said_to_occur_elsewhere():
     failed = errors.target_failed(KeyError("config"), "train.py:build")
     assert str(failed).startswith("the target train.py:build failed with KeyError while it was imported and built: ")
+    assert "To see whether it comes without oomprobe, import the file and call the function by itself." in str(failed)
     assert (failed.trials, failed.batch_size) == ((), 0)
     assert str(errors.target_failed(Speechless("x"), "t:b")).count("(no text)") == 1
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyError("LOCAL_RANK"),
-        KeyError("WORLD_SIZE"),
-        ValueError(
-            "Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set"
-        ),
-    ],
-    ids=str,
-)
-def test_a_target_that_expects_ranks_is_told_how_to_get_them(error):
-    text = str(errors.target_failed(error, "train.py:build"))
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "WORLD_SIZE", "env:// rendezvous: environment variable RANK expected"])
+def test_a_target_that_expects_ranks_is_told_how_to_get_them(name):
+    text = str(errors.target_failed((ValueError if " " in name else KeyError)(name), "train.py:build"))
     assert "add --nproc-per-node N (in Python nproc_per_node=N)" in text
     assert "without oomprobe" not in text
-
-
-def test_the_error_of_a_target_is_not_said_to_occur_elsewhere():
-    text = str(errors.target_failed(KeyError("config"), "train.py:build"))
-    assert "To see whether it comes without oomprobe, import the file and call the function by itself." in text
-    assert "same error" not in text
 
 
 # --- an error that holds tensors ---

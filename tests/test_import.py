@@ -46,16 +46,6 @@ def test_every_public_name_can_be_imported_and_is_listed(name):
     assert name in dir(oomprobe)
 
 
-def test_the_contracts_names_are_public():
-    contract = {
-        *("find_max_batch", "probe_target", "check", "classify_error"),
-        *("ProbeResult", "Trial", "LinearFit", "Verdict", "Device"),
-        *("OomProbeError", "InvalidArgumentError", "NoDeviceError", "NothingFitsError", "StepFailedError"),
-        *("DeviceLostError", "TimeLimitError", "UnreliableError"),
-    }
-    assert contract <= set(oomprobe._HOMES)
-
-
 def test_type_checkers_see_the_same_names():
     source = Path(oomprobe.__file__).read_text().split("if TYPE_CHECKING:")[1].split("def ")[0]
     for_checkers = {

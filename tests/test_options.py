@@ -34,9 +34,6 @@ def refused(call, *arguments):
     return str(caught.value)
 
 
-# --- numbers ---
-
-
 @pytest.mark.parametrize(
     ("names", "values"),
     [
@@ -57,24 +54,20 @@ def test_a_number_out_of_its_range_is_refused(names, values):
     ("names", "values"),
     [
         (SIZES, [1, 10**9]),
-        (TIMES, [1, 0.001, 10**12, None]),
-        (["memory_fraction"], [1e-9, 0.5, 1.0, 1, np.float64(0.9)]),
-        (["resolution"], [0, 0.0, 0.05, 0.999]),
+        (TIMES, [1, 0.001, None]),
+        (["memory_fraction"], [1e-9, 1, np.float64(0.9)]),
+        (["resolution"], [0, 0.999]),
     ],
-    ids=["sizes", "times", "memory_fraction", "resolution"],
 )
 def test_a_number_in_its_range_is_accepted(names, values):
     for name, value in itertools.product(names, values):
         assert getattr(Options(**{name: value}), name) == value
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"), [(np.int64(8), "numpy.int64"), (np.uint8(8), "numpy.uint8"), (torch.tensor(8), "torch.Tensor")]
-)
+@pytest.mark.parametrize(("value", "kind"), [(np.int64(8), "numpy.int64"), (torch.tensor(8), "torch.Tensor")])
 def test_a_foreign_integer_is_refused_with_advice(value, kind):
-    text = refused(lambda: check_size("batch_size", value))
-    assert text.startswith("batch_size must be an integer of at least 1, not ")
-    assert f" of type {kind}: pass int(" in text
+    said = refused(check_size, "batch_size", value)
+    assert re.match(rf"batch_size must be an integer of at least 1, not .* of type {kind}: pass int\(", said)
 
 
 def test_options_are_stated_once():
@@ -96,46 +89,27 @@ def test_options_are_stated_once():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "said"),
+    ("options", "batch_size", "error", "said"),
     [
-        (lambda: order.Order.of({"max_bach": 8}), TypeError, "unexpected keyword argument 'max_bach'"),
-        (lambda: order.Order.of({"max_bach": 8}, batch_size=8), TypeError, "unexpected keyword argument 'max_bach'"),
-        (
-            lambda: order.Order.of({"max_batch": 8, "steps": 3}, batch_size=8),
-            InvalidArgumentError,
-            "would ignore max_batch, steps",
-        ),
-        (lambda: order.Order.of({}, batch_size=0), InvalidArgumentError, "batch_size must be an integer of at least 1"),
+        ({"max_bach": 8}, None, TypeError, "unexpected keyword argument 'max_bach'"),
+        ({"max_bach": 8}, 8, TypeError, "unexpected keyword argument 'max_bach'"),
+        ({"max_batch": 8, "steps": 3}, 8, InvalidArgumentError, "would ignore max_batch, steps"),
+        ({}, 0, InvalidArgumentError, "batch_size must be an integer of at least 1"),
     ],
 )
-def test_options_that_a_function_does_not_take_are_named(call, error, said):
+def test_options_that_a_function_does_not_take_are_named(options, batch_size, error, said):
     with pytest.raises(error, match=said):
-        call()
+        order.Order.of(options, batch_size=batch_size)
 
 
-# --- sizes ---
-
-
-@pytest.mark.parametrize(
-    ("limits", "said"),
-    [
-        ({"min_batch": 9, "max_batch": 8}, "min_batch=9 is larger than max_batch=8: swap them"),
-        (
-            {"min_batch": 9, "max_batch": 15, "multiple_of": 8},
-            "no multiple of 8 lies between min_batch=9 and max_batch=15: lower multiple_of or raise max_batch",
-        ),
-    ],
-)
-def test_limits_without_a_size_between_them(limits, said):
-    assert refused(lambda: Options(**limits)) == said
+def test_limits_without_a_size_between_them():
+    said = refused(lambda: Options(min_batch=9, max_batch=15, multiple_of=8))
+    assert said == "no multiple of 8 lies between min_batch=9 and max_batch=15: lower multiple_of or raise max_batch"
 
 
 def test_sizes_follow_the_options():
     assert Options(min_batch=5, max_batch=100, multiple_of=8).sizes == Sizes(first=8, last=96, step=8)
     assert Options().sizes == Sizes(first=1, last=None, step=1)
-
-
-# --- steps ---
 
 
 def full_step(model, batch_size):
@@ -158,11 +132,10 @@ class Trainer:
         Trainer(),
         lambda model, batch_size, amp=False, *, clip=None: "ran",
         functools.partial(lambda amp, model, batch_size: "ran", True),
-        functools.partial(lambda model, batch_size, *, amp: "ran", amp=True),
         functools.wraps(full_step)(lambda *args: full_step(*args)),
         max,
     ],
-    ids=["function", "method", "object", "defaults", "partial", "partial by name", "decorated", "no signature"],
+    ids=["function", "method", "object", "defaults", "partial", "decorated", "no signature"],
 )
 def test_anything_callable_with_a_model_and_a_size_is_a_step(step):
     assert named_steps(step) == {"step": Step(run=step)}
@@ -173,12 +146,10 @@ def test_anything_callable_with_a_model_and_a_size_is_a_step(step):
     ("step", "said"),
     [
         (lambda model: None, "step(model) cannot be called with (model, batch_size): too many"),
-        (lambda model, size, *, amp: None, "missing a required"),
         (Trainer.step, "step(self, model, batch_size) cannot be called"),
-        (functools.partial(full_step, 1), "step(batch_size) cannot be called"),
         (Step(run=lambda model: None), "step(model) cannot be called"),
     ],
-    ids=["one argument", "a keyword without default", "unbound method", "partial over model", "typed"],
+    ids=["one argument", "unbound method", "typed"],
 )
 def test_a_step_with_other_arguments_is_refused_before_it_runs(step, said):
     text = refused(lambda: named_steps(step))
@@ -186,20 +157,16 @@ def test_a_step_with_other_arguments_is_refused_before_it_runs(step, said):
     assert text.endswith("Write it as def step_fn(model, batch_size): ...")
 
 
-NO_STEP = "step must be a function (model, batch_size) that runs one full optimisation step, not"
-
-
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        (None, f"{NO_STEP} NoneType"),
-        ([full_step], f"{NO_STEP} list"),
+        (None, "step must be a function (model, batch_size) that runs one full optimisation step, not NoneType"),
         ({}, "step_fn is an empty mapping: give at least one step, {'train': step_fn}"),
         ({1: full_step}, "names of steps must be strings, not 1"),
     ],
 )
 def test_anything_else_is_not_a_step(steps, said):
-    assert refused(lambda: named_steps(steps)) == said
+    assert refused(named_steps, steps) == said
 
 
 def generator(model, batch_size):
@@ -212,36 +179,20 @@ async def coroutine(model, batch_size):
 
 @pytest.mark.parametrize("step", [generator, coroutine, functools.partial(generator, batch_size=2)])
 def test_a_step_whose_call_runs_nothing_is_refused(step):
-    assert "train is a generator or async, so calling it runs nothing" in refused(lambda: named_steps({"train": step}))
-
-
-def test_a_typed_step_stays_as_it_is():
-    step = Step(run=full_step, max_calls=1)
-    assert named_steps({"train": step})["train"] is step
-
-
-# --- the model ---
+    assert "train is a generator or async, so calling it runs nothing" in refused(named_steps, {"train": step})
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"),
+    ("value", "said"),
     [
-        (torch.nn.Linear, "the class Linear: make an instance"),
-        (None, "NoneType"),
-        (full_step, "function"),
+        (torch.nn.Linear, "model must be a torch.nn.Module, not the class Linear: make an instance"),
+        (None, "model must be a torch.nn.Module, not NoneType"),
+        (torch.nn.Sequential(torch.nn.LazyLinear(2)), "the parameter 0.weight of a lazy module"),
     ],
+    ids=["a class", "none", "a lazy module"],
 )
-def test_anything_but_a_module_is_refused(value, kind):
-    assert refused(lambda: check_model(value)) == f"model must be a torch.nn.Module, not {kind}"
-
-
-def test_a_lazy_module_is_refused():
-    assert refused(lambda: check_model(torch.nn.Sequential(torch.nn.LazyLinear(2)))).startswith(
-        "the parameter 0.weight of a lazy module"
-    )
-
-
-# --- ranks ---
+def test_anything_but_a_module_with_its_parameters_is_refused(value, said):
+    assert refused(check_model, value).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +202,6 @@ def test_a_lazy_module_is_refused():
         (2, 1, "torch.distributed has 2 ranks: one that runs out of memory .* --nproc-per-node 2;"),
         (2, 2, None),
         (2, 4, "the process group of rank 0 has 2 ranks, but the probe has 4"),
-        (1, 4, "has 1 ranks, but the probe has 4"),
     ],
 )
 def test_the_process_group_has_as_many_ranks_as_the_probe(made, wanted, said):

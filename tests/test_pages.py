@@ -34,9 +34,11 @@ def test_its_code_runs_and_prints_what_it_shows(page, tmp_path):
 
 
 @BY_PAGE
-def test_code_for_frameworks_compiles(page):
+def test_code_for_frameworks_compiles_and_files_exist(page):
     for block in blocks(page, "py"):
         compile(block, page.name, "exec")
+    for name in re.findall(r"`((?:scripts|tests|oomprobe)/[\w/.]+)`", page.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), name
 
 
 @BY_PAGE
@@ -48,13 +50,6 @@ def test_its_links_lead_somewhere(page):
         headings = re.findall(r"^#+ (.*)", linked.read_text(encoding="utf-8"), re.MULTILINE)
         slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
         assert not anchor or anchor in slugs, target
-
-
-@BY_PAGE
-def test_its_files_exist(page):
-    text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"`((?:scripts|tests|oomprobe)/[\w/.]+)`", text):
-        assert (ROOT / name).exists(), name
 
 
 def test_its_commands_and_options_exist():

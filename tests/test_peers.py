@@ -7,7 +7,7 @@ from peers import measuring, table
 
 @pytest.mark.parametrize(
     ("limit", "hole", "least"),
-    [(0, 0, 0), (1, 0, 1), (3, 0, 3), (8, 0, 8), (499, 0, 499), (100, 64, 100), (1000, 0, 998), (837632, 0, 835957)],
+    [(0, 0, 0), (1, 0, 1), (499, 0, 499), (100, 64, 100), (837632, 0, 835957)],
 )
 def test_the_cold_frontier_is_the_last_size_that_runs(limit, hole, least, monkeypatch):
     """Large ones are exact to 1/500; doubling continues past a single size that fails."""

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -6,19 +5,13 @@ from pathlib import Path
 import pytest
 from helpers import a_result, a_trial
 from hypothesis import given
-from hypothesis import strategies as st
-from strategies import floats, results, words
+from strategies import results
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.records.result import SCHEMA_VERSION, ProbeResult
 from oomprobe.records.trials import Phase, Verdict
 
 VERSION_1 = Path(__file__).parent / "data" / "result_version_1.json"
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | floats | words,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
-    max_leaves=5,
-)
 
 
 @given(results)
@@ -53,7 +46,7 @@ def test_another_schema_version_is_refused_by_number(version):
         ProbeResult.from_dict(data)
 
 
-@given(json_values)
+@pytest.mark.parametrize("data", [None, 3, "text", [1], {}, {"schema_version": 1, "batch_size": 4, "trials": 3}])
 def test_arbitrary_json_is_an_invalid_argument(data):
     with pytest.raises(InvalidArgumentError):
         ProbeResult.from_dict(data)
@@ -74,13 +67,6 @@ def test_keys_of_a_newer_oomprobe_are_ignored():
     assert ProbeResult.from_dict(data) == a_result()
 
 
-@pytest.mark.parametrize("thing", [a_trial(), a_result()])
-def test_data_are_frozen(thing):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        thing.batch_size = 8
-    assert not hasattr(thing, "__dict__")
-
-
 def test_a_plan_says_what_ran_and_stays_below_what_failed():
     failed = a_trial(6, Verdict.OOM, accumulation_steps=2)
     trials = (a_trial(6), a_trial(5, Verdict.OOM), a_trial(4, accumulation_steps=3))
@@ -94,16 +80,9 @@ def test_a_plan_respects_the_answer_and_the_options():
     first = result.plan(512, world_size=2)[0]
     assert (first.micro_batch, first.exact) == (64, True)
     assert all(e.micro_batch % 32 == 0 and e.micro_batch <= 96 for e in result.plan(1000))
+    result = a_result(batch_size=4, world_size=8)
+    assert result.plan(64)[0].world_size == 8
+    assert result.plan(64, world_size=2)[0].world_size == 2
     result = a_result(batch_size=50, trials=())
     assert result.plan(51)[0].micro_batch == 25
     assert replace(result, options={"min_batch": 48}).plan(51)[0].micro_batch == 50
-
-
-def test_the_text_of_a_result_is_its_report():
-    assert str(a_result()).startswith("verdict: batch 4 fits in 90 B (90 % of 100 B on test device)\n")
-
-
-def test_a_plan_is_for_as_many_ranks_as_were_probed():
-    result = a_result(batch_size=4, trials=(a_trial(4),), world_size=8)
-    assert result.plan(64)[0].world_size == 8
-    assert result.plan(64, world_size=2)[0].world_size == 2

@@ -43,7 +43,7 @@ def test_an_oversized_batch_names_one_that_fits(tmp_path, require):
     ids=["nothing fits", "bug"],
 )
 def test_without_an_answer_it_does_not_train(tmp_path, device, source, status, said):
-    """The other exit statuses are those of `explained`: tests/test_exits.py."""
+    """The other exit statuses are those of `explained`: tests/test_errors.py."""
     ended, out, err = run(tmp_path, "--batch-size", "4", "--require", "--device", device, source=source)
     assert (ended, out) == (status, "")
     assert said in err
