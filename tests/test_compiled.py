@@ -115,14 +115,9 @@ def test_a_size_that_fails_to_compile_leaves_no_trace(error):
 
 
 def test_a_step_that_is_not_compiled_resets_nothing(monkeypatch):
-    model, step = compiled_model(backend="eager")
-    step(model, 8)
-    monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("code the user compiled was dropped needlessly"))
-    assert not run_sizes(Net(), forward_and_backward, SIZES).is_used
-
-
-def test_only_graphs_of_this_probe_count():
+    """Only graphs of this probe count."""
     model, step = compiled_model(backend="eager")
     assert run_sizes(model, step, [2]).is_used
     step(model, 8)
-    assert not run_sizes(Net(), forward_and_backward, [2]).is_used
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("code the user compiled was dropped needlessly"))
+    assert not run_sizes(Net(), forward_and_backward, SIZES).is_used

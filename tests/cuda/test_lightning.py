@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from bed import forked
 from torch.utils.data import DataLoader, TensorDataset
 
 import oomprobe
@@ -12,6 +13,7 @@ from .ranks import on_ranks
 
 pl = pytest.importorskip("lightning.pytorch")
 
+MIB = 2**20
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about torch and short runs
 
 
@@ -59,3 +61,36 @@ def test_a_fit_on_two_ranks_is_a_target(tmp_path, count, start_batch, limited_by
     assert any("it has 9 examples" in note for note in result.notes) is (count == 9)
     assert set((tmp_path / "prepared").read_text().split()) == {"0"}  # rank 0 alone, as in training
     assert {trial.samples_per_s for trial in result.trials} == {None}
+
+
+def test_the_weights_exist_once():
+    """A second copy of the frozen weights (64 MiB), such as a snapshot's, would take room for samples."""
+
+    class OnCard(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.large = torch.nn.Linear(8, 1), torch.nn.Linear(4096, 4096).requires_grad_(False)
+            self.batch_size = 4
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.zeros(200, 8)), batch_size=self.batch_size)
+
+        def training_step(self, batch, batch_idx):
+            block = torch.empty(len(batch[0]) * 4 * MIB, dtype=torch.uint8, device=self.device)
+            return self.layer(batch[0]).square().mean() + block[:1].float().mean() * 0
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def probe():
+        from oomprobe.integrations.lightning import find_max_batch
+
+        module, quiet = OnCard().to("cuda"), {"logger": False, "enable_checkpointing": False}
+        trainer = pl.Trainer(accelerator="gpu", devices=1, enable_progress_bar=False, **quiet)
+        result = find_max_batch(trainer, module, min_batch=64, progress="off")
+        return result.batch_size, result.limited_by, module.large.weight.device.type
+
+    answer, *rest = forked(probe, memory="512MiB", limit_s=120)
+    room = (0.9 * 512 - 64) // 4
+    assert room - 10 <= answer <= room
+    assert rest == ["memory", "cuda"]
