@@ -9,7 +9,7 @@ import torch._inductor.compile_fx  # otherwise each child that compiles imports 
 from bed import forked
 from ledger import Log
 from torch import nn
-from zoo import MODELS, classifier, mlp, runs
+from zoo import classifier, mlp, runs
 
 import oomprobe
 from oomprobe.state.surroundings import FROZEN_BY_PYTHON
@@ -153,7 +153,7 @@ def raising(error):
 def test_nothing_stays_reserved(step, error):
     def probe():
         gc.unfreeze()  # conftest has frozen objects
-        model, own_step = MODELS["gpt"]()
+        model, own_step = mlp()
         before = reserved()
         with pytest.raises(error) if error else nullcontext() as caught:  # keeps its traceback, as a debugger does
             oomprobe.find_max_batch(model, step or own_step, resolution=0.05, **QUIET)

@@ -23,10 +23,6 @@ def in_one_process(name, **options):
     return lambda: oomprobe.find_max_batch(*MODELS[name](), progress="off", **options)
 
 
-def isolated(name, **options):
-    return lambda: oomprobe.probe_target(f"{TARGETS}:{name}", device="cuda", progress="off", **options)
-
-
 def simulated(name, **options):
     return lambda: oomprobe.probe_target(f"{TARGETS}:{name}", device="sim:1GiB", progress="off", **options)
 
@@ -34,7 +30,6 @@ def simulated(name, **options):
 PROBES = {
     "mlp": in_one_process("mlp"),
     "conv, for a global batch": in_one_process("conv", global_batch=10_000),
-    "gpt, isolated": isolated("gpt"),
     "gpt, simulated": simulated("gpt"),
 }
 

@@ -71,7 +71,7 @@ def trains(folder, arguments, batch_size):
 FULL_EVAL = {"bf16": True, "bf16_full_eval": True, "eval_strategy": "steps", "eval_steps": 3}
 
 
-@pytest.mark.parametrize("arguments", [{}, {"bf16": True}, FULL_EVAL], ids=["fp32", "bf16", "full eval"])
+@pytest.mark.parametrize("arguments", [{}, FULL_EVAL], ids=["fp32", "bf16, full eval"])
 def test_an_answer_trains_in_a_fresh_process(tmp_path, arguments):
     batch_size, limited_by, verified = forked(found, tmp_path, arguments, **CARD)
     assert (limited_by, verified) == ("memory", True)
@@ -103,9 +103,7 @@ def build():
 
 def test_a_trainer_on_two_ranks_is_a_target(tmp_path):
     def probe():
-        result = oomprobe.probe_target(build, nproc_per_node=2, start_batch=32, resolution=0.3, progress="off")
-        oomprobe.check_target(build, result.batch_size, nproc_per_node=2, progress="off")
-        return result
+        return oomprobe.probe_target(build, nproc_per_node=2, start_batch=32, resolution=0.3, progress="off")
 
     result = on_ranks(tmp_path, probe, limit_s=120, memory="512MiB,512MiB", FOLDER=tmp_path)
     assert (result.limited_by, result.world_size) == ("memory", 2)
