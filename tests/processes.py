@@ -1,16 +1,13 @@
 """Processes in tests: how they are started, and how they are seen in /proc, without help from the package.
 
 `run_python` runs code in a new interpreter, which costs seconds if it imports torch. `start` runs a function in a forked child,
-in 60 ms; this process must not have computed with torch, whose threads a child lacks. A `Stage` is a new interpreter that
-computes nothing and forks a child for each scene that a test has played there. `bed.forked` starts a child with a card.
+in 60 ms; this process must not have computed with torch, whose threads a child lacks. `bed.forked` starts a child with a card.
 """
 
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import io
-import json
 import os
 import pickle
 import runpy
@@ -23,7 +20,6 @@ import textwrap
 import time
 import traceback
 import warnings
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -193,53 +189,6 @@ def run_script(script, *arguments):
         return status, out.getvalue(), err.getvalue()
 
     return start(run).result(limit_s=300)
-
-
-class Stage:
-    """An interpreter that plays scenes: functions of a module, each in a child of its own, with results in JSON."""
-
-    def __init__(self, module, log):
-        self._log = log
-        with log.open("w") as stderr:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", f"import processes; processes.play({module!r})"],
-                env=environment(OMP_NUM_THREADS="1"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-
-    def play(self, scene, **given):
-        """Return the result of a scene."""
-        self._process.stdin.write(json.dumps({"scene": scene.__name__, "given": given}) + "\n")
-        self._process.stdin.flush()
-        result = json.loads(self._process.stdout.readline())
-        assert result is not None, self.stderr
-        return result
-
-    @property
-    def stderr(self):
-        return self._log.read_text()
-
-    def close(self):
-        with contextlib.closing(self._process.stdout):  # without reading to its end, because others may hold it open
-            self._process.stdin.close()
-            self._process.wait()
-
-
-def play(module):
-    """Play scenes of a module until stdin ends."""
-    scenes = importlib.import_module(module)
-    for line in sys.stdin:
-        request = json.loads(line)
-        result = None
-        try:
-            result = start(partial(getattr(scenes, request["scene"]), **request["given"])).result()
-        except Exception:
-            traceback.print_exc()
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
 
 
 # --- in /proc ---

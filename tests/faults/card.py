@@ -34,8 +34,3 @@ def trained(fault=None):
         return activations
 
     return model, step
-
-
-def scanned(fits, largest=ROOM):
-    """Try every size and return the largest with no failure at or below it."""
-    return max((size for size in range(1, largest + 1) if all(fits(n) for n in range(1, size + 1))), default=0)

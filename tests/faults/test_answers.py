@@ -3,41 +3,13 @@
 import pytest
 import torch
 from fake_accelerator import MIB
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from ledger import LedgerDevice, Log
 from torch import nn
 
 from faults.card import CARD, ROOM, SAMPLE_BYTES, trained
-from oomprobe import NothingFitsError, UnreliableError, Verdict, find_max_batch
+from oomprobe import UnreliableError, find_max_batch
 from oomprobe.records import fit
 
 QUIET = {"progress": "off"}
-
-
-def oracle(fits):
-    """Return a device, a model, a step that succeeds if `fits(batch_size)`, and the list of sizes that succeeded."""
-    device, ran = LedgerDevice(), Log()
-
-    def step(model, batch_size):
-        torch.ones(batch_size)
-        device.take(MIB if fits(batch_size) else 2 * device.total_bytes)
-        ran.append(batch_size)
-
-    return device, nn.Linear(1, 1), step, ran
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(failing=st.sets(st.integers(1, 40), max_size=12), last=st.integers(1, 48))
-def test_whatever_fails_the_answer_ran(failing, last):
-    device, model, step, ran = oracle(lambda size: size not in failing)
-    try:
-        result = find_max_batch(model, step, device=device, max_batch=last, **QUIET)
-    except NothingFitsError:
-        assert 1 in failing
-        return
-    assert ran[-1] == result.batch_size <= last
-    assert [t.verdict for t in result.trials if t.batch_size == result.batch_size][-1] is Verdict.FITS
 
 
 def does_nothing(model, batch_size):
@@ -77,11 +49,3 @@ def test_an_answer_that_needs_retries_at_each_call_is_marginal(pressed):
     result = find_max_batch(model, step, device=CARD, memory_fraction=1.0, **QUIET)
     assert result.batch_size == ROOM
     assert any(note.startswith("marginal: ") for note in result.notes) is pressed
-
-
-def test_a_second_call_knows_nothing_of_the_first():
-    room = {"samples": 9}
-    device, model, step, _ = oracle(lambda size: size <= room["samples"])
-    assert find_max_batch(model, step, device=device, **QUIET).batch_size == 9
-    room["samples"] = 30
-    assert find_max_batch(model, step, device=device, **QUIET).batch_size == 30

@@ -9,14 +9,10 @@ from faults.card import CARD, trained
 from oomprobe import StepFailedError, find_max_batch, probe_target
 
 FAILS_FROM = 6
-CAPTURE = torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
 FAILURES = {  # the error, whether memory ran out before it, and what limits the answer
     "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), True, "memory"),
-    "memory of a library": (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), True, "memory"),
     "memory of the host": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True, "host_memory"),
-    "capture out of memory": (CAPTURE, True, "memory"),
     "size": (RuntimeError("CUDA error: invalid configuration argument"), False, "size_limit"),
-    "capture": (CAPTURE, False, StepFailedError),
     "bug": (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 2x2)"), False, StepFailedError),
 }
 

@@ -46,6 +46,7 @@ def test_the_last_words_of_a_library_that_ran_out_of_memory(words):
     assert verdict_on(exited(signal=signal.SIGABRT, stderr=words), on_host=False) is wanted
 
 
+FRAMES = "\nCurrent thread 0x1 (most recent call first):" + '\n  File "f.py", line 1 in f' * 50
 SHARDS = "loader: 0 of 12 shards failed to allocate"
 
 
@@ -57,6 +58,12 @@ SHARDS = "loader: 0 of 12 shards failed to allocate"
         ({"code": 1, "stderr": "no such file"}, True, Verdict.CRASHED),
         ({"code": 1, "stderr": SHARDS}, True, Verdict.OOM),
         ({"code": 1, "stderr": SHARDS}, False, Verdict.CRASHED),
+        # What Python prints after a library's last words is not read.
+        (
+            {"signal": signal.SIGABRT, "stderr": "std::bad_alloc\nFatal Python error: Aborted\n" + FRAMES},
+            True,
+            Verdict.OOM,
+        ),
         # Long before the end, so the process handled it.
         ({"code": 1, "stderr": "CUDA error: out of memory" + "\nand on" * 6}, True, Verdict.CRASHED),
     ],

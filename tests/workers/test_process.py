@@ -2,17 +2,16 @@
 
 import atexit
 import contextlib
-import dataclasses
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from processes import Stage, is_gone, open_files
+from processes import is_gone, open_files, start
 
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.runners.workers.crew import Crew
@@ -26,16 +25,9 @@ PROMPT_S = 5  # enough for a busy machine, and much less than LONG_S
 LONG_S = 20  # until a sleeping process would end by itself
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory):
-    stage = Stage(__name__, tmp_path_factory.mktemp("stage") / "stderr")
-    yield stage
-    stage.close()
-
-
 def told(value):
-    """Return a message with a text."""
-    return Lost(text=json.dumps(value))
+    """Return a message with a value."""
+    return Lost(text=value)
 
 
 # --- in children ---
@@ -65,7 +57,7 @@ def raises(wire):
 
 def answers_and_dies(wire):
     message = receive(wire)
-    send(wire, told([json.loads(message.text), "x" * 100_000]))  # waits in the socket until the parent listens
+    send(wire, told([message.text, "x" * 100_000]))  # waits in the socket until the parent listens
     os._exit(3)
 
 
@@ -145,47 +137,43 @@ def calls_until(enough_after):
 # --- scenes ---
 
 
-def calls_of_ranks(enough_after):
+def calls_of_ranks(*enough_after):
     ranks = {rank: Process.forked(calls_until(calls)) for rank, calls in enumerate(enough_after)}
     crew = Crew(ranks)
     answers = crew.ask({}, time.monotonic() + PROMPT_S)
     crew.end()
-    return [plain(answers[rank])["heard"] for rank in ranks]
-
-
-def plain(answer):
-    return (
-        {"exit": dataclasses.asdict(answer)} if isinstance(answer, ExitStatus) else {"heard": json.loads(answer.text)}
-    )
+    return [answers[rank].text for rank in ranks]
 
 
 def asked(child, value, patience=PATIENCE, **limits):
     """Return the answer or exit status of a child; None as the value asks nothing."""
     messages = {} if value is None else {0: told(value)}
-    return plain(Crew({0: child}, patience=patience).ask(messages, limits.pop("deadline_s", None), **limits)[0])
+    return Crew({0: child}, patience=patience).ask(messages, limits.pop("deadline_s", None), **limits)[0]
 
 
 def listened(act, *, within_s=None, stuck_s=None, after_s=0.0, **waits):
-    """Return the answer or exit status of a child, how long it took, and whether the child is gone."""
+    """Return the answer or exit status of a child, which must come soon."""
     patience = Patience(**waits)
-    child, began_s = Process.forked(globals()[act], patience=patience), time.monotonic()
+    child, began_s = Process.forked(act, patience=patience), time.monotonic()
     child.tell(told("something"))
     time.sleep(after_s)
     deadline_s = None if within_s is None else began_s + within_s
     answer = asked(child, None, patience, deadline_s=deadline_s, stuck_s=stuck_s)
-    return {**answer, "took_s": time.monotonic() - began_s, "gone": is_gone(child.pid)}
+    assert time.monotonic() - began_s < PROMPT_S
+    assert is_gone(child.pid) or not isinstance(answer, ExitStatus)
+    return answer
 
 
 def asked_twice():
     before, child = open_files(), Process.forked(answers)
-    heard = [asked(child, number) for number in range(2)]
-    return [*heard, plain(child.end()), open_files() == before]
+    heard = [asked(child, number).text for number in range(2)]
+    return heard, child.end().why, open_files() == before
 
 
 def left_behind(end):
     """Return whether descendants ran, whether all have ended with the child, and whether another process is spared."""
     other, child = sleeper(), Process.forked(starts_three)
-    pids = asked(child, None)["heard"]
+    pids = asked(child, None).text
     ran = not any(map(is_gone, [child.pid, *pids]))
     if end == "death":
         asked(child, "die")
@@ -196,7 +184,7 @@ def left_behind(end):
     until_s = time.monotonic() + PROMPT_S
     while not (ended := all(map(is_gone, [child.pid, *pids]))) and time.monotonic() < until_s:
         time.sleep(0.01)
-    return [ran, ended, spared]
+    return ran, ended, spared
 
 
 def ends_without_cleaning_up(act, file):
@@ -204,7 +192,7 @@ def ends_without_cleaning_up(act, file):
         atexit.register(log.write, "at exit ")
         sys.stdout.write("buffered before ")
         try:
-            return listened(act)["exit"]["code"]
+            return listened(act).code
         finally:
             log.write("finally ")
 
@@ -212,26 +200,21 @@ def ends_without_cleaning_up(act, file):
 # --- tests ---
 
 
-def exit_of(stage, act, **given):
-    result = stage.play(listened, act=act.__name__, **given)
-    assert result["gone"]
-    assert result["took_s"] < PROMPT_S
-    return result["exit"]
+def play(scene, *args, **options):
+    """Play a scene in a child, which has computed nothing."""
+    return start(partial(scene, *args, **options)).result()
 
 
-def test_ranks_make_as_many_calls_as_the_one_that_needs_most(stage):
-    assert stage.play(calls_of_ranks, enough_after=[1, 4, 2]) == [4, 4, 4]
+def test_ranks_make_as_many_calls_as_the_one_that_needs_most():
+    assert play(calls_of_ranks, 1, 4, 2) == [4, 4, 4]
 
 
-def test_it_answers_twice_and_leaves_no_file_open(stage):
-    first, second, end, closed = stage.play(asked_twice)
-    assert [first, second] == [{"heard": 0}, {"heard": 1}]
-    assert end["exit"]["why"] is None
-    assert closed
+def test_it_answers_twice_and_leaves_no_file_open():
+    assert play(asked_twice) == ([0, 1], None, True)
 
 
-def test_it_leads_a_session_ignores_ctrl_c_and_is_killed_first(stage):
-    assert stage.play(listened, act="reports_its_setup")["heard"] == [True, ["SIGINT"], "1000\n"]
+def test_it_leads_a_session_ignores_ctrl_c_and_is_killed_first():
+    assert play(listened, reports_its_setup).text == [True, ["SIGINT"], "1000\n"]
 
 
 @pytest.mark.parametrize(
@@ -243,24 +226,23 @@ def test_it_leads_a_session_ignores_ctrl_c_and_is_killed_first(stage):
         (raises, None, 70, "KeyError: 'labels'"),
     ],
 )
-def test_an_exit_status_has_signal_code_and_stderr(stage, act, number, code, words):
-    seen = exit_of(stage, act)
-    assert (seen["signal"], seen["code"], seen["why"], seen["oom_kills"]) == (number, code, None, 0)
-    assert words in seen["stderr"]
-    assert 2**20 < seen["peak_resident_bytes"] < 2**33
+def test_an_exit_status_has_signal_code_and_stderr(act, number, code, words):
+    seen = play(listened, act)
+    assert (seen.signal, seen.code, seen.why, seen.oom_kills) == (number, code, None, 0)
+    assert words in seen.stderr
+    assert 2**20 < seen.peak_resident_bytes < 2**33
 
 
-def test_an_answer_sent_whole_before_a_death_counts(stage):
-    assert stage.play(listened, act="answers_and_dies", after_s=0.3)["heard"][0] == "something"
+def test_an_answer_sent_whole_before_a_death_counts():
+    assert play(listened, answers_and_dies, after_s=0.3).text[0] == "something"
 
 
-def test_the_trace_of_a_hang_is_kept_and_not_passed_on(stage):
-    before = len(stage.stderr)
-    seen = exit_of(stage, sleeps, within_s=0.3)
-    assert (seen["why"], seen["signal"]) == ("timed out", signal.SIGTERM)
-    assert "most recent call first" in seen["stderr"]
-    assert "in sleeps" in seen["stderr"]
-    assert "most recent call first" not in stage.stderr[before:]
+def test_the_trace_of_a_hang_is_kept_and_not_passed_on(capsys):
+    seen = play(listened, sleeps, within_s=0.3)
+    assert (seen.why, seen.signal) == ("timed out", signal.SIGTERM)
+    assert "most recent call first" in seen.stderr
+    assert "in sleeps" in seen.stderr
+    assert "most recent call first" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -271,34 +253,34 @@ def test_the_trace_of_a_hang_is_kept_and_not_passed_on(stage):
         (hangs_up, {"ending_s": 0.3}, None, signal.SIGKILL),
     ],
 )
-def test_a_process_that_does_not_end_is_terminated(stage, act, options, why, number):
-    seen = exit_of(stage, act, **options)
-    assert (seen["why"], seen["signal"]) == (why, number)
+def test_a_process_that_does_not_end_is_terminated(act, options, why, number):
+    seen = play(listened, act, **options)
+    assert (seen.why, seen.signal) == (why, number)
 
 
-@pytest.mark.parametrize("act", ["computes", "waits_for_a_worker"])
-def test_a_busy_process_is_not_stuck(stage, act):
-    assert stage.play(listened, act=act, stuck_s=0.7, cpu_reading_s=0.1)["heard"] == "nothing"
+@pytest.mark.parametrize("act", [computes, waits_for_a_worker])
+def test_a_busy_process_is_not_stuck(act):
+    assert play(listened, act, stuck_s=0.7, cpu_reading_s=0.1).text == "nothing"
 
 
-def test_the_end_of_its_stderr_is_kept_and_all_of_it_passed_on(stage):
-    kept = exit_of(stage, writes_much, within_s=0.5)["stderr"]
+def test_the_end_of_its_stderr_is_kept_and_all_of_it_passed_on(capsys):
+    kept = play(listened, writes_much, within_s=0.5).stderr
     assert TAIL_BYTES - 1000 < len(kept) <= TAIL_BYTES
     assert "last words" in kept
     assert "first words" not in kept
-    assert "first words\na line of a log\n" in stage.stderr
+    assert "first words\na line of a log\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("end", ["death", "timed out"])
-def test_all_its_descendants_end_and_no_other_process(stage, end):
-    assert stage.play(left_behind, end=end) == [True, True, True]
+def test_all_its_descendants_end_and_no_other_process(end):
+    assert play(left_behind, end) == (True, True, True)
 
 
-def test_a_process_that_holds_its_pipes_does_not_hide_its_death(stage):
-    assert exit_of(stage, passes_on_its_pipes)["code"] == 3
+def test_a_process_that_holds_its_pipes_does_not_hide_its_death():
+    assert play(listened, passes_on_its_pipes).code == 3
 
 
-@pytest.mark.parametrize(("act", "code"), [("exits", 3), ("raises", 70)])
-def test_a_child_runs_and_writes_nothing_of_its_parents(stage, tmp_path, act, code):
-    assert stage.play(ends_without_cleaning_up, act=act, file=str(tmp_path / "log")) == code
+@pytest.mark.parametrize(("act", "code"), [(exits, 3), (raises, 70)])
+def test_a_child_runs_and_writes_nothing_of_its_parents(tmp_path, act, code):
+    assert play(ends_without_cleaning_up, act, tmp_path / "log") == code
     assert (tmp_path / "log").read_text() == "buffered before finally "
