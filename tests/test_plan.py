@@ -41,6 +41,7 @@ def test_the_exact_entry_has_the_largest_possible_micro_batch(shape):
     ("global_batch", "smallest", "largest", "expected"),
     [
         (1009, 1, 64, (63, 16)),
+        (1009, 1, 2, (2, 505)),  # 1 x 1009 is exact
         (51, 48, 50, (50, 1)),
         (99, 48, 50, (49, 2)),
         (60, 48, 50, (50, 1)),

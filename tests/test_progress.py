@@ -4,7 +4,6 @@ import os
 import re
 import select
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -219,16 +218,3 @@ def test_rich_shows_the_trials_and_the_line(pseudo, monkeypatch, no_color):
     assert re.search(r"oomprobe: .*\b128\b", text)
     rows = re.split(r"[\r\n]+|\x1b\[\d*[AK]", text)  # at line ends, cursor up, and erase line
     assert max(len(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", row)) for row in rows) < 60
-
-
-def test_the_command_line_draws_on_a_terminal(pseudo, tmp_path):
-    (tmp_path / "train.py").write_text(
-        "import torch\nbuild = lambda: (torch.nn.Linear(8, 8), lambda model, n: model(torch.ones(n, 8)).sum().backward())\n"
-    )
-    shown, file = pseudo
-    command = [sys.executable, "-m", "oomprobe", "run", "train.py:build", "--device", "sim:64MiB", "--max-batch", "8"]
-    environment = {**os.environ, "TERM": "xterm"}
-    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=file, env=environment, check=True)
-    assert done.stdout.startswith(b"verdict: batch 8 fits")
-    assert "oomprobe: " in shown()
-    assert not done.stdout.count(b"\x1b")

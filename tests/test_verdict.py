@@ -284,11 +284,16 @@ class Silent(Exception):
         raise self.args[0]
 
 
-@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit, TimeUp])
-def test_a_signal_that_comes_while_a_text_is_read_is_passed_on(raised):
-    assert classify_error(Silent(asyncio.CancelledError)) is Verdict.BUG
-    with pytest.raises(raised):
-        classify_error(Silent(raised))
+class Unreadable(Silent):
+    error_code = property(Silent.__str__)
+
+
+@pytest.mark.parametrize("error", [Silent, Unreadable])
+def test_a_signal_that_comes_while_an_error_is_read_is_passed_on(error):
+    assert classify_error(error(asyncio.CancelledError())) is Verdict.BUG
+    for raised in (KeyboardInterrupt, SystemExit, TimeUp):
+        with pytest.raises(raised):
+            classify_error(error(raised()))
 
 
 # --- a probe inside a step: its errors are exceptions of the step, not verdicts for the outer probe ---
