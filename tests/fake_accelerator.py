@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from ledger import Log
 
 from oomprobe.devices.accelerator import AcceleratorDevice, kernel_answers
 
@@ -152,32 +151,3 @@ class FakeAccelerator(AcceleratorDevice):
     def healthy(self):
         """Run the kernel on the CPU; a poisoned fake raises in `release`."""
         return kernel_answers(torch.device("cpu"), self.release)
-
-
-def ledger(fixed_bytes=64 * MIB, per_sample_bytes=MIB, before_alloc=None, **card):
-    """Return a device, a model, a step whose memory is known, and the list of sizes the step was called with.
-
-    Args:
-        fixed_bytes: Held from the start, like parameters.
-        per_sample_bytes: Held during a step.
-        before_alloc: Called with (fake, batch_size, call number) at the start of each call of the step.
-        card: Arguments of `FakeModule`.
-    """
-    fake = FakeModule(**card)
-    device = FakeAccelerator(fake)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    device.held = fake.alloc(fixed_bytes)
-    called = Log()
-
-    def step(model, batch_size):
-        called.append(batch_size)
-        if before_alloc is not None:
-            before_alloc(fake, batch_size, len(called))
-        activations = fake.alloc(per_sample_bytes * batch_size)
-        optimizer.zero_grad()
-        model(torch.randn(batch_size, 2)).square().sum().backward()
-        optimizer.step()
-        return activations
-
-    return device, model, step, called
