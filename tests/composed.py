@@ -56,6 +56,7 @@ class Trainer:
         parts, drops = self.parts, 0.0
         if "counter" in parts:
             self.n += 1
+            model.calls = self.n
             drops += self.n
         if "frozen part" in parts:
             self.state["calls"] = self.state.get("calls", 0) + 1

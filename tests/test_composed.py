@@ -21,6 +21,7 @@ def seen(trainer):
     model, optimizer = trainer.model, trainer.optimizer
     attributes = [[(name, picture(value)) for name, value in sorted(vars(p).items())] for p in model.parameters()]
     kept = vars(trainer) | {"model": [*model.parameters()], "optimizer": optimizer.state_dict(), "feed": None}
+    kept["calls"] = vars(model).get("calls")
     order = {id(p): place for place, p in enumerate(model.parameters())}
     groups = [[order.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
     return {name: picture(value) for name, value in kept.items()} | {"attributes": attributes, "groups": groups}

@@ -150,8 +150,9 @@ CTRL_C, SIGTERM = ["KeyboardInterrupt()"], ["SystemExit(143)"]
         (sleeps, {"in step": TERM}, [], SIGTERM),
         (sleeps, {"in step": INT, "cleaning": TERM}, [], SIGTERM),
         (cleans_up, {"in step": INT, "step cleaning": INT}, ["step cleaning", "step clean"], CTRL_C),
+        (works, {"cleaning": INT}, ["step over"], CTRL_C),
     ],
-    ids=["Ctrl-C", "Ctrl-C twice", "SIGTERM", "SIGTERM after Ctrl-C", "Ctrl-C in the step's own clean-up"],
+    ids=["Ctrl-C", "twice", "SIGTERM", "SIGTERM after Ctrl-C", "in the step's own clean-up", "while state is restored"],
 )
 def test_a_signal_interrupts_the_step_but_not_restoring(act, sent, cleaned, ended):
     process = Started(act)
@@ -174,11 +175,6 @@ def test_the_users_own_signal_handler_stays(prepare, heard):
     assert status == 0
     assert said[: 2 + len(heard)] == ["in step", *heard, "step over"]
     assert said[-1] == "answer 1"
-
-
-def test_a_signal_while_state_is_restored_is_delivered_afterwards():
-    said, status = Started(works).hear("cleaning").send(signal.SIGINT).end()
-    assert (said[-3:], status) == ([*RESTORED, "KeyboardInterrupt()"], 1)
 
 
 # --- time limits, in this process ---

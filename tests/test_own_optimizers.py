@@ -45,6 +45,19 @@ class Lookahead(torch.optim.Optimizer):
                 p.data.copy_(slow)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """Like accelerate's, it calls the step of another optimizer, so no hook ever sees its own."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    def step(self):
+        self.inner.step()
+
+    def zero_grad(self):
+        self.inner.zero_grad()
+
+
 class Decorated(Momentum):
     """An installed library wraps a helper of its."""
 
@@ -83,7 +96,10 @@ class Grouped(Momentum):
         p.sub_(m / (m.norm() + 1e-9), alpha=group["lr"])
 
 
-OPTIMIZERS = [Momentum, lambda params: Lookahead(torch.optim.AdamW(params)), Decorated, WithOwnDecorator, Grouped]
+OPTIMIZERS = [
+    Momentum, lambda params: Lookahead(torch.optim.AdamW(params)), lambda params: Wrapped(Momentum(params)), Decorated,
+    WithOwnDecorator, Grouped,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: getattr(make, "__name__", make))

@@ -318,7 +318,7 @@ def test_preserved_tensors_and_objects_are_restored():
 
     assert probe(linear(), step, preserve=iter(kept)).state_verified
     assert bits([*kept[:2], kept[2].shadow["weight"]]) == [bits(torch.ones(3))] * 3
-    hidden.held = [kept[0]] * 2 + [Average()]
+    hidden.held = kept[0], torch.ones(3), Average()
     assert probe(linear(), step, preserve=kept[0]).state_verified
     assert bits(kept[0]) == bits(torch.ones(3))
 
