@@ -1,9 +1,8 @@
-"""Loops that strangers write, each a target: what hangs on parameters, what replaces them, and optimizers of one's own."""
+"""Loops that strangers write, each a target: what hangs on parameters, what replaces them, and long accumulation."""
 
 import torch
-from composed import Momentum
 from torch import nn
-from zoo import numbered, training_step
+from zoo import numbered
 
 WIDTH = 512
 
@@ -20,11 +19,6 @@ def loss_of(model, batch_size):
     return model(batch(batch_size)).square().mean()
 
 
-def own_optimizer():
-    model = layers()
-    return model, training_step(Momentum(model.parameters()), batch)
-
-
 def accumulates_64():
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -36,20 +30,6 @@ def accumulates_64():
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-
-    return model, step
-
-
-def averages_on_parameters():
-    model = layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(model, batch_size):
-        loss_of(model, batch_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for p in model.parameters():
-            p.ema = p.detach().clone() if not hasattr(p, "ema") else p.ema.lerp_(p.detach(), 0.01)
 
     return model, step
 
@@ -109,25 +89,4 @@ def densifies():
     return model, step
 
 
-def prunes():
-    """Every eighth call drops rows of a layer and makes a new optimizer, as pruning scripts do."""
-    model = nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 512)).cuda()
-    optimizer, masks = torch.optim.AdamW(model.parameters()), {}
-
-    @numbered
-    def step(n, model, batch_size):
-        nonlocal optimizer
-        optimizer.zero_grad()
-        loss_of(model, batch_size).backward()
-        optimizer.step()
-        if n % 8 == 0:
-            keep = torch.arange(max(1024, len(model[0].weight) - 256), device="cuda")
-            model[0].weight, model[0].bias = (nn.Parameter(p.detach()[keep]) for p in (model[0].weight, model[0].bias))
-            model[2].weight = nn.Parameter(model[2].weight.detach()[:, keep])
-            optimizer = torch.optim.AdamW(model.parameters())
-            masks.update({name: torch.ones_like(p) for name, p in model.named_parameters()})
-
-    return model, step
-
-
-LOOPS = [own_optimizer, accumulates_64, averages_on_parameters, gradients_per_sample, densifies, prunes]
+LOOPS = [accumulates_64, gradients_per_sample, densifies]

@@ -20,15 +20,9 @@ OPTIONS = {"memory_fraction": 1.0, "progress": "off"}
 EMPTYING = "after torch.cuda.empty_cache()"
 
 
-def isolated(name="converted", size=None, **options):
-    """Return a function that probes a target, or one size of it, in forked workers."""
-
-    def probe():
-        Process.spawned = fork
-        probing, sizes = (oomprobe.probe_target, ()) if size is None else (oomprobe.check_target, (size,))
-        return probing(f"{MODELS}:{name}", *sizes, device="cuda", **OPTIONS, **options)
-
-    return probe
+def isolated():
+    Process.spawned = fork
+    return oomprobe.probe_target(f"{MODELS}:converted", start_batch=8192, device="cuda", **OPTIONS)
 
 
 def emptied():
@@ -46,7 +40,7 @@ def told(result):
 
 
 def test_an_answer_that_needs_an_empty_cache_says_so():
-    result = forked(isolated(start_batch=8192), memory="512MiB")
+    result = forked(isolated, memory="512MiB")
     answer = result.batch_size
     assert confirmations(result) == [(answer, "out of memory"), (answer, "fits")]
     assert not forked(lambda: runs(converted, answer, steps=50), memory="512MiB")
@@ -60,18 +54,12 @@ def test_an_answer_that_needs_an_empty_cache_says_so():
 
 
 def test_an_answer_that_runs_as_built_says_nothing():
-    result = forked(isolated(start_batch=8192), memory="640MiB")
+    result = forked(isolated, memory="640MiB")
     assert confirmations(result) == [(result.batch_size, "fits")]
     assert forked(lambda: runs(converted, result.batch_size, steps=50), memory="640MiB")
     assert not told(result)
     assert "after" not in result.environment
     assert EMPTYING not in str(result)
-
-
-def test_one_size_is_checked_as_built():
-    result = forked(isolated(size=9216), memory="512MiB")
-    assert confirmations(result) == [(9216, "out of memory"), (9216, "fits")]
-    assert told(result)
 
 
 def test_ranks_are_confirmed_as_built(tmp_path):

@@ -22,7 +22,6 @@ from processes import until
 from torch import nn
 
 import oomprobe
-from oomprobe.runners.workers.crew import Crew
 from oomprobe.runners.workers.runner import WorkersRunner
 
 from .ranks import HASTY, cards, forking, on_ranks
@@ -196,21 +195,6 @@ def test_data_that_end_on_one_rank_end_the_trial_early(tmp_path):
 
 def test_a_group_that_the_step_makes(tmp_path):
     assert on_ranks(tmp_path, probe, fault="late_group").batch_size == 8
-
-
-def test_a_store_that_is_gone_while_building(tmp_path):
-    def run():
-        ask = Crew.ask
-
-        def asks(self, *arguments, **limits):
-            self._store = None
-            return ask(self, *arguments, **limits)
-
-        Crew.ask = asks
-        probe(time_limit_s=2)
-
-    with pytest.raises(oomprobe.OomProbeError, match=r"while the target was built|on rank \d of 2"):
-        on_ranks(tmp_path, run)
 
 
 def test_no_rank_survives_the_search(tmp_path):

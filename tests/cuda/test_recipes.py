@@ -130,39 +130,3 @@ def test_it_saves_evaluates_and_resumes(tmp_path, framework, names, files):
     assert {path.name for path in tmp_path.iterdir()} >= files
     assert result.batch_size == 4
     assert not [item for item in result.not_covered if re.search("sav|resum|last evaluation", item)]
-
-
-def plain(change, *by):
-    """Run the recipe of a plain loop on the card, with a change; return its peak, or the text of its error."""
-    sections = ("\n## Evaluation\n", "\n## Saving, the last evaluation, resuming\n")
-    loop, late = (RECIPES.partition(one)[2].partition("```python\n")[2].partition("```")[0] for one in sections)
-    loop = loop.partition("\nsteps = ")[0]
-    assert change in late
-    torch.set_default_device("cuda")
-
-    class Probe:
-        @staticmethod
-        def check(model, steps, batch_size, **_):
-            return oomprobe.check(model, steps, 1, **QUICK)  # outputs take little beside the weights
-
-    names = {}
-    exec(loop, names)
-    names["oomprobe"], names["print"] = Probe, lambda _: None
-    late = late.replace("print(oomprobe", "result = (oomprobe").replace(").limiting_step)", "))")
-    try:
-        exec(late.replace(change, *by), names)
-    except oomprobe.NothingFitsError as error:
-        return str(error)
-    return names["result"].trials[-1].peak_allocated_bytes
-
-
-def test_a_checkpoint_that_is_loaded_to_the_card_is_there_twice(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    here, there = (forked(plain, 'map_location="cpu"', f'map_location="{place}"', **CARD) for place in ("cpu", "cuda"))
-    weights = 4 * (1024 + 1) * 1024
-    assert 0.9 * weights < there - here < 1.1 * weights, (there, here)  # the optimizer takes over what was loaded
-
-
-def test_outputs_that_do_not_fit_are_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert "in step 'evaluate'" in forked(plain, "4 * batch_size", "400_000 * batch_size", **CARD)
