@@ -72,7 +72,14 @@ def test_size_of_the_workspace(monkeypatch, torch_version, capability, large):
 
 @pytest.mark.parametrize(
     ("torch_version", "width", "padded"),
-    [("2.6", 200, 224), ("2.7", 160, 160), ("2.10", 200, 256), ("2.11", 160, 192), ("2.11", 100, 128)],
+    [
+        ("2.6", 200, 224),
+        ("2.7", 160, 160),
+        ("2.10", 200, 256),
+        ("2.10", 160, 160),
+        ("2.11", 160, 192),
+        ("2.11", 100, 128),
+    ],
 )
 def test_padding_of_flash_attention(monkeypatch, torch_version, width, padded):
     version(monkeypatch, torch_version)
