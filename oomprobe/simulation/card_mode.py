@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oomprobe.ground import torch_versions
 from oomprobe.simulation import scratch
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
-from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes
+from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes, Results
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.unknown import (
     KnownBools,
@@ -74,8 +74,13 @@ class CardMode(TorchDispatchMode):
         self.notes: dict[str, None] = {}
         self._processors = memory.card.processors
         self.fakes = Fakes(self.fake_mode, memory)
+        self._results = Results(self.fake_mode)
         self._known_bools: KnownBools = weakref.WeakKeyDictionary()
         self._last_zeros: Callable[[], FakeTensor | None] = lambda: None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # later versions of torch ask
+        return False  # dynamo is off already, and turning it off at each dispatch takes long
 
     def start_call(self) -> None:
         """Reset what a failed call may have left."""
@@ -137,8 +142,7 @@ class CardMode(TorchDispatchMode):
         to_card = operands.on_card and kwargs.get("device") != HOST
         launch = scratch.find_launch(self._processors, func, args, kwargs) if to_card else None
         with nullcontext() if launch is None else self.memory.running(launch):
-            with self.fake_mode:
-                result = func(*args, **kwargs)
+            result = self._results.run(func, args, kwargs)
             propagate_bool(self._known_bools, func, args, result)
             if accumulates and self.memory.holds(args[0].untyped_storage()):
                 result.fake_device = CARD
@@ -184,7 +188,7 @@ class CardMode(TorchDispatchMode):
         for value in results:
             if not isinstance(value, FakeTensor):
                 continue
-            if to_card and not (args and value is args[0]):  # an in-place result stays where it is
+            if to_card and value.fake_device != CARD and not (args and value is args[0]):  # an in-place result stays
                 value.fake_device = CARD
             if value.fake_device == CARD:
                 refuse_layout(value)
@@ -252,7 +256,7 @@ class _Operands:
                 self.fake = self.fake or isinstance(value, FakeTensor)
                 if self._card_mode.is_on_card(value):
                     self.on_card = True
-                    if isinstance(value, FakeTensor):
+                    if isinstance(value, FakeTensor) and value.fake_device != CARD:
                         value.fake_device = CARD
                 elif value.dim() > 0:
                     self.on_host.append(value)
