@@ -6,6 +6,8 @@ The trials run in this process on a ledger device: trials on host memory run in 
 import collections
 import copy
 import gc
+import mmap
+import sys
 import threading
 import warnings
 import weakref
@@ -446,6 +448,39 @@ def test_a_snapshot_larger_than_host_memory_is_refused(monkeypatch):
     monkeypatch.setattr(linux, "free_bytes", lambda: 1000)
     with pytest.raises(UnreliableError, match=r"a copy of 39\.06 KiB .* but only 1000 B is free: nothing was run"):
         probe(model, lambda model, batch_size: pytest.fail("it ran"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads memory figures of Linux")
+def test_memory_that_was_never_written_takes_none():
+    """A model of 7 billion parameters that is only simulated need not fit in host memory."""
+
+    def resident_mib():
+        with open("/proc/self/statm") as numbers:
+            return int(numbers.read().split()[1]) * mmap.PAGESIZE // 2**20
+
+    model = nn.Linear(1, 1, device="meta")
+    model.weight, model.bias = nn.Parameter(torch.empty(2**14, 2**14)), None  # 1 GiB
+    before = resident_mib()
+    kept = Snapshot(model, [], [], "cpu")
+    assert kept.differences() == []
+    assert resident_mib() < before + 200
+    with torch.no_grad():
+        model.weight[5] = 1
+    assert kept.differences() == ["model.weight"]
+    kept.restore()
+    assert not model.weight[5].any()
+    assert kept.differences() == []
+
+
+def test_accelerator_memory_is_written_without_reading(monkeypatch):
+    tensor = torch.arange(4.0)
+    kept = StorageCopy(tensor.untyped_storage())
+    kept.take(tensor.untyped_storage())
+    kept.device = torch.device("cuda")
+    tensor.zero_()
+    monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("read"))
+    kept.write()
+    assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_unchanged_host_memory_is_not_written(tmp_path):

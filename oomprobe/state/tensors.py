@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -35,6 +36,13 @@ class StorageCopy:
         self.find: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.changed = self.is_taken = self.is_lost = False
+
+    def take_zeros(self, storage: torch.UntypedStorage) -> bool:
+        """Copy host memory that holds only zeros: the copy then takes no memory, like weights that were never written."""
+        if self.device.type == "cpu":
+            self.bytes = torch.from_numpy(np.zeros(self.nbytes, np.uint8))
+            self.is_taken = self._is_in(storage)
+        return self.is_taken
 
     def take(self, storage: torch.UntypedStorage) -> None:
         """Copy the bytes."""
@@ -237,7 +245,8 @@ class HostCopies:
     def take(self, copies: Iterable[AnyCopy]) -> None:
         """Copy the bytes of these tensors; raise UnreliableError if they do not fit in host memory."""
         found = {id(one.storage): one.storage for copy in copies for one in _plain_parts(copy)}.values()
-        to_take = [(one, storage) for one in found if not one.is_taken and (storage := one.find()) is not None]
+        alive = [(one, storage) for one in found if not one.is_taken and (storage := one.find()) is not None]
+        to_take = [(one, storage) for one, storage in alive if not one.take_zeros(storage)]
         needed_bytes = sum(one.nbytes for one, _ in to_take)
         free_bytes = linux.free_bytes()
         if free_bytes is not None and needed_bytes > HOST_SHARE * free_bytes:
