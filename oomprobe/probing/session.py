@@ -56,8 +56,11 @@ NEEDS_EMPTYING = (
 )
 
 
+DROPPED = "memory at batch {size} was not as smaller sizes predict: predictions were dropped, and every size was run from there on"
+
+
 class ContradictedError(Exception):
-    """A predicted trial was wrong: the search must start again without predictions."""
+    """A predicted trial was wrong: the search must go on without predictions."""
 
 
 class Session:
@@ -96,6 +99,7 @@ class Session:
         self._allocated: dict[int, Allocated] = {}  # by batch size
         self._ends: dict[tuple[int, int | None, int | None], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
+        self._ran: dict[tuple[int, int | None], Trial] = {}  # before predictions were dropped, by batch size and cap
 
     @property
     def device(self) -> DeviceInfo:
@@ -114,15 +118,13 @@ class Session:
 
     def find(self) -> Found:
         """Find the largest size that runs."""
-        looks = self.device.counts_bytes and not self.runner.facts.starts_anew
+        look = self.look if self.device.counts_bytes and not self.runner.facts.starts_anew else None
         find = partial(
             search.find,
             self.try_size,
             self.options.sizes,
             capped=self.options.memory_fraction < 1,
             should_stop_bisecting=self.should_stop_bisecting,
-            look=self.look if looks else None,
-            start=self.options.start_batch,
             grows_capped=self.runner.facts.grows_capped,
             confirmations=self.runner.facts.confirmations,
             failures_cost=self.runner.facts.failure_cost_s > 0,
@@ -130,10 +132,15 @@ class Session:
         )
         try:
             try:
-                return find()
+                return find(start=self.options.start_batch, look=look)
             except ContradictedError:
+                self.notes[DROPPED.format(size=self.trials[-1].batch_size)] = None
+                grown = {one.batch_size for one in self.trials if one.phase is Phase.GROW}
                 self._stop_predicting()
-                return find()
+                self._ran = {(one.batch_size, one.cap_bytes): one for one in self.trials}
+                last = self.trials[-1].batch_size  # the nearest to the limit of those that ran
+                start = max((size for size in grown if size <= last), default=last)  # growing then meets the same sizes
+                return find(start=start, look=None if self.call_plan.looked else look)
         except (DeviceLostError, StepFailedError, TimeLimitError, UnreliableError) as error:
             if not isinstance(error, StepFailedError) or error.__cause__ is None:  # the text of a bug says what ran
                 error.args = (f"{diagnosis.known_so_far(self.trials)}{error}", *error.args[1:])
@@ -141,9 +148,10 @@ class Session:
 
     def try_size(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
-        needed = self.call_plan.needed
-        trial = self.run(size, phase, cap_bytes=self.budget.search_cap() if capped else self.budget.grow_cap())
-        if phase is Phase.GROW and trial.passed:
+        needed, cap_bytes = self.call_plan.needed, self.budget.search_cap() if capped else self.budget.grow_cap()
+        ran = None if phase in SECOND_OPINIONS else self._ran.get((size, cap_bytes))
+        trial = ran or self.run(size, phase, cap_bytes=cap_bytes)
+        if phase is Phase.GROW and trial.passed and ran is None:
             self._judge_growth(trial)
         lengthens = phase is Phase.CONFIRM and self.call_plan.needed > needed
         if lengthens and self.device.replays:

@@ -130,14 +130,81 @@ def test_nonlinear_steps_run_at_every_size(several):
     assert ran[-1] >= 1 + 5, "no call that confirm_steps takes was repeated without running"
 
 
-def test_a_contradicted_replay_restarts_the_search(monkeypatch):
-    """Three small sizes follow a line that a larger one leaves."""
+@pytest.mark.parametrize(("at", "times"), [(1000, 4), (5, 3), (300, 1 / 4)], ids=["fails", "fails at once", "passes"])
+def test_a_search_whose_predictions_fail_goes_on_from_what_ran(at, times, monkeypatch):
+    """The smallest sizes follow a line that larger ones leave."""
     model = nn.Linear(256, 256)
-    step = linear_step(model, 256, torch.optim.SGD, lambda x: [torch.cat([x] * 4) if len(x) > 1000 else x])
+
+    def inputs(x):
+        more = torch.cat([x] * times) if times > 1 else x[: max(1, int(times * len(x)))]
+        return [more if len(x) > at else x]
+
+    step = linear_step(model, 256, torch.optim.SGD, inputs)
     result = probe(model, step, "sim:64MiB")
     monkeypatch.setattr(SimulatedDevice, "predict_trial", lambda *_: None)
-    assert result.batch_size == probe(model, step, "sim:64MiB").batch_size
+    truth = probe(model, step, "sim:64MiB")
+    assert (result.batch_size, result.limit_batch_size) == (truth.batch_size, truth.limit_batch_size)
     assert answer_ran(result)
+    sizes = [trial.batch_size for trial in result.trials]
+    assert sizes[:2] == [1, 2]
+    assert min(sizes[2:]) > 250  # it goes on near the size that contradicted the predictions
+    assert len(sizes) < len(truth.trials)
+    assert not any(trial.replayed for trial in result.trials)
+    [note] = [note for note in result.notes if "predict" in note]
+    assert note == (
+        f"memory at batch {sizes[2]} was not as smaller sizes predict: predictions were dropped, and every size was run from there on"
+    )
+
+
+def test_a_verdict_that_contradicted_predictions_stands():
+    """The size is not run again until it is confirmed."""
+    model, ran = nn.Linear(256, 256), Log()
+
+    def inputs(x):
+        ran.append(len(x))
+        return [x[: max(1, len(x) // 2)]] if len(x) > 300 else [x]
+
+    result = probe(
+        model, linear_step(model, 256, torch.optim.SGD, inputs), "sim:64MiB", max_batch=1024, memory_fraction=1.0
+    )
+    assert result.batch_size == 1024
+    assert [(t.batch_size, t.phase) for t in result.trials] == [
+        (1, "grow"),
+        (2, "grow"),
+        (1024, "confirm"),
+        (1024, "confirm"),
+    ]
+
+
+def test_a_smaller_last_batch_keeps_predictions(monkeypatch):
+    model = Blocks()
+
+    def inputs(x):
+        rest = 6000 % len(x)  # an epoch's last batch, which the sizes that teach the prediction do not leave
+        return [x, x[:rest]] if rest else [x]
+
+    step = linear_step(model, 256, inputs=inputs)
+    result = probe(model, step, "sim:256MiB")
+    assert sum(not trial.replayed for trial in result.trials) <= 5
+    assert 6000 % result.batch_size
+    monkeypatch.setattr(SimulatedDevice, "predict_trial", lambda *_: None)
+    assert result.batch_size == probe(model, step, "sim:256MiB").batch_size
+
+
+def test_the_model_of_the_readme_keeps_its_predictions():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, batch_first=True), 12)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size, length):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, length, 512)).square().mean().backward()
+        optimizer.step()
+
+    over = {"length": [64, 128]}
+    table = oomprobe.find_max_batches(model, step, over, device="sim:2GiB", mixed=False, progress="off")
+    for _, result in table.fitting():
+        assert sum(not trial.replayed for trial in result.trials) == 4
+        assert any(trial.replayed for trial in result.trials)
 
 
 def test_an_optimizer_that_steps_every_third_call_is_simulated():

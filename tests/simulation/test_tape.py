@@ -14,6 +14,7 @@ from oomprobe.simulation.tape import (
     Predictor,
     RecordedCall,
     lines_through,
+    peak_bytes,
     replay_call,
 )
 
@@ -127,6 +128,27 @@ def test_a_size_off_the_line_ends_replays():
     for size in (16, 32, 64):
         assert predictor.learn(size, cold(size))
         assert predictor.lines is None
+
+
+def test_other_calls_with_the_predicted_peak_keep_the_lines():
+    """A training loop whose smaller last batch only some sizes leave, and which then holds a number more or fewer."""
+
+    def further(size, extra):
+        """Return a cold trial whose calls go on after the predicted ones."""
+        more = (ALLOCATED, 9, 0), (FREED, 0, 9)
+        return [RecordedCall((*call.events, *more), (*(*call.sizes, *[0] * 9)[:9], extra)) for call in cold(size)]
+
+    predictor = taught(1, 2)
+    assert predictor.learn(8, further(8, 8 * MIB))
+    assert predictor.calls(100, 2) == cold(100)[:2]
+    assert not predictor.learn(8, further(8, 80 * MIB))
+    assert predictor.lines is None
+
+
+def test_the_peak_counts_what_earlier_calls_left():
+    assert peak_bytes(cold(1)) == (4 + 8 + 1 + 2) * MIB  # gradient of the first call is freed as the second one starts
+    assert peak_bytes([a_call(5, leave=1), a_call(6, leave=1), a_call(7)]) == 18
+    assert peak_bytes([]) == 0
 
 
 def test_a_call_is_steady_if_repeated():
