@@ -46,7 +46,6 @@ def numbered(step):
 def classifier(model, optimizer, *, amp=None, scaler=None, clip=False, accumulate=1, sample=(256,), layout=None):
     """Return the model and a training step on random samples; the optimizer steps at every `accumulate`-th call."""
 
-    @numbered
     def step(number, model, batch_size):
         x = torch.randn(batch_size, *sample, device="cuda")
         x = x if layout is None else x.to(memory_format=layout)
@@ -65,7 +64,7 @@ def classifier(model, optimizer, *, amp=None, scaler=None, clip=False, accumulat
             scaler.update()
         optimizer.zero_grad()
 
-    return model, step
+    return model, numbered(step) if accumulate > 1 else lambda model, batch_size: step(0, model, batch_size)
 
 
 def mlp(make=torch.optim.AdamW, *, fp16=False, **options):

@@ -16,6 +16,7 @@ import torch
 
 from oomprobe.devices import sharing
 from oomprobe.devices.base import Device, History, Usage, stated_name, typed_budget
+from oomprobe.devices.fingerprint import Fingerprints
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
 from oomprobe.records.trials import Verdict
@@ -74,6 +75,7 @@ class AcceleratorDevice(Device):
         self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if why_spills else 0
         self._has_released = False
         self._retries_before = 0  # the current trial
+        self._fingerprints = Fingerprints(index)
 
     def _refuse_uncapped(self) -> None:
         """Raise UnreliableError if the allocator does not count an allocation, or cannot enforce a cap."""
@@ -140,14 +142,17 @@ class AcceleratorDevice(Device):
     def start_trial(self) -> None:
         self._torch.reset_peak_memory_stats(self.torch_device)
         self._retries_before = self._stats().get("num_alloc_retries", 0)
+        self._fingerprints = Fingerprints(self.torch_device.index)
 
     def usage(self) -> Usage:
-        stats = self._stats()
+        stats, highest_bytes = self._stats(), self._fingerprints.highest_bytes
         retries = stats.get("num_alloc_retries", 0) - self._retries_before  # includes one for each out-of-memory error
         free, _ = self._torch.mem_get_info(self.torch_device)
         return Usage(
-            peak_allocated_bytes=_of_all(stats, "allocated_bytes", "peak"),
-            peak_reserved_bytes=_of_all(stats, "reserved_bytes", "peak"),
+            peak_allocated_bytes=max(
+                _of_all(stats, "allocated_bytes", "peak"), highest_bytes.get("allocated_bytes", 0)
+            ),
+            peak_reserved_bytes=max(_of_all(stats, "reserved_bytes", "peak"), highest_bytes.get("reserved_bytes", 0)),
             alloc_retries=retries,
             under_pressure=retries > 0 or free < NEARLY_NOTHING * self.total_bytes,
         )
@@ -198,7 +203,7 @@ class AcceleratorDevice(Device):
 
     def has_graphs(self) -> bool:
         """Return whether CUDA graphs have pools of their own; only torch's native CUDA allocator tells."""
-        if self._torch is not torch.cuda or torch.cuda.memory.get_allocator_backend() != "native":
+        if not self._is_native():
             return False
         pools = self._stats().get("reserved_bytes_by_private_pools")
         if pools is not None:  # since torch 2.14
@@ -208,8 +213,13 @@ class AcceleratorDevice(Device):
 
     def history(self) -> AbstractContextManager[History] | None:
         """Record each block that torch's native CUDA allocator hands out; None for other allocators."""
-        is_native = self._torch is torch.cuda and torch.cuda.memory.get_allocator_backend() == "native"
-        return self._recorded() if is_native else None
+        return self._recorded() if self._is_native() else None
+
+    def fingerprint(self) -> int | None:
+        return self._fingerprints.take() if self._is_native() else None
+
+    def _is_native(self) -> bool:
+        return self._torch is torch.cuda and bool(torch.cuda.memory.get_allocator_backend() == "native")
 
     @contextmanager
     def _recorded(self) -> Iterator[History]:

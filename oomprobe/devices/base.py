@@ -68,6 +68,8 @@ class Device(Protocol):
         cached_bytes(): Memory that the allocator has reserved and `release` would give back.
         history(): A context manager that records allocations as a `History`, or None if the allocator cannot.
         has_graphs(): Whether this process has captured CUDA graphs.
+        fingerprint(): A number for what the last call did to the allocator and left in it, which decides how the next one ends if it
+            makes the same requests; None if more than that decides.
         world_size: Ranks of which the step is one, if the device simulates that.
         replay: A `Replay`, which repeats and predicts calls of the step without running them.
     """
@@ -182,6 +184,7 @@ class Extras:
     cached_bytes: Callable[[], int] = lambda: 0
     history: Callable[[], AbstractContextManager[History] | None] = lambda: None
     has_graphs: Callable[[], bool] = lambda: False
+    fingerprint: Callable[[], int | None] = lambda: None
     world_size: int = 1
 
 

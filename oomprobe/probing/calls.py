@@ -51,6 +51,7 @@ class CallPlan:
         self.needed = 0  # calls that meet the one that needs the most memory, as a look or a failed confirmation found
         self.confirmed = 0  # calls of the last confirmation
         self.looked: Trial | None = None
+        self._is_even = False  # whether all calls of this row's own look did the same
 
     def follow(self, last: CallPlan) -> None:
         """Begin with what another row of the table has shown of the step; its look and its confirmation count for all rows."""
@@ -96,6 +97,7 @@ class CallPlan:
             request,
             steps=steps,
             calls=request.calls or self._calls(request.batch_size, steps, confirms=request.confirms, decides=decides),
+            settled_calls=self._ordinary(steps) if request.confirms and self._is_even and not self.is_long else None,
             least_calls=self._ordinary(self._options.steps) if self._full and may_end_early else None,
             repeats=not request.looks and not self._counts,
         )
@@ -157,6 +159,8 @@ class CallPlan:
             yield from self._compare_calls(request, trial)
         if request.looks:
             self.looked = trial
+            made_all = trial.steps >= self._patience.look_calls
+            self._is_even = trial.passed and calls.even and made_all and len(self._facts.step_names) == 1
             if self.is_long:
                 yield LONG_CALLS.format(calls=self.needed)
             elif trial.passed:

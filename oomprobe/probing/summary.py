@@ -41,6 +41,7 @@ NOT_COVERED = (
 NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
 LITTLE_DATA = "the data set limits the batch size: it has {count} examples"
 SEEN = "seen over {calls}; what happens less often was not"
+SETTLED = "repeats: after {calls} memory was as it had been, and so were the values that the step keeps; identical further calls cannot fail"
 # Words in a step's name.
 EVALUATING = {"eval", "evaluate", "evaluation", "val", "valid", "validate", "validation", "test"}
 LATE = {"saving a checkpoint": {"save"}, "the last evaluation": EVALUATING, "resuming from a checkpoint": {"resume"}}
@@ -165,7 +166,8 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
     yield from session.neighbours.notes
     kind = "optimizer step" if "command" in environment else "call"
     if session.call_plan.confirmed:
-        yield SEEN.format(calls=count(session.call_plan.confirmed, kind, f"{kind}s"))
+        text = SEEN if answer.settled_after is None else SETTLED
+        yield text.format(calls=count(session.call_plan.confirmed, kind, f"{kind}s"))
     count_of_data = session.runner.facts.max_batch
     if found.deciding is None and count_of_data is not None and session.options.max_batch == count_of_data:
         yield LITTLE_DATA.format(count=count_of_data)

@@ -94,6 +94,8 @@ class Trial:
         ranks: What each rank said, if there were several. The trial's own peaks are then the highest of any rank, its times
             those of the slowest.
         limiting_rank: The rank that failed by itself; of several, and of passes, the one with the least memory left.
+        settled_after: Calls after which the trial ended early, because everything that decides about memory had repeated: then
+            identical further calls cannot fail. None if it made all its calls.
     """
 
     batch_size: int
@@ -116,6 +118,7 @@ class Trial:
     replayed: bool = False
     ranks: tuple[RankTrial, ...] = ()
     limiting_rank: int | None = None
+    settled_after: int | None = None
 
     @classmethod
     def of(cls, request: Request, verdict: Verdict, **measured: Any) -> Trial:
@@ -189,6 +192,9 @@ class Request:
     phase: Phase  # copied into the `Trial`; no runner reads it
     steps: int = 1  # full steps after every optimizer has stepped once
     calls: int | None = None  # of each step; None: as many as `steps` takes, and to confirm more, while time allows
+    settled_calls: int | None = (
+        None  # after so many the trial ends once further ones would repeat them; None: it does not
+    )
     least_calls: int | None = None  # after this many calls a bug ends the trial as a pass; None: it is an error
     looks: bool = False  # whether to find out how many calls a trial needs
     confirms: bool = False  # whether the answer rests on this trial
@@ -243,6 +249,7 @@ class Calls:
     served_bytes: int = 0  # that the allocator handed out after the first full step; 0 if unknown
     allocations: int = 0  # number of blocks for them; 0 if unknown
     varying: bool = False  # whether full steps allocated different amounts
+    even: bool = False  # after a look: whether all calls but the first few handed out the same bytes in as many blocks
     counts: bool = False  # whether the user's own code may know which call it is
     ended_early: str | None = None  # the bug of a late call that ended the trial
 

@@ -26,6 +26,7 @@ class Series:
     """What one step did in one trial, a number for each call."""
 
     served_bytes: list[int] = field(default_factory=list)  # that the allocator handed out
+    blocks: list[int] = field(default_factory=list)  # that it handed out; empty if not watched
     peak_bytes: list[int] = field(default_factory=list)  # the highest allocation so far; empty if not watched
     live_bytes: list[int] = field(default_factory=list)  # in live tensors afterwards; empty if not watched
     durations_s: list[float] = field(default_factory=list)  # of the calls that were not repeated
@@ -51,6 +52,10 @@ class Series:
         served, step_calls = self.after_first_bytes, self.step_calls
         starts = range(0, len(served) - step_calls + 1, step_calls)
         return varies([sum(served[start : start + step_calls]) for start in starts])
+
+    def is_even(self, least_calls: int) -> bool:
+        """Whether all calls after the first `least_calls` handed out the same bytes in as many blocks."""
+        return len({*[*zip(self.served_bytes, self.blocks, strict=False)][least_calls:]}) == 1
 
     def calls_needed(self, ordinary_calls: int, *, is_exact: bool) -> int:
         """Return `calls_needed` of this series."""
@@ -111,6 +116,19 @@ def calls_needed(
             if numbers[number] > (1 + LARGER) * top_bytes:
                 top_bytes, needed = numbers[number], max(needed, number + later)
     return min(needed, count)
+
+
+def repeats(marks: Sequence[object]) -> bool:
+    """Return whether the last calls were a whole period once more. A mark stands for what a call did and left.
+
+    Where everything is again as it was a period before, the next period can be the same; one that was ends the doubt.
+
+    Example:
+        >>> repeats([9, 5, 5]), repeats([9, 5, 5, 5]), repeats([1, 2, 3, 1, 2, 3]), repeats([3, 1, 2, 3, 1, 2, 3])
+        (False, True, False, True)
+    """
+    lengths = range(1, (len(marks) - 1) // 2 + 1)
+    return any(marks[-1 - length :] == marks[-1 - 2 * length : -length] for length in lengths)
 
 
 def growth_bytes(live_bytes: Sequence[int]) -> int:

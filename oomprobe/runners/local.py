@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +42,7 @@ from oomprobe.runners.hooks import (
     outside_modes,
 )
 from oomprobe.runners.ranks_here import check_process_group
+from oomprobe.runners.repeats import Repeats
 from oomprobe.runners.running import Running
 from oomprobe.runners.signals import Interrupts
 from oomprobe.state import Snapshot, Tracker, generator_states
@@ -168,6 +169,8 @@ class StepCalls:
             if calls is not None:
                 enough, least = made == calls, request.least_calls
                 running.past_least = least is not None and len(series.served_bytes) * self._turn_count >= least
+                if not enough and request.settled_calls is not None:
+                    enough = self._has_settled(running)
             else:
                 running.past_least = goes_on and full >= due
                 mine = full >= due and not (goes_on and self._has_time(until_s, running))
@@ -176,6 +179,15 @@ class StepCalls:
             raise self._not_trained(request.batch_size, made)
         series.first_calls = series.first_calls or 0
         running.allocations += self._extras.allocations() - allocations
+
+    def _has_settled(self, running: Running) -> bool:
+        """Take note of a call, and return whether further ones would repeat the last ones, on every rank."""
+        if running.series.first_calls is not None:
+            running.repeats.end_call()
+        if running.calls < (running.request.settled_calls or 0) or not self._work.agree(running.repeats.have_settled):
+            return False
+        running.settled_after = running.calls
+        return True
 
     def _ends_step(self, running: Running, wanted: set[int] | None, *, is_fixed: bool) -> bool:
         """Return whether the last call ended a full step, and learn on first use which optimizers that takes.
@@ -227,6 +239,7 @@ class StepCalls:
     def _call(self, running: Running, *, may_repeat: bool = False) -> None:
         """Call the step once. If `may_repeat`, a device that replays may repeat the last call instead."""
         request, series, before_bytes = running.request, running.series, self._extras.served_bytes()
+        before_blocks = self._extras.allocations() if request.watches_leaks else 0
         may_repeat = may_repeat and running.calls > 0 and not request.breakdown
         if may_repeat and self._card.repeat(confirms=request.confirms and running.calls <= request.steps):
             self.stepping.repeat_call()
@@ -249,6 +262,7 @@ class StepCalls:
         running.calls += 1
         series.served_bytes.append(self._extras.served_bytes() - before_bytes)
         if request.watches_leaks and not self._work.ends_with_trial:
+            series.blocks.append(self._extras.allocations() - before_blocks)
             series.peak_bytes.append(self.usage().peak_allocated_bytes or 0)
             series.live_bytes.append(self._device.live_bytes())
 
@@ -389,13 +403,15 @@ class LocalRunner:
 
     def _run_cold(self, request: Request) -> Running:
         """Start cold, make the calls under the cap, and classify the end."""
-        running = Running(request=request, step=next(iter(self._work.steps.values())))
+        repeats = Repeats(self._extras.fingerprint, self._values, self._device.live_bytes)
+        running = Running(request=request, step=next(iter(self._work.steps.values())), repeats=repeats)
         # A fresh trial drops code compiled for its own size too: its captured graphs hold memory.
         if self.compiled.start_size((request.row, request.batch_size), anew=request.fresh) or not self._caller.is_cold:
             self._start_cold(keeps_cache=request.as_built and self._number == 1)
         self._device.start_trial()
         try:
-            with self._device.cap(request.cap_bytes):
+            watched = nullcontext() if request.settled_calls is None else repeats
+            with self._device.cap(request.cap_bytes), watched:
                 for calls in self._caller.turns(running):
                     self._caller.make_calls(running, calls)
             self._card.end_trial()
@@ -421,6 +437,10 @@ class LocalRunner:
         else:
             running.verdict = Verdict.POISONED
         return running
+
+    def _values(self) -> int | None:
+        """Return a mark of what the user's code keeps; None if it may be called for anything else, such as to compile once more."""
+        return None if self.compiled.is_used else self._tracker.mark()
 
     def _end_backward(self) -> None:
         """Make the autograd thread let go of a failed backward's tensors, as it does before its next task.

@@ -10,6 +10,7 @@ from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.options import Step
 from oomprobe.records.trials import Calls, Request, Trial, Verdict
 from oomprobe.rules.look import Series
+from oomprobe.runners.repeats import Repeats
 from oomprobe.verdicts.failure import Failure
 
 OVER_CAP = "it ran, but its peak was over the cap: it reused memory that the allocator had reserved earlier"
@@ -25,6 +26,8 @@ class Running:
     every: dict[str, Series] = field(default_factory=dict)  # by the name of the step
     calls: int = 0
     allocations: int = 0
+    repeats: Repeats
+    settled_after: int | None = None  # as in `Trial`
     past_least: bool = False  # whether a bug now ends the trial, which has passed
     ended_early: str | None = None
     counts: bool = False
@@ -79,6 +82,7 @@ class Running:
             step_s=step_s,
             samples_per_s=request.batch_size / step_s if step_s and self.step.is_timed else None,
             alloc_retries=usage.alloc_retries,
+            settled_after=self.settled_after,
             step_leaked_bytes=self.step_leaked_bytes,
             error=failure.text if failure else OVER_CAP if self.verdict is Verdict.OOM else None,
             where=failure.where if failure else None,
@@ -100,6 +104,7 @@ class Running:
             served_bytes=sum(sum(series.after_first_bytes) for series in every),
             allocations=self.allocations,
             varying=any(series.varies for series in every),
+            even=has_looked and all(series.is_even(request.least_calls or 0) for series in every),
             counts=self.counts,
             ended_early=self.ended_early,
         )

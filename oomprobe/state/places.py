@@ -225,12 +225,14 @@ class OpaquePlace:
         write: Callable[[Any], object] | None = None,
         *,
         equals: Callable[[Any], bool] | None = None,
+        mark: Callable[[], object] | None = None,
         nbytes: int = 0,
     ) -> None:
         self.path, self.kind, self.nbytes = path, kind, nbytes
         self.read, self._write = read, write
         self._equals = equals or (lambda before: same(read(), before))
         self._before = _MISSING if nbytes else read()
+        self._mark = mark or read
 
     @property
     def is_restarted(self) -> bool:
@@ -240,6 +242,10 @@ class OpaquePlace:
     @property
     def has_changed(self) -> bool:
         return not self._equals(self._before)
+
+    def mark(self) -> object:
+        """Return what is new once it has changed; None for what is large, which nobody counts with."""
+        return self._mark() if self.nbytes <= SMALL_BYTES else None
 
     def take(self, left_bytes: int) -> int:
         """Copy it if it is small or fits in `left_bytes`; return how many of these are left."""
@@ -286,9 +292,11 @@ def tensor_place(copy: TensorCopy, path: str, version: int) -> OpaquePlace:
         tensor = copy.find()
         return tensor is None or copy.storage.is_intact(tensor._version == version)
 
-    return OpaquePlace(
-        path, "a tensor", take, lambda _: copy.storage.write(), equals=equals, nbytes=copy.storage.nbytes
-    )
+    def mark() -> int | None:
+        return None if (tensor := copy.find()) is None else tensor._version
+
+    nbytes = copy.storage.nbytes
+    return OpaquePlace(path, "a tensor", take, lambda _: copy.storage.write(), equals=equals, mark=mark, nbytes=nbytes)
 
 
 def _array_place(array: Any, path: str) -> OpaquePlace | None:

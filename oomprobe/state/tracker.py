@@ -25,7 +25,7 @@ from oomprobe.state.places import (
     opaque_place,
     tensor_place,
 )
-from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, kind_of_storage, tensors_in
+from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, addresses_of, can_copy, kind_of_storage, tensors_in
 from oomprobe.state.walk import (
     Kind,
     Seen,
@@ -308,6 +308,13 @@ class Tracker:
         held = [place.plain_values() for place in self.places if place.values.when is not When.COLD]
         own = [repr(one.read()) for one in self.opaque if one.is_restarted]
         return held, own, random.getstate(), repr(np.random.get_state())
+
+    def mark(self) -> int | None:
+        """Return a number that is new once a value of the user's or the place of a tensor has changed; None if that cannot be seen."""
+        if not self.is_exact or any(one.has_changed for one, _ in self._sources):
+            return None
+        places = [address for one in self.resident_tensors() for address in addresses_of(one)]
+        return hash(repr((self.plain_values(), [one.mark() for one in self.opaque], places)))
 
     def _read_flags(self) -> list[tuple[Callable[[], torch.Tensor | None], bool]]:
         """Return which parameters require gradients."""

@@ -2,7 +2,7 @@
 
 FAULT=KIND:RANK:SIZE makes that rank misbehave at that size and above; KIND alone makes each rank do so while building. SHARD=1 shards
 by FSDP2 instead of DDP, BACKEND=gloo needs no NCCL, EVERY=48 steps the optimizer at every 48th call, GPT=1 trains a small GPT in
-bfloat16, accumulating two batches. HELD=300 keeps 300 MiB on the card, and LEFT=300 leaves so much in the cache.
+bfloat16, accumulating two batches. FAULT=counts:RANK lets only that rank count its calls. HELD=300 keeps 300 MiB on the card, and LEFT=300 leaves so much in the cache.
 """
 
 import os
@@ -81,9 +81,10 @@ def build():
         "optimizer": lambda: optimizer.register_step_pre_hook(burst),
     }
     calls = [0]
+    counts = is_gpt or "EVERY" in os.environ or (is_faulty if KIND == "counts" else KIND != "none")
 
     def step(model, batch_size):
-        calls[0] += 1
+        calls[0] += counts
         if KIND == "tires":
             os.environ["MADE"] = str(int(os.environ.get("MADE", 0)) + 1)
             if os.environ["MADE"] == "6":

@@ -79,6 +79,9 @@ def test_each_row_is_a_probe_of_its_own_and_costs_less(make, over, memory):
 
     alone, table = forked(run, memory=memory, limit_s=120)
     assert list(table.rows) == values
+    assert not any(
+        row.trials[-1].settled_after for row in list(table.rows.values())[1:]
+    )  # they follow another row's look
     for value, one in zip(values, alone, strict=True):
         row = table.rows[value]
         # Equal, but for a confirmation that fails by chance; then the search moves down by 1/128.
@@ -90,7 +93,7 @@ def test_each_row_is_a_probe_of_its_own_and_costs_less(make, over, memory):
     equal = [table.rows[value].batch_size == one.batch_size for value, one in zip(values, alone, strict=True)]
     assert sum(equal) >= len(values) - 1
     if len(values) == 5:
-        assert calls_of(table.rows.values()) <= 0.55 * calls_of(alone)
+        assert calls_of(table.rows.values()) <= 0.6 * calls_of(alone)
     assert oomprobe.ProbeTable.from_dict(json.loads(table.to_json())) == table
 
 

@@ -164,6 +164,7 @@ def _of_all_calls(calls: list[Calls]) -> Calls:
         served_bytes=max(one.served_bytes for one in calls),
         allocations=max(one.allocations for one in calls),
         varying=any(one.varying for one in calls),
+        even=all(one.even for one in calls),
         counts=any(one.counts for one in calls),
         ended_early=next((one.ended_early for one in calls if one.ended_early), None),
     )

@@ -1,0 +1,313 @@
+"""Confirmations that end once calls repeat, and loops whose calls only seem to; compared with fresh processes on the bed."""
+
+import ctypes
+import itertools
+import statistics
+from collections import deque
+from functools import partial
+
+import pytest
+import torch
+from bed import forked, run_on_bed
+from benchmark_work import probed as work_of
+from benchmark_work import survives
+from torch import nn
+from zoo import MODELS, numbered, runs
+
+import oomprobe
+from oomprobe.devices.accelerator import AcceleratorDevice
+
+CALLS = 200
+WIDTH = 256
+
+
+def probed(build):
+    """Probe, and return the answer, the calls of its confirmation, and those after which it settled, or None."""
+    result = oomprobe.find_max_batch(*build(), progress="off")
+    confirmed = result.trials[-1]
+    assert any("identical further calls cannot fail" in note for note in result.notes) == bool(confirmed.settled_after)
+    return result.batch_size, confirmed.steps, confirmed.settled_after
+
+
+def begun():
+    model = nn.Sequential(nn.Linear(WIDTH, 1024), nn.ReLU(), nn.Linear(1024, WIDTH)).cuda()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def train(model, optimizer, samples, after=lambda output: None):
+    optimizer.zero_grad()
+    output = model(torch.randn(samples, WIDTH, device="cuda"))
+    after(output)
+    output.square().mean().backward()
+    optimizer.step()
+
+
+def with_hidden_count(act):
+    """Pass the number of the call to `act`, from a count that oomprobe cannot see: in memory of C's."""
+    model, optimizer = begun()
+    number = ctypes.c_long()
+
+    def step(model, batch_size):
+        number.value += 1
+        act(number.value, model, optimizer, batch_size)
+
+    return model, step
+
+
+def evaluate(model, samples):
+    with torch.no_grad():
+        model(torch.randn(8 * samples, WIDTH, device="cuda"))
+
+
+def at_the_end_of_an_epoch():
+    """Evaluate after 420,000 examples: at the answer at every 7th call or so, at a sixteenth of it never within 50."""
+    model, optimizer = begun()
+
+    @numbered
+    def step(number, model, batch_size):
+        train(model, optimizer, batch_size)
+        if number % max(1, 420_000 // batch_size) == 0:
+            evaluate(model, batch_size)
+
+    return model, step
+
+
+def from_a_generator():
+    """Take the number of the call from a generator, of which oomprobe sees only that it moves on."""
+    (model, optimizer), numbers = begun(), (number for number in itertools.count(1))
+
+    def step(model, batch_size):
+        train(model, optimizer, batch_size)
+        if next(numbers) % max(1, 420_000 // batch_size) == 0:
+            evaluate(model, batch_size)
+
+    return model, step
+
+
+def quadratic():
+    """Take memory at every tenth call that grows with the square of the batch: at a sixteenth of the answer 0.05 % of the call's."""
+
+    def act(number, model, optimizer, size):
+        train(model, optimizer, size)
+        if number % 10 == 0:
+            torch.empty(size**2 // 512, dtype=torch.uint8, device="cuda")
+
+    return with_hidden_count(act)
+
+
+def of_lengths(lengths):
+    model, optimizer = begun()
+    return model, numbered(lambda n, model, size: train(model, optimizer, size * lengths[n % len(lengths)]))
+
+
+def in_cycles():
+    """Keep a part of each output in a reference cycle; Python collects it in the same call, or in a later one."""
+    model, optimizer = begun()
+
+    def keep(output):
+        cycle = [output.detach()[:64].clone()]
+        cycle.append(cycle)
+        del cycle
+        return [[] for _ in range(2000)]
+
+    return model, lambda model, size: train(model, optimizer, size, keep)
+
+
+def on_a_side_stream(record=False):
+    """Use each output on another stream: in a tensor that is made there, or recorded, so that its memory waits for that stream."""
+    model, optimizer = begun()
+    stream = torch.cuda.Stream()
+
+    def use(output):
+        with torch.cuda.stream(stream):
+            output.detach().zero_() if record else output.detach()[:64] * 2
+        if record:
+            output.record_stream(stream)
+
+    return model, lambda model, size: train(model, optimizer, size, use)
+
+
+def outside_the_allocator():
+    """Take 1 MiB from the driver in each call, as plans of a library do, and hold it."""
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def act(number, model, optimizer, size):
+        train(model, optimizer, size)
+        assert driver.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(2**20)) == 0
+
+    return with_hidden_count(act)
+
+
+def drifting():
+    """Send a share of the samples through an expert, a little more of them in each call, as a router that is trained does."""
+    expert = nn.Linear(WIDTH, 1024, device="cuda")
+
+    def act(number, model, optimizer, size):
+        train(model, optimizer, size)
+        expert(torch.randn(size, WIDTH, device="cuda")[: 1 + int(size * min(1.0, 0.05 + 0.0005 * number))])
+
+    return with_hidden_count(act)
+
+
+def recompiling():
+    """A module whose compiled code is made once more in a late call."""
+    model, optimizer = begun()
+    compiled = torch.compile(model, backend="eager", dynamic=False)
+    return model, lambda _, size: train(compiled, optimizer, size)
+
+
+def keeping(kib=1, *, most=None):
+    """Keep a tensor of each call where oomprobe counts none of them: in the graph of the last one."""
+    model, optimizer = begun()
+    held = deque(maxlen=most)
+
+    def step(model, size):
+        train(model, optimizer, size)
+        held.append(torch.empty(kib * 2**10, dtype=torch.uint8, device="cuda"))
+
+    return model, step
+
+
+def chained():
+    """Keep each call's loss in the graph of the running one."""
+    (model, optimizer), total = begun(), 0
+
+    def step(model, size):
+        nonlocal total
+        train(model, optimizer, size)
+        total = total + model(torch.randn(1, WIDTH, device="cuda")).square().mean()
+
+    return model, step
+
+
+def chained_elsewhere():
+    """Keep what a loss on another card needs, in the graph of the running one."""
+    (model, optimizer), total = begun(), 1
+    weight = torch.ones(2**18, device="cuda:1", requires_grad=True)
+
+    def step(model, size):
+        nonlocal total
+        train(model, optimizer, size)
+        total = total * weight
+
+    return model, step
+
+
+def in_turn(count):
+    """Keep the first weight in so many places in turn."""
+    places = [torch.zeros(1024, WIDTH, device="cuda") for _ in range(count)]
+
+    def act(number, model, optimizer, size):
+        train(model, optimizer, size)
+        model[0].weight.data = places[number % count]
+
+    return with_hidden_count(act)
+
+
+def last_ones(count):
+    """Keep so many tensors, the oldest of which leaves a gap for the next but one."""
+    model, optimizer = begun()
+    held = deque((torch.empty(2**20, device="cuda") for _ in range(count)), maxlen=count)
+
+    def step(model, size):
+        train(model, optimizer, size)
+        held.append(torch.empty(2**20, device="cuda"))
+
+    return model, step
+
+
+def fragmenting():
+    """Replace one of forty tensors in each call, by one of another size."""
+    held = [None] * 40
+
+    def act(number, model, optimizer, size):
+        train(model, optimizer, size)
+        held[number % 40] = torch.empty(2**20 + 4096 * (number * 7 % 40), dtype=torch.uint8, device="cuda")
+
+    return with_hidden_count(act)
+
+
+SEEMING = {
+    "growth on another card": (chained_elsewhere, {"memory": "1GiB,1GiB"}),
+    "evaluation at an epoch's end": (at_the_end_of_an_epoch, {}),
+    "a generator": (from_a_generator, {}),
+    "a quadratic event at every 10th call": (quadratic, {}),
+    "two equal lengths, then a long one": (partial(of_lengths, [1, 1, 3]), {}),
+    "reference cycles": (in_cycles, {}),
+    "side stream": (on_a_side_stream, {}),
+    "record_stream": (partial(on_a_side_stream, record=True), {}),
+    "1 MiB a call outside the allocator": (outside_the_allocator, {"memory": "8GiB"}),
+    "garbage_collection_threshold": (MODELS["gpt"], {"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8"}),
+    "routing that drifts": (drifting, {}),
+    "compiled": (recompiling, {}),
+    "leak of 1 KiB": (keeping, {}),
+    "buffer that grows": (partial(keeping, 1024, most=45), {}),
+    "losses in one graph": (chained, {}),
+    "fragmentation": (fragmenting, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch 2.11 compiles with it
+@pytest.mark.parametrize("name", SEEMING)
+def test_calls_that_only_seem_to_repeat_do_not_settle(name):
+    build, options = SEEMING[name]
+    _, *calls = forked(probed, build, limit_s=120, **options)
+    assert calls == [50, None]
+
+
+PERIODS = [(partial(in_turn, 3), 3), (partial(last_ones, 4), 5)]
+
+
+@pytest.mark.parametrize(("build", "period"), PERIODS)
+def test_a_period_settles_once_it_has_repeated(build, period):
+    answer, calls, settled_after = forked(probed, build)
+    assert settled_after == calls >= 2 * period + 1
+    assert forked(partial(runs, build, answer, steps=CALLS))
+
+
+def test_calls_that_leave_the_same_layout_are_told_apart():
+    def fingerprints():
+        device = AcceleratorDevice(torch.device("cuda"))
+        empty = partial(torch.empty, dtype=torch.uint8, device="cuda")
+
+        def in_turn(times=1):
+            for size in (1000, *[2**22] * times):
+                empty(size)
+
+        def at_once():
+            return [empty(size) for size in (1000, 2**22)]
+
+        found = []
+        for call in (in_turn, in_turn, in_turn, partial(in_turn, 2), in_turn, at_once, in_turn):
+            call()
+            found.append(device.fingerprint())
+        return found
+
+    _, *rest = forked(fingerprints)
+    assert [one == rest[0] for one in rest] == [True, True, False, True, False, True]
+
+
+def test_another_allocator_never_settles():
+    code = """
+    import sys
+    sys.path.insert(0, "tests")
+    import oomprobe
+    from zoo import gpt
+    result = oomprobe.find_max_batch(*gpt(), max_batch=32, progress="off")
+    print(json.dumps([result.trials[-1].steps, result.trials[-1].settled_after]))
+    """
+    assert run_on_bed(code, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync") == [50, None]
+
+
+STEADY = ["mlp fp16 scaled", "deep mlp", "conv", "gpt bf16 deep", "frozen base, adapters", "big state"]
+
+
+def test_steady_answers_settle_and_run_on_for_half_the_work():
+    every = {}
+    for name in STEADY:
+        answer, cap_bytes, settled_after, units = forked(work_of, MODELS[name])
+        every[name] = sum(units.values())
+        assert settled_after <= 8, name
+        assert forked(survives, name, answer, cap_bytes), name
+    assert max(every.values()) <= 70, every
+    assert statistics.median(every.values()) <= 38, every
