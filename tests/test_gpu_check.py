@@ -78,7 +78,11 @@ def check(monkeypatch, tmp_path):
         monkeypatch.setattr(gpu_check, "in_child", in_child)
         monkeypatch.setattr(gpu_check, "PARTS", [PART])
         monkeypatch.setattr(sys, "argv", ["gpu-check", str(path)])
-        return gpu_check.main(), json.loads(path.read_text())
+        try:
+            status = gpu_check.main()
+        except KeyboardInterrupt:
+            status = 130
+        return status, json.loads(path.read_text())
 
     return run
 
@@ -119,6 +123,15 @@ def test_training_in_buckets_that_dies_is_reported(check):
     table, died = {"alone": {"8": 4}, "mixed": {"8": 3}}, "out of memory at step 3, length 8"
     status, kept = check({"probe": FOUND, "train": {}, "table": table, "in_buckets": {"ended": died}})
     assert (status, set(kept["wrong"])) == (1, {f"table over lengths: {died}"})
+
+
+def test_an_interrupted_check_keeps_its_findings(check):
+    def train(*_):
+        raise KeyboardInterrupt
+
+    status, kept = check({"probe": FOUND, "train": train})
+    assert (status, kept["parts"][0]["answer"], kept["tests"]["summary"]) == (130, 7, "not run")
+    assert kept["wrong"] == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
