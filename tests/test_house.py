@@ -126,3 +126,22 @@ def test_only_devices_test_for_device_classes():
         and DEVICE_CLASSES & set(ast.unparse(node.args[1]).replace("|", " ").split())
     ]
     assert asked == []
+
+
+def test_names_of_modules_in_texts_are_names_of_modules():
+    """Renaming a module must not leave its old name behind in a text that code compares with or imports."""
+    names = {
+        node.value
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node.value.startswith("oomprobe.") and node.value.replace(".", "").isidentifier() and node.value[-1] != "."
+    }
+    assert {name for name in names if name not in MODULES} <= {"oomprobe.probe_target"}
+
+
+def test_the_top_is_small():
+    entries = [path for path in HOUSE.iterdir() if path.name != "__pycache__"]
+    folders = [path for path in entries if path.is_dir()]
+    assert len(folders) <= 12
+    assert len(entries) - len(folders) <= 8

@@ -53,7 +53,7 @@ def test_two_batches_hold_the_largest_of_each_field(sizes, batch_size):
         ([], {}),
         ((Image.new("RGB", (4, 3)), 1), {0: ((4, 3),), 1: ()}),
     ],
-    ids=str,
+    ids=lambda value: None if isinstance(value, tuple) else str(value),
 )
 def test_shapes(value, shapes):
     assert shapes_of(value) == shapes

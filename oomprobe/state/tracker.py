@@ -280,18 +280,7 @@ class Tracker:
 
     def find_moves(self) -> None:
         """Mark the values beside an iterator or a queue that has moved on, up to the roots: they must agree with it."""
-        moved = {source for one, source in self._sources if one.has_changed}
-        todo = self.places if moved else []
-        while marked := [place for place in todo if not place.ids.isdisjoint(moved)]:
-            for place in marked:
-                place.moves = True
-                moved.add(id(place if place.values.owner is None else place.values.owner))
-            todo = [place for place in todo if not place.moves]
-        beside = set[int]().union(*(place.ids for place in self.places if place.moves))
-        for place in self.places:
-            place.moves |= (
-                isinstance(place.values.owner, dict | list | set | deque) and id(place.values.owner) in beside
-            )
+        _mark_beside(self.places, {source for one, source in self._sources if one.has_changed})
 
     def leave(self) -> bool:
         """Bring back the plain values that the last trial left, and put values back only at the end. Return whether there were any."""
@@ -347,6 +336,19 @@ class Tracker:
             found |= {} if place.values.trains else place.changes()
         named = {path: kind_of(value) for path, value in found.items()}
         return [f"{path} ({kind})" for path, kind in named.items()]
+
+
+def _mark_beside(places: list[Place], moved: set[int]) -> None:
+    """Mark the places that hold one of the objects with these ids, and those that hold a place that is marked."""
+    todo = places if moved else []
+    while marked := [place for place in todo if not place.ids.isdisjoint(moved)]:
+        for place in marked:
+            place.moves = True
+            moved.add(id(place if place.values.owner is None else place.values.owner))
+        todo = [place for place in todo if not place.moves]
+    beside = set[int]().union(*(place.ids for place in places if place.moves))
+    for place in places:
+        place.moves |= isinstance(place.values.owner, dict | list | set | deque) and id(place.values.owner) in beside
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> set[tuple[int, int, int]]:

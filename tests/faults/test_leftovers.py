@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import Training
+from helpers import Training, find_hastily
 from ledger import Log
 
 from faults.card import CARD, SAMPLE_BYTES, trained
@@ -19,9 +19,11 @@ from oomprobe import (
     OomProbeError,
     StepFailedError,
     TimeLimitError,
+    Verdict,
     find_max_batch,
     probe_target,
 )
+from oomprobe.records.patience import Patience
 
 QUIET = {"progress": "off"}
 
@@ -111,3 +113,26 @@ def test_no_trial_error_or_log_record_holds_memory_of_a_step():
     finally:
         gc.enable()
         logging.getLogger().removeHandler(log)
+
+
+def test_nothing_of_a_trial_is_alive_while_its_repetition_waits():
+    activations, alive = Log(), Log()
+
+    def wait(seconds):
+        alive.append([reference() for reference in activations if reference() is not None])
+        CARD.fake.outside_bytes = 0
+
+    model, step = trained()
+
+    def watched(model, batch_size):
+        held = step(model, batch_size)
+        activations.append(weakref.ref(held))
+        if batch_size == 4 and CARD.fake.outside_bytes == 0 and not alive:
+            CARD.fake.outside_bytes = 600 * 2**20
+            CARD.fake.alloc(2 * CARD.total_bytes)
+        return held
+
+    result = find_hastily(Patience(sleep=wait), model, watched, device=CARD, memory_fraction=1.0)
+    assert alive
+    assert not any(alive)
+    assert Verdict.FITS in [t.verdict for t in result.trials]

@@ -1,6 +1,7 @@
 """Trials that kill, hang or poison their process, or leave other processes running."""
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_accelerator import ILLEGAL_ADDRESS
 from ledger import Log
 from processes import marked
 
@@ -21,7 +23,9 @@ from oomprobe import (
     NoDeviceError,
     StepFailedError,
     TimeLimitError,
+    UnreliableError,
     Verdict,
+    check_target,
     probe_target,
 )
 
@@ -59,6 +63,18 @@ def illegal_access():
     CARD.fake.synchronize()
 
 
+def measuring(number, fault):
+    """Return a target with a fault when its process is asked for the memory this time: before, in or after a check's trial."""
+    measure, calls = CARD.available_bytes, Log()
+
+    def measured():
+        calls.append(True)
+        return fault() if len(calls) == number else measure()
+
+    CARD.available_bytes = measured
+    return trained()
+
+
 def exits():
     os.write(2, b"a library: licence server not found\n")
     os._exit(1)
@@ -69,11 +85,22 @@ def says_out_of_memory():
     os._exit(1)
 
 
+def aborts_for_memory():
+    os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+    os.abort()
+
+
 poisoned = partial(at, 6, illegal_access)
 # The step passes, after which the card is lost while its cache is released.
+poisoned_between_steps = partial(at, 6, lambda: setattr(CARD, "release", illegal_access))
 lost_from_the_start = partial(at, 1, lambda: setattr(CARD, "release", illegal_access))
+killed_measuring = partial(measuring, 3, sigkill)
+always_killed_measuring = partial(measuring, 1, sigkill)
+hanging_measuring = partial(measuring, 3, sleeps_in_c)
 killed = partial(at, 5, sigkill)
 exited = partial(at, 5, exits)
+killed_at_nine = partial(trained, lambda batch_size: batch_size == 9 and sigkill())
+hanging_at_nine = partial(trained, lambda batch_size: batch_size == 9 and sleeps_in_c())
 exited_out_of_memory = partial(at, 5, says_out_of_memory)
 sleeping_in_c = partial(at, 4, sleeps_in_c)
 killed_once = partial(at, 7, once(sigkill))
@@ -97,6 +124,34 @@ def test_a_new_process_replaces_a_poisoned_one():
     assert (result.batch_size, result.limited_by) == (5, "size_limit")
     assert any("sticky error in two processes" in note for note in result.notes)
     assert {t.batch_size for t in result.trials if t.verdict is Verdict.POISONED} == {6}
+
+
+def worn_out():
+    """Return a step whose optimizer does not step any more after eight calls in one process."""
+    model = torch.nn.Linear(2, 2)
+    optimizer, calls = torch.optim.SGD(model.parameters(), lr=0.1), Log()
+
+    def step(model, batch_size):
+        calls.append(batch_size)
+        model(torch.randn(batch_size, 2)).sum().backward()
+        if len(calls) <= 8:
+            optimizer.step()
+
+    return model, step
+
+
+@pytest.mark.slow
+def test_a_size_that_stops_training_runs_again_in_a_new_process():
+    result = probe(worn_out, max_batch=4)
+    sizes = 1, 2, 4, 1, 4  # the look at 1 begins with the tenth call
+    assert [(t.batch_size, t.verdict) for t in result.trials] == [(size, Verdict.FITS) for size in sizes]
+
+
+def test_a_card_lost_between_steps_costs_its_process_only():
+    result = probe(poisoned_between_steps, min_batch=4, max_batch=6)
+    assert (result.batch_size, result.limited_by) == (5, "size_limit")
+    lost = [t for t in result.trials if t.verdict is Verdict.POISONED]
+    assert {(t.batch_size, t.error) for t in lost} == {(6, f"AcceleratorError: {ILLEGAL_ADDRESS}")}
 
 
 def test_a_card_lost_in_two_processes_ends_the_probe():
@@ -130,6 +185,32 @@ def test_no_process_runs_another_trial_after_one_at_the_edge(tmp_path, monkeypat
         assert calls[number][1] not in {pid for _, pid in calls[number + 1 :]}
 
 
+# --- processes that die, or hang, while the memory is measured ---
+
+
+def test_a_death_while_measuring_loses_no_confirmed_answer():
+    assert check_target(named(killed_measuring), 8, device=CARD, memory_fraction=0.9, progress="off").batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "error", "words", "passed"),
+    [
+        (always_killed_measuring, {}, UnreliableError, "two processes failed while they measured the memory", 0),
+        (
+            hanging_measuring,
+            {"time_limit_s": 2.5},
+            TimeLimitError,
+            "time passed while the memory was measured, after ",
+            1,
+        ),
+    ],
+)
+def test_an_end_while_measuring_is_told_as_such(target, options, error, words, passed):
+    with pytest.raises(error, match=words) as told:
+        check_target(named(target), 8, device=CARD, progress="off", **options)
+    assert [t.verdict for t in told.value.trials] == [Verdict.FITS] * passed
+
+
 # --- processes that die ---
 
 
@@ -148,9 +229,37 @@ def test_a_death_that_is_not_about_memory_is_a_failed_step(target, words):
     assert [t.verdict for t in failed.value.trials] == [Verdict.FITS] * 3 + [Verdict.CRASHED] * 2
 
 
-def test_a_death_caused_by_memory_limits_the_size():
-    result = probe(exited_out_of_memory, min_batch=4, max_batch=5)
-    assert (result.batch_size, result.first_failing_batch_size, result.limited_by) == (4, 5, "memory")
+@pytest.mark.parametrize(
+    ("target", "options", "error", "what"),
+    [
+        (killed_at_nine, {}, StepFailedError, "the process of the trial died twice at batch size 9 with no sign"),
+        (hanging_at_nine, {"trial_time_limit_s": 1.5}, TimeLimitError, "time passed during batch 9, in trial "),
+    ],
+)
+def test_a_late_end_says_what_ran_and_what_failed(target, options, error, what):
+    """Ten samples fit: 3, 6, not 12, and then 9."""
+    with pytest.raises(error) as late:
+        probe(target, min_batch=3, multiple_of=3, **options)
+    assert str(late.value).startswith(f"after batch 6 ran for 2 steps and batch 12 failed, {what}")
+
+
+class Nested(torch.nn.Module):
+    def forward(self, fault):
+        return fault()
+
+
+def aborted():
+    """Abort below ten nested modules: faulthandler's trace after the library's message is longer than what is searched."""
+    nested = Nested()
+    for _ in range(10):
+        nested = torch.nn.Sequential(nested)
+    return at(5, lambda: nested(aborts_for_memory))
+
+
+@pytest.mark.parametrize(("target", "limited_by"), [(exited_out_of_memory, "memory"), (aborted, "host_memory")])
+def test_a_death_caused_by_memory_limits_the_size(target, limited_by):
+    result = probe(target, min_batch=4, max_batch=5)
+    assert (result.batch_size, result.first_failing_batch_size, result.limited_by) == (4, 5, limited_by)
 
 
 # --- steps that hang ---
@@ -199,10 +308,22 @@ def threads_started():
     return trained()
 
 
+def workers_started():
+    worker = multiprocessing.Process(target=time.sleep, args=(600,), daemon=True)
+    worker.start()
+    return trained()
+
+
 @pytest.mark.usefixtures("spawned")
 def test_a_target_that_started_threads_is_forked():
     result = probe_target(threads_started, device="cpu:1GiB", max_batch=2, progress="off")
     assert (result.batch_size, result.limited_by) == (2, "max_batch")
+
+
+@pytest.mark.usefixtures("spawned")
+def test_a_target_that_started_workers_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"live child processes \(.*start them in the step"):
+        probe_target(workers_started, device="cpu:1GiB", max_batch=2, progress="off")
 
 
 # --- targets and devices that cannot reach another process ---
