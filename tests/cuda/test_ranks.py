@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,13 @@ def test_any_number_of_ranks(tmp_path, count):
     best = result.plan(12)[0]
     assert (best.micro_batch, best.accumulation_steps, best.world_size) == (2, 6 // count, count)
     assert best.ran_accumulated
+
+
+@pytest.mark.parametrize(("fault", "calls"), [("none", 6), ("counts:1", 50)])
+def test_ranks_settle_together(tmp_path, fault, calls):
+    *_, one, other = on_ranks(tmp_path, partial(probe, max_batch=64), fault=fault, limit_s=60).trials
+    assert (one.steps, other.steps) == (calls, calls)
+    assert one.settled_after == other.settled_after == (calls if fault == "none" else None)
 
 
 @pytest.mark.parametrize(

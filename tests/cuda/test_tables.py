@@ -93,7 +93,7 @@ def test_each_row_is_a_probe_of_its_own_and_costs_less(make, over, memory):
     equal = [table.rows[value].batch_size == one.batch_size for value, one in zip(values, alone, strict=True)]
     assert sum(equal) >= len(values) - 1
     if len(values) == 5:
-        assert calls_of(table.rows.values()) <= 0.6 * calls_of(alone)
+        assert calls_of(table.rows.values()) <= 0.7 * calls_of(alone)
     assert oomprobe.ProbeTable.from_dict(json.loads(table.to_json())) == table
 
 
