@@ -138,7 +138,8 @@ class Results:
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return what an operator returns for fakes."""
         key, values, found = [func, torch.get_default_dtype(), *kwargs], (*args, *kwargs.values()), list[Any]([None])
-        is_plain = func.namespace == "aten" and _describe(values, key, found) and len(found) > 1
+        moves = getattr(func, "overloadpacket", None) is torch.ops.aten.set_  # an argument to another storage
+        is_plain = func.namespace == "aten" and not moves and _describe(values, key, found) and len(found) > 1
         if is_plain and (known := self._known.get(tuple(key))):
             results = [make(found) for make in known[1]]
             return known[0](results) if known[0] else results[0]

@@ -16,6 +16,7 @@ from oomprobe.ground.units import format_bytes
 from oomprobe.state.compare import inner_tensors
 from oomprobe.state.walk import has_data, is_learnable, weak
 
+PAGE_BYTES = 2**12
 PIECE_WORDS = 2**21  # 16 MiB
 NO_COPY = (
     "{name} is {kind}, whose values cannot be put back in this process. Probe the model with oomprobe run path/to/train.py:build "
@@ -38,8 +39,8 @@ class StorageCopy:
         self.changed = self.is_taken = self.is_lost = False
 
     def take_zeros(self, storage: torch.UntypedStorage) -> bool:
-        """Copy host memory that holds only zeros: the copy then takes no memory, like weights that were never written."""
-        if self.device.type == "cpu":
+        """Copy host memory of a page or more that holds only zeros: the copy takes no memory, like weights that were never written."""
+        if self.device.type == "cpu" and self.nbytes >= PAGE_BYTES:
             self.bytes = torch.from_numpy(np.zeros(self.nbytes, np.uint8))
             self.is_taken = self._is_in(storage)
         return self.is_taken
