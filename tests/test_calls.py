@@ -11,11 +11,12 @@ LIMIT, LATE_LIMIT = 500, 280  # of the first calls, and of the large one
 class Loop(ARunner):
     """A loop whose n-th call needs more memory than the others; `bonus` is the least calls of a confirmation."""
 
-    def __init__(self, *, large_call, call_s=None, bonus=0, **facts):
+    def __init__(self, *, large_call, call_s=None, bonus=0, even=False, **facts):
         super().__init__(**facts)
-        self.large_call, self.call_s, self.bonus = large_call, call_s, bonus
+        self.large_call, self.call_s, self.bonus, self.even, self.requests = large_call, call_s, bonus, even, []
 
     def run(self, request):
+        self.requests.append(request)
         wanted = request.calls or 1 + request.steps
         total, large_call = max(wanted, self.bonus * request.confirms), self.large_call
         if request.batch_size > LIMIT:
@@ -27,7 +28,7 @@ class Loop(ARunner):
         passed = steps == total
         verdict, made = Verdict.FITS if passed else Verdict.OOM, steps * len(self.facts.step_names)
         trial = a_trial(request.batch_size, verdict, request.phase, steps=made, cap_bytes=request.cap_bytes)
-        return Outcome(trial=trial, calls=Calls(made=min(steps, wanted), first=1, call_s=self.call_s))
+        return Outcome(trial=trial, calls=Calls(made=min(steps, wanted), first=1, call_s=self.call_s, even=self.even))
 
 
 GROUPS = {"confirmations": 2, "grows_capped": True}
@@ -63,3 +64,23 @@ def test_a_failure_that_is_not_late_lengthens_no_trial():
     session.run(LIMIT + 1, Phase.CONFIRM, cap_bytes=None)
     assert session.call_plan.needed == 0
     assert not any("failed its confirmation" in note for note in session.notes)
+
+
+@pytest.mark.parametrize(
+    ("facts", "phase", "wanted"),
+    [
+        ({}, Phase.BISECT, None),  # makes no more calls than it must
+        ({}, Phase.CONFIRM, 6),
+        ({"failure_cost_s": 60.0}, Phase.BISECT, 3),
+        ({"failure_cost_s": 60.0}, Phase.CONFIRM, 6),
+        ({"step_names": ("train", "eval")}, Phase.CONFIRM, None),
+    ],
+)
+@pytest.mark.parametrize("even", [True, False])
+def test_trials_that_make_many_calls_may_settle_after_an_even_look(facts, phase, wanted, even):
+    runner = Loop(large_call=51, call_s=0.1, even=even, **facts)
+    session = runner.session()
+    session.run(16, Phase.GROW, cap_bytes=None)
+    session.run(1, Phase.GROW, cap_bytes=None, looks_for=50)
+    session.run(16, phase, cap_bytes=None)
+    assert runner.requests[-1].settled_calls == (wanted if even else None)

@@ -92,12 +92,14 @@ class CallPlan:
         if request.accumulation_steps > 1:  # one full step creates the state, and the micro-batches follow
             return replace(request, steps=0, repeats=not self._counts)
         steps = self._steps(confirms=request.confirms)
+        calls = request.calls or self._calls(request.batch_size, steps, confirms=request.confirms, decides=decides)
+        makes_many = calls is not None and calls > self._ordinary(steps) and not request.looks
         may_end_early = (request.looks or request.confirms) and not self._facts.starts_anew
         return replace(
             request,
             steps=steps,
-            calls=request.calls or self._calls(request.batch_size, steps, confirms=request.confirms, decides=decides),
-            settled_calls=self._ordinary(steps) if request.confirms and self._is_even and not self.is_long else None,
+            calls=calls,
+            settled_calls=self._ordinary(steps) if makes_many and self._is_even and not self.is_long else None,
             least_calls=self._ordinary(self._options.steps) if self._full and may_end_early else None,
             repeats=not request.looks and not self._counts,
         )
