@@ -62,8 +62,8 @@ def find_max_batch(
     The batch size doubles until a step runs out of memory. Up to 50 calls of a small size then tell how many calls each
     trial must make, because many loops do something large at every n-th call. The allocator is capped at
     `memory_fraction` of the available memory, and bisection finds the largest size that passes. The deciding failure is
-    retried once, and the answer is confirmed with up to 50 calls, unless they repeat exactly. The model and the step's own counters, lists and caches are
-    restored; the notes name what cannot be.
+    retried once, and the answer is confirmed with up to 50 calls, or until calls repeat exactly. The model and the step's own
+    counters, lists and caches are restored; the notes name what cannot be.
 
     Args:
         model: The model, already on its device.
@@ -81,7 +81,8 @@ def find_max_batch(
         steps: Full steps per trial, at least 1, after a first step that creates the optimizer state. A simulated device
             makes at least `confirm_steps` where it repeats calls, which costs nothing.
         confirm_steps: Fewest full steps that confirm the answer; at least 1. The confirmation makes up to 50 calls: as many as
-            fit in 10 s, or in the time that the search took (on host memory, in 1 s). It ends before that once they repeat exactly.
+            fit in 10 s, or in the time that the search took (on host memory, in 1 s). It ends earlier
+            if calls repeat exactly.
         preserve: Further objects to restore: tensors, or objects with ``state_dict()`` and ``load_state_dict()``. Objects
             that the step closes over, refers to by global name, or is a method of are found automatically, and so are
             the values that your own code holds in them.

@@ -56,7 +56,7 @@ NEEDS_EMPTYING = (
 )
 
 
-DROPPED = "memory at batch {size} was not as smaller sizes predict: predictions were dropped, and every size was run from there on"
+DROPPED = "memory at batch {size} differs from what smaller sizes predicted: predictions were dropped, and every size was run from there on"
 
 
 class ContradictedError(Exception):

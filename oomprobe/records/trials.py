@@ -192,9 +192,7 @@ class Request:
     phase: Phase  # copied into the `Trial`; no runner reads it
     steps: int = 1  # full steps after every optimizer has stepped once
     calls: int | None = None  # of each step; None: as many as `steps` takes, and to confirm more, while time allows
-    settled_calls: int | None = (
-        None  # after so many the trial ends once further ones would repeat them; None: it does not
-    )
+    settled_calls: int | None = None  # calls after which it ends once they repeat; None: it makes all its calls
     least_calls: int | None = None  # after this many calls a bug ends the trial as a pass; None: it is an error
     looks: bool = False  # whether to find out how many calls a trial needs
     confirms: bool = False  # whether the answer rests on this trial

@@ -439,7 +439,7 @@ class LocalRunner:
         return running
 
     def _values(self) -> int | None:
-        """Return a mark of what the user's code keeps; None if it may be called for anything else, such as to compile once more."""
+        """Return a mark of the values that the user's code keeps; None if it is compiled, since a late call may compile it again."""
         return None if self.compiled.is_used else self._tracker.mark()
 
     def _end_backward(self) -> None:

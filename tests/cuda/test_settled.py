@@ -157,7 +157,7 @@ def recompiling():
 
 
 def keeping(kib=1, *, most=None):
-    """Keep a tensor of each call where oomprobe counts none of them: in the graph of the last one."""
+    """Keep a tensor of each call."""
     model, optimizer = begun()
     held = deque(maxlen=most)
 
@@ -181,7 +181,7 @@ def chained():
 
 
 def chained_elsewhere():
-    """Keep what a loss on another card needs, in the graph of the running one."""
+    """Keep a tensor of each call on another card, in the graph of a running product."""
     (model, optimizer), total = begun(), 1
     weight = torch.ones(2**18, device="cuda:1", requires_grad=True)
 

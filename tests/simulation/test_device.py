@@ -152,7 +152,7 @@ def test_a_search_whose_predictions_fail_goes_on_from_what_ran(at, times, monkey
     assert not any(trial.replayed for trial in result.trials)
     [note] = [note for note in result.notes if "predict" in note]
     assert note == (
-        f"memory at batch {sizes[2]} was not as smaller sizes predict: predictions were dropped, and every size was run from there on"
+        f"memory at batch {sizes[2]} differs from what smaller sizes predicted: predictions were dropped, and every size was run from there on"
     )
 
 
