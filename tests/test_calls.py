@@ -11,9 +11,9 @@ LIMIT, LATE_LIMIT = 500, 280  # of the first calls, and of the large one
 class Loop(ARunner):
     """A loop whose n-th call needs more memory than the others; `bonus` is the least calls of a confirmation."""
 
-    def __init__(self, *, large_call, call_s=None, bonus=0, even=False, **facts):
+    def __init__(self, *, large_call, call_s=None, bonus=0, period=0, **facts):
         super().__init__(**facts)
-        self.large_call, self.call_s, self.bonus, self.even, self.requests = large_call, call_s, bonus, even, []
+        self.large_call, self.call_s, self.bonus, self.period, self.requests = large_call, call_s, bonus, period, []
 
     def run(self, request):
         self.requests.append(request)
@@ -28,7 +28,8 @@ class Loop(ARunner):
         passed = steps == total
         verdict, made = Verdict.FITS if passed else Verdict.OOM, steps * len(self.facts.step_names)
         trial = a_trial(request.batch_size, verdict, request.phase, steps=made, cap_bytes=request.cap_bytes)
-        return Outcome(trial=trial, calls=Calls(made=min(steps, wanted), first=1, call_s=self.call_s, even=self.even))
+        calls = Calls(made=min(steps, wanted), first=1, call_s=self.call_s, period=self.period)
+        return Outcome(trial=trial, calls=calls)
 
 
 GROUPS = {"confirmations": 2, "grows_capped": True}
@@ -76,11 +77,22 @@ def test_a_failure_that_is_not_late_lengthens_no_trial():
         ({"step_names": ("train", "eval")}, Phase.CONFIRM, None),
     ],
 )
-@pytest.mark.parametrize("even", [True, False])
-def test_trials_that_make_many_calls_may_settle_after_an_even_look(facts, phase, wanted, even):
-    runner = Loop(large_call=51, call_s=0.1, even=even, **facts)
+@pytest.mark.parametrize("period", [0, 1, 3])
+def test_trials_that_make_many_calls_may_settle_by_the_period_of_the_look(facts, phase, wanted, period):
+    runner = Loop(large_call=51, call_s=0.1, period=period, **facts)
     session = runner.session()
     session.run(16, Phase.GROW, cap_bytes=None)
     session.run(1, Phase.GROW, cap_bytes=None, looks_for=50)
     session.run(16, phase, cap_bytes=None)
-    assert runner.requests[-1].settled_calls == (wanted if even else None)
+    assert runner.requests[-1].settled_calls == (wanted if period else None)
+    assert runner.requests[-1].period == max(1, period) or "step_names" in facts
+
+
+def test_no_trial_settles_after_a_call_that_the_look_has_not_met():
+    runner = Loop(large_call=5, period=1)
+    session = runner.session()
+    session.run(16, Phase.GROW, cap_bytes=None)
+    session.run(16, Phase.GROW, cap_bytes=None, looks_for=50)
+    for size in (LATE_LIMIT + 1, LATE_LIMIT):
+        session.run(size, Phase.CONFIRM, cap_bytes=None)
+    assert [request.settled_calls for request in runner.requests[-2:]] == [6, None]

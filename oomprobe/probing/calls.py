@@ -51,7 +51,7 @@ class CallPlan:
         self.needed = 0  # calls that meet the one that needs the most memory, as a look or a failed confirmation found
         self.confirmed = 0  # calls of the last confirmation
         self.looked: Trial | None = None
-        self._is_even = False  # whether all calls of this row's own look did the same
+        self._period = 0  # calls after which those of this row's own look repeated; 0: they did not
 
     def follow(self, last: CallPlan) -> None:
         """Begin with what another row of the table has shown of the step; its look and its confirmation count for all rows."""
@@ -99,7 +99,8 @@ class CallPlan:
             request,
             steps=steps,
             calls=calls,
-            settled_calls=self._ordinary(steps) if makes_many and self._is_even and not self.is_long else None,
+            settled_calls=max(self._ordinary(steps), self.needed) if makes_many and self._period else None,
+            period=max(1, self._period),
             least_calls=self._ordinary(self._options.steps) if self._full and may_end_early else None,
             repeats=not request.looks and not self._counts,
         )
@@ -162,7 +163,7 @@ class CallPlan:
         if request.looks:
             self.looked = trial
             made_all = trial.steps >= self._patience.look_calls
-            self._is_even = trial.passed and calls.even and made_all and len(self._facts.step_names) == 1
+            self._period = calls.period if trial.passed and made_all and len(self._facts.step_names) == 1 else 0
             if self.is_long:
                 yield LONG_CALLS.format(calls=self.needed)
             elif trial.passed:
@@ -180,10 +181,11 @@ class CallPlan:
         elif request.confirms and request.calls and self._decided <= min(trial.steps, self._most - 1):
             longest = min(self._most, max(request.calls, trial.steps + 1))
             self.needed = max(self.needed, min(longest, AHEAD * (trial.steps + 1)))
+            self._period = 0  # the look has not met that call
             each = len(self._facts.step_names)  # the text counts those of all steps
             made, before = (count(calls, "call", "calls") for calls in (trial.steps, each * self._decided))
             yield LATE.format(size=trial.batch_size, made=made, before=before, calls=each * self.needed)
 
     def lengthen(self, size: int) -> None:
         """Make as many calls as there is time for from now on, because the step varies."""
-        self.needed = max(self.needed, self.affordable(size))
+        self.needed, self._period = max(self.needed, self.affordable(size)), 0

@@ -193,6 +193,7 @@ class Request:
     steps: int = 1  # full steps after every optimizer has stepped once
     calls: int | None = None  # of each step; None: as many as `steps` takes, and to confirm more, while time allows
     settled_calls: int | None = None  # calls after which it ends once they repeat; None: it makes all its calls
+    period: int = 1  # calls that must repeat together
     least_calls: int | None = None  # after this many calls a bug ends the trial as a pass; None: it is an error
     looks: bool = False  # whether to find out how many calls a trial needs
     confirms: bool = False  # whether the answer rests on this trial
@@ -247,7 +248,7 @@ class Calls:
     served_bytes: int = 0  # that the allocator handed out after the first full step; 0 if unknown
     allocations: int = 0  # number of blocks for them; 0 if unknown
     varying: bool = False  # whether full steps allocated different amounts
-    even: bool = False  # after a look: whether all calls but the first few handed out the same bytes in as many blocks
+    period: int = 0  # after a look: calls after which the bytes and blocks that each handed out repeat; 0: they do not
     counts: bool = False  # whether the user's own code may know which call it is
     ended_early: str | None = None  # the bug of a late call that ended the trial
 

@@ -53,9 +53,9 @@ class Series:
         starts = range(0, len(served) - step_calls + 1, step_calls)
         return varies([sum(served[start : start + step_calls]) for start in starts])
 
-    def is_even(self, least_calls: int) -> bool:
-        """Whether all calls after the first `least_calls` handed out the same bytes in as many blocks."""
-        return len({*[*zip(self.served_bytes, self.blocks, strict=False)][least_calls:]}) == 1
+    def period(self, least_calls: int) -> int:
+        """Return `period` of the bytes and blocks that each call handed out, leaving out the first `least_calls`."""
+        return period([*zip(self.served_bytes, self.blocks, strict=False)][least_calls:])
 
     def calls_needed(self, ordinary_calls: int, *, is_exact: bool) -> int:
         """Return `calls_needed` of this series."""
@@ -118,16 +118,30 @@ def calls_needed(
     return min(needed, count)
 
 
-def repeats(marks: Sequence[object]) -> bool:
+def period(calls: Sequence[object]) -> int:
+    """Return after how many calls these repeat, if they do so at least three times; 0 if they do not.
+
+    Example:
+        >>> period([5, 5, 5]), period([5, 5, 8, 5, 5, 8, 5, 5, 8, 5]), period([5, 5, 8, 5, 5, 8])
+        (1, 3, 0)
+    """
+    lengths = range(1, len(calls) // 3 + 1)
+    return next((length for length in lengths if calls[length:] == calls[:-length]), 0)
+
+
+def repeats(marks: Sequence[object], period: int = 1) -> bool:
     """Return whether the last calls were a whole period once more. A mark stands for what a call did and left.
 
-    Where everything is again as it was a period before, the next period can be the same; one that was ends the doubt.
+    Where everything is again as it was a period before, the next period can be the same; one that was ends the doubt. Only multiples of the
+    `period` that a look found count: within a period, calls may be alike.
 
     Example:
         >>> repeats([9, 5, 5]), repeats([9, 5, 5, 5]), repeats([1, 2, 3, 1, 2, 3]), repeats([3, 1, 2, 3, 1, 2, 3])
         (False, True, False, True)
+        >>> repeats([5, 5, 5], period=3), repeats([8, 5, 5, 8, 5, 5, 8], period=3)
+        (False, True)
     """
-    lengths = range(1, (len(marks) - 1) // 2 + 1)
+    lengths = range(period, (len(marks) - 1) // 2 + 1, period)
     return any(marks[-1 - length :] == marks[-1 - 2 * length : -length] for length in lengths)
 
 

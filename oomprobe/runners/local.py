@@ -184,7 +184,9 @@ class StepCalls:
         """Take note of a call, and return whether further ones would repeat the last ones, on every rank."""
         if running.series.first_calls is not None:
             running.repeats.end_call()
-        if running.calls < (running.request.settled_calls or 0) or not self._work.agree(running.repeats.have_settled):
+        request = running.request
+        is_due = running.calls >= (request.settled_calls or 0)
+        if not is_due or not self._work.agree(running.repeats.have_settled(request.period)):
             return False
         running.settled_after = running.calls
         return True

@@ -46,7 +46,6 @@ class Repeats:
         else:
             self._marks.append((fingerprint, values))
 
-    @property
-    def have_settled(self) -> bool:
-        """Whether a whole period has repeated."""
-        return repeats(self._marks)
+    def have_settled(self, period: int) -> bool:
+        """Whether a whole period has repeated, a multiple of this one."""
+        return repeats(self._marks, period)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
 
@@ -104,7 +105,7 @@ class Running:
             served_bytes=sum(sum(series.after_first_bytes) for series in every),
             allocations=self.allocations,
             varying=any(series.varies for series in every),
-            even=has_looked and all(series.is_even(request.least_calls or 0) for series in every),
+            period=math.lcm(*(series.period(request.least_calls or 0) for series in every)) if has_looked else 0,
             counts=self.counts,
             ended_early=self.ended_early,
         )

@@ -84,12 +84,12 @@ def from_a_generator():
     return model, step
 
 
-def quadratic():
-    """Take memory at every tenth call that grows with the square of the batch: at a sixteenth of the answer 0.05 % of the call's."""
+def quadratic(every):
+    """Take memory at some calls that grows with the square of the batch: at a sixteenth of the answer 0.05 % of the call's."""
 
     def act(number, model, optimizer, size):
         train(model, optimizer, size)
-        if number % 10 == 0:
+        if number % every == 0:
             torch.empty(size**2 // 512, dtype=torch.uint8, device="cuda")
 
     return with_hidden_count(act)
@@ -98,6 +98,18 @@ def quadratic():
 def of_lengths(lengths):
     model, optimizer = begun()
     return model, numbered(lambda n, model, size: train(model, optimizer, size * lengths[n % len(lengths)]))
+
+
+def of_lengths_in_turn(lengths):
+    """Count the calls of a turn, from 0 at each turn."""
+    (model, optimizer), number = begun(), 0
+
+    def step(model, size):
+        nonlocal number
+        train(model, optimizer, size * lengths[number])
+        number = (number + 1) % len(lengths)
+
+    return model, step
 
 
 def in_cycles():
@@ -231,7 +243,7 @@ SEEMING = {
     "growth on another card": (chained_elsewhere, {"memory": "1GiB,1GiB"}),
     "evaluation at an epoch's end": (at_the_end_of_an_epoch, {}),
     "a generator": (from_a_generator, {}),
-    "a quadratic event at every 10th call": (quadratic, {}),
+    "a quadratic event at every 23rd call": (partial(quadratic, 23), {}),
     "two equal lengths, then a long one": (partial(of_lengths, [1, 1, 3]), {}),
     "reference cycles": (in_cycles, {}),
     "side stream": (on_a_side_stream, {}),
@@ -255,7 +267,14 @@ def test_calls_that_only_seem_to_repeat_do_not_settle(name):
     assert calls == [50, None]
 
 
-PERIODS = [(partial(in_turn, 3), 3), (partial(last_ones, 4), 5)]
+PERIODS = [
+    (partial(in_turn, 3), 3),
+    (partial(last_ones, 4), 5),
+    (partial(quadratic, 10), 10),
+    (partial(of_lengths_in_turn, [1, 1, 3]), 3),
+    (partial(of_lengths_in_turn, [2] * 9 + [3]), 10),
+    (partial(with_hidden_count, lambda n, model, opt, size: train(model, opt, size * [1, 1, 3][n % 3])), 3),
+]
 
 
 @pytest.mark.parametrize(("build", "period"), PERIODS)

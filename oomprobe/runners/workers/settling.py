@@ -6,6 +6,7 @@ first. What the others say after that is noise: their collectives break because 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -164,7 +165,7 @@ def _of_all_calls(calls: list[Calls]) -> Calls:
         served_bytes=max(one.served_bytes for one in calls),
         allocations=max(one.allocations for one in calls),
         varying=any(one.varying for one in calls),
-        even=all(one.even for one in calls),
+        period=math.lcm(*(one.period for one in calls)),
         counts=any(one.counts for one in calls),
         ended_early=next((one.ended_early for one in calls if one.ended_early), None),
     )
