@@ -365,10 +365,13 @@ def _split_that_runs(
         except TimeLimitError as error:
             return None, f"nothing was written back, {before} stay ({error})"
         else:
-            return split, (
+            note = (
                 f"written back: per_device_train_batch_size={split.micro_batch}, gradient_accumulation_steps="
                 f"{split.accumulation_steps} (before: {before}); the global batch is {total}, and this split ran"
             )
+            if global_batch is None and split.micro_batch < result.batch_size:
+                note += f". To train with {result.batch_size} instead, pass global_batch={result.batch_size}"
+            return split, note
     return None, (
         f"nothing was written back, {before} stay: no size up to {result.batch_size} divides the global batch of {total} and "
         f"runs{failed}"

@@ -287,7 +287,11 @@ def test_the_global_batch_is_kept(trainer, split, options, written):
     assert batch_size in ran
     split_said = f"per_device_train_batch_size={batch_size}, gradient_accumulation_steps={accumulated} (before"
     said = split_said if written else "no size up to 8 divides the global batch of 7 and runs"
-    assert any(said in note for note in result.notes)
+    [note] = [note for note in result.notes if said in note]
+    could_be_larger = written and "global_batch" not in options and batch_size < result.batch_size
+    assert (f"To train with {result.batch_size} instead, pass global_batch={result.batch_size}" in note) == bool(
+        could_be_larger
+    )
 
 
 def test_a_time_limit_includes_the_split(trainer, monkeypatch):
